@@ -1,0 +1,327 @@
+"""From a pattern and one document to tiles: rectangles and plain lower triangles of query and key rows.
+
+A *row* is a token in some storage order (a rank's local index, or the index in the whole row); a *run* ties a range of
+rows to consecutive positions. For one branch, one residue of queries and one residue of keys, rows are numbered in
+order, 0, 1, 2, ...; the keys a query sees are then one interval of key numbers whose two ends, as functions of the
+query's number, are made of flat pieces and pieces of slope one. Cutting where either end changes slope leaves
+rectangles, triangles and bands, and a band is two triangles and a rectangle for every few of its rows. No other mask
+exists anywhere in the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from .patterns import Branch, Pattern, Segment, Sink, Window
+
+
+class Run(NamedTuple):
+    """`count` consecutive tokens of a document: rows `row`, `row` + 1, ... at positions `position`, `position` + 1, ..."""
+
+    row: int
+    position: int
+    count: int
+
+
+class Tile(NamedTuple):
+    """Query rows x key rows of some heads: all pairs, or (causal) key i for query i and later ones.
+
+    Ranges may run backwards: a triangle that opens the other way is a lower one with both ranges reversed.
+    """
+
+    branch: int
+    #: Tiles of one branch and part never share a query row of a head.
+    part: int
+    #: Key/value heads, each with its whole group of query heads; query heads if `per_query_head`.
+    heads: tuple[int, ...]
+    per_query_head: bool
+    queries: range
+    keys: range
+    causal: bool
+
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs a head."""
+        n = len(self.queries)
+        return n * (n + 1) // 2 if self.causal else n * len(self.keys)
+
+
+class _Piece(NamedTuple):
+    """Numbers `number`, ... of a progression hold positions `position`, `position` + stride, ..."""
+
+    number: int
+    position: int
+    count: int
+
+
+class _Progression(NamedTuple):
+    """Rows of one residue that are one range, with the positions they hold."""
+
+    row: int
+    stride: int
+    count: int
+    pieces: tuple[_Piece, ...]
+
+    def number_below(self, position: int) -> int:
+        """How many of the rows hold a position below `position`."""
+        below = 0
+        for number, first, count in self.pieces:
+            if position <= first:
+                break
+            below = number + min(count, -((first - position) // self.stride))
+        return below
+
+    def rows(self, start: int, stop: int) -> range:
+        return range(self.row + self.stride * start, self.row + self.stride * stop, self.stride)
+
+
+def _progressions(runs: Sequence[Run], stride: int, residue: int) -> list[_Progression]:
+    """The rows whose position has this residue, in as few ranges as the runs allow."""
+    found: list[_Progression] = []
+    for row, position, count in runs:
+        skip = (residue - position) % stride
+        if skip >= count:
+            continue
+        row, position, count = row + skip, position + skip, -((skip - count) // stride)
+        if found and found[-1].row + stride * found[-1].count == row:
+            last = found[-1]
+            pieces = (*last.pieces, _Piece(last.count, position, count))
+            found[-1] = _Progression(last.row, stride, last.count + count, pieces)
+        else:
+            found.append(_Progression(row, stride, count, (_Piece(0, position, count),)))
+    return found
+
+
+# An end of the interval a query sees is the largest (first visible key) or smallest (first key beyond) of some terms:
+# ("at", c): position c.  ("from_query", c): q + c.  ("block", w, e): (q // w + e) * w.
+class _Term(NamedTuple):
+    kind: str
+    value: int
+    blocks: int = 0
+
+
+def _ends(branch: Branch, length: int, causal: bool) -> tuple[list[_Term], list[_Term]]:
+    """The terms of the first visible position (their maximum) and of the first one beyond (their minimum)."""
+    first, beyond = [_Term("at", 0)], [_Term("at", length)]
+    if isinstance(branch, Segment) and branch.length is not None and branch.length < length:
+        first, beyond = [_Term("block", branch.length, 0)], [_Term("block", branch.length, 1), *beyond]
+    elif isinstance(branch, Window) and branch.length < length:
+        first.append(_Term("from_query", 1 - branch.length))
+        beyond.append(_Term("from_query", branch.length))
+    elif isinstance(branch, Sink):
+        beyond = [_Term("at", min(branch.tokens, length))]
+    if causal:
+        beyond = [term for term in beyond if term.kind != "from_query"] + [_Term("from_query", 1)]
+    return first, beyond
+
+
+class _Region(NamedTuple):
+    """Keys from max(first) (or, of several groups of terms, from the largest of their minima) up to min(beyond)."""
+
+    first: list[_Term]
+    beyond: list[_Term]
+    #: Keys before the smallest of these maxima only ...
+    before_all: list[list[_Term]]
+    #: ... or keys from the largest of these minima on.
+    after_all: list[list[_Term]]
+
+
+def _regions(pattern: Pattern, number: int, residue: int, phase: int, length: int, causal: bool) -> list[_Region]:
+    """What branch `number` adds, for queries of this residue modulo its dilation, to the branches before it."""
+    branch = pattern.branches[number]
+    first, beyond = _ends(branch, length, causal)
+    if pattern.overlap == "count":
+        return [_Region(first, beyond, [], [])]
+    sinks = [(other.tokens, i) for i, other in enumerate(pattern.branches) if isinstance(other, Sink)]
+    widest = max(sinks, default=(0, -1))
+    if isinstance(branch, Sink):
+        return [_Region(first, beyond, [], [])] if number == widest[1] else []
+    if sinks:
+        first = [*first, _Term("at", min(widest[0], length))]
+    covers = []
+    for earlier in pattern.branches[:number]:
+        if isinstance(earlier, Sink):
+            continue
+        # Each dilation divides the next, so the residue of a query modulo ours decides whether it took part earlier.
+        if earlier.queries == "all" or residue % earlier.dilation == phase % earlier.dilation:
+            covers.append(_ends(earlier, length, causal))
+    if not covers:
+        return [_Region(first, beyond, [], [])]
+    # Every cover holds the query itself, so together they are one interval around it.
+    left = _Region(first, beyond, [cover[0] for cover in covers], [])
+    right = _Region(first, beyond, [], [cover[1] for cover in covers])
+    return [left] if causal else [left, right]
+
+
+def _cells(queries: _Progression, region: _Region) -> Iterator[tuple[int, int, int]]:
+    """(number, position, count): stretches of queries inside one piece and one block of every segment length involved."""
+    groups = [region.first, region.beyond, *region.before_all, *region.after_all]
+    lengths = sorted({term.value for group in groups for term in group if term.kind == "block"})
+    stride = queries.stride
+    for number, position, count in queries.pieces:
+        while count:
+            take = count
+            for length in lengths:
+                to_border = length - position % length
+                take = min(take, -(-to_border // stride))
+            yield number, position, take
+            number, position, count = number + take, position + take * stride, count - take
+
+
+def _trapezoids(
+    queries: _Progression, keys: _Progression, region: _Region
+) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """(u, rows, a, a_slope, b, b_slope): queries u .. u + rows - 1 see key numbers [a + i a_slope, b + i b_slope)."""
+    stride = queries.stride
+    total = keys.count
+
+    for start, position, count in _cells(queries, region):
+        flat: set[int] = {0, total}
+        cuts = {0, count}
+        slopes: list[int] = []
+
+        def resolve(term: _Term, flat: set[int] = flat, slopes: list[int] = slopes, position: int = position) -> _Term:
+            if term.kind == "from_query":
+                slopes.append(position + term.value)
+                return _Term("from_query", position + term.value)
+            at = term.value if term.kind == "at" else (position // term.value + term.blocks) * term.value
+            flat.add(keys.number_below(at))
+            return _Term("at", at)
+
+        first = [resolve(term) for term in region.first]
+        beyond = [resolve(term) for term in region.beyond]
+        before_all = [[resolve(term) for term in group] for group in region.before_all]
+        after_all = [[resolve(term) for term in group] for group in region.after_all]
+        # Where an end that moves with the query enters or leaves a piece of the keys, or meets a flat end.
+        for at in slopes:
+            for number, piece_position, piece_count in keys.pieces:
+                meets = -((piece_position - at) // stride)  # the end's number within the piece, for the cell's query 0
+                cuts.update(cut for cut in (-meets, piece_count - meets) if 0 < cut < count)
+                cuts.update(cut for value in flat if 0 < (cut := value - number - meets) < count)
+
+        def ends(
+            i: int,
+            first: list[_Term] = first,
+            beyond: list[_Term] = beyond,
+            before_all: list[list[_Term]] = before_all,
+            after_all: list[list[_Term]] = after_all,
+        ) -> tuple[int, int]:
+            def number(term: _Term) -> int:
+                return keys.number_below(term.value + (i * stride if term.kind == "from_query" else 0))
+
+            a = max(map(number, first))
+            b = min(map(number, beyond))
+            if before_all:
+                b = min(b, min(max(map(number, group)) for group in before_all))
+            if after_all:
+                a = max(a, max(min(map(number, group)) for group in after_all))
+            return a, b
+
+        borders = sorted(cuts)
+        for low, high in zip(borders, borders[1:]):
+            rows = high - low
+            a, b = ends(low)
+            a_last, b_last = ends(high - 1) if rows > 1 else (a, b)
+            a_slope, b_slope = int(a_last != a), int(b_last != b)
+            assert a_last - a == a_slope * (rows - 1) and b_last - b == b_slope * (rows - 1), "ends must be straight"
+            if b <= a:  # rows before the first that sees a key
+                if not b_slope or a_slope:
+                    continue
+                low, rows, b = low + a - b + 1, rows - (a - b + 1), a + 1
+            elif b_last <= a_last:  # rows after the last that sees one
+                rows = b - a
+            if rows > 0:
+                yield start + low, rows, a, a_slope, b, b_slope
+
+
+def band_rows(width: int) -> int:
+    """Rows of a band, `width` keys each, that are tiled together: fewer waste less on triangles but merge more often."""
+    return width if width <= 64 else max(64, width // 4)
+
+
+def _pieces_of_trapezoid(
+    u: int, rows: int, a: int, a_slope: int, b: int, b_slope: int
+) -> Iterator[tuple[range, range, bool]]:
+    """Rectangles and lower triangles, in numbers, that make up a trapezoid of `_trapezoids`."""
+    if a_slope and b_slope:
+        width = b - a
+        step = band_rows(width)
+        for done in range(0, rows, step):
+            yield from _chunk(u + done, min(step, rows - done), a + done, width)
+    elif b_slope:
+        if b - 1 > a:
+            yield range(u, u + rows), range(a, b - 1), False
+        yield range(u, u + rows), range(b - 1, b - 1 + rows), True
+    elif a_slope:
+        if b > a + rows:
+            yield range(u, u + rows), range(a + rows, b), False
+        yield range(u + rows - 1, u - 1, -1), range(a + rows - 1, a - 1, -1), True
+    else:
+        yield range(u, u + rows), range(a, b), False
+
+
+def _chunk(u: int, rows: int, a: int, width: int) -> Iterator[tuple[range, range, bool]]:
+    """At most `width` rows of a band: row i sees key numbers [a + i, a + i + width)."""
+    yield range(u, u + rows), range(a + width - 1, a + width - 1 + rows), True
+    opening = min(rows, width - 1)  # row width - 1 sees nothing below the triangle
+    if opening:
+        yield from _pieces_of_trapezoid(u, opening, a, 1, a + width - 1, 0)
+
+
+def _through(progression: _Progression, numbers: range) -> range:
+    stride = progression.stride * numbers.step
+    start = progression.row + progression.stride * numbers.start
+    return range(start, start + stride * len(numbers), stride)
+
+
+def tile_document(
+    pattern: Pattern,
+    *,
+    length: int,
+    queries: Sequence[Run],
+    keys: Sequence[Run],
+    num_heads: int,
+    num_kv_heads: int,
+    causal: bool,
+) -> list[Tile]:
+    """The tiles that cover, as often as `Pattern.multiplicity` says, the pairs of these queries and keys of a document.
+
+    Args:
+        length: tokens of the document.
+        queries: runs of the document's tokens that are queries here, by ascending position; their rows ascend too.
+        keys: likewise for the keys; rows number another storage.
+
+    Returns:
+        Tiles by ascending branch.
+    """
+    group = num_heads // num_kv_heads
+    tiles: list[Tile] = []
+    for number, branch in enumerate(pattern.branches):
+        dilation = 1 if isinstance(branch, Sink) else branch.dilation
+        per_query_head = dilation > 1 and pattern.phase_by == "query_head" and group > 1
+        heads_of: dict[int, list[int]] = {}
+        for head in range(num_heads if per_query_head else num_kv_heads):
+            heads_of.setdefault(head % dilation, []).append(head)
+        for residue, heads in heads_of.items():
+            dilated = not isinstance(branch, Sink) and branch.queries == "dilated"
+            key_groups = _progressions(keys, dilation, residue)
+            for query_residue in (residue,) if dilated else range(dilation):
+                # `residue` stands for any phase that has it: `_regions` reduces it by dilations that divide ours.
+                regions = _regions(pattern, number, query_residue, residue, length, causal)
+                for query_group in _progressions(queries, dilation, query_residue):
+                    for part, (region, key_group) in enumerate((r, k) for r in regions for k in key_groups):
+                        for trapezoid in _trapezoids(query_group, key_group, region):
+                            tiles.extend(
+                                Tile(
+                                    number,
+                                    part,
+                                    tuple(heads),
+                                    per_query_head,
+                                    _through(query_group, query_numbers),
+                                    _through(key_group, key_numbers),
+                                    is_causal,
+                                )
+                                for query_numbers, key_numbers, is_causal in _pieces_of_trapezoid(*trapezoid)
+                            )
+    return tiles
