@@ -1,0 +1,23 @@
+"""Exact and dilated ring attention for Hugging Face Transformers.
+
+Importing the package registers the attention implementation "ring_dilated", and its mask, with Transformers.
+"""
+
+from ._version import __version__
+from .layouts import SequenceLayout
+from .patterns import Pattern, Segment, Sink, Window
+from .ring import Decision, Ring, ring_attention
+from .transports import Traffic
+
+__all__ = [
+    "Decision",
+    "Pattern",
+    "Ring",
+    "Segment",
+    "SequenceLayout",
+    "Sink",
+    "Traffic",
+    "Window",
+    "__version__",
+    "ring_attention",
+]

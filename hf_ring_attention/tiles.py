@@ -10,7 +10,7 @@ exists anywhere in the package.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from .patterns import Branch, Pattern, Segment, Sink, Window
@@ -27,7 +27,9 @@ class Run(NamedTuple):
 class Tile(NamedTuple):
     """Query rows x key rows of some heads: all pairs, or (causal) key i for query i and later ones.
 
-    Ranges may run backwards: a triangle that opens the other way is a lower one with both ranges reversed.
+    Ranges may run backwards: a triangle that opens the other way is a lower one with both ranges reversed. A band is
+    many equal tiles along a diagonal, and one `Tile` stands for all of them: copy c has both ranges moved on by
+    c * `advance` rows.
     """
 
     branch: int
@@ -39,12 +41,8 @@ class Tile(NamedTuple):
     queries: range
     keys: range
     causal: bool
-
-    @property
-    def pairs(self) -> int:
-        """Query-key pairs a head."""
-        n = len(self.queries)
-        return n * (n + 1) // 2 if self.causal else n * len(self.keys)
+    copies: int = 1
+    advance: int = 0
 
 
 class _Piece(NamedTuple):
@@ -71,9 +69,6 @@ class _Progression(NamedTuple):
                 break
             below = number + min(count, -((first - position) // self.stride))
         return below
-
-    def rows(self, start: int, stop: int) -> range:
-        return range(self.row + self.stride * start, self.row + self.stride * stop, self.stride)
 
 
 def _progressions(runs: Sequence[Run], stride: int, residue: int) -> list[_Progression]:
@@ -218,21 +213,45 @@ def _trapezoids(
                 a = max(a, max(min(map(number, group)) for group in after_all))
             return a, b
 
-        borders = sorted(cuts)
-        for low, high in zip(borders, borders[1:]):
-            rows = high - low
-            a, b = ends(low)
-            a_last, b_last = ends(high - 1) if rows > 1 else (a, b)
-            a_slope, b_slope = int(a_last != a), int(b_last != b)
-            assert a_last - a == a_slope * (rows - 1) and b_last - b == b_slope * (rows - 1), "ends must be straight"
+        for low, rows, a, a_slope, b, b_slope in _straight(sorted(cuts), ends):
             if b <= a:  # rows before the first that sees a key
                 if not b_slope or a_slope:
                     continue
                 low, rows, b = low + a - b + 1, rows - (a - b + 1), a + 1
-            elif b_last <= a_last:  # rows after the last that sees one
+            elif b + b_slope * (rows - 1) <= a + a_slope * (rows - 1):  # rows after the last that sees one
                 rows = b - a
             if rows > 0:
                 yield start + low, rows, a, a_slope, b, b_slope
+
+
+def _straight(
+    borders: list[int], ends: Callable[[int], tuple[int, int]]
+) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """The longest stretches on which both ends are straight: (first, rows, a, a_slope, b, b_slope).
+
+    Between borders the ends are straight; where two stretches lie on one line, the border between them is dropped.
+    """
+    held: tuple[int, int, int, int] | None = None  # first, rows, and both ends at the first row
+    slopes: tuple[int, int] | None = None  # unknown while `held` has one row
+    for low, high in zip(borders, borders[1:]):
+        rows = high - low
+        a, b = ends(low)
+        own: tuple[int, int] | None = None
+        if rows > 1:
+            a_last, b_last = ends(high - 1)
+            own = (int(a_last != a), int(b_last != b))
+            assert a_last - a == own[0] * (rows - 1), "the first key's number must be straight"
+            assert b_last - b == own[1] * (rows - 1), "the last key's number must be straight"
+        if held is not None:
+            step = slopes or own or (a - held[2], b - held[3])
+            onward = (held[2] + step[0] * held[1], held[3] + step[1] * held[1])
+            if onward == (a, b) and (own is None or own == step) and max(step) <= 1:
+                held, slopes = (held[0], held[1] + rows, held[2], held[3]), step
+                continue
+            yield held[0], held[1], held[2], (slopes or (0, 0))[0], held[3], (slopes or (0, 0))[1]
+        held, slopes = (low, rows, a, b), own
+    if held is not None:
+        yield held[0], held[1], held[2], (slopes or (0, 0))[0], held[3], (slopes or (0, 0))[1]
 
 
 def band_rows(width: int) -> int:
@@ -240,33 +259,43 @@ def band_rows(width: int) -> int:
     return width if width <= 64 else max(64, width // 4)
 
 
-def _pieces_of_trapezoid(
-    u: int, rows: int, a: int, a_slope: int, b: int, b_slope: int
-) -> Iterator[tuple[range, range, bool]]:
-    """Rectangles and lower triangles, in numbers, that make up a trapezoid of `_trapezoids`."""
+class _Shape(NamedTuple):
+    """A rectangle or lower triangle in numbers, and its copies along the diagonal."""
+
+    queries: range
+    keys: range
+    causal: bool
+    copies: int = 1
+    advance: int = 0
+
+
+def _shapes(u: int, rows: int, a: int, a_slope: int, b: int, b_slope: int) -> Iterator[_Shape]:
+    """Rectangles and lower triangles that make up a trapezoid of `_trapezoids`."""
     if a_slope and b_slope:
         width = b - a
-        step = band_rows(width)
-        for done in range(0, rows, step):
-            yield from _chunk(u + done, min(step, rows - done), a + done, width)
+        step = min(rows, band_rows(width))
+        copies, rest = divmod(rows, step)
+        yield from (shape._replace(copies=copies, advance=step) for shape in _band(u, step, a, width))
+        if rest:
+            yield from _band(u + copies * step, rest, a + copies * step, width)
     elif b_slope:
         if b - 1 > a:
-            yield range(u, u + rows), range(a, b - 1), False
-        yield range(u, u + rows), range(b - 1, b - 1 + rows), True
+            yield _Shape(range(u, u + rows), range(a, b - 1), False)
+        yield _Shape(range(u, u + rows), range(b - 1, b - 1 + rows), True)
     elif a_slope:
         if b > a + rows:
-            yield range(u, u + rows), range(a + rows, b), False
-        yield range(u + rows - 1, u - 1, -1), range(a + rows - 1, a - 1, -1), True
+            yield _Shape(range(u, u + rows), range(a + rows, b), False)
+        yield _Shape(range(u + rows - 1, u - 1, -1), range(a + rows - 1, a - 1, -1), True)
     else:
-        yield range(u, u + rows), range(a, b), False
+        yield _Shape(range(u, u + rows), range(a, b), False)
 
 
-def _chunk(u: int, rows: int, a: int, width: int) -> Iterator[tuple[range, range, bool]]:
+def _band(u: int, rows: int, a: int, width: int) -> Iterator[_Shape]:
     """At most `width` rows of a band: row i sees key numbers [a + i, a + i + width)."""
-    yield range(u, u + rows), range(a + width - 1, a + width - 1 + rows), True
+    yield _Shape(range(u, u + rows), range(a + width - 1, a + width - 1 + rows), True)
     opening = min(rows, width - 1)  # row width - 1 sees nothing below the triangle
     if opening:
-        yield from _pieces_of_trapezoid(u, opening, a, 1, a + width - 1, 0)
+        yield from _shapes(u, opening, a, 1, a + width - 1, 0)
 
 
 def _through(progression: _Progression, numbers: range) -> range:
@@ -318,10 +347,12 @@ def tile_document(
                                     part,
                                     tuple(heads),
                                     per_query_head,
-                                    _through(query_group, query_numbers),
-                                    _through(key_group, key_numbers),
-                                    is_causal,
+                                    _through(query_group, shape.queries),
+                                    _through(key_group, shape.keys),
+                                    shape.causal,
+                                    shape.copies,
+                                    shape.advance * dilation,
                                 )
-                                for query_numbers, key_numbers, is_causal in _pieces_of_trapezoid(*trapezoid)
+                                for shape in _shapes(*trapezoid)
                             )
     return tiles

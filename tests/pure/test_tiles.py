@@ -23,16 +23,14 @@ def covered(tiles, num_heads, num_kv_heads):
         if tile.causal:
             assert len(tile.queries) == len(tile.keys)
             assert tile.queries.step * tile.keys.step > 0
-        for head in heads:
+        for head, copy in itertools.product(heads, range(tile.copies)):
+            moved = copy * tile.advance
             for i, query in enumerate(tile.queries):
                 keys = tile.keys[: i + 1] if tile.causal else tile.keys
-                pairs.update((head, query, key) for key in keys)
-                kind = (tile.branch, tile.part, tile.causal, tile.queries.step > 0, head, query)
+                pairs.update((head, query + moved, key + moved) for key in keys)
+                kind = (tile.branch, tile.part, tile.causal, tile.queries.step > 0, head, query + moved)
                 rows_of_part[kind] += 1
     assert max(rows_of_part.values(), default=1) == 1, "a part shares a query row between tiles of one shape"
-    assert sum(pairs.values()) == sum(
-        t.pairs * len(t.heads) * (1 if t.per_query_head else group) for t in tiles
-    )
     return pairs
 
 

@@ -1,0 +1,34 @@
+"""Partial attention results, (out, lse), and their merge.
+
+Merging two parts of one softmax (Milakov & Gimelshein, arXiv 1805.02867; Ring Attention, arXiv 2310.01889): with
+w = 1 / (1 + exp(lse_a - lse_b)), out = out_a + w (out_b - out_a) and lse = log(exp(lse_a) + exp(lse_b)).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32 for float16, bfloat16 and float32; float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """Merges (new_out, new_lse) into (out, lse), in place.
+
+    Rows without a key have lse = -inf and out = 0 and take no part: two such rows make another one, never NaN.
+
+    Args:
+        out: [..., L, D], float32 or float64.
+        lse: [..., L], same dtype.
+        new_out: [..., L, D], any floating dtype.
+        new_lse: [..., L].
+    """
+    new_lse = new_lse.to(lse.dtype)
+    weight = torch.sigmoid(new_lse - lse)
+    # -inf - -inf: neither row has a key, and both outs are 0
+    weight.nan_to_num_(nan=0.0)
+    out.lerp_(new_out.to(out.dtype), weight.unsqueeze(-1))
+    torch.logaddexp(lse, new_lse, out=lse) if lse.is_contiguous() else lse.copy_(torch.logaddexp(lse, new_lse))

@@ -1,0 +1,171 @@
+"""Who computes and who moves what: the tiles of every rank, as batches of equal shape, from ints alone.
+
+Every rank can compute every rank's plan, so nothing is negotiated: what one sends is what the other expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from .layouts import SequenceLayout
+from .patterns import Pattern
+from .tiles import Run, Tile, tile_document
+
+#: Per batch row, the (start, stop) of each document in the whole row.
+Documents = tuple[tuple[tuple[int, int], ...], ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention call as all ranks see it: what decides the tiles, and nothing else.
+
+    Raises:
+        ValueError: head counts that do not divide, or documents that are empty, overlap or leave the row.
+    """
+
+    pattern: Pattern
+    layout: SequenceLayout
+    documents: Documents
+    num_heads: int
+    num_kv_heads: int
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"the number of query heads must be a multiple of the number of key/value heads, got {self.num_heads} "
+                f"and {self.num_kv_heads}"
+            )
+        for row, documents in enumerate(self.documents):
+            end = 0
+            for start, stop in documents:
+                if not end <= start < stop <= self.layout.seq_len:
+                    raise ValueError(
+                        f"documents of batch row {row} must be ascending, apart, not empty and within the row of "
+                        f"{self.layout.seq_len} tokens, got (start, stop) = ({start}, {stop}) after {end} tokens"
+                    )
+                end = stop
+
+
+class Item(NamedTuple):
+    """Tiles of a batch that start at these rows, in all these batch rows and heads; `copies` of them along a diagonal."""
+
+    batch_rows: tuple[int, ...]
+    heads: tuple[int, ...]
+    query_row: int
+    key_row: int
+    copies: int
+    advance: int
+
+
+class TileBatch(NamedTuple):
+    """Tiles of one shape: one kernel call. No two of them share a query row of a head."""
+
+    per_query_head: bool
+    causal: bool
+    num_queries: int
+    num_keys: int
+    query_stride: int
+    key_stride: int
+    items: tuple[Item, ...]
+
+    def pairs(self, group: int) -> int:
+        """Query-key pairs over all batch rows and query heads; `group` query heads share a key/value head."""
+        n = self.num_queries
+        tile = n * (n + 1) // 2 if self.causal else n * self.num_keys
+        tiles = sum(len(item.batch_rows) * len(item.heads) * item.copies for item in self.items)
+        return tile * tiles * (1 if self.per_query_head else group)
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """The tiles of one rank.
+
+    `own`: keys of the rank itself; key rows are local indices. `remote`: keys of other ranks; key rows are indices in
+    the whole row. Query rows are local indices in both. `pairs`: query-key pairs over all batch rows and query heads.
+    """
+
+    rank: int
+    own: tuple[TileBatch, ...]
+    remote: tuple[TileBatch, ...]
+    pairs: int
+
+    def flops(self, head_dim: int, value_dim: int | None = None) -> int:
+        """Floating point operations of the forward pass: 2 (D + Dv) a pair."""
+        return 2 * (head_dim + (value_dim or head_dim)) * self.pairs
+
+
+@lru_cache(maxsize=256)
+def plan_rank(problem: Problem, rank: int) -> RankPlan:
+    """The tiles of `rank`; cached by value."""
+    layout, group = problem.layout, problem.num_heads // problem.num_kv_heads
+    pieces = [layout.pieces(other) for other in range(layout.world_size)]
+    elsewhere = sorted(
+        (piece for other, theirs in enumerate(pieces) if other != rank for piece in theirs), key=lambda piece: piece[0]
+    )
+    rows_of: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for batch_row, documents in enumerate(problem.documents):
+        rows_of.setdefault(documents, []).append(batch_row)
+
+    own: dict[tuple[object, ...], list[Item]] = {}
+    remote: dict[tuple[object, ...], list[Item]] = {}
+    for documents, batch_rows in rows_of.items():
+        for start, stop in documents:
+            queries = tuple(_runs(_local(pieces[rank]), start, stop))
+            if not queries:
+                continue
+            for batches, keys in (
+                (own, queries),
+                (remote, tuple(_runs(((piece.start, piece) for piece in elsewhere), start, stop))),
+            ):
+                for tile in tile_document(
+                    problem.pattern,
+                    length=stop - start,
+                    queries=queries,
+                    keys=keys,
+                    num_heads=problem.num_heads,
+                    num_kv_heads=problem.num_kv_heads,
+                    causal=problem.causal,
+                ):
+                    batches.setdefault(_shape(tile), []).append(
+                        Item(tuple(batch_rows), tile.heads, tile.queries[0], tile.keys[0], tile.copies, tile.advance)
+                    )
+    batched = [
+        tuple(TileBatch(*shape[2:], tuple(items)) for shape, items in batches.items())  # type: ignore[arg-type]
+        for batches in (own, remote)
+    ]
+    pairs = sum(batch.pairs(group) for batches in batched for batch in batches)
+    return RankPlan(rank, *batched, pairs)
+
+
+def _shape(tile: Tile) -> tuple[object, ...]:
+    """What tiles of one batch have in common; branch and part keep two tiles on the same query rows apart."""
+    return (
+        tile.branch,
+        tile.part,
+        tile.per_query_head,
+        tile.causal,
+        len(tile.queries),
+        len(tile.keys),
+        tile.queries.step,
+        tile.keys.step,
+    )
+
+
+def _local(pieces: tuple[range, ...]) -> Iterator[tuple[int, range]]:
+    """(local index of its first token, piece) of a rank's pieces."""
+    row = 0
+    for piece in pieces:
+        yield row, piece
+        row += len(piece)
+
+
+def _runs(pieces: Iterator[tuple[int, range]], start: int, stop: int) -> Iterator[Run]:
+    """The parts of (first row, piece) pairs that lie in the document [start, stop)."""
+    for row, piece in pieces:
+        low, high = max(piece.start, start), min(piece.stop, stop)
+        if low < high:
+            yield Run(row + low - piece.start, low - start, high - low)

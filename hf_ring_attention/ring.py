@@ -1,0 +1,381 @@
+"""`Ring`: the ranks that share a sequence, how they divide it and how rows travel; and attention over such a sequence."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from .bindings import bind
+from .engine import RingAttention
+from .kernels import choose_kernel
+from .layouts import LayoutKind, SequenceLayout
+from .patterns import Pattern
+from .plans import Documents, Problem, plan_rank
+from .transports import Collective, Local, Traffic, Transport
+
+logger = logging.getLogger(__name__)
+
+#: Contiguous pieces are kept while the busiest rank does at most this much more than the mean.
+IMBALANCE_WORTH_A_ZIGZAG = 1.05
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was chosen and why."""
+
+    choice: str
+    reason: str
+
+
+class Ring:
+    """A group of ranks over which sequences are sharded.
+
+    Args:
+        group: a torch.distributed process group; None is the whole world, or this process alone where
+            torch.distributed is not initialized.
+        layout: "contiguous", "zigzag", or "auto": zigzag where contiguous pieces would leave ranks with unequal work.
+        transport: "collective", "local" (one rank), or "auto".
+
+    Raises:
+        ValueError: an unknown name, a transport that cannot serve this many ranks, or a group this rank is not in.
+        NotImplementedError: transport "ring".
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        layout: LayoutKind | Literal["auto"] = "auto",
+        transport: Literal["auto", "ring", "collective", "local"] = "auto",
+    ) -> None:
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        self._set_up(group, layout, transport)
+
+    @classmethod
+    def alone(cls) -> Ring:
+        """A ring of this process only, whatever the world is."""
+        ring = cls.__new__(cls)
+        ring._set_up(None, "auto", "auto")
+        return ring
+
+    def _set_up(self, group: dist.ProcessGroup | None, layout: str, transport: str) -> None:
+        if layout not in ("auto", "contiguous", "zigzag"):
+            raise ValueError(f"Ring: layout must be 'auto', 'contiguous' or 'zigzag', got {layout!r}")
+        if transport not in ("auto", "ring", "collective", "local"):
+            raise ValueError(f"Ring: transport must be 'auto', 'ring', 'collective' or 'local', got {transport!r}")
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError(f"Ring: rank {dist.get_rank()} of the world is not in the group it was given")
+        self.layout = layout
+        self.transport = transport
+        self._traffic = Traffic()
+        self._agreed: set[Any] = set()
+        self.decision = self._decide()
+        logger.info("ring of %d: %s, because %s", self.world_size, self.decision.choice, self.decision.reason)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ring:
+        return self  # a process group cannot be copied, and a copied model belongs to the same ranks
+
+    def __repr__(self) -> str:
+        return f"Ring(rank {self.rank} of {self.world_size}, layout={self.layout!r}, transport={self.transport!r})"
+
+    def _decide(self) -> Decision:
+        if self.transport == "ring":
+            raise NotImplementedError(
+                "Ring: transport='ring' is still to come: use transport='collective', which computes the same, or 'auto'"
+            )
+        if self.transport == "local" and self.world_size > 1:
+            raise ValueError(f"Ring: transport='local' serves 1 rank, got {self.world_size}: use 'auto' or 'collective'")
+        if self.transport == "collective" and self.group is None:
+            raise ValueError("Ring: transport='collective' needs torch.distributed to be initialized")
+        if self.transport != "auto":
+            return Decision(self.transport, "it was asked for")
+        if self.world_size == 1:
+            return Decision("local", "one rank holds the whole sequence")
+        return Decision("collective", f"{self.world_size} ranks share the sequence")
+
+    def _make_transport(self) -> Transport:
+        if self.decision.choice == "local":
+            return Local()
+        assert self.group is not None
+        return Collective(self.group, self._traffic)
+
+    def layout_for(self, seq_len: int, pattern: Pattern) -> SequenceLayout:
+        """How a row of `seq_len` tokens under `pattern` is divided among the ranks."""
+        kind = self.layout
+        if kind == "auto":
+            kind = _balanced_layout(seq_len, self.world_size, pattern)
+        return SequenceLayout(kind, seq_len, self.world_size)  # type: ignore[arg-type]
+
+    def _check_layout(self, layout: SequenceLayout) -> None:
+        if layout.world_size != self.world_size:
+            raise ValueError(f"the layout is for {layout.world_size} ranks, the ring has {self.world_size}")
+
+    def shard(self, tensor: Tensor, layout: SequenceLayout, dim: int = 1, fill: float = 0) -> Tensor:
+        """This rank's part of a whole row.
+
+        Args:
+            tensor: `layout.seq_len` tokens along `dim`.
+            fill: value of the padding.
+
+        Returns:
+            `layout.local_len` tokens along `dim`, in the order of `layout.positions(rank)`.
+
+        Raises:
+            ValueError: another length along `dim`, or a layout for another number of ranks.
+        """
+        self._check_layout(layout)
+        if tensor.shape[dim] != layout.seq_len:
+            raise ValueError(
+                f"shard: expected {layout.seq_len} tokens along dim {dim}, got {tensor.shape[dim]} in {tuple(tensor.shape)}"
+            )
+        padding = layout.padded_len - layout.seq_len
+        if padding:
+            shape = list(tensor.shape)
+            shape[dim] = padding
+            tensor = torch.cat([tensor, tensor.new_full(shape, fill)], dim)
+        return torch.cat([tensor.narrow(dim, p.start, len(p)) for p in layout.pieces(self.rank)], dim)
+
+    def unshard(self, local: Tensor, layout: SequenceLayout, dim: int = 1) -> Tensor:
+        """The whole row, without its padding, on every rank.
+
+        Differentiable: the gradient of a rank's part is that of the sum of all ranks' losses, so a loss that every
+        rank computes from the whole row counts `world_size` times.
+
+        Args:
+            local: `layout.local_len` tokens along `dim`, in the order of `layout.positions(rank)`.
+
+        Raises:
+            ValueError: another length along `dim`, or a layout for another number of ranks.
+        """
+        self._check_layout(layout)
+        if local.shape[dim] != layout.local_len:
+            raise ValueError(
+                f"unshard: expected {layout.local_len} tokens along dim {dim}, got {local.shape[dim]} in {tuple(local.shape)}"
+            )
+        dim %= local.dim()
+        whole = local if self.world_size == 1 else _Gather.apply(local, self.group, self.rank, dim)
+        parts = {}
+        for rank in range(self.world_size):
+            offset = rank * layout.local_len
+            for piece in layout.pieces(rank):
+                parts[piece.start] = whole.narrow(dim, offset, len(piece))
+                offset += len(piece)
+        return torch.cat([parts[start] for start in sorted(parts)], dim).narrow(dim, 0, layout.seq_len)
+
+    def traffic(self) -> Traffic:
+        """What this rank's transports moved since the ring was made or `reset_traffic` was called."""
+        return self._traffic
+
+    def reset_traffic(self) -> None:
+        """Starts the counters of `traffic` at zero."""
+        self._traffic.__init__()  # type: ignore[misc]
+
+    def agree(self, values: Mapping[str, Any], error: Exception | None = None) -> None:
+        """Checks that all ranks came with equal values and without an error; one small exchange.
+
+        Raises:
+            ValueError: on every rank, if a rank came with an error or the ranks differ; says which rank has which value.
+        """
+        if self.world_size == 1:
+            if error is not None:
+                raise error
+            return
+        said: list[Any] = [None] * self.world_size
+        message = None if error is None else (type(error).__name__, str(error))
+        dist.all_gather_object(said, (dict(values), message), group=self.group)
+        if error is not None:
+            raise error
+        refusals = {rank: message for rank, (_, message) in enumerate(said) if message is not None}
+        if refusals:
+            rank, (kind, text) = min(refusals.items())
+            raise (NotImplementedError if kind == "NotImplementedError" else ValueError)(
+                f"rank {rank} of the ring refused the call: {text}"
+            )
+        for name in values:
+            by_rank = [theirs.get(name) for theirs, _ in said]
+            if any(value != by_rank[0] for value in by_rank):
+                listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(by_rank))
+                raise ValueError(f"the ranks of the ring disagree on {name}: {listed}; all must pass the same")
+
+    def agree_once(self, values: Mapping[str, Any], error: Exception | None = None) -> None:
+        """`agree`, left out for values that were agreed on before."""
+        key = tuple(values.items())
+        if error is not None or key not in self._agreed:
+            self.agree(values, error)
+            self._agreed.add(key)
+
+
+class _Gather(torch.autograd.Function):
+    """Tensors of all ranks, side by side along `dim`; gradients are summed over ranks and taken home."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup, rank: int, dim: int) -> Tensor:
+        ctx.call = (group, rank, dim, local.shape[dim])
+        local = local.contiguous()
+        parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, local, group=group)
+        return torch.cat(parts, dim)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        group, rank, dim, length = ctx.call
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=group)
+        return grad.narrow(dim, rank * length, length).contiguous(), None, None, None
+
+
+@lru_cache(maxsize=256)
+def _balanced_layout(seq_len: int, world_size: int, pattern: Pattern) -> LayoutKind:
+    def imbalance(kind: LayoutKind) -> float:
+        layout = SequenceLayout(kind, seq_len, world_size)
+        problem = Problem(pattern, layout, (((0, seq_len),),), num_heads=1, num_kv_heads=1)
+        pairs = [plan_rank(problem, rank).pairs for rank in range(world_size)]
+        return max(pairs) * world_size / sum(pairs)
+
+    if world_size == 1:
+        return "contiguous"
+    contiguous = imbalance("contiguous")
+    if contiguous <= IMBALANCE_WORTH_A_ZIGZAG or contiguous <= imbalance("zigzag"):
+        return "contiguous"
+    return "zigzag"
+
+
+_ALONE = Ring.alone()
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern,
+    ring: Ring | None = None,
+    layout: SequenceLayout | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    documents: Sequence[Sequence[tuple[int, int]]] | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention by `pattern` over rows whose tokens are sharded over the ranks of `ring`; see `Pattern` for the formula.
+
+    Args:
+        q: [B, H, n, D], this rank's tokens in the order of `layout.positions(ring.rank)`.
+        k: [B, Hkv, n, D]; H is a multiple of Hkv, and query head h reads key/value head h // (H / Hkv).
+        v: [B, Hkv, n, Dv].
+        pattern: which keys a query sees.
+        ring: the ranks that share the rows; None for this process alone.
+        layout: how the rows are divided; None for `ring.layout_for(n * ring.world_size, pattern)`, rows without padding.
+        causal: whether a query sees only itself and earlier keys.
+        scale: factor of the scores; None for D ** -0.5.
+        documents: per batch row, the (start, stop) in the whole row of each of its documents, ascending; tokens in none
+            are padding. None for one document of `layout.seq_len` tokens a row.
+        return_lse: whether to return the log-sum-exp of each query's scores too.
+
+    Returns:
+        out [B, H, n, Dv] in q's dtype, 0 for padding; with `return_lse` also lse [B, H, n], float32 (float64 for
+        float64 inputs), -inf for padding and without a gradient.
+
+    Raises:
+        ValueError: tensors, documents or layouts that do not fit each other, or ranks that disagree; on every rank,
+            before anything is computed.
+    """
+    ring = _ALONE if ring is None else ring
+    problem: Problem | None = None
+    error: Exception | None = None
+    try:
+        problem = _problem(q, k, v, pattern, ring, layout, causal, documents)
+    except (ValueError, NotImplementedError) as refused:
+        error = refused
+    scale = q.shape[-1] ** -0.5 if scale is None and isinstance(q, Tensor) and q.dim() else scale
+    if ring.world_size > 1:
+        described = {} if problem is None else _describe(problem, q, v, ring, scale)
+        ring.agree_once(described, error)
+    if error is not None:
+        raise error
+    assert problem is not None
+    assert scale is not None
+    kernel = choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1]).kernel
+    binding = bind(problem, ring.rank, q.device)
+    out, lse = RingAttention.apply(q, k, v, binding, ring._make_transport(), kernel, scale)
+    return (out, lse) if return_lse else out
+
+
+def _describe(problem: Problem, q: Tensor, v: Tensor, ring: Ring, scale: float | None) -> dict[str, Any]:
+    """What all ranks must have in common, by the names that users know."""
+    return {
+        "the shape of q, (B, H, n, D)": tuple(q.shape),
+        "the number of key/value heads": problem.num_kv_heads,
+        "the width of v": v.shape[-1],
+        "dtype": q.dtype,
+        "pattern": problem.pattern,
+        "layout": problem.layout,
+        "transport": ring.decision.choice,
+        "causal": problem.causal,
+        "scale": scale,
+        "documents": problem.documents,
+    }
+
+
+def _problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    ring: Ring,
+    layout: SequenceLayout | None,
+    causal: bool,
+    documents: Sequence[Sequence[tuple[int, int]]] | None,
+) -> Problem:
+    """The checked description of a call.
+
+    Raises:
+        ValueError: whatever does not fit.
+    """
+    if not isinstance(pattern, Pattern):
+        raise ValueError(f"ring_attention: pattern must be a Pattern, got {pattern!r}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"ring_attention: {name} must be a tensor [batch, heads, tokens, head size], got {got}")
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        raise ValueError(f"ring_attention: every size must be at least 1, got {shapes}")
+    if len({x.dtype for x in (q, k, v)}) > 1 or len({x.device for x in (q, k, v)}) > 1:
+        got = ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in (("q", q), ("k", k), ("v", v)))
+        raise ValueError(f"ring_attention: q, k and v must have one dtype and one device, got {got}")
+    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"ring_attention: batch and key/value head counts and tokens must be equal, got {shapes}")
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"ring_attention: as many query tokens as key tokens are expected, got {q.shape[2]} and {k.shape[2]}: {shapes}"
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"ring_attention: q and k must have one head size, got {q.shape[3]} and {k.shape[3]}: {shapes}")
+    choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
+    n = q.shape[2]
+    layout = ring.layout_for(n * ring.world_size, pattern) if layout is None else layout
+    ring._check_layout(layout)
+    if n != layout.local_len:
+        raise ValueError(
+            f"ring_attention: {layout} gives each rank {layout.padded_len} / {layout.world_size} = {layout.local_len} "
+            f"tokens, got {n}: shard whole rows of {layout.seq_len} tokens with ring.shard(tensor, layout)"
+        )
+    whole: Documents = (((0, layout.seq_len),),) * q.shape[0]
+    if documents is not None:
+        if len(documents) != q.shape[0]:
+            raise ValueError(f"ring_attention: documents must have one list a batch row, got {len(documents)} for {q.shape[0]}")
+        whole = tuple(tuple((int(start), int(stop)) for start, stop in row) for row in documents)
+    return Problem(pattern, layout, whole, q.shape[1], k.shape[1], bool(causal))
