@@ -9,6 +9,7 @@ import pytest
 from hf_ring_attention.layouts import SequenceLayout
 from hf_ring_attention.patterns import Pattern, Segment, Sink, Window
 from hf_ring_attention.tiles import Run, tile_document
+from tests.support.cases import random_pattern
 
 
 def covered(tiles, num_heads, num_kv_heads):
@@ -90,30 +91,6 @@ def test_whole_document(pattern, causal):
         )
         want = expected(pattern, length, points(runs), points(runs), num_heads, num_kv_heads, causal)
         assert covered(tiles, num_heads, num_kv_heads) == want, (length, num_heads, num_kv_heads)
-
-
-def random_pattern(rng):
-    while True:
-        chain = [1]
-        for _ in range(rng.randint(0, 3)):
-            chain.append(chain[-1] * rng.choice([1, 2, 2, 3, 4]))
-        overlap = rng.choice(["once", "count"])
-        if overlap == "count":
-            chain = [rng.choice([1, 2, 3, 4, 6]) for _ in chain] + [1]
-            rng.shuffle(chain)
-        branches = []
-        for dilation in chain:
-            kind = rng.choice([Segment, Window])
-            length = dilation * rng.randint(1, 12)
-            if kind is Segment and rng.random() < 0.3:
-                length = None
-            branches.append(kind(length, dilation, rng.choice(["all", "dilated"])))
-        for _ in range(rng.choice([0, 0, 1, 2])):
-            branches.insert(rng.randint(0, len(branches)), Sink(rng.randint(1, 9)))
-        try:
-            return Pattern(tuple(branches), overlap, rng.choice(["kv_head", "query_head"]))
-        except ValueError:
-            continue
 
 
 def test_random_patterns_with_rows_sharded_over_ranks():

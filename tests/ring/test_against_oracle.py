@@ -1,0 +1,33 @@
+"""Outputs, log-sum-exps and all gradients equal the dense oracle: random patterns, lengths, heads, documents, layouts."""
+
+import random
+
+import pytest
+import torch
+
+import hf_ring_attention as ra
+from tests.support.cases import check_random_cases
+from tests.support.ranks import run_ranks
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
+
+
+def fresh_seed():
+    return random.randrange(2**32)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_local(dtype):
+    check_random_cases(ra.Ring(), seed=fresh_seed(), count=300, tolerance=TOLERANCE[dtype], dtype=dtype)
+
+
+def sharded(rank, seed, count):
+    for layout in ("contiguous", "zigzag"):
+        ring = ra.Ring(layout=layout, transport="collective")
+        for dtype, tolerance in TOLERANCE.items():
+            check_random_cases(ring, seed=f"{seed}-{layout}", count=count, tolerance=tolerance, dtype=dtype)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_collective(world_size):
+    run_ranks(sharded, world_size, fresh_seed(), 80, timeout=240)

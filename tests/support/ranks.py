@@ -1,0 +1,80 @@
+"""Runs a function on several gloo ranks, each a process of one thread, and brings back what they return."""
+
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+
+import torch.multiprocessing as mp
+
+
+def run_ranks(function, world_size, *args, timeout=120):
+    """[function(rank, *args) for each rank], run side by side.
+
+    A rank that raises ends all of them, and its traceback is the error; so does `timeout` (seconds). No process stays.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.get_context("spawn")
+        processes = [
+            context.Process(target=_rank, args=(function, rank, world_size, folder, timeout, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout
+        try:
+            while any(process.is_alive() for process in processes):
+                if any(process.exitcode not in (None, 0) for process in processes):
+                    time.sleep(1)  # the others may be about to tell their own story
+                    break
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.02)
+        finally:
+            alive = [process.is_alive() for process in processes]
+            for process in processes:
+                process.kill()
+                process.join()
+        answers = []
+        errors = []
+        for rank in range(world_size):
+            path = os.path.join(folder, f"{rank}.pickle")
+            if not os.path.exists(path):
+                errors.append(f"rank {rank}: " + ("still running" if alive[rank] else "ended without an answer"))
+                continue
+            with open(path, "rb") as file:
+                ok, answer = pickle.load(file)
+            answers.append(answer)
+            if not ok:
+                errors.append(f"rank {rank}:\n{answer}")
+        if errors:
+            raise AssertionError(f"of {world_size} ranks, after at most {timeout} s:\n" + "\n".join(errors))
+        return answers
+
+
+def _rank(function, rank, world_size, folder, timeout, args):
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
+    )
+    try:
+        answer = (True, function(rank, *args))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    with open(os.path.join(folder, f"{rank}.part"), "wb") as file:
+        pickle.dump(answer, file)
+    os.replace(os.path.join(folder, f"{rank}.part"), os.path.join(folder, f"{rank}.pickle"))
+    if not answer[0]:
+        os._exit(1)
+    dist.barrier()
+    dist.destroy_process_group()
