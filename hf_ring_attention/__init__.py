@@ -5,6 +5,7 @@ Importing the package registers the attention implementation "ring_dilated", and
 
 from ._version import __version__
 from .layouts import SequenceLayout
+from .modeling import patch_config, patch_model
 from .patterns import Pattern, Segment, Sink, Window
 from .ring import Decision, Ring, ring_attention
 from .transports import Traffic
@@ -19,5 +20,7 @@ __all__ = [
     "Traffic",
     "Window",
     "__version__",
+    "patch_config",
+    "patch_model",
     "ring_attention",
 ]

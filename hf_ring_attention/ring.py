@@ -115,7 +115,9 @@ class Ring:
         """How a row of `seq_len` tokens under `pattern` is divided among the ranks."""
         kind = self.layout
         if kind == "auto":
-            kind = _balanced_layout(seq_len, self.world_size, pattern)
+            # By the length that both layouts pad to, so that a row and its padded self are divided alike.
+            unit = 2 * self.world_size
+            kind = _balanced_layout(-(-seq_len // unit) * unit, self.world_size, pattern)
         return SequenceLayout(kind, seq_len, self.world_size)  # type: ignore[arg-type]
 
     def _check_layout(self, layout: SequenceLayout) -> None:
