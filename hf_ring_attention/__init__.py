@@ -7,12 +7,14 @@ from ._version import __version__
 from .layouts import SequenceLayout
 from .modeling import patch_config, patch_model
 from .patterns import Pattern, Segment, Sink, Window
+from .perplexity import PerplexityReport, perplexity
 from .ring import Decision, Ring, ring_attention
 from .transports import Traffic
 
 __all__ = [
     "Decision",
     "Pattern",
+    "PerplexityReport",
     "Ring",
     "Segment",
     "SequenceLayout",
@@ -22,5 +24,6 @@ __all__ = [
     "__version__",
     "patch_config",
     "patch_model",
+    "perplexity",
     "ring_attention",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -89,7 +90,7 @@ class _Binder:
             for copy in range(item.copies)
         ]
         advance = starts[1][0] - starts[0][0] if len(starts) > 1 else 0
-        for (query, key), (next_query, next_key) in zip(starts, starts[1:]):
+        for (query, key), (next_query, next_key) in itertools.pairwise(starts):
             if next_query - query != advance or next_key - key != advance:
                 return None
         if len(starts) > 1 and advance < batch.num_queries:
@@ -166,9 +167,7 @@ def bind(problem: Problem, rank: int, device: torch.device) -> Binding:
     place[order] = torch.arange(len(order), device=device)
     remote = tuple(
         BoundBatch(
-            IndexRows(
-                binder._first_rows(batch, layout.local_len, "queries"), batch.query_stride, batch.num_queries
-            ),
+            IndexRows(binder._first_rows(batch, layout.local_len, "queries"), batch.query_stride, batch.num_queries),
             IndexRows(
                 None,
                 0,

@@ -174,9 +174,7 @@ class Math:
         key_dtype, grouped = k.dtype, (k.shape[1], q.shape[1] // k.shape[1])
         k, v = k.to(dtype), v.to(dtype)
         for start, stop, seen in self._slices(q, k, causal):
-            rows, dout_rows, out_rows = (
-                x[:, :, start:stop].to(dtype).unflatten(1, grouped) for x in (q, dout, out)
-            )
+            rows, dout_rows, out_rows = (x[:, :, start:stop].to(dtype).unflatten(1, grouped) for x in (q, dout, out))
             scores = self._scores(rows, k[:, :, :seen], start, causal, scale)
             p = torch.exp(scores - lse[:, :, start:stop].unflatten(1, grouped)[..., None])
             dp = dout_rows @ v[:, :, None, :seen].mT
@@ -209,7 +207,11 @@ def choose_kernel(device_type: str, dtype: torch.dtype, head_dim: int, value_dim
         return KernelChoice(CpuFlash(), "torch's CPU flash attention takes every floating dtype and grouped heads")
     if device_type == "cuda" and dtype != torch.float64:
         widest = max(head_dim, value_dim)
-        if dtype in (torch.float16, torch.bfloat16) and widest <= 256 and torch.backends.cuda.is_flash_attention_available():
+        if (
+            dtype in (torch.float16, torch.bfloat16)
+            and widest <= 256
+            and torch.backends.cuda.is_flash_attention_available()
+        ):
             return KernelChoice(CudaFlash(), f"{dtype} with heads of {widest} <= 256: FlashAttention-2")
         return KernelChoice(CudaEfficient(), f"{dtype} with heads of {widest} is beyond FlashAttention-2: efficient")
     return KernelChoice(Math(), f"no fused kernel with a log-sum-exp for {dtype} on {device_type}: plain math")

@@ -19,6 +19,8 @@ from .ring import Ring, ring_attention
 NAME = "ring_dilated"
 #: Attribute of a model's modules that holds their ring.
 _RING = "_ring_dilated_ring"
+#: Attribute of a base model that holds the handle of its check of positions.
+_CHECK = "_ring_dilated_check"
 #: Attribute of a mask tensor that holds the documents read from it: one reading serves all layers, and recomputation.
 _DOCUMENTS = "_ring_dilated_documents"
 
@@ -300,7 +302,9 @@ def patch_model(model: PreTrainedModel, pattern: Pattern | None = None, ring: Ri
         raise NotImplementedError(f"patch_model: {name} is an encoder-decoder, which ring_dilated does not compute yet")
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if others:
-        raise NotImplementedError(f"patch_model: {name} has layers of types {others}, which ring_dilated does not compute")
+        raise NotImplementedError(
+            f"patch_model: {name} has layers of types {others}, which ring_dilated does not compute"
+        )
     if pattern is not None:
         patch_config(model.config, pattern)
     if ring is not None and ring.world_size > 1:
@@ -314,12 +318,17 @@ def patch_model(model: PreTrainedModel, pattern: Pattern | None = None, ring: Ri
     for module in model.modules():
         setattr(module, _RING, ring)
     base = model.base_model
-    for handle in getattr(base, "_ring_dilated_hooks", ()):
+    handle = getattr(base, _CHECK, None)
+    if handle is not None:
         handle.remove()
-    base._ring_dilated_hooks = ()
-    if ring is not None and ring.world_size > 1:
-        base._ring_dilated_hooks = (base.register_forward_pre_hook(_check_positions, with_kwargs=True),)
+    sharded = ring is not None and ring.world_size > 1
+    setattr(base, _CHECK, base.register_forward_pre_hook(_check_positions, with_kwargs=True) if sharded else None)
     return model
+
+
+def attached_ring(model: PreTrainedModel) -> Ring | None:
+    """The ring that `patch_model` gave to a model."""
+    return getattr(model, _RING, None)
 
 
 def _check_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -6,9 +6,10 @@ definition that every other module executes and that the reference implementatio
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, Union
+from typing import Any, Literal
 
 Queries = Literal["dilated", "all"]
 Overlap = Literal["count", "once"]
@@ -108,7 +109,7 @@ class Sink:
         return key < self.tokens
 
 
-Branch = Union[Segment, Window, Sink]
+Branch = Segment | Window | Sink
 _BRANCHES: dict[str, type[Segment] | type[Window] | type[Sink]] = {"segment": Segment, "window": Window, "sink": Sink}
 
 
@@ -157,7 +158,7 @@ class Pattern:
                 f"{list(branches)}: add a Window or Segment with dilation 1"
             )
         if self.overlap == "once":
-            for earlier, later in zip(dilated, dilated[1:]):
+            for earlier, later in itertools.pairwise(dilated):
                 if later.dilation % earlier.dilation:
                     raise ValueError(
                         f"Pattern: overlap='once' needs nested branches, each dilation dividing the next, but "

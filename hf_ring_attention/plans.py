@@ -110,8 +110,8 @@ def plan_rank(problem: Problem, rank: int) -> RankPlan:
     for batch_row, documents in enumerate(problem.documents):
         rows_of.setdefault(documents, []).append(batch_row)
 
-    own: dict[tuple[object, ...], list[Item]] = {}
-    remote: dict[tuple[object, ...], list[Item]] = {}
+    own: dict[_Shape, list[Item]] = {}
+    remote: dict[_Shape, list[Item]] = {}
     for documents, batch_rows in rows_of.items():
         for start, stop in documents:
             queries = tuple(_runs(_local(pieces[rank]), start, stop))
@@ -133,17 +133,40 @@ def plan_rank(problem: Problem, rank: int) -> RankPlan:
                     batches.setdefault(_shape(tile), []).append(
                         Item(tuple(batch_rows), tile.heads, tile.queries[0], tile.keys[0], tile.copies, tile.advance)
                     )
-    batched = [
-        tuple(TileBatch(*shape[2:], tuple(items)) for shape, items in batches.items())  # type: ignore[arg-type]
+    own_batches, remote_batches = (
+        tuple(
+            TileBatch(
+                shape.per_query_head,
+                shape.causal,
+                shape.num_queries,
+                shape.num_keys,
+                shape.query_stride,
+                shape.key_stride,
+                tuple(items),
+            )
+            for shape, items in batches.items()
+        )
         for batches in (own, remote)
-    ]
-    pairs = sum(batch.pairs(group) for batches in batched for batch in batches)
-    return RankPlan(rank, *batched, pairs)
+    )
+    pairs = sum(batch.pairs(group) for batch in own_batches + remote_batches)
+    return RankPlan(rank, own_batches, remote_batches, pairs)
 
 
-def _shape(tile: Tile) -> tuple[object, ...]:
-    """What tiles of one batch have in common; branch and part keep two tiles on the same query rows apart."""
-    return (
+class _Shape(NamedTuple):
+    """What the tiles of a batch have in common; branch and part keep two tiles on the same query rows apart."""
+
+    branch: int
+    part: int
+    per_query_head: bool
+    causal: bool
+    num_queries: int
+    num_keys: int
+    query_stride: int
+    key_stride: int
+
+
+def _shape(tile: Tile) -> _Shape:
+    return _Shape(
         tile.branch,
         tile.part,
         tile.per_query_head,

@@ -1,4 +1,7 @@
-"""The dense oracle: the definition of `Pattern`, evaluated with matrices of n x n in float64. For tests; the engine never imports it."""
+"""The dense oracle: the definition of `Pattern`, evaluated with n x n matrices in float64.
+
+For tests; the engine never imports it.
+"""
 
 from __future__ import annotations
 

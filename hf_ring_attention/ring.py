@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from .bindings import bind
@@ -96,7 +95,9 @@ class Ring:
                 "Ring: transport='ring' is still to come: use transport='collective', which computes the same, or 'auto'"
             )
         if self.transport == "local" and self.world_size > 1:
-            raise ValueError(f"Ring: transport='local' serves 1 rank, got {self.world_size}: use 'auto' or 'collective'")
+            raise ValueError(
+                f"Ring: transport='local' serves 1 rank, got {self.world_size}: use 'auto' or 'collective'"
+            )
         if self.transport == "collective" and self.group is None:
             raise ValueError("Ring: transport='collective' needs torch.distributed to be initialized")
         if self.transport != "auto":
@@ -350,8 +351,8 @@ def _problem(
         raise ValueError(f"ring_attention: pattern must be a Pattern, got {pattern!r}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 4:
-            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"ring_attention: {name} must be a tensor [batch, heads, tokens, head size], got {got}")
+            what = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"ring_attention: {name} must be a tensor [batch, heads, tokens, head size], got {what}")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if 0 in (*q.shape, *k.shape, *v.shape):
         raise ValueError(f"ring_attention: every size must be at least 1, got {shapes}")
@@ -365,7 +366,9 @@ def _problem(
             f"ring_attention: as many query tokens as key tokens are expected, got {q.shape[2]} and {k.shape[2]}: {shapes}"
         )
     if q.shape[3] != k.shape[3]:
-        raise ValueError(f"ring_attention: q and k must have one head size, got {q.shape[3]} and {k.shape[3]}: {shapes}")
+        raise ValueError(
+            f"ring_attention: q and k must have one head size, got {q.shape[3]} and {k.shape[3]}: {shapes}"
+        )
     choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
     n = q.shape[2]
     layout = ring.layout_for(n * ring.world_size, pattern) if layout is None else layout
@@ -378,6 +381,8 @@ def _problem(
     whole: Documents = (((0, layout.seq_len),),) * q.shape[0]
     if documents is not None:
         if len(documents) != q.shape[0]:
-            raise ValueError(f"ring_attention: documents must have one list a batch row, got {len(documents)} for {q.shape[0]}")
+            raise ValueError(
+                f"ring_attention: documents must have one list a batch row, got {len(documents)} for {q.shape[0]}"
+            )
         whole = tuple(tuple((int(start), int(stop)) for start, stop in row) for row in documents)
     return Problem(pattern, layout, whole, q.shape[1], k.shape[1], bool(causal))

@@ -19,9 +19,13 @@ from . import blocks
 class Rows(Protocol):
     """Rows of one side, queries or keys, of a tile batch."""
 
-    #: Equal parts along which `split` can cut, and rows of one head in each.
-    units: int
-    rows_per_unit: int
+    @property
+    def units(self) -> int:
+        """Equal parts along which `split` can cut."""
+
+    @property
+    def rows_per_unit(self) -> int:
+        """Rows in each part, over all its heads."""
 
     def take(self, x: Tensor) -> Tensor:
         """[B, H, n, ...] -> [tiles, heads, L, ...]."""

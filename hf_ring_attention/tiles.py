@@ -10,6 +10,7 @@ exists anywhere in the package.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -17,11 +18,11 @@ from .patterns import Branch, Pattern, Segment, Sink, Window
 
 
 class Run(NamedTuple):
-    """`count` consecutive tokens of a document: rows `row`, `row` + 1, ... at positions `position`, `position` + 1, ..."""
+    """`length` consecutive tokens of a document: rows `row`, `row` + 1, ... at positions `position`, `position` + 1, ..."""
 
     row: int
     position: int
-    count: int
+    length: int
 
 
 class Tile(NamedTuple):
@@ -50,7 +51,7 @@ class _Piece(NamedTuple):
 
     number: int
     position: int
-    count: int
+    length: int
 
 
 class _Progression(NamedTuple):
@@ -58,7 +59,7 @@ class _Progression(NamedTuple):
 
     row: int
     stride: int
-    count: int
+    length: int
     pieces: tuple[_Piece, ...]
 
     def number_below(self, position: int) -> int:
@@ -79,10 +80,10 @@ def _progressions(runs: Sequence[Run], stride: int, residue: int) -> list[_Progr
         if skip >= count:
             continue
         row, position, count = row + skip, position + skip, -((skip - count) // stride)
-        if found and found[-1].row + stride * found[-1].count == row:
+        if found and found[-1].row + stride * found[-1].length == row:
             last = found[-1]
-            pieces = (*last.pieces, _Piece(last.count, position, count))
-            found[-1] = _Progression(last.row, stride, last.count + count, pieces)
+            pieces = (*last.pieces, _Piece(last.length, position, count))
+            found[-1] = _Progression(last.row, stride, last.length + count, pieces)
         else:
             found.append(_Progression(row, stride, count, (_Piece(0, position, count),)))
     return found
@@ -164,56 +165,57 @@ def _cells(queries: _Progression, region: _Region) -> Iterator[tuple[int, int, i
             number, position, count = number + take, position + take * stride, count - take
 
 
+class _Cell:
+    """Queries of one cell against the keys: every end of what they see is flat or has slope one between `borders`."""
+
+    def __init__(self, keys: _Progression, region: _Region, position: int, count: int) -> None:
+        self.keys = keys
+        self.first, self.beyond = self._resolve(region.first, position), self._resolve(region.beyond, position)
+        self.before_all = [self._resolve(group, position) for group in region.before_all]
+        self.after_all = [self._resolve(group, position) for group in region.after_all]
+        ends = [end for group in (self.first, self.beyond, *self.before_all, *self.after_all) for end in group]
+        flat = {0, keys.length, *(keys.number_below(at) for at, moves in ends if not moves)}
+        cuts = {0, count}
+        # Where an end that moves with the query enters or leaves a piece of the keys, or meets a flat end.
+        for at in (at for at, moves in ends if moves):
+            for number, piece_position, piece_length in keys.pieces:
+                meets = -((piece_position - at) // keys.stride)  # the end's number in the piece, for the first query
+                cuts.update(cut for cut in (-meets, piece_length - meets) if 0 < cut < count)
+                cuts.update(cut for value in flat if 0 < (cut := value - number - meets) < count)
+        self.borders = sorted(cuts)
+
+    @staticmethod
+    def _resolve(terms: list[_Term], position: int) -> list[tuple[int, bool]]:
+        """(position of each end for the cell's first query, whether it moves with the query)."""
+        return [
+            (position + term.value, True)
+            if term.kind == "from_query"
+            else ((position // term.value + term.blocks) * term.value if term.kind == "block" else term.value, False)
+            for term in terms
+        ]
+
+    def ends(self, query: int) -> tuple[int, int]:
+        """Numbers of the first key seen by a query of the cell and of the first one beyond."""
+        moved = query * self.keys.stride
+
+        def numbers(group: list[tuple[int, bool]]) -> list[int]:
+            return [self.keys.number_below(at + moved if moves else at) for at, moves in group]
+
+        a, b = max(numbers(self.first)), min(numbers(self.beyond))
+        if self.before_all:
+            b = min(b, min(max(numbers(group)) for group in self.before_all))
+        if self.after_all:
+            a = max(a, max(min(numbers(group)) for group in self.after_all))
+        return a, b
+
+
 def _trapezoids(
     queries: _Progression, keys: _Progression, region: _Region
 ) -> Iterator[tuple[int, int, int, int, int, int]]:
     """(u, rows, a, a_slope, b, b_slope): queries u .. u + rows - 1 see key numbers [a + i a_slope, b + i b_slope)."""
-    stride = queries.stride
-    total = keys.count
-
     for start, position, count in _cells(queries, region):
-        flat: set[int] = {0, total}
-        cuts = {0, count}
-        slopes: list[int] = []
-
-        def resolve(term: _Term, flat: set[int] = flat, slopes: list[int] = slopes, position: int = position) -> _Term:
-            if term.kind == "from_query":
-                slopes.append(position + term.value)
-                return _Term("from_query", position + term.value)
-            at = term.value if term.kind == "at" else (position // term.value + term.blocks) * term.value
-            flat.add(keys.number_below(at))
-            return _Term("at", at)
-
-        first = [resolve(term) for term in region.first]
-        beyond = [resolve(term) for term in region.beyond]
-        before_all = [[resolve(term) for term in group] for group in region.before_all]
-        after_all = [[resolve(term) for term in group] for group in region.after_all]
-        # Where an end that moves with the query enters or leaves a piece of the keys, or meets a flat end.
-        for at in slopes:
-            for number, piece_position, piece_count in keys.pieces:
-                meets = -((piece_position - at) // stride)  # the end's number within the piece, for the cell's query 0
-                cuts.update(cut for cut in (-meets, piece_count - meets) if 0 < cut < count)
-                cuts.update(cut for value in flat if 0 < (cut := value - number - meets) < count)
-
-        def ends(
-            i: int,
-            first: list[_Term] = first,
-            beyond: list[_Term] = beyond,
-            before_all: list[list[_Term]] = before_all,
-            after_all: list[list[_Term]] = after_all,
-        ) -> tuple[int, int]:
-            def number(term: _Term) -> int:
-                return keys.number_below(term.value + (i * stride if term.kind == "from_query" else 0))
-
-            a = max(map(number, first))
-            b = min(map(number, beyond))
-            if before_all:
-                b = min(b, min(max(map(number, group)) for group in before_all))
-            if after_all:
-                a = max(a, max(min(map(number, group)) for group in after_all))
-            return a, b
-
-        for low, rows, a, a_slope, b, b_slope in _straight(sorted(cuts), ends):
+        cell = _Cell(keys, region, position, count)
+        for low, rows, a, a_slope, b, b_slope in _straight(cell.borders, cell.ends):
             if b <= a:  # rows before the first that sees a key
                 if not b_slope or a_slope:
                     continue
@@ -233,7 +235,7 @@ def _straight(
     """
     held: tuple[int, int, int, int] | None = None  # first, rows, and both ends at the first row
     slopes: tuple[int, int] | None = None  # unknown while `held` has one row
-    for low, high in zip(borders, borders[1:]):
+    for low, high in itertools.pairwise(borders):
         rows = high - low
         a, b = ends(low)
         own: tuple[int, int] | None = None

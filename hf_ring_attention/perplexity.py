@@ -1,0 +1,178 @@
+"""Perplexity of long documents in one pass: sums over tokens, logits in slices, rows sharded over a ring."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .modeling import attached_ring, layer_pattern, patch_model
+from .ring import Ring
+
+logger = logging.getLogger(__name__)
+
+#: Label of tokens that are not scored, as in Transformers.
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class PerplexityReport:
+    """Sums over all scored tokens of all rows.
+
+    nll: negative log-likelihood in nats; tokens: how many were scored; token_nll: [B, n] float32 on the CPU, of each
+    token given those before it, NaN where not scored; seconds: wall time of the passes.
+    """
+
+    nll: float
+    tokens: int
+    token_nll: Tensor
+    seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nll / tokens)."""
+        return math.exp(self.nll / self.tokens)
+
+
+@torch.no_grad()
+def perplexity(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    ring: Ring | None = None,
+    *,
+    attention_mask: Tensor | None = None,
+    logits_at_once: int = 512,
+) -> PerplexityReport:
+    """How well a causal language model predicts each token of whole rows from all those before it that it sees.
+
+    The model runs in evaluation mode, one row at a time; its logits are formed for a slice of tokens at a time, so that
+    neither the vocabulary nor other rows set the memory.
+
+    Args:
+        model: a causal language model, with any attention implementation; on a ring it is patched to "ring_dilated".
+        input_ids: [B, n] or [n], whole rows, the same on every rank; n is at least 2.
+        ring: the ranks over which each row is sharded; None for the ring the model was patched with, if any.
+        attention_mask: like input_ids; 0 for padding, which is neither seen nor scored.
+        logits_at_once: tokens of a slice.
+
+    Returns:
+        The report, the same on every rank.
+
+    Raises:
+        ValueError: rows of fewer than 2 tokens, shapes that differ, or no token to score.
+    """
+    input_ids = input_ids[None] if input_ids.dim() == 1 else input_ids
+    if input_ids.dim() != 2 or input_ids.shape[1] < 2:
+        raise ValueError(
+            f"perplexity: input_ids must be [rows, tokens] with 2 tokens or more, got {tuple(input_ids.shape)}"
+        )
+    if attention_mask is not None:
+        attention_mask = attention_mask.reshape(input_ids.shape[0], -1)
+        if attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"perplexity: attention_mask must be like input_ids {tuple(input_ids.shape)}, got "
+                f"{tuple(attention_mask.shape)}"
+            )
+    if logits_at_once < 1:
+        raise ValueError(f"perplexity: logits_at_once must be at least 1, got {logits_at_once}")
+    if ring is not None and attached_ring(model) is not ring:
+        patch_model(model, ring=ring)
+    ring = attached_ring(model) or Ring.alone()
+    layout = ring.layout_for(input_ids.shape[1], layer_pattern(model.config.get_text_config(), None))
+
+    training = model.training
+    model.eval()
+    start = time.perf_counter()
+    rows = []
+    try:
+        for row in range(input_ids.shape[0]):
+            ids = input_ids[row : row + 1].to(model.device)
+            mask = None if attention_mask is None else attention_mask[row : row + 1].to(model.device)
+            labels = F.pad(ids[:, 1:], (0, 1), value=IGNORED)  # of each token, the next one
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
+            if mask is not None:
+                scored = F.pad((mask[:, 1:] * mask[:, :-1]).bool(), (0, 1))
+                labels = labels.masked_fill(~scored, IGNORED)
+                positions = (mask.cumsum(-1) - 1).clamp_min(0)
+            nll = _next_token_nll(
+                model,
+                ring.shard(ids, layout),
+                ring.shard(labels, layout, fill=IGNORED),
+                ring.shard(positions, layout),
+                None if mask is None else ring.shard(mask, layout),
+                logits_at_once,
+            )
+            whole = ring.unshard(nll, layout)
+            rows.append(F.pad(whole[:, :-1], (1, 0), value=torch.nan).cpu())
+    finally:
+        model.train(training)
+    token_nll = torch.cat(rows)
+    scored = ~token_nll.isnan()
+    if not scored.any():
+        raise ValueError("perplexity: no token to score: every token is padding or the first of its row")
+    return PerplexityReport(
+        nll=float(token_nll[scored].double().sum()),
+        tokens=int(scored.sum()),
+        token_nll=token_nll,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _next_token_nll(
+    model: PreTrainedModel, ids: Tensor, labels: Tensor, positions: Tensor, mask: Tensor | None, logits_at_once: int
+) -> Tensor:
+    """[1, n] float32: of each token's label, NaN for ignored ones."""
+    hidden: list[Tensor] = []
+
+    def keep(module: torch.nn.Module, args: tuple, output: object) -> None:
+        hidden.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)  # type: ignore[attr-defined]
+
+    sliced = "logits_to_keep" in inspect.signature(model.forward).parameters
+    handle = model.base_model.register_forward_hook(keep)
+    try:
+        arguments = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "use_cache": False}
+        last = model(**arguments, **({"logits_to_keep": 1} if sliced else {})).logits
+    finally:
+        handle.remove()
+    nll = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
+    head = _head(model, hidden[-1][:, -1:], last) if sliced else None
+    if head is None and sliced:
+        logger.warning("%s forms its logits in a way of its own: they are kept for the whole row", type(model).__name__)
+        last = model(**arguments).logits
+    for first in range(0, ids.shape[1], logits_at_once):
+        part = slice(first, first + logits_at_once)
+        logits = last[:, part] if head is None else head(hidden[-1][:, part])
+        nll[:, part] = F.cross_entropy(
+            logits.float().transpose(1, 2), labels[:, part], ignore_index=IGNORED, reduction="none"
+        )
+    return nll.masked_fill_(labels == IGNORED, torch.nan)
+
+
+def _head(model: PreTrainedModel, hidden: Tensor, logits: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """What makes logits of hidden states, tried on the last token; None if it is not the output layer, scaled or capped.
+
+    Args:
+        hidden: [1, 1, width]; logits: [1, 1, vocabulary], the model's own.
+    """
+    output = model.get_output_embeddings()
+    if output is None:
+        return None
+    plain = output(hidden).float()
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    scale = float((logits.float() * plain).sum() / (plain * plain).sum().clamp_min(1e-30))
+    heads: list[Callable[[Tensor], Tensor]] = [output, lambda x: output(x) * scale]
+    if cap is not None:
+        heads.append(lambda x: torch.tanh(output(x) / cap) * cap)
+    tolerance = 4 * torch.finfo(logits.dtype).eps * float(logits.abs().max())
+    for head in heads:
+        if float((head(hidden).float() - logits.float()).abs().max()) <= tolerance:
+            return head
+    return None
