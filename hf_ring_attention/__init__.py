@@ -9,6 +9,7 @@ from .modeling import patch_config, patch_model
 from .patterns import Pattern, Segment, Sink, Window
 from .perplexity import PerplexityReport, perplexity
 from .ring import Decision, Ring, ring_attention
+from .training import count_tokens, next_token_loss, shard_batch
 from .transports import Traffic
 
 __all__ = [
@@ -22,8 +23,11 @@ __all__ = [
     "Traffic",
     "Window",
     "__version__",
+    "count_tokens",
+    "next_token_loss",
     "patch_config",
     "patch_model",
     "perplexity",
     "ring_attention",
+    "shard_batch",
 ]

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from .bindings import bind
 from .engine import RingAttention
@@ -66,6 +67,39 @@ class Ring:
         ring._set_up(None, "auto", "auto")
         return ring
 
+    @classmethod
+    def from_accelerator(
+        cls,
+        accelerator: Any,
+        size: int,
+        *,
+        layout: LayoutKind | Literal["auto"] = "auto",
+        transport: Literal["auto", "ring", "collective", "local"] = "auto",
+    ) -> Ring:
+        """The ring of this process on a mesh ("dp", "ring") of all processes of an `accelerate.Accelerator`.
+
+        Ranks of a ring are neighbours in the world, so that they share a node where they can. `dp_rank` is the number
+        of the ring among the `dp_size` rings, which read different data.
+
+        Args:
+            size: ranks of a ring; it divides the number of processes.
+
+        Raises:
+            ValueError: a size that does not divide the number of processes.
+        """
+        world_size = accelerator.num_processes
+        if not isinstance(size, int) or size < 1 or world_size % size:
+            raise ValueError(
+                f"Ring.from_accelerator: {world_size} processes cannot form rings of {size!r}: "
+                f"use a size that divides {world_size}"
+            )
+        if world_size == 1:
+            return cls(None, layout=layout, transport=transport)
+        mesh = init_device_mesh(accelerator.device.type, (world_size // size, size), mesh_dim_names=("dp", "ring"))
+        ring = cls(mesh.get_group("ring"), layout=layout, transport=transport)
+        ring.dp_rank, ring.dp_size = mesh.get_local_rank("dp"), world_size // size
+        return ring
+
     def _set_up(self, group: dist.ProcessGroup | None, layout: str, transport: str) -> None:
         if layout not in ("auto", "contiguous", "zigzag"):
             raise ValueError(f"Ring: layout must be 'auto', 'contiguous' or 'zigzag', got {layout!r}")
@@ -76,6 +110,7 @@ class Ring:
         self.world_size = 1 if group is None else dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError(f"Ring: rank {dist.get_rank()} of the world is not in the group it was given")
+        self.dp_rank, self.dp_size = 0, 1
         self.layout = layout
         self.transport = transport
         self._traffic = Traffic()

@@ -10,9 +10,18 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.logging import disable_progress_bar
 
 import hf_ring_attention as ra
+from hf_ring_attention.plans import Problem, plan_rank
 
 #: The model that installs with the demo extra: SmolLM2-135M-Instruct, Apache-2.0.
 BUNDLED = "smollm2-135m"
@@ -83,6 +92,7 @@ def bundled_model() -> Path:
 
 def load(model: str | None, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model under "ring_dilated" and its tokenizer: a hub id, a folder, or (None) the bundled one."""
+    disable_progress_bar()
     source = str(bundled_model()) if model is None else model
     loaded = AutoModelForCausalLM.from_pretrained(source, attn_implementation="ring_dilated", dtype=dtype)
     return loaded, AutoTokenizer.from_pretrained(source)
@@ -116,3 +126,19 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def flop_share(pattern: ra.Pattern, tokens: int, config: PretrainedConfig) -> float:
+    """The pattern's attention FLOPs as a share of exact causal attention's."""
+    config = config.get_text_config()
+    pairs = []
+    for candidate in (pattern, ra.Pattern.exact()):
+        problem = Problem(
+            candidate,
+            ra.SequenceLayout("contiguous", tokens, 1),
+            (((0, tokens),),),
+            config.num_attention_heads,
+            getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        )
+        pairs.append(plan_rank(problem, 0).pairs)
+    return pairs[0] / pairs[1]

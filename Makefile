@@ -1,0 +1,33 @@
+# `make demo` and `make test` do all set-up on a fresh machine. On a GPU machine, name the torch to install:
+#   make demo TORCH="torch==2.11.0"
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint bench clean
+
+demo: $(READY)
+	$(BIN)/python recipes/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python recipes/benchmark.py
+
+# torch first and by itself, so that no other package brings in another build of it.
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet "$(TORCH)" wheel -e ".[demo,dev]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) demo runs
