@@ -144,7 +144,7 @@ def peak(args, patterns):
     # What the first kernel calls load is not the attention's.
     small = torch.randn(1, args.kv_heads, 64, args.head_dim, device=device, requires_grad=True)
     exact(small, small, small).sum().backward()
-    before = 0 if device.type == "cuda" else common.peak_memory(device)
+    before = common.reset_peak_memory(device)
     q, k, v, dout = tensors(args)
     pattern = patterns.get(args.peak_of)
     out = exact(q, k, v) if pattern is None else ra.ring_attention(q, k, v, pattern=pattern)

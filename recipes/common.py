@@ -125,7 +125,20 @@ def peak_memory(device: torch.device) -> int:
     """Bytes this process has held at most: of the device's memory, or of main memory on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():  # where it does, getrusage also counts what the parent process held
+        return 1024 * int(next(line.split()[1] for line in status.read_text().splitlines() if "VmHWM" in line))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def reset_peak_memory(device: torch.device) -> int:
+    """Starts `peak_memory` anew, where the system can (CUDA, Linux), and returns what it is then."""
+    counter = Path("/proc/self/clear_refs")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif counter.exists():
+        counter.write_text("5")
+    return peak_memory(device)
 
 
 def flop_share(pattern: ra.Pattern, tokens: int, config: PretrainedConfig) -> float:

@@ -1,0 +1,122 @@
+"""The recipes run as their docstrings say, on small input, and their figures hold."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model with a byte-level tokenizer, and a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("tiny")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(letters),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog, again and again. " * 400)
+    assert AutoTokenizer.from_pretrained(folder / "model")("fox").input_ids
+    return folder
+
+
+def run(recipe, *arguments, processes=1, timeout=150):
+    environment = dict(os.environ, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    command = [sys.executable, str(RECIPES / recipe)]
+    if processes > 1:
+        launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)]
+        launcher += [
+            "--num_machines",
+            "1",
+            "--mixed_precision",
+            "no",
+            "--dynamo_backend",
+            "no",
+            "--main_process_port",
+            "0",
+        ]
+        command[1:1] = launcher
+    done = subprocess.run(
+        [*command, *map(str, arguments)], env=environment, timeout=timeout, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def test_perplexity_is_the_same_from_two_processes(folder, tmp_path):
+    options = ["--model", folder / "model", "--text", folder / "text.txt", "--tokens", 515]
+    options += ["--patterns", "exact", "pyramid:32,3,2", "longnet:64/1,256/4"]
+    figures = {}
+    for processes in (1, 2):
+        file = tmp_path / f"{processes}.json"
+        out = run("perplexity.py", *options, "--json", file, processes=processes)
+        assert f"{processes} process(es)" in out
+        figures[processes] = json.loads(file.read_text())
+    assert figures[2]["world_size"] == 2
+    for one, two in zip(figures[1]["figures"], figures[2]["figures"], strict=True):
+        assert one["tokens"] == two["tokens"] == 514
+        assert two["perplexity"] == pytest.approx(one["perplexity"], rel=1e-5)
+        assert len(two["token_nll"]) == 515
+    values = [row["perplexity"] for row in figures[1]["figures"]]
+    assert len(set(values)) == 3, "patterns were not applied"
+    assert figures[1]["figures"][0]["flop_share"] == 1
+    assert 0.1 < figures[1]["figures"][2]["flop_share"] < 0.5
+
+
+def test_finetune_takes_the_same_steps_on_two_processes(folder, tmp_path):
+    options = ["--model", folder / "model", "--text", folder / "text.txt", "--pattern", "pyramid:32,3,2"]
+    options += ["--steps", 4, "--seq-len", 250, "--accumulate", 2, "--held-out", 200, "--lr", "1e-2", "--warmup", 1]
+    figures = {}
+    for processes in (1, 2):
+        file = tmp_path / f"{processes}.json"
+        output = tmp_path / f"model{processes}"
+        more = ["--ring-size", processes, "--json", file, "--output", output]
+        out = run("finetune.py", *options, *more, processes=processes)
+        assert f"rank {processes - 1}: peak memory" in out
+        figures[processes] = json.loads(file.read_text())
+        assert LlamaForCausalLM.from_pretrained(output).config.ring_dilated["pattern"]["branches"]
+    for one, two in zip(figures[1]["steps"], figures[2]["steps"], strict=True):
+        assert one["tokens"] == two["tokens"] == 2 * 249
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+    assert figures[1]["perplexity_after"] < 0.9 * figures[1]["perplexity_before"]
+    assert figures[2]["perplexity_after"] == pytest.approx(figures[1]["perplexity_after"], rel=1e-4)
+
+
+def test_benchmark_prints_its_tables(tmp_path):
+    file = tmp_path / "bench.json"
+    options = ["--tokens", 4096, "--heads", 4, "--kv-heads", 2, "--longnet", "128/1,1024/8", "--pyramid", "64,2"]
+    out = run("benchmark.py", *options, "--repeats", 1, "--model-repeats", 1, "--json", file)
+    figures = json.loads(file.read_text())
+    assert "of the floor" in out
+    assert [row["attention"] for row in figures["speed"]] == ["sdpa", "longnet:128/1,1024/8", "pyramid:64,2"]
+    assert all(row["bytes"] > 2**20 for row in figures["memory"])
+    assert figures["model_ratio"] > 0
+
+
+def test_a_pattern_that_cannot_be_read_ends_with_the_forms_that_can():
+    command = [sys.executable, str(RECIPES / "perplexity.py"), "--patterns", "longnet:100/3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode != 0
+    assert "multiple of dilation" in done.stderr
+    assert "pyramid:512,3" in done.stderr
