@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -114,7 +115,7 @@ class Ring:
         self.layout = layout
         self.transport = transport
         self._traffic = Traffic()
-        self._agreed: set[Any] = set()
+        self._digests: dict[Any, int] = {}
         self.decision = self._decide()
         logger.info("ring of %d: %s, because %s", self.world_size, self.decision.choice, self.decision.reason)
 
@@ -247,12 +248,29 @@ class Ring:
                 listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(by_rank))
                 raise ValueError(f"the ranks of the ring disagree on {name}: {listed}; all must pass the same")
 
-    def agree_once(self, values: Mapping[str, Any], error: Exception | None = None) -> None:
-        """`agree`, left out for values that were agreed on before."""
+    def agree_cheaply(self, values: Mapping[str, Any], error: Exception | None, device: torch.device) -> None:
+        """`agree`, at the price of 8 bytes a rank on the CPU, and of nothing on other devices once values were agreed on.
+
+        On the CPU every call compares digests first: a rank that makes a call it has made before then learns that
+        another one came with something else, where it would have waited for rows that never come. On other devices the
+        comparison would have to wait for the device, so it is made once for equal values.
+        """
         key = tuple(values.items())
-        if error is not None or key not in self._agreed:
+        if device.type == "cpu":
+            digest = self._digests.get(key)
+            if digest is None:
+                digest = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little", signed=True)
+                if len(self._digests) >= 4096:  # packed rows differ from batch to batch
+                    self._digests.clear()
+                self._digests[key] = digest
+            digests = torch.empty(self.world_size, dtype=torch.int64)
+            own = torch.tensor([0 if error is not None else digest])
+            dist.all_gather(list(digests.split(1)), own, group=self.group)
+            if error is not None or not torch.all(digests == digest):
+                self.agree(values, error)
+        elif error is not None or key not in self._digests:
             self.agree(values, error)
-            self._agreed.add(key)
+            self._digests[key] = 0
 
 
 class _Gather(torch.autograd.Function):
@@ -340,7 +358,7 @@ def ring_attention(
     scale = q.shape[-1] ** -0.5 if scale is None and isinstance(q, Tensor) and q.dim() else scale
     if ring.world_size > 1:
         described = {} if problem is None else _describe(problem, q, v, ring, scale)
-        ring.agree_once(described, error)
+        ring.agree_cheaply(described, error, q.device if isinstance(q, Tensor) else torch.device("cpu"))
     if error is not None:
         raise error
     assert problem is not None
@@ -415,9 +433,11 @@ def _problem(
         )
     whole: Documents = (((0, layout.seq_len),),) * q.shape[0]
     if documents is not None:
-        if len(documents) != q.shape[0]:
-            raise ValueError(
-                f"ring_attention: documents must have one list a batch row, got {len(documents)} for {q.shape[0]}"
-            )
-        whole = tuple(tuple((int(start), int(stop)) for start, stop in row) for row in documents)
+        form = "documents must have one list of (start, stop) a batch row"
+        try:
+            whole = tuple(tuple((int(start), int(stop)) for start, stop in row) for row in documents)
+        except (TypeError, ValueError):
+            raise ValueError(f"ring_attention: {form}, got {documents!r}") from None
+        if len(whole) != q.shape[0]:
+            raise ValueError(f"ring_attention: {form}, got {len(whole)} lists for {q.shape[0]} batch rows")
     return Problem(pattern, layout, whole, q.shape[1], k.shape[1], bool(causal))
