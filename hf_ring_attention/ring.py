@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import index
 from typing import Any, Literal
 
 import torch
@@ -158,6 +159,8 @@ class Ring:
         return SequenceLayout(kind, seq_len, self.world_size)  # type: ignore[arg-type]
 
     def _check_layout(self, layout: SequenceLayout) -> None:
+        if not isinstance(layout, SequenceLayout):
+            raise ValueError(f"layout must be a SequenceLayout, such as ring.layout_for gives, got {layout!r}")
         if layout.world_size != self.world_size:
             raise ValueError(f"the layout is for {layout.world_size} ranks, the ring has {self.world_size}")
 
@@ -433,11 +436,14 @@ def _problem(
         )
     whole: Documents = (((0, layout.seq_len),),) * q.shape[0]
     if documents is not None:
-        form = "documents must have one list of (start, stop) a batch row"
         try:
-            whole = tuple(tuple((int(start), int(stop)) for start, stop in row) for row in documents)
+            whole = tuple(tuple((index(start), index(stop)) for start, stop in row) for row in documents)
         except (TypeError, ValueError):
-            raise ValueError(f"ring_attention: {form}, got {documents!r}") from None
+            raise ValueError(
+                f"ring_attention: documents must be a list of (start, stop) for each batch row, got {documents!r}"
+            ) from None
         if len(whole) != q.shape[0]:
-            raise ValueError(f"ring_attention: {form}, got {len(whole)} lists for {q.shape[0]} batch rows")
+            raise ValueError(
+                f"ring_attention: documents must have one list a batch row, got {len(whole)} for {q.shape[0]}"
+            )
     return Problem(pattern, layout, whole, q.shape[1], k.shape[1], bool(causal))
