@@ -153,7 +153,8 @@ def ring_dilated_mask(
                 f"attention, windows, padding and packing: use 'eager' or 'sdpa'"
             )
     if attention_mask is not None:
-        return attention_mask
+        # A tensor of this forward pass alone: what is read from it is kept with it, and callers may edit theirs.
+        return attention_mask.clone()
     return None if packed is None else (packed + 1).expand(batch_size, -1)
 
 
@@ -331,17 +332,23 @@ def attached_ring(model: PreTrainedModel) -> Ring | None:
     return getattr(model, _RING, None)
 
 
-def _check_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_positions(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Before a sharded forward pass: position_ids are there and are those of this rank's shard; all ranks agree.
+
+    Where the layout padded the row and no mask says so, a mask is added: a bidirectional model would see the padding.
 
     Raises:
         ValueError: on every rank, where any rank's positions are missing or contradict the layout.
     """
     ring: Ring = getattr(module, _RING)
     tokens = next((x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
-    mask = kwargs.get("attention_mask")
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     error: Exception | None = None
     agreed: dict[str, Any] = {}
+    offsets: list[int | None] = []
+    valid = None
     try:
         if tokens is None:
             raise ValueError("a sharded forward pass needs input_ids or inputs_embeds")
@@ -351,43 +358,69 @@ def _check_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             "layout": layout,
             "whether attention_mask is given": mask is not None,
         }
-        _check_shard_positions(kwargs.get("position_ids"), mask, layout, ring.rank)
+        valid, offsets = _check_shard_positions(positions, mask, layout, ring.rank)
     except ValueError as refused:
         error = refused
-    ring.agree(agreed, error)
+    told = ring.agree(agreed, error, tell=(offsets, valid is not None and not bool(valid.all())))
+    for row, by_rank in enumerate(zip(*(offsets for offsets, _ in told))):
+        if len({offset for offset in by_rank if offset is not None}) > 1:
+            listed = ", ".join(f"rank {rank}: {offset}" for rank, offset in enumerate(by_rank) if offset is not None)
+            raise ValueError(
+                f"position_ids contradict the layout: position minus index in the row must be the same on all ranks, in "
+                f"batch row {row} it is {listed}: {_remedy(layout)}"
+            )
+    if mask is None and any(padded for _, padded in told):
+        assert valid is not None and tokens is not None
+        return args, {**kwargs, "attention_mask": valid.expand(tokens.shape[:2])}
+    return None
 
 
-def _check_shard_positions(positions: Tensor | None, mask: Tensor | None, layout: SequenceLayout, rank: int) -> None:
-    remedy = (
+def _remedy(layout: SequenceLayout) -> str:
+    return (
         f"pass position_ids=ring.shard(torch.arange(seq_len)[None], layout), input_ids sharded likewise, with the layout "
         f"of ring.layout_for(seq_len, pattern) for the model's pattern ({layout.kind} here)"
     )
+
+
+def _check_shard_positions(
+    positions: Tensor | None, mask: Tensor | None, layout: SequenceLayout, rank: int
+) -> tuple[Tensor, list[int | None]]:
+    """Which tokens of a shard are no padding, [B, n], and, per row, its positions minus its indices in the whole row.
+
+    Raises:
+        ValueError: positions that are missing or of another shape, or whose difference from the index varies.
+    """
     if positions is None:
         raise ValueError(
-            f"position_ids are missing, and a model would number the tokens of every shard from 0: {remedy}"
+            f"position_ids are missing, and a model would number the tokens of every shard from 0: {_remedy(layout)}"
+        )
+    if positions.shape[-1] != layout.local_len:
+        raise ValueError(
+            f"position_ids have {positions.shape[-1]} tokens, the shard has {layout.local_len}: {_remedy(layout)}"
         )
     expected = torch.tensor(layout.positions(rank), device=positions.device)
-    if positions.shape[-1] != layout.local_len:
-        raise ValueError(f"position_ids have {positions.shape[-1]} tokens, the shard has {layout.local_len}: {remedy}")
     offset = positions.reshape(-1, layout.local_len) - expected
     if mask is None:
-        # Padding at the end of the row is filled as the user likes; later tokens reach no other.
-        wrong = (offset != 0) & (expected < layout.padded_len - layout.num_pieces + 1)
+        # The layout pads by fewer tokens than it has pieces, and those are filled as the user likes.
+        may_be_padding = expected > layout.padded_len - layout.num_pieces
+        valid = (offset == 0) | ~may_be_padding
+        start = torch.zeros_like(offset[:, :1])
     else:
         if mask.dim() != 2:
             raise ValueError(f"a sharded forward pass takes a mask [batch, tokens], got {tuple(mask.shape)}")
         valid = mask.bool()
         # Rows with padding on the left may number their first token 0: one offset a row, never positive.
         start = torch.where(valid, offset, torch.iinfo(offset.dtype).min).amax(-1, keepdim=True)
-        wrong = valid & ((offset != start) | (offset > 0))
+    wrong = valid & ((offset != start) | (offset > 0))
     if wrong.any():
         row, token = (int(x) for x in torch.nonzero(wrong)[0])
-        row = min(row, offset.shape[0] - 1)
-        got = int(positions.reshape(-1, layout.local_len)[row, token])
+        got = int(positions.reshape(-1, layout.local_len)[min(row, offset.shape[0] - 1), token])
         raise ValueError(
             f"position_ids contradict the layout: token {token} of rank {rank} is token {int(expected[token])} of the "
-            f"row, but its position is {got} (batch row {row}): {remedy}"
+            f"row, but its position is {got} (batch row {row}): {_remedy(layout)}"
         )
+    starts = start.expand(valid.shape[0], 1).flatten().tolist()
+    return valid, [int(s) if some else None for s, some in zip(starts, valid.any(-1).tolist())]
 
 
 AttentionInterface.register(NAME, ring_dilated_attention)

@@ -198,6 +198,7 @@ class Pattern:
             ratio: growth of length and dilation from one window to the next.
             sinks: first tokens of the document that every query sees; 0 for none.
         """
+        _check_count("Pattern.pyramid", "window", window)
         _check_count("Pattern.pyramid", "levels", levels)
         _check_count("Pattern.pyramid", "ratio", ratio)
         if not isinstance(sinks, int) or isinstance(sinks, bool) or sinks < 0:
@@ -242,9 +243,10 @@ class Pattern:
         branches = []
         for number, entry in enumerate(d["branches"]):
             where = f"Pattern.from_dict: branch {number}"
-            if not isinstance(entry, Mapping) or entry.get("type") not in _BRANCHES:
+            kind_name = entry.get("type") if isinstance(entry, Mapping) else None
+            if not isinstance(kind_name, str) or kind_name not in _BRANCHES:
                 raise ValueError(f"{where} must be a dict whose 'type' is one of {sorted(_BRANCHES)}, got {entry!r}")
-            kind = _BRANCHES[entry["type"]]
+            kind = _BRANCHES[kind_name]
             names = tuple(field.name for field in fields(kind))
             required = tuple(name for name in names if kind is not Segment and name in ("length", "tokens"))
             _check_keys(where, entry, ("type", *required), names)

@@ -224,8 +224,15 @@ class Ring:
         """Starts the counters of `traffic` at zero."""
         self._traffic.__init__()  # type: ignore[misc]
 
-    def agree(self, values: Mapping[str, Any], error: Exception | None = None) -> None:
+    def agree(self, values: Mapping[str, Any], error: Exception | None = None, tell: Any = None) -> list[Any]:
         """Checks that all ranks came with equal values and without an error; one small exchange.
+
+        Args:
+            values: what must be equal, by the name an error gives it.
+            tell: something for the other ranks, which may differ.
+
+        Returns:
+            What each rank tells.
 
         Raises:
             ValueError: on every rank, if a rank came with an error or the ranks differ; says which rank has which value.
@@ -233,23 +240,24 @@ class Ring:
         if self.world_size == 1:
             if error is not None:
                 raise error
-            return
+            return [tell]
         said: list[Any] = [None] * self.world_size
         message = None if error is None else (type(error).__name__, str(error))
-        dist.all_gather_object(said, (dict(values), message), group=self.group)
+        dist.all_gather_object(said, (dict(values), message, tell), group=self.group)
         if error is not None:
             raise error
-        refusals = {rank: message for rank, (_, message) in enumerate(said) if message is not None}
+        refusals = {rank: message for rank, (_, message, _) in enumerate(said) if message is not None}
         if refusals:
             rank, (kind, text) = min(refusals.items())
             raise (NotImplementedError if kind == "NotImplementedError" else ValueError)(
                 f"rank {rank} of the ring refused the call: {text}"
             )
         for name in values:
-            by_rank = [theirs.get(name) for theirs, _ in said]
+            by_rank = [theirs.get(name) for theirs, _, _ in said]
             if any(value != by_rank[0] for value in by_rank):
                 listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(by_rank))
                 raise ValueError(f"the ranks of the ring disagree on {name}: {listed}; all must pass the same")
+        return [told for _, _, told in said]
 
     def agree_cheaply(self, values: Mapping[str, Any], error: Exception | None, device: torch.device) -> None:
         """`agree`, at the price of 8 bytes a rank on the CPU, and of nothing on other devices once values were agreed on.

@@ -1,0 +1,193 @@
+"""What "ring_dilated" does not compute is refused before it computes something else; the message says what and what to do."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    OPTConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
+
+import hf_ring_attention as ra
+from hf_ring_attention.modeling import ring_dilated_mask
+
+SIZES = {"vocab_size": 97, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+IDS = torch.arange(3, 23).reshape(2, 10)
+PATTERN = ra.Pattern.pyramid(window=3, levels=2, ratio=2)
+
+
+def llama_config(**settings):
+    return LlamaConfig(**SIZES, **WIDTHS, num_key_value_heads=2, intermediate_size=64, **settings)
+
+
+def gpt2_config(**settings):
+    return GPT2Config(
+        vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2, **settings
+    )
+
+
+def opt_config(**settings):
+    return OPTConfig(**SIZES, **WIDTHS, ffn_dim=64, word_embed_proj_dim=32, **settings)
+
+
+def make(config):
+    return AutoModelForCausalLM.from_config(config, attn_implementation="ring_dilated").eval()
+
+
+@pytest.mark.parametrize(
+    ("config", "layer"),
+    [
+        (gpt2_config(), "GPT2Attention"),  # attn_pdrop is 0.1 unless it is set
+        (llama_config(attention_dropout=0.1), "LlamaAttention"),
+        (opt_config(attention_dropout=0.1, dropout=0.0), "OPTAttention"),
+    ],
+    ids=["gpt2", "llama", "opt"],
+)
+def test_dropout_in_training(config, layer):
+    model = make(config).train()
+    with pytest.raises(ValueError, match=rf"{layer}: attention dropout 0\.1 .*to 0 \(attention_dropout, attn_pdrop\)"):
+        model(input_ids=IDS)
+    model.eval()(input_ids=IDS)
+
+
+@pytest.mark.parametrize("config", [llama_config(), gpt2_config(), opt_config()], ids=["llama", "gpt2", "opt"])
+def test_output_attentions(config):
+    model = make(config)
+    with pytest.raises(ValueError, match=r"output_attentions=True .*never forms the attention weights: use .*'eager'"):
+        model(input_ids=IDS, output_attentions=True)
+    model(input_ids=IDS)  # nothing of the refused pass stays behind
+
+
+def test_four_dimensional_mask():
+    with pytest.raises(ValueError, match=r"mask \[batch, tokens\], got \(2, 1, 10, 10\): pass the 2-D attention_mask"):
+        make(llama_config())(input_ids=IDS, attention_mask=torch.ones(2, 1, 10, 10))
+
+
+def test_softcap():
+    """Gemma 2 has attn_logit_softcapping=50 unless it is set to None."""
+    config = Gemma2Config(**SIZES, **WIDTHS, num_key_value_heads=2, intermediate_size=64, head_dim=8)
+    with pytest.raises(NotImplementedError, match=r"Gemma2Attention: ring_dilated does not compute softcap.*'sdpa'"):
+        make(config)(input_ids=IDS)
+
+
+def test_decoding_with_a_cache():
+    model = make(llama_config())
+    with pytest.raises(NotImplementedError, match=r"1 query tokens for 11 key tokens.*use_cache=False"):
+        model.generate(IDS, max_new_tokens=3, min_new_tokens=3, do_sample=False, use_cache=True)
+    assert model.generate(IDS, max_new_tokens=3, min_new_tokens=3, do_sample=False, use_cache=False).shape == (2, 13)
+
+
+def test_mask_with_a_hole():
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[1, 5] = 0
+    with pytest.raises(
+        ValueError, match=r"batch row 1 of the attention mask has padding inside a document.*\(0, 5\), \(6, 10\)"
+    ):
+        make(llama_config())(input_ids=IDS, attention_mask=mask)
+
+
+def test_chunked_attention():
+    config = llama_config(attention_chunk_size=4)
+    config._attn_implementation = "ring_dilated"
+    with pytest.raises(ValueError, match=r"cannot express this model's mask \(chunked_overlay\).*'eager' or 'sdpa'"):
+        create_chunked_causal_mask(
+            config=config,
+            inputs_embeds=torch.zeros(2, 10, 32),
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=torch.arange(10)[None],
+        )
+
+
+@pytest.mark.parametrize("kind", ["or_mask_function", "and_mask_function"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_mask_functions_of_the_caller(kind, padded):
+    config = llama_config()
+    config._attn_implementation = "ring_dilated"
+    with pytest.raises(ValueError, match=f"cannot apply .*{kind}.*'eager' or 'sdpa'"):
+        create_causal_mask(
+            config=config,
+            inputs_embeds=torch.zeros(2, 10, 32),
+            attention_mask=torch.ones(2, 10, dtype=torch.long) if padded else None,
+            past_key_values=None,
+            position_ids=torch.arange(10)[None],
+            **{kind: lambda batch, head, query, key: key < 3},
+        )
+
+
+def test_mask_function_of_an_unknown_kind():
+    def every_other(batch, head, query, key):
+        return (query - key) % 2 == 0
+
+    with pytest.raises(ValueError, match=r"cannot express this model's mask \(.*every_other|cannot express .*'eager'"):
+        ring_dilated_mask(2, 10, 10, mask_function=every_other)
+
+
+def test_models_that_would_ignore_the_implementation():
+    model = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4))
+    with pytest.raises(ValueError, match=r"BloomForCausalLM does not call .*attention interface, so it would ignore"):
+        ra.patch_model(model, PATTERN)
+    assert not hasattr(model.config, "ring_dilated"), "a refused model is left as it was"
+
+
+def test_models_with_layers_of_other_types():
+    model = make(llama_config())
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(NotImplementedError, match=r"LlamaForCausalLM has layers of types \['linear_attention'\]"):
+        ra.patch_model(model, PATTERN)
+
+
+def encoder_decoders():
+    yield T5ForConditionalGeneration(T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4))
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    widths = {"d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    yield BartForConditionalGeneration(BartConfig(**SIZES, **layers, **widths))
+
+
+def test_encoder_decoders():
+    for model in encoder_decoders():
+        before = model.config._attn_implementation
+        with pytest.raises(NotImplementedError, match=f"{type(model).__name__} is an encoder-decoder"):
+            ra.patch_model(model, PATTERN)
+        assert model.config._attn_implementation == before
+
+
+def test_patch_model_of_something_else():
+    with pytest.raises(ValueError, match="expected a Transformers model, got Linear"):
+        ra.patch_model(torch.nn.Linear(2, 2), PATTERN)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "pass either pattern=, or segment_lengths= and dilation_rates="),
+        (
+            {"pattern": PATTERN, "segment_lengths": [4], "dilation_rates": [1]},
+            "pass either pattern=, or segment_lengths=",
+        ),
+        ({"segment_lengths": [4]}, "segment_lengths and dilation_rates go together, one is missing"),
+        ({"dilation_rates": [1]}, "segment_lengths and dilation_rates go together, one is missing"),
+        ({"segment_lengths": [4, 8], "dilation_rates": [1]}, "as many dilation_rates as segment_lengths .* 1 for 2"),
+        ({"segment_lengths": [4], "dilation_rates": [2]}, "add a Window or Segment with dilation 1"),
+        ({"pattern": PATTERN.to_dict()}, "pattern must be a Pattern, got {'branches'"),
+        ({"pattern": PATTERN, "layers": [0, 2]}, r"layers must be among 0\.\.1, got 2 in \[0, 2\]"),
+        ({"pattern": PATTERN, "layers": [-1]}, r"layers must be among 0\.\.1, got -1"),
+        ({"pattern": PATTERN, "layers": ["0"]}, r"layers must be among 0\.\.1, got '0'"),
+    ],
+    ids=str,
+)
+def test_patch_config(settings, message):
+    config = llama_config()
+    with pytest.raises(ValueError, match=message):
+        ra.patch_config(config, **settings)
+    assert not hasattr(config, "ring_dilated"), "a refused config is left as it was"

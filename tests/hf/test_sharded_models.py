@@ -1,0 +1,261 @@
+"""Tiny models on 2 gloo ranks: logits and parameter gradients of one process, and refusals that reach every rank."""
+
+import copy
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, LlamaConfig, MistralConfig
+
+import hf_ring_attention as ra
+from tests.support.ranks import run_ranks
+
+VOCAB, TOKENS = 97, 21  # padded to 22 over 2 ranks, to 24 in zigzag
+SIZES = {"vocab_size": VOCAB, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**SIZES, **WIDTHS, num_key_value_heads=2),
+    "mistral": lambda: MistralConfig(**SIZES, **WIDTHS, num_key_value_heads=2, sliding_window=5),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+    ),
+}  # fmt: skip
+PATTERNS = {"exact": ra.Pattern.exact(), "pyramid": ra.Pattern.pyramid(window=3, levels=3, ratio=2, sinks=2)}
+LAYOUTS = ("contiguous", "zigzag")
+PADDINGS = ("none", "left", "right")
+CASES = [
+    (name, layout, padding, pattern)
+    for name in CONFIGS
+    for layout in LAYOUTS
+    for padding in PADDINGS
+    for pattern in PATTERNS
+]
+#: Keyword arguments of a forward pass, made by rank; what the refusal must say.
+REFUSALS = {
+    "no position_ids": r"position_ids are missing.*position_ids=ring\.shard",
+    "every rank counts from 0": r"position_ids contradict the layout.*position_ids=ring\.shard",
+    "every rank counts from 0, with a mask": r"position_ids contradict the layout.*position_ids=ring\.shard",
+    "positions of the other layout": r"position_ids contradict the layout.*position_ids=ring\.shard",
+    "one position of rank 1": r"position_ids contradict the layout: token 4 of rank 1 .*position_ids=ring\.shard",
+    "no position_ids on rank 1": r"position_ids are missing",
+    "another batch size on rank 1": r"disagree on the shape of the input: rank 0: \(2, \d+\), rank 1: \(1, \d+\)",
+    "a mask on rank 0 only": r"disagree on whether attention_mask is given: rank 0: True, rank 1: False",
+    "a mask with a hole": r"batch row 1 of the attention mask has padding inside a document.*takes padding before and after",
+}
+SECONDS = 10
+
+
+def with_large_weights(model):
+    """The same weights at every call, so large that attention is far from uniform."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.2, generator=generator)
+            elif name.endswith("bias"):
+                parameter.normal_(std=0.1, generator=generator)
+    return model
+
+
+def make(name):
+    config = CONFIGS[name]()
+    return with_large_weights(AutoModelForCausalLM.from_config(config, attn_implementation="ring_dilated"))
+
+
+def batch(padding):
+    """Whole rows: ids, mask, positions and labels that are shifted already, [2, TOKENS] each."""
+    ids = torch.randint(3, VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
+    if padding == "left":
+        mask[1, :13] = 0  # more than a rank's share
+    elif padding == "right":
+        mask[1, -13:] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    labels = F.pad(ids[:, 1:].masked_fill(mask[:, 1:] * mask[:, :-1] == 0, -100), (0, 1), value=-100)
+    return ids, mask, positions, labels
+
+
+def run(model, inputs, labels, total):
+    """Logits, and the gradients of this rank's share of the mean loss."""
+    model.zero_grad()
+    logits = model(**inputs, use_cache=False).logits
+    (F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum") / total).backward()
+    grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return logits.detach(), grads
+
+
+def errors(name, layout_name, padding, pattern_name, checkpointing=None):
+    """Of the logits and of the gradients summed over ranks, against one process that holds the whole rows."""
+    pattern = PATTERNS[pattern_name]
+    ids, mask, positions, labels = batch(padding)
+    total = int((labels != -100).sum())
+    whole = {"input_ids": ids, "position_ids": positions, "attention_mask": None if padding == "none" else mask}
+    want, want_grads = run(ra.patch_model(make(name), pattern), whole, labels, total)
+
+    ring = ra.Ring(layout=layout_name)
+    model = ra.patch_model(make(name), pattern, ring).train()
+    if checkpointing is not None:
+        # A later Transformers 5 renamed it, and warns of the old name.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": checkpointing})
+    layout = ring.layout_for(TOKENS, pattern)
+    assert layout.kind == layout_name
+    local = {key: None if x is None else ring.shard(x, layout) for key, x in whole.items()}
+    got, grads = run(model, local, ring.shard(labels, layout, fill=-100), total)
+    for grad in grads.values():
+        dist.all_reduce(grad)
+    got = ring.unshard(got, layout)
+    valid = mask.bool()
+    floor = 1e-3 * max(float(grad.abs().max()) for grad in want_grads.values())
+    return {
+        "logits": float((got - want)[valid].abs().max() / want[valid].abs().max()),
+        "gradients": max(
+            float((grads[key] - want_grads[key]).abs().max()) / max(float(want_grads[key].abs().max()), floor)
+            for key in want_grads
+        ),
+    }
+
+
+def refused_inputs(name, ring, layout):
+    """A forward pass's inputs on this rank that contradict those of the others or the layout."""
+    ids, mask, positions, _ = batch("none")
+    inputs = {"input_ids": ring.shard(ids, layout), "position_ids": ring.shard(positions, layout)}
+    other = ra.SequenceLayout("zigzag" if layout.kind == "contiguous" else "contiguous", layout.padded_len, 2)
+    if name == "no position_ids" or (name == "no position_ids on rank 1" and ring.rank == 1):
+        del inputs["position_ids"]
+    elif name.startswith("every rank counts from 0"):
+        inputs["position_ids"] = torch.arange(layout.local_len)[None]
+        if name.endswith("with a mask"):
+            inputs["attention_mask"] = ring.shard(mask, layout)
+    elif name == "positions of the other layout":
+        inputs["position_ids"] = torch.tensor(other.positions(ring.rank)[: layout.local_len])[None]
+    elif name == "one position of rank 1" and ring.rank == 1:
+        inputs["position_ids"] = inputs["position_ids"].clone()
+        inputs["position_ids"][1, 4] += 1
+    elif name == "another batch size on rank 1" and ring.rank == 1:
+        inputs = {key: x[:1] for key, x in inputs.items()}
+    elif name == "a mask on rank 0 only" and ring.rank == 0:
+        inputs["attention_mask"] = ring.shard(mask, layout)
+    elif name == "a mask with a hole":
+        mask[1, 9] = 0
+        inputs["attention_mask"] = ring.shard(mask, layout)
+    return inputs
+
+
+def refusals(layout_name):
+    """name -> (what the rank said, seconds); None for a pass that was not refused. Then the error of a correct pass."""
+    ring = ra.Ring(layout=layout_name)
+    model = ra.patch_model(make("llama"), ring=ring)
+    layout = ring.layout_for(TOKENS, PATTERNS["exact"])
+    said = {}
+    for name in REFUSALS:
+        start = time.perf_counter()
+        try:
+            model(**refused_inputs(name, ring, layout), use_cache=False)
+            message = None
+        except ValueError as error:
+            message = str(error)
+        said[name] = (message, time.perf_counter() - start)
+        dist.barrier()
+    ids, _, positions, _ = batch("none")
+    want = ra.patch_model(make("llama"))(input_ids=ids).logits
+    # Also of a copy: a process group in its modules must not stand in its way.
+    got = copy.deepcopy(model)(input_ids=ring.shard(ids, layout), position_ids=ring.shard(positions, layout)).logits
+    return said, float((ring.unshard(got.detach(), layout) - want).abs().max() / want.abs().max().detach())
+
+
+def encoder(layout_name):
+    """The error of a bidirectional model whose rows need padding and come without a mask; None where that is refused."""
+    config = BertConfig(**SIZES, **WIDTHS, attention_probs_dropout_prob=0.0)
+    model = with_large_weights(BertModel._from_config(config, attn_implementation="ring_dilated")).eval()
+    ids, _, positions, _ = batch("none")
+    want = model(input_ids=ids).last_hidden_state.detach()
+    ring = ra.Ring(layout=layout_name)
+    layout = ring.layout_for(TOKENS, PATTERNS["exact"])
+    ra.patch_model(model, ring=ring)
+    try:
+        got = model(input_ids=ring.shard(ids, layout), position_ids=ring.shard(positions, layout)).last_hidden_state
+    except ValueError:
+        return None
+    return float((ring.unshard(got.detach(), layout) - want).abs().max() / want.abs().max())
+
+
+def rope_refusal(rope_type):
+    """What patch_model says to RoPE that takes its length from the positions it is given."""
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, **WIDTHS, rope_parameters=rope))
+    try:
+        ra.patch_model(model, ring=ra.Ring())
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def on_each_rank(rank):
+    found = {case: errors(*case) for case in CASES}
+    for use_reentrant in (False, True):
+        for layout in LAYOUTS:
+            found[use_reentrant, layout] = errors("llama", layout, "left", "pyramid", checkpointing=use_reentrant)
+    for layout in LAYOUTS:
+        found["refusals", layout] = refusals(layout)
+        found["encoder", layout] = encoder(layout)
+    found["rope"] = rope_refusal("dynamic"), rope_refusal("linear")
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """What both ranks found: one launch serves all tests here."""
+    return run_ranks(on_each_rank, 2, timeout=90)
+
+
+def check(found):
+    assert found["logits"] <= 1e-5
+    assert found["gradients"] <= 1e-4
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_logits_and_gradients_of_one_process(answers, case):
+    for answer in answers:
+        check(answer[case])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing(answers, use_reentrant, layout):
+    for answer in answers:
+        check(answer[use_reentrant, layout])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refused_on_every_rank(answers, name, layout):
+    for rank, answer in enumerate(answers):
+        message, seconds = answer["refusals", layout][0][name]
+        assert message is not None, f"rank {rank} computed something"
+        with pytest.raises(ValueError, match=REFUSALS[name]):
+            raise ValueError(message)
+        assert seconds < SECONDS
+
+
+def test_rope_that_depends_on_the_length_of_the_row(answers):
+    for answer in answers:
+        dynamic, linear = answer["rope"]
+        assert "LlamaForCausalLM has dynamic RoPE" in str(dynamic)
+        assert linear is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_correct_pass_after_refusals(answers, layout):
+    for answer in answers:
+        assert answer["refusals", layout][1] <= 1e-5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_bidirectional_model_never_sees_the_padding_of_its_layout(answers, layout):
+    for answer in answers:
+        error = answer["encoder", layout]
+        assert error is None or error <= 1e-5

@@ -1,0 +1,98 @@
+"""`Ring.shard` and `Ring.unshard`: rows go to the ranks as the layout says and come back whole, and so do gradients."""
+
+import itertools
+
+import pytest
+import torch
+
+import hf_ring_attention as ra
+from tests.support.ranks import run_ranks
+
+LAYOUTS = ("contiguous", "zigzag")
+LENGTHS = (1, 2, 3, 4, 5, 6, 7, 11, 12, 18, 31)
+DIMS = (0, 1, 2, 3, -1, -2)
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
+FILLS = (0, 1, -100)
+
+
+def row_of(length, dim, dtype=torch.float64, seed=0):
+    """Whole rows, the same on every rank; `length` tokens along `dim` of 4."""
+    shape = [2, 3, 1, 2]
+    shape[dim] = length
+    return torch.randint(0, 200, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def strided(x):
+    """x as a view of every other number of a wider tensor."""
+    return torch.stack([x, -x], -1)[..., 0]
+
+
+def check_positions(ring):
+    """Each rank holds the tokens that the layout says, in its order, and together they hold each token once."""
+    for kind, length, fill in itertools.product(LAYOUTS, LENGTHS, FILLS):
+        layout = ra.SequenceLayout(kind, length, ring.world_size)
+        positions = torch.tensor(layout.positions(ring.rank))
+        local = ring.shard(torch.arange(length)[None], layout, fill=fill)
+        where = f"{ring}, {layout}, fill {fill}"
+        assert torch.equal(local[0], torch.where(positions < length, positions, fill)), where
+        # "contiguous": piece i of p; "zigzag": pieces i and 2p - 1 - i of 2p.
+        p, i = ring.world_size, ring.rank
+        pieces = torch.arange(layout.padded_len).chunk(p if kind == "contiguous" else 2 * p)
+        own = pieces[i] if kind == "contiguous" else torch.cat([pieces[i], pieces[2 * p - 1 - i]])
+        assert torch.equal(positions, own), where
+        held = sorted(token for rank in range(p) for token in layout.positions(rank))
+        assert held == list(range(layout.padded_len)), where
+        assert layout.padded_len - length < layout.num_pieces, where
+
+
+def check_round_trips(ring):
+    for kind, length, dim in itertools.product(LAYOUTS, LENGTHS, DIMS):
+        layout = ra.SequenceLayout(kind, length, ring.world_size)
+        whole = row_of(length, dim)
+        where = f"{ring}, {layout}, dim {dim}"
+        local = ring.shard(whole, layout, dim=dim)
+        assert local.shape[dim] == layout.local_len, where
+        assert torch.equal(ring.unshard(local, layout, dim=dim), whole), where
+        # The same with strides that are not those of a tensor of its own.
+        local = ring.shard(strided(whole), layout, dim=dim)
+        assert torch.equal(ring.unshard(strided(local), layout, dim=dim), whole), where
+    for kind, dtype in itertools.product(LAYOUTS, DTYPES):
+        layout = ra.SequenceLayout(kind, 7, ring.world_size)
+        whole = row_of(7, 1, dtype)
+        again = ring.unshard(ring.shard(whole, layout), layout)
+        assert again.dtype == dtype
+        assert torch.equal(again, whole), f"{ring}, {layout}, {dtype}"
+
+
+def check_gradients(ring):
+    """Each rank weighs the whole row otherwise; a rank's part gets the sum of all ranks' gradients, its padding none."""
+    for kind, length, dim in itertools.product(LAYOUTS, LENGTHS, (1, -1)):
+        layout = ra.SequenceLayout(kind, length, ring.world_size)
+        weights = [row_of(length, dim, seed=1 + rank) for rank in range(ring.world_size)]
+        whole = row_of(length, dim).requires_grad_()
+        local = ring.shard(whole, layout, dim=dim, fill=3)
+        local.retain_grad()
+        (ring.unshard(local, layout, dim=dim) * weights[ring.rank]).sum().backward()
+        where = f"{ring}, {layout}, dim {dim}"
+        assert torch.equal(local.grad, ring.shard(sum(weights), layout, dim=dim)), where
+        # And on through shard: this rank's tokens only, since the others' gradients are theirs.
+        mine = torch.zeros(length, dtype=torch.bool)
+        mine[[p for p in layout.positions(ring.rank) if p < length]] = True
+        expected = torch.where(mine.view([-1 if i == dim % 4 else 1 for i in range(4)]), sum(weights), 0)
+        assert torch.equal(whole.grad, expected), where
+
+
+def checks(rank):
+    ring = ra.Ring()
+    check_positions(ring)
+    check_round_trips(ring)
+    check_gradients(ring)
+
+
+def test_three_ranks():
+    run_ranks(checks, 3, timeout=60)
+
+
+@pytest.mark.parametrize("check", [check_positions, check_round_trips, check_gradients])
+def test_one_rank(check):
+    check(ra.Ring())
