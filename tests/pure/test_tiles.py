@@ -78,7 +78,7 @@ def patterns():
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("pattern", list(patterns()), ids=str)
 def test_whole_document(pattern, causal):
-    for length, (num_heads, num_kv_heads) in itertools.product((1, 2, 5, 17, 24), ((4, 2), (3, 3))):
+    for length, (num_heads, num_kv_heads) in itertools.product((1, 2, 3, 5, 8, 13, 17, 24, 33, 40), ((4, 2), (3, 3))):
         runs = [Run(0, 0, length)]
         tiles = tile_document(
             pattern,

@@ -9,7 +9,7 @@ import hf_ring_attention as ra
 from tests.support.ranks import run_ranks
 
 LAYOUTS = ("contiguous", "zigzag")
-LENGTHS = (1, 2, 3, 4, 5, 6, 7, 11, 12, 18, 31)
+LENGTHS = (1, 2, 3, 5, 6, 7, 12, 31)
 DIMS = (0, 1, 2, 3, -1, -2)
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
 FILLS = (0, 1, -100)
