@@ -11,7 +11,7 @@ exists anywhere in the package.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .patterns import Branch, Pattern, Segment, Sink, Window
@@ -209,51 +209,59 @@ class _Cell:
         return a, b
 
 
-def _trapezoids(
-    queries: _Progression, keys: _Progression, region: _Region
-) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """(u, rows, a, a_slope, b, b_slope): queries u .. u + rows - 1 see key numbers [a + i a_slope, b + i b_slope)."""
+class _Trapezoid(NamedTuple):
+    """Queries u, ..., u + rows - 1, of which the i-th sees key numbers [a + i a_slope, b + i b_slope)."""
+
+    u: int
+    rows: int
+    a: int
+    b: int
+    #: (a_slope, b_slope), each 0 or 1; None while a single row leaves them open.
+    slopes: tuple[int, int] | None
+
+    def joined(self, after: _Trapezoid) -> _Trapezoid | None:
+        """The two as one, if the ends of `after`, the next queries, continue these straight."""
+        step = self.slopes or after.slopes or (after.a - self.a, after.b - self.b)
+        continues = (after.a, after.b) == (self.a + step[0] * self.rows, self.b + step[1] * self.rows)
+        if not continues or after.slopes not in (None, step) or max(step) > 1:
+            return None
+        return self._replace(rows=self.rows + after.rows, slopes=step)
+
+
+def _trapezoids(queries: _Progression, keys: _Progression, region: _Region) -> Iterator[_Trapezoid]:
+    """As few trapezoids as make up what these queries see, without rows that see nothing."""
+    held: _Trapezoid | None = None
+    for found in _straight_stretches(queries, keys, region):
+        joined = held.joined(found) if held is not None else None
+        if held is not None and joined is None:
+            yield from _seeing(held)
+        held = joined or found
+    if held is not None:
+        yield from _seeing(held)
+
+
+def _straight_stretches(queries: _Progression, keys: _Progression, region: _Region) -> Iterator[_Trapezoid]:
     for start, position, count in _cells(queries, region):
         cell = _Cell(keys, region, position, count)
-        for low, rows, a, a_slope, b, b_slope in _straight(cell.borders, cell.ends):
-            if b <= a:  # rows before the first that sees a key
-                if not b_slope or a_slope:
-                    continue
-                low, rows, b = low + a - b + 1, rows - (a - b + 1), a + 1
-            elif b + b_slope * (rows - 1) <= a + a_slope * (rows - 1):  # rows after the last that sees one
-                rows = b - a
-            if rows > 0:
-                yield start + low, rows, a, a_slope, b, b_slope
+        for low, high in itertools.pairwise(cell.borders):
+            (a, b), (a_last, b_last), rows = cell.ends(low), cell.ends(high - 1), high - low
+            slopes = (int(a_last != a), int(b_last != b)) if rows > 1 else None
+            assert slopes is None or (a_last - a, b_last - b) == (slopes[0] * (rows - 1), slopes[1] * (rows - 1))
+            yield _Trapezoid(start + low, rows, a, b, slopes)
 
 
-def _straight(
-    borders: list[int], ends: Callable[[int], tuple[int, int]]
-) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """The longest stretches on which both ends are straight: (first, rows, a, a_slope, b, b_slope).
-
-    Between borders the ends are straight; where two stretches lie on one line, the border between them is dropped.
-    """
-    held: tuple[int, int, int, int] | None = None  # first, rows, and both ends at the first row
-    slopes: tuple[int, int] | None = None  # unknown while `held` has one row
-    for low, high in itertools.pairwise(borders):
-        rows = high - low
-        a, b = ends(low)
-        own: tuple[int, int] | None = None
-        if rows > 1:
-            a_last, b_last = ends(high - 1)
-            own = (int(a_last != a), int(b_last != b))
-            assert a_last - a == own[0] * (rows - 1), "the first key's number must be straight"
-            assert b_last - b == own[1] * (rows - 1), "the last key's number must be straight"
-        if held is not None:
-            step = slopes or own or (a - held[2], b - held[3])
-            onward = (held[2] + step[0] * held[1], held[3] + step[1] * held[1])
-            if onward == (a, b) and (own is None or own == step) and max(step) <= 1:
-                held, slopes = (held[0], held[1] + rows, held[2], held[3]), step
-                continue
-            yield held[0], held[1], held[2], (slopes or (0, 0))[0], held[3], (slopes or (0, 0))[1]
-        held, slopes = (low, rows, a, b), own
-    if held is not None:
-        yield held[0], held[1], held[2], (slopes or (0, 0))[0], held[3], (slopes or (0, 0))[1]
+def _seeing(found: _Trapezoid) -> Iterator[_Trapezoid]:
+    """The rows of a trapezoid that see a key."""
+    u, rows, a, b, slopes = found
+    a_slope, b_slope = slopes or (0, 0)
+    if b <= a:  # rows before the first that sees one
+        if not b_slope or a_slope:
+            return
+        u, rows, b = u + a - b + 1, rows - (a - b + 1), a + 1
+    elif b + b_slope * (rows - 1) <= a + a_slope * (rows - 1):  # rows after the last that sees one
+        rows = b - a
+    if rows > 0:
+        yield _Trapezoid(u, rows, a, b, (a_slope, b_slope))
 
 
 def band_rows(width: int) -> int:
@@ -271,8 +279,10 @@ class _Shape(NamedTuple):
     advance: int = 0
 
 
-def _shapes(u: int, rows: int, a: int, a_slope: int, b: int, b_slope: int) -> Iterator[_Shape]:
-    """Rectangles and lower triangles that make up a trapezoid of `_trapezoids`."""
+def _shapes(trapezoid: _Trapezoid) -> Iterator[_Shape]:
+    """Rectangles and lower triangles that make up a trapezoid."""
+    u, rows, a, b, slopes = trapezoid
+    a_slope, b_slope = slopes or (0, 0)
     if a_slope and b_slope:
         width = b - a
         step = min(rows, band_rows(width))
@@ -297,7 +307,7 @@ def _band(u: int, rows: int, a: int, width: int) -> Iterator[_Shape]:
     yield _Shape(range(u, u + rows), range(a + width - 1, a + width - 1 + rows), True)
     opening = min(rows, width - 1)  # row width - 1 sees nothing below the triangle
     if opening:
-        yield from _shapes(u, opening, a, 1, a + width - 1, 0)
+        yield from _shapes(_Trapezoid(u, opening, a, a + width - 1, (1, 0)))
 
 
 def _through(progression: _Progression, numbers: range) -> range:
@@ -355,6 +365,6 @@ def tile_document(
                                     shape.copies,
                                     shape.advance * dilation,
                                 )
-                                for shape in _shapes(*trapezoid)
+                                for shape in _shapes(trapezoid)
                             )
     return tiles
