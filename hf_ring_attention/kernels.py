@@ -199,12 +199,14 @@ def choose_kernel(device_type: str, dtype: torch.dtype, head_dim: int, value_dim
     """The fastest kernel that computes this, with the reason.
 
     Raises:
-        ValueError: a dtype that is not floating point.
+        ValueError: a dtype other than float64, float32, bfloat16 and float16.
     """
-    if not dtype.is_floating_point:
-        raise ValueError(f"attention needs floating point tensors, got {dtype}")
+    if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"attention needs floating point tensors, got {dtype}: use float64, float32, bfloat16 or float16"
+        )
     if device_type == "cpu":
-        return KernelChoice(CpuFlash(), "torch's CPU flash attention takes every floating dtype and grouped heads")
+        return KernelChoice(CpuFlash(), "torch's CPU flash attention takes these dtypes and grouped heads")
     if device_type == "cuda" and dtype != torch.float64:
         widest = max(head_dim, value_dim)
         if (

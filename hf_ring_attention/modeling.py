@@ -54,13 +54,47 @@ def ring_dilated_attention(
         NotImplementedError: what is still to come: softcap, sinks with logits of their own, position biases, and
             queries that are not all the keys' tokens (decoding with a cache, cross-attention).
     """
+    config, ring = getattr(module, "config", None), getattr(module, _RING, None)
+    try:
+        _check_call(module, query, key, attention_mask, dropout, softcap, kwargs)
+    except (ValueError, NotImplementedError) as refused:
+        if ring is not None and ring.world_size > 1:
+            ring.agree_cheaply({}, refused, query.device)  # the other ranks compare calls there
+        raise
+    query, key, value = _autocast(query, key, value)
+
+    layout = None if ring is None else model_layout(config, ring, query.shape[2])
+    out = ring_attention(
+        query,
+        key,
+        value,
+        pattern=layer_pattern(config, getattr(module, "layer_idx", None), sliding_window),
+        ring=ring,
+        layout=layout,
+        causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
+        scale=scaling,
+        documents=_documents(attention_mask, ring, layout),
+    )
+    assert isinstance(out, Tensor)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _check_call(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    softcap: float | None,
+    kwargs: dict[str, Any],
+) -> None:
+    """Refuses what `ring_dilated_attention` says it refuses."""
     name = type(module).__name__
     if dropout:
         raise ValueError(
             f"{name}: attention dropout {dropout} was asked for, and ring_dilated has none: set the config's attention "
             f"dropout to 0 (attention_dropout, attn_pdrop) or call model.eval()"
         )
-    config = getattr(module, "config", None)
     if kwargs.get("output_attentions") or _collects_attentions():
         raise ValueError(
             f"{name}: output_attentions=True was asked for, but ring_dilated never forms the attention weights: "
@@ -85,24 +119,6 @@ def ring_dilated_attention(
             f"{name}: ring_dilated takes padding as a mask [batch, tokens], got {tuple(attention_mask.shape)}: pass the "
             f"2-D attention_mask of the tokenizer; patterns are set with patch_config"
         )
-    if query.is_cuda or query.device.type == "cpu":
-        query, key, value = _autocast(query, key, value)
-
-    ring = getattr(module, _RING, None)
-    layout = None if ring is None else model_layout(config, ring, query.shape[2])
-    out = ring_attention(
-        query,
-        key,
-        value,
-        pattern=layer_pattern(config, getattr(module, "layer_idx", None), sliding_window),
-        ring=ring,
-        layout=layout,
-        causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
-        scale=scaling,
-        documents=_documents(attention_mask, ring, layout),
-    )
-    assert isinstance(out, Tensor)
-    return out.transpose(1, 2).contiguous(), None
 
 
 def _collects_attentions() -> bool:
@@ -185,6 +201,8 @@ def _documents(mask: Tensor | None, ring: Ring | None, layout: SequenceLayout | 
         if sharded:
             assert ring is not None
             assert layout is not None
+            # A rank that refused the call is at its comparison, not here.
+            ring.agree_cheaply({"the shape of the mask": tuple(mask.shape)}, None, mask.device)
             whole = ring.unshard(mask.to(torch.uint8), layout, dim=1)
         documents = documents_from_mask(whole)
         setattr(mask, _DOCUMENTS, documents)
@@ -267,8 +285,10 @@ def patch_config(
     else:
         count = text_config.num_hidden_layers
         numbers = list(layers)
+        if not numbers:
+            raise ValueError("patch_config: layers is empty: name the layers, or leave it out for all of them")
         for number in numbers:
-            if not isinstance(number, int) or not 0 <= number < count:
+            if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < count:
                 raise ValueError(f"patch_config: layers must be among 0..{count - 1}, got {number!r} in {numbers}")
         settings["layers"] = {**settings.get("layers", {}), **{str(n): pattern.to_dict() for n in numbers}}
     setattr(text_config, NAME, settings)
@@ -297,17 +317,17 @@ def patch_model(model: PreTrainedModel, pattern: Pattern | None = None, ring: Ri
     if not type(model)._can_set_attn_implementation():
         raise ValueError(
             f"patch_model: {name} does not call Transformers' attention interface, so it would ignore ring_dilated and "
-            f"compute its own attention"
+            f"compute its own attention: use it as it is, or a model class that calls the interface"
         )
     if model.config.is_encoder_decoder:
-        raise NotImplementedError(f"patch_model: {name} is an encoder-decoder, which ring_dilated does not compute yet")
+        raise NotImplementedError(
+            f"patch_model: {name} is an encoder-decoder, which ring_dilated does not compute yet: use 'sdpa'"
+        )
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if others:
         raise NotImplementedError(
             f"patch_model: {name} has layers of types {others}, which ring_dilated does not compute"
         )
-    if pattern is not None:
-        patch_config(model.config, pattern)
     if ring is not None and ring.world_size > 1:
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         if rope in ("dynamic", "longrope"):
@@ -315,6 +335,8 @@ def patch_model(model: PreTrainedModel, pattern: Pattern | None = None, ring: Ri
                 f"patch_model: {name} has {rope} RoPE, which takes the length of a shard for that of the row: "
                 f"ring_dilated does not shard it yet"
             )
+    if pattern is not None:
+        patch_config(model.config, pattern)
     model.set_attn_implementation(NAME)
     for module in model.modules():
         setattr(module, _RING, ring)
@@ -357,6 +379,8 @@ def _check_positions(
             "the shape of the input": tuple(tokens.shape[:2]),
             "layout": layout,
             "whether attention_mask is given": mask is not None,
+            "whether the model trains": module.training,
+            "output_attentions": bool(kwargs.get("output_attentions")),
         }
         valid, offsets = _check_shard_positions(positions, mask, layout, ring.rank)
     except ValueError as refused:

@@ -43,6 +43,8 @@ REFUSALS = {
     "no position_ids on rank 1": r"position_ids are missing",
     "another batch size on rank 1": r"disagree on the shape of the input: rank 0: \(2, \d+\), rank 1: \(1, \d+\)",
     "a mask on rank 0 only": r"disagree on whether attention_mask is given: rank 0: True, rank 1: False",
+    "rank 1 trains": r"disagree on whether the model trains: rank 0: False, rank 1: True",
+    "dropout in rank 1's layers": r"LlamaAttention: attention dropout 0\.1 was asked for.*model\.eval\(\)",
     "a mask with a hole": r"batch row 1 of the attention mask has padding inside a document.*takes padding before and after",
 }
 SECONDS = 10
@@ -153,6 +155,10 @@ def refusals(layout_name):
     said = {}
     for name in REFUSALS:
         start = time.perf_counter()
+        model.train(name == "rank 1 trains" and ring.rank == 1)
+        for layer in model.model.layers:
+            layer.self_attn.train(name == "dropout in rank 1's layers" and ring.rank == 1)
+            layer.self_attn.attention_dropout = 0.1
         try:
             model(**refused_inputs(name, ring, layout), use_cache=False)
             message = None
@@ -160,6 +166,7 @@ def refusals(layout_name):
             message = str(error)
         said[name] = (message, time.perf_counter() - start)
         dist.barrier()
+    model.eval()
     ids, _, positions, _ = batch("none")
     want = ra.patch_model(make("llama"))(input_ids=ids).logits
     # Also of a copy: a process group in its modules must not stand in its way.

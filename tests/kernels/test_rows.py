@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ring_attention import blocks
 from hf_ring_attention.rows import IndexRows, ViewRows
@@ -130,6 +131,26 @@ def test_add_where_rows_repeat_and_overlap(rng):
     assert overlapping
 
 
+class EachElementIsWrittenOnce(TorchDispatchMode):
+    """No operation writes to a view that holds an element twice.
+
+    One thread would get such an addition right, by luck; several, or a GPU, would lose terms.
+    """
+
+    writes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                x = args[place] if place < len(args) else kwargs[argument.name]
+                numbers = torch.arange(x.untyped_storage().nbytes() // x.element_size())
+                numbers = numbers.as_strided(x.shape, x.stride(), x.storage_offset())
+                assert numbers.unique().numel() == x.numel(), f"{func} writes to elements more than once"
+                self.writes += 1
+        return func(*args, **kwargs)
+
+
 def test_every_overlap_of_stretches():
     """All lengths and distances: copies that overlap their neighbours, and theirs, by any number of rows."""
     for length, advance, copies in itertools.product(range(1, 8), range(1, 9), range(1, 8)):
@@ -139,7 +160,9 @@ def test_every_overlap_of_stretches():
         want = x.clone()
         for copy in range(copies):
             want[0, :, 2 + copy * advance : 2 + copy * advance + length] += values[copy]
-        ViewRows(1, 2, 2, length, copies, advance).add_(x, values)
+        with EachElementIsWrittenOnce() as watch:
+            ViewRows(1, 2, 2, length, copies, advance).add_(x, values)
+        assert watch.writes
         assert torch.equal(x, want), (length, advance, copies)
 
 
