@@ -85,7 +85,7 @@ def speed(args, patterns, console):
     }
     table = Table(title=f"{args.tokens} tokens, {args.heads}/{args.kv_heads} heads x {args.head_dim}, {args.dtype}")
     for heading in ("attention", "forward s", "backward s", "FLOP ratio", "speed-up", "of the floor"):
-        table.add_column(heading, justify="left" if heading == "attention" else "right")
+        table.add_column(heading, justify="left" if heading == "attention" else "right", overflow="fold")
     rows = []
     for name, (forward, backward) in median.items():
         ratio = 1.0 if name == "sdpa" else 1 / common.flop_share(patterns[name], args.tokens, config)
@@ -131,7 +131,7 @@ def memory(args, patterns, console):
         rows.append({"attention": name, "bytes": int(subprocess.run(command, check=True, capture_output=True).stdout)})
     table = Table(title=f"peak memory of forward + backward, {args.tokens} tokens")
     for heading in ("attention", "MiB", "of sdpa's"):
-        table.add_column(heading, justify="left" if heading == "attention" else "right")
+        table.add_column(heading, justify="left" if heading == "attention" else "right", overflow="fold")
     for row in rows:
         share = row["bytes"] / rows[0]["bytes"]
         table.add_row(row["attention"], f"{row['bytes'] / 2**20:.0f}", f"{share:.2f}")
