@@ -182,6 +182,8 @@ def test_patch_model_of_something_else():
         ({"pattern": PATTERN.to_dict()}, "pattern must be a Pattern, got {'branches'"),
         ({"pattern": PATTERN, "layers": [0, 2]}, r"layers must be among 0\.\.1, got 2 in \[0, 2\]"),
         ({"pattern": PATTERN, "layers": [-1]}, r"layers must be among 0\.\.1, got -1"),
+        ({"pattern": PATTERN, "layers": []}, "layers is empty"),
+        ({"pattern": PATTERN, "layers": [True]}, r"layers must be among 0\.\.1, got True"),
         ({"pattern": PATTERN, "layers": ["0"]}, r"layers must be among 0\.\.1, got '0'"),
     ],
     ids=str,

@@ -4,6 +4,7 @@ processes equal one."""
 import importlib.util
 import json
 import math
+import os
 
 import common
 import pytest
@@ -27,8 +28,11 @@ DENSE = {
 
 @pytest.fixture(scope="module")
 def real():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
     model, tokenizer = common.load(None)
-    return model, common.tokenize(tokenizer, common.load_text(None), 5120)
+    yield model, common.tokenize(tokenizer, common.load_text(None), 5120)
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", DENSE)
