@@ -99,7 +99,10 @@ class CudaFlash:
 
 
 class CudaEfficient:
-    """torch's memory-efficient attention for CUDA: float32 too, any head size that is a multiple of 4."""
+    """torch's memory-efficient attention for CUDA: float32 too, and any head size.
+
+    It knows no grouped heads: it runs once for each member of the groups, on the same keys.
+    """
 
     name = "cuda_efficient"
     #: The backward kernel reads the log-sum-exp in blocks of this many rows.
@@ -109,9 +112,11 @@ class CudaEfficient:
         head_dim, value_dim, group = q.shape[-1], v.shape[-1], q.shape[1] // k.shape[1]
         q, k = (_rows(_pad(x, _round_up(head_dim, 8))) for x in (q, k))
         v = _rows(_pad(v, _round_up(value_dim, 8)))
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-            q, _for_each_head(k, group), _for_each_head(v, group), None, True, 0.0, causal, scale=scale
-        )
+        parts = [
+            aten._scaled_dot_product_efficient_attention(member, k, v, None, True, 0.0, causal, scale=scale)[:2]
+            for member in _members(q, group)
+        ]
+        out, lse = (torch.stack(part, 2).flatten(1, 2) for part in zip(*parts))
         return out[..., :value_dim], lse[..., : q.shape[2]]
 
     def backward(
@@ -123,11 +128,15 @@ class CudaEfficient:
         length = lse.shape[-1]
         lse = F.pad(lse, (0, _round_up(length, self.lse_block) - length), value=torch.inf)
         unused = torch.empty((), dtype=torch.int64)
-        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            dout, q, _for_each_head(k, group), _for_each_head(v, group), None, out, lse, unused, unused, 0.0,
-            [True, True, True, False], causal, scale=scale,
-        )  # fmt: skip
-        dk, dv = (x.unflatten(1, (-1, group)).sum(2) if group > 1 else x for x in (dk, dv))
+        parts = [
+            aten._scaled_dot_product_efficient_attention_backward(
+                dout_, q_, k, v, None, out_, lse_.contiguous(), unused, unused, 0.0, [True, True, True, False], causal,
+                scale=scale,
+            )[:3]
+            for dout_, q_, out_, lse_ in zip(*(_members(x, group) for x in (dout, q, out, lse)))
+        ]  # fmt: skip
+        dqs, dks, dvs = zip(*parts)
+        dq, dk, dv = torch.stack(dqs, 2).flatten(1, 2), sum(dks[1:], dks[0]), sum(dvs[1:], dvs[0])
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
 
 
@@ -189,9 +198,9 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _for_each_head(x: Tensor, group: int) -> Tensor:
-    """[T, Hkv, L, D] -> [T, Hkv * group, L, D]."""
-    return x if group == 1 else x.repeat_interleave(group, dim=1)
+def _members(x: Tensor, group: int) -> list[Tensor]:
+    """[T, Hkv * group, ...] -> of each group its i-th head, [T, Hkv, ...], for each i: keys serve a group unrepeated."""
+    return [x[:, member::group] for member in range(group)]
 
 
 @lru_cache(maxsize=256)

@@ -154,6 +154,25 @@ def test_without_a_pattern_a_checkpoint_computes_what_eager_does(reloaded, name,
     assert largest_gradient_error(got_grads, want_grads) <= 1e-4
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("pattern", [None, PYRAMID], ids=["exact", "pyramid"])
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+def test_a_model_on_cuda_computes_what_it_does_on_the_cpu(padding, pattern):
+    ids, mask = tokens(), padding_mask(padding)
+    found = []
+    for device in ("cpu", "cuda"):
+        model = ra.patch_model(make("llama"), pattern).to(device)
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions_of(mask)}
+        inputs = {name: x.to(device) for name, x in inputs.items()}
+        output = model(**inputs, labels=labels_of(ids, mask).to(device), use_cache=False)
+        grads = {name: grad.cpu() for name, grad in gradients(model, output.loss).items()}
+        found.append((output.logits.cpu()[mask.bool()], grads))
+    (want, want_grads), (got, got_grads) = found
+    assert relative_error(got, want) <= 1e-4
+    assert largest_gradient_error(got_grads, want_grads) <= 1e-3
+
+
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 def test_bidirectional_encoder(side):
     ids, mask = tokens(), padding_mask(side)

@@ -319,3 +319,39 @@ def test_kernels_are_chosen_with_a_reason(monkeypatch):
 def test_other_dtypes_are_refused(dtype, device):
     with pytest.raises(ValueError, match=f"attention needs floating point tensors, got {dtype}"):
         choose_kernel(device, dtype, 64, 64)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_efficient_kernel_serves_groups_without_repeating_keys(monkeypatch, causal):
+    """Its operator, played by the CPU's, is given as many query heads as there are key/value heads."""
+
+    class Operators:
+        @staticmethod
+        def _scaled_dot_product_efficient_attention(q, k, v, bias, compute_lse, dropout, causal, scale):
+            assert q.shape[1] == k.shape[1] == v.shape[1] == 2
+            return *CpuFlash().forward(q, k, v, causal, scale), None, None
+
+        @staticmethod
+        def _scaled_dot_product_efficient_attention_backward(
+            dout, q, k, v, bias, out, lse, seed, offset, dropout, wanted, causal, scale
+        ):
+            assert q.shape[1] == k.shape[1] == v.shape[1] == 2
+            assert lse.shape[-1] % 32 == 0
+            lse = lse[..., : q.shape[2]]
+            return *CpuFlash().backward(dout, q, k, v, out, lse, causal, scale), None
+
+    q, dout = (torch.randn(3, 6, 5, 8, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(3, 2, 5, 8, dtype=torch.float64) for _ in range(2))
+    want = Math().forward(q, k, v, causal, 0.3)
+    want += Math().backward(dout, q, k, v, *want, causal, 0.3)
+    with monkeypatch.context() as patched:
+        cpu = CpuFlash.forward.__globals__["aten"]
+        Operators._scaled_dot_product_flash_attention_for_cpu = cpu._scaled_dot_product_flash_attention_for_cpu
+        Operators._scaled_dot_product_flash_attention_for_cpu_backward = (
+            cpu._scaled_dot_product_flash_attention_for_cpu_backward
+        )
+        patched.setattr("hf_ring_attention.kernels.aten", Operators)
+        got = CudaEfficient().forward(q, k, v, causal, 0.3)
+        got += CudaEfficient().backward(dout, q, k, v, *got, causal, 0.3)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)

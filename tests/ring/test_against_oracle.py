@@ -21,6 +21,15 @@ def test_local(dtype):
     check_random_cases(ra.Ring(), seed=fresh_seed(), count=300, tolerance=TOLERANCE[dtype], dtype=dtype)
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_local_on_cuda(dtype):
+    """float32 by a kernel that sums in another order than the CPU's, hence five times its tolerance."""
+    tolerance = TOLERANCE[dtype] * (5 if dtype == torch.float32 else 1)
+    check_random_cases(ra.Ring(), seed=fresh_seed(), count=100, tolerance=tolerance, dtype=dtype, device="cuda")
+
+
 def sharded(rank, seed, count):
     for layout in ("contiguous", "zigzag"):
         ring = ra.Ring(layout=layout, transport="collective")

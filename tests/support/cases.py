@@ -81,6 +81,7 @@ def compare(
     scale,
     dtype,
     seed,
+    device="cpu",
 ):
     """The largest error of out, lse, dq, dk, dv against the oracle, relative to the largest value (of any gradient).
 
@@ -94,7 +95,7 @@ def compare(
     whole = [tensor(num_heads, head_dim), tensor(num_kv_heads, head_dim), tensor(num_kv_heads, value_dim)]
     dout = tensor(num_heads, value_dim)
     layout = ring.layout_for(seq_len, pattern)
-    local = [ring.shard(x, layout, dim=2).requires_grad_() for x in whole]
+    local = [ring.shard(x, layout, dim=2).to(device).requires_grad_() for x in whole]
     out, lse = ra.ring_attention(
         *local,
         pattern=pattern,
@@ -106,10 +107,10 @@ def compare(
         return_lse=True,
     )
     assert out.dtype == dtype
-    out.backward(ring.shard(dout, layout, dim=2))
+    out.backward(ring.shard(dout, layout, dim=2).to(device))
     assert all(x.grad.dtype == dtype for x in local)
     got_out, got_lse, *got_grads = (
-        ring.unshard(x.detach(), layout, dim=2) for x in (out, lse, *(x.grad for x in local))
+        ring.unshard(x.detach().cpu(), layout, dim=2) for x in (out, lse, *(x.grad for x in local))
     )
 
     exact = [x.double().requires_grad_() for x in whole]
@@ -131,13 +132,13 @@ def compare(
     }
 
 
-def check_random_cases(ring, *, seed, count, tolerance, dtype=torch.float64, max_len=40):
+def check_random_cases(ring, *, seed, count, tolerance, dtype=torch.float64, max_len=40, device="cpu"):
     """Compares `count` random cases; the seed decides them, the same on every rank. Returns the largest error."""
     worst = 0.0
     for number in range(count):
         rng = random.Random(f"{seed}-{number}")
         case = random_case(rng, dtype, max_len)
-        errors = compare(ring, **case)
+        errors = compare(ring, **case, device=device)
         assert max(errors.values()) <= tolerance, f"seed {seed}, case {number}, {ring}: {errors} in {case}"
         worst = max(worst, *errors.values())
     return worst
