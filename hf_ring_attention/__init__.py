@@ -4,11 +4,12 @@ Importing the package registers the attention implementation "ring_dilated", and
 """
 
 from ._version import __version__
+from .attention import ring_attention
 from .layouts import SequenceLayout
 from .modeling import patch_config, patch_model
 from .patterns import Pattern, Segment, Sink, Window
 from .perplexity import PerplexityReport, perplexity
-from .ring import Decision, Ring, ring_attention
+from .ring import Decision, Ring
 from .training import count_tokens, next_token_loss, shard_batch
 from .transports import Traffic
 

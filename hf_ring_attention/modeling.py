@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.utils import output_capturing
 
+from .attention import ring_attention
 from .layouts import SequenceLayout
 from .patterns import Pattern, Window
 from .plans import Documents
-from .ring import Ring, ring_attention
+from .ring import Ring
 
 NAME = "ring_dilated"
 #: Attribute of a model's modules that holds their ring.

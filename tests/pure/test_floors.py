@@ -17,7 +17,7 @@ FLOORS = [
     ("blocks", "kernels", "rows", "bindings", "reference"),  # torch
     ("transports",),  # torch.distributed
     ("engine",),
-    ("ring",),
+    ("ring", "attention"),
     ("modeling", "perplexity"),  # Transformers
     ("training",),  # Accelerate
     ("cli", "plots", "estimate"),
