@@ -5,9 +5,10 @@ Every rank can compute every rank's plan, so nothing is negotiated: what one sen
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from .layouts import SequenceLayout
@@ -48,6 +49,19 @@ class Problem:
                         f"{self.layout.seq_len} tokens, got (start, stop) = ({start}, {stop}) after {end} tokens"
                     )
                 end = stop
+
+    @cached_property
+    def row_classes(self) -> tuple[tuple[tuple[tuple[int, int], ...], tuple[int, ...]], ...]:
+        """(documents, the batch rows that have them): batch rows with equal documents share everything."""
+        rows_of: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for batch_row, documents in enumerate(self.documents):
+            rows_of.setdefault(documents, []).append(batch_row)
+        return tuple((documents, tuple(rows)) for documents, rows in rows_of.items())
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.num_heads // self.num_kv_heads
 
 
 class Item(NamedTuple):
@@ -101,55 +115,67 @@ class RankPlan:
 @lru_cache(maxsize=256)
 def plan_rank(problem: Problem, rank: int) -> RankPlan:
     """The tiles of `rank`; cached by value."""
-    layout, group = problem.layout, problem.num_heads // problem.num_kv_heads
-    pieces = [layout.pieces(other) for other in range(layout.world_size)]
+    layout = problem.layout
     elsewhere = sorted(
-        (piece for other, theirs in enumerate(pieces) if other != rank for piece in theirs), key=lambda piece: piece[0]
+        (piece for other in range(layout.world_size) if other != rank for piece in layout.pieces(other)),
+        key=lambda piece: piece.start,
     )
-    rows_of: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for batch_row, documents in enumerate(problem.documents):
-        rows_of.setdefault(documents, []).append(batch_row)
+    own = tiles_from(problem, rank, rank)
+    remote = _batches(problem, rank, [(piece.start, piece) for piece in elsewhere])
+    return RankPlan(rank, own, remote, sum(batch.pairs(problem.group) for batch in own + remote))
 
-    own: dict[_Shape, list[Item]] = {}
-    remote: dict[_Shape, list[Item]] = {}
-    for documents, batch_rows in rows_of.items():
-        for start, stop in documents:
-            queries = tuple(_runs(_local(pieces[rank]), start, stop))
-            if not queries:
-                continue
-            for batches, keys in (
-                (own, queries),
-                (remote, tuple(_runs(((piece.start, piece) for piece in elsewhere), start, stop))),
-            ):
-                for tile in tile_document(
-                    problem.pattern,
-                    length=stop - start,
-                    queries=queries,
-                    keys=keys,
-                    num_heads=problem.num_heads,
-                    num_kv_heads=problem.num_kv_heads,
-                    causal=problem.causal,
-                ):
-                    batches.setdefault(_shape(tile), []).append(
-                        Item(tuple(batch_rows), tile.heads, tile.queries[0], tile.keys[0], tile.copies, tile.advance)
-                    )
-    own_batches, remote_batches = (
-        tuple(
-            TileBatch(
-                shape.per_query_head,
-                shape.causal,
-                shape.num_queries,
-                shape.num_keys,
-                shape.query_stride,
-                shape.key_stride,
-                tuple(items),
-            )
-            for shape, items in batches.items()
+
+def tiles_from(problem: Problem, rank: int, source: int) -> tuple[TileBatch, ...]:
+    """The tiles of `rank` whose keys are those of rank `source`; key rows are local indices there."""
+    return _batches(problem, rank, _local(problem.layout.pieces(source)))
+
+
+def of_heads(batches: tuple[TileBatch, ...], kv_heads: range, group: int) -> tuple[TileBatch, ...]:
+    """What these key/value heads, `group` query heads each, have of the batches."""
+
+    def kept(batch: TileBatch) -> TileBatch:
+        size = group if batch.per_query_head else 1
+        items = (
+            item._replace(heads=tuple(head for head in item.heads if head // size in kv_heads)) for item in batch.items
         )
-        for batches in (own, remote)
+        return batch._replace(items=tuple(item for item in items if item.heads))
+
+    return tuple(batch for batch in map(kept, batches) if batch.items)
+
+
+def _batches(problem: Problem, rank: int, keys: list[tuple[int, range]]) -> tuple[TileBatch, ...]:
+    """The tiles of `rank` against the keys of (first row, piece) pairs."""
+    mine = _local(problem.layout.pieces(rank))
+    batches: dict[_Shape, list[Item]] = {}
+    for documents, batch_rows in problem.row_classes:
+        for start, stop in documents:
+            query_runs, key_runs = tuple(_runs(mine, start, stop)), tuple(_runs(keys, start, stop))
+            if not query_runs or not key_runs:
+                continue
+            for tile in tile_document(
+                problem.pattern,
+                length=stop - start,
+                queries=query_runs,
+                keys=key_runs,
+                num_heads=problem.num_heads,
+                num_kv_heads=problem.num_kv_heads,
+                causal=problem.causal,
+            ):
+                batches.setdefault(_shape(tile), []).append(
+                    Item(batch_rows, tile.heads, tile.queries[0], tile.keys[0], tile.copies, tile.advance)
+                )
+    return tuple(
+        TileBatch(
+            shape.per_query_head,
+            shape.causal,
+            shape.num_queries,
+            shape.num_keys,
+            shape.query_stride,
+            shape.key_stride,
+            tuple(items),
+        )
+        for shape, items in batches.items()
     )
-    pairs = sum(batch.pairs(group) for batch in own_batches + remote_batches)
-    return RankPlan(rank, own_batches, remote_batches, pairs)
 
 
 class _Shape(NamedTuple):
@@ -178,15 +204,12 @@ def _shape(tile: Tile) -> _Shape:
     )
 
 
-def _local(pieces: tuple[range, ...]) -> Iterator[tuple[int, range]]:
+def _local(pieces: tuple[range, ...]) -> list[tuple[int, range]]:
     """(local index of its first token, piece) of a rank's pieces."""
-    row = 0
-    for piece in pieces:
-        yield row, piece
-        row += len(piece)
+    return list(zip(itertools.accumulate((len(piece) for piece in pieces), initial=0), pieces))
 
 
-def _runs(pieces: Iterator[tuple[int, range]], start: int, stop: int) -> Iterator[Run]:
+def _runs(pieces: list[tuple[int, range]], start: int, stop: int) -> Iterator[Run]:
     """The parts of (first row, piece) pairs that lie in the document [start, stop)."""
     for row, piece in pieces:
         low, high = max(piece.start, start), min(piece.stop, stop)
