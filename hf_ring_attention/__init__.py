@@ -9,7 +9,9 @@ from .layouts import SequenceLayout
 from .modeling import patch_config, patch_model
 from .patterns import Pattern, Segment, Sink, Window
 from .perplexity import PerplexityReport, perplexity
-from .ring import Decision, Ring
+from .ring import Ring
+from .selection import Decision
+from .simulation import run_simulated, simulate
 from .training import count_tokens, next_token_loss, shard_batch
 from .transports import Traffic
 
@@ -30,5 +32,7 @@ __all__ = [
     "patch_model",
     "perplexity",
     "ring_attention",
+    "run_simulated",
     "shard_batch",
+    "simulate",
 ]

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bindings import bind
+from .blocks import accumulation_dtype
 from .engine import RingAttention
 from .kernels import choose_kernel
 from .layouts import SequenceLayout
 from .patterns import Pattern
 from .plans import Documents, Problem
 from .ring import Ring
+from .routes import Sizes
 
 _ALONE = Ring.alone()
 
@@ -72,8 +73,10 @@ def ring_attention(
     assert problem is not None
     assert scale is not None
     kernel = choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1]).kernel
-    binding = bind(problem, ring.rank, q.device)
-    out, lse = RingAttention.apply(q, k, v, binding, ring._make_transport(), kernel, scale)
+    widths = q.shape[-1] + v.shape[-1]
+    sizes = Sizes(widths * q.element_size(), widths * accumulation_dtype(q.dtype).itemsize)
+    transport = ring._transport_for(problem, sizes, q.device)
+    out, lse = RingAttention.apply(q, k, v, transport, kernel, scale)
     return (out, lse) if return_lse else out
 
 
@@ -86,7 +89,7 @@ def _describe(problem: Problem, q: Tensor, v: Tensor, ring: Ring, scale: float |
         "dtype": q.dtype,
         "pattern": problem.pattern,
         "layout": problem.layout,
-        "transport": ring.decision.choice,
+        "transport": ring.transport,
         "causal": problem.causal,
         "scale": scale,
         "documents": problem.documents,

@@ -1,4 +1,4 @@
-"""A rank's plan bound to tensors: row numbers on a device, made once per problem and kept."""
+"""Plans bound to tensors: row numbers on a device, made once per problem and kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .plans import Item, Problem, RankPlan, TileBatch, plan_rank
+from .plans import Item, Problem, TileBatch, of_heads, plan_rank, tiles_from
+from .routes import Hop, KeyRows, Round, needed, ring_rounds
 from .rows import IndexRows, Rows, ViewRows
 
 
@@ -31,30 +32,129 @@ class BoundBatch:
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """What the collective transport moves: this rank's rows to send, in the order of the ranks that need them."""
+class Selection:
+    """Some rows of a tensor, by number in x.flatten(0, 2); an index of None is all of them, in order."""
 
+    count: int
+    index: Tensor | None
+
+    def take(self, x: Tensor) -> Tensor:
+        """[B, H, n, ...] -> [rows, ...]."""
+        rows = x.flatten(0, 2)
+        return rows if self.index is None else rows.index_select(0, self.index)
+
+    def add_(self, x: Tensor, values: Tensor) -> None:
+        """Adds [rows, ...] to the rows of a contiguous x [B, H, n, ...]."""
+        if self.index is None:
+            x.view(values.shape).add_(values)
+        else:
+            x.flatten(0, 2).index_add_(0, self.index, values)
+
+
+@dataclass(frozen=True)
+class OwnBinding:
+    """A rank's tiles with its own keys; `whole`: one tile is the whole of the rank's work, every query once."""
+
+    batches: tuple[BoundBatch, ...]
+    whole: bool
+
+
+@dataclass(frozen=True)
+class CollectiveBinding:
+    """One exchange: this rank's rows to send, in the order of the ranks that need them, and tiles with what comes."""
+
+    own: OwnBinding
+    remote: tuple[BoundBatch, ...]
     used: bool
-    send_rows: Tensor
+    send: Selection
     send_counts: list[int]
     receive_counts: list[int]
 
 
 @dataclass(frozen=True)
-class Binding:
-    """A rank's plan with row numbers on a device."""
+class RingStep:
+    """What a rank does at one step of a round: tiles, and rows that arrive for them and leave.
 
-    plan: RankPlan
-    own: tuple[BoundBatch, ...]
-    remote: tuple[BoundBatch, ...]
-    exchange: Exchange
+    Attributes:
+        number: hops between this rank and the one whose rows it holds; 0: its own.
+        of: steps of the round.
+        source: whose rows these are.
+        following, previous: the neighbours that rows go to and come from.
+        shape: of the payload, as a [B, heads, rows] tensor or as [1, 1, rows].
+        sent: rows of what was held a step before, that go to `following` while these arrive.
+        carried: rows of the payload whose gradients arrive from `previous` after its part is done.
+        goes_on: rows of the payload whose gradients go to `following`.
+        finished: rows of the payload whose gradients go home, to `source`.
+        home: rows of this rank whose gradients come home, from `last_user`.
+    """
+
+    batches: tuple[BoundBatch, ...]
+    number: int
+    of: int
+    source: int
+    following: int
+    previous: int
+    last_user: int
+    shape: tuple[int, int, int]
+    sent: Selection
+    carried: Selection
+    goes_on: Selection
+    finished: Selection
+    home: Selection
 
     @property
-    def is_one_tile(self) -> bool:
-        """Whether one tile is the whole of the work: every query once, every key."""
-        return self._one_tile
+    def arriving(self) -> int:
+        """Rows of the payload; 0 at step 0."""
+        return self.shape[0] * self.shape[1] * self.shape[2]
 
-    _one_tile: bool = False
+
+@dataclass(frozen=True)
+class RingBinding:
+    """The steps of all rounds, in their order; `whole` as in `OwnBinding`."""
+
+    steps: tuple[RingStep, ...]
+    whole: BoundBatch | None
+
+
+class _Payload:
+    """Key rows in the order in which they are sent: by batch row, head, row."""
+
+    def __init__(self, rows: KeyRows, problem: Problem, heads: range, device: torch.device) -> None:
+        count, local_len = problem.num_kv_heads, problem.layout.local_len
+        numbers: dict[int, Tensor] = {}  # of equal sets, once
+        row_class = {row: i for i, (_, rows_) in enumerate(problem.row_classes) for row in rows_}
+        parts = []
+        for batch_row, head in itertools.product(range(len(problem.documents)), heads):
+            bits = rows.sets[row_class[batch_row] * count + head]
+            if bits:
+                if bits not in numbers:
+                    numbers[bits] = _bit_numbers(bits)
+                parts.append(numbers[bits] + (batch_row * count + head) * local_len)
+        #: Ascending numbers in a [B, Hkv, n] tensor of the source.
+        self.numbers = torch.cat(parts).to(device) if parts else torch.empty(0, dtype=torch.int64, device=device)
+        self.shape = (1, 1, len(self.numbers))
+        #: The first row of every head, where all batch rows and heads have the same run of rows.
+        self.first: int | None = None
+        if len(numbers) == 1 and len(parts) == len(problem.documents) * len(heads):
+            ((bits, run),) = numbers.items()
+            if int(run[-1] - run[0]) + 1 == len(run):
+                self.first = int(run[0])
+                self.shape = (len(problem.documents), len(heads), len(run))
+
+    def places(self, numbers: Tensor) -> Tensor:
+        """Where these rows, all of them in the payload, are in it."""
+        return torch.searchsorted(self.numbers, numbers)
+
+    def selection(self, chosen: _Payload) -> Selection:
+        """Rows of another payload, all of them in this one, as rows of this one."""
+        count = len(chosen.numbers)
+        return Selection(count, None if count == len(self.numbers) else self.places(chosen.numbers))
+
+
+def _bit_numbers(bits: int) -> Tensor:
+    """The numbers of the bits that are set, ascending."""
+    octets = torch.frombuffer(bytearray(bits.to_bytes(-(-bits.bit_length() // 8), "little")), dtype=torch.uint8)
+    return torch.nonzero((octets[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten()).flatten()
 
 
 class _Binder:
@@ -62,24 +162,38 @@ class _Binder:
         self.problem = problem
         self.device = device
         self.batch = len(problem.documents)
-        self.group = problem.num_heads // problem.num_kv_heads
+        self.group = problem.group
         self.local_len = problem.layout.local_len
 
-    def batch_rows(self, batch: TileBatch) -> BoundBatch:
-        view = self._view(batch)
+    def own(self, batch: TileBatch, heads: range) -> BoundBatch:
+        """Tiles of these heads with keys of this rank."""
+        view = self._view(batch, heads, self.problem.num_kv_heads, heads.start, 0)
         if view is not None:
             return view
-        first = self._first_rows(batch, self.local_len, "queries"), self._first_rows(batch, self.local_len, "keys")
-        return BoundBatch(
-            IndexRows(first[0], batch.query_stride, batch.num_queries),
-            IndexRows(first[1], batch.key_stride, batch.num_keys),
-            batch.causal,
-        )
+        keys = IndexRows(self._first_rows(batch, self.local_len, "keys"), batch.key_stride, batch.num_keys)
+        return BoundBatch(self._queries(batch), keys, batch.causal)
 
-    def _view(self, batch: TileBatch) -> BoundBatch | None:
-        """Rows as views, where the tiles take all batch rows and heads and lie at equal distances."""
-        problem, items = self.problem, batch.items
-        everything = (tuple(range(self.batch)), tuple(range(problem.num_kv_heads)))
+    def in_payload(self, batch: TileBatch, heads: range, payload: _Payload) -> BoundBatch:
+        """Tiles of these heads with keys of a payload; key rows are numbered as in its source."""
+        if payload.first is not None:
+            view = self._view(batch, heads, len(heads), 0, payload.first)
+            if view is not None:
+                return view
+        keys = payload.places(self._all_keys(batch, self.local_len))
+        return BoundBatch(self._queries(batch), IndexRows(None, 0, batch.num_keys, keys), batch.causal)
+
+    def _queries(self, batch: TileBatch) -> IndexRows:
+        return IndexRows(self._first_rows(batch, self.local_len, "queries"), batch.query_stride, batch.num_queries)
+
+    def _view(
+        self, batch: TileBatch, heads: range, key_heads: int, first_key_head: int, first_key: int
+    ) -> BoundBatch | None:
+        """Rows as views, where the tiles take all batch rows and these heads and lie at equal distances.
+
+        The keys are heads `first_key_head` and on of a tensor whose rows begin with row `first_key`.
+        """
+        items = batch.items
+        everything = (tuple(range(self.batch)), tuple(heads))
         if batch.per_query_head or any((item.batch_rows, item.heads) != everything for item in items):
             return None
         if (batch.query_stride != 1 and batch.num_queries > 1) or (batch.key_stride != 1 and batch.num_keys > 1):
@@ -96,9 +210,10 @@ class _Binder:
         if len(starts) > 1 and advance < batch.num_queries:
             return None
         (query, key), copies = starts[0], len(starts)
+        first_head, num_heads = heads.start * self.group, len(heads) * self.group
         return BoundBatch(
-            ViewRows(self.batch, problem.num_heads, query, batch.num_queries, copies, advance),
-            ViewRows(self.batch, problem.num_kv_heads, key, batch.num_keys, copies, advance),
+            ViewRows(self.batch, num_heads, query, batch.num_queries, copies, advance, first_head),
+            ViewRows(self.batch, len(heads), key - first_key, batch.num_keys, copies, advance, first_key_head),
             batch.causal,
         )
 
@@ -123,61 +238,109 @@ class _Binder:
             first.append((row[:, None] * count + number) * length + (start + moved)[:, None])
         return torch.cat(first).to(self.device)
 
-    def remote_keys(self, batch: TileBatch) -> Tensor:
-        """[tiles, 1, L] key rows, numbered in a [B, Hkv, padded_len] tensor of whole rows."""
-        first = self._first_rows(batch, self.problem.layout.padded_len, "keys")
+    def _all_keys(self, batch: TileBatch, length: int) -> Tensor:
+        """[tiles, 1, L] key rows, numbered in a [B, Hkv, length] tensor."""
+        first = self._first_rows(batch, length, "keys")
         return first.unsqueeze(-1) + torch.arange(batch.num_keys, device=self.device) * batch.key_stride
+
+    def in_rows(self, batch: TileBatch, numbers: Tensor, places: Tensor) -> BoundBatch:
+        """Tiles with keys at `places`, in the order of their ascending `numbers` in a [B, Hkv, padded_len] tensor."""
+        keys = places[torch.searchsorted(numbers, self._all_keys(batch, self.problem.layout.padded_len))]
+        return BoundBatch(self._queries(batch), IndexRows(None, 0, batch.num_keys, keys), batch.causal)
 
 
 @lru_cache(maxsize=64)
-def bind(problem: Problem, rank: int, device: torch.device) -> Binding:
-    """The plan of `rank` with its row numbers on `device`; cached by value."""
-    binder, plan = _Binder(problem, device), plan_rank(problem, rank)
-    own = tuple(binder.batch_rows(batch) for batch in plan.own)
-    layout, world_size = problem.layout, problem.layout.world_size
+def bind_own(problem: Problem, rank: int, device: torch.device) -> OwnBinding:
+    """The tiles of `rank` with its own keys; cached by value."""
+    binder, plan, heads = _Binder(problem, device), plan_rank(problem, rank), range(problem.num_kv_heads)
+    batches = tuple(binder.own(batch, heads) for batch in plan.own)
+    whole = len(batches) == 1 and not plan.remote and isinstance(batches[0].queries, ViewRows)
+    every_row = len(problem.documents) * problem.num_heads * problem.layout.local_len
+    return OwnBinding(batches, whole and batches[0].queries.rows_per_unit == every_row)
 
-    # Row numbers, in whole rows, of the keys that each rank needs of the others; sorted, each once.
-    owner_of = torch.empty(layout.padded_len, dtype=torch.int64)
-    local_of = torch.empty(layout.padded_len, dtype=torch.int64)
-    for other in range(world_size):
-        positions = torch.tensor(layout.positions(other))
-        owner_of[positions] = other
-        local_of[positions] = torch.arange(len(positions))
-    owner_of, local_of = owner_of.to(device), local_of.to(device)
 
-    def needed(other: int) -> Tensor:
-        batches = plan_rank(problem, other).remote
-        if not batches:
-            return torch.empty(0, dtype=torch.int64, device=device)
-        return torch.cat([binder.remote_keys(batch).flatten() for batch in batches]).unique()
+@lru_cache(maxsize=64)
+def bind_collective(problem: Problem, rank: int, device: torch.device) -> CollectiveBinding:
+    """The plan of `rank` for one exchange of the needed rows; cached by value."""
+    binder, layout, heads = _Binder(problem, device), problem.layout, range(problem.num_kv_heads)
+    others = [other for other in range(layout.world_size) if other != rank]
 
-    needed_by = [needed(other) if world_size > 1 else owner_of[:0] for other in range(world_size)]
-    owners_by = [owner_of[rows % layout.padded_len] for rows in needed_by]
-    send = [rows[owners == rank] for rows, owners in zip(needed_by, owners_by)]
-    send_rows = torch.cat(send)
-    exchange = Exchange(
-        used=any(len(rows) for rows in needed_by),
-        send_rows=send_rows // layout.padded_len * layout.local_len + local_of[send_rows % layout.padded_len],
-        send_counts=[len(rows) for rows in send],
-        receive_counts=torch.bincount(owners_by[rank], minlength=world_size).tolist(),
+    def payload(reader: int, source: int) -> Tensor:
+        return _Payload(needed(problem, reader, source), problem, heads, device).numbers
+
+    send = {other: payload(other, rank) for other in others}
+    receive = {other: payload(rank, other) for other in others}
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    send_counts, receive_counts = (
+        [len(rows.get(other, nothing)) for other in range(layout.world_size)] for rows in (send, receive)
     )
-    # The received rows lie by owner, then by number.
-    order = torch.argsort(owners_by[rank], stable=True)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=device)
-    remote = tuple(
-        BoundBatch(
-            IndexRows(binder._first_rows(batch, layout.local_len, "queries"), batch.query_stride, batch.num_queries),
-            IndexRows(
-                None,
-                0,
-                batch.num_keys,
-                place[torch.searchsorted(needed_by[rank], binder.remote_keys(batch))],
-            ),
-            batch.causal,
+    # What is received lies by source and then by number there; tiles number it as in whole rows.
+    whole = []
+    for other, numbers in receive.items():
+        positions = torch.tensor(layout.positions(other), device=device)
+        local = numbers % layout.local_len
+        whole.append(numbers // layout.local_len * layout.padded_len + positions[local])
+    numbers, places = torch.sort(torch.cat(whole)) if whole else (nothing, nothing)
+    return CollectiveBinding(
+        own=bind_own(problem, rank, device),
+        remote=tuple(binder.in_rows(batch, numbers, places) for batch in plan_rank(problem, rank).remote),
+        used=any(needed(problem, a, b) for a in range(layout.world_size) for b in range(layout.world_size)),
+        send=Selection(sum(send_counts), torch.cat([nothing, *send.values()])),
+        send_counts=send_counts,
+        receive_counts=receive_counts,
+    )
+
+
+@lru_cache(maxsize=64)
+def bind_ring(problem: Problem, rank: int, device: torch.device) -> RingBinding:
+    """The steps of `rank` round the ring; cached by value."""
+    own, rounds = bind_own(problem, rank, device), ring_rounds(problem)
+    steps = tuple(step for tour in rounds for step in _round_steps(problem, rank, device, tour))
+    # A rank that needs nobody's keys may yet have to send its own.
+    alone = own.whole and not any(tour.steps for tour in rounds)
+    return RingBinding(steps, own.batches[0] if alone else None)
+
+
+def _round_steps(problem: Problem, rank: int, device: torch.device, tour: Round) -> list[RingStep]:
+    binder, p, heads = _Binder(problem, device), problem.layout.world_size, tour.heads
+
+    def payload(rows: KeyRows | None) -> _Payload:
+        return _Payload(nothing if rows is None else rows, problem, heads, device)
+
+    def of(hop: Hop | None, name: str) -> _Payload:
+        return payload(None if hop is None else getattr(hop, name))
+
+    nothing = KeyRows(problem.num_kv_heads, (), (0,) * (len(problem.row_classes) * problem.num_kv_heads))
+    everything = torch.arange(len(problem.documents) * problem.num_kv_heads * problem.layout.local_len, device=device)
+    mine = payload(None)
+    mine.numbers = everything
+    following = (rank + tour.direction) % p
+    steps = []
+    held = mine
+    for number in range(0 if tour.with_own else 1, tour.steps + 1):
+        source = tour.source(rank, number)
+        here, onward = tour.hop(rank, number), tour.hop(following, number + 1)
+        sent = of(tour.hop(following, number) if number else None, "rows")
+        arrived = of(here, "rows")
+        tiles = of_heads(tiles_from(problem, rank, source), heads, binder.group) if here or not number else ()
+        batches = tuple(binder.in_payload(b, heads, arrived) if number else binder.own(b, heads) for b in tiles)
+        route = tour.routes[rank]
+        steps.append(
+            RingStep(
+                batches,
+                number,
+                tour.steps,
+                source,
+                following,
+                (rank - tour.direction) % p,
+                (rank + number * tour.direction) % p,
+                arrived.shape,
+                held.selection(sent),
+                arrived.selection(of(here, "carried")),
+                arrived.selection(of(onward if number else None, "carried")),
+                arrived.selection(of(here, "finished")),
+                mine.selection(payload(route[number - 1].finished if 1 <= number <= len(route) else None)),
+            )
         )
-        for batch in plan.remote
-    )
-    whole = len(own) == 1 and not exchange.used and isinstance(own[0].queries, ViewRows)
-    whole = whole and own[0].queries.rows_per_unit == binder.batch * problem.num_heads * layout.local_len
-    return Binding(plan, own, remote, exchange, whole)
+        held = arrived if number else mine
+    return steps

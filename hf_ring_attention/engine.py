@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .bindings import Binding
+from .bindings import BoundBatch
 from .blocks import accumulation_dtype
 from .kernels import Kernel
-from .transports import Transport
+from .transports import BackwardStep, ForwardStep, Transport
 
 
 class RingAttention(torch.autograd.Function):
@@ -22,25 +23,21 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, binding: Binding, transport: Transport, kernel: Kernel, scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, transport: Transport, kernel: Kernel, scale: float
     ) -> tuple[Tensor, Tensor]:
-        if binding.is_one_tile:
-            out, lse = kernel.forward(q, k, v, binding.own[0].causal, scale)
+        if transport.whole is not None:
+            out, lse = kernel.forward(q, k, v, transport.whole.causal, scale)
         else:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
             dtype = accumulation_dtype(q.dtype)
             total = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=dtype)
             lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-            for keys, values, batches in transport.forward(binding, k, v):
-                for batch in batches:
-                    for part in batch.parts(_rows_at_once(q)):
-                        tile_out, tile_lse = kernel.forward(
-                            part.queries.take(q), part.keys.take(keys), part.keys.take(values), part.causal, scale
-                        )
-                        part.queries.merge_(total, lse, tile_out, tile_lse)
+            for step in transport.forward(k, v):
+                _forward_step(step, q, total, lse, kernel, scale)
+                del step  # its payload goes when the next one has come
             out = total.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = (binding, transport, kernel, scale)
+        ctx.call = (transport, kernel, scale)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -48,29 +45,48 @@ class RingAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        binding, transport, kernel, scale = ctx.call
-        if binding.is_one_tile:
-            dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, binding.own[0].causal, scale)
+        transport, kernel, scale = ctx.call
+        if transport.whole is not None:
+            dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, transport.whole.causal, scale)
         else:
             dout = dout.contiguous()
-            dtype = accumulation_dtype(q.dtype)
-            dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
-            for keys, values, dkeys, dvalues, batches in transport.backward(binding, k, v, dk, dv):
-                for batch in batches:
-                    for part in batch.parts(_rows_at_once(q)):
-                        tile_dq, tile_dk, tile_dv = kernel.backward(
-                            *(part.queries.take(x) for x in (dout, q)),
-                            *(part.keys.take(x) for x in (keys, values)),
-                            *(part.queries.take(x) for x in (out, lse)),
-                            part.causal,
-                            scale,
-                        )
-                        part.queries.add_(dq, tile_dq)
-                        part.keys.add_(dkeys, tile_dk)
-                        part.keys.add_(dvalues, tile_dv)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+            dq, dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(q.dtype)) for x in (q, k, v))
+            for step in transport.backward(k, v, dk, dv):
+                _backward_step(step, dout, q, out, lse, dq, kernel, scale)
+                del step
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
-def _rows_at_once(q: Tensor) -> int:
-    """Query and key rows that one kernel call may hold copies of: about a quarter of the queries, but never few."""
-    return max(1 << 14, q.shape[0] * q.shape[1] * q.shape[2] // 4)
+def _forward_step(step: ForwardStep, q: Tensor, total: Tensor, lse: Tensor, kernel: Kernel, scale: float) -> None:
+    for part in _parts(step.batches, q):
+        tile_out, tile_lse = kernel.forward(
+            part.queries.take(q), part.keys.take(step.keys), part.keys.take(step.values), part.causal, scale
+        )
+        part.queries.merge_(total, lse, tile_out, tile_lse)
+
+
+def _backward_step(
+    step: BackwardStep, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dq: Tensor, kernel: Kernel, scale: float
+) -> None:
+    for part in _parts(step.batches, q):
+        queries, keys = part.queries, part.keys
+        tile_dq, tile_dk, tile_dv = kernel.backward(
+            queries.take(dout),
+            queries.take(q),
+            keys.take(step.keys),
+            keys.take(step.values),
+            queries.take(out),
+            queries.take(lse),
+            part.causal,
+            scale,
+        )
+        queries.add_(dq, tile_dq)
+        keys.add_(step.dkeys, tile_dk)
+        keys.add_(step.dvalues, tile_dv)
+
+
+def _parts(batches: tuple[BoundBatch, ...], q: Tensor) -> Iterator[BoundBatch]:
+    """Kernel calls that hold copies of about a quarter of the queries at most, but never of few."""
+    rows_at_once = max(1 << 14, q.shape[0] * q.shape[1] * q.shape[2] // 4)
+    for batch in batches:
+        yield from batch.parts(rows_at_once)

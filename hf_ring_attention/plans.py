@@ -125,6 +125,7 @@ def plan_rank(problem: Problem, rank: int) -> RankPlan:
     return RankPlan(rank, own, remote, sum(batch.pairs(problem.group) for batch in own + remote))
 
 
+@lru_cache(maxsize=256)
 def tiles_from(problem: Problem, rank: int, source: int) -> tuple[TileBatch, ...]:
     """The tiles of `rank` whose keys are those of rank `source`; key rows are local indices there."""
     return _batches(problem, rank, _local(problem.layout.pieces(source)))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -14,23 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from .bindings import bind_collective, bind_own, bind_ring
+from .communicators import Communicator, ProcessGroupCommunicator
 from .layouts import LayoutKind, SequenceLayout
 from .patterns import Pattern
-from .plans import Problem, plan_rank
-from .transports import Collective, Local, Traffic, Transport
+from .plans import Problem
+from .routes import Sizes
+from .selection import Decision, balanced_layout, choose_transport
+from .transports import CollectiveTransport, LocalTransport, RingTransport, Traffic, Transport
 
 logger = logging.getLogger(__name__)
-
-#: Contiguous pieces are kept while the busiest rank does at most this much more than the mean.
-IMBALANCE_WORTH_A_ZIGZAG = 1.05
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What was chosen and why."""
-
-    choice: str
-    reason: str
 
 
 class Ring:
@@ -40,11 +31,11 @@ class Ring:
         group: a torch.distributed process group; None is the whole world, or this process alone where
             torch.distributed is not initialized.
         layout: "contiguous", "zigzag", or "auto": zigzag where contiguous pieces would leave ranks with unequal work.
-        transport: "collective", "local" (one rank), or "auto".
+        transport: how keys and values reach other ranks: "ring" (neighbour to neighbour, two payloads held), "collective"
+            (one exchange of the rows needed), "local" (one rank), or "auto": chosen call by call, see `decide`.
 
     Raises:
         ValueError: an unknown name, a transport that cannot serve this many ranks, or a group this rank is not in.
-        NotImplementedError: transport "ring".
     """
 
     def __init__(
@@ -56,13 +47,22 @@ class Ring:
     ) -> None:
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        self._set_up(group, layout, transport)
+        if group is not None and dist.get_rank(group) < 0:
+            raise ValueError(f"Ring: rank {dist.get_rank()} of the world is not in the group it was given")
+        self._set_up(None if group is None else ProcessGroupCommunicator(group), layout, transport)
 
     @classmethod
     def alone(cls) -> Ring:
         """A ring of this process only, whatever the world is."""
         ring = cls.__new__(cls)
         ring._set_up(None, "auto", "auto")
+        return ring
+
+    @classmethod
+    def over(cls, communicator: Communicator, layout: str = "auto", transport: str = "auto") -> Ring:
+        """The ring of a rank that reaches the others by `communicator`."""
+        ring = cls.__new__(cls)
+        ring._set_up(communicator, layout, transport)
         return ring
 
     @classmethod
@@ -98,23 +98,26 @@ class Ring:
         ring.dp_rank, ring.dp_size = mesh.get_local_rank("dp"), world_size // size
         return ring
 
-    def _set_up(self, group: dist.ProcessGroup | None, layout: str, transport: str) -> None:
+    def _set_up(self, communicator: Communicator | None, layout: str, transport: str) -> None:
         if layout not in ("auto", "contiguous", "zigzag"):
             raise ValueError(f"Ring: layout must be 'auto', 'contiguous' or 'zigzag', got {layout!r}")
         if transport not in ("auto", "ring", "collective", "local"):
             raise ValueError(f"Ring: transport must be 'auto', 'ring', 'collective' or 'local', got {transport!r}")
-        self.group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.world_size = 1 if group is None else dist.get_world_size(group)
-        if self.rank < 0:
-            raise ValueError(f"Ring: rank {dist.get_rank()} of the world is not in the group it was given")
+        self.rank = 0 if communicator is None else communicator.rank
+        self.world_size = 1 if communicator is None else communicator.world_size
+        if transport == "local" and self.world_size > 1:
+            raise ValueError(
+                f"Ring: transport='local' serves 1 rank, got {self.world_size}: use 'auto', 'ring' or 'collective'"
+            )
+        if transport in ("ring", "collective") and communicator is None:
+            raise ValueError(f"Ring: transport={transport!r} needs torch.distributed to be initialized")
         self.dp_rank, self.dp_size = 0, 1
         self.layout = layout
         self.transport = transport
+        self._communicator = communicator
         self._traffic = Traffic()
         self._digests: dict[Any, int] = {}
-        self.decision = self._decide()
-        logger.info("ring of %d: %s, because %s", self.world_size, self.decision.choice, self.decision.reason)
+        self._logged: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ring:
         return self  # a process group cannot be copied, and a copied model belongs to the same ranks
@@ -122,28 +125,24 @@ class Ring:
     def __repr__(self) -> str:
         return f"Ring(rank {self.rank} of {self.world_size}, layout={self.layout!r}, transport={self.transport!r})"
 
-    def _decide(self) -> Decision:
-        if self.transport == "ring":
-            raise NotImplementedError(
-                "Ring: transport='ring' is still to come: use transport='collective', which computes the same, or 'auto'"
-            )
-        if self.transport == "local" and self.world_size > 1:
-            raise ValueError(
-                f"Ring: transport='local' serves 1 rank, got {self.world_size}: use 'auto' or 'collective'"
-            )
-        if self.transport == "collective" and self.group is None:
-            raise ValueError("Ring: transport='collective' needs torch.distributed to be initialized")
+    def decide(self, problem: Problem, sizes: Sizes) -> Decision:
+        """The transport of a call, and why: what was asked for, or `choose_transport`'s choice."""
         if self.transport != "auto":
             return Decision(self.transport, "it was asked for")
-        if self.world_size == 1:
-            return Decision("local", "one rank holds the whole sequence")
-        return Decision("collective", f"{self.world_size} ranks share the sequence")
+        return choose_transport(problem, sizes)
 
-    def _make_transport(self) -> Transport:
-        if self.decision.choice == "local":
-            return Local()
-        assert self.group is not None
-        return Collective(self.group, self._traffic)
+    def _transport_for(self, problem: Problem, sizes: Sizes, device: torch.device) -> Transport:
+        decision = self.decide(problem, sizes)
+        if decision.choice not in self._logged:  # at most once a choice, whatever the number of layers and calls
+            self._logged.add(decision.choice)
+            logger.info("ring of %d: transport %s, because %s", self.world_size, decision.choice, decision.reason)
+        if decision.choice == "local":
+            return LocalTransport(bind_own(problem, self.rank, device))
+        assert self._communicator is not None
+        if decision.choice == "collective":
+            binding = bind_collective(problem, self.rank, device)
+            return CollectiveTransport(binding, self._communicator, self._traffic)
+        return RingTransport(bind_ring(problem, self.rank, device), self._communicator, self._traffic)
 
     def layout_for(self, seq_len: int, pattern: Pattern) -> SequenceLayout:
         """How a row of `seq_len` tokens under `pattern` is divided among the ranks."""
@@ -151,7 +150,7 @@ class Ring:
         if kind == "auto":
             # By the length that both layouts pad to, so that a row and its padded self are divided alike.
             unit = 2 * self.world_size
-            kind = _balanced_layout(-(-seq_len // unit) * unit, self.world_size, pattern)
+            kind = balanced_layout(-(-seq_len // unit) * unit, self.world_size, pattern)
         return SequenceLayout(kind, seq_len, self.world_size)  # type: ignore[arg-type]
 
     def _check_layout(self, layout: SequenceLayout) -> None:
@@ -203,7 +202,7 @@ class Ring:
                 f"unshard: expected {layout.local_len} tokens along dim {dim}, got {local.shape[dim]} in {tuple(local.shape)}"
             )
         dim %= local.dim()
-        whole = local if self.world_size == 1 else _Gather.apply(local, self.group, self.rank, dim)
+        whole = local if self.world_size == 1 else _Gather.apply(local, self._communicator, dim)
         parts = {}
         for rank in range(self.world_size):
             offset = rank * layout.local_len
@@ -237,9 +236,9 @@ class Ring:
             if error is not None:
                 raise error
             return [tell]
-        said: list[Any] = [None] * self.world_size
+        assert self._communicator is not None
         message = None if error is None else (type(error).__name__, str(error))
-        dist.all_gather_object(said, (dict(values), message, tell), group=self.group)
+        said = self._communicator.gather_objects((dict(values), message, tell))
         if error is not None:
             raise error
         refusals = {rank: message for rank, (_, message, _) in enumerate(said) if message is not None}
@@ -270,10 +269,9 @@ class Ring:
                 if len(self._digests) >= 4096:  # packed rows differ from batch to batch
                     self._digests.clear()
                 self._digests[key] = digest
-            digests = torch.empty(self.world_size, dtype=torch.int64)
-            own = torch.tensor([0 if error is not None else digest])
-            dist.all_gather(list(digests.split(1)), own, group=self.group)
-            if error is not None or not torch.all(digests == digest):
+            assert self._communicator is not None
+            digests = self._communicator.gather(torch.tensor([0 if error is not None else digest]))
+            if error is not None or any(int(theirs) != digest for theirs in digests):
                 self.agree(values, error)
         elif error is not None or key not in self._digests:
             self.agree(values, error)
@@ -284,33 +282,14 @@ class _Gather(torch.autograd.Function):
     """Tensors of all ranks, side by side along `dim`; gradients are summed over ranks and taken home."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup, rank: int, dim: int) -> Tensor:
-        ctx.call = (group, rank, dim, local.shape[dim])
-        local = local.contiguous()
-        parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, local, group=group)
-        return torch.cat(parts, dim)
+    def forward(ctx: Any, local: Tensor, communicator: Communicator, dim: int) -> Tensor:
+        ctx.call = (communicator, dim, local.shape[dim])
+        return torch.cat(communicator.gather(local.contiguous()), dim)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        group, rank, dim, length = ctx.call
+        communicator, dim, length = ctx.call
         grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=group)
-        return grad.narrow(dim, rank * length, length).contiguous(), None, None, None
-
-
-@lru_cache(maxsize=256)
-def _balanced_layout(seq_len: int, world_size: int, pattern: Pattern) -> LayoutKind:
-    def imbalance(kind: LayoutKind) -> float:
-        layout = SequenceLayout(kind, seq_len, world_size)
-        problem = Problem(pattern, layout, (((0, seq_len),),), num_heads=1, num_kv_heads=1)
-        pairs = [plan_rank(problem, rank).pairs for rank in range(world_size)]
-        return max(pairs) * world_size / sum(pairs)
-
-    if world_size == 1:
-        return "contiguous"
-    contiguous = imbalance("contiguous")
-    if contiguous <= IMBALANCE_WORTH_A_ZIGZAG or contiguous <= imbalance("zigzag"):
-        return "contiguous"
-    return "zigzag"
+        communicator.sum_(grad)
+        return grad.narrow(dim, communicator.rank * length, length).contiguous(), None, None

@@ -7,7 +7,7 @@ share a query row of a head, so results are merged without conflicts; key rows m
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -42,7 +42,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class ViewRows:
-    """All batch rows and heads; `copies` stretches of `length` consecutive rows, `advance` rows apart."""
+    """All batch rows, `heads` heads from `first_head` on; `copies` stretches of `length` rows, `advance` rows apart."""
 
     batch: int
     heads: int
@@ -50,6 +50,7 @@ class ViewRows:
     length: int
     copies: int
     advance: int
+    first_head: int = 0
 
     @property
     def units(self) -> int:
@@ -59,15 +60,18 @@ class ViewRows:
     def rows_per_unit(self) -> int:
         return self.batch * self.heads * self.length
 
+    def _heads_of(self, x: Tensor) -> Tensor:
+        return x[:, self.first_head : self.first_head + self.heads]
+
     def _window(self, x: Tensor) -> Tensor:
         """[B, H, copies, length, ...] view."""
         stop = self.start + (self.copies - 1) * self.advance + self.length
-        window = x[:, :, self.start : stop].unfold(2, self.length, max(1, self.advance))
+        window = self._heads_of(x)[:, :, self.start : stop].unfold(2, self.length, max(1, self.advance))
         return window.movedim(-1, 3)
 
     def take(self, x: Tensor) -> Tensor:
         if self.copies == 1:
-            return x[:, :, self.start : self.start + self.length]
+            return self._heads_of(x)[:, :, self.start : self.start + self.length]
         return self._window(x).transpose(1, 2).flatten(0, 1)
 
     def _like_window(self, values: Tensor) -> Tensor:
@@ -80,9 +84,7 @@ class ViewRows:
         turns = min(self.copies, -(-self.length // self.advance)) if self.advance else 1
         for turn in range(turns):
             copies = -(-(self.copies - turn) // turns)
-            part = ViewRows(
-                self.batch, self.heads, self.start + turn * self.advance, self.length, copies, turns * self.advance
-            )
+            part = replace(self, start=self.start + turn * self.advance, copies=copies, advance=turns * self.advance)
             part._window(x).add_(values[:, :, turn::turns])
 
     def merge_(self, out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
@@ -90,14 +92,7 @@ class ViewRows:
 
     def split(self, size: int) -> Iterator[ViewRows]:
         for first in range(0, self.copies, size):
-            yield ViewRows(
-                self.batch,
-                self.heads,
-                self.start + first * self.advance,
-                self.length,
-                min(size, self.copies - first),
-                self.advance,
-            )
+            yield replace(self, start=self.start + first * self.advance, copies=min(size, self.copies - first))
 
 
 @dataclass(frozen=True)
