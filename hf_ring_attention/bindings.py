@@ -38,10 +38,12 @@ class Selection:
     count: int
     index: Tensor | None
 
-    def take(self, x: Tensor) -> Tensor:
-        """[B, H, n, ...] -> [rows, ...]."""
-        rows = x.flatten(0, 2)
-        return rows if self.index is None else rows.index_select(0, self.index)
+    def take(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[B, H, n, ...] -> [rows, ...]; into `out`, [1, 1, rows, ...], where it is given."""
+        rows, out = x.flatten(0, 2), None if out is None else out.flatten(0, 2)
+        if self.index is not None:
+            return torch.index_select(rows, 0, self.index, out=out)
+        return rows if out is None else out.copy_(rows)
 
     def add_(self, x: Tensor, values: Tensor) -> None:
         """Adds [rows, ...] to the rows of a contiguous x [B, H, n, ...]."""

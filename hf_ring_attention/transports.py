@@ -6,6 +6,7 @@ the tensors that take the step's dk and dv. What a transport has in flight trave
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -153,21 +154,52 @@ class CollectiveTransport:
 
 
 class _Rows(NamedTuple):
-    """Two tensors' rows in one message: those of the first, then those of the second."""
+    """Two tensors' rows, [B, heads, rows, ...], in one message: those of the first, then those of the second."""
 
     message: Tensor
     first: Tensor
     second: Tensor
+    buffer: Tensor | None = None
 
-    @classmethod
-    def empty(cls, shape: tuple[int, int, int], widths: tuple[int, int], like: Tensor, dtype: torch.dtype) -> _Rows:
-        message = like.new_empty(shape[0] * shape[1] * shape[2] * sum(widths), dtype=dtype)
-        return cls.of(message, shape, widths)
 
-    @classmethod
-    def of(cls, message: Tensor, shape: tuple[int, int, int], widths: tuple[int, int]) -> _Rows:
-        first, second = message.split([shape[0] * shape[1] * shape[2] * width for width in widths])
-        return cls(message, first.view(*shape, widths[0]), second.view(*shape, widths[1]))
+class _Pool:
+    """Buffers for messages of rows, all of one size and used again and again: as many as are held at once."""
+
+    def __init__(self, like: Tensor, widths: tuple[int, int], dtype: torch.dtype, max_rows: int) -> None:
+        self.like, self.widths, self.dtype, self.max_rows = like, widths, dtype, max_rows
+        self.free: list[Tensor] = []
+
+    def take(self, *shapes: tuple[int, int, int]) -> list[_Rows]:
+        """Messages of these numbers of rows, side by side in one buffer."""
+        buffer = (
+            self.free.pop() if self.free else self.like.new_empty(self.max_rows * sum(self.widths), dtype=self.dtype)
+        )
+        found, start = [], 0
+        for shape in shapes:
+            rows = shape[0] * shape[1] * shape[2]
+            message = buffer[start : start + rows * sum(self.widths)]
+            first, second = message.split([rows * width for width in self.widths])
+            found.append(
+                _Rows(message, first.view(*shape, self.widths[0]), second.view(*shape, self.widths[1]), buffer)
+            )
+            start += rows * sum(self.widths)
+        return found
+
+    def give(self, rows: _Rows) -> None:
+        """Frees the buffer of a message; of one without any, nothing."""
+        if rows.buffer is not None:
+            self.free.append(rows.buffer)
+
+    def pack(self, rows: _Rows, *selections: Selection) -> list[_Rows]:
+        """Each selection of the rows as a message; the one that the rows are in, where a selection is all of it."""
+        for i, selection in enumerate(selections):
+            if selection.index is None and rows.buffer is not None:
+                return [rows if j == i else rows._replace(message=rows.message[:0]) for j in range(len(selections))]
+        packed = self.take(*((1, 1, selection.count) for selection in selections))
+        for selection, message in zip(selections, packed):
+            selection.take(rows.first, out=message.first)
+            selection.take(rows.second, out=message.second)
+        return packed
 
 
 class RingTransport:
@@ -197,103 +229,99 @@ class RingTransport:
         self.traffic.hops += 1
         return pending
 
-    def _travel(self, k: Tensor, v: Tensor, name: str) -> Iterator[tuple[RingStep, Tensor, Tensor]]:
-        """Each step with its keys and values; those of the next are under way until the caller comes for it."""
+    def _wait(self, pending: Pending | None, name: str, step: RingStep, what: str) -> None:
+        if pending is not None:
+            where = f"{name} pass, step {step.number} of {step.of}, {what}, on rank {self.communicator.rank}"
+            _wait(pending, self.traffic, f"ring attention, {where}")
+
+    def _travel(self, k: Tensor, v: Tensor, name: str) -> Iterator[tuple[RingStep, RingStep | None, Tensor, Tensor]]:
+        """Each step, the next one, and the step's keys and values; those of the next are under way meanwhile."""
         steps, widths = self.binding.steps, (k.shape[-1], v.shape[-1])
+        pool = _Pool(k, widths, k.dtype, max(max(step.arriving, step.sent.count) for step in steps))
         own = _Rows(k.new_empty(0), k, v)
         held = own
-        for i, step in enumerate(steps):
-            coming, pending = None, None
-            if i + 1 < len(steps) and steps[i + 1].number:
-                following = steps[i + 1]
-                coming = _Rows.empty(following.shape, widths, k, k.dtype)
-                message = _pack(following.sent, own if following.number == 1 else held)
-                pending = self._start(
-                    [Message(following.following, message)], [Message(following.previous, coming.message)]
-                )
-                del message
-            yield step, held.first, held.second
-            if pending is not None:
-                _wait(pending, self.traffic, self._where(name, steps[i + 1], "keys and values"))
-            held = own if coming is None else coming
-
-    def _where(self, name: str, step: RingStep, what: str) -> str:
-        return f"ring attention, {name} pass, step {step.number} of {step.of}, {what}, on rank {self.communicator.rank}"
+        for step, following in zip(steps, (*steps[1:], None)):
+            if following is None or not following.number:
+                yield step, following, held.first, held.second
+                pool.give(held)
+                held = own
+                continue
+            (coming,) = pool.take(following.shape)
+            (going,) = pool.pack(own if following.number == 1 else held, following.sent)
+            pending = self._start(
+                [Message(following.following, going.message)], [Message(following.previous, coming.message)]
+            )
+            yield step, following, held.first, held.second
+            self._wait(pending, name, following, "keys and values")
+            pool.give(held)
+            if going.buffer is not held.buffer:
+                pool.give(going)
+            held = coming
 
     def forward(self, k: Tensor, v: Tensor) -> Iterator[ForwardStep]:
-        for step, keys, values in self._travel(k, v, "forward"):
+        for step, _, keys, values in self._travel(k, v, "forward"):
             yield ForwardStep(keys, values, step.batches)
-            del keys, values
 
     def backward(self, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> Iterator[BackwardStep]:
-        widths, dtype = (k.shape[-1], v.shape[-1]), accumulation_dtype(k.dtype)
+        steps, widths = self.binding.steps, (k.shape[-1], v.shape[-1])
+        coming = [step.home.count + after.carried.count for step, after in itertools.pairwise(steps)]
+        most = max(steps[-1].home.count, *coming, *(step.arriving for step in steps))
+        pool = _Pool(k, widths, accumulation_dtype(k.dtype), most)
         flight: _Flight | None = None
-        for i, (step, keys, values) in enumerate(self._travel(k, v, "backward")):
+        for step, following, keys, values in self._travel(k, v, "backward"):
             if not step.number:
                 yield BackwardStep(keys, values, dk, dv, step.batches)
-                del keys, values
-                if flight is not None:
-                    flight.land(dk, dv)
-                    flight = None
+                self._land(flight, pool, dk, dv)
+                flight = None
                 continue
-            grads = _Rows.empty(step.shape, widths, k, dtype)
+            (grads,) = pool.take(step.shape)
             grads.message.zero_()
-            if step.batches:
-                yield BackwardStep(keys, values, grads.first, grads.second, step.batches)
-            del keys, values
-            if flight is not None:
-                onward = flight.land(dk, dv)
-                if step.carried.count:
-                    step.carried.add_(grads.first, onward.first.flatten(0, 2))
-                    step.carried.add_(grads.second, onward.second.flatten(0, 2))
-                del onward
-            following = self.binding.steps[i + 1] if i + 1 < len(self.binding.steps) else None
-            flight = self._send_gradients(step, following, grads, widths)
-            del grads
-        if flight is not None:
-            flight.land(dk, dv)
+            yield BackwardStep(keys, values, grads.first, grads.second, step.batches)
+            self._land(flight, pool, dk, dv, step, grads)
+            flight = self._take_off(step, following, pool, grads)
+        self._land(flight, pool, dk, dv)
 
-    def _send_gradients(
-        self, step: RingStep, following: RingStep | None, grads: _Rows, widths: tuple[int, int]
-    ) -> _Flight | None:
+    def _take_off(self, step: RingStep, following: RingStep | None, pool: _Pool, grads: _Rows) -> _Flight:
         """Starts the gradients of a step's payload, onward and home, and those that come for the next step and home."""
-        dtype, coming = grads.message.dtype, 0 if following is None else following.carried.count
-        onward = _Rows.empty((1, 1, coming), widths, grads.message, dtype)
-        home = _Rows.empty((1, 1, step.home.count), widths, grads.message, dtype)
+        carried = 0 if following is None else following.carried.count
+        onward, home = pool.take((1, 1, carried), (1, 1, step.home.count))
+        goes_on, finished = pool.pack(grads, step.goes_on, step.finished)
+        if goes_on.buffer is not grads.buffer:
+            pool.give(grads)
         pending = self._start(
-            [
-                Message(step.following, _pack(step.goes_on, grads)),
-                Message(step.source, _pack(step.finished, grads)),
-            ],
+            [Message(step.following, goes_on.message), Message(step.source, finished.message)],
             [Message(step.previous, onward.message), Message(step.last_user, home.message)],
         )
-        where = self._where("backward", step, "gradients")
-        return None if pending is None else _Flight(pending, self.traffic, where, onward, home, step.home)
+        return _Flight(pending, step, onward, home, goes_on)
+
+    def _land(
+        self,
+        flight: _Flight | None,
+        pool: _Pool,
+        dk: Tensor,
+        dv: Tensor,
+        step: RingStep | None = None,
+        grads: _Rows | None = None,
+    ) -> None:
+        """Adds the gradients that came: those at home to dk and dv, those of the rows of `step` to `grads`."""
+        if flight is None:
+            return
+        self._wait(flight.pending, "backward", flight.step, "gradients")
+        if flight.step.home.count:
+            flight.step.home.add_(dk, flight.home.first.flatten(0, 2))
+            flight.step.home.add_(dv, flight.home.second.flatten(0, 2))
+        if step is not None and grads is not None and step.carried.count:
+            step.carried.add_(grads.first, flight.onward.first.flatten(0, 2))
+            step.carried.add_(grads.second, flight.onward.second.flatten(0, 2))
+        pool.give(flight.onward)
+        pool.give(flight.sent)
 
 
 class _Flight(NamedTuple):
-    """Gradients under way."""
+    """Gradients under way since a step."""
 
-    pending: Pending
-    traffic: Traffic
-    where: str
+    pending: Pending | None
+    step: RingStep
     onward: _Rows
     home: _Rows
-    own: Selection
-
-    def land(self, dk: Tensor, dv: Tensor) -> _Rows:
-        """Adds what came home to dk and dv, and returns what came for the next step."""
-        _wait(self.pending, self.traffic, self.where)
-        if self.own.count:
-            self.own.add_(dk, self.home.first.flatten(0, 2))
-            self.own.add_(dv, self.home.second.flatten(0, 2))
-        return self.onward
-
-
-def _pack(selection: Selection, rows: _Rows) -> Tensor:
-    """These rows as one message; the message they came in, if it is all of them."""
-    if not selection.count:
-        return rows.message.new_empty(0)
-    if selection.index is None and rows.message.numel():
-        return rows.message
-    return torch.cat([selection.take(rows.first).flatten(), selection.take(rows.second).flatten()])
+    sent: _Rows
