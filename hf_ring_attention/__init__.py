@@ -5,6 +5,7 @@ Importing the package registers the attention implementation "ring_dilated", and
 
 from ._version import __version__
 from .attention import ring_attention
+from .explain import Explanation, explain
 from .layouts import SequenceLayout
 from .modeling import patch_config, patch_model
 from .patterns import Pattern, Segment, Sink, Window
@@ -17,6 +18,7 @@ from .transports import Traffic
 
 __all__ = [
     "Decision",
+    "Explanation",
     "Pattern",
     "PerplexityReport",
     "Ring",
@@ -27,6 +29,7 @@ __all__ = [
     "Window",
     "__version__",
     "count_tokens",
+    "explain",
     "next_token_loss",
     "patch_config",
     "patch_model",

@@ -21,6 +21,8 @@ from .routes import Sizes
 _ALONE = Ring.alone()
 
 
+# A graph break on purpose: plans, checks and messages are no work for a compiler, and kernels are compiled already.
+@torch.compiler.disable(reason="ring_attention talks to other ranks and calls kernels that need no compiling")
 def ring_attention(
     q: Tensor,
     k: Tensor,

@@ -18,7 +18,7 @@ from .layouts import LayoutKind, SequenceLayout
 from .patterns import Pattern
 from .plans import Problem
 from .routes import Sizes
-from .selection import Decision, balanced_layout, choose_transport
+from .selection import Decision, check_choices, choose_layout, choose_transport
 from .transports import CollectiveTransport, LocalTransport, RingTransport, Traffic, Transport
 
 logger = logging.getLogger(__name__)
@@ -99,18 +99,11 @@ class Ring:
         return ring
 
     def _set_up(self, communicator: Communicator | None, layout: str, transport: str) -> None:
-        if layout not in ("auto", "contiguous", "zigzag"):
-            raise ValueError(f"Ring: layout must be 'auto', 'contiguous' or 'zigzag', got {layout!r}")
-        if transport not in ("auto", "ring", "collective", "local"):
-            raise ValueError(f"Ring: transport must be 'auto', 'ring', 'collective' or 'local', got {transport!r}")
         self.rank = 0 if communicator is None else communicator.rank
         self.world_size = 1 if communicator is None else communicator.world_size
-        if transport == "local" and self.world_size > 1:
-            raise ValueError(
-                f"Ring: transport='local' serves 1 rank, got {self.world_size}: use 'auto', 'ring' or 'collective'"
-            )
+        check_choices(layout, transport, self.world_size)
         if transport in ("ring", "collective") and communicator is None:
-            raise ValueError(f"Ring: transport={transport!r} needs torch.distributed to be initialized")
+            raise ValueError(f"transport={transport!r} needs torch.distributed to be initialized")
         self.dp_rank, self.dp_size = 0, 1
         self.layout = layout
         self.transport = transport
@@ -146,11 +139,7 @@ class Ring:
 
     def layout_for(self, seq_len: int, pattern: Pattern) -> SequenceLayout:
         """How a row of `seq_len` tokens under `pattern` is divided among the ranks."""
-        kind = self.layout
-        if kind == "auto":
-            # By the length that both layouts pad to, so that a row and its padded self are divided alike.
-            unit = 2 * self.world_size
-            kind = balanced_layout(-(-seq_len // unit) * unit, self.world_size, pattern)
+        kind = self.layout if self.layout != "auto" else choose_layout(seq_len, self.world_size, pattern).choice
         return SequenceLayout(kind, seq_len, self.world_size)  # type: ignore[arg-type]
 
     def _check_layout(self, layout: SequenceLayout) -> None:

@@ -252,27 +252,34 @@ def ring_rounds(problem: Problem) -> tuple[Round, ...]:
 
 
 def ring_traffic(problem: Problem, rank: int, sizes: Sizes) -> RankTraffic:
-    """What the ring transport moves for `rank`."""
-    forward, backward, most = [0, 0], [0, 0], 0
+    """What the ring transport moves for `rank`.
+
+    Buffers are all as large as the largest message: for keys and values two, and one more where rows are left behind on
+    the way or travel both ways; for gradients three: those of the payload at hand, and those that leave and arrive meanwhile.
+    """
+    rows, grads = [0, 0], [0, 0]
+    largest, largest_grads, left_behind = 0, 0, False
     for tour in ring_rounds(problem):
         for step in range(tour.steps + 1):
             held, coming = tour.hop(rank, step), tour.hop(rank, step + 1)
             going = tour.hop((rank + tour.direction) % len(tour.routes), step + 1)
-            home = tour.routes[rank][step - 1].finished if 1 <= step <= len(tour.routes[rank]) else ()
-            sent, received = (len(hop.rows) if hop else 0 for hop in (going, coming))
-            grads_sent = (len(going.carried) if going else 0) + (len(held.finished) if held else 0)
-            grads_received = (len(coming.carried) if coming else 0) + len(home)
-            forward[0] += sent * sizes.row_bytes
-            forward[1] += received * sizes.row_bytes
-            backward[0] += sent * sizes.row_bytes + grads_sent * sizes.grad_bytes
-            backward[1] += received * sizes.row_bytes + grads_received * sizes.grad_bytes
-            here = len(held.rows) if held else sent
-            most = max(
-                most,
-                (here + received) * sizes.row_bytes
-                + ((len(held.rows) if held else 0) + grads_sent + grads_received) * sizes.grad_bytes,
-            )
-    return RankTraffic(Bytes(*forward), Bytes(*backward), most)
+            route = tour.routes[rank]
+            home = len(route[step - 1].finished) if 1 <= step <= len(route) else 0
+            carried = len(coming.carried) if coming else 0
+            sent, received, here = (len(hop.rows) if hop else 0 for hop in (going, coming, held))
+            rows[0] += sent
+            rows[1] += received
+            grads[0] += (len(going.carried) if going else 0) + (len(held.finished) if held else 0)
+            grads[1] += carried + home
+            largest, largest_grads = max(largest, sent, received), max(largest_grads, here, carried + home)
+            # A message of its own beside the payload at hand, which in a second round is the first one's last.
+            left_behind |= 0 < sent < here or (step == 0 and sent > 0 and not tour.with_own)
+    forward, gradients = ([count * size for count in counts] for counts, size in zip((rows, grads), sizes))
+    return RankTraffic(
+        Bytes(*forward),
+        Bytes(forward[0] + gradients[0], forward[1] + gradients[1]),
+        largest * (2 + left_behind) * sizes.row_bytes + 3 * largest_grads * sizes.grad_bytes,
+    )
 
 
 def exchanged(problem: Problem) -> list[list[int]]:

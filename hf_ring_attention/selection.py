@@ -30,20 +30,40 @@ def imbalance(problem: Problem) -> float:
     return max(pairs) * len(pairs) / (sum(pairs) or 1)
 
 
+def check_choices(layout: str, transport: str, world_size: int) -> None:
+    """Refuses names of layouts and transports that do not exist, or cannot serve this many ranks.
+
+    Raises:
+        ValueError: naming what was expected.
+    """
+    if layout not in ("auto", "contiguous", "zigzag"):
+        raise ValueError(f"layout must be 'auto', 'contiguous' or 'zigzag', got {layout!r}")
+    if transport not in ("auto", "ring", "collective", "local"):
+        raise ValueError(f"transport must be 'auto', 'ring', 'collective' or 'local', got {transport!r}")
+    if transport == "local" and world_size > 1:
+        raise ValueError(f"transport='local' serves 1 rank, got {world_size}: use 'auto', 'ring' or 'collective'")
+
+
 @lru_cache(maxsize=256)
-def balanced_layout(seq_len: int, world_size: int, pattern: Pattern) -> LayoutKind:
+def choose_layout(seq_len: int, world_size: int, pattern: Pattern) -> Decision:
     """Zigzag where a causal row of one document would leave contiguous pieces with unequal work."""
+    if world_size == 1:
+        return Decision("contiguous", "one rank holds the whole sequence")
+    # By the length that both layouts pad to, so that a row and its padded self are divided alike.
+    unit = 2 * world_size
+    length = -(-seq_len // unit) * unit
 
     def of(kind: LayoutKind) -> float:
-        layout = SequenceLayout(kind, seq_len, world_size)
-        return imbalance(Problem(pattern, layout, (((0, seq_len),),), num_heads=1, num_kv_heads=1))
+        layout = SequenceLayout(kind, length, world_size)
+        return imbalance(Problem(pattern, layout, (((0, length),),), num_heads=1, num_kv_heads=1))
 
-    if world_size == 1:
-        return "contiguous"
     contiguous = of("contiguous")
-    if contiguous <= IMBALANCE_WORTH_A_ZIGZAG or contiguous <= of("zigzag"):
-        return "contiguous"
-    return "zigzag"
+    busiest = f"with contiguous pieces the busiest rank does {contiguous:.2f} of the mean work"
+    if contiguous <= IMBALANCE_WORTH_A_ZIGZAG:
+        return Decision("contiguous", busiest)
+    zigzag = of("zigzag")
+    choice = "contiguous" if contiguous <= zigzag else "zigzag"
+    return Decision(choice, f"{busiest}, in zigzag {zigzag:.2f}")
 
 
 @lru_cache(maxsize=256)

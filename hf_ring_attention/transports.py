@@ -7,6 +7,7 @@ the tensors that take the step's dk and dv. What a transport has in flight trave
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -171,13 +172,15 @@ class _Pool:
 
     def take(self, *shapes: tuple[int, int, int]) -> list[_Rows]:
         """Messages of these numbers of rows, side by side in one buffer."""
-        buffer = (
-            self.free.pop() if self.free else self.like.new_empty(self.max_rows * sum(self.widths), dtype=self.dtype)
-        )
+        buffer = None
+        if any(map(math.prod, shapes)):
+            size = self.max_rows * sum(self.widths)
+            buffer = self.free.pop() if self.free else self.like.new_empty(size, dtype=self.dtype)
+        whole = self.like.new_empty(0, dtype=self.dtype) if buffer is None else buffer
         found, start = [], 0
         for shape in shapes:
-            rows = shape[0] * shape[1] * shape[2]
-            message = buffer[start : start + rows * sum(self.widths)]
+            rows = math.prod(shape)
+            message = whole[start : start + rows * sum(self.widths)]
             first, second = message.split([rows * width for width in self.widths])
             found.append(
                 _Rows(message, first.view(*shape, self.widths[0]), second.view(*shape, self.widths[1]), buffer)

@@ -13,11 +13,11 @@ PACKAGE = "hf_ring_attention"
 FOLDER = Path(__file__).parents[2] / PACKAGE
 #: A new module must be placed here.
 FLOORS = [
-    ("patterns", "layouts", "tiles", "plans"),  # ints: the standard library alone
+    ("patterns", "layouts", "tiles", "plans", "routes", "selection"),  # ints: the standard library alone
     ("blocks", "kernels", "rows", "bindings", "reference"),  # torch
-    ("transports",),  # torch.distributed
+    ("communicators", "transports"),  # torch.distributed
     ("engine",),
-    ("ring", "attention"),
+    ("ring", "attention", "simulation", "explain"),
     ("modeling", "perplexity"),  # Transformers
     ("training",),  # Accelerate
     ("cli", "plots", "estimate"),
@@ -26,7 +26,7 @@ FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in 
 #: The first floor that may import a library.
 OPENS_AT = {"torch": 1, "torch.distributed": 2, "transformers": 5, "accelerate": 6}
 #: They meet in the engine.
-STRANGERS = ({"kernels", "transports"},)
+STRANGERS = ({"kernels", "transports"}, {"kernels", "communicators"})
 
 #: Every .py file, by its module name inside the package, but for the version and the list of public names.
 SOURCES = {
@@ -145,7 +145,7 @@ def test_the_ground_floor_runs_without_torch():
         package = types.ModuleType({PACKAGE!r})  # the real one imports everything
         package.__path__ = [{str(FOLDER)!r}]
         sys.modules[{PACKAGE!r}] = package
-        patterns, layouts, tiles, plans = (importlib.import_module({PACKAGE!r} + "." + name) for name in {FLOORS[0]!r})
+        patterns, layouts, tiles, plans, *_ = (importlib.import_module({PACKAGE!r} + "." + name) for name in {FLOORS[0]!r})
         layout = layouts.SequenceLayout("zigzag", 64, 2)
         problem = plans.Problem(patterns.Pattern.exact(), layout, (((0, 64),),), 2, 1)
         print(sum(plans.plan_rank(problem, rank).pairs for rank in range(2)))

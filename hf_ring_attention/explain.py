@@ -1,0 +1,141 @@
+"""What a call would do, before any of it runs: choices with their reasons, bytes, FLOPs and balance of every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from .blocks import accumulation_dtype
+from .layouts import LayoutKind, SequenceLayout
+from .patterns import Pattern
+from .plans import Problem, plan_rank
+from .routes import RankTraffic, Sizes, collective_traffic, ring_traffic
+from .selection import Decision, check_choices, choose_layout, choose_transport
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What one rank does in one attention call.
+
+    Attributes:
+        forward_flops: floating point operations of the forward pass, 2 (D + Dv) a query-key pair; backward has 2.5 times
+            as many.
+        ring, collective: bytes that each transport would move, and hold of other ranks.
+    """
+
+    rank: int
+    forward_flops: int
+    ring: RankTraffic
+    collective: RankTraffic
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The answer of `explain`; printed, it is a table.
+
+    Attributes:
+        layout: how the row is divided, and `layout_decision` why.
+        decision: the transport, and why.
+        imbalance: work of the busiest rank over the mean.
+        ranks: what each rank does.
+    """
+
+    pattern: Pattern
+    layout: SequenceLayout
+    layout_decision: Decision
+    decision: Decision
+    imbalance: float
+    ranks: tuple[RankShare, ...]
+
+    def __str__(self) -> str:
+        layout, p = self.layout, self.layout.world_size
+        flops = [share.forward_flops for share in self.ranks]
+        lines = [
+            f"pattern    {self.pattern}",
+            f"sequence   {layout.seq_len} tokens over {p} ranks: {layout.local_len} each"
+            + (f", {layout.padded_len - layout.seq_len} of padding" if layout.padded_len > layout.seq_len else ""),
+            f"layout     {layout.kind}: {self.layout_decision.reason}",
+            f"transport  {self.decision.choice}: {self.decision.reason}",
+            f"forward    {max(flops) / 1e12:.4g} TFLOP on the busiest rank, {sum(flops) / 1e12:.4g} in all, "
+            f"busiest / mean {self.imbalance:.3f}",
+            "",
+            "| MiB of the busiest rank | forward received | forward sent | backward received | backward sent | buffers |",
+            "|---|---:|---:|---:|---:|---:|",
+        ]
+        for name in ("ring", "collective"):
+            traffic: list[RankTraffic] = [getattr(share, name) for share in self.ranks]
+            columns = [
+                max(rank.forward.received for rank in traffic),
+                max(rank.forward.sent for rank in traffic),
+                max(rank.backward.received for rank in traffic),
+                max(rank.backward.sent for rank in traffic),
+                max(rank.buffers for rank in traffic),
+            ]
+            lines.append(f"| {name} | " + " | ".join(f"{column / 2**20:.1f}" for column in columns) + " |")
+        return "\n".join(lines)
+
+
+def explain(
+    pattern: Pattern,
+    *,
+    seq_len: int,
+    world_size: int,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    head_dim: int,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    batch_size: int = 1,
+    documents: Sequence[Sequence[tuple[int, int]]] | None = None,
+    causal: bool = True,
+    layout: LayoutKind | Literal["auto"] = "auto",
+    transport: Literal["auto", "ring", "collective", "local"] = "auto",
+) -> Explanation:
+    """What `ring_attention` would do with rows of `seq_len` tokens over `world_size` ranks; nothing runs.
+
+    Args:
+        num_kv_heads: None for `num_heads`.
+        value_dim: width of v; None for `head_dim`.
+        batch_size: rows of one document each, where `documents` are not given.
+        documents, causal: as for `ring_attention`.
+        layout, transport: as for `Ring`.
+
+    Raises:
+        ValueError: what `Ring` and `ring_attention` would refuse.
+    """
+    if not isinstance(pattern, Pattern):
+        raise ValueError(f"explain: pattern must be a Pattern, got {pattern!r}")
+    check_choices(layout, transport, world_size)
+    for name, number in (("head_dim", head_dim), ("value_dim", value_dim or head_dim), ("batch_size", batch_size)):
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"explain: {name} must be an integer of at least 1, got {number!r}")
+    SequenceLayout("contiguous", seq_len, world_size)  # refuses lengths and world sizes below 1
+    layout_decision = (
+        choose_layout(seq_len, world_size, pattern) if layout == "auto" else Decision(layout, "it was asked for")
+    )
+    chosen = SequenceLayout(layout_decision.choice, seq_len, world_size)  # type: ignore[arg-type]
+    rows = (((0, seq_len),),) * batch_size if documents is None else tuple(tuple(map(tuple, row)) for row in documents)
+    problem = Problem(pattern, chosen, rows, num_heads, num_kv_heads or num_heads, causal)  # type: ignore[arg-type]
+    widths = head_dim + (value_dim or head_dim)
+    sizes = Sizes(widths * dtype.itemsize, widths * accumulation_dtype(dtype).itemsize)
+    shares = tuple(
+        RankShare(
+            rank,
+            plan_rank(problem, rank).flops(head_dim, value_dim),
+            ring_traffic(problem, rank, sizes),
+            collective_traffic(problem, rank, sizes),
+        )
+        for rank in range(world_size)
+    )
+    flops = [share.forward_flops for share in shares]
+    return Explanation(
+        pattern,
+        chosen,
+        layout_decision,
+        choose_transport(problem, sizes) if transport == "auto" else Decision(transport, "it was asked for"),
+        max(flops) * len(flops) / (sum(flops) or 1),
+        shares,
+    )
