@@ -81,8 +81,11 @@ def _progressions(runs: Sequence[Run], stride: int, residue: int) -> list[_Progr
             continue
         row, position, count = row + skip, position + skip, -((skip - count) // stride)
         if found and found[-1].row + stride * found[-1].length == row:
-            last = found[-1]
-            pieces = (*last.pieces, _Piece(last.length, position, count))
+            last, end = found[-1], found[-1].pieces[-1]
+            if end.position + stride * end.length == position:  # rows and positions go on together: still one piece
+                pieces = (*last.pieces[:-1], end._replace(length=end.length + count))
+            else:
+                pieces = (*last.pieces, _Piece(last.length, position, count))
             found[-1] = _Progression(last.row, stride, last.length + count, pieces)
         else:
             found.append(_Progression(row, stride, count, (_Piece(0, position, count),)))
