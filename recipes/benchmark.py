@@ -26,6 +26,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ring_attention as ra
+from hf_ring_attention import bench, cli
 
 
 def tensors(args, requires_grad=True):
@@ -144,12 +145,12 @@ def peak(args, patterns):
     # What the first kernel calls load is not the attention's.
     small = torch.randn(1, args.kv_heads, 64, args.head_dim, device=device, requires_grad=True)
     exact(small, small, small).sum().backward()
-    before = common.reset_peak_memory(device)
+    before = bench.reset_peak_memory(device)
     q, k, v, dout = tensors(args)
     pattern = patterns.get(args.peak_of)
     out = exact(q, k, v) if pattern is None else ra.ring_attention(q, k, v, pattern=pattern)
     out.backward(dout)
-    print(common.peak_memory(device) - before)
+    print(bench.peak_memory(device) - before)
 
 
 def main() -> None:
@@ -170,8 +171,8 @@ def main() -> None:
     args = parser.parse_args()
     args.passed = [word for word in sys.argv[1:] if word]
     patterns = {
-        f"longnet:{args.longnet}": common.parse_pattern(f"longnet:{args.longnet}"),
-        f"pyramid:{args.pyramid}": common.parse_pattern(f"pyramid:{args.pyramid}"),
+        f"longnet:{args.longnet}": cli.parse_pattern(f"longnet:{args.longnet}"),
+        f"pyramid:{args.pyramid}": cli.parse_pattern(f"pyramid:{args.pyramid}"),
         "exact": ra.Pattern.exact(),
     }
     if args.peak_of:

@@ -1,10 +1,9 @@
-"""What the recipes share: a model and a text from any source, patterns by name, and memory of this process."""
+"""What the recipes share: a model and a text from any source, and the FLOPs of a pattern."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import resource
 import sys
 import tempfile
 from pathlib import Path
@@ -25,30 +24,6 @@ from hf_ring_attention.plans import Problem, plan_rank
 
 #: The model that installs with the demo extra: SmolLM2-135M-Instruct, Apache-2.0.
 BUNDLED = "smollm2-135m"
-PATTERN_HELP = (
-    "exact; window:LENGTH[+SINKS]; pyramid:WINDOW,LEVELS[,RATIO[,SINKS]]; longnet:LENGTH/RATE,... with 'all' for the whole "
-    "document. For example window:512+4, pyramid:512,3 or longnet:512/1,2048/4,all/8"
-)
-
-
-def parse_pattern(text: str) -> ra.Pattern:
-    """The pattern that a command line names; see PATTERN_HELP."""
-    name, _, rest = text.partition(":")
-    try:
-        if name == "exact" and not rest:
-            return ra.Pattern.exact()
-        if name == "window":
-            length, _, sinks = rest.partition("+")
-            return ra.Pattern((*([ra.Sink(int(sinks))] if sinks else []), ra.Window(int(length))))
-        if name == "pyramid":
-            return ra.Pattern.pyramid(*(int(number) for number in rest.split(",")))
-        if name == "longnet":
-            pairs = [pair.split("/") for pair in rest.split(",")]
-            lengths = [None if length == "all" else int(length) for length, _ in pairs]
-            return ra.Pattern.longnet(lengths, [int(rate) for _, rate in pairs])
-    except (TypeError, ValueError) as error:
-        raise SystemExit(f"pattern {text!r} cannot be read: {error}\nA pattern is one of: {PATTERN_HELP}") from None
-    raise SystemExit(f"pattern {text!r} is not known. A pattern is one of: {PATTERN_HELP}")
 
 
 def cache_folder() -> Path:
@@ -119,26 +94,6 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, count: int | None = 
     if count is not None and ids.shape[1] < skip + count:
         raise SystemExit(f"the text has {ids.shape[1]} tokens, {skip} + {count} = {skip + count} are asked for")
     return ids[:, skip : None if count is None else skip + count]
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes this process has held at most: of the device's memory, or of main memory on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if status.exists():  # where it does, getrusage also counts what the parent process held
-        return 1024 * int(next(line.split()[1] for line in status.read_text().splitlines() if "VmHWM" in line))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def reset_peak_memory(device: torch.device) -> int:
-    """Starts `peak_memory` anew, where the system can (CUDA, Linux), and returns what it is then."""
-    counter = Path("/proc/self/clear_refs")
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif counter.exists():
-        counter.write_text("5")
-    return peak_memory(device)
 
 
 def flop_share(pattern: ra.Pattern, tokens: int, config: PretrainedConfig) -> float:

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import hf_ring_attention as ra
+from hf_ring_attention import cli
 from hf_ring_attention.plots import plot_losses, plot_patterns
 
 PATTERNS = ["exact", "window:512+4", "pyramid:512,3", "longnet:512/1,2048/4,all/8"]
@@ -87,7 +88,7 @@ def main() -> None:
     tuning = json.loads(tuning_file.read_text())
     tuning_file.unlink()
 
-    patterns = {name: common.parse_pattern(name) for name in PATTERNS}
+    patterns = {name: cli.parse_pattern(name) for name in PATTERNS}
     plot_patterns(patterns, args.tokens, args.output / "patterns.png")
     plot_losses({row["pattern"]: row.pop("token_nll") for row in one}, args.output / "losses.png")
     for row in two:

@@ -24,6 +24,7 @@ from tqdm.auto import tqdm
 from transformers import get_scheduler
 
 import hf_ring_attention as ra
+from hf_ring_attention import bench, cli
 
 
 def parse_args(argv=None) -> argparse.Namespace:
@@ -32,7 +33,7 @@ def parse_args(argv=None) -> argparse.Namespace:
         "--model", help="hub id or folder of a causal language model; default: the bundled SmolLM2-135M"
     )
     parser.add_argument("--text", help="text file or dataset id; default: the topics of Python's manual")
-    parser.add_argument("--pattern", default="pyramid:512,3", help=common.PATTERN_HELP)
+    parser.add_argument("--pattern", default="pyramid:512,3", help=cli.PATTERN_HELP)
     parser.add_argument("--ring-size", type=int, default=1, help="processes that share a sequence")
     parser.add_argument("--seq-len", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--batch-size", type=int, default=1, help="sequences a ring reads at once")
@@ -55,7 +56,7 @@ def parse_args(argv=None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    pattern = common.parse_pattern(args.pattern)
+    pattern = cli.parse_pattern(args.pattern)
     accelerator = Accelerator(mixed_precision=args.dtype)
     ring = ra.Ring.from_accelerator(accelerator, size=args.ring_size)
     set_seed(args.seed)
@@ -132,7 +133,7 @@ def main() -> None:
         figures["perplexity_after"] = ra.perplexity(raw_model, held_out, ring=ring).perplexity
         accelerator.print(f"held-out perplexity after: {figures['perplexity_after']:.3f}")
 
-    memory = torch.tensor([common.peak_memory(accelerator.device)], device=accelerator.device)
+    memory = torch.tensor([bench.peak_memory(accelerator.device)], device=accelerator.device)
     figures["peak_memory_bytes"] = accelerator.gather(memory).tolist()
     speed = sum(step["tokens"] for step in figures["steps"]) / sum(step["seconds"] for step in figures["steps"])
     figures["tokens_per_second"] = speed

@@ -21,13 +21,14 @@ from rich.console import Console
 from rich.table import Table
 
 import hf_ring_attention as ra
+from hf_ring_attention import cli
 
 
 def measure(model, ids, specs, ring=None, progress=print):
     """A dict of figures for each pattern, in order."""
     figures = []
     for spec in specs:
-        pattern = common.parse_pattern(spec)
+        pattern = cli.parse_pattern(spec)
         ra.patch_model(model, pattern, ring=ring)
         report = ra.perplexity(model, ids, ring=ring)
         figures.append(
@@ -70,13 +71,13 @@ def main() -> None:
     parser.add_argument("--text", help="text file or dataset id; default: the topics of Python's manual")
     parser.add_argument("--tokens", type=int, default=4096, help="first tokens of the text to read (default 4096)")
     parser.add_argument(
-        "--patterns", nargs="+", default=["exact", "window:512+4", "pyramid:512,3"], help=common.PATTERN_HELP
+        "--patterns", nargs="+", default=["exact", "window:512+4", "pyramid:512,3"], help=cli.PATTERN_HELP
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--json", type=Path, help="file for the figures, with the loss of every token")
     args = parser.parse_args()
     for spec in args.patterns:
-        common.parse_pattern(spec)
+        cli.parse_pattern(spec)
 
     accelerator = Accelerator()
     with accelerator.local_main_process_first():
