@@ -26,6 +26,7 @@ _CHECK = "_ring_dilated_check"
 _DOCUMENTS = "_ring_dilated_documents"
 
 
+@torch.compiler.disable(reason="it reads masks and talks to other ranks")
 def ring_dilated_attention(
     module: nn.Module,
     query: Tensor,
@@ -355,6 +356,7 @@ def attached_ring(model: PreTrainedModel) -> Ring | None:
     return getattr(model, _RING, None)
 
 
+@torch.compiler.disable(reason="it compares positions with other ranks")
 def _check_positions(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
