@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -126,7 +127,7 @@ class Ring:
 
     def _transport_for(self, problem: Problem, sizes: Sizes, device: torch.device) -> Transport:
         decision = self.decide(problem, sizes)
-        if decision.choice not in self._logged:  # at most once a choice, whatever the number of layers and calls
+        if self.rank == 0 and decision.choice not in self._logged:  # once, whatever the number of layers and calls
             self._logged.add(decision.choice)
             logger.info("ring of %d: transport %s, because %s", self.world_size, decision.choice, decision.reason)
         if decision.choice == "local":
@@ -202,11 +203,11 @@ class Ring:
 
     def traffic(self) -> Traffic:
         """What this rank's transports moved since the ring was made or `reset_traffic` was called."""
-        return self._traffic
+        return replace(self._traffic)
 
     def reset_traffic(self) -> None:
-        """Starts the counters of `traffic` at zero."""
-        self._traffic = Traffic()
+        """Starts the counters of `traffic` at zero; calls under way go on counting."""
+        self._traffic.reset()
 
     def agree(self, values: Mapping[str, Any], error: Exception | None = None, tell: Any = None) -> list[Any]:
         """Checks that all ranks came with equal values and without an error; one small exchange.

@@ -12,8 +12,10 @@ from .routes import Sizes, exchanged
 
 #: Contiguous pieces are kept while the busiest rank does at most this much more than the mean.
 IMBALANCE_WORTH_A_ZIGZAG = 1.05
-#: The collective transport holds at most this many bytes of other ranks' keys and values where the ring would do.
-COLLECTIVE_BYTES = 1 << 20
+#: Up to here one exchange is as fast as the ring's hops or faster, as `hf-ring-attention bench --transport` shows.
+COLLECTIVE_BYTES = 8 << 20
+#: A rank that needs this share of its own keys from others, or less, holds little beside its own whatever the length.
+COLLECTIVE_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,9 @@ def choose_layout(seq_len: int, world_size: int, pattern: Pattern) -> Decision:
 def choose_transport(problem: Problem, sizes: Sizes) -> Decision:
     """Local, collective or ring for a call of this problem; the same on all ranks.
 
-    The collective waits once, the ring holds little. So the collective is taken where it holds little too: as much as
-    the ring's payloads, or `COLLECTIVE_BYTES`.
+    The collective waits once and holds all that a rank needs of others; the ring hides its hops behind the computation
+    and holds a few payloads, whatever the number of ranks. So the collective is taken where what it holds is little: in
+    bytes (`COLLECTIVE_BYTES`) or beside the rank's own keys (`COLLECTIVE_SHARE`).
     """
     p = problem.layout.world_size
     if p == 1:
@@ -83,10 +86,11 @@ def choose_transport(problem: Problem, sizes: Sizes) -> Decision:
     size, own = rows * sizes.row_bytes, shard * sizes.row_bytes
     needs = f"the busiest of {p} ranks needs {_mib(size)} of keys and values of others"
     if size <= COLLECTIVE_BYTES:
-        return Decision("collective", f"{needs}, at most {_mib(COLLECTIVE_BYTES)}: one exchange")
-    if rows <= shard:
-        return Decision("collective", f"{needs}, no more than its own {_mib(own)}: one exchange")
-    return Decision("ring", f"{needs}, more than its own {_mib(own)}: neighbour to neighbour it holds two payloads")
+        return Decision("collective", f"{needs}, at most {_mib(COLLECTIVE_BYTES)}: one exchange is as fast as hops")
+    share = f"{rows / shard:.2f} of its own {_mib(own)}"
+    if rows <= COLLECTIVE_SHARE * shard:
+        return Decision("collective", f"{needs}, {share}: one exchange of little")
+    return Decision("ring", f"{needs}, {share}: neighbour to neighbour it holds a payload at a time, behind computation")
 
 
 def _mib(size: int) -> str:

@@ -36,6 +36,11 @@ class Traffic:
     hops: int = 0
     waited_seconds: float = 0.0
 
+    def reset(self) -> None:
+        """All counters to zero."""
+        self.sent_bytes = self.received_bytes = self.hops = 0
+        self.waited_seconds = 0.0
+
 
 class ForwardStep(NamedTuple):
     keys: Tensor

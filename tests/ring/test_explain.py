@@ -1,0 +1,133 @@
+"""`explain` says what then happens: bytes to the byte, work, balance, choices, and a bound on what is held."""
+
+import threading
+
+import pytest
+import torch
+
+import hf_ring_attention as ra
+from hf_ring_attention import transports
+from hf_ring_attention.plans import Problem, plan_rank
+
+CASES = {
+    "exact": ra.Pattern.exact(),
+    "window": ra.Pattern((ra.Sink(2), ra.Window(50))),
+    "longnet": ra.Pattern.longnet([32, 128, None], [1, 4, 8]),
+    "pyramid": ra.Pattern.pyramid(16, 3),
+}
+TOKENS, HEADS, KV_HEADS, WIDTH = 61, 4, 2, 8  # a rank
+
+
+def attention(ring, pattern, layout, dtype):
+    q, k, v = (torch.randn(1, h, layout.local_len, WIDTH).to(dtype).requires_grad_() for h in (HEADS, KV_HEADS, KV_HEADS))
+    return ra.ring_attention(q, k, v, pattern=pattern, ring=ring, layout=layout)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kind", ["auto", "contiguous", "zigzag"])
+@pytest.mark.parametrize("transport", ["ring", "collective"])
+def test_what_it_says_happens(name, kind, transport, monkeypatch):
+    pattern, p, dtype = CASES[name], 4, torch.bfloat16
+    said = ra.explain(
+        pattern,
+        seq_len=TOKENS * p - 1,
+        world_size=p,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=WIDTH,
+        dtype=dtype,
+        layout=kind,
+        transport=transport,
+    )
+    assert said.decision.choice == transport
+    held = threading.local()
+    take = transports._Pool.take
+
+    def counted(pool, *shapes):
+        free = len(pool.free)
+        rows = take(pool, *shapes)
+        if not free and rows[0].buffer is not None:
+            held.bytes += rows[0].buffer.nbytes
+        return rows
+
+    monkeypatch.setattr(transports._Pool, "take", counted)
+
+    def run(ring):
+        layout = ring.layout_for(TOKENS * p - 1, pattern)
+        assert layout == said.layout
+        held.bytes = 0
+        out = attention(ring, pattern, layout, dtype)
+        forward = (ring.traffic().sent_bytes, ring.traffic().received_bytes)
+        ring.reset_traffic()
+        held.bytes = 0
+        out.sum().backward()
+        return forward, (ring.traffic().sent_bytes, ring.traffic().received_bytes), held.bytes
+
+    for rank, (forward, backward, buffers) in enumerate(ra.run_simulated(run, p, layout=kind, transport=transport)):
+        share = said.ranks[rank]
+        traffic = getattr(share, transport)
+        assert (forward, backward) == (traffic.forward, traffic.backward), f"rank {rank}"
+        if transport == "ring":
+            assert buffers <= traffic.buffers
+        problem = Problem(pattern, said.layout, (((0, TOKENS * p - 1),),), HEADS, KV_HEADS)
+        assert share.forward_flops == 4 * WIDTH * plan_rank(problem, rank).pairs
+    flops = [share.forward_flops for share in said.ranks]
+    assert said.imbalance == pytest.approx(max(flops) * p / sum(flops))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "received", "kind", "transport"),
+    [
+        (ra.Pattern.exact(), 448.0, "zigzag", "ring"),
+        (ra.Pattern.longnet([2048, 16384, 131072], [1, 8, 64]), 7.0, "contiguous", "collective"),
+        (ra.Pattern((ra.Window(4096),)), 4095 * 8 * 512 / 2**20, "contiguous", "collective"),
+    ],
+    ids=["exact", "longnet", "window"],
+)
+def test_reference_case(pattern, received, kind, transport):
+    """8 key/value heads of 128 in bfloat16, 131072 tokens over 8 ranks: MiB that arrive at a rank in forward, at most."""
+    said = ra.explain(pattern, seq_len=131072, world_size=8, num_heads=32, num_kv_heads=8, head_dim=128)
+    assert (said.layout.kind, said.decision.choice) == (kind, transport)
+    for name in ("ring", "collective"):
+        most = max(getattr(share, name).forward.received for share in said.ranks) / 2**20
+        assert 0.99 * received <= most <= received
+    lines = str(said).splitlines()
+    assert f"transport  {transport}: {said.decision.reason}" in lines
+    assert f"layout     {kind}: {said.layout_decision.reason}" in lines
+    assert any(line.startswith(f"| ring | {received:.1f} |") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pattern": "exact"}, "pattern must be a Pattern, got 'exact'"),
+        ({"seq_len": 0}, "seq_len must be an integer of at least 1, got 0"),
+        ({"world_size": 0}, "world_size must be an integer of at least 1, got 0"),
+        ({"num_heads": 3, "num_kv_heads": 2}, "multiple of the number of key/value heads, got 3 and 2"),
+        ({"head_dim": 0}, "head_dim must be an integer of at least 1, got 0"),
+        ({"layout": "striped"}, "layout must be"),
+        ({"transport": "local"}, "serves 1 rank, got 4"),
+        ({"documents": [[(0, 65)]]}, "within the row of 64 tokens"),
+    ],
+    ids=str,
+)
+def test_refused(changes, message):
+    call = {"pattern": ra.Pattern.exact(), "seq_len": 64, "world_size": 4, "num_heads": 2, "head_dim": 8}
+    call |= changes
+    with pytest.raises(ValueError, match=message):
+        ra.explain(call.pop("pattern"), **call)
+
+
+def test_logged_once(caplog):
+    """A choice is logged once a ring, whatever the number of calls."""
+    with caplog.at_level("INFO", "hf_ring_attention"):
+
+        def run(ring):
+            layout = ring.layout_for(64, CASES["exact"])
+            for _ in range(3):
+                attention(ring, CASES["exact"], layout, torch.float32)
+
+        ra.run_simulated(run, 2)
+    lines = [record.getMessage() for record in caplog.records if "transport" in record.getMessage()]
+    assert len(lines) == 1
+    assert "ring of 2: transport collective, because the busiest of 2 ranks needs" in lines[0]
