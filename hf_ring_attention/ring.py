@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from .bindings import bind_collective, bind_own, bind_ring
-from .communicators import Communicator, ProcessGroupCommunicator
+from .communicators import Communicator, Message, ProcessGroupCommunicator
 from .layouts import LayoutKind, SequenceLayout
 from .patterns import Pattern
 from .plans import Problem
@@ -259,13 +259,25 @@ class Ring:
                 if len(self._digests) >= 4096:  # packed rows differ from batch to batch
                     self._digests.clear()
                 self._digests[key] = digest
-            assert self._communicator is not None
-            digests = self._communicator.gather(torch.tensor([0 if error is not None else digest]))
-            if error is not None or any(int(theirs) != digest for theirs in digests):
+            own = torch.tensor([0 if error is not None else digest])
+            if any(theirs != digest for theirs in self._from_others(own)):
                 self.agree(values, error)
         elif error is not None or key not in self._digests:
             self.agree(values, error)
             self._digests[key] = 0
+
+    def _from_others(self, own: Tensor) -> list[int]:
+        """A number of every rank, from each directly: a rank that does not come is known by name."""
+        assert self._communicator is not None
+        theirs = [torch.empty_like(own) if rank != self.rank else own for rank in range(self.world_size)]
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        try:
+            self._communicator.exchange(
+                [Message(rank, own) for rank in others], [Message(rank, theirs[rank]) for rank in others]
+            ).wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"comparing the calls of all ranks, on rank {self.rank}: {error}") from error
+        return [int(number) for number in theirs]
 
 
 class _Gather(torch.autograd.Function):

@@ -90,7 +90,9 @@ def choose_transport(problem: Problem, sizes: Sizes) -> Decision:
     share = f"{rows / shard:.2f} of its own {_mib(own)}"
     if rows <= COLLECTIVE_SHARE * shard:
         return Decision("collective", f"{needs}, {share}: one exchange of little")
-    return Decision("ring", f"{needs}, {share}: neighbour to neighbour it holds a payload at a time, behind computation")
+    return Decision(
+        "ring", f"{needs}, {share}: neighbour to neighbour it holds a payload at a time, behind computation"
+    )
 
 
 def _mib(size: int) -> str:
