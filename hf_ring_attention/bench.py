@@ -366,7 +366,7 @@ def memory_report(peaks: dict[str, dict[int, int]], tokens_per_rank: int) -> str
         (
             transport,
             *(f"{by_ranks[p] / 2**20:.0f} MiB" for p in ranks),
-            f"{by_ranks[ranks[-1]] / by_ranks[2]:.2f}" if 2 in ranks else "",
+            f"{by_ranks[ranks[-1]] / by_ranks[2]:.2f}" if by_ranks.get(2) else "",
         )
         for transport, by_ranks in peaks.items()
     ]

@@ -17,7 +17,7 @@ from .plans import Item, Problem, TileBatch, plan_rank
 
 #: A payload of at least one key or value row for this many query rows is large: it is sent head group by head group.
 LARGE_PAYLOAD = 8
-#: Query rows, over heads and batch rows, that a head group keeps at least: with fewer, kernels lose their speed.
+#: Query rows, over heads and batch rows, that a head group keeps, about, at least: with fewer, kernels lose their speed.
 ROWS_OF_A_HEAD_GROUP = 1 << 12
 #: Head groups at most: each has p - 1 hops of its own.
 HEAD_GROUPS = 8

@@ -20,7 +20,7 @@ FLOORS = [
     ("ring", "attention", "simulation", "explain"),
     ("modeling", "perplexity"),  # Transformers
     ("training",),  # Accelerate
-    ("cli", "bench", "plots", "estimate"),
+    ("cli", "bench", "plots", "estimate", "__main__"),
 ]
 FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
 #: The first floor that may import a library.
