@@ -19,7 +19,9 @@ TOKENS, HEADS, KV_HEADS, WIDTH = 61, 4, 2, 8  # a rank
 
 
 def attention(ring, pattern, layout, dtype):
-    q, k, v = (torch.randn(1, h, layout.local_len, WIDTH).to(dtype).requires_grad_() for h in (HEADS, KV_HEADS, KV_HEADS))
+    q, k, v = (
+        torch.randn(1, h, layout.local_len, WIDTH).to(dtype).requires_grad_() for h in (HEADS, KV_HEADS, KV_HEADS)
+    )
     return ra.ring_attention(q, k, v, pattern=pattern, ring=ring, layout=layout)
 
 
