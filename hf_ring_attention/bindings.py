@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,26 +32,79 @@ class BoundBatch:
         return [BoundBatch(queries, keys, self.causal) for queries, keys in parts]
 
 
+class Runs(NamedTuple):
+    """`copies` runs of `length` rows, `distance` rows from start to start."""
+
+    start: int
+    length: int
+    distance: int
+    copies: int
+
+    def numbers(self) -> Tensor:
+        """Of the rows, ascending."""
+        starts = self.start + torch.arange(self.copies) * self.distance
+        return (starts[:, None] + torch.arange(self.length)).flatten()
+
+    def of(self, rows: Tensor) -> Tensor:
+        """[copies, length, ...] view of rows [R, ...]."""
+        stop = self.start + (self.copies - 1) * self.distance + self.length
+        return rows[self.start : stop].unfold(0, self.length, self.distance).movedim(-1, 1)
+
+
 @dataclass(frozen=True)
 class Selection:
-    """Some rows of a tensor, by number in x.flatten(0, 2); an index of None is all of them, in order."""
+    """Some rows of a tensor, by their ascending numbers in x.flatten(0, 2): as runs where they are, else by an index.
+
+    Neither runs nor an index: all of them, in order.
+    """
 
     count: int
-    index: Tensor | None
+    index: Tensor | None = None
+    runs: Runs | None = None
+
+    @classmethod
+    def of(cls, numbers: Tensor, total: int) -> Selection:
+        """These rows of `total`; numbers ascend."""
+        count = len(numbers)
+        if count == total:
+            return cls(count)
+        if not count:
+            return cls(0, numbers)
+        breaks = torch.nonzero(numbers[1:] != numbers[:-1] + 1).flatten()
+        length = int(breaks[0]) + 1 if len(breaks) else count
+        starts = numbers[::length]
+        distance = int(starts[1] - starts[0]) if len(starts) > 1 else length
+        runs = Runs(int(starts[0]), length, distance, len(starts))
+        if count == length * len(starts) and torch.equal(runs.numbers().to(numbers.device), numbers):
+            return cls(count, None, runs)
+        return cls(count, numbers)
+
+    @property
+    def everything(self) -> bool:
+        return self.index is None and self.runs is None
 
     def take(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """[B, H, n, ...] -> [rows, ...]; into `out`, [1, 1, rows, ...], where it is given."""
         rows, out = x.flatten(0, 2), None if out is None else out.flatten(0, 2)
         if self.index is not None:
             return torch.index_select(rows, 0, self.index, out=out)
+        if self.runs is not None:
+            view = self.runs.of(rows)
+            if out is None:
+                return view.flatten(0, 1)
+            out.unflatten(0, (self.runs.copies, self.runs.length)).copy_(view)
+            return out
         return rows if out is None else out.copy_(rows)
 
     def add_(self, x: Tensor, values: Tensor) -> None:
         """Adds [rows, ...] to the rows of a contiguous x [B, H, n, ...]."""
-        if self.index is None:
-            x.view(values.shape).add_(values)
+        rows = x.view(-1, *x.shape[3:])
+        if self.index is not None:
+            rows.index_add_(0, self.index, values)
+        elif self.runs is not None:
+            self.runs.of(rows).add_(values.unflatten(0, (self.runs.copies, self.runs.length)))
         else:
-            x.flatten(0, 2).index_add_(0, self.index, values)
+            rows.add_(values)
 
 
 @dataclass(frozen=True)
@@ -149,8 +203,7 @@ class _Payload:
 
     def selection(self, chosen: _Payload) -> Selection:
         """Rows of another payload, all of them in this one, as rows of this one."""
-        count = len(chosen.numbers)
-        return Selection(count, None if count == len(self.numbers) else self.places(chosen.numbers))
+        return Selection.of(self.places(chosen.numbers), len(self.numbers))
 
 
 def _bit_numbers(bits: int) -> Tensor:
@@ -287,7 +340,7 @@ def bind_collective(problem: Problem, rank: int, device: torch.device) -> Collec
         own=bind_own(problem, rank, device),
         remote=tuple(binder.in_rows(batch, numbers, places) for batch in plan_rank(problem, rank).remote),
         used=any(needed(problem, a, b) for a in range(layout.world_size) for b in range(layout.world_size)),
-        send=Selection(sum(send_counts), torch.cat([nothing, *send.values()])),
+        send=Selection(sum(send_counts), torch.cat([nothing, *send.values()])),  # not ascending
         send_counts=send_counts,
         receive_counts=receive_counts,
     )
@@ -313,20 +366,19 @@ def _round_steps(problem: Problem, rank: int, device: torch.device, tour: Round)
         return payload(None if hop is None else getattr(hop, name))
 
     nothing = KeyRows(problem.num_kv_heads, (), (0,) * (len(problem.row_classes) * problem.num_kv_heads))
-    everything = torch.arange(len(problem.documents) * problem.num_kv_heads * problem.layout.local_len, device=device)
-    mine = payload(None)
-    mine.numbers = everything
+    own_rows = len(problem.documents) * problem.num_kv_heads * problem.layout.local_len
     following = (rank + tour.direction) % p
+    route = tour.routes[rank]
     steps = []
-    held = mine
+    held: _Payload | None = None  # own rows, which are numbered as they are
     for number in range(0 if tour.with_own else 1, tour.steps + 1):
         source = tour.source(rank, number)
         here, onward = tour.hop(rank, number), tour.hop(following, number + 1)
         sent = of(tour.hop(following, number) if number else None, "rows")
+        home = payload(route[number - 1].finished if 1 <= number <= len(route) else None)
         arrived = of(here, "rows")
         tiles = of_heads(tiles_from(problem, rank, source), heads, binder.group) if here or not number else ()
         batches = tuple(binder.in_payload(b, heads, arrived) if number else binder.own(b, heads) for b in tiles)
-        route = tour.routes[rank]
         steps.append(
             RingStep(
                 batches,
@@ -337,12 +389,12 @@ def _round_steps(problem: Problem, rank: int, device: torch.device, tour: Round)
                 (rank - tour.direction) % p,
                 (rank + number * tour.direction) % p,
                 arrived.shape,
-                held.selection(sent),
+                Selection.of(sent.numbers, own_rows) if held is None else held.selection(sent),
                 arrived.selection(of(here, "carried")),
                 arrived.selection(of(onward if number else None, "carried")),
                 arrived.selection(of(here, "finished")),
-                mine.selection(payload(route[number - 1].finished if 1 <= number <= len(route) else None)),
+                Selection.of(home.numbers, own_rows),
             )
         )
-        held = arrived if number else mine
+        held = arrived if number else None
     return steps

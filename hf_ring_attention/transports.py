@@ -201,7 +201,7 @@ class _Pool:
     def pack(self, rows: _Rows, *selections: Selection) -> list[_Rows]:
         """Each selection of the rows as a message; the one that the rows are in, where a selection is all of it."""
         for i, selection in enumerate(selections):
-            if selection.index is None and rows.buffer is not None:
+            if selection.everything and rows.buffer is not None:
                 return [rows if j == i else rows._replace(message=rows.message[:0]) for j in range(len(selections))]
         packed = self.take(*((1, 1, selection.count) for selection in selections))
         for selection, message in zip(selections, packed):
