@@ -27,6 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .attention import ring_attention
+from .bindings import bind_collective, bind_ring
 from .blocks import accumulation_dtype
 from .communicators import Communicator, Message, Pending, ProcessGroupCommunicator
 from .patterns import Pattern, Window
@@ -368,6 +369,11 @@ def peak_of_call(shape: Shape, tokens_per_rank: int, transport: str) -> list[int
     pattern = Pattern.exact()
     for tokens in (64, tokens_per_rank):  # the first loads what kernels and connections need
         q, k, v, dout = shape.tensors(tokens)
+        # The plan is made once for all layers and steps, and is not of the call.
+        seq_len = tokens * ring.world_size
+        layout = ring.layout_for(seq_len, pattern)
+        problem = Problem(pattern, layout, (((0, seq_len),),), shape.heads, shape.kv_heads)
+        (bind_collective if transport == "collective" else bind_ring)(problem, ring.rank, device)
         gc.collect()
         before = reset_peak_memory(device)
         ring_attention(q, k, v, pattern=pattern, ring=ring).backward(dout)
@@ -375,6 +381,18 @@ def peak_of_call(shape: Shape, tokens_per_rank: int, transport: str) -> list[int
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, held)
     return gathered
+
+
+def measure_memory(shape: Shape, tokens_per_rank: int, world_sizes: Sequence[int]) -> dict[str, dict[int, int]]:
+    """{transport: {ranks: the largest `peak_of_call` of a rank}}, each in processes of its own."""
+    # glibc then gives freed tensors back at once, and the peak of a process is that of what it holds.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
+    cells = [(transport, p) for transport in ("ring", "collective") for p in world_sizes]
+    peaks: dict[str, dict[int, int]] = {}
+    for transport, p in tqdm(cells, desc="memory", leave=False):
+        peaks.setdefault(transport, {})[p] = max(launch(peak_of_call, p, shape, tokens_per_rank, transport))
+    del os.environ["MALLOC_MMAP_THRESHOLD_"]
+    return peaks
 
 
 def memory_report(peaks: dict[str, dict[int, int]], tokens_per_rank: int) -> str:

@@ -86,13 +86,7 @@ def _bench(args: argparse.Namespace) -> None:
             rows = bench.launch(bench.measure_overlap, args.ranks, shape, args.exact_tokens, (0.4, 0.8), args.repeats)
             report = bench.overlap_report(rows)
         else:
-            rows = {
-                transport: {
-                    p: max(bench.launch(bench.peak_of_call, p, shape, args.tokens_per_rank, transport))
-                    for p in args.memory_ranks
-                }
-                for transport in ("ring", "collective")
-            }
+            rows = bench.measure_memory(shape, args.tokens_per_rank, args.memory_ranks)
             report = bench.memory_report(rows, args.tokens_per_rank)
         print(report, flush=True)
         figures[name] = rows

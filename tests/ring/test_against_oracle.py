@@ -99,11 +99,13 @@ def plan_once(world_size, layout, *, pattern, seq_len, num_heads, num_kv_heads, 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_simulated_on_64_ranks(layout):
-    """Rows of several tokens a rank."""
+    """Rows of several tokens a rank, and few heads: every rank computes the whole oracle."""
     seed = fresh_seed()
-    case = random_case(random.Random(seed), max_len=200)
-    case["seq_len"] = random.Random(seed).randint(130, 200)
-    case["documents"] = [[(0, 70), (71, case["seq_len"])]] * case["batch"]
+    rng = random.Random(seed)
+    case = random_case(rng, max_len=200)
+    seq_len = rng.randint(130, 200)
+    case |= {"batch": 2, "seq_len": seq_len, "num_heads": 4, "num_kv_heads": 2}
+    case["documents"] = [[(0, seq_len)], [(0, 70), (71, seq_len)]]
     plan_once(64, layout, **case)
     for transport in TRANSPORTS:
         for errors in ra.run_simulated(lambda ring: compare(ring, **case), 64, layout=layout, transport=transport):
