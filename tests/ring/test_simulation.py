@@ -1,0 +1,213 @@
+"""All ranks in one process: results in order, errors at once and as they are, and the numbers that processes compute."""
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+import hf_ring_attention as ra
+from tests.support.cases import random_case
+from tests.support.ranks import run_ranks
+
+EXACT = ra.Pattern.exact()
+TRANSPORTS = ("ring", "collective")
+LAYOUTS = ("contiguous", "zigzag")
+#: Seconds that a rank waits for another one, and that a test may take where none has to.
+TIMEOUT, PROMPTLY = 40, 10
+
+
+def attention(ring, **options):
+    """A call in which every rank needs rows of every other one."""
+    q = torch.ones(1, 2, 4, 8, dtype=torch.float64, requires_grad=True)
+    return ra.ring_attention(q, q, q, pattern=EXACT, ring=ring, **{"causal": False, **options})
+
+
+def test_results_are_in_the_order_of_ranks():
+    def function(ring):
+        time.sleep(0.02 * (5 - ring.rank))  # the last one ends first
+        return ring.rank, ring.world_size
+
+    assert ra.run_simulated(function, 5) == [(rank, 5) for rank in range(5)]
+
+
+def test_settings_reach_every_rank():
+    def settings(ring):
+        return ring.layout, ring.transport
+
+    assert ra.run_simulated(settings, 2, layout="zigzag", transport="collective") == [("zigzag", "collective")] * 2
+    assert ra.run_simulated(settings, 2) == [("auto", "auto")] * 2
+    assert [(ring.rank, ring.world_size) for ring in ra.simulate(3)] == [(0, 3), (1, 3), (2, 3)]
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 2.0, True, "2", None])
+def test_wrong_numbers_of_ranks(world_size):
+    for make in (ra.simulate, lambda world_size: ra.run_simulated(attention, world_size)):
+        with pytest.raises(ValueError, match=f"world_size must be an integer of at least 1, got {world_size!r}"):
+            make(world_size)
+
+
+@pytest.mark.parametrize("settings", [{"layout": "striped"}, {"transport": "nccl"}, {"transport": "local"}], ids=str)
+def test_wrong_settings(settings):
+    with pytest.raises(ValueError, match=repr(*settings.values())):
+        ra.run_simulated(attention, 2, **settings)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("before", [True, False], ids=["before_the_call", "after_a_call"])
+def test_an_error_of_one_rank(transport, before):
+    """It is raised as it is, not what the others say of it, and they do not wait for that rank until their timeout."""
+    error = ZeroDivisionError("of rank 1")
+    said = {}
+
+    def function(ring):
+        if not before:
+            attention(ring)
+        if ring.rank == 1:
+            raise error
+        try:
+            attention(ring)
+        except RuntimeError as other:
+            said[ring.rank] = str(other)
+            raise
+
+    start = time.monotonic()
+    with pytest.raises(ZeroDivisionError) as raised:
+        ra.run_simulated(function, 3, transport=transport, timeout=TIMEOUT)
+    assert raised.value is error
+    assert time.monotonic() - start < PROMPTLY
+    assert sorted(said) == [0, 2]
+    assert any("rank 1" in text and "ZeroDivisionError: of rank 1" in text for text in said.values()), said
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_takes_no_part(transport):
+    said = {}
+
+    def function(ring):
+        if ring.rank == 2:
+            return
+        try:
+            attention(ring)
+        except RuntimeError as error:
+            said[ring.rank] = str(error)
+            raise
+
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="receiving from rank 2 did not end: its function returned"):
+        ra.run_simulated(function, 3, transport=transport, timeout=TIMEOUT)
+    assert time.monotonic() - start < PROMPTLY
+    assert sorted(said) == [0, 1]
+    assert all("from rank" in text for text in said.values()), said
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_does_not_come_in_time(transport):
+    awake, seconds = threading.Event(), []
+
+    def function(ring):
+        if ring.rank == 1:
+            assert awake.wait(PROMPTLY), "the other rank waits on"
+            return
+        start = time.monotonic()
+        try:
+            attention(ring)
+        finally:
+            seconds.append(time.monotonic() - start)
+            awake.set()
+
+    with pytest.raises(RuntimeError, match=r"receiving from rank 1 did not end: nothing came in 1(\.0)? s"):
+        ra.run_simulated(function, 2, transport=transport, timeout=1)
+    assert 0.9 <= seconds[0] < PROMPTLY
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_no_thread_stays(world_size):
+    before = threading.active_count()
+    ra.run_simulated(attention, world_size)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_gradients_are_recorded_as_the_caller_has_it(world_size):
+    def modes(ring):
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), attention(ring).requires_grad
+
+    assert ra.run_simulated(modes, world_size) == [(True, False, True)] * world_size
+    with torch.no_grad():
+        assert ra.run_simulated(modes, world_size) == [(False, False, False)] * world_size
+    with torch.inference_mode():
+        assert ra.run_simulated(modes, world_size) == [(False, True, False)] * world_size
+    assert ra.run_simulated(modes, world_size) == [(True, False, True)] * world_size
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world_size", [1, 2, 5, 16])
+def test_rows_come_back_whole(world_size, layout):
+    def function(ring):
+        for length in (1, 2, 7, 31, 64):
+            row_layout = ring.layout_for(length, EXACT)
+            whole = torch.arange(2.0 * length).view(2, length)
+            local = ring.shard(whole, row_layout, fill=-1)
+            positions = torch.tensor(row_layout.positions(ring.rank))
+            assert torch.equal(local[0], torch.where(positions < length, positions, -1.0)), (ring, length)
+            assert torch.equal(ring.unshard(local, row_layout), whole), (ring, length)
+
+    ra.run_simulated(function, world_size, layout=layout)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("scale", (0.25, 0.5)), ("causal", (False, True)), ("documents", ([[(0, 12)]], [[(0, 5)]]))],
+    ids=str,
+)
+def test_ranks_that_disagree(name, values, transport):
+    """Every rank is told both values, and no rank computes anything."""
+
+    def function(ring):
+        with pytest.raises(ValueError, match=f"disagree on {name}: rank 0:.*, rank 1:.*, rank 2:") as refused:
+            attention(ring, **{name: values[ring.rank == 2]})
+        attention(ring)  # the next one, in which they agree
+        return str(refused.value)
+
+    for said in ra.run_simulated(function, 3, transport=transport, timeout=TIMEOUT):
+        shown = [str(value) if name != "documents" else str(value[0][0]) for value in values]
+        assert all(value in said for value in shown), said
+
+
+def results(ring, seed, count):
+    """The local outs, log-sum-exps and gradients of random cases."""
+    found = []
+    for number in range(count):
+        case = random_case(random.Random(f"{seed}-{number}"))
+        generator = torch.Generator().manual_seed(case["seed"])
+        layout = ring.layout_for(case["seq_len"], case["pattern"])
+        widths = (("num_heads", "head_dim"), ("num_kv_heads", "head_dim"), ("num_kv_heads", "value_dim"))
+        leaves = []
+        for heads, width in widths:
+            shape = case["batch"], case[heads], case["seq_len"], case[width]
+            whole = torch.randn(shape, generator=generator, dtype=torch.float64)
+            leaves.append(ring.shard(whole, layout, dim=2).requires_grad_())
+        options = {name: case[name] for name in ("pattern", "causal", "scale", "documents")}
+        out, lse = ra.ring_attention(*leaves, **options, ring=ring, layout=layout, return_lse=True)
+        out.backward(torch.cos(torch.arange(out.numel(), dtype=torch.float64)).view_as(out))
+        found.append([out.detach(), lse, *(x.grad for x in leaves)])
+    return found
+
+
+def results_of_processes(rank, seed, count):
+    return {transport: results(ra.Ring(transport=transport), seed, count) for transport in TRANSPORTS}
+
+
+def test_the_numbers_of_processes():
+    """Bit for bit."""
+    seed, count = random.randrange(2**32), 5
+    processes = run_ranks(results_of_processes, 3, seed, count, timeout=60)
+    for transport in TRANSPORTS:
+        simulated = ra.run_simulated(lambda ring: results(ring, seed, count), 3, transport=transport, timeout=TIMEOUT)
+        for rank, (got, process) in enumerate(zip(simulated, processes, strict=True)):
+            for number, (ours, theirs) in enumerate(zip(got, process[transport], strict=True)):
+                equal = [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)]
+                assert all(equal), f"seed {seed}, case {number}, {transport}, rank {rank}: {equal}"
