@@ -110,7 +110,10 @@ def test_simulated_on_64_ranks(layout):
     case["documents"] = [[(0, seq_len)], [(0, 70), (71, seq_len)]]
     plan_once(64, layout, **case)
     for transport in TRANSPORTS:
-        for errors in ra.run_simulated(lambda ring: compare(ring, **case), 64, layout=layout, transport=transport):
+        found = ra.run_simulated(
+            lambda ring: compare(ring, **case), 64, layout=layout, transport=transport, timeout=120
+        )
+        for errors in found:
             assert max(errors.values()) <= TOLERANCE[torch.float64], f"seed {seed}, {transport}: {errors} in {case}"
 
 
@@ -131,6 +134,7 @@ def test_simulated_on_cuda(world_size, transport, dtype):
             world_size,
             layout=layout,
             transport=transport,
+            timeout=60,
         )
 
 
@@ -163,7 +167,7 @@ def root_mean_square_errors(pattern, tensors, want, world_size, transport):
         documents=[[(0, BFLOAT16_TOKENS)]],
         causal=True,
     )
-    squares = sum(ra.run_simulated(attention, world_size, transport=transport))
+    squares = sum(ra.run_simulated(attention, world_size, transport=transport, timeout=120))
     return (squares / torch.tensor([x.numel() for x in want])).sqrt()
 
 

@@ -122,11 +122,10 @@ def test_a_rank_that_does_not_come_in_time(transport):
     assert 0.9 <= seconds[0] < PROMPTLY
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_no_thread_stays(world_size):
-    before = threading.active_count()
-    ra.run_simulated(attention, world_size)
-    assert threading.active_count() == before
+def test_no_thread_stays():
+    threads = ra.run_simulated(lambda ring: (attention(ring), threading.current_thread())[1], 3)
+    assert len({id(thread) for thread in (*threads, threading.current_thread())}) == 4
+    assert not any(thread.is_alive() for thread in threads)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
