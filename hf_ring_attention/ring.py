@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -23,6 +24,9 @@ from .selection import Decision, check_choices, choose_layout, choose_transport
 from .transports import CollectiveTransport, LocalTransport, RingTransport, Traffic, Transport
 
 logger = logging.getLogger(__name__)
+
+#: Ranks that are threads of one process plan in turn: the first makes what they share.
+_PLANNING = threading.Lock()
 
 
 class Ring:
@@ -126,17 +130,19 @@ class Ring:
         return choose_transport(problem, sizes)
 
     def _transport_for(self, problem: Problem, sizes: Sizes, device: torch.device) -> Transport:
-        decision = self.decide(problem, sizes)
+        with _PLANNING:
+            decision = self.decide(problem, sizes)
+            binding: Any = {"local": bind_own, "collective": bind_collective, "ring": bind_ring}[decision.choice](
+                problem, self.rank, device
+            )
         if self.rank == 0 and decision.choice not in self._logged:  # once, whatever the number of layers and calls
             self._logged.add(decision.choice)
             logger.info("ring of %d: transport %s, because %s", self.world_size, decision.choice, decision.reason)
         if decision.choice == "local":
-            return LocalTransport(bind_own(problem, self.rank, device))
+            return LocalTransport(binding)
         assert self._communicator is not None
-        if decision.choice == "collective":
-            binding = bind_collective(problem, self.rank, device)
-            return CollectiveTransport(binding, self._communicator, self._traffic)
-        return RingTransport(bind_ring(problem, self.rank, device), self._communicator, self._traffic)
+        made = CollectiveTransport if decision.choice == "collective" else RingTransport
+        return made(binding, self._communicator, self._traffic)
 
     def layout_for(self, seq_len: int, pattern: Pattern) -> SequenceLayout:
         """How a row of `seq_len` tokens under `pattern` is divided among the ranks."""

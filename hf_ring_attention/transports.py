@@ -28,7 +28,8 @@ class Traffic:
     Attributes:
         sent_bytes, received_bytes: as handed to and received from torch.distributed.
         hops: exchanges with other ranks.
-        waited_seconds: in which this rank had nothing to compute and waited for them.
+        waited_seconds: in which this rank had nothing to compute and waited for them. On CUDA it is the device that
+            waits, and this counts the host only.
     """
 
     sent_bytes: int = 0
