@@ -121,33 +121,35 @@ class _Room:
     def __init__(self, world_size: int, timeout: float) -> None:
         self.world_size = world_size
         self.timeout = timeout
-        self.changed = threading.Condition()
+        #: One for each rank, which alone waits for it.
+        self.news = [threading.Condition() for _ in range(world_size)]
         self.boxes: dict[tuple[int, int], deque[Any]] = {
             (source, target): deque() for source in range(world_size) for target in range(world_size)
         }
         self.gone: dict[int, str] = {}
 
     def leave(self, source: int, target: int, content: Any) -> None:
-        with self.changed:
+        with self.news[target]:
             self.boxes[source, target].append(content)
-            self.changed.notify_all()
+            self.news[target].notify()
 
     def take(self, source: int, target: int) -> Any:
         deadline = time.monotonic() + self.timeout
-        box = self.boxes[source, target]
-        with self.changed:
+        box, news = self.boxes[source, target], self.news[target]
+        with news:
             while not box:
                 if source in self.gone:
                     raise RuntimeError(f"receiving from rank {source} did not end: {self.gone[source]}")
                 left = deadline - time.monotonic()
-                if left <= 0 or not self.changed.wait(left):
+                if left <= 0 or not news.wait(left):
                     raise RuntimeError(f"receiving from rank {source} did not end: nothing came in {self.timeout} s")
             return box.popleft()
 
     def depart(self, rank: int, why: str) -> None:
-        with self.changed:
-            self.gone[rank] = why
-            self.changed.notify_all()
+        self.gone[rank] = why
+        for news in self.news:
+            with news:
+                news.notify()
 
 
 class _Receiving:

@@ -17,6 +17,9 @@ from tests.support.ranks import run_ranks
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
 LAYOUTS = ("contiguous", "zigzag")
 TRANSPORTS = ("ring", "collective")
+#: A transport, and whether in as many head groups as there can be.
+WAYS = {"ring": ("ring", False), "ring of head groups": ("ring", True), "collective": ("collective", False)}
+HEAD_GROUPS = {False: (routes.ROWS_OF_A_HEAD_GROUP, routes.LARGE_PAYLOAD), True: (1, 10**9)}
 #: The ranks of the rings that one launch of 8 processes forms, each with its number of cases.
 RINGS = (((0, 1), 20), ((2, 3, 4), 15), ((0, 5, 6, 7), 12), (tuple(range(8)), 3))
 
@@ -41,7 +44,7 @@ def test_local_on_cuda(dtype):
 
 def set_head_groups(split):
     """Whether all payloads, however small, travel in as many head groups as there can be."""
-    routes.ROWS_OF_A_HEAD_GROUP, routes.LARGE_PAYLOAD = (1, 10**9) if split else (1 << 12, 8)
+    routes.ROWS_OF_A_HEAD_GROUP, routes.LARGE_PAYLOAD = HEAD_GROUPS[split]
     routes.ring_rounds.cache_clear()
     bindings.bind_ring.cache_clear()
 
@@ -49,10 +52,8 @@ def set_head_groups(split):
 @pytest.fixture
 def head_groups():
     """`set_head_groups`, for this test only."""
-    before = routes.ROWS_OF_A_HEAD_GROUP, routes.LARGE_PAYLOAD
     yield set_head_groups
     set_head_groups(False)
-    assert before == (routes.ROWS_OF_A_HEAD_GROUP, routes.LARGE_PAYLOAD)
 
 
 def sharded(rank, seed):
@@ -62,7 +63,7 @@ def sharded(rank, seed):
         if rank not in ranks:
             continue
         for number in range(count):
-            for transport, split in (("collective", False), ("ring", False), ("ring", True)):
+            for transport, split in WAYS.values():
                 set_head_groups(split)
                 for layout, (dtype, tolerance) in itertools.product(LAYOUTS, TOLERANCE.items()):
                     ring = ra.Ring(group, layout=layout, transport=transport)
@@ -75,11 +76,11 @@ def test_sharded():
     run_ranks(sharded, 8, fresh_seed(), timeout=240)
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["default", "head_groups"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("world_size", "count"), [(1, 6), (5, 6), (16, 2)])
-def test_simulated(world_size, count, layout, transport, split, head_groups):
+def test_simulated(world_size, count, layout, way, head_groups):
+    transport, split = WAYS[way]
     head_groups(split)
     seed = fresh_seed()
 
@@ -124,7 +125,7 @@ def test_simulated_on_64_ranks(layout):
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_simulated_on_cuda(world_size, transport, dtype):
     """float32 as in `test_local_on_cuda`; bfloat16 keeps 8 bits, and its kernels round the weights of values too."""
-    tolerance = {torch.float32: 5 * TOLERANCE[torch.float32], torch.bfloat16: 4e-2}[dtype]
+    tolerance = {torch.float32: 5 * TOLERANCE[torch.float32], torch.bfloat16: 2e-2}[dtype]
     for layout in LAYOUTS:
         seed = fresh_seed()
         ra.run_simulated(

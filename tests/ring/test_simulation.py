@@ -15,7 +15,7 @@ EXACT = ra.Pattern.exact()
 TRANSPORTS = ("ring", "collective")
 LAYOUTS = ("contiguous", "zigzag")
 #: Seconds that a rank waits for another one, and that a test may take where none has to.
-TIMEOUT, PROMPTLY = 40, 10
+TIMEOUT, PROMPTLY = 20, 10
 
 
 def attention(ring, **options):
