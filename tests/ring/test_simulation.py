@@ -203,6 +203,7 @@ def results_of_processes(rank, seed, count):
 def test_the_numbers_of_processes():
     """Bit for bit."""
     seed, count = random.randrange(2**32), 5
+    print(f"seed {seed}")
     processes = run_ranks(results_of_processes, 3, seed, count, timeout=60)
     for transport in TRANSPORTS:
         simulated = ra.run_simulated(lambda ring: results(ring, seed, count), 3, transport=transport, timeout=TIMEOUT)
