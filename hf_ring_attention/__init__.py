@@ -5,9 +5,11 @@ Importing the package registers the attention implementation "ring_dilated", and
 
 from ._version import __version__
 from .attention import ring_attention
+from .configuration import patch_config
 from .explain import Explanation, explain
+from .generation import prefill
 from .layouts import SequenceLayout
-from .modeling import patch_config, patch_model
+from .modeling import patch_model
 from .patterns import Pattern, Segment, Sink, Window
 from .perplexity import PerplexityReport, perplexity
 from .ring import Ring
@@ -34,6 +36,7 @@ __all__ = [
     "patch_config",
     "patch_model",
     "perplexity",
+    "prefill",
     "ring_attention",
     "run_simulated",
     "shard_batch",

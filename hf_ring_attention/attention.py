@@ -1,4 +1,4 @@
-"""`ring_attention`: the call, checked on every rank before anything is computed on any."""
+"""`ring_attention` and `cached_attention`: the calls, checked on every rank before anything is computed on any."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blocks import accumulation_dtype
+from .bindings import bind_held
+from .blocks import accumulation_dtype, add_sinks, merge_
 from .engine import RingAttention
 from .kernels import choose_kernel
-from .layouts import SequenceLayout
+from .layouts import HeldKeys, SequenceLayout
 from .patterns import Pattern
 from .plans import Documents, Problem
 from .ring import Ring
 from .routes import Sizes
+from .transports import LocalTransport
 
 _ALONE = Ring.alone()
 
@@ -34,6 +36,8 @@ def ring_attention(
     causal: bool = True,
     scale: float | None = None,
     documents: Sequence[Sequence[tuple[int, int]]] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention by `pattern` over rows whose tokens are sharded over the ranks of `ring`; see `Pattern` for the formula.
@@ -49,6 +53,9 @@ def ring_attention(
         scale: factor of the scores; None for D ** -0.5.
         documents: per batch row, the (start, stop) in the whole row of each of its documents, ascending; tokens in none
             are padding. None for one document of `layout.seq_len` tokens a row.
+        softcap: scores s become softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118); None leaves them.
+        sinks: [H] logits, one a query head, of one more column of the softmax, whose value is 0 (gpt-oss,
+            arXiv 2508.10925). Its gradient is of this rank's queries, as a parameter's is.
         return_lse: whether to return the log-sum-exp of each query's scores too.
 
     Returns:
@@ -63,56 +70,128 @@ def ring_attention(
     problem: Problem | None = None
     error: Exception | None = None
     try:
-        problem = _problem(q, k, v, pattern, ring, layout, causal, documents)
+        _check_tensors(q, k, v, pattern, softcap, sinks)
+        problem = _problem(q, k, pattern, ring, layout, causal, documents)
     except (ValueError, NotImplementedError) as refused:
         error = refused
-    scale = q.shape[-1] ** -0.5 if scale is None and isinstance(q, Tensor) and q.dim() else scale
-    if ring.world_size > 1:
-        described = {} if problem is None else _describe(problem, q, v, ring, scale)
-        ring.agree_cheaply(described, error, q.device if isinstance(q, Tensor) else torch.device("cpu"))
-    if error is not None:
-        raise error
+    scale = _agreed_scale(q, v, ring, problem, error, scale, softcap, sinks)
     assert problem is not None
-    assert scale is not None
-    kernel = choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1]).kernel
+    kernel = choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
     widths = q.shape[-1] + v.shape[-1]
     sizes = Sizes(widths * q.element_size(), widths * accumulation_dtype(q.dtype).itemsize)
     transport = ring._transport_for(problem, sizes, q.device)
-    out, lse = RingAttention.apply(q, k, v, transport, kernel, scale)
+    out, lse = RingAttention.apply(q, k, v, sinks, transport, kernel, scale)
     return (out, lse) if return_lse else out
 
 
-def _describe(problem: Problem, q: Tensor, v: Tensor, ring: Ring, scale: float | None) -> dict[str, Any]:
-    """What all ranks must have in common, by the names that users know."""
-    return {
-        "the shape of q, (B, H, n, D)": tuple(q.shape),
-        "the number of key/value heads": problem.num_kv_heads,
-        "the width of v": v.shape[-1],
-        "dtype": q.dtype,
-        "pattern": problem.pattern,
-        "layout": problem.layout,
-        "transport": ring.transport,
-        "causal": problem.causal,
-        "scale": scale,
-        "documents": problem.documents,
-    }
-
-
-def _problem(
+@torch.compiler.disable(reason="cached_attention talks to other ranks and calls kernels that need no compiling")
+def cached_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     pattern: Pattern,
-    ring: Ring,
-    layout: SequenceLayout | None,
-    causal: bool,
-    documents: Sequence[Sequence[tuple[int, int]]] | None,
-) -> Problem:
-    """The checked description of a call.
+    held: HeldKeys,
+    ring: Ring | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    documents: Sequence[Sequence[tuple[int, int]]] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of a row's last tokens to all of it, with keys from a cache: only keys that are visible are touched.
+
+    On a ring every rank comes with the same queries and its own part of the keys; the parts' results are merged, so
+    what moves is one row of (out, lse) a query and rank, whatever the length of the cache.
+
+    Args:
+        q: [B, H, m, D], the last m = `held.num_queries` tokens of the row.
+        k: [B, Hkv, `held.num_rows`, D], and v: [B, Hkv, `held.num_rows`, Dv]: this rank's cache, the m tokens included.
+        held: which tokens of the row the rows of k and v are. Each token is held by one rank.
+        documents: as in `ring_attention`, in the row of `held.row_len` tokens.
+
+    Returns:
+        out [B, H, m, Dv] in q's dtype; on a ring without a gradient.
 
     Raises:
-        ValueError: whatever does not fit.
+        ValueError: tensors or documents that do not fit `held`, or a gradient asked of a ring.
     """
+    ring = _ALONE if ring is None else ring
+    problem: Problem | None = None
+    error: Exception | None = None
+    try:
+        _check_tensors(q, k, v, pattern, softcap, sinks)
+        if (q.shape[2], k.shape[2]) != (held.num_queries, held.num_rows):
+            raise ValueError(
+                f"cached_attention: expected {held.num_queries} queries and {held.num_rows} key rows, got "
+                f"{q.shape[2]} and {k.shape[2]}"
+            )
+        if ring.world_size > 1 and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            raise ValueError("cached_attention: sharded keys have no gradient here: use torch.no_grad()")
+        whole = _documents(documents, held.row_len, q.shape[0])
+        problem = Problem(pattern, held.layout, whole, q.shape[1], k.shape[1], bool(causal), held)
+    except (ValueError, NotImplementedError) as refused:
+        error = refused
+    scale = _agreed_scale(q, v, ring, problem, error, scale, softcap, sinks)
+    assert problem is not None
+    kernel = choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
+    transport = LocalTransport(bind_held(problem, q.device))
+    if ring.world_size == 1:
+        return RingAttention.apply(q, k, v, sinks, transport, kernel, scale)[0]
+    out, lse = RingAttention.apply(q, k, v, None, transport, kernel, scale)
+    # All ranks merge all parts in one order, so that all go on with the same bits.
+    parts = ring.gather(torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1))
+    total, total_lse = parts[0][..., :-1].contiguous(), parts[0][..., -1].contiguous()
+    for part in parts[1:]:
+        merge_(total, total_lse, part[..., :-1], part[..., -1])
+    return (total if sinks is None else add_sinks(total, total_lse, sinks)[0]).to(q.dtype)
+
+
+def _agreed_scale(
+    q: Tensor,
+    v: Tensor,
+    ring: Ring,
+    problem: Problem | None,
+    error: Exception | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> float:
+    """The factor of the scores, once all ranks have come with the same call.
+
+    Raises:
+        ValueError: on every rank, if one refused its call or they differ.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None and isinstance(q, Tensor) and q.dim() else scale
+    if ring.world_size > 1:
+        described: dict[str, Any] = {}
+        if problem is not None:
+            described = {
+                "the shape of q, (B, H, n, D)": tuple(q.shape),
+                "the number of key/value heads": problem.num_kv_heads,
+                "the width of v": v.shape[-1],
+                "dtype": q.dtype,
+                "pattern": problem.pattern,
+                "layout": problem.layout,
+                "whether keys come from a cache": problem.held is not None,
+                "transport": ring.transport,
+                "causal": problem.causal,
+                "scale": scale,
+                "softcap": softcap,
+                "whether sinks are given": sinks is not None,
+                "documents": problem.documents,
+            }
+        ring.agree_cheaply(described, error, q.device if isinstance(q, Tensor) else torch.device("cpu"))
+    if error is not None:
+        raise error
+    assert scale is not None
+    return scale
+
+
+def _check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, softcap: float | None, sinks: Tensor | None
+) -> None:
+    """Raises ValueError for tensors that do not fit each other."""
     if not isinstance(pattern, Pattern):
         raise ValueError(f"ring_attention: pattern must be a Pattern, got {pattern!r}")
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -127,16 +206,40 @@ def _problem(
         raise ValueError(f"ring_attention: q, k and v must have one dtype and one device, got {got}")
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
         raise ValueError(f"ring_attention: batch and key/value head counts and tokens must be equal, got {shapes}")
-    if q.shape[2] != k.shape[2]:
-        raise ValueError(
-            f"ring_attention: as many query tokens as key tokens are expected, got {q.shape[2]} and {k.shape[2]}: {shapes}"
-        )
     if q.shape[3] != k.shape[3]:
         raise ValueError(
             f"ring_attention: q and k must have one head size, got {q.shape[3]} and {k.shape[3]}: {shapes}"
         )
-    choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"ring_attention: softcap must be above 0, or None, got {softcap!r}")
+    if sinks is not None and (not isinstance(sinks, Tensor) or sinks.shape != q.shape[1:2] or sinks.device != q.device):
+        got = f"{tuple(sinks.shape)} on {sinks.device}" if isinstance(sinks, Tensor) else repr(sinks)
+        raise ValueError(
+            f"ring_attention: sinks must be [{q.shape[1]}], a logit a query head, on q's device, got {got}"
+        )
+    choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap)
+
+
+def _problem(
+    q: Tensor,
+    k: Tensor,
+    pattern: Pattern,
+    ring: Ring,
+    layout: SequenceLayout | None,
+    causal: bool,
+    documents: Sequence[Sequence[tuple[int, int]]] | None,
+) -> Problem:
+    """The checked description of a call of `ring_attention`.
+
+    Raises:
+        ValueError: whatever does not fit.
+    """
     n = q.shape[2]
+    if n != k.shape[2]:
+        raise ValueError(
+            f"ring_attention: as many query tokens as key tokens are expected, got {n} and {k.shape[2]}: "
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}"
+        )
     layout = ring.layout_for(n * ring.world_size, pattern) if layout is None else layout
     ring._check_layout(layout)
     if n != layout.local_len:
@@ -144,16 +247,19 @@ def _problem(
             f"ring_attention: {layout} gives each rank {layout.padded_len} / {layout.world_size} = {layout.local_len} "
             f"tokens, got {n}: shard whole rows of {layout.seq_len} tokens with ring.shard(tensor, layout)"
         )
-    whole: Documents = (((0, layout.seq_len),),) * q.shape[0]
-    if documents is not None:
-        try:
-            whole = tuple(tuple((index(start), index(stop)) for start, stop in row) for row in documents)
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"ring_attention: documents must be a list of (start, stop) for each batch row, got {documents!r}"
-            ) from None
-        if len(whole) != q.shape[0]:
-            raise ValueError(
-                f"ring_attention: documents must have one list a batch row, got {len(whole)} for {q.shape[0]}"
-            )
+    whole = _documents(documents, layout.seq_len, q.shape[0])
     return Problem(pattern, layout, whole, q.shape[1], k.shape[1], bool(causal))
+
+
+def _documents(documents: Sequence[Sequence[tuple[int, int]]] | None, seq_len: int, batch: int) -> Documents:
+    if documents is None:
+        return (((0, seq_len),),) * batch
+    try:
+        whole = tuple(tuple((index(start), index(stop)) for start, stop in row) for row in documents)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"ring_attention: documents must be a list of (start, stop) for each batch row, got {documents!r}"
+        ) from None
+    if len(whole) != batch:
+        raise ValueError(f"ring_attention: documents must have one list a batch row, got {len(whole)} for {batch}")
+    return whole

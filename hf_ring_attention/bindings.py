@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .plans import Item, Problem, TileBatch, of_heads, plan_rank, tiles_from
+from .plans import Item, Problem, TileBatch, held_tiles, of_heads, plan_rank, tiles_from
 from .routes import Hop, KeyRows, Round, needed, ring_rounds
 from .rows import IndexRows, Rows, ViewRows
 
@@ -218,14 +218,17 @@ class _Binder:
         self.device = device
         self.batch = len(problem.documents)
         self.group = problem.group
-        self.local_len = problem.layout.local_len
+        held = problem.held
+        #: Rows a head of this rank's query and key tensors.
+        self.query_rows = problem.layout.local_len if held is None else held.num_queries
+        self.key_rows = problem.layout.local_len if held is None else held.num_rows
 
     def own(self, batch: TileBatch, heads: range) -> BoundBatch:
         """Tiles of these heads with keys of this rank."""
         view = self._view(batch, heads, self.problem.num_kv_heads, heads.start, 0)
         if view is not None:
             return view
-        keys = IndexRows(self._first_rows(batch, self.local_len, "keys"), batch.key_stride, batch.num_keys)
+        keys = IndexRows(self._first_rows(batch, self.key_rows, "keys"), batch.key_stride, batch.num_keys)
         return BoundBatch(self._queries(batch), keys, batch.causal)
 
     def in_payload(self, batch: TileBatch, heads: range, payload: _Payload) -> BoundBatch:
@@ -234,11 +237,11 @@ class _Binder:
             view = self._view(batch, heads, len(heads), 0, payload.first)
             if view is not None:
                 return view
-        keys = payload.places(self._all_keys(batch, self.local_len))
+        keys = payload.places(self._all_keys(batch, self.key_rows))
         return BoundBatch(self._queries(batch), IndexRows(None, 0, batch.num_keys, keys), batch.causal)
 
     def _queries(self, batch: TileBatch) -> IndexRows:
-        return IndexRows(self._first_rows(batch, self.local_len, "queries"), batch.query_stride, batch.num_queries)
+        return IndexRows(self._first_rows(batch, self.query_rows, "queries"), batch.query_stride, batch.num_queries)
 
     def _view(
         self, batch: TileBatch, heads: range, key_heads: int, first_key_head: int, first_key: int
@@ -312,6 +315,13 @@ def bind_own(problem: Problem, rank: int, device: torch.device) -> OwnBinding:
     whole = len(batches) == 1 and not plan.remote and isinstance(batches[0].queries, ViewRows)
     every_row = len(problem.documents) * problem.num_heads * problem.layout.local_len
     return OwnBinding(batches, whole and batches[0].queries.rows_per_unit == every_row)
+
+
+@lru_cache(maxsize=64)
+def bind_held(problem: Problem, device: torch.device) -> OwnBinding:
+    """The tiles of queries with held keys; cached by value, so that the layers of a step share it."""
+    binder, heads = _Binder(problem, device), range(problem.num_kv_heads)
+    return OwnBinding(tuple(binder.own(batch, heads) for batch in held_tiles(problem)), whole=False)
 
 
 @lru_cache(maxsize=64)

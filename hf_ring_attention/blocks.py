@@ -1,4 +1,4 @@
-"""Partial attention results, (out, lse), and their merge.
+"""Partial attention results, (out, lse), their merge, and sinks with logits of their own.
 
 Merging two parts of one softmax (Milakov & Gimelshein, arXiv 1805.02867; Ring Attention, arXiv 2310.01889): with
 w = 1 / (1 + exp(lse_a - lse_b)), out = out_a + w (out_b - out_a) and lse = log(exp(lse_a) + exp(lse_b)).
@@ -32,3 +32,22 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     weight.nan_to_num_(nan=0.0)
     out.lerp_(new_out.to(out.dtype), weight.unsqueeze(-1))
     torch.logaddexp(lse, new_lse, out=lse) if lse.is_contiguous() else lse.copy_(torch.logaddexp(lse, new_lse))
+
+
+def add_sinks(out: Tensor, lse: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The softmax with one more column, of value 0 (gpt-oss, arXiv 2508.10925): (out, lse) of rows that have a key.
+
+    Args:
+        out: [B, H, L, D]; lse: [B, H, L].
+        logits: [H], the score of each head's column.
+    """
+    logits = logits.to(lse.dtype)[None, :, None]
+    weight = torch.sigmoid(lse - logits)  # 0 where lse = -inf
+    merged = torch.where(torch.isneginf(lse), lse, torch.logaddexp(lse, logits))
+    return (out.to(lse.dtype) * weight.unsqueeze(-1)).to(out.dtype), merged
+
+
+def sinks_grad(dout: Tensor, out: Tensor, lse: Tensor, logits: Tensor) -> Tensor:
+    """[H] gradient of `add_sinks`' logits, from its results: the column's weight times (0 - dout . out)."""
+    weight = torch.where(torch.isneginf(lse), 0.0, torch.exp(logits.to(lse.dtype)[None, :, None] - lse))
+    return -(weight * (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 2)).to(logits.dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .bindings import BoundBatch
-from .blocks import accumulation_dtype
+from .blocks import accumulation_dtype, add_sinks, sinks_grad
 from .kernels import Kernel
 from .transports import BackwardStep, ForwardStep, Transport
 
@@ -17,13 +17,21 @@ from .transports import BackwardStep, ForwardStep, Transport
 class RingAttention(torch.autograd.Function):
     """q [B, H, n, D], k [B, Hkv, n, D], v [B, Hkv, n, Dv] of this rank -> out [B, H, n, Dv], lse [B, H, n].
 
+    `sinks`, [H] or None, are logits of a column of value 0 in every softmax (`blocks.add_sinks`).
     Saves q, k, v, out and lse only. The backward of a tile with the merged out and lse is its exact share of the
     gradient, so tiles are visited once more and nothing of the forward pass is kept for them. lse has no gradient.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, transport: Transport, kernel: Kernel, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        transport: Transport,
+        kernel: Kernel,
+        scale: float,
     ) -> tuple[Tensor, Tensor]:
         if transport.whole is not None:
             out, lse = kernel.forward(q, k, v, transport.whole.causal, scale)
@@ -36,7 +44,9 @@ class RingAttention(torch.autograd.Function):
                 _forward_step(step, q, total, lse, kernel, scale)
                 del step  # its payload goes when the next one has come
             out = total.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        if sinks is not None:
+            out, lse = add_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.call = (transport, kernel, scale)
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -44,7 +54,7 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         transport, kernel, scale = ctx.call
         if transport.whole is not None:
             dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, transport.whole.causal, scale)
@@ -54,7 +64,8 @@ class RingAttention(torch.autograd.Function):
             for step in transport.backward(k, v, dk, dv):
                 _backward_step(step, dout, q, out, lse, dq, kernel, scale)
                 del step
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        dsinks = None if sinks is None else sinks_grad(dout, out, lse, sinks)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None
 
 
 def _forward_step(step: ForwardStep, q: Tensor, total: Tensor, lse: Tensor, kernel: Kernel, scale: float) -> None:

@@ -141,11 +141,18 @@ class CudaEfficient:
 
 
 class Math:
-    """Plain matrix products, a slice of query rows at a time: every dtype, device and width."""
+    """Plain matrix products, a slice of query rows at a time: every dtype, device and width.
+
+    Args:
+        softcap: scores s become softcap * tanh(s / softcap), as in Gemma 2 (arXiv 2408.00118).
+    """
 
     name = "math"
     #: Scores held at once, in elements.
     budget = 1 << 24
+
+    def __init__(self, softcap: float | None = None) -> None:
+        self.softcap = softcap
 
     def _slices(self, q: Tensor, k: Tensor, causal: bool):
         rows = max(1, self.budget // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
@@ -153,14 +160,17 @@ class Math:
             stop = min(start + rows, q.shape[2])
             yield start, stop, stop if causal else k.shape[2]
 
-    def _scores(self, q: Tensor, k: Tensor, start: int, causal: bool, scale: float) -> Tensor:
-        """[T, Hkv, g, rows, keys] for q [T, Hkv, g, rows, D] that start at row `start`."""
-        scores = q @ k.unsqueeze(2).mT * scale
+    def _scores(self, q: Tensor, k: Tensor, start: int, causal: bool, scale: float) -> tuple[Tensor, Tensor | None]:
+        """[T, Hkv, g, rows, keys] for q [T, Hkv, g, rows, D] that start at row `start`; tanh, where they are capped."""
+        scores, tanh = q @ k.unsqueeze(2).mT * scale, None
+        if self.softcap is not None:
+            tanh = torch.tanh(scores / self.softcap)
+            scores = tanh * self.softcap
         if causal:
             rows = torch.arange(start, start + q.shape[3], device=q.device)
             later = torch.arange(k.shape[2], device=q.device) > rows[:, None]
             scores = scores.masked_fill(later, -torch.inf)
-        return scores
+        return scores, tanh
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         dtype = accumulation_dtype(q.dtype)
@@ -169,7 +179,7 @@ class Math:
         k, v, grouped = k.to(dtype), v.to(dtype), (k.shape[1], q.shape[1] // k.shape[1])
         for start, stop, seen in self._slices(q, k, causal):
             rows = q[:, :, start:stop].to(dtype).unflatten(1, grouped)
-            scores = self._scores(rows, k[:, :, :seen], start, causal, scale)
+            scores, _ = self._scores(rows, k[:, :, :seen], start, causal, scale)
             lse_rows = torch.logsumexp(scores, -1)
             out[:, :, start:stop] = (torch.exp(scores - lse_rows[..., None]) @ v[:, :, None, :seen]).flatten(1, 2)
             lse[:, :, start:stop] = lse_rows.flatten(1, 2)
@@ -184,10 +194,12 @@ class Math:
         k, v = k.to(dtype), v.to(dtype)
         for start, stop, seen in self._slices(q, k, causal):
             rows, dout_rows, out_rows = (x[:, :, start:stop].to(dtype).unflatten(1, grouped) for x in (q, dout, out))
-            scores = self._scores(rows, k[:, :, :seen], start, causal, scale)
+            scores, tanh = self._scores(rows, k[:, :, :seen], start, causal, scale)
             p = torch.exp(scores - lse[:, :, start:stop].unflatten(1, grouped)[..., None])
             dp = dout_rows @ v[:, :, None, :seen].mT
             ds = p * (dp - (dout_rows * out_rows).sum(-1, keepdim=True)) * scale
+            if tanh is not None:
+                ds *= 1 - tanh.square()
             dq[:, :, start:stop] = (ds @ k[:, :, None, :seen]).flatten(1, 2)
             dk[:, :, :seen] += (ds.mT @ rows).sum(2)
             dv[:, :, :seen] += (p.mT @ dout_rows).sum(2)
@@ -204,7 +216,9 @@ def _members(x: Tensor, group: int) -> list[Tensor]:
 
 
 @lru_cache(maxsize=256)
-def choose_kernel(device_type: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> KernelChoice:
+def choose_kernel(
+    device_type: str, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: float | None = None
+) -> KernelChoice:
     """The fastest kernel that computes this, with the reason.
 
     Raises:
@@ -214,6 +228,8 @@ def choose_kernel(device_type: str, dtype: torch.dtype, head_dim: int, value_dim
         raise ValueError(
             f"attention needs floating point tensors, got {dtype}: use float64, float32, bfloat16 or float16"
         )
+    if softcap is not None:
+        return KernelChoice(Math(softcap), f"scores are capped at {softcap}, which no fused kernel does: plain math")
     if device_type == "cpu":
         return KernelChoice(CpuFlash(), "torch's CPU flash attention takes these dtypes and grouped heads")
     if device_type == "cuda" and dtype != torch.float64:

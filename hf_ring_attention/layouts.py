@@ -1,4 +1,4 @@
-"""Sequence layouts: which tokens of the whole row each rank holds, in which order."""
+"""Sequence layouts: which tokens of the whole row each rank holds, in which order; and which keys a cache holds."""
 
 from __future__ import annotations
 
@@ -62,3 +62,30 @@ class SequenceLayout:
     def positions(self, rank: int) -> list[int]:
         """The row index of each of the rank's `local_len` tokens; `seq_len` and above is padding."""
         return [index for piece in self.pieces(rank) for index in piece]
+
+
+@dataclass(frozen=True)
+class HeldKeys:
+    """What a rank holds of a row whose last tokens ask: a cache of keys, and queries that every rank has.
+
+    Attributes:
+        row_len: tokens of the row so far.
+        num_queries: of its last tokens; they are the queries.
+        num_rows: rows of the key tensor.
+        keys: (first row in the key tensor, start, stop): runs of the row's tokens.
+    """
+
+    row_len: int
+    num_queries: int
+    num_rows: int
+    keys: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def whole(cls, row_len: int, num_queries: int, num_rows: int) -> HeldKeys:
+        """All tokens of the row, in the first rows of the key tensor."""
+        return cls(row_len, num_queries, num_rows, ((0, 0, row_len),))
+
+    @property
+    def layout(self) -> SequenceLayout:
+        """Of the whole row, in which documents are numbered."""
+        return SequenceLayout("contiguous", self.row_len, 1)

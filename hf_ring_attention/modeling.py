@@ -1,29 +1,22 @@
-"""Transformers: the attention implementation "ring_dilated", its mask, and what a config and a model need for it."""
+"""Transformers: the attention implementation "ring_dilated", and what a loaded model needs for it."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.utils import output_capturing
 
-from .attention import ring_attention
-from .layouts import SequenceLayout
+from .attention import cached_attention, ring_attention
+from .configuration import NAME, layer_pattern, patch_config
+from .gate import check_model
+from .layouts import HeldKeys
+from .masks import Tokens, packed_documents, ring_dilated_mask, tokens_of
 from .patterns import Pattern, Window
-from .plans import Documents
 from .ring import Ring
-
-NAME = "ring_dilated"
-#: Attribute of a model's modules that holds their ring.
-_RING = "_ring_dilated_ring"
-#: Attribute of a base model that holds the handle of its check of positions.
-_CHECK = "_ring_dilated_check"
-#: Attribute of a mask tensor that holds the documents read from it: one reading serves all layers, and recomputation.
-_DOCUMENTS = "_ring_dilated_documents"
+from .sharding import attach_ring, attached_ring, sharded_without_documents
 
 
 @torch.compiler.disable(reason="it reads masks and talks to other ranks")
@@ -37,59 +30,128 @@ def ring_dilated_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    seq_idx: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that Transformers calls for "ring_dilated".
 
     Args:
-        query: [B, H, n, D]; key: [B, Hkv, n, D]; value: [B, Hkv, n, Dv].
-        attention_mask: what `ring_dilated_mask` returned: [B, n], 0 for padding and otherwise the document's number;
-            None for rows that are one document.
-        sliding_window: the layer's own window, in tokens.
+        query: [B, H, m, D]; key: [B, Hkv, n, D]; value: [B, Hkv, n, Dv]. The queries are the last m of the n tokens.
+        attention_mask: what `ring_dilated_mask` returned; also a plain [B, n] mask, or None for rows of one document.
+        sliding_window: the layer's own window, in tokens, where the mask does not say.
+        softcap: scores s become softcap * tanh(s / softcap).
+        s_aux: [H] logits of one more column of the softmax, of value 0.
+        cu_seq_lens_q, seq_idx: packed rows, as Transformers' collators describe them.
 
     Returns:
-        out [B, n, H, Dv], and None for the weights that are never formed.
+        out [B, m, H, Dv], and None for the weights that are never formed.
 
     Raises:
-        ValueError: dropout, attention weights asked for, or a mask that is not [B, n].
-        NotImplementedError: what is still to come: softcap, sinks with logits of their own, position biases, and
-            queries that are not all the keys' tokens (decoding with a cache, cross-attention).
+        ValueError: dropout, attention weights asked for, a mask that is not [B, n], packed rows that contradict it, or
+            a pattern that reaches keys which the cache has dropped.
+        NotImplementedError: position biases, head masks, paged caches and cross-attention.
     """
-    config, ring = getattr(module, "config", None), getattr(module, _RING, None)
+    config, ring = getattr(module, "config", None), attached_ring(module)
+    sharded = ring is not None and ring.world_size > 1
     try:
-        _check_call(module, query, key, attention_mask, dropout, softcap, kwargs)
+        _check_call(module, attention_mask, dropout, kwargs)
+        tokens = tokens_of(attention_mask)
+        if sharded and tokens.layout is None and tokens.held is None:
+            raise ValueError(sharded_without_documents(module))
+        causal = tokens.causal
+        if causal is None:
+            causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        window = tokens.window if tokens.causal is not None else sliding_window
+        pattern = layer_pattern(config, getattr(module, "layer_idx", None), window)
+        held = tokens.held or _held(module, query, key, tokens, causal, pattern)
+        documents = tokens.documents
+        if not sharded and (cu_seq_lens_q is not None or seq_idx is not None):
+            documents = _packed(query, held, documents, cu_seq_lens_q, seq_idx)
     except (ValueError, NotImplementedError) as refused:
-        if ring is not None and ring.world_size > 1:
+        if sharded:
+            assert ring is not None
             ring.agree_cheaply({}, refused, query.device)  # the other ranks compare calls there
         raise
     query, key, value = _autocast(query, key, value)
-
-    layout = None if ring is None else model_layout(config, ring, query.shape[2])
-    out = ring_attention(
-        query,
-        key,
-        value,
-        pattern=layer_pattern(config, getattr(module, "layer_idx", None), sliding_window),
-        ring=ring,
-        layout=layout,
-        causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
-        scale=scaling,
-        documents=_documents(attention_mask, ring, layout),
-    )
-    assert isinstance(out, Tensor)
+    call: dict[str, Any] = {
+        "pattern": pattern,
+        "ring": ring,
+        "causal": causal,
+        "scale": scaling,
+        "documents": documents,
+        "softcap": softcap,
+        "sinks": s_aux,
+    }
+    if held is not None:
+        out = cached_attention(query, key, value, held=held, **call)
+    else:
+        made = ring_attention(query, key, value, layout=tokens.layout, **call)
+        assert isinstance(made, Tensor)
+        out = made
     return out.transpose(1, 2).contiguous(), None
 
 
-def _check_call(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float,
-    softcap: float | None,
-    kwargs: dict[str, Any],
-) -> None:
+def _held(
+    module: nn.Module, query: Tensor, key: Tensor, tokens: Tokens, causal: bool, pattern: Pattern
+) -> HeldKeys | None:
+    """What the cache holds, where the queries are not all of the keys' tokens.
+
+    Raises:
+        NotImplementedError: queries of one sequence and keys of another.
+        ValueError: a cache without all the keys that the pattern reaches, or a mask of other tokens.
+    """
+    if tokens.layout is not None:
+        return None
+    name, num_queries, num_rows = type(module).__name__, query.shape[2], key.shape[2]
+    written = num_rows if tokens.written is None else tokens.written
+    if not causal and num_queries != num_rows:
+        raise NotImplementedError(
+            f"{name}: {num_queries} query tokens for {num_rows} key tokens without causality: ring_dilated attends "
+            f"within one sequence, and computes no cross-attention and no prefixes of encoders: use 'sdpa'"
+        )
+    if not num_queries <= written <= num_rows:
+        raise ValueError(
+            f"{name}: the mask has {written} tokens, for {num_queries} query and {num_rows} key tokens: pass the "
+            f"attention_mask of all tokens so far, those in the cache included"
+        )
+    if tokens.dropped and not (
+        len(pattern.branches) == 1
+        and isinstance(pattern.branches[0], Window)
+        and pattern.branches[0].dilation == 1
+        and tokens.window is not None
+        and pattern.branches[0].length <= tokens.window
+    ):
+        raise ValueError(
+            f"{name}: layer {getattr(module, 'layer_idx', None)} has the pattern {pattern}, and its cache keeps only the "
+            f"last {tokens.window} tokens: pass past_key_values=DynamicCache(), made without the config, which keeps all"
+        )
+    return None if num_queries == written == num_rows else HeldKeys.whole(written, num_queries, num_rows)
+
+
+def _packed(
+    query: Tensor, held: HeldKeys | None, documents: Any, cu_seq_lens: Tensor | None, seq_idx: Tensor | None
+) -> Any:
+    """The documents of packed rows, by mask and collator.
+
+    Raises:
+        ValueError: if they contradict each other, or come with a cache.
+    """
+    if held is not None:
+        raise ValueError("cu_seq_lens and seq_idx describe packed rows, which have no cache: pass use_cache=False")
+    batch, length = query.shape[0], query.shape[2]
+    said = packed_documents(batch, length, cu_seq_lens, seq_idx)
+    if documents not in (None, (((0, length),),) * batch, said):
+        raise ValueError(
+            f"the collator's cu_seq_lens or seq_idx describe documents {said}, the attention mask or position_ids "
+            f"{documents}: pass what the collator made, unchanged"
+        )
+    return said
+
+
+def _check_call(module: nn.Module, attention_mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
     """Refuses what `ring_dilated_attention` says it refuses."""
     name = type(module).__name__
     if dropout:
@@ -103,23 +165,20 @@ def _check_call(
             f"use attn_implementation='eager' to look at them"
         )
     for feature, given in {
-        "softcap": softcap is not None,
-        "s_aux (sinks with logits of their own)": kwargs.get("s_aux") is not None,
         "position_bias": kwargs.get("position_bias") is not None,
         "head_mask": kwargs.get("head_mask") is not None,
         "a paged cache": kwargs.get("cache") is not None,
     }.items():
         if given:
-            raise NotImplementedError(f"{name}: ring_dilated does not compute {feature} yet: use 'eager' or 'sdpa'")
-    if query.shape[2] != key.shape[2]:
-        raise NotImplementedError(
-            f"{name}: {query.shape[2]} query tokens for {key.shape[2]} key tokens: ring_dilated does not decode with a "
-            f"cache or attend to other sequences yet: pass use_cache=False, or use 'sdpa' to generate"
-        )
-    if attention_mask is not None and attention_mask.dim() != 2:
+            raise NotImplementedError(
+                f"{name}: layer {getattr(module, 'layer_idx', None)} came with {feature}, which would change the scores "
+                f"or the keys and which ring_dilated does not compute: use 'eager' or 'sdpa'"
+            )
+    if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2):
+        got = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
         raise ValueError(
-            f"{name}: ring_dilated takes padding as a mask [batch, tokens], got {tuple(attention_mask.shape)}: pass the "
-            f"2-D attention_mask of the tokenizer; patterns are set with patch_config"
+            f"{name}: ring_dilated takes padding as a mask [batch, tokens], got {got}: pass the 2-D attention_mask of "
+            f"the tokenizer; patterns are set with patch_config"
         )
 
 
@@ -136,169 +195,10 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
 
 
-def ring_dilated_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    use_vmap: bool = False,
-    **kwargs: Any,
-) -> Tensor | None:
-    """The mask function that Transformers calls for "ring_dilated": padding and packing, never a square.
-
-    Returns:
-        None, the 2-D padding mask, or [B, n] document numbers where Transformers found a packed row.
-
-    Raises:
-        ValueError: a mask that only a square could express.
-    """
-    if use_vmap:
-        raise ValueError("ring_dilated cannot apply or_mask_function and and_mask_function: use 'eager' or 'sdpa'")
-    packed = None
-    for part in _mask_parts(mask_function):
-        kind = part.__qualname__.partition(".")[0]
-        if kind == "packed_sequence_mask_function":
-            packed = inspect.getclosurevars(part).nonlocals["packed_sequence_mask"]
-        elif kind not in (
-            "causal_mask_function",
-            "bidirectional_mask_function",
-            "sliding_window_overlay",
-            "sliding_window_bidirectional_overlay",
-        ):
-            raise ValueError(
-                f"ring_dilated cannot express this model's mask ({kind}): its tiles know causal and bidirectional "
-                f"attention, windows, padding and packing: use 'eager' or 'sdpa'"
-            )
-    if attention_mask is not None:
-        # A tensor of this forward pass alone: what is read from it is kept with it, and callers may edit theirs.
-        return attention_mask.clone()
-    return None if packed is None else (packed + 1).expand(batch_size, -1)
-
-
-def _mask_parts(mask_function: Callable[..., Any] | None) -> Iterable[Callable[..., Any]]:
-    """The simple mask functions that Transformers combined into this one."""
-    if mask_function is None:
-        return
-    kind = mask_function.__qualname__.partition(".")[0]
-    if kind == "and_masks":
-        for part in inspect.getclosurevars(mask_function).nonlocals["mask_functions"]:
-            yield from _mask_parts(part)
-    elif kind == "remap_positions_for_packed_sequence":
-        yield from _mask_parts(inspect.getclosurevars(mask_function).nonlocals["mask_function"])
-    else:
-        yield mask_function
-
-
-def _documents(mask: Tensor | None, ring: Ring | None, layout: SequenceLayout | None) -> Documents | None:
-    """The documents of whole rows that a mask, or its shards on the ranks of a ring, describes."""
-    if mask is None:
-        return None
-    sharded = ring is not None and ring.world_size > 1
-    if sharded and mask.dtype != torch.bool:
-        return None  # zigzag positions look packed to Transformers; `_check_positions` has seen that they are not
-    documents = getattr(mask, _DOCUMENTS, None)
-    if documents is None:
-        whole = mask
-        if sharded:
-            assert ring is not None
-            assert layout is not None
-            # A rank that refused the call is at its comparison, not here.
-            ring.agree_cheaply({"the shape of the mask": tuple(mask.shape)}, None, mask.device)
-            whole = ring.unshard(mask.to(torch.uint8), layout, dim=1)
-        documents = documents_from_mask(whole)
-        setattr(mask, _DOCUMENTS, documents)
-    return documents
-
-
-def documents_from_mask(mask: Tensor) -> Documents:
-    """Per batch row the (start, stop) of its documents.
-
-    Args:
-        mask: [B, n]: 0 for padding, otherwise a number of the token's document (a padding mask has 1 everywhere else).
-
-    Raises:
-        ValueError: a document with a gap.
-    """
-    documents = []
-    for row, numbers in enumerate(mask.to(torch.int64).cpu()):
-        borders = (torch.nonzero(numbers[1:] != numbers[:-1]).flatten() + 1).tolist()
-        starts = [0, *borders]
-        runs = [run for run in zip(starts, [*borders, len(numbers)]) if numbers[run[0]] != 0]
-        seen = [int(numbers[start]) for start, _ in runs]
-        if len(set(seen)) < len(seen):
-            raise ValueError(
-                f"batch row {row} of the attention mask has padding inside a document: tokens {runs} are marked as "
-                f"{seen}; ring_dilated takes padding before and after a document"
-            )
-        documents.append(tuple(runs))
-    return tuple(documents)
-
-
-def layer_pattern(config: Any, layer: int | None, sliding_window: int | None = None) -> Pattern:
-    """The pattern of a layer: what `patch_config` set for it, its own window, or what was set for all layers."""
-    settings = getattr(config, NAME, None) or {}
-    own = settings.get("layers", {}).get(str(layer))
-    if own is not None:
-        return Pattern.from_dict(own)
-    if sliding_window is not None:
-        return Pattern((Window(sliding_window),))
-    return Pattern.from_dict(settings["pattern"]) if settings.get("pattern") else Pattern.exact()
-
-
-def model_layout(config: Any, ring: Ring, local_len: int) -> SequenceLayout:
-    """The layout of a model's rows: the same for all its layers, decided by the pattern set for all of them."""
-    return ring.layout_for(local_len * ring.world_size, layer_pattern(config, None))
-
-
-def patch_config(
-    config: PretrainedConfig,
-    pattern: Pattern | None = None,
-    layers: Iterable[int] | None = None,
-    *,
-    segment_lengths: Sequence[int | None] | None = None,
-    dilation_rates: Sequence[int] | None = None,
-) -> PretrainedConfig:
-    """Stores a pattern in a config, where it is saved and loaded with it.
-
-    Args:
-        pattern: what the layers compute; instead, `segment_lengths` and `dilation_rates` give `Pattern.longnet`.
-        layers: numbers of the layers; None for every layer without a window of its own.
-
-    Returns:
-        The config.
-
-    Raises:
-        ValueError: no pattern, two of them, or layers the model does not have.
-    """
-    longnet = segment_lengths is not None or dilation_rates is not None
-    if (pattern is not None) == longnet:
-        raise ValueError("patch_config: pass either pattern=, or segment_lengths= and dilation_rates=")
-    if longnet:
-        if segment_lengths is None or dilation_rates is None:
-            raise ValueError("patch_config: segment_lengths and dilation_rates go together, one is missing")
-        pattern = Pattern.longnet(segment_lengths, dilation_rates)
-    if not isinstance(pattern, Pattern):
-        raise ValueError(f"patch_config: pattern must be a Pattern, got {pattern!r}")
-    text_config = config.get_text_config()
-    settings = dict(getattr(text_config, NAME, None) or {})
-    if layers is None:
-        settings["pattern"] = pattern.to_dict()
-    else:
-        count = text_config.num_hidden_layers
-        numbers = list(layers)
-        if not numbers:
-            raise ValueError("patch_config: layers is empty: name the layers, or leave it out for all of them")
-        for number in numbers:
-            if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < count:
-                raise ValueError(f"patch_config: layers must be among 0..{count - 1}, got {number!r} in {numbers}")
-        settings["layers"] = {**settings.get("layers", {}), **{str(n): pattern.to_dict() for n in numbers}}
-    setattr(text_config, NAME, settings)
-    return config
-
-
 def patch_model(model: PreTrainedModel, pattern: Pattern | None = None, ring: Ring | None = None) -> PreTrainedModel:
     """Makes a loaded model compute with "ring_dilated".
+
+    Of a model that also sees or hears, the text model is patched. A model wrapped by PEFT is patched inside.
 
     Args:
         pattern: for `patch_config`; None keeps what the config has.
@@ -309,145 +209,21 @@ def patch_model(model: PreTrainedModel, pattern: Pattern | None = None, ring: Ri
         The model.
 
     Raises:
-        ValueError: a model that does not call the attention interface, and would ignore the implementation.
-        NotImplementedError: models with attention that ring_dilated does not compute yet.
+        ValueError: no Transformers model, or one that does not call the attention interface.
+        NotImplementedError: a model that ring_dilated does not compute, or not over a ring.
     """
-    name = type(model).__name__
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"patch_model: expected a Transformers model, got {name}")
-    config = model.config.get_text_config()
-    if not type(model)._can_set_attn_implementation():
-        raise ValueError(
-            f"patch_model: {name} does not call Transformers' attention interface, so it would ignore ring_dilated and "
-            f"compute its own attention: use it as it is, or a model class that calls the interface"
-        )
-    if model.config.is_encoder_decoder:
-        raise NotImplementedError(
-            f"patch_model: {name} is an encoder-decoder, which ring_dilated does not compute yet: use 'sdpa'"
-        )
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
-    if others:
-        raise NotImplementedError(
-            f"patch_model: {name} has layers of types {others}, which ring_dilated does not compute"
-        )
-    if ring is not None and ring.world_size > 1:
-        rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-        if rope in ("dynamic", "longrope"):
-            raise NotImplementedError(
-                f"patch_model: {name} has {rope} RoPE, which takes the length of a shard for that of the row: "
-                f"ring_dilated does not shard it yet"
-            )
+    unwrap: Any = getattr(model, "get_base_model", None)
+    inner = model if unwrap is None else unwrap()
+    if not isinstance(inner, PreTrainedModel):
+        raise ValueError(f"patch_model: expected a Transformers model, got {type(model).__name__}")
+    check_model(inner, sharded=ring is not None and ring.world_size > 1)
     if pattern is not None:
-        patch_config(model.config, pattern)
-    model.set_attn_implementation(NAME)
-    for module in model.modules():
-        setattr(module, _RING, ring)
-    base = model.base_model
-    handle = getattr(base, _CHECK, None)
-    if handle is not None:
-        handle.remove()
-    sharded = ring is not None and ring.world_size > 1
-    setattr(base, _CHECK, base.register_forward_pre_hook(_check_positions, with_kwargs=True) if sharded else None)
+        patch_config(inner.config, pattern)
+    config = inner.config.get_text_config()
+    keys = [key for key in inner.config.sub_configs if getattr(inner.config, key, None) is config]
+    inner.set_attn_implementation({keys[0]: NAME} if keys else NAME)
+    attach_ring(inner, ring)
     return model
-
-
-def attached_ring(model: PreTrainedModel) -> Ring | None:
-    """The ring that `patch_model` gave to a model."""
-    return getattr(model, _RING, None)
-
-
-@torch.compiler.disable(reason="it compares positions with other ranks")
-def _check_positions(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Before a sharded forward pass: position_ids are there and are those of this rank's shard; all ranks agree.
-
-    Where the layout padded the row and no mask says so, a mask is added: a bidirectional model would see the padding.
-
-    Raises:
-        ValueError: on every rank, where any rank's positions are missing or contradict the layout.
-    """
-    ring: Ring = getattr(module, _RING)
-    tokens = next((x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
-    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    error: Exception | None = None
-    agreed: dict[str, Any] = {}
-    offsets: list[int | None] = []
-    valid = None
-    try:
-        if tokens is None:
-            raise ValueError("a sharded forward pass needs input_ids or inputs_embeds")
-        layout = model_layout(module.config, ring, tokens.shape[1])
-        agreed = {
-            "the shape of the input": tuple(tokens.shape[:2]),
-            "layout": layout,
-            "whether attention_mask is given": mask is not None,
-            "whether the model trains": module.training,
-            "output_attentions": bool(kwargs.get("output_attentions")),
-        }
-        valid, offsets = _check_shard_positions(positions, mask, layout, ring.rank)
-    except ValueError as refused:
-        error = refused
-    told = ring.agree(agreed, error, tell=(offsets, valid is not None and not bool(valid.all())))
-    for row, by_rank in enumerate(zip(*(offsets for offsets, _ in told))):
-        if len({offset for offset in by_rank if offset is not None}) > 1:
-            listed = ", ".join(f"rank {rank}: {offset}" for rank, offset in enumerate(by_rank) if offset is not None)
-            raise ValueError(
-                f"position_ids contradict the layout: position minus index in the row must be the same on all ranks, in "
-                f"batch row {row} it is {listed}: {_remedy(layout)}"
-            )
-    if mask is None and any(padded for _, padded in told):
-        assert valid is not None and tokens is not None
-        return args, {**kwargs, "attention_mask": valid.expand(tokens.shape[:2])}
-    return None
-
-
-def _remedy(layout: SequenceLayout) -> str:
-    return (
-        f"pass position_ids=ring.shard(torch.arange(seq_len)[None], layout), input_ids sharded likewise, with the layout "
-        f"of ring.layout_for(seq_len, pattern) for the model's pattern ({layout.kind} here)"
-    )
-
-
-def _check_shard_positions(
-    positions: Tensor | None, mask: Tensor | None, layout: SequenceLayout, rank: int
-) -> tuple[Tensor, list[int | None]]:
-    """Which tokens of a shard are no padding, [B, n], and, per row, its positions minus its indices in the whole row.
-
-    Raises:
-        ValueError: positions that are missing or of another shape, or whose difference from the index varies.
-    """
-    if positions is None:
-        raise ValueError(
-            f"position_ids are missing, and a model would number the tokens of every shard from 0: {_remedy(layout)}"
-        )
-    if positions.shape[-1] != layout.local_len:
-        raise ValueError(
-            f"position_ids have {positions.shape[-1]} tokens, the shard has {layout.local_len}: {_remedy(layout)}"
-        )
-    expected = torch.tensor(layout.positions(rank), device=positions.device)
-    offset = positions.reshape(-1, layout.local_len) - expected
-    if mask is None:
-        # The layout pads by fewer tokens than it has pieces, and those are filled as the user likes.
-        may_be_padding = expected > layout.padded_len - layout.num_pieces
-        valid = (offset == 0) | ~may_be_padding
-        start = torch.zeros_like(offset[:, :1])
-    else:
-        if mask.dim() != 2:
-            raise ValueError(f"a sharded forward pass takes a mask [batch, tokens], got {tuple(mask.shape)}")
-        valid = mask.bool()
-        # Rows with padding on the left may number their first token 0: one offset a row, never positive.
-        start = torch.where(valid, offset, torch.iinfo(offset.dtype).min).amax(-1, keepdim=True)
-    wrong = valid & ((offset != start) | (offset > 0))
-    if wrong.any():
-        row, token = (int(x) for x in torch.nonzero(wrong)[0])
-        got = int(positions.reshape(-1, layout.local_len)[min(row, offset.shape[0] - 1), token])
-        raise ValueError(
-            f"position_ids contradict the layout: token {token} of rank {rank} is token {int(expected[token])} of the "
-            f"row, but its position is {got} (batch row {row}): {_remedy(layout)}"
-        )
-    starts = start.expand(valid.shape[0], 1).flatten().tolist()
-    return valid, [int(s) if some else None for s, some in zip(starts, valid.any(-1).tolist())]
 
 
 AttentionInterface.register(NAME, ring_dilated_attention)

@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .modeling import attached_ring, layer_pattern, patch_model
+from .configuration import layer_pattern
+from .modeling import patch_model
 from .ring import Ring
+from .sharding import attached_ring
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from .layouts import SequenceLayout
+from .layouts import HeldKeys, SequenceLayout
 from .patterns import Pattern
 from .tiles import Run, Tile, tile_document
 
@@ -23,6 +23,8 @@ Documents = tuple[tuple[tuple[int, int], ...], ...]
 class Problem:
     """One attention call as all ranks see it: what decides the tiles, and nothing else.
 
+    `held`: None where queries and keys are the same tokens, sharded alike; else what a rank has of a cache.
+
     Raises:
         ValueError: head counts that do not divide, or documents that are empty, overlap or leave the row.
     """
@@ -33,6 +35,7 @@ class Problem:
     num_heads: int
     num_kv_heads: int
     causal: bool = True
+    held: HeldKeys | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -121,14 +124,22 @@ def plan_rank(problem: Problem, rank: int) -> RankPlan:
         key=lambda piece: piece.start,
     )
     own = tiles_from(problem, rank, rank)
-    remote = _batches(problem, rank, [(piece.start, piece) for piece in elsewhere])
+    remote = _batches(problem, _local(layout.pieces(rank)), [(piece.start, piece) for piece in elsewhere])
     return RankPlan(rank, own, remote, sum(batch.pairs(problem.group) for batch in own + remote))
 
 
 @lru_cache(maxsize=256)
 def tiles_from(problem: Problem, rank: int, source: int) -> tuple[TileBatch, ...]:
     """The tiles of `rank` whose keys are those of rank `source`; key rows are local indices there."""
-    return _batches(problem, rank, _local(problem.layout.pieces(source)))
+    return _batches(problem, _local(problem.layout.pieces(rank)), _local(problem.layout.pieces(source)))
+
+
+def held_tiles(problem: Problem) -> tuple[TileBatch, ...]:
+    """The tiles of a problem with held keys: its queries against the keys that this rank holds."""
+    held = problem.held
+    assert held is not None
+    queries = [(0, range(held.row_len - held.num_queries, held.row_len))]
+    return _batches(problem, queries, [(row, range(start, stop)) for row, start, stop in held.keys])
 
 
 def of_heads(batches: tuple[TileBatch, ...], kv_heads: range, group: int) -> tuple[TileBatch, ...]:
@@ -144,13 +155,14 @@ def of_heads(batches: tuple[TileBatch, ...], kv_heads: range, group: int) -> tup
     return tuple(batch for batch in map(kept, batches) if batch.items)
 
 
-def _batches(problem: Problem, rank: int, keys: list[tuple[int, range]]) -> tuple[TileBatch, ...]:
-    """The tiles of `rank` against the keys of (first row, piece) pairs."""
-    mine = _local(problem.layout.pieces(rank))
+def _batches(
+    problem: Problem, queries: list[tuple[int, range]], keys: list[tuple[int, range]]
+) -> tuple[TileBatch, ...]:
+    """The tiles of the queries against the keys, both given as (first row, piece) pairs."""
     batches: dict[_Shape, list[Item]] = {}
     for documents, batch_rows in problem.row_classes:
         for start, stop in documents:
-            query_runs, key_runs = tuple(_runs(mine, start, stop)), tuple(_runs(keys, start, stop))
+            query_runs, key_runs = tuple(_runs(queries, start, stop)), tuple(_runs(keys, start, stop))
             if not query_runs or not key_runs:
                 continue
             for tile in tile_document(

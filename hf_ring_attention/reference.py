@@ -43,12 +43,16 @@ def reference_attention(
     documents: Sequence[Sequence[tuple[int, int]]] | None = None,
     causal: bool = True,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of whole rows by the definition, differentiable by autograd.
 
     Args:
         q: [B, H, n, D]; k: [B, Hkv, n, D]; v: [B, Hkv, n, Dv].
         documents: per batch row the (start, stop) of its documents; None for one document of n tokens.
+        softcap: scores s become softcap * tanh(s / softcap).
+        sinks: [H] logits of one more column of the softmax, of value 0.
 
     Returns:
         out [B, H, n, Dv] and lse [B, H, n], float64.
@@ -65,9 +69,14 @@ def reference_attention(
             )
     k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
     scores = scale * q.double() @ k.mT  # [B, H, n, n]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     top = scores.masked_fill(counts == 0, -torch.inf).amax(-1, keepdim=True).clamp_min(-1e300).detach()
     weights = counts * torch.exp(torch.where(counts > 0, scores - top, 0.0))
     total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        column = torch.exp(torch.where(total > 0, sinks.double()[None, :, None, None] - top, 0.0))
+        total = torch.where(total > 0, total + column, total)
     out = weights @ v / torch.where(total > 0, total, 1.0)
     lse = torch.where(total > 0, top + torch.log(torch.where(total > 0, total, 1.0)), -torch.inf)
     return out, lse.squeeze(-1)

@@ -207,6 +207,19 @@ class Ring:
                 offset += len(piece)
         return torch.cat([parts[start] for start in sorted(parts)], dim).narrow(dim, 0, layout.seq_len)
 
+    def first_token(self, local: Tensor) -> Tensor:
+        """[B, 1, ...] the first token of whole rows, which rank 0 holds, of shards [B, n, ...]; differentiable."""
+        if self.world_size == 1:
+            return local[:, :1]
+        return _Gather.apply(local[:, :1], self._communicator, 1)[:, :1]
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """x of every rank, of equal shapes; not differentiable."""
+        if self.world_size == 1:
+            return [x]
+        assert self._communicator is not None
+        return self._communicator.gather(x.contiguous())
+
     def traffic(self) -> Traffic:
         """What this rank's transports moved since the ring was made or `reset_traffic` was called."""
         return replace(self._traffic)

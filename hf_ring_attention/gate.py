@@ -1,0 +1,137 @@
+"""Which models ring_dilated computes: every other one is refused, by name and with the reason, before it computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_MAPPING,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+#: What the layers of a model may be.
+LAYER_TYPES = ("full_attention", "sliding_attention")
+_STATE = "it passes a state from token to token, which neither patterns nor shards have"
+#: Why a layer of another type is not computed; other types select keys by rules of their own.
+_REASONS = {
+    "chunked_attention": "it attends inside chunks, which no branch of a pattern is",
+    **dict.fromkeys(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "moe_mamba"), _STATE),
+}
+#: Model types whose attention or positions depend on more than the interface is given, seen by running them.
+_BEYOND_THE_INTERFACE: dict[str, str] = {}
+#: Heads that read one token of a row, by what their class names end with.
+_HEADS_OF_WHOLE_ROWS = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
+#: Configs that were let through, by what decides.
+_passed: set[tuple[Any, ...]] = set()
+
+
+def check_config(config: PretrainedConfig, name: str | None = None) -> None:
+    """Refuses the config of a model that ring_dilated does not compute.
+
+    Args:
+        name: of the model's class, where it is known.
+
+    Raises:
+        ValueError: its model does not call the attention interface.
+        NotImplementedError: attention, layers or an architecture that ring_dilated does not compute.
+    """
+    layer_types = tuple(getattr(config, "layer_types", None) or ())
+    crossing = bool(config.is_encoder_decoder or getattr(config, "add_cross_attention", False))
+    key = (type(config), layer_types, crossing)
+    if key not in _passed:
+        _check_config(config, layer_types, crossing, name)
+        _passed.add(key)
+
+
+def _check_config(config: PretrainedConfig, layer_types: tuple[str, ...], crossing: bool, name: str | None) -> None:
+    model_class: type | None = _model_class(config)
+    if name is None:
+        architectures: list[str] = getattr(config, "architectures", None) or [(model_class or type(config)).__name__]
+        name = architectures[0]
+    if model_class is not None:
+        check_class(model_class, name)
+    if crossing:
+        raise NotImplementedError(
+            f"{name} attends from a decoder to an encoder (is_encoder_decoder or add_cross_attention), and some of its "
+            f"kind add a position_bias: ring_dilated computes self-attention only: use 'sdpa' or 'eager'"
+        )
+    others = [number for number, kind in enumerate(layer_types) if kind not in LAYER_TYPES]
+    if others:
+        kind = layer_types[others[0]]
+        reason = _REASONS.get(kind, "it selects keys by a rule of its own, which no branch of a pattern is")
+        raise NotImplementedError(
+            f"{name}: layer {others[0]} is of type {kind!r} (of this or another such type are layers {others}): "
+            f"{reason}: ring_dilated computes layers of {' and '.join(LAYER_TYPES)}: use 'sdpa' or 'eager'"
+        )
+    reason = _BEYOND_THE_INTERFACE.get(config.model_type)
+    if reason is not None:
+        raise NotImplementedError(f"{name}: {reason}: use 'sdpa' or 'eager'")
+
+
+def _model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """The base model of a config in Transformers, where it has one."""
+    for mapping in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING):
+        found = mapping.get(type(config), None)
+        if found is not None:
+            return found[0] if isinstance(found, (tuple, list)) else found
+    return None
+
+
+def check_class(model_class: type[PreTrainedModel], name: str) -> None:
+    """Refuses a class whose attention is not, or not all, that of the interface.
+
+    Raises:
+        ValueError, NotImplementedError: as `check_config`.
+    """
+    if not model_class._can_set_attn_implementation():
+        raise ValueError(
+            f"{name} does not call Transformers' attention interface, so it would ignore ring_dilated and compute "
+            f"attention of its own: use it with 'eager', or a model class that calls the interface"
+        )
+    if getattr(model_class, "_is_stateful", False):
+        raise NotImplementedError(
+            f"{name} has recurrent, linear-attention or convolutional layers; of such a layer, {_STATE}: use 'sdpa' or "
+            f"'eager'"
+        )
+
+
+def check_model(model: PreTrainedModel, sharded: bool) -> None:
+    """Refuses a model that ring_dilated does not compute, or, if its rows are to be sharded, not on shards.
+
+    Raises:
+        ValueError, NotImplementedError: as `check_config`.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+    check_class(type(model), name)
+    check_config(model.config, name)
+    check_config(config, name)
+    text_model = decoder_of(model)
+    for path, module in text_model.named_modules():
+        if isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1:
+            raise NotImplementedError(f"{name}: {path} is a convolution along the row: {_STATE}: use 'sdpa' or 'eager'")
+    if not sharded:
+        return
+    if config is not model.config:
+        raise NotImplementedError(
+            f"{name} puts features of images or sound between the tokens, whose places in a shard nothing tells: "
+            f"shard its text model alone, or use one process (ring=None)"
+        )
+    if name.endswith(_HEADS_OF_WHOLE_ROWS):
+        raise NotImplementedError(
+            f"{name} classifies a whole row by one of its tokens, which only one rank of a ring has: use one process "
+            f"(ring=None), or shard the base model ({type(model.base_model).__name__}) and classify what ring.unshard "
+            f"returns"
+        )
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The part of a model whose rows are tokens: all of it, or the text model of one that also sees or hears."""
+    config = model.config.get_text_config()
+    if config is model.config:
+        return model
+    parts = (module for module in model.modules() if getattr(module, "config", None) is config)
+    return next(parts, model)

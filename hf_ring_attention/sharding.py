@@ -1,0 +1,327 @@
+"""A model whose rows are sharded over a ring: what its forward passes must be given, and what of it must be exact.
+
+Hooks on the base model compare the calls of all ranks before anything is computed, tell the masks where documents
+begin and end in the whole row, and correct the few modules that would take a shard for a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .caches import ShardedCache
+from .configuration import model_layout
+from .gate import decoder_of
+from .layouts import SequenceLayout
+from .masks import SHARDED, Sharded, packed_documents
+from .ring import Ring
+
+#: Attribute of a model's modules that holds their ring.
+_RING = "_ring_dilated_ring"
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+def attached_ring(module: nn.Module) -> Ring | None:
+    """The ring that `patch_model` gave to a model, or to one of its modules."""
+    return getattr(module, _RING, None)
+
+
+def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
+    """Makes this the ring of the model's attention layers; None makes its rows whole ones again."""
+    base = model.base_model
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for number in [number for number, hook in hooks.items() if getattr(hook, "__module__", None) == __name__]:
+                del hooks[number]
+        setattr(module, _RING, None)
+    for module in decoder_of(model).modules():
+        setattr(module, _RING, ring)
+    setattr(model, _RING, ring)
+    setattr(base, _RING, ring)
+    if ring is None or ring.world_size == 1:
+        return
+    base.register_forward_pre_hook(_before_forward, with_kwargs=True)
+    base.register_forward_hook(_after_forward, always_call=True)
+    for name, module in base.named_modules():
+        if _depends_on_length(module):
+            module.register_forward_pre_hook(_with_last_position, with_kwargs=True)
+            module.register_forward_hook(_without_last_position)
+        if name == "pooler":
+            module.register_forward_pre_hook(_with_first_token)
+
+
+def _depends_on_length(module: nn.Module) -> bool:
+    kinds = getattr(module, "rope_type", None)
+    return any(kind in _LENGTH_DEPENDENT_ROPE for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]))
+
+
+# ---- before and after a forward pass
+
+
+class _Run(NamedTuple):
+    """Tokens [start, stop) of a row that are neighbours in position too; `origin`: index of their position 0."""
+
+    start: int
+    stop: int
+    origin: int
+
+
+@torch.compiler.disable(reason="it compares the calls of all ranks")
+def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Checks a sharded forward pass and says what its masks need.
+
+    Raises:
+        ValueError: on every rank, where any rank's call contradicts its layout, or the ranks' calls each other.
+    """
+    ring: Ring = getattr(module, _RING)
+    tokens = next((x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, ShardedCache) and cache.get_seq_length() > 0:
+        SHARDED.set(_checked_step(ring, cache, tokens))
+    else:
+        SHARDED.set(_checked_shard(module, ring, tokens, cache, kwargs))
+
+
+@torch.compiler.disable(reason="it belongs to _before_forward")
+def _after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    SHARDED.set(None)
+
+
+def _checked_step(ring: Ring, cache: ShardedCache, tokens: Tensor | None) -> Sharded:
+    """A step after a sharded prefill: every rank comes with the same tokens."""
+    said: dict[str, Any] = {}
+    error: Exception | None = None
+    length = 0
+    if tokens is None:
+        error = ValueError("a forward pass needs input_ids or inputs_embeds")
+    else:
+        length = tokens.shape[1]
+        content = tokens.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        said["the tokens of a step"] = (tuple(tokens.shape), hashlib.sha256(content).hexdigest())
+    ring.agree_cheaply(said, error, torch.device("cpu"))
+    return Sharded(held=cache.held(ring.rank, length))
+
+
+def _checked_shard(
+    module: nn.Module, ring: Ring, tokens: Tensor | None, cache: Any, kwargs: Mapping[str, Any]
+) -> Sharded:
+    """Shards of whole rows: their positions say which documents there are."""
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    error: Exception | None = None
+    agreed: dict[str, Any] = {}
+    told: tuple[list[list[_Run]], int] | None = None
+    try:
+        if tokens is None:
+            raise ValueError("a sharded forward pass needs input_ids or inputs_embeds")
+        if cache is not None and not isinstance(cache, ShardedCache):
+            raise ValueError(
+                f"a sharded forward pass takes no {type(cache).__name__}: to generate, fill a sharded cache with "
+                f"cache = ra.prefill(model, input_ids), then call model.generate(longer_input_ids, past_key_values=cache)"
+            )
+        layout = model_layout(module.config, ring, tokens.shape[1] * ring.world_size) if cache is None else cache.layout
+        agreed = {
+            "the shape of the input": tuple(tokens.shape[:2]),
+            "layout": layout,
+            "whether attention_mask is given": mask is not None,
+            "whether the model trains": module.training,
+            "output_attentions": bool(kwargs.get("output_attentions")),
+        }
+        ends = kwargs.get("cu_seq_lens_q")
+        if ends is not None:
+            agreed["cu_seq_lens_q"] = tuple(ends.tolist())
+        told = _runs_of_shard(
+            positions, mask, kwargs.get("seq_idx"), layout, ring.rank, tokens.shape[0], _first_position(module)
+        )
+    except ValueError as refused:
+        error = refused
+    by_rank = ring.agree(agreed, error, tell=told)
+    batch = len(by_rank[0][0])
+    rows = [sorted(run for runs, _ in by_rank for run in runs[row]) for row in range(batch)]
+    documents = tuple(_documents_of_row(row, runs, mask is not None, layout) for row, runs in enumerate(rows))
+    if ends is None and kwargs.get("seq_idx") is None:
+        _check_not_local(documents, layout)
+    if ends is not None and packed_documents(len(documents), max(run.stop for run in rows[0]), ends, None) != documents:
+        raise ValueError(
+            f"cu_seq_lens_q is {ends.tolist()}, and position_ids describe documents {documents} of the whole row: pass "
+            f"the cu_seq_lens of the whole row, or none"
+        )
+    return Sharded(layout, documents, last_position=max(last for _, last in by_rank))
+
+
+def _first_position(module: nn.Module) -> int:
+    """The position id of a row's first token: 0, but behind the padding's id where embeddings number them so."""
+    for embeddings in (getattr(module, "embeddings", None), module):
+        padding = getattr(embeddings, "padding_idx", None)
+        if isinstance(padding, int) and hasattr(embeddings, "create_position_ids_from_input_ids"):
+            return padding + 1
+    return 0
+
+
+def _remedy(layout: SequenceLayout) -> str:
+    return (
+        f"pass position_ids=ring.shard(positions, layout), where positions [batch, seq_len] count each document from 0, "
+        f"and input_ids sharded likewise, with the layout of ring.layout_for(seq_len, pattern) for the model's pattern "
+        f"({layout.kind} here)"
+    )
+
+
+def _runs_of_shard(
+    positions: Tensor | None,
+    mask: Tensor | None,
+    seq_idx: Tensor | None,
+    layout: SequenceLayout,
+    rank: int,
+    batch: int,
+    first: int,
+) -> tuple[list[list[_Run]], int]:
+    """Per batch row the runs of a shard's tokens, without padding; and the shard's last position.
+
+    Raises:
+        ValueError: positions that are missing or of another shape, a mask that is not [batch, tokens], or seq_idx that
+            changes where positions go on.
+    """
+    if positions is None:
+        raise ValueError(
+            f"position_ids are missing, and a model would number the tokens of every shard from 0: {_remedy(layout)}"
+        )
+    if positions.dim() > 2 or positions.shape[-1] != layout.local_len:
+        raise ValueError(
+            f"position_ids must be [batch, {layout.local_len}], as many as the shard has tokens, got "
+            f"{tuple(positions.shape)}: {_remedy(layout)}"
+        )
+    if mask is not None and tuple(mask.shape) != (batch, layout.local_len):
+        raise ValueError(
+            f"a sharded forward pass takes a mask [{batch}, {layout.local_len}], sharded as input_ids, got "
+            f"{tuple(mask.shape)}"
+        )
+    index = torch.tensor(layout.positions(rank))
+    positions = positions.cpu().reshape(-1, layout.local_len).expand(batch, -1) - first
+    origin = index - positions
+    valid = (index < layout.seq_len).expand(batch, -1)
+    if mask is not None:
+        valid = valid & (mask != 0).cpu()
+    else:
+        # A row that the user padded to the layout ends in fewer tokens than it has pieces, numbered as the user likes.
+        may_be_padding = index > layout.padded_len - layout.num_pieces
+        continues = torch.ones_like(valid)
+        continues[:, 1:] = origin[:, 1:] == origin[:, :-1]
+        valid = valid & (~may_be_padding | continues | (positions == 0))
+    cut = (origin[:, 1:] != origin[:, :-1]) | (valid[:, 1:] != valid[:, :-1]) | (index[1:] != index[:-1] + 1)
+    if seq_idx is not None:
+        changed = ((seq_idx[:, 1:] != seq_idx[:, :-1]).cpu() & ~cut).nonzero()
+        if len(changed):
+            row, token = changed[0].tolist()
+            raise ValueError(
+                f"seq_idx says that a document begins at token {token + 1} of rank {rank}, where position_ids go on from "
+                f"{int(positions[row, token])} to {int(positions[row, token + 1])} (batch row {row})"
+            )
+    rows = []
+    for row in range(batch):
+        starts = [0, *(torch.nonzero(cut[row]).flatten() + 1).tolist()]
+        rows.append(
+            [
+                _Run(int(index[start]), int(index[stop - 1]) + 1, int(origin[row, start]))
+                for start, stop in zip(starts, [*starts[1:], layout.local_len])
+                if valid[row, start]
+            ]
+        )
+    return rows, int(positions.max()) + first
+
+
+def _documents_of_row(
+    row: int, runs: Iterable[_Run], masked: bool, layout: SequenceLayout
+) -> tuple[tuple[int, int], ...]:
+    """The documents of a whole row, from the runs of all ranks.
+
+    Raises:
+        ValueError: positions that do not count each document from its first token.
+    """
+    merged: list[_Run] = []
+    for run in runs:
+        if merged and merged[-1].stop == run.start and merged[-1].origin == run.origin:
+            merged[-1] = _Run(merged[-1].start, run.stop, run.origin)
+        else:
+            merged.append(run)
+    for number, run in enumerate(merged):
+        if masked and number and run.start > merged[number - 1].stop and run.origin != run.start:
+            raise ValueError(
+                f"batch row {row} of the attention mask has padding inside a document: tokens {merged[number - 1].stop} to "
+                f"{run.start - 1} of the whole row; ring_dilated takes padding before and after a document"
+            )
+        # Padding on the left of a row may have been counted.
+        counts_padding = masked and number == 0 and 0 <= run.origin <= run.start
+        if run.origin != run.start and not counts_padding:
+            raise ValueError(
+                f"position_ids contradict the layout: in batch row {row}, tokens {run.start} to {run.stop - 1} of the "
+                f"whole row have positions {run.start - run.origin} to {run.stop - 1 - run.origin}, but nothing before "
+                f"them ends at position {run.start - run.origin - 1}: {_remedy(layout)}"
+            )
+    return tuple((run.start, run.stop) for run in merged)
+
+
+def _check_not_local(documents: Documents, layout: SequenceLayout) -> None:
+    """Refuses rows in which every rank has one document: they look the same as positions that every rank counts from 0.
+
+    Raises:
+        ValueError: a row like that.
+    """
+    for row, runs in enumerate(documents):
+        shards = [start // layout.local_len for start, _ in runs]
+        within = all(start // layout.local_len == (stop - 1) // layout.local_len for start, stop in runs)
+        if layout.kind == "contiguous" and within and len(runs) > 1 and len(set(shards)) == len(shards):
+            raise ValueError(
+                f"position_ids contradict the layout, or every rank happens to have one packed document of its own: in "
+                f"batch row {row} every shard of {layout.local_len} tokens counts from 0: {_remedy(layout)}; if they are "
+                f"packed documents, say so by cu_seq_lens_q or seq_idx, as Transformers' collators do"
+            )
+
+
+# ---- modules that take a shard for a row
+
+
+@torch.compiler.disable(reason="it reads what _before_forward found")
+def _with_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gives RoPE that depends on the row's length one more column, with the row's last position."""
+    sharded = SHARDED.get()
+    if sharded is None:
+        raise RuntimeError(
+            f"{type(module).__name__} depends on the length of the whole row, and was called outside the forward pass of "
+            f"the sharded model"
+        )
+    if sharded.last_position is None:
+        return None  # a step, whose positions all ranks have
+    positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+    column = torch.full_like(positions[..., :1], sharded.last_position)
+    positions = torch.cat([positions, column], -1)
+    if "position_ids" in kwargs:
+        return args, {**kwargs, "position_ids": positions}
+    return (args[0], positions, *args[2:]), kwargs
+
+
+@torch.compiler.disable(reason="it belongs to _with_last_position")
+def _without_last_position(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    sharded = SHARDED.get()
+    if sharded is None or sharded.last_position is None:
+        return output
+    return tuple(x[:, :-1] for x in output) if isinstance(output, tuple) else output[:, :-1]
+
+
+@torch.compiler.disable(reason="it asks another rank")
+def _with_first_token(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Gives a pooler, which reads the first token, that of the whole row: the first one of rank 0."""
+    ring: Ring = getattr(module, _RING)
+    return (ring.first_token(args[0]), *args[1:])
+
+
+def sharded_without_documents(module: nn.Module) -> str:
+    """What to say of a layer that was not given a mask of a sharded forward pass."""
+    return (
+        f"{type(module).__name__} of a sharded model was called without the mask that ring_dilated made for it, so the "
+        f"documents of the whole row are unknown: call the model, not its layers; a model that makes its masks itself "
+        f"cannot be sharded"
+    )
