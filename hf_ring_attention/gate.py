@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -22,7 +23,13 @@ _REASONS = {
     **dict.fromkeys(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "moe_mamba"), _STATE),
 }
 #: Model types whose attention or positions depend on more than the interface is given, seen by running them.
-_BEYOND_THE_INTERFACE: dict[str, str] = {}
+_BEYOND_THE_INTERFACE = {
+    "doge": "it adds a learned mask of its own to the square mask, and so chooses keys that no pattern knows",
+    "blt": "it attends from bytes to patches and back, which is cross-attention",
+    "git": "it lets image features see each other in both directions",
+}
+#: Modules that make tokens of images and sound, not of a row's tokens.
+_SENSES = ("vision", "visual", "audio", "speech", "image")
 #: Heads that read one token of a row, by what their class names end with.
 _HEADS_OF_WHOLE_ROWS = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
 #: Configs that were let through, by what decides.
@@ -48,10 +55,8 @@ def check_config(config: PretrainedConfig, name: str | None = None) -> None:
 
 
 def _check_config(config: PretrainedConfig, layer_types: tuple[str, ...], crossing: bool, name: str | None) -> None:
-    model_class: type | None = _model_class(config)
-    if name is None:
-        architectures: list[str] = getattr(config, "architectures", None) or [(model_class or type(config)).__name__]
-        name = architectures[0]
+    model_class = _model_class(config)
+    name = name or class_name(config)
     if model_class is not None:
         check_class(model_class, name)
     if crossing:
@@ -72,6 +77,14 @@ def _check_config(config: PretrainedConfig, layer_types: tuple[str, ...], crossi
         raise NotImplementedError(f"{name}: {reason}: use 'sdpa' or 'eager'")
 
 
+def class_name(config: PretrainedConfig | None) -> str:
+    """What to call the model of a config: its class, as far as the config tells."""
+    if config is None:
+        return "the model"
+    names = getattr(config, "architectures", None)
+    return str(names[0] if names else (_model_class(config) or type(config)).__name__)
+
+
 def _model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """The base model of a config in Transformers, where it has one."""
     for mapping in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING):
@@ -81,7 +94,7 @@ def _model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     return None
 
 
-def check_class(model_class: type[PreTrainedModel], name: str) -> None:
+def check_class(model_class: type[Any], name: str) -> None:
     """Refuses a class whose attention is not, or not all, that of the interface.
 
     Raises:
@@ -106,15 +119,21 @@ def check_model(model: PreTrainedModel, sharded: bool) -> None:
         ValueError, NotImplementedError: as `check_config`.
     """
     name, config = type(model).__name__, model.config.get_text_config()
-    check_class(type(model), name)
+    text_model = decoder_of(model)
+    check_class(type(text_model), name)
     check_config(model.config, name)
     check_config(config, name)
-    text_model = decoder_of(model)
     for path, module in text_model.named_modules():
-        if isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1:
+        sense = any(word in path for word in _SENSES)
+        if not sense and isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1:
             raise NotImplementedError(f"{name}: {path} is a convolution along the row: {_STATE}: use 'sdpa' or 'eager'")
     if not sharded:
         return
+    if "position_ids" not in inspect.signature(runner_of(model).forward).parameters:
+        raise NotImplementedError(
+            f"{name} numbers its tokens itself and takes no position_ids, so every shard would begin at position 0: use one "
+            f"process (ring=None)"
+        )
     if config is not model.config:
         raise NotImplementedError(
             f"{name} puts features of images or sound between the tokens, whose places in a shard nothing tells: "
@@ -126,6 +145,13 @@ def check_model(model: PreTrainedModel, sharded: bool) -> None:
             f"(ring=None), or shard the base model ({type(model.base_model).__name__}) and classify what ring.unshard "
             f"returns"
         )
+
+
+def runner_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The module that every forward pass over tokens runs and that makes the masks; some heads pass by the base model."""
+    base: Any = model.base_model
+    runner: PreTrainedModel = base.get_decoder() if hasattr(base, "get_decoder") else base
+    return runner
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:

@@ -11,13 +11,13 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .gate import check_config
+from .gate import check_config, class_name
 from .layouts import HeldKeys, SequenceLayout
 from .plans import Documents
 
@@ -54,21 +54,21 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Sharded:
-    """What the forward pass of a sharded model knows before its masks are made.
+class ForwardPass:
+    """What the forward pass of a patched model knows before its masks are made.
 
-    Either `layout`, `documents` and `last_position`, the greatest position id of all ranks, for shards of a row; or
-    `held`, for a row's last tokens against a sharded cache.
+    Either `documents`, and for shards of a row also `layout` and `last_position`, the greatest position id of all ranks;
+    or `held`, for a row's last tokens against a sharded cache.
     """
 
-    layout: SequenceLayout | None = None
     documents: Documents | None = None
+    layout: SequenceLayout | None = None
     held: HeldKeys | None = None
     last_position: int | None = None
 
 
-#: Of the forward pass that runs in this thread; None outside a sharded one.
-SHARDED: ContextVar[Sharded | None] = ContextVar("ring_dilated_sharded", default=None)
+#: The one that runs in this thread; None outside of patched models, and where it has nothing to say.
+FORWARD_PASS: ContextVar[ForwardPass | None] = ContextVar("ring_dilated_forward_pass", default=None)
 
 
 @torch.compiler.disable(reason="it reads masks")
@@ -97,7 +97,10 @@ def ring_dilated_mask(
     if config is not None:
         check_config(config)
     if use_vmap:
-        raise ValueError("ring_dilated cannot apply or_mask_function and and_mask_function: use 'eager' or 'sdpa'")
+        raise ValueError(
+            f"{class_name(config)}: ring_dilated cannot apply or_mask_function and and_mask_function, which only a square "
+            f"mask could express: use 'eager' or 'sdpa'"
+        )
     causal, window, packed = True, None, None
     for kind, part in _mask_parts(mask_function):
         if kind == "packed_sequence_mask_function":
@@ -110,17 +113,20 @@ def ring_dilated_mask(
             window = _closure(part, "sliding_window") + 1
         elif kind != "causal_mask_function":
             raise ValueError(
-                f"ring_dilated cannot express this model's mask ({kind}): its tiles know causal and bidirectional "
-                f"attention, windows, padding and packing: use 'eager' or 'sdpa'"
+                f"{class_name(config)}: ring_dilated cannot express this mask ({kind}): its tiles know causal and "
+                f"bidirectional attention, windows, padding and packing: use 'eager' or 'sdpa'"
             )
-    sharded = SHARDED.get()
-    flags = _KNOWN | causal * _CAUSAL | (kv_offset > 0) * _DROPPED | (sharded is not None) * _SHARDED
+    known = FORWARD_PASS.get() or ForwardPass()
+    sharded = known.layout is not None or known.held is not None
+    flags = _KNOWN | causal * _CAUSAL | (kv_offset > 0) * _DROPPED | sharded * _SHARDED
     flags |= (window or 0) << _WINDOW_BIT
-    if attention_mask is not None:
+    if known.documents is not None and not sharded:
+        numbers = _numbers(known.documents, kv_length).to(device)  # a mask of ones, if any, is the model's own
+    elif attention_mask is not None:
         # `generate` with a static cache comes with what this function returned for it, where the cut is made.
         cut = kv_offset if attention_mask.shape[1] > kv_length else 0
         numbers = attention_mask[:, cut : cut + kv_length].to(torch.int64)
-    elif packed is not None and sharded is None:
+    elif packed is not None and not sharded:
         numbers = (packed + 1).expand(batch_size, -1)
     else:
         numbers = torch.ones(batch_size, kv_length, dtype=torch.int64, device=device)
@@ -129,11 +135,19 @@ def ring_dilated_mask(
     numbers = torch.nn.functional.pad(numbers, (0, kv_length - numbers.shape[1]))
     mask = torch.where(numbers == 0, 0, numbers | flags)
     mask[:, written:] = _UNWRITTEN
-    if sharded is not None:
-        tokens = Tokens(None, None, causal, window, kv_offset > 0, sharded.layout, sharded.held)
-        documents = documents_from_mask(numbers) if sharded.held is not None else sharded.documents
-        setattr(mask, _READ, replace(tokens, documents=documents))
+    if sharded:
+        documents = known.documents if known.held is None else documents_from_mask(numbers)
+        setattr(mask, _READ, Tokens(documents, None, causal, window, False, known.layout, known.held))
     return mask
+
+
+def _numbers(documents: Documents, length: int) -> Tensor:
+    """[B, length] number of each token's document, from 1; 0 for padding."""
+    numbers = torch.zeros(len(documents), length, dtype=torch.int64)
+    for row, runs in enumerate(documents):
+        for number, (start, stop) in enumerate(runs, 1):
+            numbers[row, start:stop] = number
+    return numbers
 
 
 def _mask_parts(mask_function: Callable[..., Any] | None) -> Iterable[tuple[str, Callable[..., Any]]]:

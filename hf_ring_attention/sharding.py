@@ -1,24 +1,27 @@
-"""A model whose rows are sharded over a ring: what its forward passes must be given, and what of it must be exact.
+"""The forward passes of a patched model: what they must be given, above all where rows are sharded over a ring.
 
-Hooks on the base model compare the calls of all ranks before anything is computed, tell the masks where documents
-begin and end in the whole row, and correct the few modules that would take a shard for a row.
+Hooks tell the masks where documents begin and end in the whole row. On a ring they compare the calls of all ranks before
+anything is computed, and correct the few modules that would take a shard for a row.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import find_packed_sequence_indices
 
 from .caches import ShardedCache
 from .configuration import model_layout
-from .gate import decoder_of
+from .gate import decoder_of, runner_of
 from .layouts import SequenceLayout
-from .masks import SHARDED, Sharded, packed_documents
+from .masks import FORWARD_PASS, ForwardPass, documents_from_mask, packed_documents
+from .plans import Documents
 from .ring import Ring
 
 #: Attribute of a model's modules that holds their ring.
@@ -33,7 +36,7 @@ def attached_ring(module: nn.Module) -> Ring | None:
 
 def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
     """Makes this the ring of the model's attention layers; None makes its rows whole ones again."""
-    base = model.base_model
+    runner = runner_of(model)
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for number in [number for number, hook in hooks.items() if getattr(hook, "__module__", None) == __name__]:
@@ -42,12 +45,11 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
     for module in decoder_of(model).modules():
         setattr(module, _RING, ring)
     setattr(model, _RING, ring)
-    setattr(base, _RING, ring)
+    runner.register_forward_pre_hook(_before_forward, with_kwargs=True)
+    runner.register_forward_hook(_after_forward, always_call=True)
     if ring is None or ring.world_size == 1:
         return
-    base.register_forward_pre_hook(_before_forward, with_kwargs=True)
-    base.register_forward_hook(_after_forward, always_call=True)
-    for name, module in base.named_modules():
+    for name, module in model.base_model.named_modules():
         if _depends_on_length(module):
             module.register_forward_pre_hook(_with_last_position, with_kwargs=True)
             module.register_forward_hook(_without_last_position)
@@ -73,26 +75,48 @@ class _Run(NamedTuple):
 
 @torch.compiler.disable(reason="it compares the calls of all ranks")
 def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Checks a sharded forward pass and says what its masks need.
+    """Says what the masks of a forward pass need, and checks a sharded one.
 
     Raises:
         ValueError: on every rank, where any rank's call contradicts its layout, or the ranks' calls each other.
     """
-    ring: Ring = getattr(module, _RING)
+    FORWARD_PASS.set(None)
     tokens = next((x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
-    cache = kwargs.get("past_key_values")
+    ring, cache = attached_ring(module), kwargs.get("past_key_values")
+    if ring is None or ring.world_size == 1:
+        FORWARD_PASS.set(_packed_rows(module, tokens, kwargs))
+        return
     if isinstance(cache, ShardedCache) and cache.get_seq_length() > 0:
-        SHARDED.set(_checked_step(ring, cache, tokens))
+        FORWARD_PASS.set(_checked_step(ring, cache, tokens))
     else:
-        SHARDED.set(_checked_shard(module, ring, tokens, cache, kwargs))
+        FORWARD_PASS.set(_checked_shard(module, ring, tokens, cache, kwargs))
 
 
 @torch.compiler.disable(reason="it belongs to _before_forward")
 def _after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    SHARDED.set(None)
+    FORWARD_PASS.set(None)
 
 
-def _checked_step(ring: Ring, cache: ShardedCache, tokens: Tensor | None) -> Sharded:
+def _packed_rows(module: nn.Module, tokens: Tensor | None, kwargs: Mapping[str, Any]) -> ForwardPass | None:
+    """Whole rows whose positions restart: not every model looks for packing itself, as Transformers defines it.
+
+    Raises:
+        ValueError: packed rows for a model that numbers its tokens itself.
+    """
+    positions = kwargs.get("position_ids")
+    others = (kwargs.get("attention_mask"), kwargs.get("past_key_values"))
+    if tokens is None or positions is None or positions.dim() != 2 or any(other is not None for other in others):
+        return None
+    numbers = find_packed_sequence_indices(positions)
+    if numbers is not None and "position_ids" not in inspect.signature(module.forward).parameters:
+        raise ValueError(
+            f"{type(module).__name__} was given packed rows by position_ids, which it does not take: it numbers the tokens "
+            f"of a row itself, so it would number documents wrongly: pass one document a row, padded"
+        )
+    return None if numbers is None else ForwardPass(documents_from_mask((numbers + 1).expand(len(tokens), -1)))
+
+
+def _checked_step(ring: Ring, cache: ShardedCache, tokens: Tensor | None) -> ForwardPass:
     """A step after a sharded prefill: every rank comes with the same tokens."""
     said: dict[str, Any] = {}
     error: Exception | None = None
@@ -104,12 +128,12 @@ def _checked_step(ring: Ring, cache: ShardedCache, tokens: Tensor | None) -> Sha
         content = tokens.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
         said["the tokens of a step"] = (tuple(tokens.shape), hashlib.sha256(content).hexdigest())
     ring.agree_cheaply(said, error, torch.device("cpu"))
-    return Sharded(held=cache.held(ring.rank, length))
+    return ForwardPass(held=cache.held(ring.rank, length))
 
 
 def _checked_shard(
     module: nn.Module, ring: Ring, tokens: Tensor | None, cache: Any, kwargs: Mapping[str, Any]
-) -> Sharded:
+) -> ForwardPass:
     """Shards of whole rows: their positions say which documents there are."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     error: Exception | None = None
@@ -135,14 +159,15 @@ def _checked_shard(
         if ends is not None:
             agreed["cu_seq_lens_q"] = tuple(ends.tolist())
         told = _runs_of_shard(
-            positions, mask, kwargs.get("seq_idx"), layout, ring.rank, tokens.shape[0], _first_position(module)
+            positions, mask, kwargs.get("seq_idx"), layout, ring.rank, tokens.shape[0], first_position(module)
         )
     except ValueError as refused:
         error = refused
     by_rank = ring.agree(agreed, error, tell=told)
     batch = len(by_rank[0][0])
     rows = [sorted(run for runs, _ in by_rank for run in runs[row]) for row in range(batch)]
-    documents = tuple(_documents_of_row(row, runs, mask is not None, layout) for row, runs in enumerate(rows))
+    first = first_position(module)
+    documents = tuple(_documents_of_row(row, runs, mask is not None, layout, first) for row, runs in enumerate(rows))
     if ends is None and kwargs.get("seq_idx") is None:
         _check_not_local(documents, layout)
     if ends is not None and packed_documents(len(documents), max(run.stop for run in rows[0]), ends, None) != documents:
@@ -150,10 +175,10 @@ def _checked_shard(
             f"cu_seq_lens_q is {ends.tolist()}, and position_ids describe documents {documents} of the whole row: pass "
             f"the cu_seq_lens of the whole row, or none"
         )
-    return Sharded(layout, documents, last_position=max(last for _, last in by_rank))
+    return ForwardPass(documents, layout, last_position=max(last for _, last in by_rank))
 
 
-def _first_position(module: nn.Module) -> int:
+def first_position(module: nn.Module) -> int:
     """The position id of a row's first token: 0, but behind the padding's id where embeddings number them so."""
     for embeddings in (getattr(module, "embeddings", None), module):
         padding = getattr(embeddings, "padding_idx", None)
@@ -234,7 +259,7 @@ def _runs_of_shard(
 
 
 def _documents_of_row(
-    row: int, runs: Iterable[_Run], masked: bool, layout: SequenceLayout
+    row: int, runs: Iterable[_Run], masked: bool, layout: SequenceLayout, first: int
 ) -> tuple[tuple[int, int], ...]:
     """The documents of a whole row, from the runs of all ranks.
 
@@ -247,6 +272,7 @@ def _documents_of_row(
             merged[-1] = _Run(merged[-1].start, run.stop, run.origin)
         else:
             merged.append(run)
+    begins = f", where the first token of a row has position {first}" if first else ""
     for number, run in enumerate(merged):
         if masked and number and run.start > merged[number - 1].stop and run.origin != run.start:
             raise ValueError(
@@ -258,8 +284,8 @@ def _documents_of_row(
         if run.origin != run.start and not counts_padding:
             raise ValueError(
                 f"position_ids contradict the layout: in batch row {row}, tokens {run.start} to {run.stop - 1} of the "
-                f"whole row have positions {run.start - run.origin} to {run.stop - 1 - run.origin}, but nothing before "
-                f"them ends at position {run.start - run.origin - 1}: {_remedy(layout)}"
+                f"whole row have positions {first + run.start - run.origin} to {first + run.stop - 1 - run.origin}, but "
+                f"nothing before them ends at position {first + run.start - run.origin - 1}{begins}: {_remedy(layout)}"
             )
     return tuple((run.start, run.stop) for run in merged)
 
@@ -287,7 +313,7 @@ def _check_not_local(documents: Documents, layout: SequenceLayout) -> None:
 @torch.compiler.disable(reason="it reads what _before_forward found")
 def _with_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gives RoPE that depends on the row's length one more column, with the row's last position."""
-    sharded = SHARDED.get()
+    sharded = FORWARD_PASS.get()
     if sharded is None:
         raise RuntimeError(
             f"{type(module).__name__} depends on the length of the whole row, and was called outside the forward pass of "
@@ -305,7 +331,7 @@ def _with_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
 
 @torch.compiler.disable(reason="it belongs to _with_last_position")
 def _without_last_position(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    sharded = SHARDED.get()
+    sharded = FORWARD_PASS.get()
     if sharded is None or sharded.last_position is None:
         return output
     return tuple(x[:, :-1] for x in output) if isinstance(output, tuple) else output[:, :-1]
