@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench models clean
 
 demo: $(READY)
 	$(BIN)/python recipes/demo.py
@@ -21,6 +21,10 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python recipes/benchmark.py
+
+# Runs a tiny model of every causal type of Transformers; writes hf_ring_attention/models.json and README's table.
+models: $(READY)
+	$(BIN)/python -m tests.support.probe
 
 # torch first and by itself, so that no other package brings in another build of it.
 $(READY): pyproject.toml

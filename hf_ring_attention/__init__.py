@@ -10,6 +10,7 @@ from .explain import Explanation, explain
 from .generation import prefill
 from .layouts import SequenceLayout
 from .modeling import patch_model
+from .models import ModelSupport, supported_models
 from .patterns import Pattern, Segment, Sink, Window
 from .perplexity import PerplexityReport, perplexity
 from .ring import Ring
@@ -21,6 +22,7 @@ from .transports import Traffic
 __all__ = [
     "Decision",
     "Explanation",
+    "ModelSupport",
     "Pattern",
     "PerplexityReport",
     "Ring",
@@ -41,4 +43,5 @@ __all__ = [
     "run_simulated",
     "shard_batch",
     "simulate",
+    "supported_models",
 ]

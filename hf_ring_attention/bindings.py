@@ -228,6 +228,11 @@ class _Binder:
         view = self._view(batch, heads, self.problem.num_kv_heads, heads.start, 0)
         if view is not None:
             return view
+        if self.problem.held is not None:  # few queries: their rows are written out, once for all layers
+            queries = IndexRows(None, 0, batch.num_queries, self._queries(batch).numbers())
+            return BoundBatch(
+                queries, IndexRows(None, 0, batch.num_keys, self._all_keys(batch, self.key_rows)), batch.causal
+            )
         keys = IndexRows(self._first_rows(batch, self.key_rows, "keys"), batch.key_stride, batch.num_keys)
         return BoundBatch(self._queries(batch), keys, batch.causal)
 
@@ -320,8 +325,14 @@ def bind_own(problem: Problem, rank: int, device: torch.device) -> OwnBinding:
 @lru_cache(maxsize=64)
 def bind_held(problem: Problem, device: torch.device) -> OwnBinding:
     """The tiles of queries with held keys; cached by value, so that the layers of a step share it."""
-    binder, heads = _Binder(problem, device), range(problem.num_kv_heads)
-    return OwnBinding(tuple(binder.own(batch, heads) for batch in held_tiles(problem)), whole=False)
+    binder, heads, held = _Binder(problem, device), range(problem.num_kv_heads), problem.held
+    assert held is not None
+    batches = tuple(binder.own(batch, heads) for batch in held_tiles(problem))
+    every_row = [len(problem.documents) * problem.num_heads * held.num_queries]
+    every_row.append(len(problem.documents) * problem.num_kv_heads * held.num_rows)
+    rows = [[side.rows_per_unit * side.units for side in (batch.queries, batch.keys)] for batch in batches]
+    views = all(isinstance(batch.queries, ViewRows) for batch in batches)
+    return OwnBinding(batches, whole=views and rows == [every_row])
 
 
 @lru_cache(maxsize=64)

@@ -20,10 +20,21 @@ def layer_pattern(config: Any, layer: int | None, window: int | None = None) -> 
     settings = getattr(config, NAME, None) or {}
     own = settings.get("layers", {}).get(str(layer))
     if own is not None:
-        return Pattern.from_dict(own)
+        return _pattern(own)
     if window is not None:
         return Pattern((Window(window),))
-    return Pattern.from_dict(settings["pattern"]) if settings.get("pattern") else Pattern.exact()
+    return _pattern(settings["pattern"]) if settings.get("pattern") else Pattern.exact()
+
+
+#: Patterns by their written form: layers ask for theirs at every token that is generated.
+_read: dict[str, Pattern] = {}
+
+
+def _pattern(written: dict[str, Any]) -> Pattern:
+    key = repr(written)
+    if key not in _read:
+        _read[key] = Pattern.from_dict(written)
+    return _read[key]
 
 
 def model_layout(config: Any, ring: Ring, seq_len: int) -> SequenceLayout:

@@ -54,10 +54,9 @@ def check_config(config: PretrainedConfig, name: str | None = None) -> None:
         _passed.add(key)
 
 
-def _check_config(config: PretrainedConfig, layer_types: tuple[str, ...], crossing: bool, name: str | None) -> None:
-    model_class = _model_class(config)
-    name = name or class_name(config)
-    if model_class is not None:
+def _check_config(config: PretrainedConfig, layer_types: tuple[str, ...], crossing: bool, known: str | None) -> None:
+    model_class, name = _model_class(config), known or class_name(config)
+    if model_class is not None and config.get_text_config() is config:  # of others, the text model counts
         check_class(model_class, name)
     if crossing:
         raise NotImplementedError(
@@ -72,9 +71,8 @@ def _check_config(config: PretrainedConfig, layer_types: tuple[str, ...], crossi
             f"{name}: layer {others[0]} is of type {kind!r} (of this or another such type are layers {others}): "
             f"{reason}: ring_dilated computes layers of {' and '.join(LAYER_TYPES)}: use 'sdpa' or 'eager'"
         )
-    reason = _BEYOND_THE_INTERFACE.get(config.model_type)
-    if reason is not None:
-        raise NotImplementedError(f"{name}: {reason}: use 'sdpa' or 'eager'")
+    if config.model_type in _BEYOND_THE_INTERFACE:
+        raise NotImplementedError(f"{name}: {_BEYOND_THE_INTERFACE[config.model_type]}: use 'sdpa' or 'eager'")
 
 
 def class_name(config: PretrainedConfig | None) -> str:

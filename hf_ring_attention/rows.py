@@ -118,13 +118,16 @@ class IndexRows:
     def rows_per_unit(self) -> int:
         return self._shape[1] * self.length
 
+    def numbers(self) -> Tensor:
+        """[tiles, heads, L] row numbers."""
+        if self.rows is not None:
+            return self.rows
+        assert self.first is not None
+        return self.first.unsqueeze(-1) + torch.arange(self.length, device=self.first.device) * self.stride
+
     def index(self) -> Tensor:
         """[tiles * heads * L] row numbers."""
-        if self.rows is not None:
-            return self.rows.flatten()
-        assert self.first is not None
-        steps = torch.arange(self.length, device=self.first.device) * self.stride
-        return (self.first.unsqueeze(-1) + steps).flatten()
+        return self.numbers().flatten()
 
     def take(self, x: Tensor) -> Tensor:
         return x.flatten(0, 2).index_select(0, self.index()).unflatten(0, (*self._shape, self.length))

@@ -18,7 +18,7 @@ FLOORS = [
     ("communicators", "transports"),  # torch.distributed
     ("engine",),
     ("ring", "attention", "simulation", "explain"),
-    ("gate", "configuration", "masks", "caches", "sharding", "generation", "modeling", "perplexity"),  # Transformers
+    ("models", "gate", "configuration", "masks", "caches", "sharding", "generation", "modeling", "perplexity"),  # Transformers
     ("training",),  # Accelerate
     ("cli", "bench", "plots", "estimate", "__main__"),
 ]
