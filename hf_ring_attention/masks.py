@@ -36,7 +36,8 @@ class Tokens:
 
     Attributes:
         documents: per batch row its documents; in the whole row, where the row is sharded. None: of all tokens, one.
-        written: key rows that hold a token; None: all.
+        length: key rows; None where there is no mask.
+        written: those that hold a token.
         causal: None where the mask does not say.
         window: of the layer, in tokens, as `Window` counts them.
         dropped: the cache has dropped keys before these.
@@ -45,6 +46,7 @@ class Tokens:
     """
 
     documents: Documents | None = None
+    length: int | None = None
     written: int | None = None
     causal: bool | None = None
     window: int | None = None
@@ -137,7 +139,7 @@ def ring_dilated_mask(
     mask[:, written:] = _UNWRITTEN
     if sharded:
         documents = known.documents if known.held is None else documents_from_mask(numbers)
-        setattr(mask, _READ, Tokens(documents, None, causal, window, False, known.layout, known.held))
+        setattr(mask, _READ, Tokens(documents, kv_length, written, causal, window, False, known.layout, known.held))
     return mask
 
 
@@ -190,6 +192,7 @@ def tokens_of(mask: Tensor | None) -> Tokens:
         written = numbers.shape[1] - unwritten
         tokens = Tokens(
             documents=documents_from_mask(numbers[:, :written] & (1 << 32) - 1),
+            length=numbers.shape[1],
             written=written,
             causal=bool(flags & _CAUSAL) if flags & _KNOWN else None,
             window=flags >> _WINDOW_BIT or None,

@@ -112,9 +112,9 @@ def _held(
             f"{name}: {num_queries} query tokens for {num_rows} key tokens without causality: ring_dilated attends "
             f"within one sequence, and computes no cross-attention and no prefixes of encoders: use 'sdpa'"
         )
-    if not num_queries <= written <= num_rows:
+    if tokens.length not in (None, num_rows) or written < num_queries:
         raise ValueError(
-            f"{name}: the mask has {written} tokens, for {num_queries} query and {num_rows} key tokens: pass the "
+            f"{name}: the mask has {tokens.length} tokens, for {num_queries} query and {num_rows} key tokens: pass the "
             f"attention_mask of all tokens so far, those in the cache included"
         )
     if tokens.dropped and not (

@@ -39,7 +39,7 @@ REFUSALS = {
     "every rank counts from 0": r"position_ids contradict the layout.*position_ids=ring\.shard",
     "every rank counts from 0, with a mask": r"position_ids contradict the layout.*position_ids=ring\.shard",
     "positions of the other layout": r"position_ids contradict the layout.*position_ids=ring\.shard",
-    "one position of rank 1": r"position_ids contradict the layout: in batch row 1, tokens (\d+) to \1 .*position_ids=ring\.shard",
+    "one position of rank 1": r"contradict the layout: in batch row 1, tokens (\d+) to \1 .*position_ids=ring\.shard",
     "no position_ids on rank 1": r"position_ids are missing",
     "another batch size on rank 1": r"disagree on the shape of the input: rank 0: \(2, \d+\), rank 1: \(1, \d+\)",
     "a mask on rank 0 only": r"disagree on whether attention_mask is given: rank 0: True, rank 1: False",

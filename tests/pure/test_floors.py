@@ -18,7 +18,17 @@ FLOORS = [
     ("communicators", "transports"),  # torch.distributed
     ("engine",),
     ("ring", "attention", "simulation", "explain"),
-    ("models", "gate", "configuration", "masks", "caches", "sharding", "generation", "modeling", "perplexity"),  # Transformers
+    (
+        "models",
+        "gate",
+        "configuration",
+        "masks",
+        "caches",
+        "sharding",
+        "generation",
+        "modeling",
+        "perplexity",
+    ),  # Transformers
     ("training",),  # Accelerate
     ("cli", "bench", "plots", "estimate", "__main__"),
 ]

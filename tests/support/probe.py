@@ -67,7 +67,11 @@ def errors(found, expected):
     (logits, gradients), (logits_, gradients_) = found, expected
     assert gradients.keys() >= gradients_.keys()
     floor = 1e-2 * max(float(g.abs().max()) for g in gradients_.values())
-    worst = max(float((g - gradients_[n]).abs().max() / gradients_[n].abs().max().clamp_min(floor)) for n, g in gradients.items() if n in gradients_)
+    worst = max(
+        float((g - gradients_[n]).abs().max() / gradients_[n].abs().max().clamp_min(floor))
+        for n, g in gradients.items()
+        if n in gradients_
+    )
     return distance(logits, logits_), worst
 
 
@@ -102,7 +106,9 @@ def of_shards(model, ring, inputs, labels):
     shards = {name: ring.shard(x, layout) for name, x in inputs.items()}
     logits = model(**shards, use_cache=False).logits
     local = ring.shard(labels, layout, fill=-100)
-    (torch.nn.functional.cross_entropy(logits.flatten(0, 1), local.flatten(), reduction="sum", ignore_index=-100)).backward()
+    (
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), local.flatten(), reduction="sum", ignore_index=-100)
+    ).backward()
     gradients = {n: torch.stack(ring.gather(p.grad)).sum(0) for n, p in model.named_parameters() if p.grad is not None}
     return ring.unshard(logits.detach(), layout)[labels != -100], gradients
 

@@ -1,0 +1,63 @@
+"""Every line of the table of supported models, run again: equal to eager attention, or refused as it says."""
+
+import re
+
+import pytest
+import transformers
+from transformers import PretrainedConfig
+
+import hf_ring_attention as ra
+from hf_ring_attention.gate import check_config
+
+from ..support.probe import ROOT, survey, table
+from ..support.tiny_models import CAUSAL_TYPES, NOT_BUILT
+
+KNOWN = {model.model_type: model for model in ra.supported_models()}
+
+
+@pytest.mark.parametrize("model_type", CAUSAL_TYPES)
+def test_a_type(model_type):
+    """`survey` fails where outputs or gradients are not those of eager attention."""
+    if model_type not in KNOWN:
+        pytest.skip(f"Transformers {transformers.__version__} is not the one of the table")
+    assert survey(model_type) == KNOWN[model_type]
+
+
+def test_the_table():
+    counts = {status: sum(model.status == status for model in KNOWN.values()) for status in ("supported", "untested")}
+    assert counts["supported"] >= 120
+    assert counts["untested"] == len(NOT_BUILT)
+    assert table(ra.supported_models()) in (ROOT / "README.md").read_text(encoding="utf-8"), "run `make models`"
+
+
+@pytest.mark.parametrize("model", [m for m in KNOWN.values() if m.status == "refused"], ids=lambda m: m.model_type)
+def test_refusals_name_the_class_the_reason_and_what_works(model):
+    assert re.search(r"\w+(For\w+|Model|LMHeadModel|WithLMHead\w*)\b", model.reason)
+    assert "'eager'" in model.reason
+    assert len(model.reason) > 80
+
+
+def test_reasons_against_a_ring_name_the_class_and_what_works():
+    for model in KNOWN.values():
+        if model.status == "supported" and not model.ring:
+            assert model.model_class in model.reason
+            assert "ring=None" in model.reason
+
+
+def test_configs_of_other_kinds_of_layers():
+    """Of classes that Transformers does not know, by what their configs say."""
+
+    class Custom(PretrainedConfig):
+        model_type = "custom"
+
+    check_config(Custom(layer_types=["full_attention", "sliding_attention"]))
+    for kind, reason in (
+        ("chunked_attention", "inside chunks"),
+        ("linear_attention", "state from token to token"),
+        ("conv", "state from token to token"),
+        ("indexed_attention", "a rule of its own"),
+    ):
+        with pytest.raises(NotImplementedError, match=rf"Custom: layer 1 is of type '{kind}'.*{reason}.*'sdpa'"):
+            check_config(Custom(layer_types=["full_attention", kind]))
+    with pytest.raises(NotImplementedError, match="Custom attends from a decoder to an encoder"):
+        check_config(Custom(add_cross_attention=True))
