@@ -230,12 +230,6 @@ def _runs_of_shard(
     valid = (index < layout.seq_len).expand(batch, -1)
     if mask is not None:
         valid = valid & (mask != 0).cpu()
-    else:
-        # A row that the user padded to the layout ends in fewer tokens than it has pieces, numbered as the user likes.
-        may_be_padding = index > layout.padded_len - layout.num_pieces
-        continues = torch.ones_like(valid)
-        continues[:, 1:] = origin[:, 1:] == origin[:, :-1]
-        valid = valid & (~may_be_padding | continues | (positions == 0))
     cut = (origin[:, 1:] != origin[:, :-1]) | (valid[:, 1:] != valid[:, :-1]) | (index[1:] != index[:-1] + 1)
     if seq_idx is not None:
         changed = ((seq_idx[:, 1:] != seq_idx[:, :-1]).cpu() & ~cut).nonzero()
@@ -281,6 +275,11 @@ def _documents_of_row(
             )
         # Padding on the left of a row may have been counted.
         counts_padding = masked and number == 0 and 0 <= run.origin <= run.start
+        # A row that was padded to its layout ends in fewer tokens than it has pieces, numbered below its first one. (Those
+        # that have its number are documents of one token, which nobody else sees.)
+        if not masked and run.start > layout.padded_len - layout.num_pieces and run.origin > run.start:
+            merged = merged[:number]
+            break
         if run.origin != run.start and not counts_padding:
             raise ValueError(
                 f"position_ids contradict the layout: in batch row {row}, tokens {run.start} to {run.stop - 1} of the "
