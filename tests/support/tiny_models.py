@@ -202,11 +202,11 @@ def tiny_model(model_type: str, attn_implementation: str, **changes) -> PreTrain
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=torch.float32)
-    _draw(model)
+    draw(model)
     return model.eval()
 
 
-def _draw(model: PreTrainedModel) -> None:
+def draw(model: PreTrainedModel) -> None:
     """Large weights; noise on all vectors, since some are zero at first (biases, attention sinks)."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

