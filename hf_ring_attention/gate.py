@@ -29,12 +29,17 @@ _BEYOND_THE_INTERFACE = {
     "git": "it lets image features see each other in both directions",
     "fnet": "it mixes all tokens by Fourier transforms, and has no attention",
 }
-#: Model types that mix neighbouring tokens outside of attention.
-_MIX_NEIGHBOURS = {"mobilebert": "it embeds each token together with its neighbours (trigram_input)"}
+#: Model types that mix the tokens of a row outside of attention.
+_MIX_TOKENS = {
+    "mobilebert": "it embeds each token together with its neighbours (trigram_input)",
+    "esm": "it scales embeddings by the share of mask tokens in the row (token_dropout)",
+}
 #: Modules that make tokens of images and sound, not of a row's tokens.
 _SENSES = ("vision", "visual", "audio", "speech", "image")
 #: Heads that read one token of a row, by what their class names end with.
-_HEADS_OF_WHOLE_ROWS = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
+_HEADS_OF_WHOLE_ROWS = (
+    "ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining", "DoubleHeadsModel",
+)  # fmt: skip
 #: Configs that were let through, by what decides.
 _passed: set[tuple[Any, ...]] = set()
 
@@ -130,10 +135,9 @@ def check_model(model: PreTrainedModel, sharded: bool) -> None:
             raise NotImplementedError(f"{name}: {path} is a convolution along the row: {_STATE}: use 'sdpa' or 'eager'")
     if not sharded:
         return
-    if config.model_type in _MIX_NEIGHBOURS:
+    if config.model_type in _MIX_TOKENS and getattr(config, "token_dropout", True):
         raise NotImplementedError(
-            f"{name}: {_MIX_NEIGHBOURS[config.model_type]}, which are on other ranks at the ends of a shard: use one process "
-            f"(ring=None)"
+            f"{name}: {_MIX_TOKENS[config.model_type]}, and some of them are on other ranks: use one process (ring=None)"
         )
     if "position_ids" not in inspect.signature(runner_of(model).forward).parameters:
         raise NotImplementedError(
@@ -151,6 +155,36 @@ def check_model(model: PreTrainedModel, sharded: bool) -> None:
             f"(ring=None), or shard the base model ({type(model.base_model).__name__}) and classify what ring.unshard "
             f"returns"
         )
+
+
+def unwrapped(model: Any) -> Any:
+    """The Transformers model inside what torch.compile and PEFT put around it."""
+    while not isinstance(model, PreTrainedModel):
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        else:
+            break
+    return model
+
+
+def whole_model(model: Any, caller: str) -> PreTrainedModel:
+    """`unwrapped`, for a caller that runs the inner model alone.
+
+    Raises:
+        ValueError: no Transformers model, or one to which PEFT adds tokens of its own.
+    """
+    inner = unwrapped(model)
+    if not isinstance(inner, PreTrainedModel):
+        raise ValueError(f"{caller}: expected a Transformers model, got {type(model).__name__}")
+    peft_config: Any = getattr(model, "active_peft_config", None)
+    if getattr(peft_config, "is_prompt_learning", False):
+        raise ValueError(
+            f"{caller}: PEFT adds {peft_config.num_virtual_tokens} virtual tokens to each row of {type(inner).__name__}, "
+            f"which have no positions: use an adapter without prompts, such as LoRA"
+        )
+    return inner
 
 
 def runner_of(model: PreTrainedModel) -> PreTrainedModel:

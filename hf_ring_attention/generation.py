@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from .caches import ShardedCache
 from .configuration import model_layout
+from .gate import unwrapped, whole_model
 from .ring import Ring
 from .sharding import attached_ring
 
@@ -34,7 +35,7 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
     Raises:
         ValueError: tokens that are not [B, n] or differ between ranks, or a mask of another shape.
     """
-    ring = attached_ring(model) or Ring.alone()
+    ring = attached_ring(unwrapped(model)) or Ring.alone()
     error: Exception | None = None
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         error = ValueError(f"prefill: input_ids must be [batch, tokens], got {tuple(input_ids.shape)}")
@@ -50,15 +51,16 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
         },
         error,
     )
-    config = model.config.get_text_config()
+    inner = whole_model(model, "prefill")
+    config = inner.config.get_text_config()
     layout = model_layout(config, ring, input_ids.shape[1])
     cache = ShardedCache(layout, config.num_hidden_layers)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
-    training = model.training
-    model.eval()
+    training = inner.training
+    inner.eval()
     try:
-        model.base_model(
+        inner.base_model(
             input_ids=ring.shard(input_ids, layout),
             position_ids=ring.shard(positions, layout),
             attention_mask=None if attention_mask is None else ring.shard(attention_mask, layout),
@@ -66,5 +68,5 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
             use_cache=True,
         )
     finally:
-        model.train(training)
+        inner.train(training)
     return cache

@@ -11,7 +11,7 @@ from transformers.utils import output_capturing
 
 from .attention import cached_attention, ring_attention
 from .configuration import NAME, layer_pattern, patch_config
-from .gate import check_model
+from .gate import check_model, unwrapped
 from .layouts import HeldKeys
 from .masks import FORWARD_PASS, Tokens, packed_documents, ring_dilated_mask, tokens_of
 from .patterns import Pattern, Window
@@ -201,7 +201,8 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def patch_model(model: PreTrainedModel, pattern: Pattern | None = None, ring: Ring | None = None) -> PreTrainedModel:
     """Makes a loaded model compute with "ring_dilated".
 
-    Of a model that also sees or hears, the text model is patched. A model wrapped by PEFT is patched inside.
+    Of a model that also sees or hears, the text model is patched. A model that PEFT or torch.compile has wrapped is
+    patched inside.
 
     Args:
         pattern: for `patch_config`; None keeps what the config has.
@@ -215,8 +216,7 @@ def patch_model(model: PreTrainedModel, pattern: Pattern | None = None, ring: Ri
         ValueError: no Transformers model, or one that does not call the attention interface.
         NotImplementedError: a model that ring_dilated does not compute, or not over a ring.
     """
-    unwrap: Any = getattr(model, "get_base_model", None)
-    inner = model if unwrap is None else unwrap()
+    inner = unwrapped(model)
     if not isinstance(inner, PreTrainedModel):
         raise ValueError(f"patch_model: expected a Transformers model, got {type(model).__name__}")
     check_model(inner, sharded=ring is not None and ring.world_size > 1)

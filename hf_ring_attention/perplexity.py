@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .configuration import layer_pattern
+from .gate import whole_model
 from .modeling import patch_model
 from .ring import Ring
 from .sharding import attached_ring
@@ -69,7 +70,7 @@ def perplexity(
         The report, the same on every rank.
 
     Raises:
-        ValueError: rows of fewer than 2 tokens, shapes that differ, or no token to score.
+        ValueError: a model with virtual tokens of PEFT, rows of fewer than 2 tokens, shapes that differ, or no token to score.
     """
     input_ids = input_ids[None] if input_ids.dim() == 1 else input_ids
     if input_ids.dim() != 2 or input_ids.shape[1] < 2:
@@ -85,6 +86,7 @@ def perplexity(
             )
     if logits_at_once < 1:
         raise ValueError(f"perplexity: logits_at_once must be at least 1, got {logits_at_once}")
+    model = whole_model(model, "perplexity")
     if ring is not None and attached_ring(model) is not ring:
         patch_model(model, ring=ring)
     ring = attached_ring(model) or Ring.alone()

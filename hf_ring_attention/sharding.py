@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,8 @@ from .ring import Ring
 
 #: Attribute of a model's modules that holds their ring.
 _RING = "_ring_dilated_ring"
+#: What is wrong with the losses that the running call of a head asked for.
+_WRONG_LOSS: ContextVar[ValueError | None] = ContextVar("ring_dilated_wrong_loss", default=None)
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -38,9 +41,14 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
     """Makes this the ring of the model's attention layers; None makes its rows whole ones again."""
     runner = runner_of(model)
     for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for hooks, marks in (
+            (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
+            (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
+        ):
             for number in [number for number, hook in hooks.items() if getattr(hook, "__module__", None) == __name__]:
                 del hooks[number]
+                for marked in marks:
+                    marked.pop(number, None)
         setattr(module, _RING, None)
     for module in decoder_of(model).modules():
         setattr(module, _RING, ring)
@@ -49,6 +57,8 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
     runner.register_forward_hook(_after_forward, always_call=True)
     if ring is None or ring.world_size == 1:
         return
+    if model is not runner:
+        model.register_forward_pre_hook(_before_head, with_kwargs=True)
     for name, module in model.base_model.named_modules():
         if _depends_on_length(module):
             module.register_forward_pre_hook(_with_last_position, with_kwargs=True)
@@ -81,7 +91,9 @@ def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         ValueError: on every rank, where any rank's call contradicts its layout, or the ranks' calls each other.
     """
     FORWARD_PASS.set(None)
-    tokens = next((x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
+    if args:
+        kwargs = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
+    tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
     ring, cache = attached_ring(module), kwargs.get("past_key_values")
     if ring is None or ring.world_size == 1:
         FORWARD_PASS.set(_packed_rows(module, tokens, kwargs))
@@ -102,12 +114,33 @@ def _after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Non
     forward_pass = FORWARD_PASS.get()
     FORWARD_PASS.set(None)
     ring = attached_ring(module)
-    failed = output is None  # an error is on its way
-    if ring is not None and ring.world_size > 1 and not failed and forward_pass and not forward_pass.attended:
+    if ring is None or ring.world_size == 1 or forward_pass is None or output is None:  # no output: an error on its way
+        return
+    if not forward_pass.attended:
         raise RuntimeError(
             f"no layer of {type(module).__name__} attended by ring_dilated, so each rank saw nothing but its shard: it cannot "
             f"be sharded; use one process (ring=None)"
         )
+    if getattr(output, "pooler_output", None) is not None and not hasattr(module, "pooler"):
+        raise NotImplementedError(
+            f"{type(module).__name__} makes its pooler_output from a token that it looks for in the row, of which each rank "
+            f"has a shard: use one process (ring=None)"
+        )
+
+
+def _before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Finds losses of a shard alone. `_before_forward` raises what is found, on every rank."""
+    if args:
+        kwargs = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
+    given = [name for name in ("labels", "start_positions", "end_positions") if kwargs.get(name) is not None]
+    error = None
+    if given and kwargs.get("shift_labels") is None:
+        error = ValueError(
+            f"{type(module).__name__} was given {' and '.join(given)} for a shard of each row, and would shift and average "
+            f"them in the shard alone: cut batches with ra.shard_batch, which shifts labels before it cuts, and compute "
+            f"ra.next_token_loss from the logits; or shift labels first and pass them as shift_labels too"
+        )
+    _WRONG_LOSS.set(error)
 
 
 def _packed_rows(module: nn.Module, tokens: Tensor | None, kwargs: Mapping[str, Any]) -> ForwardPass | None:
@@ -149,10 +182,13 @@ def _checked_shard(
 ) -> ForwardPass:
     """Shards of whole rows: their positions say which documents there are."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    error: Exception | None = None
+    error = _WRONG_LOSS.get()
+    _WRONG_LOSS.set(None)
     agreed: dict[str, Any] = {}
     told: tuple[list[list[_Run]], int] | None = None
     try:
+        if error is not None:
+            raise error
         if tokens is None:
             raise ValueError("a sharded forward pass needs input_ids or inputs_embeds")
         if cache is not None and not isinstance(cache, ShardedCache):
@@ -183,7 +219,10 @@ def _checked_shard(
     documents = tuple(_documents_of_row(row, runs, mask is not None, layout, first) for row, runs in enumerate(rows))
     if ends is None and kwargs.get("seq_idx") is None:
         _check_not_local(documents, layout)
-    if ends is not None and packed_documents(len(documents), max(run.stop for run in rows[0]), ends, None) != documents:
+    if ends is not None:  # it also tells where the row ends that was padded to its layout
+        length = int(ends[-1])
+        documents = tuple(tuple((start, stop) for start, stop in row if start < length) for row in documents)
+    if ends is not None and packed_documents(len(documents), length, ends, None) != documents:
         raise ValueError(
             f"cu_seq_lens_q is {ends.tolist()}, and position_ids describe documents {documents} of the whole row: pass "
             f"the cu_seq_lens of the whole row, or none"

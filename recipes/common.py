@@ -57,7 +57,10 @@ def installed_model(name: str) -> Path:
     if (folder / "config.json").exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as parts, tempfile.TemporaryDirectory(dir=folder.parent) as building:
+    with (
+        tempfile.TemporaryDirectory(dir=folder.parent) as parts,
+        tempfile.TemporaryDirectory(dir=folder.parent) as building,
+    ):
         source = INSTALLED[name](Path(parts))
         print(f"converting {source.name} to {folder} (once)", file=sys.stderr, flush=True)
         model = AutoModelForCausalLM.from_pretrained(

@@ -22,11 +22,11 @@ CASES = {
     "llama, yarn RoPE": {"rope_parameters": {**ROPE, "rope_type": "yarn", "original_max_position_embeddings": 8}},
     "phi3, longrope": {
         "head_dim": 8,
-        "original_max_position_embeddings": 8,
+        "original_max_position_embeddings": 16,
         "rope_parameters": {
             "rope_type": "longrope",
             "rope_theta": 1e4,
-            "original_max_position_embeddings": 8,
+            "original_max_position_embeddings": 16,
             "short_factor": [1.0, 1.1, 1.2, 1.3],
             "long_factor": [1.0, 2.0, 3.0, 4.0],
         },

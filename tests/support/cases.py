@@ -87,7 +87,7 @@ def compare(
     with_sinks=False,
     device="cpu",
 ):
-    """The largest error of out, lse, dq, dk, dv (and of the sinks' gradient) against the oracle, relative to the largest value (of any gradient).
+    """The largest error of out, lse, dq, dk, dv and the sinks' gradient, relative to the largest value (of any gradient).
 
     Every rank makes the same whole tensors, keeps its part, and compares the unsharded results.
     """

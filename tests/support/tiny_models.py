@@ -159,11 +159,11 @@ def tiny_config(model_type: str, **changes) -> PretrainedConfig:
     default = CONFIG_MAPPING[model_type]()
     own = _CHANGES.get(model_type, {})
     if default.get_text_config() is default:
-        return _tiny(default, {**own, **changes})
-    return _tiny(default, {**own, "text_config": {**own.get("text_config", {}), **changes}})
+        return tiny(default, {**own, **changes})
+    return tiny(default, {**own, "text_config": {**own.get("text_config", {}), **changes}})
 
 
-def _tiny(default: PretrainedConfig, changes: dict) -> PretrainedConfig:
+def tiny(default: PretrainedConfig, changes: dict) -> PretrainedConfig:
     """A config like the default one with small numbers, down to its sub-configs; `changes` are nested likewise."""
     values = default.to_dict()
     settings = {name: size for name, size in _SIZES.items() if values.get(name) is not None}
@@ -174,7 +174,7 @@ def _tiny(default: PretrainedConfig, changes: dict) -> PretrainedConfig:
     settings |= _few_layers(values, settings)
     for name in default.sub_configs:
         if getattr(default, name) is not None:
-            changes = {**changes, name: _tiny(getattr(default, name), changes.get(name, {}))}
+            changes = {**changes, name: tiny(getattr(default, name), changes.get(name, {}))}
     return type(default)(**{**settings, **_TOKENS, **changes})
 
 

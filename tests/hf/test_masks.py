@@ -1,0 +1,241 @@
+"""What masks say: padding, packing as collators describe it, windows, caches; and masks that are refused."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DataCollatorWithFlattening
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_sliding_window_causal_mask
+
+import hf_ring_attention as ra
+from hf_ring_attention.masks import packed_documents, tokens_of
+
+from ..support.probe import TOKENS, distance
+from ..support.tiny_models import VOCAB, tiny_config, tiny_model
+
+DOCUMENTS = (((0, 7), (7, 16), (16, 20)),)
+
+
+def ids(rows=1, length=TOKENS):
+    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def config_of(model_type="llama"):
+    config = tiny_config(model_type)
+    config._attn_implementation = "ring_dilated"
+    return config
+
+
+def made(create, config=None, mask=None, positions=None, rows=2):
+    embeds = torch.zeros(rows, TOKENS, 1)
+    extra = {} if positions is None else {"position_ids": positions}
+    return create(
+        config=config or config_of(), inputs_embeds=embeds, attention_mask=mask, past_key_values=None, **extra
+    )
+
+
+def test_masks_say_what_eager_would_read():
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
+    mask[1, :3] = mask[1, -4:] = 0
+    said = tokens_of(made(create_causal_mask, mask=mask))
+    assert said.documents == (((0, TOKENS),), ((3, TOKENS - 4),))
+    assert (said.causal, said.window, said.dropped, said.length, said.written) == (True, None, False, TOKENS, TOKENS)
+    assert tokens_of(made(create_bidirectional_mask)).causal is False
+    said = tokens_of(made(create_sliding_window_causal_mask, config_of("mistral"), mask=mask))
+    assert (said.causal, said.window) == (True, 6)
+    positions = torch.cat([torch.arange(stop - start) for start, stop in DOCUMENTS[0]])[None]
+    assert tokens_of(made(create_causal_mask, positions=positions, rows=1)).documents == DOCUMENTS
+
+
+@pytest.mark.parametrize("moved", [torch.clone, copy.deepcopy, lambda mask: mask.to(torch.int64, copy=True)])
+def test_a_mask_that_was_copied_says_the_same(moved):
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
+    mask[1, :3] = 0
+    for create, config in ((create_causal_mask, None), (create_sliding_window_causal_mask, config_of("mistral"))):
+        original = made(create, config, mask)
+        copied = moved(original)
+        said = copied.__dict__.pop("_ring_dilated_tokens", None)
+        assert said is None
+        assert tokens_of(copied) == tokens_of(original)
+        assert tokens_of(original) is tokens_of(original), "read once"
+
+
+def test_plain_masks():
+    for dtype in (torch.bool, torch.int64, torch.float32):
+        said = tokens_of(torch.tensor([[0, 1, 1], [1, 1, 0]]).to(dtype))
+        assert said.documents == (((1, 3),), ((0, 2),))
+        assert said.causal is None and said.window is None
+    assert tokens_of(None).documents is None
+
+
+@pytest.mark.parametrize("how", ["position_ids", "seq_idx", "cu_seq_lens", "all"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gpt_oss", "gpt2"])
+def test_packed_as_the_collator_makes_it(model_type, how):
+    """Each document's logits are those of eager attention to it alone."""
+    model, row = tiny_model(model_type, "ring_dilated"), ids()
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True, return_tensors="pt")
+    batch = collator([{"input_ids": row[0, start:stop].tolist()} for start, stop in DOCUMENTS[0]])
+    batch.pop("labels")
+    kept = {"seq_idx": ["seq_idx"], "cu_seq_lens": ["cu_seq_lens_q", "cu_seq_lens_k"], "position_ids": []}
+    kept["all"] = kept["seq_idx"] + kept["cu_seq_lens"]
+    inputs = {name: x for name, x in batch.items() if name in ("input_ids", "position_ids", *kept[how])}
+    if how == "position_ids":
+        ra.patch_model(model)  # GPT-OSS does not look for packing itself
+    with torch.no_grad():
+        logits = model(**inputs, use_cache=False).logits[0]
+        eager = tiny_model(model_type, "eager")
+        for start, stop in DOCUMENTS[0]:
+            assert distance(logits[start:stop], eager(row[:, start:stop], use_cache=False).logits[0]) <= 1e-5
+
+
+def test_padding_and_packing_leave_logits_alone():
+    """A document alone, padded left, right and on both sides, and packed with others."""
+    pattern = ra.Pattern.pyramid(window=3, levels=3, ratio=2, sinks=2)
+    for model_type in ("llama", "gemma2", "gpt_oss", "deepseek_v3"):
+        model, document, other = ra.patch_model(tiny_model(model_type, "eager"), pattern), ids(1, 13), ids(1, 5)
+        with torch.no_grad():
+            alone = model(document, use_cache=False).logits[0]
+            for before, after in ((5, 0), (0, 6), (3, 3)):
+                mask = torch.nn.functional.pad(torch.ones_like(document), (before, after))
+                row = torch.nn.functional.pad(document, (before, after))
+                positions = (mask.cumsum(-1) - 1).clamp_min(0)
+                padded = model(row, attention_mask=mask, position_ids=positions, use_cache=False).logits[0]
+                assert distance(padded[before : before + 13], alone) <= 1e-5, (model_type, before, after)
+            positions = torch.cat([torch.arange(5), torch.arange(13), torch.arange(5)])[None]
+            packed = model(torch.cat([other, document, other], 1), position_ids=positions, use_cache=False).logits[0]
+            assert distance(packed[5:18], alone) <= 1e-5, model_type
+
+
+def refused(match, model_type="llama", **inputs):
+    model = ra.patch_model(tiny_model(model_type, "eager"))
+    with pytest.raises(ValueError, match=match):
+        model(ids(2), use_cache=False, **inputs)
+
+
+def test_squares():
+    square = torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.bool).tril()
+    refused(r"LlamaAttention: .*mask \[batch, tokens\], got \(2, 1, 20, 20\): pass the 2-D", attention_mask=square)
+    refused(
+        "padding inside a document.*takes padding before and after",
+        attention_mask=(torch.arange(20) != 9)[None] * torch.ones(2, 1),
+    )
+
+
+def test_mask_functions():
+    def every_other(batch, head, query, key):
+        return key % 2 == 0
+
+    for name in ("or_mask_function", "and_mask_function"):
+        with pytest.raises(
+            ValueError, match=r"LlamaModel: .*cannot apply or_mask_function and and_mask_function.*'sdpa'"
+        ):
+            create_causal_mask(config_of(), torch.zeros(2, TOKENS, 1), None, None, **{name: every_other})
+    with pytest.raises(ValueError, match=r"LlamaModel: .*cannot express this mask \(or_masks\).*'sdpa'"):
+        create_causal_mask(
+            config_of(),
+            torch.zeros(2, TOKENS, 1),
+            None,
+            None,
+            block_sequence_ids=torch.zeros(2, TOKENS, dtype=torch.long),
+        )
+
+
+@pytest.mark.parametrize(
+    ("ends", "numbers", "match"),
+    [
+        ([0, 7, 16], None, r"rise from 0 to the 20 tokens of one batch row, got \[0, 7, 16\]"),
+        ([1, 20], None, "rise from 0"),
+        ([0, 9, 9, 20], None, "rise from 0"),
+        (None, [[0] * 19], r"seq_idx must be \[1, 20\]"),
+        ([0, 7, 20], [[0] * 8 + [1] * 12], "contradict each other"),
+    ],
+)
+def test_contradicting_collators(ends, numbers, match):
+    ends = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+    with pytest.raises(ValueError, match=match):
+        packed_documents(1, TOKENS, ends, None if numbers is None else torch.tensor(numbers))
+
+
+def test_a_collator_that_contradicts_the_mask():
+    model = tiny_model("llama", "ring_dilated")
+    mask = torch.ones(1, TOKENS, dtype=torch.long)
+    mask[0, :3] = 0
+    ends = torch.tensor([0, 7, TOKENS], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"describe documents .*\(0, 7\).*attention mask or position_ids .*\(3, 20\)"):
+        model(ids(), attention_mask=mask, cu_seq_lens_q=ends, use_cache=False)
+
+
+# ---- on a ring
+
+
+def sharded_inputs(ring, layout, row, positions):
+    return {"input_ids": ring.shard(row, layout), "position_ids": ring.shard(positions, layout)}
+
+
+@pytest.mark.parametrize("how", ["position_ids", "seq_idx", "cu_seq_lens"])
+@pytest.mark.parametrize("layout_kind", ["contiguous", "zigzag"])
+def test_packed_rows_on_a_ring(layout_kind, how):
+    row = ids()
+    positions = torch.cat([torch.arange(stop - start) for start, stop in DOCUMENTS[0]])[None]
+    numbers = torch.repeat_interleave(torch.arange(3), torch.tensor([7, 9, 4]))[None]
+    with torch.no_grad():
+        expected = ra.patch_model(tiny_model("llama", "eager"))(row, position_ids=positions, use_cache=False).logits
+    models = [tiny_model("llama", "eager") for _ in range(3)]
+
+    def work(ring):
+        model = ra.patch_model(models[ring.rank], ring=ring)
+        layout = ring.layout_for(TOKENS, ra.Pattern.exact())
+        inputs = sharded_inputs(ring, layout, row, positions)
+        if how == "seq_idx":
+            inputs["seq_idx"] = ring.shard(numbers, layout, fill=3)
+        elif how == "cu_seq_lens":
+            inputs["cu_seq_lens_q"] = torch.tensor([0, 7, 16, 20], dtype=torch.int32)
+        with torch.no_grad():
+            return ring.unshard(model(**inputs, use_cache=False).logits, layout)
+
+    for logits in ra.run_simulated(work, 3, layout=layout_kind, timeout=60):
+        assert distance(logits, expected) <= 1e-5
+
+
+def test_a_document_for_every_rank_must_be_said():
+    """Else it looks as if every rank had numbered its tokens from 0."""
+    row, positions = ids(), torch.arange(10).repeat(2)[None]
+    models = [tiny_model("llama", "eager") for _ in range(2)]
+
+    def work(ring):
+        model = ra.patch_model(models[ring.rank], ring=ring)
+        layout = ring.layout_for(TOKENS, ra.Pattern.exact())
+        inputs = sharded_inputs(ring, layout, row, positions)
+        with pytest.raises(
+            ValueError, match=r"or every rank happens to have one packed document.*cu_seq_lens_q or seq_idx"
+        ):
+            model(**inputs)
+        with pytest.raises(ValueError, match=r"cu_seq_lens_q is .*position_ids describe documents"):
+            model(**inputs, cu_seq_lens_q=torch.tensor([0, 9, 20]))
+        with pytest.raises(ValueError, match="seq_idx says that a document begins at token 4 of rank"):
+            model(**inputs, seq_idx=(torch.arange(10) > 3)[None].long())
+        with torch.no_grad():
+            return ring.unshard(model(**inputs, cu_seq_lens_q=torch.tensor([0, 10, 20])).logits, layout)
+
+    with torch.no_grad():
+        expected = ra.patch_model(tiny_model("llama", "eager"))(row, position_ids=positions, use_cache=False).logits
+    for logits in ra.run_simulated(work, 2, layout="contiguous", timeout=60):
+        assert distance(logits, expected) <= 1e-5
+
+
+def test_a_copied_mask_of_a_sharded_model():
+    """What it knew of the other ranks is gone, and that is said."""
+    models = [tiny_model("llama", "eager") for _ in range(2)]
+
+    def work(ring):
+        model = ra.patch_model(models[ring.rank], ring=ring)
+
+        def copied(module, args, kwargs):
+            return args, {**kwargs, "attention_mask": kwargs["attention_mask"].clone()}
+
+        model.model.layers[1].register_forward_pre_hook(copied, with_kwargs=True)
+        layout = ring.layout_for(TOKENS, ra.Pattern.exact())
+        model(**sharded_inputs(ring, layout, ids(), torch.arange(TOKENS)[None]))
+
+    with pytest.raises(RuntimeError, match="keep the layers of a rank on one device"):
+        ra.run_simulated(work, 2, timeout=60)
