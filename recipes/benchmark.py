@@ -10,6 +10,7 @@ last column of the first table says how much of that is reached. Runs alternate 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import platform
 import statistics
@@ -124,6 +125,45 @@ def model_forward(args, console):
     return ratio
 
 
+def decode(args, patterns, console):
+    """Seconds a token with `decode_tokens` tokens in the cache of a real model, against sdpa on a copy of the same cache.
+
+    The floor is the bytes: all weights once, and of the cache the keys and values that the pattern shows; Transformers'
+    dynamic cache copies itself at each token besides, for every implementation.
+    """
+    model, _ = common.load(args.model)
+    model.to(args.device, getattr(torch, args.dtype)).eval()
+    tokens, rows = args.decode_tokens, []
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (1, tokens + 1), generator=generator).to(args.device)
+    with torch.inference_mode():
+        model.set_attn_implementation("sdpa")
+        console.print(f"filling a cache with {tokens} tokens")
+        cache = model.base_model(ids[:, :tokens], use_cache=True).past_key_values
+        for name in track(patterns, "decode", console=console, transient=True):
+            ra.patch_config(model.config, patterns[name])
+            caches = {"sdpa": copy.deepcopy(cache), "ring_dilated": copy.deepcopy(cache)}
+            seconds = {implementation: [] for implementation in caches}
+            for number in range(args.decode_repeats + 3):
+                for implementation in list(seconds) if number % 2 else list(seconds)[::-1]:
+                    model.set_attn_implementation(implementation)
+                    step = {"past_key_values": caches[implementation], "use_cache": True}
+                    taken, _ = timed(lambda step=step: model(ids[:, -1:], **step), args.device)
+                    if number > 2:
+                        seconds[implementation].append(taken)
+            ratio = statistics.median(ring / sdpa for sdpa, ring in zip(*seconds.values()))
+            medians = {implementation: statistics.median(found) for implementation, found in seconds.items()}
+            rows.append({"pattern": name, **medians, "ratio": ratio})
+    table = Table(title=f"a token with {tokens} in the cache, median of {args.decode_repeats} paired steps")
+    for heading in ("pattern", "sdpa, ms", "ring_dilated, ms", "ratio"):
+        table.add_column(heading, justify="left" if heading == "pattern" else "right", overflow="fold")
+    for row in rows:
+        cells = f"{1e3 * row['sdpa']:.1f}", f"{1e3 * row['ring_dilated']:.1f}", f"{row['ratio']:.3f}"
+        table.add_row(row["pattern"], *cells)
+    console.print(table)
+    return rows
+
+
 def memory(args, patterns, console):
     """Peak bytes of forward and backward, inputs and gradients included, each in a process of its own."""
     rows = []
@@ -165,7 +205,11 @@ def main() -> None:
     parser.add_argument("--pyramid", default="512,3", help="WINDOW,LEVELS of the pyramid pattern")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each, after a first that does not count")
     parser.add_argument("--model-repeats", type=int, default=15, help="paired runs of the model")
-    parser.add_argument("--only", nargs="+", choices=["speed", "memory", "model"], default=["speed", "memory", "model"])
+    parser.add_argument("--decode-tokens", type=int, default=8192, help="tokens in the cache of a real model")
+    parser.add_argument("--decode-repeats", type=int, default=30, help="paired steps")
+    parser.add_argument("--model", help="of the decode part: a hub id or folder; default: the bundled SmolLM2-135M")
+    parts = ["speed", "memory", "model", "decode"]
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--json", help="file for the figures")
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -188,6 +232,8 @@ def main() -> None:
         figures["memory"] = memory(args, patterns, console)
     if "model" in args.only:
         figures["model_ratio"] = model_forward(args, console)
+    if "decode" in args.only:
+        figures["decode"] = decode(args, patterns, console)
     if args.json:
         with open(args.json, "w") as file:
             json.dump(figures, file)

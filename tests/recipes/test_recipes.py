@@ -103,15 +103,19 @@ def test_finetune_takes_the_same_steps_on_two_processes(folder, tmp_path):
     assert figures[2]["perplexity_after"] == pytest.approx(figures[1]["perplexity_after"], rel=1e-4)
 
 
-def test_benchmark_prints_its_tables(tmp_path):
+def test_benchmark_prints_its_tables(folder, tmp_path):
     file = tmp_path / "bench.json"
     options = ["--tokens", 4096, "--heads", 4, "--kv-heads", 2, "--longnet", "128/1,1024/8", "--pyramid", "64,2"]
-    out = run("benchmark.py", *options, "--repeats", 1, "--model-repeats", 1, "--json", file)
+    options += ["--repeats", 1, "--model-repeats", 1]
+    options += ["--model", folder / "model", "--decode-tokens", 100, "--decode-repeats", 1]
+    out = run("benchmark.py", *options, "--json", file)
     figures = json.loads(file.read_text())
     assert "of the floor" in out
     assert [row["attention"] for row in figures["speed"]] == ["sdpa", "longnet:128/1,1024/8", "pyramid:64,2"]
     assert all(row["bytes"] > 2**20 for row in figures["memory"])
     assert figures["model_ratio"] > 0
+    assert [row["pattern"] for row in figures["decode"]] == ["longnet:128/1,1024/8", "pyramid:64,2", "exact"]
+    assert all(row["ratio"] > 0 for row in figures["decode"])
 
 
 def test_a_pattern_that_cannot_be_read_ends_with_the_forms_that_can():
