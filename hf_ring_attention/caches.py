@@ -27,12 +27,15 @@ class _ShardedLayer(DynamicLayer):
         return 0 if self.keys is None else self.layout.seq_len + self.later
 
     def crop(self, tokens_to_remove: int) -> None:
-        if abs(tokens_to_remove) > self.later:
+        """Removes the last tokens: so many if negative; down to so many, if positive, as earlier Transformers had it."""
+        count = -tokens_to_remove if tokens_to_remove <= 0 else self.get_seq_length() - tokens_to_remove
+        if count > self.later:
             raise ValueError(
-                f"a sharded cache keeps the {self.layout.seq_len} tokens it was filled with: {abs(tokens_to_remove)} "
-                f"tokens cannot be removed, {self.later} came after them"
+                f"a sharded cache keeps the {self.layout.seq_len} tokens it was filled with: {count} tokens cannot be "
+                f"removed, {self.later} came after them"
             )
-        super().crop(tokens_to_remove)
+        if count > 0 and self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[..., :-count, :], self.values[..., :-count, :]
 
 
 class ShardedCache(Cache):

@@ -79,6 +79,10 @@ def _check_config(config: PretrainedConfig, layer_types: tuple[str, ...], crossi
             f"{name}: layer {others[0]} is of type {kind!r} (of this or another such type are layers {others}): "
             f"{reason}: ring_dilated computes layers of {' and '.join(LAYER_TYPES)}: use 'sdpa' or 'eager'"
         )
+    if not layer_types and getattr(config, "index_topk", None):  # before Transformers had a type for such layers
+        raise NotImplementedError(
+            f"{name} selects keys by an indexer, which no branch of a pattern is: use 'sdpa' or 'eager'"
+        )
     if config.model_type in _BEYOND_THE_INTERFACE:
         raise NotImplementedError(f"{name}: {_BEYOND_THE_INTERFACE[config.model_type]}: use 'sdpa' or 'eager'")
 

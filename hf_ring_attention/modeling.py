@@ -64,6 +64,11 @@ def ring_dilated_attention(
         tokens = tokens_of(attention_mask)
         if sharded and tokens.layout is None and tokens.held is None:
             raise ValueError(sharded_without_documents(module))
+        if attention_mask is None and forward_pass is not None and forward_pass.documents is not None:
+            raise ValueError(
+                f"{type(module).__name__} was given packed rows by position_ids, but its model makes masks itself, and none "
+                f"for them: pass one document a row, padded"
+            )
         causal = tokens.causal
         if causal is None:
             causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)

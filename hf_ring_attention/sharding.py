@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
 
 from .caches import ShardedCache
-from .configuration import model_layout
+from .configuration import NAME, model_layout
 from .gate import decoder_of, runner_of
 from .layouts import SequenceLayout
 from .masks import FORWARD_PASS, ForwardPass, documents_from_mask, packed_documents
@@ -96,7 +96,7 @@ def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
     ring, cache = attached_ring(module), kwargs.get("past_key_values")
     if ring is None or ring.world_size == 1:
-        FORWARD_PASS.set(_packed_rows(module, tokens, kwargs))
+        FORWARD_PASS.set(_packed_rows(module, tokens, kwargs) or ForwardPass())
         return
     if isinstance(cache, ShardedCache) and cache.get_seq_length() > 0:
         FORWARD_PASS.set(_checked_step(ring, cache, tokens))
@@ -109,21 +109,28 @@ def _after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Non
     """Ends what `_before_forward` began.
 
     Raises:
-        RuntimeError: a sharded model whose layers never attended by ring_dilated, so that each rank saw its shard alone.
+        RuntimeError: a model whose layers never attended by ring_dilated, so that each rank saw its shard alone.
     """
     forward_pass = FORWARD_PASS.get()
     FORWARD_PASS.set(None)
     ring = attached_ring(module)
-    if ring is None or ring.world_size == 1 or forward_pass is None or output is None:  # no output: an error on its way
+    if forward_pass is None or output is None:  # no output: an error is on its way
         return
-    if not forward_pass.attended:
+    sharded = ring is not None and ring.world_size > 1
+    name, implementation = type(module).__name__, getattr(module.config, "_attn_implementation", None)
+    if not forward_pass.attended and sharded:
         raise RuntimeError(
-            f"no layer of {type(module).__name__} attended by ring_dilated, so each rank saw nothing but its shard: it cannot "
-            f"be sharded; use one process (ring=None)"
+            f"no layer of {name} attended by ring_dilated ({implementation!r} is set), so each rank saw nothing but its "
+            f"shard: call ra.patch_model; if that was done, {name} cannot be sharded: use one process (ring=None)"
         )
-    if getattr(output, "pooler_output", None) is not None and not hasattr(module, "pooler"):
+    if not forward_pass.attended and implementation == NAME:
+        raise RuntimeError(
+            f"no layer of {name} attended by ring_dilated: it computes attention of its own, and would ignore the pattern: "
+            f"use 'eager'"
+        )
+    if sharded and getattr(output, "pooler_output", None) is not None and not hasattr(module, "pooler"):
         raise NotImplementedError(
-            f"{type(module).__name__} makes its pooler_output from a token that it looks for in the row, of which each rank "
+            f"{name} makes its pooler_output from a token that it looks for in the row, of which each rank "
             f"has a shard: use one process (ring=None)"
         )
 
