@@ -3,14 +3,15 @@
 import re
 
 import pytest
+import torch
 import transformers
 from transformers import PretrainedConfig
 
 import hf_ring_attention as ra
 from hf_ring_attention.gate import check_config
 
-from ..support.probe import ROOT, survey, table
-from ..support.tiny_models import CAUSAL_TYPES, NOT_BUILT
+from ..support.probe import ROOT, batch, survey, table
+from ..support.tiny_models import CAUSAL_TYPES, NOT_BUILT, tiny_model
 
 KNOWN = {model.model_type: model for model in ra.supported_models()}
 
@@ -35,6 +36,33 @@ def test_refusals_name_the_class_the_reason_and_what_works(model):
     assert re.search(r"\w+(For\w+|Model|LMHeadModel|WithLMHead\w*)\b", model.reason)
     assert "'eager'" in model.reason
     assert len(model.reason) > 80
+
+
+#: Types that ask neither for a mask nor for attention: without patch_model nothing can refuse them.
+SILENT = {
+    "cpmant", "falcon_mamba", "mamba", "mamba2", "openai-gpt", "prophetnet", "rwkv", "xlm", "xlnet", "xlstm",
+}  # fmt: skip
+#: Types that look their implementations up in tables of their own, and do not find this one.
+OWN_TABLES = {"falcon", "git", "gpt_neo", "gptj"}
+
+
+@pytest.mark.parametrize("model_type", [m.model_type for m in KNOWN.values() if m.status == "refused"])
+def test_refused_at_the_first_forward_pass_too(model_type):
+    """Of a model that only named the implementation; those that nothing can refuse compute what eager does."""
+    inputs, _ = batch("plain")
+    if model_type in SILENT:
+        with torch.no_grad():
+            found, expected = (
+                tiny_model(model_type, name)(**inputs, use_cache=False).logits for name in ("ring_dilated", "eager")
+            )
+        assert torch.equal(found, expected)
+    elif model_type in OWN_TABLES:
+        with pytest.raises(KeyError, match="ring_dilated"):
+            tiny_model(model_type, "ring_dilated")
+    else:
+        model = tiny_model(model_type, "ring_dilated")
+        with pytest.raises((ValueError, NotImplementedError), match=r"'eager'|'sdpa'|ring_dilated takes"):
+            model(**inputs, use_cache=False)
 
 
 def test_reasons_against_a_ring_name_the_class_and_what_works():
