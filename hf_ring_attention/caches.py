@@ -26,15 +26,20 @@ class _ShardedLayer(DynamicLayer):
         """Tokens of the whole row."""
         return 0 if self.keys is None else self.layout.seq_len + self.later
 
+    def reset(self) -> None:
+        raise ValueError("a sharded cache cannot be filled again: make another one with ra.prefill")
+
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last tokens: so many if negative; down to so many, if positive, as earlier Transformers had it."""
+        if self.keys is None:  # a layer that takes the keys of another
+            return
         count = -tokens_to_remove if tokens_to_remove <= 0 else self.get_seq_length() - tokens_to_remove
         if count > self.later:
             raise ValueError(
                 f"a sharded cache keeps the {self.layout.seq_len} tokens it was filled with: {count} tokens cannot be "
                 f"removed, {self.later} came after them"
             )
-        if count > 0 and self.keys is not None and self.values is not None:
+        if count > 0 and self.values is not None:
             self.keys, self.values = self.keys[..., :-count, :], self.values[..., :-count, :]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -189,6 +191,18 @@ def whole_model(model: Any, caller: str) -> PreTrainedModel:
             f"which have no positions: use an adapter without prompts, such as LoRA"
         )
     return inner
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards each module is in its own mode again."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def runner_of(model: PreTrainedModel) -> PreTrainedModel:

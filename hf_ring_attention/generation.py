@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import zlib
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -10,9 +12,13 @@ from transformers import PreTrainedModel
 
 from .caches import ShardedCache
 from .configuration import model_layout
-from .gate import unwrapped, whole_model
+from .gate import evaluating, unwrapped, whole_model
 from .ring import Ring
 from .sharding import attached_ring
+
+
+def _arguments(model: PreTrainedModel) -> Collection[str]:
+    return inspect.signature(unwrapped(model).forward).parameters
 
 
 @torch.no_grad()
@@ -43,6 +49,11 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
         error = ValueError(
             f"prefill: attention_mask must be {tuple(input_ids.shape)} as input_ids, got {tuple(attention_mask.shape)}"
         )
+    elif attention_mask is not None and not bool(attention_mask.all()) and "position_ids" not in _arguments(model):
+        error = ValueError(
+            f"prefill: {type(model).__name__}.generate would number padded rows otherwise than prefill: it takes no "
+            f"position_ids; pass rows without padding"
+        )
     ring.agree(
         {
             "the shape of input_ids": tuple(input_ids.shape),
@@ -57,9 +68,7 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
     cache = ShardedCache(layout, config.num_hidden_layers)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
-    training = inner.training
-    inner.eval()
-    try:
+    with evaluating(inner):
         inner.base_model(
             input_ids=ring.shard(input_ids, layout),
             position_ids=ring.shard(positions, layout),
@@ -67,6 +76,4 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
             past_key_values=cache,
             use_cache=True,
         )
-    finally:
-        inner.train(training)
     return cache

@@ -8,7 +8,6 @@ window, and which slots of a static cache are written.
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from .gate import check_config, class_name
 from .layouts import HeldKeys, SequenceLayout
+from .packing import documents_from_mask
 from .plans import Documents
 
 #: Attribute of a mask that keeps what was read from it: one reading serves all layers, and recomputation.
@@ -60,18 +60,28 @@ class ForwardPass:
     """What the forward pass of a patched model knows before its masks are made.
 
     Either `documents`, and for shards of a row also `layout` and `last_position`, the greatest position id of all ranks;
-    or `held`, for a row's last tokens against a sharded cache. `attended`: a layer has attended by ring_dilated.
+    or `held`, for a row's last tokens against a sharded cache. `config`: of the model, whose masks alone are meant;
+    `outer`: the pass inside which this one runs. `attended`: a layer has attended by ring_dilated.
     """
+
+    config: Any
 
     documents: Documents | None = None
     layout: SequenceLayout | None = None
     held: HeldKeys | None = None
     last_position: int | None = None
     attended: bool = False
+    outer: ForwardPass | None = None
 
 
-#: The one that runs in this thread; None outside of patched models, and where it has nothing to say.
+#: The one that runs in this thread; None outside of patched models.
 FORWARD_PASS: ContextVar[ForwardPass | None] = ContextVar("ring_dilated_forward_pass", default=None)
+
+
+def forward_pass_of(config: Any) -> ForwardPass | None:
+    """The running forward pass, if it is that of a model with this config: one that was broken off leaves its own behind."""
+    running = FORWARD_PASS.get()
+    return running if running is not None and running.config is config else None
 
 
 @torch.compiler.disable(reason="it reads masks")
@@ -119,7 +129,7 @@ def ring_dilated_mask(
                 f"{class_name(config)}: ring_dilated cannot express this mask ({kind}): its tiles know causal and "
                 f"bidirectional attention, windows, padding and packing: use 'eager' or 'sdpa'"
             )
-    known = FORWARD_PASS.get() or ForwardPass()
+    known = forward_pass_of(config) or ForwardPass(config)
     sharded = known.layout is not None or known.held is not None
     flags = _KNOWN | causal * _CAUSAL | (kv_offset > 0) * _DROPPED | sharded * _SHARDED
     flags |= (window or 0) << _WINDOW_BIT
@@ -202,62 +212,3 @@ def tokens_of(mask: Tensor | None) -> Tokens:
         setattr(mask, _READ, tokens)
     assert isinstance(tokens, Tokens)
     return tokens
-
-
-def documents_from_mask(mask: Tensor) -> Documents:
-    """Per batch row the (start, stop) of its documents.
-
-    Args:
-        mask: [B, n]: 0 for padding, otherwise a number of the token's document (a padding mask has 1 everywhere else).
-
-    Raises:
-        ValueError: a document with a gap.
-    """
-    documents = []
-    for row, numbers in enumerate(mask.to(torch.int64).cpu()):
-        borders = (torch.nonzero(numbers[1:] != numbers[:-1]).flatten() + 1).tolist()
-        starts = [0, *borders]
-        runs = [run for run in zip(starts, [*borders, len(numbers)]) if numbers[run[0]] != 0]
-        seen = [int(numbers[start]) for start, _ in runs]
-        if len(set(seen)) < len(seen):
-            raise ValueError(
-                f"batch row {row} of the attention mask has padding inside a document: tokens {runs} are marked as "
-                f"{seen}; ring_dilated takes padding before and after a document"
-            )
-        documents.append(tuple(runs))
-    return tuple(documents)
-
-
-def packed_documents(batch: int, tokens: int, cu_seq_lens: Tensor | None, seq_idx: Tensor | None) -> Documents | None:
-    """The documents that Transformers' collators describe beside the tokens; None where they do not.
-
-    Args:
-        cu_seq_lens: [documents + 1] ends of the documents of one batch row (`DataCollatorWithFlattening`).
-        seq_idx: [B, n] number of each token's document, from 0.
-
-    Raises:
-        ValueError: ends that are not those of `tokens` tokens, or that contradict the numbers.
-    """
-    by_ends = by_number = None
-    if cu_seq_lens is not None:
-        by_ends = getattr(cu_seq_lens, _READ, None)
-        if by_ends is None:
-            ends = cu_seq_lens.flatten().tolist()
-            rising = all(a < b for a, b in itertools.pairwise(ends))
-            if batch != 1 or ends[0] != 0 or ends[-1] != tokens or not rising:
-                raise ValueError(
-                    f"cu_seq_lens must rise from 0 to the {tokens} tokens of one batch row, got {ends} for {batch} rows: "
-                    f"pass those of the collator, with the input_ids it made"
-                )
-            by_ends = (tuple(itertools.pairwise(ends)),)
-            setattr(cu_seq_lens, _READ, by_ends)
-    if seq_idx is not None:
-        if tuple(seq_idx.shape) != (batch, tokens):
-            raise ValueError(f"seq_idx must be [{batch}, {tokens}] as input_ids, got {tuple(seq_idx.shape)}")
-        by_number = getattr(seq_idx, _READ, None)
-        if by_number is None:
-            by_number = documents_from_mask(seq_idx + 1)
-            setattr(seq_idx, _READ, by_number)
-    if by_ends is not None and by_number is not None and by_ends != by_number:
-        raise ValueError(f"cu_seq_lens and seq_idx contradict each other: {by_ends} and {by_number}")
-    return by_number if by_ends is None else by_ends

@@ -13,7 +13,8 @@ from .attention import cached_attention, ring_attention
 from .configuration import NAME, layer_pattern, patch_config
 from .gate import check_model, unwrapped
 from .layouts import HeldKeys
-from .masks import FORWARD_PASS, Tokens, packed_documents, ring_dilated_mask, tokens_of
+from .masks import Tokens, forward_pass_of, ring_dilated_mask, tokens_of
+from .packing import packed_documents
 from .patterns import Pattern, Window
 from .ring import Ring
 from .sharding import attach_ring, attached_ring, sharded_without_documents
@@ -55,7 +56,7 @@ def ring_dilated_attention(
         NotImplementedError: position biases, head masks, paged caches and cross-attention.
     """
     config, ring = getattr(module, "config", None), attached_ring(module)
-    forward_pass = FORWARD_PASS.get()
+    forward_pass = forward_pass_of(config)
     if forward_pass is not None:
         forward_pass.attended = True
     sharded = ring is not None and ring.world_size > 1
@@ -134,7 +135,8 @@ def _held(
     ):
         raise ValueError(
             f"{name}: layer {getattr(module, 'layer_idx', None)} has the pattern {pattern}, and its cache keeps only the "
-            f"last {tokens.window} tokens: pass past_key_values=DynamicCache(), made without the config, which keeps all"
+            f"last tokens ({tokens.window or 'no'} tokens are the layer's own window): pass past_key_values=DynamicCache(), "
+            f"made without the config, which keeps all"
         )
     return None if num_queries == written == num_rows else HeldKeys.whole(written, num_queries, num_rows)
 

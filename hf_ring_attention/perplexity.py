@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .configuration import layer_pattern
-from .gate import whole_model
+from .gate import evaluating, whole_model
 from .modeling import patch_model
 from .ring import Ring
 from .sharding import attached_ring
@@ -92,11 +92,9 @@ def perplexity(
     ring = attached_ring(model) or Ring.alone()
     layout = ring.layout_for(input_ids.shape[1], layer_pattern(model.config.get_text_config(), None))
 
-    training = model.training
-    model.eval()
     start = time.perf_counter()
     rows = []
-    try:
+    with evaluating(model):
         for row in range(input_ids.shape[0]):
             ids = input_ids[row : row + 1].to(model.device)
             mask = None if attention_mask is None else attention_mask[row : row + 1].to(model.device)
@@ -116,8 +114,6 @@ def perplexity(
             )
             whole = ring.unshard(nll, layout)
             rows.append(F.pad(whole[:, :-1], (1, 0), value=torch.nan).cpu())
-    finally:
-        model.train(training)
     token_nll = torch.cat(rows)
     scored = ~token_nll.isnan()
     if not scored.any():

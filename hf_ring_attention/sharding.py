@@ -8,20 +8,28 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.masking_utils import find_packed_sequence_indices
 
 from .caches import ShardedCache
 from .configuration import NAME, model_layout
 from .gate import decoder_of, runner_of
 from .layouts import SequenceLayout
-from .masks import FORWARD_PASS, ForwardPass, documents_from_mask, packed_documents
+from .masks import FORWARD_PASS, ForwardPass, forward_pass_of
+from .packing import (
+    Run,
+    check_not_local,
+    documents_from_mask,
+    documents_of_row,
+    documents_of_rows,
+    packed_documents,
+    runs_of_shard,
+)
 from .plans import Documents
 from .ring import Ring
 
@@ -75,14 +83,6 @@ def _depends_on_length(module: nn.Module) -> bool:
 # ---- before and after a forward pass
 
 
-class _Run(NamedTuple):
-    """Tokens [start, stop) of a row that are neighbours in position too; `origin`: index of their position 0."""
-
-    start: int
-    stop: int
-    origin: int
-
-
 @torch.compiler.disable(reason="it compares the calls of all ranks")
 def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Says what the masks of a forward pass need, and checks a sharded one.
@@ -90,18 +90,18 @@ def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     Raises:
         ValueError: on every rank, where any rank's call contradicts its layout, or the ranks' calls each other.
     """
-    FORWARD_PASS.set(None)
     if args:
         kwargs = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
     tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
     ring, cache = attached_ring(module), kwargs.get("past_key_values")
     if ring is None or ring.world_size == 1:
-        FORWARD_PASS.set(_packed_rows(module, tokens, kwargs) or ForwardPass())
-        return
-    if isinstance(cache, ShardedCache) and cache.get_seq_length() > 0:
-        FORWARD_PASS.set(_checked_step(ring, cache, tokens))
+        begun = ForwardPass(module.config, _packed_rows(module, tokens, kwargs))
+    elif isinstance(cache, ShardedCache) and cache.get_seq_length() > 0:
+        begun = _checked_step(module, ring, cache, tokens, kwargs)
     else:
-        FORWARD_PASS.set(_checked_shard(module, ring, tokens, cache, kwargs))
+        begun = _checked_shard(module, ring, tokens, cache, kwargs)
+    begun.outer = FORWARD_PASS.get()
+    FORWARD_PASS.set(begun)
 
 
 @torch.compiler.disable(reason="it belongs to _before_forward")
@@ -111,10 +111,11 @@ def _after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Non
     Raises:
         RuntimeError: a model whose layers never attended by ring_dilated, so that each rank saw its shard alone.
     """
-    forward_pass = FORWARD_PASS.get()
-    FORWARD_PASS.set(None)
-    ring = attached_ring(module)
-    if forward_pass is None or output is None:  # no output: an error is on its way
+    forward_pass, ring = forward_pass_of(module.config), attached_ring(module)
+    if forward_pass is None:
+        return
+    FORWARD_PASS.set(forward_pass.outer)
+    if output is None:  # an error is on its way
         return
     sharded = ring is not None and ring.world_size > 1
     name, implementation = type(module).__name__, getattr(module.config, "_attn_implementation", None)
@@ -141,7 +142,13 @@ def _before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         kwargs = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
     given = [name for name in ("labels", "start_positions", "end_positions") if kwargs.get(name) is not None]
     error = None
-    if given and kwargs.get("shift_labels") is None:
+    routers = kwargs.get("output_router_logits")
+    if routers if routers is not None else getattr(module.config, "output_router_logits", False):
+        error = ValueError(
+            f"{type(module).__name__} was asked for output_router_logits, and would balance its experts by the shard alone: "
+            f"set config.output_router_logits = False"
+        )
+    elif given and kwargs.get("shift_labels") is None:
         error = ValueError(
             f"{type(module).__name__} was given {' and '.join(given)} for a shard of each row, and would shift and average "
             f"them in the shard alone: cut batches with ra.shard_batch, which shifts labels before it cuts, and compute "
@@ -150,27 +157,39 @@ def _before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     _WRONG_LOSS.set(error)
 
 
-def _packed_rows(module: nn.Module, tokens: Tensor | None, kwargs: Mapping[str, Any]) -> ForwardPass | None:
-    """Whole rows whose positions restart: not every model looks for packing itself, as Transformers defines it.
+def _packed_rows(module: nn.Module, tokens: Tensor | None, kwargs: Mapping[str, Any]) -> Documents | None:
+    """The documents of whole rows, where positions restart or a collator says so; not every model looks for them itself.
 
     Raises:
-        ValueError: packed rows for a model that numbers its tokens itself.
+        ValueError: packed rows for a model that numbers its tokens itself, or told in two ways that differ.
     """
-    positions = kwargs.get("position_ids")
-    others = (kwargs.get("attention_mask"), kwargs.get("past_key_values"))
-    if tokens is None or positions is None or positions.dim() != 2 or any(other is not None for other in others):
+    if tokens is None or kwargs.get("past_key_values") is not None:
         return None
-    numbers = find_packed_sequence_indices(positions)
-    if numbers is not None and "position_ids" not in inspect.signature(module.forward).parameters:
+    batch, length, mask = tokens.shape[0], tokens.shape[1], kwargs.get("attention_mask")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+        return None
+    documents = documents_of_rows(batch, kwargs.get("position_ids"), mask)
+    if documents is not None and "position_ids" not in inspect.signature(module.forward).parameters:
         raise ValueError(
             f"{type(module).__name__} was given packed rows by position_ids, which it does not take: it numbers the tokens "
             f"of a row itself, so it would number documents wrongly: pass one document a row, padded"
         )
-    return None if numbers is None else ForwardPass(documents_from_mask((numbers + 1).expand(len(tokens), -1)))
+    said = packed_documents(batch, length, kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx"))
+    if said is None:
+        return documents
+    by_mask = (((0, length),),) * batch if mask is None else documents_from_mask(mask != 0)
+    if documents not in (None, said) or by_mask not in ((((0, length),),) * batch, said):
+        raise ValueError(
+            f"the collator's cu_seq_lens or seq_idx describe documents {said}, the attention mask or position_ids "
+            f"{documents or by_mask}: pass what the collator made, unchanged"
+        )
+    return said
 
 
-def _checked_step(ring: Ring, cache: ShardedCache, tokens: Tensor | None) -> ForwardPass:
-    """A step after a sharded prefill: every rank comes with the same tokens."""
+def _checked_step(
+    module: nn.Module, ring: Ring, cache: ShardedCache, tokens: Tensor | None, kwargs: Mapping[str, Any]
+) -> ForwardPass:
+    """A step after a sharded prefill: every rank comes with the same tokens, positions and mask."""
     said: dict[str, Any] = {}
     error: Exception | None = None
     length = 0
@@ -178,10 +197,23 @@ def _checked_step(ring: Ring, cache: ShardedCache, tokens: Tensor | None) -> For
         error = ValueError("a forward pass needs input_ids or inputs_embeds")
     else:
         length = tokens.shape[1]
-        content = tokens.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        said["the tokens of a step"] = (tuple(tokens.shape), hashlib.sha256(content).hexdigest())
+        said["the tokens of a step"] = _digest(tokens)
+        said["position_ids of a step"] = _digest(kwargs.get("position_ids"))
+        said["attention_mask of a step"] = _digest(kwargs.get("attention_mask"))
+        try:
+            if isinstance(kwargs.get("attention_mask"), Tensor):
+                documents_from_mask(kwargs["attention_mask"] != 0)
+        except ValueError as refused:
+            error = refused
     ring.agree_cheaply(said, error, torch.device("cpu"))
-    return ForwardPass(held=cache.held(ring.rank, length))
+    return ForwardPass(module.config, held=cache.held(ring.rank, length))
+
+
+def _digest(x: Tensor | None) -> Any:
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    content = x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return tuple(x.shape), hashlib.sha256(content).hexdigest()
 
 
 def _checked_shard(
@@ -189,10 +221,13 @@ def _checked_shard(
 ) -> ForwardPass:
     """Shards of whole rows: their positions say which documents there are."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    error = _WRONG_LOSS.get()
+    error: Exception | None = _WRONG_LOSS.get()
     _WRONG_LOSS.set(None)
     agreed: dict[str, Any] = {}
-    told: tuple[list[list[_Run]], int] | None = None
+    told: tuple[list[list[Run]], int] | None = None
+    # Transformers' generate, which goes on from a sharded cache, numbers the tokens of all models from 0.
+    first = first_position(module) if cache is None else 0
+    ends: Tensor | None = kwargs.get("cu_seq_lens_q")
     try:
         if error is not None:
             raise error
@@ -211,30 +246,40 @@ def _checked_shard(
             "whether the model trains": module.training,
             "output_attentions": bool(kwargs.get("output_attentions")),
         }
-        ends = kwargs.get("cu_seq_lens_q")
+        if 0 in tokens.shape[:2]:
+            raise ValueError(f"a sharded forward pass needs tokens, got {tuple(tokens.shape)}")
         if ends is not None:
+            packed_documents(1, int(ends[-1]), ends, None)
             agreed["cu_seq_lens_q"] = tuple(ends.tolist())
-        told = _runs_of_shard(
-            positions, mask, kwargs.get("seq_idx"), layout, ring.rank, tokens.shape[0], first_position(module)
-        )
-    except ValueError as refused:
+        told = runs_of_shard(positions, mask, kwargs.get("seq_idx"), layout, ring.rank, tokens.shape[0], first)
+    except (ValueError, TypeError, AttributeError, IndexError, RuntimeError) as refused:  # whatever one rank came with
         error = refused
     by_rank = ring.agree(agreed, error, tell=told)
     batch = len(by_rank[0][0])
     rows = [sorted(run for runs, _ in by_rank for run in runs[row]) for row in range(batch)]
-    first = first_position(module)
-    documents = tuple(_documents_of_row(row, runs, mask is not None, layout, first) for row, runs in enumerate(rows))
-    if ends is None and kwargs.get("seq_idx") is None:
-        _check_not_local(documents, layout)
-    if ends is not None:  # it also tells where the row ends that was padded to its layout
-        length = int(ends[-1])
+    documents = tuple(documents_of_row(row, runs, mask is not None, layout, first) for row, runs in enumerate(rows))
+    if ends is not None:
+        _check_ends(ends, documents, layout)
+        length = int(ends[-1])  # where the row ends that was padded to its layout
         documents = tuple(tuple((start, stop) for start, stop in row if start < length) for row in documents)
-    if ends is not None and packed_documents(len(documents), length, ends, None) != documents:
+    elif kwargs.get("seq_idx") is None:
+        check_not_local(documents, layout)
+    return ForwardPass(module.config, documents, layout, last_position=max(last for _, last in by_rank))
+
+
+def _check_ends(ends: Tensor, documents: Documents, layout: SequenceLayout) -> None:
+    """Raises ValueError if cu_seq_lens_q is not that of the whole row, as its positions describe it."""
+    length = int(ends[-1])
+    within = tuple(tuple((start, stop) for start, stop in row if start < length) for row in documents)
+    if (
+        length <= layout.padded_len - layout.num_pieces
+        or length > layout.padded_len
+        or packed_documents(len(documents), length, ends, None) != within
+    ):
         raise ValueError(
-            f"cu_seq_lens_q is {ends.tolist()}, and position_ids describe documents {documents} of the whole row: pass "
-            f"the cu_seq_lens of the whole row, or none"
+            f"cu_seq_lens_q is {ends.tolist()}, and position_ids describe documents {documents} of the whole row of "
+            f"{layout.padded_len} tokens: pass the cu_seq_lens of the whole row, not of the shard, or none"
         )
-    return ForwardPass(documents, layout, last_position=max(last for _, last in by_rank))
 
 
 def first_position(module: nn.Module) -> int:
@@ -246,125 +291,6 @@ def first_position(module: nn.Module) -> int:
     return 0
 
 
-def _remedy(layout: SequenceLayout) -> str:
-    return (
-        f"pass position_ids=ring.shard(positions, layout), where positions [batch, seq_len] count each document from 0, "
-        f"and input_ids sharded likewise, with the layout of ring.layout_for(seq_len, pattern) for the model's pattern "
-        f"({layout.kind} here)"
-    )
-
-
-def _runs_of_shard(
-    positions: Tensor | None,
-    mask: Tensor | None,
-    seq_idx: Tensor | None,
-    layout: SequenceLayout,
-    rank: int,
-    batch: int,
-    first: int,
-) -> tuple[list[list[_Run]], int]:
-    """Per batch row the runs of a shard's tokens, without padding; and the shard's last position.
-
-    Raises:
-        ValueError: positions that are missing or of another shape, a mask that is not [batch, tokens], or seq_idx that
-            changes where positions go on.
-    """
-    if positions is None:
-        raise ValueError(
-            f"position_ids are missing, and a model would number the tokens of every shard from 0: {_remedy(layout)}"
-        )
-    if positions.dim() > 2 or positions.shape[-1] != layout.local_len:
-        raise ValueError(
-            f"position_ids must be [batch, {layout.local_len}], as many as the shard has tokens, got "
-            f"{tuple(positions.shape)}: {_remedy(layout)}"
-        )
-    if mask is not None and tuple(mask.shape) != (batch, layout.local_len):
-        raise ValueError(
-            f"a sharded forward pass takes a mask [{batch}, {layout.local_len}], sharded as input_ids, got "
-            f"{tuple(mask.shape)}"
-        )
-    index = torch.tensor(layout.positions(rank))
-    positions = positions.cpu().reshape(-1, layout.local_len).expand(batch, -1) - first
-    origin = index - positions
-    valid = (index < layout.seq_len).expand(batch, -1)
-    if mask is not None:
-        valid = valid & (mask != 0).cpu()
-    cut = (origin[:, 1:] != origin[:, :-1]) | (valid[:, 1:] != valid[:, :-1]) | (index[1:] != index[:-1] + 1)
-    if seq_idx is not None:
-        changed = ((seq_idx[:, 1:] != seq_idx[:, :-1]).cpu() & ~cut).nonzero()
-        if len(changed):
-            row, token = changed[0].tolist()
-            raise ValueError(
-                f"seq_idx says that a document begins at token {token + 1} of rank {rank}, where position_ids go on from "
-                f"{int(positions[row, token])} to {int(positions[row, token + 1])} (batch row {row})"
-            )
-    rows = []
-    for row in range(batch):
-        starts = [0, *(torch.nonzero(cut[row]).flatten() + 1).tolist()]
-        rows.append(
-            [
-                _Run(int(index[start]), int(index[stop - 1]) + 1, int(origin[row, start]))
-                for start, stop in zip(starts, [*starts[1:], layout.local_len])
-                if valid[row, start]
-            ]
-        )
-    return rows, int(positions.max()) + first
-
-
-def _documents_of_row(
-    row: int, runs: Iterable[_Run], masked: bool, layout: SequenceLayout, first: int
-) -> tuple[tuple[int, int], ...]:
-    """The documents of a whole row, from the runs of all ranks.
-
-    Raises:
-        ValueError: positions that do not count each document from its first token.
-    """
-    merged: list[_Run] = []
-    for run in runs:
-        if merged and merged[-1].stop == run.start and merged[-1].origin == run.origin:
-            merged[-1] = _Run(merged[-1].start, run.stop, run.origin)
-        else:
-            merged.append(run)
-    begins = f", where the first token of a row has position {first}" if first else ""
-    for number, run in enumerate(merged):
-        if masked and number and run.start > merged[number - 1].stop and run.origin != run.start:
-            raise ValueError(
-                f"batch row {row} of the attention mask has padding inside a document: tokens {merged[number - 1].stop} to "
-                f"{run.start - 1} of the whole row; ring_dilated takes padding before and after a document"
-            )
-        # Padding on the left of a row may have been counted.
-        counts_padding = masked and number == 0 and 0 <= run.origin <= run.start
-        # A row that was padded to its layout ends in fewer tokens than it has pieces, numbered below its first one. (Those
-        # that have its number are documents of one token, which nobody else sees.)
-        if not masked and run.start > layout.padded_len - layout.num_pieces and run.origin > run.start:
-            merged = merged[:number]
-            break
-        if run.origin != run.start and not counts_padding:
-            raise ValueError(
-                f"position_ids contradict the layout: in batch row {row}, tokens {run.start} to {run.stop - 1} of the "
-                f"whole row have positions {first + run.start - run.origin} to {first + run.stop - 1 - run.origin}, but "
-                f"nothing before them ends at position {first + run.start - run.origin - 1}{begins}: {_remedy(layout)}"
-            )
-    return tuple((run.start, run.stop) for run in merged)
-
-
-def _check_not_local(documents: Documents, layout: SequenceLayout) -> None:
-    """Refuses rows in which every rank has one document: they look the same as positions that every rank counts from 0.
-
-    Raises:
-        ValueError: a row like that.
-    """
-    for row, runs in enumerate(documents):
-        shards = [start // layout.local_len for start, _ in runs]
-        within = all(start // layout.local_len == (stop - 1) // layout.local_len for start, stop in runs)
-        if layout.kind == "contiguous" and within and len(runs) > 1 and len(set(shards)) == len(shards):
-            raise ValueError(
-                f"position_ids contradict the layout, or every rank happens to have one packed document of its own: in "
-                f"batch row {row} every shard of {layout.local_len} tokens counts from 0: {_remedy(layout)}; if they are "
-                f"packed documents, say so by cu_seq_lens_q or seq_idx, as Transformers' collators do"
-            )
-
-
 # ---- modules that take a shard for a row
 
 
@@ -372,7 +298,7 @@ def _check_not_local(documents: Documents, layout: SequenceLayout) -> None:
 def _with_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gives RoPE that depends on the row's length one more column, with the row's last position."""
     sharded = FORWARD_PASS.get()
-    if sharded is None:
+    if sharded is None or (sharded.layout is None and sharded.held is None):
         raise RuntimeError(
             f"{type(module).__name__} depends on the length of the whole row, and was called outside the forward pass of "
             f"the sharded model"

@@ -151,7 +151,9 @@ def test_a_sliding_cache_with_a_pattern_that_reaches_further():
     model = ra.patch_model(tiny_model("mistral", "eager"))
     ra.patch_config(model.config, PATTERNS["pyramid"], layers=[1])
     ids, mask = prompt(padded=False)
-    with pytest.raises(ValueError, match=r"MistralAttention: layer 1 .*keeps only the last 6 tokens.*DynamicCache\(\)"):
+    with pytest.raises(
+        ValueError, match=r"MistralAttention: layer 1 .*keeps only the last tokens \(6 tokens.*DynamicCache\(\)"
+    ):
         generate(model, ids, mask, do_sample=False)
     expected = generate(model, ids, mask, do_sample=False, use_cache=False)
     assert same(generate(model, ids, mask, do_sample=False, past_key_values=DynamicCache()), expected)
@@ -251,3 +253,35 @@ def test_sharded_keys(world_size):
             strict=True,
         ):
             assert expected in text
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "roberta", "whisper"])
+def test_sharded_keys_of_odd_types(model_type):
+    """Layers that take the keys of others; positions that begin behind the padding's; positions of its own."""
+    ids, mask = prompt(padded=model_type == "roberta")
+    whole = torch.cat([ids, ids[:, :4] + 1], 1)
+    rows = torch.nn.functional.pad(mask, (0, 4), value=1)
+    expected = generate(ra.patch_model(tiny_model(model_type, "eager")), whole, rows, do_sample=False)
+    models = [tiny_model(model_type, "eager") for _ in range(2)]
+
+    def work(ring):
+        model = ra.patch_model(models[ring.rank], ring=ring).train()
+        model.base_model.eval()
+        with torch.no_grad():
+            cache = ra.prefill(model, ids, mask)
+            assert model.training and not model.base_model.training
+            model.eval()
+            for _ in range(2):
+                assert same(generate(model, whole, rows, past_key_values=cache, do_sample=False), expected)
+                cache.crop(PROMPT - cache.get_seq_length())
+        if model_type == "whisper":
+            with pytest.raises(ValueError, match="would number padded rows otherwise"):
+                ra.prefill(model, ids, prompt()[1])
+        with pytest.raises(ValueError, match=r"make another one with ra\.prefill"):
+            cache.reset()
+        hole = rows.clone()
+        hole[:, 9] = ring.rank
+        with pytest.raises(ValueError, match=r"padding inside a document|refused the call"):
+            model(whole[:, PROMPT:], attention_mask=hole, past_key_values=cache)
+
+    ra.run_simulated(work, 2, timeout=60)

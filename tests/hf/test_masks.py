@@ -8,7 +8,8 @@ from transformers import DataCollatorWithFlattening
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_sliding_window_causal_mask
 
 import hf_ring_attention as ra
-from hf_ring_attention.masks import packed_documents, tokens_of
+from hf_ring_attention.masks import tokens_of
+from hf_ring_attention.packing import packed_documents
 
 from ..support.probe import TOKENS, distance
 from ..support.tiny_models import VOCAB, tiny_config, tiny_model
@@ -146,7 +147,7 @@ def test_mask_functions():
         ([0, 7, 16], None, r"rise from 0 to the 20 tokens of one batch row, got \[0, 7, 16\]"),
         ([1, 20], None, "rise from 0"),
         ([0, 9, 9, 20], None, "rise from 0"),
-        (None, [[0] * 19], r"seq_idx must be \[1, 20\]"),
+        (None, [[0] * 19], r"seq_idx must be a tensor \[1, 20\]"),
         ([0, 7, 20], [[0] * 8 + [1] * 12], "contradict each other"),
     ],
 )
@@ -212,7 +213,7 @@ def test_a_document_for_every_rank_must_be_said():
             model(**inputs)
         with pytest.raises(ValueError, match=r"cu_seq_lens_q is .*position_ids describe documents"):
             model(**inputs, cu_seq_lens_q=torch.tensor([0, 9, 20]))
-        with pytest.raises(ValueError, match="seq_idx says that a document begins at token 4 of rank"):
+        with pytest.raises(ValueError, match="seq_idx goes from 0 to 1 at token 4 of the whole row"):
             model(**inputs, seq_idx=(torch.arange(10) > 3)[None].long())
         with torch.no_grad():
             return ring.unshard(model(**inputs, cu_seq_lens_q=torch.tensor([0, 10, 20])).logits, layout)
@@ -239,3 +240,149 @@ def test_a_copied_mask_of_a_sharded_model():
 
     with pytest.raises(RuntimeError, match="keep the layers of a rank on one device"):
         ra.run_simulated(work, 2, timeout=60)
+
+
+def ring_of_two(work, layout="contiguous", model_type="llama", **changes):
+    """What work(ring, model, layout) returns on each of two simulated ranks."""
+    models = [tiny_model(model_type, "eager", **changes) for _ in range(2)]
+
+    def run(ring):
+        model = ra.patch_model(models[ring.rank], ring=ring)
+        return work(ring, model, ring.layout_for(TOKENS, ra.Pattern.exact()))
+
+    return ra.run_simulated(run, 2, layout=layout, timeout=60)
+
+
+def test_the_cu_seq_lens_of_a_shard():
+    """All ranks agree on them, and half of the row would be lost."""
+    positions = torch.arange(5).repeat(4)[None]
+
+    def work(ring, model, layout):
+        with pytest.raises(ValueError, match=r"cu_seq_lens_q is \[0, 5, 10\].*of the whole row, not of the shard"):
+            model(**sharded_inputs(ring, layout, ids(), positions), cu_seq_lens_q=torch.tensor([0, 5, 10]))
+
+    ring_of_two(work)
+
+
+@pytest.mark.parametrize("layout_kind", ["contiguous", "zigzag"])
+def test_seq_idx_against_positions_at_the_border_of_shards(layout_kind):
+    numbers = (torch.arange(TOKENS) >= 10)[None].long()
+
+    def work(ring, model, layout):
+        inputs = sharded_inputs(ring, layout, ids(), torch.arange(TOKENS)[None])
+        with pytest.raises(ValueError, match="seq_idx goes from 0 to 1 at token 10"):
+            model(**inputs, seq_idx=ring.shard(numbers, layout))
+        inputs = sharded_inputs(ring, layout, ids(), torch.arange(10).repeat(2)[None])
+        with pytest.raises(ValueError, match="seq_idx goes from 0 to 0 at token 10"):
+            model(**inputs, seq_idx=ring.shard(0 * numbers, layout))
+
+    ring_of_two(work, layout_kind)
+
+
+def test_a_buffer_of_a_collator_that_is_filled_again():
+    """What was read from it before is forgotten."""
+    for name, first, second in (
+        ("cu_seq_lens_q", torch.tensor([0, 7, 20]), torch.tensor([0, 12, 20])),
+        ("seq_idx", (torch.arange(20) >= 7)[None].long(), (torch.arange(20) >= 12)[None].long()),
+    ):
+        model, buffer = tiny_model("llama", "ring_dilated"), first.clone()
+        with torch.no_grad():
+            model(ids(), use_cache=False, **{name: buffer})
+            buffer.copy_(second)
+            again = model(ids(), use_cache=False, **{name: buffer}).logits
+            assert distance(again, model(ids(), use_cache=False, **{name: second}).logits) == 0
+    ends = torch.tensor([0, 7, 20])
+    assert packed_documents(1, 20, ends, None) == (((0, 7), (7, 20)),)
+    with pytest.raises(ValueError, match="rise from 0 to the 24 tokens"):
+        packed_documents(1, 24, ends, None)
+
+
+@pytest.mark.parametrize("model_type", ["nemotron", "stablelm"])
+def test_models_that_drop_what_collators_say(model_type):
+    """`patch_model` reads it before they do."""
+    model, eager, row = ra.patch_model(tiny_model(model_type, "eager")), tiny_model(model_type, "eager"), ids()
+    positions = torch.cat([torch.arange(7), torch.arange(13)])[None]
+    with torch.no_grad():
+        for said in ({"seq_idx": (torch.arange(20) >= 7)[None].long()}, {"cu_seq_lens_q": torch.tensor([0, 7, 20])}):
+            logits = model(row, position_ids=positions, use_cache=False, **said).logits[0]
+            for start, stop in ((0, 7), (7, 20)):
+                assert distance(logits[start:stop], eager(row[:, start:stop], use_cache=False).logits[0]) <= 1e-5
+
+
+def test_restarting_positions_under_a_mask_of_ones():
+    """The same on one device as on a ring."""
+    positions, mask = torch.cat([torch.arange(7), torch.arange(13)])[None], torch.ones(1, TOKENS, dtype=torch.long)
+    with torch.no_grad():
+        model = ra.patch_model(tiny_model("llama", "eager"))
+        expected = model(ids(), position_ids=positions, use_cache=False).logits
+        assert (
+            distance(model(ids(), attention_mask=mask, position_ids=positions, use_cache=False).logits, expected)
+            <= 1e-6
+        )
+
+    def work(ring, model, layout):
+        inputs = sharded_inputs(ring, layout, ids(), positions)
+        with torch.no_grad():
+            return ring.unshard(model(**inputs, attention_mask=ring.shard(mask, layout)).logits, layout)
+
+    for logits in ring_of_two(work):
+        assert distance(logits, expected) <= 1e-5
+
+
+def test_a_forward_pass_that_was_broken_off():
+    """Its documents are not those of another model, nor of the next pass."""
+    broken, other = ra.patch_model(tiny_model("llama", "eager")), tiny_model("llama", "ring_dilated")
+    expected = other(ids(), use_cache=False).logits
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    handle = broken.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        broken(ids(), position_ids=torch.arange(10).repeat(2)[None], use_cache=False)
+    handle.remove()
+    assert distance(other(ids(), use_cache=False).logits, expected) == 0
+    assert distance(broken(ids(), use_cache=False).logits, expected) <= 1e-6
+
+
+SLIPS = {
+    "positions of another batch": {"position_ids": torch.zeros(3, 10, dtype=torch.long)},
+    "positions of one dimension": {"position_ids": torch.arange(10)},
+    "positions in a list": {"position_ids": list(range(10))},
+    "seq_idx of the whole row": {"seq_idx": torch.zeros(1, TOKENS, dtype=torch.long)},
+    "ends in a list": {"cu_seq_lens_q": [0, 20]},
+    "an empty batch": {"input_ids": torch.zeros(0, 10, dtype=torch.long)},
+}
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_slip_of_one_rank_ends_all_of_them(slip):
+    def work(ring, model, layout):
+        inputs = sharded_inputs(ring, layout, ids(), torch.arange(TOKENS)[None])
+        with pytest.raises(ValueError, match=r"must be|must rise|needs tokens|disagree"):
+            model(**{**inputs, **(SLIPS[slip] if ring.rank == 1 else {})})
+        return True
+
+    assert ring_of_two(work) == [True, True]
+
+
+def test_experts_are_not_balanced_by_a_shard():
+    def work(ring, model, layout):
+        inputs = sharded_inputs(ring, layout, ids(), torch.arange(TOKENS)[None])
+        with pytest.raises(ValueError, match=r"MixtralForCausalLM was asked for output_router_logits"):
+            model(**inputs, output_router_logits=True)
+
+    ring_of_two(work, model_type="mixtral")
+
+
+def test_rows_of_one_token():
+    def work(ring, model, _):
+        layout = ring.layout_for(1, ra.Pattern.exact())
+        inputs = sharded_inputs(ring, layout, ids(1, 1), torch.zeros(1, 1, dtype=torch.long))
+        with torch.no_grad():
+            return ring.unshard(model(**inputs).logits, layout)
+
+    with torch.no_grad():
+        expected = tiny_model("llama", "eager")(ids(1, 1)).logits
+    for logits in ring_of_two(work):
+        assert distance(logits, expected) <= 1e-5

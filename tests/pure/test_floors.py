@@ -22,6 +22,7 @@ FLOORS = [
         "models",
         "gate",
         "configuration",
+        "packing",
         "masks",
         "caches",
         "sharding",

@@ -1,0 +1,271 @@
+"""The documents of batch rows, as masks, positions and collators tell them; of whole rows, and of the shards of a ring."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .layouts import SequenceLayout
+from .plans import Documents
+
+#: Attribute of a collator's tensor that keeps what was read from it, and of which version and shape.
+_READ = "_ring_dilated_documents"
+
+
+def documents_from_mask(mask: Tensor) -> Documents:
+    """Per batch row the (start, stop) of its documents.
+
+    Args:
+        mask: [B, n]: 0 for padding, otherwise a number of the token's document (a padding mask has 1 everywhere else).
+
+    Raises:
+        ValueError: a document with a gap.
+    """
+    documents = []
+    for row, numbers in enumerate(mask.to(torch.int64).cpu()):
+        borders = (torch.nonzero(numbers[1:] != numbers[:-1]).flatten() + 1).tolist()
+        starts = [0, *borders]
+        runs = [run for run in zip(starts, [*borders, len(numbers)]) if numbers[run[0]] != 0]
+        seen = [int(numbers[start]) for start, _ in runs]
+        if len(set(seen)) < len(seen):
+            raise ValueError(
+                f"batch row {row} of the attention mask has padding inside a document: tokens {runs} are marked as "
+                f"{seen}; ring_dilated takes padding before and after a document"
+            )
+        documents.append(tuple(runs))
+    return tuple(documents)
+
+
+def packed_documents(batch: int, tokens: int, cu_seq_lens: Tensor | None, seq_idx: Tensor | None) -> Documents | None:
+    """The documents that Transformers' collators describe beside the tokens; None where they do not.
+
+    Args:
+        cu_seq_lens: [documents + 1] ends of the documents of one batch row (`DataCollatorWithFlattening`).
+        seq_idx: [B, n] number of each token's document, from 0.
+
+    Raises:
+        ValueError: ends that are not those of `tokens` tokens, or that contradict the numbers.
+    """
+    by_ends = _kept(cu_seq_lens, batch, tokens)
+    if by_ends is None and cu_seq_lens is not None:
+        ends = _ends(cu_seq_lens)
+        rising = all(a < b for a, b in itertools.pairwise(ends))
+        if batch != 1 or not ends or ends[0] != 0 or ends[-1] != tokens or not rising:
+            raise ValueError(
+                f"cu_seq_lens must rise from 0 to the {tokens} tokens of one batch row, got {ends} for {batch} rows: "
+                f"pass those of the collator, with the input_ids it made"
+            )
+        by_ends = (tuple(itertools.pairwise(ends)),)
+        _keep(cu_seq_lens, batch, tokens, by_ends)
+    by_number = _kept(seq_idx, batch, tokens)
+    if by_number is None and seq_idx is not None:
+        if not isinstance(seq_idx, Tensor) or tuple(seq_idx.shape) != (batch, tokens):
+            got = tuple(seq_idx.shape) if isinstance(seq_idx, Tensor) else type(seq_idx).__name__
+            raise ValueError(f"seq_idx must be a tensor [{batch}, {tokens}] as input_ids, got {got}")
+        by_number = documents_from_mask(seq_idx + 1)
+        _keep(seq_idx, batch, tokens, by_number)
+    if by_ends is not None and by_number is not None and by_ends != by_number:
+        raise ValueError(f"cu_seq_lens and seq_idx contradict each other: {by_ends} and {by_number}")
+    return by_number if by_ends is None else by_ends
+
+
+def _ends(cu_seq_lens: Tensor) -> list[int]:
+    if not isinstance(cu_seq_lens, Tensor) or cu_seq_lens.dim() != 1:
+        raise ValueError(f"cu_seq_lens must be a tensor of one dimension, got {cu_seq_lens!r}")
+    return [int(end) for end in cu_seq_lens.tolist()]
+
+
+def _kept(x: Tensor | None, batch: int, tokens: int) -> Documents | None:
+    """What all layers but the first find with a collator's tensor, unless it was written to since."""
+    kept = getattr(x, _READ, None)
+    return kept[1] if x is not None and kept is not None and kept[0] == (x._version, batch, tokens) else None
+
+
+def _keep(x: Tensor | None, batch: int, tokens: int, documents: Documents) -> None:
+    if isinstance(x, Tensor) and not x.is_inference():  # such tensors do not count their versions
+        setattr(x, _READ, ((x._version, batch, tokens), documents))
+
+
+def documents_of_rows(batch: int, positions: Tensor | None, mask: Tensor | None) -> Documents | None:
+    """The documents of whole rows whose positions restart; None where they do not, and the mask says all.
+
+    A document ends where the next position is not one more, as Transformers defines it
+    (`masking_utils.find_packed_sequence_indices`), padding aside.
+
+    Args:
+        positions: [B, n], or [1, n] for all rows.
+        mask: [B, n], 0 for padding.
+
+    Raises:
+        ValueError: a mask with padding inside a document.
+    """
+    if positions is None or positions.dim() != 2:
+        return None
+    positions = positions.cpu().to(torch.int64).expand(batch, -1)
+    if mask is None:
+        valid = torch.ones_like(positions)
+    elif tuple(mask.shape) == tuple(positions.shape):
+        valid = (mask != 0).cpu().to(torch.int64)
+    else:
+        return None  # of a cache, or no mask of tokens
+    by_mask = documents_from_mask(valid)
+    restarts = torch.zeros_like(positions)
+    restarts[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    if not bool((restarts[:, 1:] * valid[:, 1:] * valid[:, :-1]).any()):
+        return None
+    numbers = (restarts.cumsum(-1) + 1) * valid
+    documents = documents_from_mask(numbers)
+    return None if documents == by_mask else documents
+
+
+# ---- shards of rows
+
+
+class Run(NamedTuple):
+    """Tokens [start, stop) of a row that are neighbours in position too.
+
+    `origin`: index of their position 0. `number`: the document by seq_idx, where that is given.
+    """
+
+    start: int
+    stop: int
+    origin: int
+    number: int | None
+
+
+def _remedy(layout: SequenceLayout) -> str:
+    return (
+        f"pass position_ids=ring.shard(positions, layout), where positions [batch, seq_len] count each document from 0, "
+        f"and input_ids sharded likewise, with the layout of ring.layout_for(seq_len, pattern) for the model's pattern "
+        f"({layout.kind} here)"
+    )
+
+
+def runs_of_shard(
+    positions: Tensor | None,
+    mask: Tensor | None,
+    seq_idx: Tensor | None,
+    layout: SequenceLayout,
+    rank: int,
+    batch: int,
+    first: int,
+) -> tuple[list[list[Run]], int]:
+    """Per batch row the runs of a shard's tokens, without padding; and the shard's last position.
+
+    Raises:
+        ValueError: positions that are missing, or a tensor of another shape.
+    """
+    if positions is None:
+        raise ValueError(
+            f"position_ids are missing, and a model would number the tokens of every shard from 0: {_remedy(layout)}"
+        )
+    expected = [(batch, layout.local_len), (1, layout.local_len)]
+    for name, x, shapes in (("position_ids", positions, expected), ("seq_idx", seq_idx, expected[:1])):
+        if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) not in shapes):
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"{name} must be a tensor [{batch}, {layout.local_len}], as many as the shard has tokens, got {got}: "
+                f"{_remedy(layout)}"
+            )
+    if mask is not None and tuple(mask.shape) != (batch, layout.local_len):
+        raise ValueError(
+            f"a sharded forward pass takes a mask [{batch}, {layout.local_len}], sharded as input_ids, got "
+            f"{tuple(mask.shape)}"
+        )
+    index = torch.tensor(layout.positions(rank))
+    positions = positions.cpu().reshape(-1, layout.local_len).expand(batch, -1) - first
+    origin = index - positions
+    valid = (index < layout.seq_len).expand(batch, -1)
+    if mask is not None:
+        valid = valid & (mask != 0).cpu()
+    cut = (origin[:, 1:] != origin[:, :-1]) | (valid[:, 1:] != valid[:, :-1]) | (index[1:] != index[:-1] + 1)
+    if seq_idx is not None:
+        cut = cut | (seq_idx[:, 1:] != seq_idx[:, :-1]).cpu()
+    rows = []
+    for row in range(batch):
+        starts = [0, *(torch.nonzero(cut[row]).flatten() + 1).tolist()]
+        rows.append(
+            [
+                Run(
+                    int(index[start]),
+                    int(index[stop - 1]) + 1,
+                    int(origin[row, start]),
+                    None if seq_idx is None else int(seq_idx[row, start]),
+                )
+                for start, stop in zip(starts, [*starts[1:], layout.local_len])
+                if valid[row, start]
+            ]
+        )
+    return rows, int(positions.max()) + first
+
+
+def documents_of_row(
+    row: int, runs: Iterable[Run], masked: bool, layout: SequenceLayout, first: int
+) -> tuple[tuple[int, int], ...]:
+    """The documents of a whole row, from the runs of all ranks.
+
+    Raises:
+        ValueError: positions that do not count each document from its first token, or that seq_idx contradicts.
+    """
+    merged: list[Run] = []
+    for run in runs:
+        last = merged[-1] if merged else None
+        adjacent = last is not None and last.stop == run.start
+        in_tail = not masked and run.start > layout.padded_len - layout.num_pieces
+        if last is not None and adjacent and run.number is not None and last.number is not None:
+            if in_tail and run.origin != last.origin and run.number <= last.number:
+                break  # what fills a row up to its layout
+            if (run.origin == last.origin) != (run.number == last.number):
+                raise ValueError(
+                    f"seq_idx goes from {last.number} to {run.number} at token {run.start} of the whole row (batch row {row}), "
+                    f"and position_ids from {first + last.stop - 1 - last.origin} to {first + run.start - run.origin}: one "
+                    f"says that a document begins there, the other that it does not"
+                )
+        if last is not None and adjacent and last.origin == run.origin:
+            merged[-1] = last._replace(stop=run.stop)
+        else:
+            merged.append(run)
+    begins = f", where the first token of a row has position {first}" if first else ""
+    for number, run in enumerate(merged):
+        if masked and number and run.start > merged[number - 1].stop and run.origin != run.start:
+            raise ValueError(
+                f"batch row {row} of the attention mask has padding inside a document: tokens {merged[number - 1].stop} to "
+                f"{run.start - 1} of the whole row; ring_dilated takes padding before and after a document"
+            )
+        # Padding on the left of a row may have been counted.
+        counts_padding = masked and number == 0 and 0 <= run.origin <= run.start
+        # A row that was padded to its layout ends in fewer tokens than it has pieces, numbered below its first one. (Those
+        # that have its number are documents of one token, which nobody else sees.)
+        if not masked and run.start > layout.padded_len - layout.num_pieces and run.origin > run.start:
+            merged = merged[:number]
+            break
+        if run.origin != run.start and not counts_padding:
+            raise ValueError(
+                f"position_ids contradict the layout: in batch row {row}, tokens {run.start} to {run.stop - 1} of the "
+                f"whole row have positions {first + run.start - run.origin} to {first + run.stop - 1 - run.origin}, but "
+                f"nothing before them ends at position {first + run.start - run.origin - 1}{begins}: {_remedy(layout)}"
+            )
+    return tuple((run.start, run.stop) for run in merged)
+
+
+def check_not_local(documents: Documents, layout: SequenceLayout) -> None:
+    """Refuses rows in which every rank has one document: they look the same as positions that every rank counts from 0.
+
+    Raises:
+        ValueError: a row like that.
+    """
+    for row, runs in enumerate(documents):
+        # What fills a row up to its layout may be documents of one token.
+        runs = tuple(run for run in runs if run[0] <= layout.padded_len - layout.num_pieces)
+        shards = [start // layout.local_len for start, _ in runs]
+        within = all(start // layout.local_len == (stop - 1) // layout.local_len for start, stop in runs)
+        if layout.kind == "contiguous" and within and len(runs) > 1 and len(set(shards)) == len(shards):
+            raise ValueError(
+                f"position_ids contradict the layout, or every rank happens to have one packed document of its own: in "
+                f"batch row {row} every shard of {layout.local_len} tokens counts from 0: {_remedy(layout)}; if they are "
+                f"packed documents, say so by cu_seq_lens_q or seq_idx, as Transformers' collators do"
+            )
