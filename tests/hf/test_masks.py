@@ -329,6 +329,7 @@ def test_restarting_positions_under_a_mask_of_ones():
         assert distance(logits, expected) <= 1e-5
 
 
+@torch.no_grad()
 def test_a_forward_pass_that_was_broken_off():
     """Its documents are not those of another model, nor of the next pass."""
     broken, other = ra.patch_model(tiny_model("llama", "eager")), tiny_model("llama", "ring_dilated")
