@@ -209,7 +209,7 @@ def patch_model(model: PreTrainedModel, pattern: Pattern | None = None, ring: Ri
     """Makes a loaded model compute with "ring_dilated".
 
     Of a model that also sees or hears, the text model is patched. A model that PEFT or torch.compile has wrapped is
-    patched inside.
+    patched inside. Models that share one config object share its pattern.
 
     Args:
         pattern: for `patch_config`; None keeps what the config has.
