@@ -12,9 +12,10 @@ READY_TO_TEST := $(VENV)/.ready-to-test
 demo: $(READY)
 	$(BIN)/python recipes/demo.py
 
-# Two workers: most tests are one thread's work. A file's tests share launches of processes, so files stay whole.
+# Two workers: most tests are the work of one thread. Files stay whole, since their tests share launches of processes, and in
+# order, or those with few and long tests would come last.
 test: $(READY_TO_TEST)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check .
