@@ -260,7 +260,8 @@ def check_not_local(documents: Documents, layout: SequenceLayout) -> None:
     """
     for row, runs in enumerate(documents):
         # What fills a row up to its layout may be documents of one token.
-        runs = tuple(run for run in runs if run[0] <= layout.padded_len - layout.num_pieces)
+        tail = layout.padded_len - layout.num_pieces
+        runs = tuple((start, stop) for start, stop in runs if start <= tail or stop - start > 1)
         shards = [start // layout.local_len for start, _ in runs]
         within = all(start // layout.local_len == (stop - 1) // layout.local_len for start, stop in runs)
         if layout.kind == "contiguous" and within and len(runs) > 1 and len(set(shards)) == len(shards):
