@@ -236,6 +236,14 @@ class _Binder:
         keys = IndexRows(self._first_rows(batch, self.key_rows, "keys"), batch.key_stride, batch.num_keys)
         return BoundBatch(self._queries(batch), keys, batch.causal)
 
+    def whole(self, batches: tuple[BoundBatch, ...]) -> bool:
+        """Whether one tile, of views, is all queries with all keys."""
+        if len(batches) != 1 or not isinstance(batches[0].queries, ViewRows):
+            return False
+        rows = batches[0].queries.rows_per_unit, batches[0].keys.rows_per_unit
+        per_key_head = self.batch * self.problem.num_kv_heads
+        return rows == (per_key_head * self.group * self.query_rows, per_key_head * self.key_rows)
+
     def in_payload(self, batch: TileBatch, heads: range, payload: _Payload) -> BoundBatch:
         """Tiles of these heads with keys of a payload; key rows are numbered as in its source."""
         if payload.first is not None:
@@ -317,22 +325,15 @@ def bind_own(problem: Problem, rank: int, device: torch.device) -> OwnBinding:
     """The tiles of `rank` with its own keys; cached by value."""
     binder, plan, heads = _Binder(problem, device), plan_rank(problem, rank), range(problem.num_kv_heads)
     batches = tuple(binder.own(batch, heads) for batch in plan.own)
-    whole = len(batches) == 1 and not plan.remote and isinstance(batches[0].queries, ViewRows)
-    every_row = len(problem.documents) * problem.num_heads * problem.layout.local_len
-    return OwnBinding(batches, whole and batches[0].queries.rows_per_unit == every_row)
+    return OwnBinding(batches, not plan.remote and binder.whole(batches))
 
 
 @lru_cache(maxsize=64)
 def bind_held(problem: Problem, device: torch.device) -> OwnBinding:
     """The tiles of queries with held keys; cached by value, so that the layers of a step share it."""
-    binder, heads, held = _Binder(problem, device), range(problem.num_kv_heads), problem.held
-    assert held is not None
+    binder, heads = _Binder(problem, device), range(problem.num_kv_heads)
     batches = tuple(binder.own(batch, heads) for batch in held_tiles(problem))
-    every_row = [len(problem.documents) * problem.num_heads * held.num_queries]
-    every_row.append(len(problem.documents) * problem.num_kv_heads * held.num_rows)
-    rows = [[side.rows_per_unit * side.units for side in (batch.queries, batch.keys)] for batch in batches]
-    views = all(isinstance(batch.queries, ViewRows) for batch in batches)
-    return OwnBinding(batches, whole=views and rows == [every_row])
+    return OwnBinding(batches, binder.whole(batches))
 
 
 @lru_cache(maxsize=64)

@@ -58,13 +58,16 @@ def check_config(config: PretrainedConfig, name: str | None = None) -> None:
     """
     layer_types = tuple(getattr(config, "layer_types", None) or ())
     crossing = bool(config.is_encoder_decoder or getattr(config, "add_cross_attention", False))
-    key = (type(config), layer_types, crossing)
+    indexed = not layer_types and bool(getattr(config, "index_topk", None))
+    key = (type(config), layer_types, crossing, indexed)
     if key not in _passed:
-        _check_config(config, layer_types, crossing, name)
+        _check_config(config, layer_types, crossing, indexed, name)
         _passed.add(key)
 
 
-def _check_config(config: PretrainedConfig, layer_types: tuple[str, ...], crossing: bool, known: str | None) -> None:
+def _check_config(
+    config: PretrainedConfig, layer_types: tuple[str, ...], crossing: bool, indexed: bool, known: str | None
+) -> None:
     model_class, name = _model_class(config), known or class_name(config)
     if model_class is not None and config.get_text_config() is config:  # of others, the text model counts
         check_class(model_class, name)
@@ -81,7 +84,7 @@ def _check_config(config: PretrainedConfig, layer_types: tuple[str, ...], crossi
             f"{name}: layer {others[0]} is of type {kind!r} (of this or another such type are layers {others}): "
             f"{reason}: ring_dilated computes layers of {' and '.join(LAYER_TYPES)}: use 'sdpa' or 'eager'"
         )
-    if not layer_types and getattr(config, "index_topk", None):  # before Transformers had a type for such layers
+    if indexed:  # before Transformers had a type for such layers
         raise NotImplementedError(
             f"{name} selects keys by an indexer, which no branch of a pattern is: use 'sdpa' or 'eager'"
         )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import zlib
-from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -12,13 +10,9 @@ from transformers import PreTrainedModel
 
 from .caches import ShardedCache
 from .configuration import model_layout
-from .gate import evaluating, unwrapped, whole_model
+from .gate import evaluating, whole_model
 from .ring import Ring
-from .sharding import attached_ring
-
-
-def _arguments(model: PreTrainedModel) -> Collection[str]:
-    return inspect.signature(unwrapped(model).forward).parameters
+from .sharding import attached_ring, digest
 
 
 @torch.no_grad()
@@ -39,9 +33,12 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
         attention_mask: [B, n], 0 for padding; None for rows without padding. `generate` needs it too.
 
     Raises:
-        ValueError: tokens that are not [B, n] or differ between ranks, or a mask of another shape.
+        ValueError: a model with virtual tokens of PEFT, tokens that are not [B, n] or differ between ranks, or a mask of
+            another shape, or with padding for a model that numbers its tokens itself.
     """
-    ring = attached_ring(unwrapped(model)) or Ring.alone()
+    inner = whole_model(model, "prefill")
+    ring = attached_ring(inner) or Ring.alone()
+    arguments = inspect.signature(inner.forward).parameters
     error: Exception | None = None
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         error = ValueError(f"prefill: input_ids must be [batch, tokens], got {tuple(input_ids.shape)}")
@@ -49,7 +46,7 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
         error = ValueError(
             f"prefill: attention_mask must be {tuple(input_ids.shape)} as input_ids, got {tuple(attention_mask.shape)}"
         )
-    elif attention_mask is not None and not bool(attention_mask.all()) and "position_ids" not in _arguments(model):
+    elif attention_mask is not None and not bool(attention_mask.all()) and "position_ids" not in arguments:
         error = ValueError(
             f"prefill: {type(model).__name__}.generate would number padded rows otherwise than prefill: it takes no "
             f"position_ids; pass rows without padding"
@@ -57,12 +54,11 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
     ring.agree(
         {
             "the shape of input_ids": tuple(input_ids.shape),
-            "a checksum of input_ids": zlib.crc32(repr(input_ids.tolist()).encode()),
+            "a checksum of input_ids": digest(input_ids),
             "whether attention_mask is given": attention_mask is not None,
         },
         error,
     )
-    inner = whole_model(model, "prefill")
     config = inner.config.get_text_config()
     layout = model_layout(config, ring, input_ids.shape[1])
     cache = ShardedCache(layout, config.num_hidden_layers)

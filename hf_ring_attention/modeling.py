@@ -14,7 +14,7 @@ from .configuration import NAME, layer_pattern, patch_config
 from .gate import check_model, unwrapped
 from .layouts import HeldKeys
 from .masks import Tokens, forward_pass_of, ring_dilated_mask, tokens_of
-from .packing import packed_documents
+from .packing import documents_of_collator
 from .patterns import Pattern, Window
 from .ring import Ring
 from .sharding import attach_ring, attached_ring, sharded_without_documents
@@ -78,7 +78,11 @@ def ring_dilated_attention(
         held = tokens.held or _held(module, query, key, tokens, causal, pattern)
         documents = tokens.documents
         if not sharded and (cu_seq_lens_q is not None or seq_idx is not None):
-            documents = _packed(query, held, documents, cu_seq_lens_q, seq_idx)
+            if held is not None:
+                raise ValueError(
+                    "cu_seq_lens and seq_idx describe packed rows, which have no cache: pass use_cache=False"
+                )
+            documents = documents_of_collator(query.shape[0], query.shape[2], cu_seq_lens_q, seq_idx, (documents,))
     except (ValueError, NotImplementedError) as refused:
         if sharded:
             assert ring is not None
@@ -139,26 +143,6 @@ def _held(
             f"made without the config, which keeps all"
         )
     return None if num_queries == written == num_rows else HeldKeys.whole(written, num_queries, num_rows)
-
-
-def _packed(
-    query: Tensor, held: HeldKeys | None, documents: Any, cu_seq_lens: Tensor | None, seq_idx: Tensor | None
-) -> Any:
-    """The documents of packed rows, by mask and collator.
-
-    Raises:
-        ValueError: if they contradict each other, or come with a cache.
-    """
-    if held is not None:
-        raise ValueError("cu_seq_lens and seq_idx describe packed rows, which have no cache: pass use_cache=False")
-    batch, length = query.shape[0], query.shape[2]
-    said = packed_documents(batch, length, cu_seq_lens, seq_idx)
-    if documents not in (None, (((0, length),),) * batch, said):
-        raise ValueError(
-            f"the collator's cu_seq_lens or seq_idx describe documents {said}, the attention mask or position_ids "
-            f"{documents}: pass what the collator made, unchanged"
-        )
-    return said
 
 
 def _check_call(module: nn.Module, attention_mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:

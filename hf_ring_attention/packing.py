@@ -73,6 +73,24 @@ def packed_documents(batch: int, tokens: int, cu_seq_lens: Tensor | None, seq_id
     return by_number if by_ends is None else by_ends
 
 
+def documents_of_collator(
+    batch: int, tokens: int, cu_seq_lens: Tensor | None, seq_idx: Tensor | None, others: Iterable[Documents | None]
+) -> Documents | None:
+    """`packed_documents`, where `others`, which masks and positions tell, are one document a row or the same.
+
+    Raises:
+        ValueError: as `packed_documents`, and if any other documents differ.
+    """
+    said = packed_documents(batch, tokens, cu_seq_lens, seq_idx)
+    for documents in others:
+        if said is not None and documents not in (None, (((0, tokens),),) * batch, said):
+            raise ValueError(
+                f"the collator's cu_seq_lens or seq_idx describe documents {said}, the attention mask or position_ids "
+                f"{documents}: pass what the collator made, unchanged"
+            )
+    return said
+
+
 def _ends(cu_seq_lens: Tensor) -> list[int]:
     if not isinstance(cu_seq_lens, Tensor) or cu_seq_lens.dim() != 1:
         raise ValueError(f"cu_seq_lens must be a tensor of one dimension, got {cu_seq_lens!r}")
@@ -112,14 +130,12 @@ def documents_of_rows(batch: int, positions: Tensor | None, mask: Tensor | None)
         valid = (mask != 0).cpu().to(torch.int64)
     else:
         return None  # of a cache, or no mask of tokens
-    by_mask = documents_from_mask(valid)
     restarts = torch.zeros_like(positions)
     restarts[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
     if not bool((restarts[:, 1:] * valid[:, 1:] * valid[:, :-1]).any()):
         return None
-    numbers = (restarts.cumsum(-1) + 1) * valid
-    documents = documents_from_mask(numbers)
-    return None if documents == by_mask else documents
+    documents_from_mask(valid)  # padding inside a document is no border
+    return documents_from_mask((restarts.cumsum(-1) + 1) * valid)
 
 
 # ---- shards of rows

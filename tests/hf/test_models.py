@@ -43,15 +43,6 @@ PYRAMID = ra.Pattern.pyramid(window=3, levels=3, ratio=2, sinks=2)
 LONGNET = ra.Pattern.longnet([4, 12, None], [1, 2, 4])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small tensors: threads gain nothing, and wait for each other where the machine is busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def with_large_weights(model):
     """The model with weights so large that attention is far from uniform; a wrong key then shows."""
     generator = torch.Generator().manual_seed(5)

@@ -59,14 +59,6 @@ ENCODER = {"is_decoder": False}
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def calls(request, monkeypatch):
     """The layers that called "ring_dilated", of which there must be some, except in tests of refusals."""

@@ -12,15 +12,6 @@ CASES = 60
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small tensors: threads gain nothing, and wait for each other where the machine is busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Problem:
     """A random case with its tensors: rows of one document, or of several with padding between."""
 
