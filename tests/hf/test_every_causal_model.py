@@ -87,5 +87,8 @@ def test_configs_of_other_kinds_of_layers():
     ):
         with pytest.raises(NotImplementedError, match=rf"Custom: layer 1 is of type '{kind}'.*{reason}.*'sdpa'"):
             check_config(Custom(layer_types=["full_attention", kind]))
+    check_config(Custom())
+    with pytest.raises(NotImplementedError, match="Custom selects keys by an indexer"):
+        check_config(Custom(index_topk=8))  # though one of its class was let through
     with pytest.raises(NotImplementedError, match="Custom attends from a decoder to an encoder"):
         check_config(Custom(add_cross_attention=True))
