@@ -167,10 +167,12 @@ def check_model(model: PreTrainedModel, sharded: bool) -> None:
 
 
 def unwrapped(model: Any) -> Any:
-    """The Transformers model inside what torch.compile and PEFT put around it."""
+    """The Transformers model inside what torch.compile, PEFT, DDP, FSDP and DeepSpeed put around it."""
     while not isinstance(model, PreTrainedModel):
         if hasattr(model, "_orig_mod"):
             model = model._orig_mod
+        elif isinstance(getattr(model, "module", None), nn.Module):
+            model = model.module
         elif hasattr(model, "get_base_model"):
             model = model.get_base_model()
         else:
@@ -222,3 +224,12 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
         return model
     parts = (module for module in model.modules() if getattr(module, "config", None) is config)
     return next(parts, model)
+
+
+def attention_dropout(config: PretrainedConfig) -> dict[str, float]:
+    """The settings of a config by which a model in training drops attention weights at random."""
+    return {
+        name: value
+        for name, value in vars(config).items()
+        if "drop" in name and "att" in name and isinstance(value, float) and value > 0
+    }

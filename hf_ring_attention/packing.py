@@ -78,17 +78,33 @@ def documents_of_collator(
 ) -> Documents | None:
     """`packed_documents`, where `others`, which masks and positions tell, are one document a row or the same.
 
+    A mask knows padding, but no borders between documents.
+
     Raises:
         ValueError: as `packed_documents`, and if any other documents differ.
     """
     said = packed_documents(batch, tokens, cu_seq_lens, seq_idx)
     for documents in others:
-        if said is not None and documents not in (None, (((0, tokens),),) * batch, said):
+        if said is not None and documents not in (None, (((0, tokens),),) * batch, said, _joined(said)):
             raise ValueError(
                 f"the collator's cu_seq_lens or seq_idx describe documents {said}, the attention mask or position_ids "
                 f"{documents}: pass what the collator made, unchanged"
             )
     return said
+
+
+def _joined(documents: Documents) -> Documents:
+    """Documents that follow each other as one."""
+    rows = []
+    for row in documents:
+        runs: list[tuple[int, int]] = []
+        for start, stop in row:
+            if runs and runs[-1][1] == start:
+                runs[-1] = (runs[-1][0], stop)
+            else:
+                runs.append((start, stop))
+        rows.append(tuple(runs))
+    return tuple(rows)
 
 
 def _ends(cu_seq_lens: Tensor) -> list[int]:

@@ -6,7 +6,6 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,16 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .batches import IGNORED
 from .configuration import layer_pattern
 from .gate import evaluating, whole_model
+from .losses import head_of
 from .modeling import patch_model
 from .ring import Ring
 from .sharding import attached_ring
 
 logger = logging.getLogger(__name__)
-
-#: Label of tokens that are not scored, as in Transformers.
-IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,7 @@ def _next_token_nll(
     finally:
         handle.remove()
     nll = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
-    head = _head(model, hidden[-1][:, -1:], last) if sliced else None
+    head = head_of(model, hidden[-1][:, -1:], last) if sliced else None
     if head is None and sliced:
         logger.warning("%s forms its logits in a way of its own: they are kept for the whole row", type(model).__name__)
         last = model(**arguments).logits
@@ -154,25 +152,3 @@ def _next_token_nll(
             logits.float().transpose(1, 2), labels[:, part], ignore_index=IGNORED, reduction="none"
         )
     return nll.masked_fill_(labels == IGNORED, torch.nan)
-
-
-def _head(model: PreTrainedModel, hidden: Tensor, logits: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """What makes logits of hidden states, tried on the last token; None if it is not the output layer, scaled or capped.
-
-    Args:
-        hidden: [1, 1, width]; logits: [1, 1, vocabulary], the model's own.
-    """
-    output = model.get_output_embeddings()
-    if output is None:
-        return None
-    plain = output(hidden).float()
-    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    scale = float((logits.float() * plain).sum() / (plain * plain).sum().clamp_min(1e-30))
-    heads: list[Callable[[Tensor], Tensor]] = [output, lambda x: output(x) * scale]
-    if cap is not None:
-        heads.append(lambda x: torch.tanh(output(x) / cap) * cap)
-    tolerance = 4 * torch.finfo(logits.dtype).eps * float(logits.abs().max())
-    for head in heads:
-        if float((head(hidden).float() - logits.float()).abs().max()) <= tolerance:
-            return head
-    return None

@@ -1,4 +1,4 @@
-"""Pictures of patterns and of losses along a document; needs matplotlib (the demo extra)."""
+"""Pictures of patterns, of losses along a document and of training; needs matplotlib (the demo extra)."""
 
 from __future__ import annotations
 
@@ -72,4 +72,15 @@ def plot_losses(losses: Mapping[str, Sequence[float]], path: Path, window: int =
     bottom.set_xlabel("position in the document (tokens)")
     for axis in (top, bottom):
         axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def plot_training(losses: Sequence[float], path: Path) -> None:
+    """Writes a PNG: the loss of each optimizer step, in nats a token."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axis = figure.subplots()
+    axis.plot(range(1, len(losses) + 1), losses, marker="o" if len(losses) <= 50 else None, markersize=3, linewidth=1)
+    axis.set_xlabel("optimizer step")
+    axis.set_ylabel("loss (nats a token)")
+    axis.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

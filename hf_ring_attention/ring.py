@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,8 +16,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from .bindings import bind_collective, bind_own, bind_ring
-from .communicators import Communicator, Message, ProcessGroupCommunicator
+from .communicators import Communicator, Message, ProcessGroupCommunicator, agree
 from .layouts import LayoutKind, SequenceLayout
+from .loaders import RingDataLoader, prepare_data_loader, wrong_accelerator
 from .patterns import Pattern
 from .plans import Problem
 from .routes import Sizes
@@ -82,25 +84,28 @@ class Ring:
         """The ring of this process on a mesh ("dp", "ring") of all processes of an `accelerate.Accelerator`.
 
         Ranks of a ring are neighbours in the world, so that they share a node where they can. `dp_rank` is the number
-        of the ring among the `dp_size` rings, which read different data.
+        of the ring among the `dp_size` rings, which read different rows; DDP and FSDP go over the whole world.
 
         Args:
             size: ranks of a ring; it divides the number of processes.
 
         Raises:
-            ValueError: a size that does not divide the number of processes.
+            ValueError: on every process: sizes that differ or do not divide the number of processes, or an Accelerator
+                that shards sequences itself, or hands out its batches from one process.
         """
         world_size = accelerator.num_processes
-        if not isinstance(size, int) or size < 1 or world_size % size:
-            raise ValueError(
-                f"Ring.from_accelerator: {world_size} processes cannot form rings of {size!r}: "
-                f"use a size that divides {world_size}"
-            )
-        if world_size == 1:
-            return cls(None, layout=layout, transport=transport)
-        mesh = init_device_mesh(accelerator.device.type, (world_size // size, size), mesh_dim_names=("dp", "ring"))
-        ring = cls(mesh.get_group("ring"), layout=layout, transport=transport)
-        ring.dp_rank, ring.dp_size = mesh.get_local_rank("dp"), world_size // size
+        everyone = None
+        if dist.is_available() and dist.is_initialized():
+            everyone = ProcessGroupCommunicator(dist.distributed_c10d._get_default_group())
+        agree(everyone, "process", {"the size of rings": size}, wrong_accelerator(accelerator, size))
+        if everyone is None:
+            ring = cls(None, layout=layout, transport=transport)
+        else:
+            mesh = init_device_mesh(accelerator.device.type, (world_size // size, size), mesh_dim_names=("dp", "ring"))
+            ring = cls(mesh.get_group("ring"), layout=layout, transport=transport)
+            ring.dp_rank, ring.dp_size = mesh.get_local_rank("dp"), world_size // size
+        ring._everyone, ring.device = everyone, accelerator.device
+        ring._data_seed = accelerator.dataloader_config.data_seed
         return ring
 
     def _set_up(self, communicator: Communicator | None, layout: str, transport: str) -> None:
@@ -113,6 +118,11 @@ class Ring:
         self.layout = layout
         self.transport = transport
         self._communicator = communicator
+        #: All processes that train together; those of the ring, where nothing tells of more.
+        self._everyone = communicator
+        self.device = _device_of(communicator)
+        self._data_seed: int | None = None
+        self._served: weakref.WeakKeyDictionary[Any, Callable[[Any], tuple[Pattern, int]]] = weakref.WeakKeyDictionary()
         self._traffic = Traffic()
         self._digests: dict[Any, int] = {}
         self._logged: set[str] = set()
@@ -148,6 +158,62 @@ class Ring:
         """How a row of `seq_len` tokens under `pattern` is divided among the ranks."""
         kind = self.layout if self.layout != "auto" else choose_layout(seq_len, self.world_size, pattern).choice
         return SequenceLayout(kind, seq_len, self.world_size)  # type: ignore[arg-type]
+
+    def serve(self, model: Any, rule: Callable[[Any], tuple[Pattern, int]] | None) -> None:
+        """Remembers a model whose rows this ring divides, or (rule None) forgets it.
+
+        Args:
+            rule: gives the pattern that decides the model's layouts, and the position id of a row's first token.
+        """
+        if rule is None:
+            self._served.pop(model, None)
+        else:
+            self._served[model] = rule
+
+    def rows_rule(self, seq_len: int, pattern: Pattern | None = None) -> tuple[SequenceLayout, int]:
+        """The layout of rows of `seq_len` tokens and the position id of their first token.
+
+        Args:
+            pattern: None for that of the model that was patched with this ring.
+
+        Raises:
+            ValueError: no pattern where the layout depends on one, or models that differ.
+        """
+        rules = {rule(model) for model, rule in list(self._served.items())}
+        if pattern is not None:
+            rules = {(pattern, first) for _, first in rules} or {(pattern, 0)}
+        if not rules and (self.layout != "auto" or self.world_size == 1):
+            rules = {(Pattern.exact(), 0)}
+        if not rules:
+            raise ValueError(
+                "the layout of rows depends on the model's pattern, and no model was patched with this ring: call "
+                "ra.patch_model(model, ring=ring) first, or pass the pattern, or make the ring with layout='contiguous' "
+                "or 'zigzag'"
+            )
+        found = {(self.layout_for(seq_len, pattern), first) for pattern, first in rules}
+        if len(found) > 1:
+            raise ValueError(
+                f"models of one ring divide rows of {seq_len} tokens in different ways: {sorted(map(str, found))}"
+            )
+        return found.pop()
+
+    def prepare_data_loader(self, loader: Any, *, pattern: Pattern | None = None) -> RingDataLoader:
+        """A loader of this rank's shards, from one of whole rows; instead of `accelerator.prepare(loader)`.
+
+        All ranks of a ring read the same rows, which each batch proves by a checksum, and other rings other rows. What a
+        shard has is said at `ra.shard_batch`. Batches that are left over at the end go to some rings, and the others
+        take part with nothing but padding, so that no row is read twice; `drop_last=True` drops them.
+
+        Args:
+            loader: a torch DataLoader over a dataset or an iterable one, the same on every process; its batch size is
+                that of a ring.
+            pattern: see `shard_batch`.
+
+        Raises:
+            ValueError: on every process: a loader that was prepared already, divides its rows itself or differs between
+                processes.
+        """
+        return prepare_data_loader(loader, self, pattern)
 
     def _check_layout(self, layout: SequenceLayout) -> None:
         if not isinstance(layout, SequenceLayout):
@@ -241,27 +307,20 @@ class Ring:
         Raises:
             ValueError: on every rank, if a rank came with an error or the ranks differ; says which rank has which value.
         """
-        if self.world_size == 1:
-            if error is not None:
-                raise error
-            return [tell]
-        assert self._communicator is not None
-        message = None if error is None else (type(error).__name__, str(error))
-        said = self._communicator.gather_objects((dict(values), message, tell))
-        if error is not None:
-            raise error
-        refusals = {rank: message for rank, (_, message, _) in enumerate(said) if message is not None}
-        if refusals:
-            rank, (kind, text) = min(refusals.items())
-            raise (NotImplementedError if kind == "NotImplementedError" else ValueError)(
-                f"rank {rank} of the ring refused the call: {text}"
-            )
-        for name in values:
-            by_rank = [theirs.get(name) for theirs, _, _ in said]
-            if any(value != by_rank[0] for value in by_rank):
-                listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(by_rank))
-                raise ValueError(f"the ranks of the ring disagree on {name}: {listed}; all must pass the same")
-        return [told for _, _, told in said]
+        return agree(self._communicator, "rank", values, error, tell)
+
+    def agree_everywhere(
+        self, values: Mapping[str, Any], error: BaseException | None = None, tell: Any = None
+    ) -> list[Any]:
+        """`agree`, among all processes that train together: those of other rings too."""
+        return agree(self._everyone, "process", values, error, tell)
+
+    def gather_everywhere(self, number: int) -> list[int]:
+        """A number of every process that trains with this one; each ring's are next to each other."""
+        if self._everyone is None:
+            return [number]
+        own = torch.tensor([number], device=self.device)
+        return [int(theirs) for theirs in torch.cat(self._everyone.gather(own)).tolist()]
 
     def agree_cheaply(self, values: Mapping[str, Any], error: Exception | None, device: torch.device) -> None:
         """`agree`, at the price of 8 bytes a rank on the CPU, and of nothing on other devices once values were agreed on.
@@ -297,6 +356,13 @@ class Ring:
         except RuntimeError as error:
             raise RuntimeError(f"comparing the calls of all ranks, on rank {self.rank}: {error}") from error
         return [int(number) for number in theirs]
+
+
+def _device_of(communicator: Communicator | None) -> torch.device:
+    """Where tensors must be that the communicator's group gathers."""
+    group = getattr(communicator, "group", None)
+    nccl = group is not None and "nccl" in dist.get_backend(group)
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
 class _Gather(torch.autograd.Function):

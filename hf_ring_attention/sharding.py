@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .caches import ShardedCache
-from .configuration import NAME, model_layout
+from .configuration import NAME, layer_pattern, model_layout
 from .gate import decoder_of, runner_of
 from .layouts import SequenceLayout
 from .masks import FORWARD_PASS, ForwardPass, forward_pass_of
@@ -31,6 +31,7 @@ from .packing import (
     packed_documents,
     runs_of_shard,
 )
+from .patterns import Pattern
 from .plans import Documents
 from .ring import Ring
 
@@ -49,6 +50,11 @@ def attached_ring(module: nn.Module) -> Ring | None:
 def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
     """Makes this the ring of the model's attention layers; None makes its rows whole ones again."""
     runner = runner_of(model)
+    served = attached_ring(model)
+    if served is not None:
+        served.serve(model, None)
+    if ring is not None:
+        ring.serve(model, _rows_rule)
     for module in model.modules():
         for hooks, marks in (
             (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
@@ -74,6 +80,11 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
             module.register_forward_hook(_without_last_position)
         if name == "pooler":
             module.register_forward_pre_hook(_with_first_token)
+
+
+def _rows_rule(model: PreTrainedModel) -> tuple[Pattern, int]:
+    """What the layout of a model's rows depends on, and the position id of their first token."""
+    return layer_pattern(model.config.get_text_config(), None), first_position(runner_of(model))
 
 
 def _depends_on_length(module: nn.Module) -> bool:
@@ -152,8 +163,8 @@ def _before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     elif given and kwargs.get("shift_labels") is None:
         error = ValueError(
             f"{type(module).__name__} was given {' and '.join(given)} for a shard of each row, and would shift and average "
-            f"them in the shard alone: cut batches with ra.shard_batch, which shifts labels before it cuts, and compute "
-            f"ra.next_token_loss from the logits; or shift labels first and pass them as shift_labels too"
+            f"them in the shard alone: cut batches with ring.prepare_data_loader or ra.shard_batch, which shift labels before "
+            f"they cut, and compute the loss with ra.next_token_loss; or shift labels first and pass them as shift_labels too"
         )
     _WRONG_LOSS.set(error)
 

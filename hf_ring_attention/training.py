@@ -1,78 +1,294 @@
-"""Training on sharded sequences: a rank's part of a batch, and a loss that equals one device's."""
+"""Transformers' Trainer on sharded sequences: its losses, gradients, evaluation and checkpoints are those of one device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import seed_worker
 
-from .patterns import Pattern
-from .perplexity import IGNORED
+from .batches import IGNORED
+from .failures import naming_lost_processes
+from .gate import attention_dropout, unwrapped
+from .loaders import RingDataLoader, Shards
+from .losses import sliced_loss, takes_num_items
+from .modeling import patch_model
 from .ring import Ring
 
 
-def shard_batch(
-    input_ids: Tensor,
-    ring: Ring,
-    pattern: Pattern,
-    *,
-    attention_mask: Tensor | None = None,
-    labels: Tensor | None = None,
-    device: torch.device | None = None,
-) -> dict[str, Tensor]:
-    """This rank's part of a batch of whole rows.
+@dataclass
+class RingTrainingArguments(TrainingArguments):
+    """`TrainingArguments` of a `RingTrainer`; batch sizes are those of a ring.
 
     Args:
-        input_ids: [B, n], the same on every rank of the ring.
-        pattern: the model's pattern, which decides the layout.
-        attention_mask: [B, n], 0 for padding.
-        labels: [B, n], -100 where no loss is wanted; None for the input_ids of all tokens that are not padding.
-
-    Returns:
-        input_ids, position_ids and shift_labels [B, n local], and attention_mask if one was given. Labels are shifted
-        before the row is cut, so that the last token of a shard learns from the first of the next.
+        ring_size: processes that share each sequence; it divides their number. The rings are data parallel.
+        ring_layout: "auto", "contiguous" or "zigzag".
+        ring_transport: "auto", "ring", "collective" or "local".
+        loss_tokens_at_once: tokens whose logits exist at any time (`sliced_loss`); 0 for those of the whole shard.
     """
-    layout = ring.layout_for(input_ids.shape[1], pattern)
-    labels = input_ids if labels is None else labels
-    positions = torch.arange(input_ids.shape[1]).expand_as(input_ids)
-    if attention_mask is not None:
-        labels = labels.masked_fill(attention_mask == 0, IGNORED)
-        positions = (attention_mask.cumsum(-1) - 1).clamp_min(0)
-        # Nothing is predicted from padding.
-        labels = torch.cat([labels[:, :1], labels[:, 1:].masked_fill(attention_mask[:, :-1] == 0, IGNORED)], 1)
-    shard = {
-        "input_ids": ring.shard(input_ids, layout),
-        "position_ids": ring.shard(positions, layout),
-        "shift_labels": ring.shard(F.pad(labels[:, 1:], (0, 1), value=IGNORED), layout, fill=IGNORED),
-    }
-    if attention_mask is not None:
-        shard["attention_mask"] = ring.shard(attention_mask, layout)
-    return {name: tensor.to(device) for name, tensor in shard.items()}
+
+    ring_size: int = field(default=1, metadata={"help": "processes that share each sequence"})
+    ring_layout: str = field(default="auto", metadata={"help": "auto, contiguous or zigzag"})
+    ring_transport: str = field(default="auto", metadata={"help": "auto, ring, collective or local"})
+    loss_tokens_at_once: int = field(default=1024, metadata={"help": "tokens whose logits exist at a time; 0: all"})
+    include_num_input_tokens_seen: str | bool = field(
+        default="non_padding", metadata={"help": "which tokens are counted: non_padding, all or no"}
+    )
 
 
-def count_tokens(shards: Iterable[Mapping[str, Tensor]]) -> Tensor:
-    """How many labels the shards of all processes of the world have together: the divisor of an optimizer step's loss."""
-    counts = [(shard["shift_labels"] != IGNORED).sum() for shard in shards]
-    total = torch.stack(counts).sum()
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(total)
-    return total
+class _LoaderPreparer:
+    """In place of the accelerator, where Trainer asks it to prepare a loader."""
+
+    def __init__(self, ring: Ring, whole_rows: bool) -> None:
+        self.ring, self.whole_rows = ring, whole_rows
+
+    def prepare(self, loader: DataLoader) -> Any:
+        init: Any = loader.worker_init_fn
+        if isinstance(init, partial) and init.func is seed_worker:  # by process, where a ring must agree
+            loader.worker_init_fn = partial(seed_worker, num_workers=loader.num_workers, rank=self.ring.dp_rank)
+        prepared = self.ring.prepare_data_loader(loader)
+        return prepared.rows if self.whole_rows else prepared
 
 
-def next_token_loss(logits: Tensor, shard: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-    """This rank's share of the mean loss over all `tokens`, for gradients that are averaged over the world.
+class RingTrainerMixin:
+    """Makes a Trainer shard its sequences over rings: `class RingSFTTrainer(RingTrainerMixin, SFTTrainer)`.
 
-    DDP and FSDP average gradients over all processes, so a share is (sum of its losses / tokens) * world size.
+    Its model is patched to "ring_dilated" with the pattern of its config. Batches are made by the Trainer's own collator
+    and then cut (see `shard_batch`), so a `compute_loss` of the user gets shards: `inputs["shift_labels"]` are the labels
+    of the next tokens, and the loss is the sum over them divided by `num_items_in_batch`, times the number of processes
+    (where that is Trainer's own doing, by `super().compute_loss`). Evaluation sums over tokens; it also gives the
+    perplexity and the number of tokens.
 
     Args:
-        logits: [B, n, vocabulary] of the shard.
-        shard: what `shard_batch` returned.
-        tokens: what `count_tokens` returned for the whole optimizer step.
+        ring_size, ring_layout, ring_transport, loss_tokens_at_once: those of `RingTrainingArguments`, for Trainers with
+            arguments of their own.
+
+    Raises:
+        ValueError: on every process, at set-up: a ring size that does not divide the world, a model with attention
+            dropout, or what would be computed from a shard alone: label smoothing, `compute_loss_func`, `inputs` for
+            metrics, token counts of single processes.
+        NotImplementedError: a model that ring_dilated does not compute.
     """
-    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    labels = shard["shift_labels"]
-    total = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-    return total / tokens * world_size
+
+    ring: Ring
+    _SETTINGS: ClassVar = {"ring_size": 1, "ring_layout": "auto", "ring_transport": "auto", "loss_tokens_at_once": 1024}
+
+    def __init__(
+        self: Any,
+        *args: Any,
+        ring_size: int | None = None,
+        ring_layout: str | None = None,
+        ring_transport: str | None = None,
+        loss_tokens_at_once: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._ring_settings = {
+            "ring_size": ring_size,
+            "ring_layout": ring_layout,
+            "ring_transport": ring_transport,
+            "loss_tokens_at_once": loss_tokens_at_once,
+        }
+        self._shards: Shards | None = None
+        self._nll: Tensor | None = None
+        self._scored: Tensor | int = 0
+        self._shard_preprocess: Callable[..., Any] | None = None
+        super().__init__(*args, **kwargs)
+        self.ring.agree_everywhere({}, self._unsuited())
+
+    def _ring_setting(self: Any, name: str) -> Any:
+        given = self._ring_settings[name]
+        return getattr(self.args, name, self._SETTINGS[name]) if given is None else given
+
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        """Also makes the ring, and patches the model."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.ring = Ring.from_accelerator(
+            self.accelerator,
+            self._ring_setting("ring_size"),
+            layout=self._ring_setting("ring_layout"),
+            transport=self._ring_setting("ring_transport"),
+        )
+        if self.model is not None:
+            patch_model(self.model, ring=self.ring)
+
+    def call_model_init(self: Any, trial: Any = None) -> nn.Module:
+        """Also patches the model."""
+        return patch_model(super().call_model_init(trial), ring=self.ring)  # type: ignore[misc]
+
+    def _unsuited(self: Any) -> ValueError | None:
+        """What of this Trainer's settings would be wrong on shards."""
+        model, args = unwrapped(self.model), self.args
+        dropout = attention_dropout(model.config.get_text_config())
+        if dropout:
+            listed = ", ".join(f"{name}={value}" for name, value in dropout.items())
+            return ValueError(
+                f"{type(model).__name__} has attention dropout ({listed}), and ring_dilated has none: set it to 0 in the "
+                f"config before the model is made"
+            )
+        if self.ring.world_size == 1:
+            return None
+        if not takes_num_items(model):
+            return ValueError(
+                f"{type(model).__name__}.forward takes no num_items_in_batch, so each rank would average its shard by itself: "
+                f"override compute_loss"
+            )
+        for wrong, name, remedy in (
+            (args.label_smoothing_factor, "label_smoothing_factor", "set it to 0"),
+            (
+                self.compute_loss_func is not None,
+                "compute_loss_func",
+                "override compute_loss, whose inputs have shift_labels",
+            ),
+            (not args.average_tokens_across_devices, "average_tokens_across_devices=False", "set it to True"),
+            ("inputs" in args.include_for_metrics, "include_for_metrics=['inputs']", "leave it out"),
+            (
+                getattr(args, "train_sampling_strategy", None) == "batch_rebalance",
+                "train_sampling_strategy='batch_rebalance'",
+                "use another one",
+            ),
+        ):
+            if wrong:
+                return ValueError(
+                    f"{name} works with whole rows, and each rank of a ring of {self.ring.world_size} has a shard of them: "
+                    f"{remedy}"
+                )
+        return None
+
+    # ---- batches
+
+    def _get_dataloader(self: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
+        """Trainer's own loader, but prepared by the ring: whole rows to train with, which may have to be skipped first."""
+        accelerator = self.accelerator
+        self.accelerator = _LoaderPreparer(self.ring, whole_rows=is_training)
+        try:
+            return super()._get_dataloader(*args, is_training=is_training, **kwargs)  # type: ignore[misc]
+        finally:
+            self.accelerator = accelerator
+
+    def get_batch_samples(self: Any, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
+        """The shards of the next batches, and how many labels they have on all processes together."""
+        if self._shards is None or self._shards.source is not epoch_iterator:
+            self._shards = Shards(epoch_iterator, self.ring, None, self.args.dataloader_drop_last)
+        return super().get_batch_samples(self._shards, num_batches, device)  # type: ignore[misc]
+
+    def get_total_train_batch_size(self: Any, args: Any) -> int:
+        """Rows of an optimizer step: those of all rings."""
+        return super().get_total_train_batch_size(args) // self.ring.world_size  # type: ignore[misc]
+
+    def _track_num_input_tokens(self: Any, inputs: dict[str, Any]) -> None:
+        """Counts tokens, without what fills a row up to its layout."""
+        if self.args.include_num_input_tokens_seen == "no":
+            return
+        mask = inputs.get("attention_mask")
+        count = torch.tensor(inputs["shift_labels"].numel(), device=self.args.device) if mask is None else mask.sum()
+        self.state.num_input_tokens_seen += int(self.accelerator.gather(count).sum())
+
+    # ---- losses
+
+    def compute_loss(
+        self: Any,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Trainer's, of a slice of tokens at a time, unless the outputs are asked for."""
+        at_once = 0 if return_outputs else self._ring_setting("loss_tokens_at_once")
+        with sliced_loss(model, at_once) if at_once else nullcontext():
+            return super().compute_loss(  # type: ignore[misc]
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+            )
+
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's; where communication fails, the error names the processes that are gone."""
+        with naming_lost_processes():
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    # ---- evaluation
+
+    def prediction_step(
+        self: Any,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor, Any, Any]:
+        """The loss of a batch of shards, and where they are asked for the logits and labels of its whole rows."""
+        inputs = self._prepare_inputs(inputs)
+        tokens = (inputs["shift_labels"] != IGNORED).sum()
+        tokens = self.accelerator.gather(tokens).sum()
+        with torch.no_grad(), self.compute_loss_context_manager():
+            answer = self.compute_loss(
+                model,
+                dict(inputs),
+                return_outputs=not prediction_loss_only,
+                num_items_in_batch=tokens.clamp(min=1),
+            )
+        loss, outputs = (answer, {}) if prediction_loss_only else answer
+        loss = loss.detach().mean()
+        # A process's share was multiplied by their number, for gradients that are averaged.
+        self._nll = self._nll + loss.double() * tokens / self.accelerator.num_processes
+        self._scored = self._scored + tokens
+        if prediction_loss_only:
+            return loss, None, None
+        logits, labels = outputs["logits"] if hasattr(outputs, "keys") else outputs[1], inputs["labels"]
+        if self._shard_preprocess is not None:  # here, so that logits of whole rows need not exist
+            logits = self._shard_preprocess(logits, labels)
+        mask = inputs.get("attention_mask")
+        rows = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
+        if mask is not None:  # without those of a ring that had no more rows
+            rows = self._whole_rows(mask).any(1)
+        return loss, self._whole_rows(logits)[rows], self._whole_rows(labels)[rows]
+
+    def _whole_rows(self: Any, shards: Tensor) -> Tensor:
+        layout, _ = self.ring.rows_rule(shards.shape[1] * self.ring.world_size)
+        whole: Tensor = self.ring.unshard(shards.detach(), layout)
+        return whole
+
+    def _gather_rows(self: Any, x: Tensor) -> Tensor:
+        """What each ring has, one after the other; all ranks of a ring have the same."""
+        told = self.ring.agree_everywhere({}, tell=x.cpu() if self.ring.rank == 0 else None)
+        return torch.cat([rows for rows in told if rows is not None])
+
+    def evaluation_loop(
+        self: Any,
+        dataloader: RingDataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Trainer's; its loss is the sum over all tokens divided by their number, however short the last batch is."""
+        self._nll, self._scored = torch.zeros((), dtype=torch.float64, device=self.args.device), 0
+        self._shard_preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
+        self.gather_function = self._gather_rows  # which Trainer puts back
+        try:
+            with naming_lost_processes():
+                output = super().evaluation_loop(  # type: ignore[misc]
+                    dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+                )
+                nll, tokens = float(self.accelerator.gather(self._nll).sum()), int(self._scored)
+        finally:
+            self._shard_preprocess, self.preprocess_logits_for_metrics = None, self._shard_preprocess
+        if tokens == 0:
+            raise ValueError(f"{description}: no token has a label: every label is -100")
+        loss = nll / tokens
+        output.metrics[f"{metric_key_prefix}_loss"] = loss
+        output.metrics[f"{metric_key_prefix}_perplexity"] = math.exp(loss) if loss < 700 else math.inf
+        output.metrics[f"{metric_key_prefix}_tokens"] = tokens
+        return output
+
+
+class RingTrainer(RingTrainerMixin, Trainer):  # type: ignore[misc]
+    """Transformers' Trainer with sequences sharded over rings of `args.ring_size` processes; see `RingTrainerMixin`."""
+
+    def __init__(self, model: Any = None, args: RingTrainingArguments | None = None, **kwargs: Any) -> None:
+        super().__init__(model, RingTrainingArguments("tmp_trainer") if args is None else args, **kwargs)

@@ -10,8 +10,10 @@ With 8 processes and --ring-size 4, two rings read different sequences and the f
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
+from collections import UserDict
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from transformers import get_scheduler
 
 import hf_ring_attention as ra
 from hf_ring_attention import bench, cli
+from hf_ring_attention.plots import plot_training
 
 
 def parse_args(argv=None) -> argparse.Namespace:
@@ -49,7 +52,11 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
     parser.add_argument("--dtype", choices=["no", "bf16", "fp16"], default="no", help="Accelerate's mixed precision")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("runs/finetune"), help="folder of the checkpoint")
+    parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints, 0: none")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --output")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/finetune"), help="folder of the model, its checkpoint and its curve"
+    )
     parser.add_argument("--json", type=Path, help="file for the figures")
     return parser.parse_args(argv)
 
@@ -69,47 +76,46 @@ def main() -> None:
     ids = common.tokenize(tokenizer, common.load_text(args.text))[0]
     held_out, rows = ids[: args.held_out], ids[args.held_out :]
     rows = rows[: len(rows) // args.seq_len * args.seq_len].view(-1, args.seq_len)
-    if len(rows) < ring.dp_size:
-        raise SystemExit(
-            f"the text has {len(rows)} sequences of {args.seq_len} tokens, {ring.dp_size} rings need one each"
-        )
-    # Ranks of a ring draw the same rows, rings draw other ones.
-    rows = rows[ring.dp_rank :: ring.dp_size][: len(rows) // ring.dp_size]
-    generator = torch.Generator().manual_seed(args.seed)
-    loader = DataLoader(rows, batch_size=args.batch_size, shuffle=True, generator=generator, drop_last=True)
-
-    def batches():
-        while True:
-            yield from loader
+    dataset = [{"input_ids": row} for row in rows]
+    loader = ring.prepare_data_loader(
+        DataLoader(dataset, args.batch_size, shuffle=True, drop_last=True, collate_fn=ra.PaddingCollator())
+    )
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
     schedule = get_scheduler(args.schedule, optimizer, args.warmup, args.steps)
     raw_model = model
     model, optimizer = accelerator.prepare(model, optimizer)
 
-    figures = {
-        "world_size": accelerator.num_processes,
-        "ring_size": ring.world_size,
-        "pattern": args.pattern,
-        "steps": [],
-    }
-    if args.held_out:
+    figures = Figures(world_size=accelerator.num_processes, ring_size=ring.world_size, pattern=args.pattern)
+    # What a checkpoint has besides the model, its optimizer and the random states.
+    accelerator.register_for_checkpointing(schedule, loader, figures)
+    checkpoint = args.output / "checkpoint"
+    if args.resume:
+        accelerator.load_state(str(checkpoint))
+        accelerator.print(f"going on after step {len(figures.steps)} of {checkpoint}")
+    elif args.held_out:
         figures["perplexity_before"] = ra.perplexity(raw_model, held_out, ring=ring).perplexity
         accelerator.print(f"held-out perplexity before: {figures['perplexity_before']:.3f}")
+
     model.train()
-    bar = tqdm(range(args.steps), disable=not accelerator.is_main_process, desc="fine-tuning", unit="step")
-    source = batches()
-    for _ in bar:
+    batches = epochs(loader)
+    bar = tqdm(
+        range(len(figures.steps), args.steps),
+        initial=len(figures.steps),
+        total=args.steps,
+        disable=not accelerator.is_main_process,
+        desc="fine-tuning",
+        unit="step",
+    )
+    for step in bar:
         start = time.perf_counter()
-        shards = [
-            ra.shard_batch(next(source), ring, pattern, device=accelerator.device) for _ in range(args.accumulate)
-        ]
+        shards = list(itertools.islice(batches, args.accumulate))
         tokens = ra.count_tokens(shards)
-        total = 0.0
+        total = torch.zeros((), device=accelerator.device)
         for number, shard in enumerate(shards):
             # Gradients are averaged over processes once, with the last batch of the step.
             with nullcontext() if number == len(shards) - 1 else accelerator.no_sync(model):
-                loss = ra.next_token_loss(model(**shard).logits, shard, tokens)
+                loss = ra.next_token_loss(model, shard, tokens)
                 accelerator.backward(loss)
             total += loss.detach()
         norm = accelerator.clip_grad_norm_(model.parameters(), args.clip)
@@ -119,7 +125,7 @@ def main() -> None:
         # Every process scales its share by the number of processes, over which gradients are averaged.
         loss = float(accelerator.reduce(total, "mean"))
         seconds = time.perf_counter() - start
-        figures["steps"].append(
+        figures.steps.append(
             {
                 "loss": loss,
                 "grad_norm": float(norm),
@@ -129,27 +135,53 @@ def main() -> None:
             }
         )
         bar.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{int(tokens) / seconds:.0f}")
+        if args.save_every and (step + 1) % args.save_every == 0:
+            accelerator.save_state(str(checkpoint), safe_serialization=True)
     if args.held_out:
         figures["perplexity_after"] = ra.perplexity(raw_model, held_out, ring=ring).perplexity
         accelerator.print(f"held-out perplexity after: {figures['perplexity_after']:.3f}")
 
     memory = torch.tensor([bench.peak_memory(accelerator.device)], device=accelerator.device)
     figures["peak_memory_bytes"] = accelerator.gather(memory).tolist()
-    speed = sum(step["tokens"] for step in figures["steps"]) / sum(step["seconds"] for step in figures["steps"])
+    speed = sum(step["tokens"] for step in figures.steps) / sum(step["seconds"] for step in figures.steps)
     figures["tokens_per_second"] = speed
-    first, last = figures["steps"][0]["loss"], figures["steps"][-1]["loss"]
-    accelerator.print(f"loss {first:.3f} -> {last:.3f}, {speed:.0f} tokens/s")
+    accelerator.print(f"loss {figures.steps[0]['loss']:.3f} -> {figures.steps[-1]['loss']:.3f}, {speed:.0f} tokens/s")
     for rank, peak in enumerate(figures["peak_memory_bytes"]):
         accelerator.print(f"rank {rank}: peak memory {peak / 2**30:.2f} GiB")
     if accelerator.is_main_process:
-        accelerator.unwrap_model(model).save_pretrained(args.output)
+        raw_model.save_pretrained(args.output)
         tokenizer.save_pretrained(args.output)
-        print(f"saved to {args.output}")
+        plot_training([step["loss"] for step in figures.steps], args.output / "loss.png")
+        print(f"saved to {args.output}, with loss.png")
         if args.json:
-            args.json.write_text(json.dumps(figures))
+            args.json.write_text(json.dumps(figures.data))
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
+class Figures(UserDict):
+    """What a run reports; a part of its checkpoints."""
+
+    def __init__(self, **figures) -> None:
+        super().__init__(figures, steps=[])
+
+    @property
+    def steps(self) -> list[dict]:
+        return self["steps"]
+
+    def state_dict(self) -> dict:
+        return self.data
+
+    def load_state_dict(self, state: dict) -> None:
+        self.data.update(state)
+
+
+def epochs(loader):
+    """The batches of a loader, again and again, each time in another order."""
+    while True:
+        yield from loader
+
+
 if __name__ == "__main__":
-    main()
+    with ra.naming_lost_processes():
+        main()

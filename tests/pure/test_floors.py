@@ -15,27 +15,28 @@ FOLDER = Path(__file__).parents[2] / PACKAGE
 FLOORS = [
     ("patterns", "layouts", "tiles", "plans", "routes", "selection"),  # ints: the standard library alone
     ("blocks", "kernels", "rows", "bindings", "reference"),  # torch
-    ("communicators", "transports"),  # torch.distributed
+    ("communicators", "failures", "transports"),  # torch.distributed
     ("engine",),
-    ("ring", "attention", "simulation", "explain"),
+    # Accelerate and datasets, for loaders
+    ("packing", "batches", "collators", "loaders", "ring", "attention", "simulation", "explain"),
     (
         "models",
         "gate",
         "configuration",
-        "packing",
         "masks",
         "caches",
         "sharding",
         "generation",
         "modeling",
+        "losses",
         "perplexity",
     ),  # Transformers
-    ("training",),  # Accelerate
+    ("training",),  # Trainers
     ("cli", "bench", "plots", "estimate", "__main__"),
 ]
 FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
 #: The first floor that may import a library.
-OPENS_AT = {"torch": 1, "torch.distributed": 2, "transformers": 5, "accelerate": 6}
+OPENS_AT = {"torch": 1, "torch.distributed": 2, "transformers": 5, "accelerate": 4}
 #: They meet in the engine.
 STRANGERS = ({"kernels", "transports"}, {"kernels", "communicators"})
 

@@ -1,0 +1,169 @@
+"""Batches of whole rows, and a rank's shard of them: tokens, global positions, documents, and labels shifted before the cut."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .layouts import SequenceLayout
+from .packing import documents_from_mask, documents_of_collator, documents_of_rows
+from .patterns import Pattern
+from .plans import Documents
+
+#: Label of tokens that are not predicted, as in Transformers.
+IGNORED = -100
+#: How collators describe documents to flash kernels; the shard says it by positions and seq_idx.
+_KERNEL_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+#: What fills a row up to its layout, where it is not 0.
+_FILL = {"labels": IGNORED, "shift_labels": IGNORED, "seq_idx": -1}
+
+
+class Divider(Protocol):
+    """What a `Ring` does for a batch."""
+
+    rank: int
+    world_size: int
+
+    def rows_rule(self, seq_len: int, pattern: Pattern | None) -> tuple[SequenceLayout, int]: ...
+
+    def shard(self, tensor: Tensor, layout: SequenceLayout, dim: int = 1, fill: float = 0) -> Tensor: ...
+
+
+def shard_batch(
+    batch: Mapping[str, Any], ring: Divider, pattern: Pattern | None = None, *, device: torch.device | None = None
+) -> dict[str, Any]:
+    """This rank's part of a batch of whole rows, for `model(**shard, num_items_in_batch=...)`.
+
+    Args:
+        batch: as a collator makes it, the same on every rank of the ring: input_ids [B, n] and labels [B, n] (-100 where
+            nothing is to be learned), and what it may have besides: attention_mask [B, n] with 0 for padding;
+            position_ids, seq_idx or cu_seq_lens_q that say where packed documents begin; shift_labels instead of labels;
+            other tensors [B, n, ...], which are cut too. What is not of that shape is passed on.
+        pattern: the model's, which decides an "auto" layout; None for that of the model that was patched with this ring.
+        device: where the shard goes; None leaves it.
+
+    Returns:
+        input_ids, position_ids that count each document from 0, labels and shift_labels [B, n local]; attention_mask
+        where a row has padding, or is filled up to its layout; seq_idx, the number of each token's document, where a
+        row has several. Labels are shifted before the row is cut, so that the last token of a shard predicts the first
+        of the next; the last token of a document predicts nothing.
+
+    Raises:
+        ValueError: no labels, rows shorter than the ring, tensors that contradict each other, or padding inside a
+            document.
+    """
+    tokens = _tokens(batch)
+    size, length = tokens.shape[:2]
+    if length < ring.world_size:
+        raise ValueError(
+            f"rows of {length} tokens cannot be sharded over a ring of {ring.world_size}: each rank needs one token at "
+            f"least: use longer rows, a smaller ring, or pad to {ring.world_size}"
+        )
+    documents = _documents(batch, size, length)
+    layout, first = ring.rows_rule(length, pattern)
+    whole = {
+        name: x
+        for name, x in batch.items()
+        if name not in _KERNEL_KEYS and isinstance(x, Tensor) and tuple(x.shape[:2]) == (size, length)
+    }
+    rest = {name: x for name, x in batch.items() if name not in whole and name not in (*_KERNEL_KEYS, "position_ids")}
+    numbers = _numbers(documents, length)
+    positions = batch.get("position_ids")
+    whole["position_ids"] = _positions(documents, length, first) if positions is None else positions.expand(size, -1)
+    if "shift_labels" not in whole:
+        whole["shift_labels"] = _shifted(whole["labels"], numbers.to(tokens.device))
+    # A model computes no loss from shift_labels alone.
+    whole.setdefault("labels", whole["shift_labels"])
+    if "attention_mask" not in whole and layout.padded_len > length:
+        whole["attention_mask"] = torch.ones(size, length, dtype=torch.int64, device=tokens.device)
+    if any(len(row) > 1 for row in documents):
+        whole["seq_idx"] = numbers.to(tokens.device)
+    shard = {name: ring.shard(x, layout, fill=_FILL.get(name, 0)) for name, x in whole.items()} | rest
+    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in shard.items()}
+
+
+def _tokens(batch: Mapping[str, Any]) -> Tensor:
+    """The tokens of a batch that has what it needs."""
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"a batch must be a mapping of tensors, as collators make it, got {type(batch).__name__}")
+    tokens = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
+    if not isinstance(tokens, Tensor) or tokens.dim() < 2 or 0 in tokens.shape[:2]:
+        got = f"{tuple(tokens.shape)}" if isinstance(tokens, Tensor) else f"{sorted(batch)}"
+        raise ValueError(f"a batch needs input_ids [rows, tokens], or inputs_embeds, got {got}")
+    if batch.get("labels") is None and batch.get("shift_labels") is None:
+        raise ValueError(
+            f"a batch has no labels, only {sorted(batch)}: a loss over shards needs labels [rows, tokens], -100 where "
+            f"nothing is to be learned; for language modelling labels=input_ids.clone(), or a collator that adds them, "
+            f"such as ra.PaddingCollator"
+        )
+    expected = tuple(tokens.shape[:2])
+    for name in ("labels", "shift_labels", "attention_mask", "position_ids", "seq_idx"):
+        x = batch.get(name)
+        shapes = (expected, (1, expected[1])) if name == "position_ids" else (expected,)
+        if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) not in shapes):
+            seen: Any = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} of a batch must be a tensor of the shape of its tokens {expected}, got {seen}")
+    return tokens
+
+
+def _documents(batch: Mapping[str, Any], size: int, length: int) -> Documents:
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    by_positions = documents_of_rows(size, positions, mask)
+    by_mask = None if mask is None else documents_from_mask(mask != 0)
+    said = documents_of_collator(
+        size, length, batch.get("cu_seq_lens_q"), batch.get("seq_idx"), (by_positions, by_mask)
+    )
+    for documents in (said, by_positions, by_mask):
+        if documents is not None:
+            return documents
+    return (((0, length),),) * size
+
+
+def _numbers(documents: Documents, length: int) -> Tensor:
+    """[B, n] int64: the number of each token's document in its row, -1 for padding."""
+    numbers = torch.full((len(documents), length), -1)
+    for row, runs in enumerate(documents):
+        for number, (start, stop) in enumerate(runs):
+            numbers[row, start:stop] = number
+    return numbers
+
+
+def _positions(documents: Documents, length: int, first: int) -> Tensor:
+    positions = torch.zeros(len(documents), length, dtype=torch.int64)
+    for row, runs in enumerate(documents):
+        for start, stop in runs:
+            positions[row, start:stop] = torch.arange(first, first + stop - start)
+    return positions
+
+
+def _shifted(labels: Tensor, numbers: Tensor) -> Tensor:
+    """Of each token the label of the next one of its document."""
+    within = (numbers[:, 1:] == numbers[:, :-1]) & (numbers[:, :-1] >= 0)
+    return F.pad(labels[:, 1:].masked_fill(~within, IGNORED), (0, 1), value=IGNORED)
+
+
+def blank(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch of the same shape that is nothing but padding: for a ring without rows when others have some."""
+    tokens = _tokens(batch)
+    nothing = torch.zeros(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+    kept = {
+        name: x for name, x in batch.items() if name not in (*_KERNEL_KEYS, "position_ids", "seq_idx", "shift_labels")
+    }
+    return {**kept, "attention_mask": nothing, "labels": torch.full_like(nothing, IGNORED)}
+
+
+def digest(batch: Any) -> dict[str, str]:
+    """What ranks compare instead of a batch: of each tensor its shape and a checksum of its content."""
+    said = {}
+    for name, x in sorted(batch.items()) if isinstance(batch, Mapping) else [("batch", batch)]:
+        if isinstance(x, Tensor):
+            content = x.detach().cpu().contiguous().view(torch.uint8).numpy()
+            said[str(name)] = f"{list(x.shape)} {hashlib.sha256(content.tobytes()).hexdigest()[:12]}"
+        else:
+            said[str(name)] = hashlib.sha256(repr(x).encode()).hexdigest()[:12]
+    return said

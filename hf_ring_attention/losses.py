@@ -1,0 +1,198 @@
+"""The loss of shards, equal to one device's, without ever forming the logits of a whole shard."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from .batches import IGNORED
+from .gate import unwrapped
+
+#: A function of hidden states [..., width] that gives logits [..., vocabulary].
+Head = Callable[[Tensor], Tensor]
+
+
+def count_tokens(shards: Iterable[Mapping[str, Any]]) -> Tensor:
+    """How many labels the shards of all processes of the world have together: the divisor of an optimizer step's loss.
+
+    Args:
+        shards: of this process, all that the step accumulates.
+
+    Raises:
+        ValueError: on every process: no label at all.
+    """
+    counts = [(shard["shift_labels"] != IGNORED).sum() for shard in shards]
+    total = torch.stack(counts).sum()
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(total)
+    if total == 0:
+        raise ValueError(
+            "no token of this step has a label: every label is -100, and the mean of no losses is no number"
+        )
+    return total
+
+
+def next_token_loss(
+    model: nn.Module, shard: Mapping[str, Any], tokens: Tensor | int, *, tokens_at_once: int = 1024
+) -> Tensor:
+    """This process's share of the mean loss over all `tokens`, for gradients that are averaged over the world.
+
+    DDP and FSDP average gradients over all processes, so a share is (sum of its losses / tokens) * world size; the mean
+    of all shares is the loss.
+
+    Args:
+        model: a causal language model, as `accelerator.prepare` or `fully_shard` returned it.
+        shard: what a ring's loader or `shard_batch` made.
+        tokens: what `count_tokens` returned for the whole optimizer step.
+        tokens_at_once: see `sliced_loss`; 0 forms all logits of the shard at once.
+    """
+    with sliced_loss(model, tokens_at_once):
+        loss: Tensor = model(**{"use_cache": False, **shard}, num_items_in_batch=tokens).loss
+    return loss * (dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
+
+
+@contextmanager
+def sliced_loss(model: nn.Module, tokens_at_once: int = 1024) -> Iterator[None]:
+    """Inside, a causal language model that is given labels computes its loss for a slice of tokens at a time.
+
+    Logits of `tokens_at_once` tokens exist at any time, in backward too, where they are computed again; the model's
+    output has the logits of the last token only. The loss is that of the model's own head, scaled or capped as the model
+    does it. Liger's fused loss, where a Trainer has put it in, is left alone: it forms no logits.
+
+    Args:
+        model: a causal language model, bare or wrapped by DDP, FSDP, DeepSpeed, PEFT or torch.compile.
+        tokens_at_once: of all rows together; 0 changes nothing.
+
+    Raises:
+        ValueError: a negative number, or no Transformers model.
+        NotImplementedError: in the forward pass: a head that this function does not know; use tokens_at_once=0.
+    """
+    if tokens_at_once < 0:
+        raise ValueError(f"sliced_loss: tokens_at_once must be at least 0, got {tokens_at_once}")
+    inner = unwrapped(model)
+    if not isinstance(inner, PreTrainedModel):
+        raise ValueError(f"sliced_loss: expected a Transformers model, got {type(model).__name__}")
+    output = inner.get_output_embeddings()
+    if tokens_at_once == 0 or output is None:
+        yield
+        return
+    slices = _Slices(inner, tokens_at_once)
+    own = inner.__dict__.get("_loss_function")
+    handle = output.register_forward_pre_hook(slices.keep)
+    inner.loss_function = slices.loss
+    try:
+        yield
+    finally:
+        handle.remove()
+        if own is None:
+            del inner._loss_function
+        else:
+            inner.loss_function = own
+
+
+class _Slices:
+    """The hidden states that a model's head was called with, and the loss of them."""
+
+    def __init__(self, model: PreTrainedModel, tokens_at_once: int) -> None:
+        self.model, self.tokens_at_once = model, tokens_at_once
+        self.own_loss = model.loss_function
+        self.hidden: Tensor | None = None
+        self.busy = False
+
+    def keep(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Before the head: keeps the hidden states and leaves the model those of the last token."""
+        if self.busy:
+            return None
+        self.hidden = args[0]
+        return (args[0][:, -1:], *args[1:])
+
+    def loss(
+        self,
+        logits: Tensor,
+        labels: Tensor | None = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = IGNORED,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """In place of the model's loss function, whose arguments these are (`ForCausalLMLoss`)."""
+        hidden, self.hidden = self.hidden, None
+        if hidden is None:  # the model went another way to its logits
+            return self.own_loss(
+                logits=logits, labels=labels, vocab_size=vocab_size, num_items_in_batch=num_items_in_batch,
+                ignore_index=ignore_index, shift_labels=shift_labels, **kwargs,
+            )  # fmt: skip
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
+        self.busy = True
+        try:
+            head = self._head(hidden[:, -1:], logits)
+            targets = shift_labels.to(hidden.device).flatten()
+            total = hidden.new_zeros((), dtype=torch.float32)
+            for part, target in zip(
+                hidden.flatten(0, 1).split(self.tokens_at_once), targets.split(self.tokens_at_once), strict=True
+            ):
+                if torch.is_grad_enabled():
+                    total = total + checkpoint(self._part, head, part, target, ignore_index, use_reentrant=False)
+                else:
+                    total = total + self._part(head, part, target, ignore_index)
+        finally:
+            self.busy = False
+        count = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        return total / count
+
+    def _part(self, head: Head, hidden: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+        busy, self.busy = self.busy, True  # backward calls this again, when the context may still be open
+        try:
+            return F.cross_entropy(head(hidden[None])[0].float(), labels, ignore_index=ignore_index, reduction="sum")
+        finally:
+            self.busy = busy
+
+    def _head(self, hidden: Tensor, logits: Tensor) -> Head:
+        with torch.no_grad():
+            head = head_of(self.model, hidden, logits.detach())
+        if head is None:
+            name = type(self.model).__name__
+            raise NotImplementedError(
+                f"{name} forms its logits in a way of its own, so its loss cannot be computed in slices: compute it at once, "
+                f"with tokens_at_once=0, or loss_tokens_at_once=0 of RingTrainingArguments"
+            )
+        return head
+
+
+def head_of(model: PreTrainedModel, hidden: Tensor, logits: Tensor) -> Head | None:
+    """What makes logits of hidden states, tried on one token; None if it is not the output layer, scaled or capped.
+
+    Args:
+        hidden: [1 or more, 1, width]; logits: [1 or more, 1, vocabulary], the model's own.
+    """
+    output: Any = model.get_output_embeddings()
+    if output is None:
+        return None
+    tolerance = 4 * torch.finfo(logits.dtype).eps * float(logits.abs().max())
+    plain, logits = output(hidden).float(), logits.float()
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    scale = float((logits * plain).sum() / (plain * plain).sum().clamp_min(1e-30))
+    heads: list[Head] = [output, lambda x: output(x) * scale]
+    if cap is not None:  # first: small logits are hardly changed by it
+        heads.insert(0, lambda x: torch.tanh(output(x) / cap) * cap)
+    for head in heads:
+        if float((head(hidden).float() - logits).abs().max()) <= tolerance:
+            return head
+    return None
+
+
+def takes_num_items(model: PreTrainedModel) -> bool:
+    """Whether a model's loss can be divided by the number of tokens of all processes."""
+    return any(x.kind is x.VAR_KEYWORD for x in inspect.signature(model.forward).parameters.values())

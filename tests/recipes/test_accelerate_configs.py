@@ -1,0 +1,128 @@
+"""The files of recipes/accelerate say to `accelerate launch` what their comments say, and the one for a CPU runs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils.launch import prepare_multi_gpu_env
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "recipes" / "accelerate"
+KINDS = {"multi_gpu": DistributedType.MULTI_GPU, "use_fsdp": DistributedType.FSDP}
+KINDS["use_deepspeed"] = DistributedType.DEEPSPEED
+# File: the launcher it chooses, processes, machines, precision.
+EXPECTED = {
+    "cpu-2.yaml": ("multi_gpu", 2, 1, "no"),
+    "one-node-8.yaml": ("multi_gpu", 8, 1, "bf16"),
+    "two-nodes-16.yaml": ("multi_gpu", 16, 2, "bf16"),
+    "fsdp2.yaml": ("use_fsdp", 8, 1, "bf16"),
+    "zero3.yaml": ("use_deepspeed", 8, 1, "bf16"),
+}
+
+
+def validated(name, *options):
+    """What `accelerate launch --config_file NAME` would launch, once it has checked it; no GPU is looked for."""
+    command = ["--config_file", str(FOLDER / name), *options, "script.py", "--ring-size", "8"]
+    return _validate_launch_command(launch_command_parser().parse_args(command))[0]
+
+
+def test_every_file_is_expected_here():
+    assert {file.name for file in FOLDER.iterdir()} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_launch_accepts_the_file(name):
+    kind, processes, machines, precision = EXPECTED[name]
+    assert load_config_from_file(str(FOLDER / name)).distributed_type == KINDS[kind]
+    args = validated(name)
+    assert [other for other in KINDS if getattr(args, other)] == [kind]
+    assert (args.num_processes, args.num_machines, args.machine_rank) == (processes, machines, 0)
+    assert args.mixed_precision == precision
+    assert args.use_cpu is (name == "cpu-2.yaml")
+    # The package refuses Accelerate's own context and sequence parallelism.
+    assert not args.use_parallelism_config
+    assert args.parallelism_config_cp_size == args.parallelism_config_sp_size == 1
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_every_key_reaches_the_launcher(name):
+    """A key of a nested section that no option is named after would be taken and ignored."""
+    config = load_config_from_file(str(FOLDER / name))
+    options = vars(launch_command_parser().parse_args(["script.py"]))
+    args = validated(name)
+    for key, value in {**config.fsdp_config, **config.deepspeed_config}.items():
+        assert key in options
+        assert getattr(args, key) == value
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_comment_launches_the_file(name):
+    comment = "".join(re.findall("^#.*\n", (FOLDER / name).read_text(), re.MULTILINE))
+    assert 2 <= comment.count("\n") <= 4
+    assert f"accelerate launch --config_file recipes/accelerate/{name}" in comment
+    for recipe in re.findall(r"recipes/\w+\.py", comment):
+        assert (ROOT / recipe).is_file()
+
+
+def test_two_nodes_take_rank_and_address_from_the_command_line():
+    args = validated("two-nodes-16.yaml", "--machine_rank", "1", "--main_process_ip", "10.0.0.1")
+    prepare_multi_gpu_env(args)  # what torchrun is given
+    assert (args.nnodes, args.nproc_per_node, args.node_rank) == ("2", "8", 1)
+    assert args.rdzv_endpoint == "10.0.0.1:29500"
+    # A placeholder left in place must reach no machine; torchrun then repeats that this name is not known.
+    assert validated("two-nodes-16.yaml").main_process_ip == "ADDRESS-OF-MACHINE-0"
+
+
+def test_fsdp2_makes_a_plugin_of_version_2(monkeypatch):
+    args = validated("fsdp2.yaml", "--main_process_port", "0")
+    assert args.fsdp_version == 2
+    for key, value in prepare_multi_gpu_env(args).items():  # what the processes read
+        if key.startswith("FSDP_"):
+            monkeypatch.setenv(key, value)
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2
+    assert plugin.reshard_after_forward is True
+    assert plugin.auto_wrap_policy is transformer_auto_wrap_policy
+    assert plugin.cpu_ram_efficient_loading and not plugin.activation_checkpointing
+    assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
+
+
+def test_zero3_leaves_nothing_to_auto():
+    args = validated("zero3.yaml")
+    assert args.zero_stage == 3
+    assert (args.gradient_accumulation_steps, args.gradient_clipping) == (1, 1.0)
+    assert "auto" not in load_config_from_file(str(FOLDER / "zero3.yaml")).deepspeed_config.values()
+
+
+SCRIPT = """
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+size, backend = torch.distributed.get_world_size(), torch.distributed.get_backend()
+assert accelerator.num_processes == size == 2
+total = accelerator.reduce(torch.ones(1), "sum")
+line = f"rank {accelerator.process_index} of {size}, {backend} on {accelerator.device.type}, sum {total.item():.0f}\\n"
+print(line, end="", flush=True)  # in one piece: both ranks write to the same pipe
+accelerator.end_training()
+"""
+
+
+def test_cpu_2_starts_two_gloo_processes(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = dict(os.environ, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(FOLDER / "cpu-2.yaml")]
+    # The file asks for port 0 itself; the option keeps tests that run side by side apart should it change.
+    command = [*launcher, "--main_process_port", "0", str(script)]
+    done = subprocess.run(command, env=environment, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    ranks = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert ranks == [f"rank {rank} of 2, gloo on cpu, sum 2" for rank in range(2)]

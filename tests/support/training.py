@@ -1,0 +1,139 @@
+"""Small training runs, on one process or on several ranks, and what must be equal between them."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_ring_attention as ra
+
+PATTERN = ra.Pattern.pyramid(8, levels=2, ratio=2, sinks=2)
+
+
+def tiny_llama(pattern=PATTERN, seed=0, **changes):
+    """A model of 2 layers whose weights are large enough for its losses to differ."""
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = LlamaConfig(
+        **{**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, **changes},
+        attn_implementation="ring_dilated",
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    if pattern is not None:
+        ra.patch_config(model.config, pattern)
+    return model
+
+
+def documents(count, shortest, longest, seed, prompt=0):
+    """Tokenized documents of uneven lengths; the first `prompt` tokens of each are not learned from."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for _ in range(count):
+        length = int(torch.randint(shortest, longest + 1, (), generator=generator))
+        ids = torch.randint(1, 97, (length,), generator=generator)
+        labels = ids.clone()
+        labels[:prompt] = -100
+        rows.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+    return rows
+
+
+def process_environment(rank, world_size):
+    """What a launcher would set, for Accelerate to find the process group that is there."""
+    os.environ.update(ACCELERATE_USE_CPU="true", RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")
+
+
+def figures_of(model, losses, norms):
+    """What a run is compared by, from whole parameters."""
+    parameters = {}
+    for name, parameter in model.named_parameters():
+        x = parameter.detach()
+        parameters[name] = (x.full_tensor() if hasattr(x, "full_tensor") else x).clone()
+    return {"losses": losses, "norms": norms, "parameters": parameters}
+
+
+def loop(
+    rank,
+    *,
+    ring_size=1,
+    transport="auto",
+    layout="auto",
+    rows,
+    collator,
+    batch_size=1,
+    steps=3,
+    accumulate=1,
+    checkpointing=False,
+    wrap="ddp",
+    tokens_at_once=7,
+    shuffle=True,
+    pattern=PATTERN,
+    lr=1e-2,
+):
+    """An Accelerate loop as the recipe has it; `wrap` is what holds the parameters."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    process_environment(rank, world_size)
+    accelerator = Accelerator()
+    ring = ra.Ring.from_accelerator(accelerator, size=ring_size, layout=layout, transport=transport)
+    model = tiny_llama(pattern)
+    ra.patch_model(model, ring=ring)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    torch.manual_seed(1)
+    loader = ring.prepare_data_loader(DataLoader(rows, batch_size=batch_size, shuffle=shuffle, collate_fn=collator))
+    if wrap == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        model, optimizer = accelerator.prepare(model, optimizer)
+    model.train()
+    losses, norms = [], []
+    batches = iter(loader)
+    for _ in range(steps):
+        shards = []
+        for _ in range(accumulate):
+            shard = next(batches, None)
+            if shard is None:
+                batches = iter(loader)
+                shard = next(batches)
+            shards.append(shard)
+        tokens = ra.count_tokens(shards)
+        total = 0
+        for number, shard in enumerate(shards):
+            last = number == len(shards) - 1
+            if wrap == "fsdp2":
+                model.set_requires_gradient_sync(last)
+            context = accelerator.no_sync(model) if wrap == "ddp" and not last else torch.enable_grad()
+            with context:
+                loss = ra.next_token_loss(model, shard, tokens, tokens_at_once=tokens_at_once)
+                loss.backward()
+            total = total + loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(total, "mean")))
+        norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+    return figures_of(accelerator.unwrap_model(model), losses, norms)
+
+
+def assert_equal_runs(run, other, what, loss=1e-6, rest=1e-5):
+    """Losses within `loss`, gradient norms and final parameters within `rest`, relative to the largest."""
+    for name, tolerance in (("losses", loss), ("norms", rest)):
+        for step, (a, b) in enumerate(zip(run[name], other[name], strict=True)):
+            assert abs(a - b) <= tolerance * abs(b), f"{what}: {name} of step {step}: {a} and {b}"
+    for name, b in other["parameters"].items():
+        difference = float((run["parameters"][name] - b).abs().max())
+        assert difference <= rest * float(b.abs().max()), f"{what}: {name} differs by {difference}"
