@@ -137,3 +137,60 @@ def assert_equal_runs(run, other, what, loss=1e-6, rest=1e-5):
     for name, b in other["parameters"].items():
         difference = float((run["parameters"][name] - b).abs().max())
         assert difference <= rest * float(b.abs().max()), f"{what}: {name} differs by {difference}"
+
+
+def trainer(
+    rank,
+    folder,
+    *,
+    ring_size=1,
+    transport="auto",
+    layout="auto",
+    rows,
+    collator,
+    eval_rows=None,
+    batch_size=1,
+    steps=3,
+    accumulate=1,
+    checkpointing=False,
+    trainer_class=None,
+    resume=None,
+    model=None,
+    **arguments,
+):
+    """The same run by a `RingTrainer`; the Trainer comes with its figures."""
+    process_environment(rank, dist.get_world_size() if dist.is_initialized() else 1)
+    args = ra.RingTrainingArguments(
+        str(folder),
+        **{
+            "ring_size": ring_size,
+            "ring_transport": transport,
+            "ring_layout": layout,
+            "loss_tokens_at_once": 7,
+            "per_device_train_batch_size": batch_size,
+            "per_device_eval_batch_size": batch_size,
+            "max_steps": steps,
+            "gradient_accumulation_steps": accumulate,
+            "gradient_checkpointing": checkpointing,
+            "use_cpu": True,
+            "report_to": [],
+            "disable_tqdm": True,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "optim": "sgd",
+            "optim_args": "momentum=0.9",
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+            "max_grad_norm": 1e9,
+            "seed": 1,
+            **arguments,
+        },
+    )
+    model = tiny_llama() if model is None else model
+    made = (trainer_class or ra.RingTrainer)(
+        model, args, train_dataset=rows, eval_dataset=eval_rows, data_collator=collator
+    )
+    made.train(resume_from_checkpoint=resume)
+    steps = [entry for entry in made.state.log_history if "loss" in entry]
+    losses = [entry["loss"] for entry in steps]
+    return figures_of(model, losses, [entry["grad_norm"] for entry in steps]), made

@@ -1,0 +1,98 @@
+"""Training over rings has the losses, gradient norms and final parameters of one process."""
+
+import tempfile
+
+import pytest
+
+import hf_ring_attention as ra
+from tests.support.ranks import run_ranks
+from tests.support.training import assert_equal_runs, documents, loop, trainer
+
+#: Nine documents of uneven lengths, padded; so many more packed into rows of uneven fill.
+PADDED = {"rows": documents(9, 20, 61, seed=0, prompt=3), "collator": ra.PaddingCollator()}
+LEFT = {**PADDED, "collator": ra.PaddingCollator(padding_side="left")}
+PACKED = {"rows": documents(18, 5, 41, seed=1), "collator": ra.PackingCollator(64)}
+DATA = {"padded": PADDED, "left": LEFT, "packed": PACKED}
+
+#: By name: what kind of run, over which data, and what is special about it.
+ON_TWO = {
+    "loop": (loop, "padded", {}),
+    "loop left": (loop, "left", {}),
+    "loop packed": (loop, "packed", {"batch_size": 3}),
+    "loop packed zigzag": (loop, "packed", {"batch_size": 3, "layout": "zigzag", "transport": "ring"}),
+    "checkpointing": (loop, "padded", {"checkpointing": True}),
+    "ring, zigzag": (loop, "padded", {"transport": "ring", "layout": "zigzag"}),
+    "collective, contiguous": (loop, "padded", {"transport": "collective", "layout": "contiguous"}),
+    "accumulating": (loop, "padded", {"accumulate": 3, "batch_size": 1}),
+    "all logits at once": (loop, "padded", {"tokens_at_once": 0}),
+    "exact attention": (loop, "padded", {"pattern": ra.Pattern.exact()}),
+    "FSDP2": (loop, "padded", {"wrap": "fsdp2"}),
+    "FSDP2, accumulating, checkpointing": (loop, "packed", {"wrap": "fsdp2", "accumulate": 3, "checkpointing": True}),
+    "Trainer": (trainer, "padded", {}),
+    "Trainer, packed, ring": (trainer, "packed", {"batch_size": 3, "transport": "ring"}),
+    "Trainer, accumulating, checkpointing": (trainer, "padded", {"accumulate": 3, "checkpointing": True}),
+}
+#: The batches of one process are those of both rings together.
+ON_FOUR = {
+    "loop": (loop, "padded", {"transport": "ring"}),
+    "FSDP2": (loop, "padded", {"wrap": "fsdp2", "checkpointing": True}),
+    "Trainer": (trainer, "padded", {}),
+    "Trainer, accumulating": (trainer, "padded", {"accumulate": 3}),
+}
+
+
+def run(rank, kind, data, settings):
+    settings = {"batch_size": 2, "steps": 6, **DATA[data], **settings}
+    if kind is loop:
+        return loop(rank, **settings)
+    with tempfile.TemporaryDirectory() as folder:
+        return trainer(rank, folder, **settings)[0]
+
+
+def run_all(rank, cases, changes):
+    return {name: run(rank, kind, data, {**settings, **changes}) for name, (kind, data, settings) in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def on_two():
+    return run_ranks(run_all, 2, ON_TWO, {"ring_size": 2}, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def on_four():
+    return run_ranks(run_all, 4, ON_FOUR, {"ring_size": 2, "batch_size": 1}, timeout=300)
+
+
+def alone(kind, data, settings):
+    """One process, without what is special of processes; always by the loop, so that Trainer is compared with it too."""
+    own = {name: settings[name] for name in ("batch_size", "accumulate", "pattern") if name in settings}
+    if kind is trainer:
+        with tempfile.TemporaryDirectory() as folder:
+            settings = {"batch_size": 2, "steps": 6, **DATA[data], **own}
+            return trainer(0, folder, **settings)[0]
+    return run(0, loop, data, own)
+
+
+@pytest.mark.parametrize("name", ON_TWO)
+def test_a_ring_of_two(name, on_two):
+    kind, data, settings = ON_TWO[name]
+    expected = alone(kind, data, settings)
+    for rank, figures in enumerate(on_two):
+        assert_equal_runs(figures[name], expected, f"{name}, rank {rank} of 2")
+
+
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_two_rings_of_two(name, on_four):
+    kind, data, settings = ON_FOUR[name]
+    expected = alone(kind, data, {**settings, "batch_size": 2})
+    for rank, figures in enumerate(on_four):
+        assert_equal_runs(figures[name], expected, f"{name}, rank {rank} of 4")
+
+
+def test_trainer_and_loop_take_the_same_steps():
+    # Both shuffle by the seed of the process; Trainer sets it itself.
+    first = run(0, loop, "padded", {})
+    with tempfile.TemporaryDirectory() as folder:
+        second, _ = trainer(0, folder, **{"batch_size": 2, "steps": 6, **PADDED})
+    assert_equal_runs(second, first, "Trainer")
+    assert len(set(first["losses"])) == 6

@@ -1,0 +1,243 @@
+"""What else a RingTrainer does: evaluation, resuming, users' losses and metrics, PEFT, TRL; and what it refuses."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from transformers import EvalPrediction, GPT2Config, GPT2LMHeadModel
+
+import hf_ring_attention as ra
+from tests.support.ranks import run_ranks
+from tests.support.training import assert_equal_runs, documents, process_environment, tiny_llama, trainer
+
+ROWS = documents(9, 20, 61, seed=0, prompt=3)
+EVAL_ROWS = documents(5, 20, 61, seed=3)
+DATA = {"rows": ROWS, "collator": ra.PaddingCollator(), "batch_size": 2, "steps": 6}
+
+
+# ---- evaluation
+
+
+def accuracy(prediction: EvalPrediction):
+    right = prediction.predictions[:, :-1] == prediction.label_ids[:, 1:]
+    scored = prediction.label_ids[:, 1:] != -100
+    return {"right": int((right & scored).sum()), "scored": int(scored.sum()), "rows": len(prediction.label_ids)}
+
+
+def most_likely(logits, labels):
+    return logits.argmax(-1)
+
+
+class WithMetrics(ra.RingTrainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, compute_metrics=accuracy, preprocess_logits_for_metrics=most_likely, **kwargs)
+
+
+def evaluate(rank, folder, ring_size):
+    figures = {}
+    for name, kind in (("loss alone", ra.RingTrainer), ("with metrics", WithMetrics)):
+        _, made = trainer(rank, folder, ring_size=ring_size, eval_rows=EVAL_ROWS, trainer_class=kind, **DATA)
+        figures[name] = made.evaluate()
+    # The same by perplexity, row by row.
+    reports = [ra.perplexity(made.model, torch.tensor(row["input_ids"]), ring=made.ring) for row in EVAL_ROWS]
+    figures["perplexity"] = sum(report.nll for report in reports) / sum(report.tokens for report in reports)
+    return figures
+
+
+@pytest.mark.parametrize(("world_size", "ring_size"), [(2, 2), (4, 2)])
+def test_evaluation_sums_over_tokens(world_size, ring_size, tmp_path):
+    for figures in run_ranks(evaluate, world_size, tmp_path, ring_size, timeout=200):
+        for name in ("loss alone", "with metrics"):
+            # five rows in batches of two: the last one is short, and a ring has none
+            assert figures[name]["eval_loss"] == pytest.approx(figures["perplexity"], rel=1e-6)
+            assert figures[name]["eval_tokens"] == sum(len(row["input_ids"]) - 1 for row in EVAL_ROWS)
+            assert figures[name]["eval_perplexity"] == pytest.approx(np.exp(figures["perplexity"]), rel=1e-5)
+        assert figures["with metrics"]["eval_rows"] == len(EVAL_ROWS)
+        assert figures["with metrics"]["eval_scored"] == figures["with metrics"]["eval_tokens"]
+
+
+def test_metrics_are_those_of_one_process(tmp_path):
+    alone = evaluate(0, tmp_path, 1)["with metrics"]["eval_right"]
+    assert alone == run_ranks(evaluate, 2, tmp_path, 2, timeout=200)[0]["with metrics"]["eval_right"]
+
+
+# ---- going on
+
+
+def interrupted(rank, folder, ring_size):
+    saving = {"save_strategy": "steps", "save_steps": 4, "shuffled": True}
+    saving.pop("shuffled")
+    whole, made = trainer(rank, folder / "whole", ring_size=ring_size, **{**DATA, "steps": 8}, **saving)
+    again, made = trainer(
+        rank,
+        folder / "again",
+        ring_size=ring_size,
+        **{**DATA, "steps": 8},
+        **saving,
+        model=tiny_llama(seed=7),  # all that counts comes from the checkpoint
+        resume=str(folder / "whole" / "checkpoint-4"),
+    )
+    return whole, again, made.state.num_input_tokens_seen
+
+
+@pytest.mark.parametrize(("world_size", "ring_size"), [(1, 1), (2, 2), (4, 2)])
+def test_a_resumed_run_ends_as_the_uninterrupted_one(world_size, ring_size, tmp_path):
+    ranks = (
+        [interrupted(0, tmp_path, 1)]
+        if world_size == 1
+        else run_ranks(interrupted, world_size, tmp_path, ring_size, timeout=200)
+    )
+    for whole, again, _ in ranks:
+        assert len(again["losses"]) == 8, "the history before the checkpoint is kept"
+        assert_equal_runs(again, whole, "resumed")
+
+
+# ---- users' own
+
+
+class OwnLoss(ra.RingTrainer):
+    """A loss over the next tokens, by the logits."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        del labels
+        outputs = model(**{name: x for name, x in inputs.items() if name != "shift_labels"})
+        loss = torch.nn.functional.cross_entropy(
+            outputs.logits.flatten(0, 1), inputs["shift_labels"].flatten(), reduction="sum"
+        )
+        loss = loss / num_items_in_batch * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+
+def with_own_loss(rank, folder):
+    own, _ = trainer(rank, folder, ring_size=2, trainer_class=OwnLoss, **DATA)
+    usual, _ = trainer(rank, folder, ring_size=2, **DATA)
+    return own, usual
+
+
+def test_a_loss_of_the_user(tmp_path):
+    for own, usual in run_ranks(with_own_loss, 2, tmp_path, timeout=200):
+        assert_equal_runs(own, usual, "own loss")
+
+
+def adapted(rank, folder, ring_size):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    model = get_peft_model(tiny_llama(), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]))
+    return trainer(rank, folder, ring_size=ring_size, model=model, **DATA)[0]
+
+
+def test_peft(tmp_path):
+    alone = adapted(0, tmp_path, 1)
+    for figures in run_ranks(adapted, 2, tmp_path, 2, timeout=200):
+        assert_equal_runs(figures, alone, "LoRA")
+
+
+def in_bfloat16(rank, folder, ring_size):
+    return trainer(rank, folder, ring_size=ring_size, bf16=True, **DATA)[0]
+
+
+def test_bfloat16(tmp_path):
+    alone = in_bfloat16(0, tmp_path, 1)
+    for figures in run_ranks(in_bfloat16, 2, tmp_path, 2, timeout=200):
+        # a rounding of bfloat16 is 4e-3
+        assert_equal_runs(figures, alone, "bfloat16", loss=4e-3, rest=4e-2)
+
+
+def sft(rank, folder, ring_size, packing):
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    class RingSFTTrainer(ra.RingTrainerMixin, SFTTrainer):
+        pass
+
+    process_environment(rank, max(ring_size, 1))
+    args = SFTConfig(
+        str(folder),
+        max_length=64,
+        packing=packing,
+        per_device_train_batch_size=2,
+        max_steps=4,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+        disable_tqdm=True,
+        logging_steps=1,
+        save_strategy="no",
+        optim="sgd",
+        learning_rate=1e-2,
+        seed=1,
+    )
+    model = tiny_llama()
+    data = Dataset.from_list([{"input_ids": row["input_ids"]} for row in ROWS])
+    with contextlib.redirect_stdout(None):
+        made = RingSFTTrainer(model, args, train_dataset=data, processing_class=byte_tokenizer(), ring_size=ring_size)
+        made.train()
+    steps = [entry for entry in made.state.log_history if "loss" in entry]
+    return {
+        "losses": [entry["loss"] for entry in steps],
+        "norms": [entry["grad_norm"] for entry in steps],
+        "parameters": {name: x.detach().clone() for name, x in model.named_parameters()},
+        "tokens": steps[-1]["num_tokens"],
+    }
+
+
+def byte_tokenizer():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{number}": number for number in range(97)}
+    tokenizer = Tokenizer(models.WordLevel(vocab=words, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w1")
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_trl(packing, tmp_path):
+    pytest.importorskip("trl", reason="TRL is not installed: pip install trl")
+    alone = sft(0, tmp_path, 1, packing)
+    for figures in run_ranks(sft, 2, tmp_path, 2, packing, timeout=200):
+        assert_equal_runs(figures, alone, "SFTTrainer")
+        assert figures["tokens"] == alone["tokens"]
+
+
+# ---- what is refused
+
+
+def refused(rank, folder):
+    errors = {}
+    cases = {
+        "label smoothing": {"label_smoothing_factor": 0.1},
+        "token counts": {"average_tokens_across_devices": False},
+        "ring size": {"ring_size": 3},
+        "dropout": {"model": GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=97))},
+        "short rows": {"rows": documents(8, 1, 1, seed=0)},
+        "few rows": {"rows": []},
+    }
+    for name, settings in cases.items():
+        try:
+            trainer(rank, folder, **{"ring_size": 2, **DATA, **settings})
+        except ValueError as error:
+            errors[name] = str(error)
+    try:
+        trainer(rank, folder, **{"ring_size": 2, **DATA, "collator": without_labels})
+    except ValueError as error:
+        errors["labels"] = str(error)
+    return errors
+
+
+def without_labels(rows):
+    return {name: x for name, x in ra.PaddingCollator()(rows).items() if name != "labels"}
+
+
+def test_what_would_be_wrong_is_refused_on_every_rank(tmp_path):
+    for errors in run_ranks(refused, 2, tmp_path, timeout=200):
+        assert "label_smoothing_factor works with whole rows" in errors["label smoothing"]
+        assert "average_tokens_across_devices" in errors["token counts"]
+        assert "2 processes cannot form rings of 3" in errors["ring size"]
+        assert "attn_pdrop=0.1" in errors["dropout"]
+        assert "rows of 1 tokens cannot be sharded over a ring of 2" in errors["short rows"]
+        assert "labels" in errors["labels"]
+        assert errors["few rows"]
