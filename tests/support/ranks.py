@@ -18,7 +18,7 @@ def run_ranks(function, world_size, *args, timeout=120):
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
         processes = [
-            context.Process(target=_rank, args=(function, rank, world_size, folder, timeout, args), daemon=True)
+            context.Process(target=_rank, args=(function, rank, world_size, folder, timeout, args))
             for rank in range(world_size)
         ]
         for process in processes:

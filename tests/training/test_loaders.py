@@ -1,0 +1,307 @@
+"""Loaders of shards: every row once, the same on a ring; and collators, resuming, and what is refused."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+import hf_ring_attention as ra
+from tests.support.ranks import run_ranks
+from tests.support.training import documents, process_environment, tiny_llama
+
+COLLATE = ra.PaddingCollator()
+
+
+class Stream(IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def numbered(count):
+    """Rows that can be told apart: row i is i + 1, repeated; 12 tokens or a few more."""
+    return [{"input_ids": [number + 1] * (12 + number % 3)} for number in range(count)]
+
+
+def streamed(rows, shards=1):
+    from datasets import Dataset as Table
+
+    return Table.from_list(rows).to_iterable_dataset(num_shards=shards)
+
+
+# ---- rows over rings
+
+
+def epochs_of(rank, ring_size, kinds):
+    """Per kind of loader and epoch: the row numbers of this rank's batches, and tokens with labels."""
+    process_environment(rank, dist.get_world_size())
+    accelerator = Accelerator()
+    ring = ra.Ring.from_accelerator(accelerator, size=ring_size, layout="contiguous")
+    seen = {}
+    for name, (rows, arguments, skip) in kinds.items():
+        torch.manual_seed(rank)  # the order is process 0's
+        loader = ring.prepare_data_loader(DataLoader(rows, collate_fn=COLLATE, **arguments))
+        if skip:
+            loader.skip_first_batches(skip)
+        seen[name] = []
+        for _ in range(2):
+            batches = []
+            for shard in loader:
+                real = shard["input_ids"][shard.get("attention_mask", torch.ones_like(shard["input_ids"])) == 1]
+                batches.append((sorted(set((real - 1).tolist())), int((shard["shift_labels"] != -100).sum())))
+                end = accelerator.gradient_state.end_of_dataloader
+            assert end
+            seen[name].append(batches)
+    return seen
+
+
+KINDS = {
+    "in order": (numbered(11), {"batch_size": 2}, 0),
+    "shuffled": (numbered(11), {"batch_size": 2, "shuffle": True}, 0),
+    "dropping": (numbered(11), {"batch_size": 2, "shuffle": True, "drop_last": True}, 0),
+    "workers": (numbered(11), {"batch_size": 2, "shuffle": True, "num_workers": 1}, 0),
+    "iterable": (Stream(numbered(11)), {"batch_size": 2}, 0),
+    "iterable, dropping": (Stream(numbered(11)), {"batch_size": 2, "drop_last": True}, 0),
+    "streamed": (streamed(numbered(11)), {"batch_size": 2}, 0),
+    "streamed shards": (streamed(numbered(11), shards=4), {"batch_size": 2}, 0),
+    "skipping": (numbered(11), {"batch_size": 2, "shuffle": True}, 1),
+    "iterable, skipping": (Stream(numbered(11)), {"batch_size": 2}, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def on_four():
+    return run_ranks(epochs_of, 4, 2, KINDS, timeout=200)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_row_is_read_once_by_one_ring(name, on_four):
+    by_rank = [seen[name] for seen in on_four]
+    skip = KINDS[name][2]
+    for epoch in range(2):
+        # All processes take as many batches.
+        assert len({len(epochs[epoch]) for epochs in by_rank}) == 1
+        rings = [by_rank[0][epoch], by_rank[2][epoch]]
+        for ring, others in zip(rings, (by_rank[1][epoch], by_rank[3][epoch]), strict=True):
+            for (rows, _), (theirs, _) in zip(ring, others, strict=True):
+                assert not rows or not theirs or rows == theirs, "a ring's ranks have tokens of the same rows"
+        # A rank may hold only the padding of a short row.
+        rows = [
+            set(a) | set(b)
+            for first, second in ((0, 1), (2, 3))
+            for (a, _), (b, _) in zip(by_rank[first][epoch], by_rank[second][epoch], strict=True)
+        ]
+        read = sorted(itertools.chain.from_iterable(rows))
+        assert len(read) == len(set(read)), "no row is read twice"
+        if "dropping" in name:
+            # Two rows a batch, as many batches for each ring.
+            assert len(read) == 8
+        elif skip and epoch == 0:
+            assert len(read) == 11 - 4
+        else:
+            assert read == list(range(11))
+        if read == list(range(11)):
+            labels = sum(count for epochs in by_rank for _, count in epochs[epoch])
+            assert labels == sum(len(row["input_ids"]) - 1 for row in numbered(11))
+    if "shuffle" in KINDS[name][1] and not skip:
+        assert by_rank[0][0] != by_rank[0][1], "each epoch has an order of its own"
+
+
+def test_skipping_goes_on_in_the_same_order(on_four):
+    for seen in on_four:
+        whole = seen["shuffled"]
+        assert len(whole[0]) == 3
+        assert len(seen["skipping"][0]) == 2 and len(seen["skipping"][1]) == 3
+
+
+# ---- resuming
+
+
+def test_a_state_goes_on_where_it_was_taken():
+    def made():
+        torch.manual_seed(5)
+        rows = DataLoader(numbered(9), batch_size=2, shuffle=True, collate_fn=COLLATE)
+        return ra.Ring.alone().prepare_data_loader(rows)
+
+    loader = made()
+    whole = [shard["input_ids"].tolist() for shard in loader] + [shard["input_ids"].tolist() for shard in loader]
+    for count in range(10):
+        first = made()
+        batches = itertools.chain.from_iterable(iter(first) for _ in range(2))
+        taken = [shard["input_ids"].tolist() for shard in itertools.islice(batches, count)]
+        second = made()
+        second.load_state_dict(first.state_dict())
+        left = [shard["input_ids"].tolist() for shard in second]
+        if len(taken) + len(left) < 10:
+            left += [shard["input_ids"].tolist() for shard in second]
+        assert taken + left == whole, count
+
+
+# ---- content
+
+
+def test_padding_and_packing_say_the_same_of_each_document():
+    rows = documents(7, 3, 30, seed=2, prompt=2)
+    padded = ra.shard_batch(ra.PaddingCollator(padding_side="left")(rows), ra.Ring.alone())
+    packed = ra.shard_batch(ra.PackingCollator(64)(rows), ra.Ring.alone())
+    for name in ("input_ids", "position_ids", "labels", "shift_labels"):
+        by_document = []
+        for row in range(len(rows)):
+            by_document.append(padded[name][row][padded["attention_mask"][row] == 1].tolist())
+        found = []
+        for row in range(len(packed[name])):
+            numbers = packed["seq_idx"][row]
+            found += [packed[name][row][numbers == number].tolist() for number in range(int(numbers.max()) + 1)]
+        assert sorted(by_document) == sorted(found), name
+    # The last token of a document predicts nothing, and no token predicts the first of another.
+    assert int((packed["shift_labels"] != -100).sum()) == sum(len(row["input_ids"]) - 2 for row in rows)
+
+
+def test_transformers_own_packing_is_understood():
+    from transformers import DataCollatorWithFlattening
+
+    rows = documents(4, 3, 30, seed=2)
+    theirs = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(rows)
+    ours = ra.PackingCollator()(rows)
+    a, b = (ra.shard_batch(batch, ra.Ring.alone()) for batch in (theirs, ours))
+    for name in ("input_ids", "position_ids", "shift_labels", "seq_idx"):
+        assert torch.equal(a[name], b[name]), name
+
+
+def test_collators_refuse_what_does_not_fit():
+    with pytest.raises(ValueError, match="document of 9 tokens does not fit a row of 8"):
+        ra.PackingCollator(8)([{"input_ids": [1] * 9}])
+    with pytest.raises(ValueError, match="padding_side"):
+        ra.PaddingCollator(padding_side="middle")
+    with pytest.raises(ValueError, match="labels like them"):
+        ra.PaddingCollator()([{"input_ids": [1, 2], "labels": [1]}])
+    with pytest.raises(ValueError, match="row_length"):
+        ra.PackingCollator(0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"input_ids": torch.ones(1, 8, dtype=torch.int64)}, "no labels"),
+        ({"labels": torch.ones(1, 8, dtype=torch.int64)}, "needs input_ids"),
+        (
+            {"input_ids": torch.ones(1, 8), "labels": torch.ones(1, 7)},
+            r"labels of a batch must be .*\(1, 8\), got \(1, 7\)",
+        ),
+        ("text", "mapping"),
+    ],
+)
+def test_batches_without_what_is_needed(batch, message):
+    with pytest.raises(ValueError, match=message):
+        ra.shard_batch(batch, ra.Ring.alone())
+
+
+# ---- bad input over processes
+
+
+class ByProcess(Dataset):
+    """Rows that differ between processes."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return {"input_ids": [index + self.rank + 1] * 12}
+
+
+class FailingOn(ByProcess):
+    def __getitem__(self, index):
+        if self.rank == 1 and index == 2:
+            raise KeyError("row 2 is broken")
+        return {"input_ids": [index + 1] * 12}
+
+
+def bad_loaders(rank):
+    process_environment(rank, dist.get_world_size())
+    accelerator = Accelerator()
+    errors = {}
+
+    def expect(name, function):
+        try:
+            function()
+        except (ValueError, KeyError, RuntimeError, AttributeError) as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+
+    for size in (3, 0, "2", rank + 1):
+        expect(f"size {size if isinstance(size, str) or size != rank + 1 else 'differs'}",
+               lambda size=size: ra.Ring.from_accelerator(accelerator, size=size))  # fmt: skip
+    ring = ra.Ring.from_accelerator(accelerator, size=2)
+    rows = numbered(4)
+    expect("no model", lambda: list(ring.prepare_data_loader(DataLoader(rows, collate_fn=COLLATE))))
+    ra.patch_model(tiny_llama(), ring=ring)  # nobody holds it
+    model = ra.patch_model(tiny_llama(), ring=ring)
+    expect("different rows", lambda: list(ring.prepare_data_loader(DataLoader(ByProcess(rank), collate_fn=COLLATE))))
+    expect("failing", lambda: list(ring.prepare_data_loader(DataLoader(FailingOn(rank), collate_fn=COLLATE))))
+    expect("lengths", lambda: ring.prepare_data_loader(DataLoader(numbered(4 + rank), collate_fn=COLLATE)))
+    expect("prepared", lambda: ring.prepare_data_loader(accelerator.prepare(DataLoader(rows, collate_fn=COLLATE))))
+    sampler = DistributedSampler(rows, num_replicas=2, rank=rank)
+    expect("sampler", lambda: ring.prepare_data_loader(DataLoader(rows, sampler=sampler, collate_fn=COLLATE)))
+    expect("no loader", lambda: ring.prepare_data_loader(rows))
+    expect("one rank alone", lambda: ring.prepare_data_loader(rows if rank else DataLoader(rows, collate_fn=COLLATE)))
+    expect("skipping", lambda: accelerator.skip_first_batches(
+        ring.prepare_data_loader(DataLoader(rows, collate_fn=COLLATE)), 1))  # fmt: skip
+    dispatching = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    expect("dispatching", lambda: ra.Ring.from_accelerator(dispatching, size=2))
+    expect("dispatched loader", lambda: ring.prepare_data_loader(
+        dispatching.prepare(DataLoader(rows, collate_fn=COLLATE))))  # fmt: skip
+    rings = ra.Ring.from_accelerator(accelerator, size=1)
+    ra.patch_model(model, ring=rings)
+    expect("few batches", lambda: rings.prepare_data_loader(DataLoader(rows, batch_size=4, collate_fn=COLLATE)))
+    expect("few rows", lambda: list(rings.prepare_data_loader(DataLoader(Stream(rows), 4, collate_fn=COLLATE))))
+    return errors
+
+
+EXPECTED = {
+    "size 3": "2 processes cannot form rings of 3",
+    "size 0": "rings of 0",
+    "size 2": "rings of '2'",
+    "size differs": "disagree on the size of rings: process 0: 1, process 1: 2",
+    "no model": "no model was patched with this ring",
+    "different rows": "ring 0 read different rows at batch 0",
+    "failing": "row 2 is broken",
+    "lengths": "disagree on the number of its rows: process 0: 4, process 1: 5",
+    "prepared": "was prepared already",
+    "sampler": "DistributedSampler",
+    "no loader": "expected a torch DataLoader, got list",
+    "one rank alone": "expected a torch DataLoader, got list",
+    "skipping": "loader.skip_first_batches(n)",
+    "dispatching": "dispatch_batches=True",
+    "dispatched loader": "dispatches batches from one process",
+    "few batches": "1 batches of 4 rows, and 2 rings",
+    "few rows": "rings [1] of 2 have no rows at all",
+}
+
+
+def test_every_process_says_what_is_wrong():
+    for errors in run_ranks(bad_loaders, 2, timeout=100):
+        for name, text in EXPECTED.items():
+            assert text in errors.get(name, "no error"), name
+        assert len(errors) == len(EXPECTED)
+
+
+def test_context_parallelism_beside_a_ring_is_refused():
+    class Config:
+        cp_size, sp_size = 2, 1
+
+    class Stub:
+        num_processes = 2
+        parallelism_config = Config()
+        dataloader_config = DataLoaderConfiguration()
+        device = torch.device("cpu")
+
+    with pytest.raises(ValueError, match="cp_size=2"):
+        ra.Ring.from_accelerator(Stub(), size=2)
