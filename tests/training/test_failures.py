@@ -1,0 +1,65 @@
+"""A process that is killed while training ends the others, by name; what it had saved goes on."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+import hf_ring_attention as ra
+from tests.support.ranks import run_ranks
+from tests.support.training import assert_equal_runs, documents, tiny_llama, trainer
+
+DATA = {"rows": documents(9, 20, 61, seed=0), "collator": ra.PaddingCollator(), "batch_size": 1, "steps": 8}
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+
+
+class Killed(ra.RingTrainer):
+    """The last process dies in the middle of its sixth step."""
+
+    def training_step(self, *args, **kwargs):
+        if self.state.global_step == 5 and self.args.process_index == self.args.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(*args, **kwargs)
+
+
+def killed(rank, folder, ring_size):
+    start = time.monotonic()
+    try:
+        trainer(rank, folder, ring_size=ring_size, trainer_class=Killed, **DATA, **SAVING)
+    except RuntimeError as error:
+        (folder / f"error{rank}").write_text(f"{time.monotonic() - start:.1f} s: {error}")
+        raise
+
+
+def whole_and_resumed(rank, folder, ring_size):
+    whole, _ = trainer(rank, folder / "whole", ring_size=ring_size, **DATA)
+    resumed, _ = trainer(
+        rank,
+        folder / "resumed",
+        ring_size=ring_size,
+        model=tiny_llama(seed=9),
+        resume=str(folder / "checkpoint-4"),
+        **DATA,
+    )
+    return whole, resumed
+
+
+@pytest.mark.parametrize(("world_size", "ring_size"), [(2, 2), (4, 2)])
+def test_a_killed_process_ends_the_others_by_name(world_size, ring_size, tmp_path):
+    with pytest.raises(AssertionError, match=f"rank {world_size - 1}: ended without"):
+        run_ranks(killed, world_size, tmp_path, ring_size, timeout=100, patience=30)
+    for rank in range(world_size - 1):
+        said = (tmp_path / f"error{rank}").read_text()
+        # The other ring may still be waiting when this one says who does not answer.
+        named = re.search(r"lost (?:process|one or more of the processes) \[?([\d, ]+)", said)
+        assert named is not None, said
+        assert str(world_size - 1) in named[1].replace(" ", "").split(",")
+    for whole, resumed in run_ranks(whole_and_resumed, world_size, tmp_path, ring_size, timeout=200):
+        assert_equal_runs(resumed, whole, "resumed")
+
+
+def test_an_error_of_the_program_itself_is_not_blamed_on_others():
+    with pytest.raises(RuntimeError, match="^shapes"), ra.naming_lost_processes():
+        raise RuntimeError("shapes differ")

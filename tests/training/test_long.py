@@ -1,0 +1,33 @@
+"""Long rows: 131072 tokens over four processes, one training step in less than 4 GiB each."""
+
+import resource
+
+import torch
+
+import hf_ring_attention as ra
+from tests.support.ranks import run_ranks
+from tests.support.training import loop
+
+TOKENS = 131072
+
+
+def step(rank):
+    row = {"input_ids": torch.randint(1, 97, (TOKENS,), generator=torch.Generator().manual_seed(0))}
+    figures = loop(
+        rank,
+        ring_size=4,
+        rows=[row],
+        collator=ra.PaddingCollator(),
+        steps=1,
+        tokens_at_once=1024,
+        pattern=ra.Pattern.pyramid(512, levels=3),
+        shuffle=False,
+    )
+    return figures["losses"][0], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_a_step_of_131072_tokens_fits():
+    for loss, peak in run_ranks(step, 4, timeout=300):
+        assert 3 < loss < 7
+        assert peak < 4 * 2**30, f"{peak / 2**30:.2f} GiB"
+        print(f"peak {peak / 2**30:.2f} GiB")

@@ -1,0 +1,58 @@
+"""DeepSpeed holds the parameters' state, rings hold the sequences: ZeRO 1 and 2 have the losses of one process."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+import hf_ring_attention as ra
+from tests.support.ranks import run_ranks
+from tests.support.training import documents, loop, process_environment, tiny_llama
+
+DATA = {"rows": documents(9, 20, 61, seed=0, prompt=3), "collator": ra.PaddingCollator()}
+
+
+def zero(rank, stage, ring_size, steps=5):
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    world_size = dist.get_world_size()
+    process_environment(rank, world_size)
+    accelerator = Accelerator()
+    ring = ra.Ring.from_accelerator(accelerator, size=ring_size)
+    model = ra.patch_model(tiny_llama(), ring=ring)
+    torch.manual_seed(1)
+    rows = DataLoader(DATA["rows"], batch_size=2, shuffle=True, collate_fn=DATA["collator"])
+    loader = ring.prepare_data_loader(rows)
+    deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+        dist_init_required=False,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": stage},
+            "gradient_clipping": 1e9,  # DeepSpeed clips to 1 where nothing is said
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        },
+    )
+    engine.train()
+    losses = []
+    for shard, _ in zip(loader, range(steps)):
+        loss = ra.next_token_loss(engine, shard, ra.count_tokens([shard]), tokens_at_once=7)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+    return losses
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_has_the_losses_of_one_process(stage):
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: DS_BUILD_OPS=0 pip install deepspeed")
+    expected = loop(0, **DATA, batch_size=2, steps=5)["losses"]
+    for losses in run_ranks(zero, 2, stage, 2, timeout=100):
+        assert losses == pytest.approx(expected, rel=1e-6)
