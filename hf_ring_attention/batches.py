@@ -147,14 +147,10 @@ def _shifted(labels: Tensor, numbers: Tensor) -> Tensor:
     return F.pad(labels[:, 1:].masked_fill(~within, IGNORED), (0, 1), value=IGNORED)
 
 
-def blank(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch of the same shape that is nothing but padding: for a ring without rows when others have some."""
-    tokens = _tokens(batch)
-    nothing = torch.zeros(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
-    kept = {
-        name: x for name, x in batch.items() if name not in (*_KERNEL_KEYS, "position_ids", "seq_idx", "shift_labels")
-    }
-    return {**kept, "attention_mask": nothing, "labels": torch.full_like(nothing, IGNORED)}
+def blank(world_size: int) -> dict[str, Tensor]:
+    """The smallest batch for a ring of this size, of nothing but padding: for a ring without rows when others have some."""
+    nothing = torch.zeros(1, world_size, dtype=torch.int64)
+    return {"input_ids": nothing, "attention_mask": nothing, "labels": torch.full_like(nothing, IGNORED)}
 
 
 def digest(batch: Any) -> dict[str, str]:

@@ -20,8 +20,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from .batches import Divider, blank, digest, shard_batch
 from .patterns import Pattern
 
-#: What a process says instead of a batch's checksum: it has none, it never had one, or it failed to read one.
-_NONE, _NEVER, _FAILED = -1, -2, -3
+#: What a process says instead of a batch's checksum: it has none, or it failed to read one.
+_NONE, _FAILED = -1, -2
 
 
 class Members(Divider, Protocol):
@@ -103,11 +103,11 @@ def _wrong_loader(loader: Any, ring: Members) -> ValueError | None:
             )
     batch_sampler: Any = loader.batch_sampler
     batches = len(batch_sampler) if hasattr(batch_sampler, "__len__") else None
-    if batches is not None and batches < ring.dp_size:
+    needed = ring.dp_size if loader.drop_last else 1
+    if batches is not None and batches < needed:
         return ValueError(
-            f"the loader has {batches} batches of {loader.batch_size} rows, and {ring.dp_size} rings need one each: use a "
-            f"smaller batch size, larger rings, or more rows"
-            + (" (drop_last=True drops a batch that is not full)" if loader.drop_last else "")
+            f"the loader has {batches} batches of {loader.batch_size} rows for {ring.dp_size} rings, and drop_last="
+            f"{loader.drop_last} needs {needed} at least: use a smaller batch size, or more rows"
         )
     return None
 
@@ -215,7 +215,7 @@ class Shards:
     with nothing but padding.
 
     Raises:
-        ValueError: on every process: the ranks of a ring have different rows, or a ring never had any.
+        ValueError: on every process: the ranks of a ring have different rows.
         RuntimeError: another process failed to read or to shard its batch.
     """
 
@@ -224,39 +224,29 @@ class Shards:
         self.batches = iter(batches)
         self.ring, self.pattern, self.drop_last = ring, pattern, drop_last
         self.count = 0
-        self.last: Any = None
 
     def __iter__(self) -> Shards:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        shard = None
+        shard = batch = None
         said = _FAILED
         try:
             batch = next(self.batches, None)
             if batch is not None:
                 shard = shard_batch(batch, self.ring, self.pattern, device=self.ring.device)
-                self.last = batch
-                said = _checksum(batch)
-            else:
-                said = _NEVER if self.last is None else _NONE
+            said = _NONE if batch is None else _checksum(batch)
         finally:  # an error on its way is told to the others before it goes on
-            by_process = self._compare(said)
+            by_process = self._compare(said, batch)
         self.count += 1
         have = [number >= 0 for number in by_process]
         if not any(have) or (self.drop_last and not all(have)):
             raise StopIteration
-        if _NEVER in by_process:
-            rings = sorted({process // self.ring.world_size for process, x in enumerate(by_process) if x == _NEVER})
-            raise ValueError(
-                f"rings {rings} of {self.ring.dp_size} have no rows at all: the dataset has fewer batches than there are "
-                f"rings: use larger rings, a smaller batch size, or more rows"
-            )
         if shard is None:
-            shard = shard_batch(blank(self.last), self.ring, self.pattern, device=self.ring.device)
+            shard = shard_batch(blank(self.ring.world_size), self.ring, self.pattern, device=self.ring.device)
         return shard
 
-    def _compare(self, said: int) -> list[int]:
+    def _compare(self, said: int, batch: Any) -> list[int]:
         by_process = self.ring.gather_everywhere(said)
         error = sys.exc_info()[1]
         if _FAILED in by_process:
@@ -270,7 +260,7 @@ class Shards:
         rings = [by_process[start : start + size] for start in range(0, len(by_process), size)]
         different = [number for number, theirs in enumerate(rings) if len(set(theirs)) > 1]
         if different:
-            contents = self.ring.agree_everywhere({}, tell=digest(self.last) if said >= 0 else "no batch")
+            contents = self.ring.agree_everywhere({}, tell="no batch" if batch is None else digest(batch))
             first = different[0] * size
             listed = "; ".join(f"process {first + rank}: {contents[first + rank]}" for rank in range(size))
             raise ValueError(

@@ -46,9 +46,11 @@ def documents(count, shortest, longest, seed, prompt=0):
 
 def process_environment(rank, world_size):
     """What a launcher would set, for Accelerate to find the process group that is there."""
-    os.environ.update(ACCELERATE_USE_CPU="true", RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29500")
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    if world_size > 1:  # of one process Accelerate would make a group, on a port that others may have
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29500")
 
 
 def figures_of(model, losses, norms):

@@ -48,7 +48,7 @@ def whole_and_resumed(rank, folder, ring_size):
 
 @pytest.mark.parametrize(("world_size", "ring_size"), [(2, 2), (4, 2)])
 def test_a_killed_process_ends_the_others_by_name(world_size, ring_size, tmp_path):
-    with pytest.raises(AssertionError, match=f"rank {world_size - 1}: ended without"):
+    with pytest.raises(AssertionError, match="ended without an answer"):
         run_ranks(killed, world_size, tmp_path, ring_size, timeout=100, patience=30)
     for rank in range(world_size - 1):
         said = (tmp_path / f"error{rank}").read_text()
@@ -61,5 +61,5 @@ def test_a_killed_process_ends_the_others_by_name(world_size, ring_size, tmp_pat
 
 
 def test_an_error_of_the_program_itself_is_not_blamed_on_others():
-    with pytest.raises(RuntimeError, match="^shapes"), ra.naming_lost_processes():
+    with pytest.raises(RuntimeError, match="shapes differ"), ra.naming_lost_processes():
         raise RuntimeError("shapes differ")

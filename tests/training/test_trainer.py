@@ -130,7 +130,7 @@ def sft(rank, folder, ring_size, packing=False):
     class RingSFTTrainer(ra.RingTrainerMixin, SFTTrainer):
         pass
 
-    process_environment(rank, max(ring_size, 1))
+    process_environment(rank, ring_size)
     args = SFTConfig(
         str(folder),
         max_length=64,
