@@ -39,7 +39,8 @@ class RingTrainingArguments(TrainingArguments):
     ring_layout: str = field(default="auto", metadata={"help": "auto, contiguous or zigzag"})
     ring_transport: str = field(default="auto", metadata={"help": "auto, ring, collective or local"})
     loss_tokens_at_once: int = field(default=1024, metadata={"help": "tokens whose logits exist at a time; 0: all"})
-    include_num_input_tokens_seen: str | bool = field(
+    # Not "str | bool", of which HfArgumentParser takes the bool.
+    include_num_input_tokens_seen: str = field(
         default="non_padding", metadata={"help": "which tokens are counted: non_padding, all or no"}
     )
 

@@ -103,6 +103,58 @@ def test_finetune_takes_the_same_steps_on_two_processes(folder, tmp_path):
     assert figures[2]["perplexity_after"] == pytest.approx(figures[1]["perplexity_after"], rel=1e-4)
 
 
+def test_finetune_goes_on_where_its_checkpoint_was_written(folder, tmp_path):
+    options = [
+        "--model",
+        folder / "model",
+        "--text",
+        folder / "text.txt",
+        "--pattern",
+        "pyramid:32,3,2",
+        "--ring-size",
+        2,
+    ]
+    options += ["--seq-len", 100, "--accumulate", 2, "--lr", "1e-2", "--schedule", "constant", "--json"]
+    whole, first, second = (tmp_path / name for name in ("whole.json", "first.json", "second.json"))
+    run("finetune.py", *options, whole, "--steps", 5, "--output", tmp_path / "whole", processes=2)
+    run("finetune.py", *options, first, "--steps", 3, "--save-every", 3, "--output", tmp_path / "parts", processes=2)
+    out = run("finetune.py", *options, second, "--steps", 5, "--resume", "--output", tmp_path / "parts", processes=2)
+    assert "going on after step 3" in out
+    expected = [step["loss"] for step in json.loads(whole.read_text())["steps"]]
+    assert [step["loss"] for step in json.loads(second.read_text())["steps"]] == pytest.approx(expected, rel=1e-6)
+    assert (tmp_path / "parts" / "loss.png").stat().st_size > 1000
+
+
+def test_finetune_by_the_trainer(folder, tmp_path):
+    options = ["--model", folder / "model", "--text", folder / "text.txt", "--pattern", "pyramid:32,3,2"]
+    options += [
+        "--seq_len",
+        250,
+        "--max_steps",
+        3,
+        "--held_out",
+        2,
+        "--learning_rate",
+        "1e-2",
+        "--disable_tqdm",
+        "true",
+    ]
+    losses = {}
+    for processes in (1, 2):
+        output = tmp_path / str(processes)
+        out = run(
+            "finetune_trainer.py",
+            *options,
+            *("--ring_size", processes, "--output_dir", output, "--save_strategy", "steps", "--save_steps", 3),
+            processes=processes,
+        )
+        assert f"rank {processes - 1}: peak memory" in out and "eval_perplexity" in out
+        state = json.loads((output / "checkpoint-3" / "trainer_state.json").read_text())
+        losses[processes] = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+        assert LlamaForCausalLM.from_pretrained(output).config.ring_dilated["pattern"]["branches"]
+    assert losses[2] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_benchmark_prints_its_tables(folder, tmp_path):
     file = tmp_path / "bench.json"
     options = ["--tokens", 4096, "--heads", 4, "--kv-heads", 2, "--longnet", "128/1,1024/8", "--pyramid", "64,2"]
