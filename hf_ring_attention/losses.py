@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -140,17 +141,24 @@ class _Slices:
             head = self._head(hidden[:, -1:], logits)
             targets = shift_labels.to(hidden.device).flatten()
             total = hidden.new_zeros((), dtype=torch.float32)
-            for part, target in zip(
-                hidden.flatten(0, 1).split(self.tokens_at_once), targets.split(self.tokens_at_once), strict=True
-            ):
+            count = self._count(len(targets), hidden.device)
+            for part, target in zip(hidden.flatten(0, 1).tensor_split(count), targets.tensor_split(count), strict=True):
                 if torch.is_grad_enabled():
                     total = total + checkpoint(self._part, head, part, target, ignore_index, use_reentrant=False)
                 else:
                     total = total + self._part(head, part, target, ignore_index)
         finally:
             self.busy = False
-        count = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-        return total / count
+        return total / ((targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
+
+    def _count(self, tokens: int, device: torch.device) -> int:
+        """How many slices: as many on all processes, where each call of the head gathers its weights from them."""
+        count = -(-tokens // self.tokens_at_once)
+        if dist.is_available() and dist.is_initialized() and _gathered_by_call(self.model.get_output_embeddings()):
+            most = torch.tensor(count, device=device)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            count = int(most)
+        return count
 
     def _part(self, head: Head, hidden: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
         busy, self.busy = self.busy, True  # backward calls this again, when the context may still be open
@@ -169,6 +177,12 @@ class _Slices:
                 f"with tokens_at_once=0, or loss_tokens_at_once=0 of RingTrainingArguments"
             )
         return head
+
+
+def _gathered_by_call(module: nn.Module) -> bool:
+    """Whether FSDP or ZeRO-3 holds a module's weights apart, so that a call of it is one of all processes."""
+    sharded = any(isinstance(inner, (FSDPModule, FullyShardedDataParallel)) for inner in module.modules())
+    return sharded or any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 def head_of(model: PreTrainedModel, hidden: Tensor, logits: Tensor) -> Head | None:

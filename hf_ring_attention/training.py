@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
@@ -33,12 +34,15 @@ class RingTrainingArguments(TrainingArguments):
         ring_layout: "auto", "contiguous" or "zigzag".
         ring_transport: "auto", "ring", "collective" or "local".
         loss_tokens_at_once: tokens whose logits exist at any time (`sliced_loss`); 0 for those of the whole shard.
+        offload_activations: what the forward pass saves waits in host memory; with gradient_checkpointing, that is the
+            input of each layer.
     """
 
     ring_size: int = field(default=1, metadata={"help": "processes that share each sequence"})
     ring_layout: str = field(default="auto", metadata={"help": "auto, contiguous or zigzag"})
     ring_transport: str = field(default="auto", metadata={"help": "auto, ring, collective or local"})
     loss_tokens_at_once: int = field(default=1024, metadata={"help": "tokens whose logits exist at a time; 0: all"})
+    offload_activations: bool = field(default=False, metadata={"help": "keep saved activations in host memory"})
     # Not "str | bool", of which HfArgumentParser takes the bool.
     include_num_input_tokens_seen: str = field(
         default="non_padding", metadata={"help": "which tokens are counted: non_padding, all or no"}
@@ -69,8 +73,8 @@ class RingTrainerMixin:
     perplexity and the number of tokens.
 
     Args:
-        ring_size, ring_layout, ring_transport, loss_tokens_at_once: those of `RingTrainingArguments`, for Trainers with
-            arguments of their own.
+        ring_size, ring_layout, ring_transport, loss_tokens_at_once, offload_activations: those of
+            `RingTrainingArguments`, for Trainers with arguments of their own.
 
     Raises:
         ValueError: on every process, at set-up: a ring size that does not divide the world, a model with attention
@@ -80,7 +84,13 @@ class RingTrainerMixin:
     """
 
     ring: Ring
-    _SETTINGS: ClassVar = {"ring_size": 1, "ring_layout": "auto", "ring_transport": "auto", "loss_tokens_at_once": 1024}
+    _SETTINGS: ClassVar = {
+        "ring_size": 1,
+        "ring_layout": "auto",
+        "ring_transport": "auto",
+        "loss_tokens_at_once": 1024,
+        "offload_activations": False,
+    }
 
     def __init__(
         self: Any,
@@ -89,6 +99,7 @@ class RingTrainerMixin:
         ring_layout: str | None = None,
         ring_transport: str | None = None,
         loss_tokens_at_once: int | None = None,
+        offload_activations: bool | None = None,
         **kwargs: Any,
     ) -> None:
         self._ring_settings = {
@@ -96,6 +107,7 @@ class RingTrainerMixin:
             "ring_layout": ring_layout,
             "ring_transport": ring_transport,
             "loss_tokens_at_once": loss_tokens_at_once,
+            "offload_activations": offload_activations,
         }
         self._shards: Shards | None = None
         self._nll: Tensor | None = None
@@ -207,6 +219,13 @@ class RingTrainerMixin:
             return super().compute_loss(  # type: ignore[misc]
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
+
+    def compute_loss_context_manager(self: Any) -> ExitStack:
+        """Trainer's, and where it is asked for the offloading of activations."""
+        stack: ExitStack = super().compute_loss_context_manager()  # type: ignore[misc]
+        if self._ring_setting("offload_activations"):
+            stack.enter_context(save_on_cpu(pin_memory=self.args.device.type != "cpu"))
+        return stack
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Trainer's; where communication fails, the error names the processes that are gone."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -54,9 +56,16 @@ INSTALLED = {BUNDLED: _smollm2, "gemma3-270m": _gemma3}
 def installed_model(name: str) -> Path:
     """Folder of an installed model in Transformers' own format, converted from its GGUF file the first time."""
     folder = cache_folder() / name
-    if (folder / "config.json").exists():
-        return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):  # of several processes one converts
+        if not (folder / "config.json").exists():
+            # In a process of its own: this one may shard whatever it loads, under ZeRO-3.
+            subprocess.run([sys.executable, __file__, name], check=True)
+    return folder
+
+
+def _convert(name: str) -> None:
+    folder = cache_folder() / name
     with (
         tempfile.TemporaryDirectory(dir=folder.parent) as parts,
         tempfile.TemporaryDirectory(dir=folder.parent) as building,
@@ -74,14 +83,8 @@ def installed_model(name: str) -> Path:
             del model.config.quantization_config
         model.save_pretrained(building)
         AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(building)
-        try:
-            os.rename(building, folder)
-        except OSError:  # another process was faster, and its folder is as good
-            if not (folder / "config.json").exists():
-                raise
-        else:
-            os.mkdir(building)  # for the context manager to remove
-    return folder
+        os.rename(building, folder)
+        os.mkdir(building)  # for the context manager to remove
 
 
 def load(model: str | None, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -131,3 +134,7 @@ def flop_share(pattern: ra.Pattern, tokens: int, config: PretrainedConfig) -> fl
         )
         pairs.append(plan_rank(problem, 0).pairs)
     return pairs[0] / pairs[1]
+
+
+if __name__ == "__main__":
+    _convert(sys.argv[1])

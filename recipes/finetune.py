@@ -5,6 +5,7 @@ Many devices:  accelerate launch --num_processes 8 recipes/finetune.py --model I
 Small CPU:     ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 recipes/finetune.py --ring-size 2
 
 With 8 processes and --ring-size 4, two rings read different sequences and the four ranks of a ring share each of theirs.
+Files for --config_file of `accelerate launch`, with DDP, FSDP 2 or ZeRO-3: recipes/accelerate.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pathlib import Path
 import common
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import GradientAccumulationPlugin, set_seed
+from torch.autograd.graph import save_on_cpu
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import get_scheduler
@@ -50,7 +52,12 @@ def parse_args(argv=None) -> argparse.Namespace:
         "--held-out", type=int, default=0, help="first tokens of the text kept for perplexity, not trained on"
     )
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
-    parser.add_argument("--dtype", choices=["no", "bf16", "fp16"], default="no", help="Accelerate's mixed precision")
+    parser.add_argument(
+        "--offload", action="store_true", help="keep in host memory what --checkpointing leaves on the device"
+    )
+    parser.add_argument(
+        "--dtype", choices=["no", "bf16", "fp16"], help="mixed precision; default: what Accelerate was launched with"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints, 0: none")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --output")
@@ -64,12 +71,19 @@ def parse_args(argv=None) -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     pattern = cli.parse_pattern(args.pattern)
-    accelerator = Accelerator(mixed_precision=args.dtype)
+    # Steps end where this recipe's end, and not with an epoch.
+    accumulation = GradientAccumulationPlugin(args.accumulate, sync_with_dataloader=False)
+    accelerator = Accelerator(mixed_precision=args.dtype, gradient_accumulation_plugin=accumulation)
+    if accelerator.state.deepspeed_plugin is not None:  # it clips and counts batches itself
+        accelerator.state.deepspeed_plugin.deepspeed_config.update(
+            train_micro_batch_size_per_gpu=args.batch_size,
+            gradient_accumulation_steps=args.accumulate,
+            gradient_clipping=args.clip,
+        )
     ring = ra.Ring.from_accelerator(accelerator, size=args.ring_size)
     set_seed(args.seed)
 
-    with accelerator.local_main_process_first():
-        model, tokenizer = common.load(args.model)
+    model, tokenizer = common.load(args.model)
     ra.patch_model(model, pattern, ring=ring)
     if args.checkpointing:
         model.gradient_checkpointing_enable()
@@ -112,11 +126,12 @@ def main() -> None:
         shards = list(itertools.islice(batches, args.accumulate))
         tokens = ra.count_tokens(shards)
         total = torch.zeros((), device=accelerator.device)
-        for number, shard in enumerate(shards):
-            # Gradients are averaged over processes once, with the last batch of the step.
-            with nullcontext() if number == len(shards) - 1 else accelerator.no_sync(model):
-                loss = ra.next_token_loss(model, shard, tokens)
-                accelerator.backward(loss)
+        for shard in shards:
+            with accelerator.accumulate(model):
+                with save_on_cpu(pin_memory=accelerator.device.type != "cpu") if args.offload else nullcontext():
+                    loss = ra.next_token_loss(model, shard, tokens)
+                # A share of the whole step's loss already, where Accelerate takes the mean of batches.
+                accelerator.backward(loss * args.accumulate)
             total += loss.detach()
         norm = accelerator.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
@@ -136,7 +151,7 @@ def main() -> None:
         )
         bar.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{int(tokens) / seconds:.0f}")
         if args.save_every and (step + 1) % args.save_every == 0:
-            accelerator.save_state(str(checkpoint), safe_serialization=True)
+            accelerator.save_state(str(checkpoint))
     if args.held_out:
         figures["perplexity_after"] = ra.perplexity(raw_model, held_out, ring=ring).perplexity
         accelerator.print(f"held-out perplexity after: {figures['perplexity_after']:.3f}")
@@ -145,11 +160,12 @@ def main() -> None:
     figures["peak_memory_bytes"] = accelerator.gather(memory).tolist()
     speed = sum(step["tokens"] for step in figures.steps) / sum(step["seconds"] for step in figures.steps)
     figures["tokens_per_second"] = speed
+    weights = accelerator.get_state_dict(model)  # by all processes, which may have a part each
     accelerator.print(f"loss {figures.steps[0]['loss']:.3f} -> {figures.steps[-1]['loss']:.3f}, {speed:.0f} tokens/s")
     for rank, peak in enumerate(figures["peak_memory_bytes"]):
         accelerator.print(f"rank {rank}: peak memory {peak / 2**30:.2f} GiB")
     if accelerator.is_main_process:
-        raw_model.save_pretrained(args.output)
+        raw_model.save_pretrained(args.output, state_dict=weights)
         tokenizer.save_pretrained(args.output)
         plot_training([step["loss"] for step in figures.steps], args.output / "loss.png")
         print(f"saved to {args.output}, with loss.png")

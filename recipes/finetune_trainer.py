@@ -50,8 +50,7 @@ class TrainingArguments(ra.RingTrainingArguments):
 
 def main() -> None:
     args, training = HfArgumentParser((Arguments, TrainingArguments), description=__doc__).parse_args_into_dataclasses()
-    with training.main_process_first(desc="loading the model"):
-        model, tokenizer = common.load(args.model)
+    model, tokenizer = common.load(args.model)
     ra.patch_config(model.config, cli.parse_pattern(args.pattern))
     ids = common.tokenize(tokenizer, common.load_text(args.text))[0]
     rows = [{"input_ids": row} for row in ids[: len(ids) // args.seq_len * args.seq_len].view(-1, args.seq_len)]

@@ -80,8 +80,7 @@ def main() -> None:
         cli.parse_pattern(spec)
 
     accelerator = Accelerator()
-    with accelerator.local_main_process_first():
-        model, tokenizer = common.load(args.model, getattr(torch, args.dtype))
+    model, tokenizer = common.load(args.model, getattr(torch, args.dtype))
     ids = common.tokenize(tokenizer, common.load_text(args.text), args.tokens)
     model = model.to(accelerator.device)
     ring = ra.Ring()

@@ -34,7 +34,8 @@ DENSE = {
 @pytest.fixture(scope="module")
 def real():
     threads = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)
+    # Beside tests of another worker, threads would wait for each other.
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else os.cpu_count() or 1)
     model, tokenizer = common.load(None)
     yield model, common.tokenize(tokenizer, common.load_text(None), 5120)
     torch.set_num_threads(threads)

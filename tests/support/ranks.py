@@ -1,5 +1,6 @@
 """Runs a function on several gloo ranks, each a process of one thread, and brings back what they return."""
 
+import multiprocessing
 import os
 import pickle
 import tempfile
@@ -7,7 +8,9 @@ import time
 import traceback
 from datetime import timedelta
 
-import torch.multiprocessing as mp
+#: Ranks are forked from a process that computed nothing, and imported what takes seconds once for all of them.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.support.training"])
 
 
 def run_ranks(function, world_size, *args, timeout=120, patience=1):
@@ -17,9 +20,8 @@ def run_ranks(function, world_size, *args, timeout=120, patience=1):
     The others have `patience` (seconds) to tell their own story.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
         processes = [
-            context.Process(target=_rank, args=(function, rank, world_size, folder, timeout, args))
+            CONTEXT.Process(target=_rank, args=(function, rank, world_size, folder, timeout, args))
             for rank in range(world_size)
         ]
         for process in processes:
