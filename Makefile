@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_TO_TEST := $(VENV)/.ready-to-test
 
-.PHONY: demo test lint bench models clean
+.PHONY: demo test test-slow lint bench models clean
 
 demo: $(READY)
 	$(BIN)/python recipes/demo.py
@@ -16,6 +16,9 @@ demo: $(READY)
 # order, or those with few and long tests would come last.
 test: $(READY_TO_TEST)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-slow: $(READY_TO_TEST)
+	$(BIN)/python -m pytest -m slow
 
 lint: $(READY)
 	$(BIN)/ruff check .

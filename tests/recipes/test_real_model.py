@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from tests.recipes.test_recipes import run
+from tests.recipes.test_recipes import assert_same_parameters, run
 
 pytestmark = [
     pytest.mark.real,
@@ -65,12 +65,27 @@ def test_two_processes_equal_one(real, tmp_path):
     model, ids = real
     patterns = {"exact": ra.Pattern.exact(), "pyramid:128,3": ra.Pattern.pyramid(128, levels=3)}
     file = tmp_path / "two.json"
-    run("perplexity.py", "--tokens", 1024, "--patterns", *patterns, "--json", file, processes=2)
+    run("perplexity.py", "--tokens", 1024, "--patterns", *patterns, "--json", file, launcher="torchrun")
     for row in json.loads(file.read_text())["figures"]:
         ra.patch_model(model, patterns[row["pattern"]])
         one = ra.perplexity(model, ids[:, :1024])
         assert row["perplexity"] == pytest.approx(one.perplexity, rel=1e-5)
         torch.testing.assert_close(torch.tensor(row["token_nll"])[1:], one.token_nll[0, 1:], rtol=0, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_training_on_two_processes_equals_one(tmp_path):
+    """Five steps of 2048 tokens; three minutes on two cores."""
+    figures = []
+    for processes, launcher in ((1, None), (2, "torchrun")):
+        output = tmp_path / str(processes)
+        options = ["--ring-size", processes, "--output", output, "--json", tmp_path / "figures.json"]
+        run("finetune.py", "--seq-len", 2048, "--steps", 5, "--warmup", 1, *options, launcher=launcher, timeout=600)
+        figures.append(json.loads((tmp_path / "figures.json").read_text())["steps"])
+    for one, two in zip(*figures, strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+    assert_same_parameters(tmp_path / "2", tmp_path / "1")
 
 
 def test_greedy_tokens_of_sdpa(real):
@@ -111,7 +126,8 @@ def test_gemma_with_sliding_and_full_layers(tmp_path):
     assert {"sliding_attention", "full_attention"} == set(model.config.layer_types)
     ids = common.tokenize(tokenizer, common.load_text(None), 1024)
     file = tmp_path / "two.json"
-    run("perplexity.py", "--model", "gemma3-270m", "--tokens", 1024, "--patterns", "exact", "--json", file, processes=2)
+    options = ["--model", "gemma3-270m", "--tokens", 1024, "--patterns", "exact", "--json", file]
+    run("perplexity.py", *options, launcher="torchrun")
     two = json.loads(file.read_text())["figures"][0]["perplexity"]
     one = ra.perplexity(ra.patch_model(model), ids).perplexity
     model.set_attn_implementation("sdpa")

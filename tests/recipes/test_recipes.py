@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+AS_GPUS = Path(__file__).parents[1] / "support" / "as_gpus.py"
 
 
 @pytest.fixture(scope="module")
@@ -40,25 +41,23 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(recipe, *arguments, processes=1, timeout=150):
+#: What starts two processes: Accelerate's launcher, with options for all that it would guess; torch's; and the files of
+#: recipes/accelerate, whose plugins act where Accelerate takes the processes for GPUs.
+ACCELERATE = ["-m", "accelerate.commands.launch", "--num_processes", "2", "--main_process_port", "0"]
+LAUNCHERS = {
+    "accelerate": [*ACCELERATE, *"--multi_gpu --num_machines 1 --mixed_precision no --dynamo_backend no".split()],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+}
+for plugin in ("fsdp2", "zero3"):
+    file = RECIPES / "accelerate" / f"{plugin}.yaml"
+    LAUNCHERS[plugin] = [*ACCELERATE, "--config_file", str(file), "--mixed_precision", "no", str(AS_GPUS)]
+
+
+def run(recipe, *arguments, launcher=None, timeout=150):
+    """What a recipe prints, on one process or on two."""
     environment = dict(os.environ, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    command = [sys.executable, str(RECIPES / recipe)]
-    if processes > 1:
-        launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)]
-        launcher += [
-            "--num_machines",
-            "1",
-            "--mixed_precision",
-            "no",
-            "--dynamo_backend",
-            "no",
-            "--main_process_port",
-            "0",
-        ]
-        command[1:1] = launcher
-    done = subprocess.run(
-        [*command, *map(str, arguments)], env=environment, timeout=timeout, capture_output=True, text=True
-    )
+    command = [sys.executable, *LAUNCHERS.get(launcher, []), str(RECIPES / recipe), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, timeout=timeout, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -67,9 +66,9 @@ def test_perplexity_is_the_same_from_two_processes(folder, tmp_path):
     options = ["--model", folder / "model", "--text", folder / "text.txt", "--tokens", 515]
     options += ["--patterns", "exact", "pyramid:32,3,2", "longnet:64/1,256/4"]
     figures = {}
-    for processes in (1, 2):
+    for processes, launcher in ((1, None), (2, "torchrun")):
         file = tmp_path / f"{processes}.json"
-        out = run("perplexity.py", *options, "--json", file, processes=processes)
+        out = run("perplexity.py", *options, "--json", file, launcher=launcher)
         assert f"{processes} process(es)" in out
         figures[processes] = json.loads(file.read_text())
     assert figures[2]["world_size"] == 2
@@ -83,70 +82,75 @@ def test_perplexity_is_the_same_from_two_processes(folder, tmp_path):
     assert 0.1 < figures[1]["figures"][2]["flop_share"] < 0.5
 
 
-def test_finetune_takes_the_same_steps_on_two_processes(folder, tmp_path):
-    options = ["--model", folder / "model", "--text", folder / "text.txt", "--pattern", "pyramid:32,3,2"]
-    options += ["--steps", 4, "--seq-len", 250, "--accumulate", 2, "--held-out", 200, "--lr", "1e-2", "--warmup", 1]
-    figures = {}
-    for processes in (1, 2):
-        file = tmp_path / f"{processes}.json"
-        output = tmp_path / f"model{processes}"
-        more = ["--ring-size", processes, "--json", file, "--output", output]
-        out = run("finetune.py", *options, *more, processes=processes)
-        assert f"rank {processes - 1}: peak memory" in out
-        figures[processes] = json.loads(file.read_text())
-        assert LlamaForCausalLM.from_pretrained(output).config.ring_dilated["pattern"]["branches"]
-    for one, two in zip(figures[1]["steps"], figures[2]["steps"], strict=True):
-        assert one["tokens"] == two["tokens"] == 2 * 249
-        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
-        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
-    assert figures[1]["perplexity_after"] < 0.9 * figures[1]["perplexity_before"]
-    assert figures[2]["perplexity_after"] == pytest.approx(figures[1]["perplexity_after"], rel=1e-4)
+FINETUNE = ["--pattern", "pyramid:32,3,2", "--steps", 5, "--seq-len", 250, "--accumulate", 2, "--held-out", 200]
+FINETUNE += ["--lr", "1e-2", "--warmup", 1]
 
 
-def test_finetune_goes_on_where_its_checkpoint_was_written(folder, tmp_path):
-    options = [
-        "--model",
-        folder / "model",
-        "--text",
-        folder / "text.txt",
-        "--pattern",
-        "pyramid:32,3,2",
-        "--ring-size",
-        2,
-    ]
-    options += ["--seq-len", 100, "--accumulate", 2, "--lr", "1e-2", "--schedule", "constant", "--json"]
-    whole, first, second = (tmp_path / name for name in ("whole.json", "first.json", "second.json"))
-    run("finetune.py", *options, whole, "--steps", 5, "--output", tmp_path / "whole", processes=2)
-    run("finetune.py", *options, first, "--steps", 3, "--save-every", 3, "--output", tmp_path / "parts", processes=2)
-    out = run("finetune.py", *options, second, "--steps", 5, "--resume", "--output", tmp_path / "parts", processes=2)
+def finetune(folder, output, *options, launcher=None):
+    """Its figures, and what it prints."""
+    file = output / "figures.json"
+    options = ["--model", folder / "model", "--text", folder / "text.txt", *FINETUNE, *options]
+    out = run("finetune.py", *options, "--output", output, "--json", file, launcher=launcher)
+    assert LlamaForCausalLM.from_pretrained(output).config.ring_dilated["pattern"]["branches"]
+    assert (output / "loss.png").stat().st_size > 1000
+    return json.loads(file.read_text()), out
+
+
+@pytest.fixture(scope="module")
+def by_one_process(folder):
+    output = folder / "one"
+    output.mkdir()
+    figures, out = finetune(folder, output)
+    assert "rank 0: peak memory" in out
+    assert figures["perplexity_after"] < 0.9 * figures["perplexity_before"]
+    return figures
+
+
+def assert_same_steps(figures, expected):
+    for step, other in zip(figures["steps"], expected["steps"], strict=True):
+        assert step["tokens"] == other["tokens"] == 2 * 249
+        assert step["loss"] == pytest.approx(other["loss"], rel=1e-6)
+        assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+    assert figures["perplexity_after"] == pytest.approx(expected["perplexity_after"], rel=1e-5)
+
+
+def assert_same_parameters(output, expected):
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (output, expected))
+    for name, x in ours.items():
+        assert float((x - theirs[name]).abs().max()) <= 1e-5 * float(theirs[name].abs().max()), name
+
+
+def test_finetune_takes_the_same_steps_on_two_processes(folder, by_one_process, tmp_path):
+    figures, out = finetune(folder, tmp_path, "--ring-size", 2, "--save-every", 3, launcher="accelerate")
+    assert "rank 1: peak memory" in out
+    assert_same_steps(figures, by_one_process)
+    # The checkpoint is that of the third step.
+    figures, out = finetune(folder, tmp_path, "--ring-size", 2, "--resume", launcher="accelerate")
     assert "going on after step 3" in out
-    expected = [step["loss"] for step in json.loads(whole.read_text())["steps"]]
-    assert [step["loss"] for step in json.loads(second.read_text())["steps"]] == pytest.approx(expected, rel=1e-6)
-    assert (tmp_path / "parts" / "loss.png").stat().st_size > 1000
+    assert_same_steps(figures, by_one_process)
+
+
+@pytest.mark.parametrize("plugin", ["fsdp2", "zero3"])
+def test_finetune_with_sharded_parameters(plugin, folder, by_one_process, tmp_path):
+    if plugin == "zero3":
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: DS_BUILD_OPS=0 pip install deepspeed")
+    figures, _ = finetune(folder, tmp_path, "--ring-size", 2, "--checkpointing", "--offload", launcher=plugin)
+    assert_same_steps(figures, by_one_process)
+    assert_same_parameters(tmp_path, folder / "one")
 
 
 def test_finetune_by_the_trainer(folder, tmp_path):
     options = ["--model", folder / "model", "--text", folder / "text.txt", "--pattern", "pyramid:32,3,2"]
-    options += [
-        "--seq_len",
-        250,
-        "--max_steps",
-        3,
-        "--held_out",
-        2,
-        "--learning_rate",
-        "1e-2",
-        "--disable_tqdm",
-        "true",
-    ]
+    options += ["--seq_len", 250, "--max_steps", 3, "--held_out", 2]
+    options += ["--learning_rate", "1e-2", "--disable_tqdm", "true"]
     losses = {}
-    for processes in (1, 2):
+    for processes, launcher in ((1, None), (2, "torchrun")):
         output = tmp_path / str(processes)
         out = run(
             "finetune_trainer.py",
             *options,
             *("--ring_size", processes, "--output_dir", output, "--save_strategy", "steps", "--save_steps", 3),
-            processes=processes,
+            launcher=launcher,
         )
         assert f"rank {processes - 1}: peak memory" in out and "eval_perplexity" in out
         state = json.loads((output / "checkpoint-3" / "trainer_state.json").read_text())

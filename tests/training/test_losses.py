@@ -51,7 +51,7 @@ def test_logits_of_a_slice_are_all_that_exist():
     with ra.sliced_loss(model, 64):
         loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
-    assert max(seen) == 64 and len(seen) > 10
+    assert max(seen) == 60 and len(seen) > 10  # five equal slices
 
 
 def test_the_model_is_as_it_was_afterwards():

@@ -54,6 +54,7 @@ def test_evaluation_sums_over_tokens(world_size, ring_size, tmp_path):
             # five rows in batches of two: the last one is short, and a ring has none
             assert figures[name]["eval_loss"] == pytest.approx(figures["perplexity"], rel=1e-6)
             assert figures[name]["eval_tokens"] == sum(len(row["input_ids"]) - 1 for row in EVAL_ROWS)
+            assert figures[name]["eval_samples_per_second"] > 0 and "eval_steps_per_second" not in figures[name]
             assert figures[name]["eval_perplexity"] == pytest.approx(np.exp(figures["perplexity"]), rel=1e-5)
         assert alone in (None, figures["with metrics"]["eval_right"])
         assert figures["with metrics"]["eval_rows"] == len(EVAL_ROWS)

@@ -1,0 +1,28 @@
+"""Runs a script of Accelerate on the CPU as it would run on GPUs: its FSDP and DeepSpeed plugins act only there.
+
+accelerate launch --config_file FILE tests/support/as_gpus.py SCRIPT ARGUMENTS
+"""
+
+import os
+import runpy
+import sys
+
+import torch
+import torch.distributed as dist
+from accelerate import state
+from accelerate.utils import DistributedType
+
+
+def take_cpus_for_gpus():
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    dist.init_process_group("gloo")
+    state.PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+    state.PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+
+
+if __name__ == "__main__":
+    take_cpus_for_gpus()
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, os.path.dirname(sys.argv[0]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
