@@ -94,8 +94,8 @@ def loop(
     if wrap == "fsdp2":
         from torch.distributed.fsdp import fully_shard
 
-        for layer in model.model.layers:
-            fully_shard(layer)
+        for part in (*model.model.layers, model.lm_head):  # each call of the head gathers its weights
+            fully_shard(part)
         fully_shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     else:
