@@ -1,4 +1,4 @@
-"""DeepSpeed holds the parameters' state, rings hold the sequences: ZeRO 1 and 2 have the losses of one process."""
+"""DeepSpeed holds the parameters' state, rings hold the sequences: ZeRO 1, 2 and 3 have the losses of one process."""
 
 import os
 
@@ -12,11 +12,16 @@ import hf_ring_attention as ra
 from tests.support.ranks import run_ranks
 from tests.support.training import documents, loop, process_environment, tiny_llama
 
+STAGES = (1, 2, 3)
 DATA = {"rows": documents(9, 20, 61, seed=0, prompt=3), "collator": ra.PaddingCollator()}
 
 
-def zero(rank, stage, ring_size, steps=5):
+def all_stages(rank, ring_size, batch_size):
     os.environ["DS_ACCELERATOR"] = "cpu"
+    return [zero(rank, stage, ring_size, batch_size) for stage in STAGES]
+
+
+def zero(rank, stage, ring_size, batch_size, steps=5):
     import deepspeed
 
     world_size = dist.get_world_size()
@@ -25,7 +30,7 @@ def zero(rank, stage, ring_size, steps=5):
     ring = ra.Ring.from_accelerator(accelerator, size=ring_size)
     model = ra.patch_model(tiny_llama(), ring=ring)
     torch.manual_seed(1)
-    rows = DataLoader(DATA["rows"], batch_size=2, shuffle=True, collate_fn=DATA["collator"])
+    rows = DataLoader(DATA["rows"], batch_size=batch_size, shuffle=True, collate_fn=DATA["collator"])
     loader = ring.prepare_data_loader(rows)
     deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
     engine, *_ = deepspeed.initialize(
@@ -50,9 +55,10 @@ def zero(rank, stage, ring_size, steps=5):
     return losses
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_zero_has_the_losses_of_one_process(stage):
+@pytest.mark.parametrize(("world_size", "batch_size"), [(2, 2), (4, 1)])
+def test_zero_has_the_losses_of_one_process(world_size, batch_size):
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: DS_BUILD_OPS=0 pip install deepspeed")
     expected = loop(0, **DATA, batch_size=2, steps=5)["losses"]
-    for losses in run_ranks(zero, 2, stage, 2, timeout=100):
-        assert losses == pytest.approx(expected, rel=1e-6)
+    for by_stage in run_ranks(all_stages, world_size, 2, batch_size, timeout=200):
+        for stage, losses in zip(STAGES, by_stage, strict=True):
+            assert losses == pytest.approx(expected, rel=1e-6), f"ZeRO {stage}"
