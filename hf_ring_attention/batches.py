@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -10,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .communicators import digest
 from .layouts import SequenceLayout
 from .packing import documents_from_mask, documents_of_collator, documents_of_rows
 from .patterns import Pattern
@@ -153,13 +153,7 @@ def blank(world_size: int) -> dict[str, Tensor]:
     return {"input_ids": nothing, "attention_mask": nothing, "labels": torch.full_like(nothing, IGNORED)}
 
 
-def digest(batch: Any) -> dict[str, str]:
-    """What ranks compare instead of a batch: of each tensor its shape and a checksum of its content."""
-    said = {}
-    for name, x in sorted(batch.items()) if isinstance(batch, Mapping) else [("batch", batch)]:
-        if isinstance(x, Tensor):
-            content = x.detach().cpu().contiguous().view(torch.uint8).numpy()
-            said[str(name)] = f"{list(x.shape)} {hashlib.sha256(content.tobytes()).hexdigest()[:12]}"
-        else:
-            said[str(name)] = hashlib.sha256(repr(x).encode()).hexdigest()[:12]
-    return said
+def digests(batch: Any) -> dict[str, str]:
+    """What ranks compare instead of a batch, by name."""
+    named = sorted(batch.items()) if isinstance(batch, Mapping) else [("batch", batch)]
+    return {str(name): digest(x) for name, x in named}

@@ -9,10 +9,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .caches import ShardedCache
+from .communicators import digest
 from .configuration import model_layout
 from .gate import evaluating, whole_model
 from .ring import Ring
-from .sharding import attached_ring, digest
+from .sharding import attached_ring
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from datasets import IterableDataset as StreamedDataset
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from .batches import Divider, blank, digest, shard_batch
+from .batches import Divider, blank, digests, shard_batch
 from .patterns import Pattern
 
 #: What a process says instead of a batch's checksum: it has none, or it failed to read one.
@@ -260,7 +260,7 @@ class Shards:
         rings = [by_process[start : start + size] for start in range(0, len(by_process), size)]
         different = [number for number, theirs in enumerate(rings) if len(set(theirs)) > 1]
         if different:
-            contents = self.ring.agree_everywhere({}, tell="no batch" if batch is None else digest(batch))
+            contents = self.ring.agree_everywhere({}, tell="no batch" if batch is None else digests(batch))
             first = different[0] * size
             listed = "; ".join(f"process {first + rank}: {contents[first + rank]}" for rank in range(size))
             raise ValueError(
@@ -272,7 +272,7 @@ class Shards:
 
 
 def _checksum(batch: Any) -> int:
-    said = repr(digest(batch)).encode()
+    said = repr(digests(batch)).encode()
     return int.from_bytes(hashlib.sha256(said).digest()[:7], "little")
 
 

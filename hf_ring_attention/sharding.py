@@ -6,7 +6,6 @@ anything is computed, and correct the few modules that would take a shard for a 
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .caches import ShardedCache
+from .communicators import digest
 from .configuration import NAME, layer_pattern, model_layout
 from .gate import decoder_of, runner_of
 from .layouts import SequenceLayout
@@ -214,14 +214,6 @@ def _checked_step(
             error = refused
     ring.agree_cheaply(said, error, torch.device("cpu"))
     return ForwardPass(module.config, held=cache.held(ring.rank, length))
-
-
-def digest(x: Tensor | None) -> Any:
-    """What ranks compare instead of a tensor."""
-    if not isinstance(x, Tensor):
-        return type(x).__name__
-    content = x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    return tuple(x.shape), hashlib.sha256(content).hexdigest()
 
 
 def _checked_shard(
