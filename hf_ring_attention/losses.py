@@ -48,7 +48,8 @@ def next_token_loss(
     """This process's share of the mean loss over all `tokens`, for gradients that are averaged over the world.
 
     DDP and FSDP average gradients over all processes, so a share is (sum of its losses / tokens) * world size; the mean
-    of all shares is the loss.
+    of all shares is the loss. Where Accelerate or DeepSpeed accumulates gradients, it divides what `backward` is given by
+    the number of batches of a step: multiply by that number, since `tokens` are those of all of them already.
 
     Args:
         model: a causal language model, as `accelerator.prepare` or `fully_shard` returned it.

@@ -254,6 +254,9 @@ def bad_loaders(rank):
     expect("one rank alone", lambda: ring.prepare_data_loader(rows if rank else DataLoader(rows, collate_fn=COLLATE)))
     expect("skipping", lambda: accelerator.skip_first_batches(
         ring.prepare_data_loader(DataLoader(rows, collate_fn=COLLATE)), 1))  # fmt: skip
+    dropping = ra.patch_model(tiny_llama(attention_dropout=0.1), ring=ring).train()
+    shard = ra.shard_batch(COLLATE(rows), ring)
+    expect("dropout", lambda: ra.next_token_loss(dropping, shard, ra.count_tokens([shard])))
     dispatching = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
     expect("dispatching", lambda: ra.Ring.from_accelerator(dispatching, size=2))
     expect("dispatched loader", lambda: ring.prepare_data_loader(
@@ -281,6 +284,7 @@ EXPECTED = {
     "no loader": "expected a torch DataLoader, got list",
     "one rank alone": "expected a torch DataLoader, got list",
     "skipping": "loader.skip_first_batches(n)",
+    "dropout": "dropout",
     "dispatching": "dispatch_batches=True",
     "dispatched loader": "dispatches batches from one process",
     "few batches": "1 batches of 4 rows for 2 rings",
