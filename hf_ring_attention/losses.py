@@ -111,11 +111,12 @@ class _Slices:
         self.busy = False
 
     def keep(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Before the head: keeps the hidden states and leaves the model those of the last token."""
+        """Before the head: keeps the hidden states and leaves the model those of the last token, whose logits need no
+        gradient."""
         if self.busy:
             return None
         self.hidden = args[0]
-        return (args[0][:, -1:], *args[1:])
+        return (args[0][:, -1:].detach(), *args[1:])
 
     def loss(
         self,

@@ -120,6 +120,14 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, count: int | None = 
     return ids[:, skip : None if count is None else skip + count]
 
 
+def rows_of(ids: torch.Tensor, seq_len: int) -> list[dict[str, torch.Tensor]]:
+    """Tokens [n] as a dataset of rows of `seq_len`; what does not fill a row is left out."""
+    rows = len(ids) // seq_len
+    if rows == 0:
+        raise SystemExit(f"the text has {len(ids)} tokens to train on, which do not fill a row of {seq_len}")
+    return [{"input_ids": row} for row in ids[: rows * seq_len].view(rows, seq_len)]
+
+
 def flop_share(pattern: ra.Pattern, tokens: int, config: PretrainedConfig) -> float:
     """The pattern's attention FLOPs as a share of exact causal attention's."""
     config = config.get_text_config()

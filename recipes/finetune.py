@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import shutil
 import time
 from collections import UserDict
 from contextlib import nullcontext
@@ -88,9 +89,7 @@ def main() -> None:
     if args.checkpointing:
         model.gradient_checkpointing_enable()
     ids = common.tokenize(tokenizer, common.load_text(args.text))[0]
-    held_out, rows = ids[: args.held_out], ids[args.held_out :]
-    rows = rows[: len(rows) // args.seq_len * args.seq_len].view(-1, args.seq_len)
-    dataset = [{"input_ids": row} for row in rows]
+    held_out, dataset = ids[: args.held_out], common.rows_of(ids[args.held_out :], args.seq_len)
     loader = ring.prepare_data_loader(
         DataLoader(dataset, args.batch_size, shuffle=True, drop_last=True, collate_fn=ra.PaddingCollator())
     )
@@ -151,7 +150,7 @@ def main() -> None:
         )
         bar.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{int(tokens) / seconds:.0f}")
         if args.save_every and (step + 1) % args.save_every == 0:
-            accelerator.save_state(str(checkpoint))
+            save(accelerator, checkpoint)
     if args.held_out:
         figures["perplexity_after"] = ra.perplexity(raw_model, held_out, ring=ring).perplexity
         accelerator.print(f"held-out perplexity after: {figures['perplexity_after']:.3f}")
@@ -173,6 +172,16 @@ def main() -> None:
             args.json.write_text(json.dumps(figures.data))
     accelerator.wait_for_everyone()
     accelerator.end_training()
+
+
+def save(accelerator: Accelerator, checkpoint: Path) -> None:
+    """Writes a checkpoint, which replaces the one before when all of it is there."""
+    part = checkpoint.with_suffix(".part")
+    accelerator.save_state(str(part))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        part.rename(checkpoint)
 
 
 class Figures(UserDict):

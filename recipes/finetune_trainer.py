@@ -53,7 +53,7 @@ def main() -> None:
     model, tokenizer = common.load(args.model)
     ra.patch_config(model.config, cli.parse_pattern(args.pattern))
     ids = common.tokenize(tokenizer, common.load_text(args.text))[0]
-    rows = [{"input_ids": row} for row in ids[: len(ids) // args.seq_len * args.seq_len].view(-1, args.seq_len)]
+    rows = common.rows_of(ids, args.seq_len)
     trainer = ra.RingTrainer(
         model,
         training,

@@ -30,7 +30,11 @@ ON_TWO = {
     "FSDP2, accumulating, checkpointing": (loop, "packed", {"wrap": "fsdp2", "accumulate": 3, "checkpointing": True}),
     "Trainer": (trainer, "padded", {}),
     "Trainer, packed, ring": (trainer, "packed", {"batch_size": 3, "transport": "ring"}),
-    "Trainer, accumulating, checkpointing": (trainer, "padded", {"accumulate": 3, "checkpointing": True}),
+    "Trainer, accumulating, checkpointing": (
+        trainer,
+        "padded",
+        {"accumulate": 3, "checkpointing": True, "offload_activations": True},
+    ),
 }
 #: The batches of one process are those of both rings together.
 ON_FOUR = {
