@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from .patterns import Pattern
 from .tiles import Run, tile_document
@@ -80,6 +81,7 @@ def plot_training(losses: Sequence[float], path: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axis = figure.subplots()
     axis.plot(range(1, len(losses) + 1), losses, marker="o" if len(losses) <= 50 else None, markersize=3, linewidth=1)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_xlabel("optimizer step")
     axis.set_ylabel("loss (nats a token)")
     axis.grid(alpha=0.3)
