@@ -260,9 +260,14 @@ class Shards:
         rings = [by_process[start : start + size] for start in range(0, len(by_process), size)]
         different = [number for number, theirs in enumerate(rings) if len(set(theirs)) > 1]
         if different:
-            contents = self.ring.agree_everywhere({}, tell="no batch" if batch is None else digests(batch))
+            contents = self.ring.agree_everywhere({}, tell={"batch": "none"} if batch is None else digests(batch))
             first = different[0] * size
-            listed = "; ".join(f"process {first + rank}: {contents[first + rank]}" for rank in range(size))
+            of_ring = contents[first : first + size]
+            listed = "; ".join(
+                f"process {first + rank}: "
+                + ", ".join(f"{name} {x}" for name, x in said.items() if any(o.get(name) != x for o in of_ring))
+                for rank, said in enumerate(of_ring)
+            )
             raise ValueError(
                 f"the ranks of ring {different[0]} read different rows at batch {self.count} ({listed}), and each would "
                 f"attend to rows of another: the order and content of a dataset must depend on ring.dp_rank, not on the "
