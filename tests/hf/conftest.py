@@ -1,0 +1,22 @@
+"""Shows that tests of models with their neighbours reach ring_dilated at all."""
+
+import pytest
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_ring_attention import modeling
+
+
+@pytest.fixture
+def calls(request, monkeypatch):
+    """The layers that called "ring_dilated", of which there must be some, except in tests of refusals."""
+    seen = []
+
+    @torch.compiler.disable
+    def counted(module, *args, **kwargs):
+        seen.append(module)
+        return modeling.ring_dilated_attention(module, *args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "ring_dilated", counted)
+    yield seen
+    assert seen or "refused" in request.node.name, "nothing called ring_dilated, so this shows nothing"

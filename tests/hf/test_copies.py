@@ -1,0 +1,132 @@
+"""Copies of models, and models that were saved and loaded, keep their patterns and have rings of their own."""
+
+import copy
+import json
+
+import pytest
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+)
+
+import hf_ring_attention as ra
+from hf_ring_attention import sharding
+from tests.support.neighbours import (
+    DYNAMIC_ROPE,
+    ENCODER,
+    LONGNET,
+    PYRAMID,
+    built,
+    check,
+    hooks,
+    llama,
+    logits_of,
+)
+from tests.support.probe import (
+    LOGITS,
+    TOKENS,
+    batch,
+    distance,
+    logits_and_gradients,
+    of_shards,
+)
+from tests.support.tiny_models import tiny_config
+
+pytestmark = pytest.mark.usefixtures("calls")
+
+
+def test_a_copy_and_its_original_have_patterns_of_their_own():
+    inputs, labels = batch("left")
+    expected = {
+        pattern: logits_and_gradients(ra.patch_model(llama(), pattern), inputs, labels)
+        for pattern in (PYRAMID, LONGNET)
+    }
+    assert distance(expected[PYRAMID][0], expected[LONGNET][0]) > 1e-2
+    model = ra.patch_model(llama(), PYRAMID)
+    twin = copy.deepcopy(model)
+    assert hooks(twin) == hooks(model) == hooks(ra.patch_model(ra.patch_model(llama())))
+    ra.patch_model(twin, LONGNET)
+    assert hooks(twin) == hooks(model)
+    check(logits_and_gradients(twin, inputs, labels), expected[LONGNET])
+    check(logits_and_gradients(model, inputs, labels), expected[PYRAMID])
+
+
+@pytest.mark.parametrize("changes", [{}, DYNAMIC_ROPE], ids=["llama", "dynamic_rope"])
+@pytest.mark.parametrize("first", ["copy", "original"])
+def test_a_copy_and_its_original_have_rings_of_their_own(first, changes):
+    """One keeps the ring while the other gets another ring or none; RoPE that depends on the length has hooks, too."""
+    inputs, labels = batch("packed" if not changes else "right")
+    expected = logits_and_gradients(ra.patch_model(llama(**changes), PYRAMID), inputs, labels)
+    originals = [llama(**changes) for _ in range(2)]
+    others = ra.simulate(2, transport="ring", timeout=60)
+    one_device = hooks(ra.patch_model(llama(**changes)))
+
+    def work(ring):
+        model = ra.patch_model(originals[ring.rank], PYRAMID, ring)
+        twin = copy.deepcopy(model)
+        assert hooks(twin) == hooks(model) and (len(hooks(model)) == len(one_device) + 1 + 2 * bool(changes))
+        changed, kept = (twin, model) if first == "copy" else (model, twin)
+        other = others[ring.rank]
+        found = []
+        for now in (ring, other, None, other):
+            ra.patch_model(changed, ring=now)
+            assert hooks(changed) == (one_device if now is None else hooks(kept))
+            if now is None:
+                found.append(logits_and_gradients(changed, inputs, labels))
+            else:
+                found.append(of_shards(changed, now, inputs, labels))
+            before = other.traffic()
+            found.append(of_shards(kept, ring, inputs, labels))
+            assert other.traffic() == before, "the one with the first ring used the other's"
+        return found
+
+    for found in ra.run_simulated(work, 2, timeout=60):
+        assert len(found) == 8
+        for one in found:
+            check(one, expected)
+
+
+def test_the_pooler_of_a_copy():
+    """It reads the row's first token, which only rank 0 has."""
+    inputs, _ = batch("right")
+    config = tiny_config("bert", **ENCODER)
+    expected = ra.patch_model(built(AutoModel, config))(**inputs).pooler_output.detach()
+    originals = [built(AutoModel, config) for _ in range(2)]
+
+    def work(ring):
+        model = ra.patch_model(originals[ring.rank], ring=ring)
+        layout = ring.layout_for(TOKENS, ra.Pattern.exact())
+        shards = {name: ring.shard(x, layout) for name, x in inputs.items()}
+        twin = copy.deepcopy(model)
+        ra.patch_model(twin, ring=ring)
+        ra.patch_model(model)
+        return [twin(**shards).pooler_output.detach(), model(**inputs).pooler_output.detach()]
+
+    for found in ra.run_simulated(work, 2, timeout=60):
+        for one in found:
+            assert distance(one, expected) <= LOGITS
+
+
+@pytest.mark.parametrize("ring", [None, ra.simulate(2)[0]], ids=["alone", "ring"])
+def test_saved_and_loaded(tmp_path, ring):
+    """Patterns are saved, of single layers too; rings are not; other implementations ignore both."""
+    rows = batch("left")
+    model = ra.patch_model(llama(), PYRAMID, ring)
+    ra.patch_config(model.config, LONGNET, layers=[1])
+    assert model.state_dict().keys() == llama().state_dict().keys()
+    model.save_pretrained(tmp_path)
+    llama().save_pretrained(tmp_path / "unpatched")
+    written, unpatched = (json.loads((path / "config.json").read_text()) for path in (tmp_path, tmp_path / "unpatched"))
+    assert written == {**unpatched, "ring_dilated": {"pattern": PYRAMID.to_dict(), "layers": {"1": LONGNET.to_dict()}}}
+
+    expected = logits_of(ra.patch_model(model), *rows)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="ring_dilated").eval()
+    for again in (loaded, ra.patch_model(AutoModelForCausalLM.from_pretrained(tmp_path).eval())):
+        assert sharding.attached_ring(again) is None
+        assert distance(logits_of(again, *rows), expected) <= LOGITS
+    exact = logits_of(llama(), *rows)
+    assert distance(exact, expected) > 1e-2
+    for implementation in ("eager", "sdpa"):
+        other = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=implementation).eval()
+        assert other.config._attn_implementation == implementation
+        assert distance(logits_of(other, *rows), exact) <= LOGITS

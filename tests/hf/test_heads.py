@@ -1,0 +1,145 @@
+"""Heads that classify rows or tokens, and outputs that need whole rows: as under eager attention, or refused."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    CLIPTextConfig,
+    CLIPTextModel,
+    EsmConfig,
+    EsmModel,
+    GPT2DoubleHeadsModel,
+    SiglipTextConfig,
+    SiglipTextModel,
+)
+
+import hf_ring_attention as ra
+from tests.support.neighbours import ENCODER, built, check, hooks, on_two_ranks
+from tests.support.probe import (
+    LOGITS,
+    TOKENS,
+    batch,
+    distance,
+    logits_and_gradients,
+)
+from tests.support.tiny_models import VOCAB, draw, tiny_config
+
+pytestmark = pytest.mark.usefixtures("calls")
+
+
+CLASSIFIED = [
+    (model_type, head, kind)
+    for model_type in ("llama", "bert")
+    for head in (AutoModelForSequenceClassification, AutoModelForTokenClassification)
+    for kind in ("plain", "left", "right")
+    # There bert would classify by a padding token, of which ring_dilated computes nothing.
+    if (model_type, head, kind) != ("bert", AutoModelForSequenceClassification, "left")
+]
+
+
+@pytest.mark.parametrize(("model_type", "head", "kind"), CLASSIFIED)
+def test_classification(model_type, head, kind):
+    """Of tokens; or of a row by one of its tokens: in llama the last one that is no padding, in bert the first one."""
+    inputs, labels = batch(kind)
+    if head is AutoModelForSequenceClassification:
+        inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs.get("attention_mask", torch.tensor(1)) == 0, 0)
+        labels = torch.tensor([1, 4])
+    else:
+        labels = labels.where(labels == -100, labels % 5)
+    config = tiny_config(model_type, num_labels=5, **(ENCODER if model_type == "bert" else {}))
+    expected = logits_and_gradients(built(head, config), inputs, labels)
+    check(logits_and_gradients(ra.patch_model(built(head, config)), inputs, labels), expected)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "bert"])
+def test_classification_of_rows_over_a_ring_is_refused(model_type):
+    model = built(AutoModelForSequenceClassification, tiny_config(model_type, num_labels=5))
+    name = f"{type(model).__name__} classifies a whole row .* shard the base model .{type(model.base_model).__name__}"
+    with pytest.raises(NotImplementedError, match=rf"{name}\) and classify what ring\.unshard"):
+        ra.patch_model(model, ring=ra.simulate(2)[0])
+    assert not hooks(model) and model.config._attn_implementation == "eager", "a refused model is left as it was"
+
+
+@pytest.mark.parametrize("kind", ["left", "right", "packed"])
+@pytest.mark.parametrize(("model_type", "changes"), [("llama", {}), ("bert", ENCODER)], ids=["llama", "bert"])
+def test_classification_of_tokens_over_a_ring(model_type, changes, kind):
+    config = tiny_config(model_type, num_labels=5, **changes)
+    inputs, labels = batch(kind)
+    labels = labels.where(labels == -100, labels % 5)
+    expected = logits_and_gradients(ra.patch_model(built(AutoModelForTokenClassification, config)), inputs, labels)
+    check(on_two_ranks(lambda: built(AutoModelForTokenClassification, config), inputs, labels), expected)
+
+
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+    "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+ESM = {
+    "mask_token_id": 4, "token_dropout": True, "position_embedding_type": "rotary", "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+#: Models with an output that mixes the tokens of a row beside attention: what it takes, their class, config and output.
+MIXING = {
+    "the last token": (SiglipTextModel, SiglipTextConfig(**SIZES, projection_size=32), "pooler_output"),
+    "the end-of-text token": (CLIPTextModel, CLIPTextConfig(**SIZES, eos_token_id=96), "pooler_output"),
+    "a chosen token": (GPT2DoubleHeadsModel, tiny_config("gpt2", num_labels=1), "mc_logits"),
+    "the share of masked tokens": (EsmModel, EsmConfig(**SIZES, **ESM), "last_hidden_state"),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_outputs_that_mix_the_tokens_of_a_row(name):
+    """Over a ring they are one device's, or refused by name and with a remedy."""
+    model_class, config, output = MIXING[name]
+    inputs, _ = batch("plain")
+    ids = inputs["input_ids"].clamp_max(90)
+    ids[:, 3], ids[:, 5] = 4, 96
+    inputs["input_ids"] = ids
+
+    def make():
+        model = model_class._from_config(config, attn_implementation="eager", dtype=torch.float32)
+        with torch.random.fork_rng(devices=[]):
+            draw(model)
+        return model.eval()
+
+    with torch.no_grad():
+        expected = make()(**inputs)[output]
+        assert distance(ra.patch_model(make())(**inputs)[output], expected) <= LOGITS
+    made = [make() for _ in range(2)]
+
+    def work(ring):
+        layout = ring.layout_for(TOKENS, ra.Pattern.exact())
+        shards = {name: ring.shard(x, layout) for name, x in inputs.items()}
+        found = ra.patch_model(made[ring.rank], ring=ring)(**shards)[output].detach()
+        return ring.unshard(found, layout) if output == "last_hidden_state" else found
+
+    try:
+        found = ra.run_simulated(work, 2, timeout=60)
+    except NotImplementedError as refused:
+        if model_class.__name__ in str(refused) and "ring=None" in str(refused):
+            return
+        raise
+    assert max([distance(one, expected) for one in found]) <= LOGITS
+
+
+@pytest.mark.parametrize(
+    ("auto", "names"),
+    [(AutoModelForCausalLM, ["labels"]), (AutoModelForQuestionAnswering, ["start_positions", "end_positions"])],
+)
+def test_losses_of_whole_rows_over_a_ring_are_refused(auto, names):
+    """A model would shift labels within its shard, and look for the places of an answer there."""
+    inputs, labels = batch("plain")
+    made = [built(auto, tiny_config("llama")) for _ in range(2)]
+
+    def work(ring):
+        model = ra.patch_model(made[ring.rank], ring=ring)
+        layout = ring.layout_for(TOKENS, ra.Pattern.exact())
+        wanted = ring.shard(labels, layout) if names == ["labels"] else torch.tensor([3, 15])
+        shards = {name: ring.shard(x, layout) for name, x in inputs.items()}
+        return model(**shards, **dict.fromkeys(names, wanted)).loss
+
+    with pytest.raises((ValueError, NotImplementedError), match=names[0]):
+        ra.run_simulated(work, 2, timeout=60)
