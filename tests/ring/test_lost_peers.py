@@ -1,0 +1,102 @@
+"""A rank that stalls or dies ends the others in time, with an error that names it."""
+
+import os
+import pickle
+import re
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_ring_attention as ra
+from hf_ring_attention.kernels import CpuFlash
+from tests.support.ranks import CONTEXT, _rank
+
+TRANSPORTS = ("ring", "collective")
+SECONDS_OF_A_STALL = 5
+
+
+def attempt(ring):
+    """(the error, or None; seconds) of a call on one ring."""
+    q, k = torch.ones(1, 4, 2, 8), torch.ones(1, 2, 2, 8)
+    start = time.monotonic()
+    try:
+        ra.ring_attention(q, k, k, pattern=ra.Pattern.exact(), ring=ring, causal=False)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return None, time.monotonic() - start
+
+
+def with_lost_peers(rank):
+    """What each of three ranks learns of rank 2, which sleeps in a step, and then, in other groups, dies."""
+    found = {}
+    group = dist.new_group(timeout=timedelta(seconds=SECONDS_OF_A_STALL))
+    ring = ra.Ring(group, layout="contiguous", transport="ring")
+    found["before"] = [attempt(ring)]
+
+    def slow(*args, forward=CpuFlash.forward):
+        time.sleep(SECONDS_OF_A_STALL + 1.5)
+        return forward(*args)
+
+    with mock.patch.object(CpuFlash, "forward", slow if rank == 2 else CpuFlash.forward):
+        found["stall"] = attempt(ring)
+
+    rings = {name: ra.Ring(dist.new_group(), transport=name) for name in TRANSPORTS}
+    found["before"] += [attempt(ring) for ring in rings.values()]
+    dist.barrier()
+    if rank == 2:
+        os._exit(0)
+    found["death"] = {name: attempt(ring) for name, ring in rings.items()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def lost_peers():
+    """What ranks 0 and 1 learnt. Rank 2 leaves no answer, which `run_ranks` would not have; no process stays here either."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            CONTEXT.Process(target=_rank, args=(with_lost_peers, rank, 3, folder, 90, ()), daemon=True)
+            for rank in range(3)
+        ]
+        for process in processes:
+            process.start()
+        paths = [Path(folder, f"{rank}.pickle") for rank in range(2)]
+        deadline = time.monotonic() + 90
+        try:
+            while not all(path.exists() for path in paths) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            processes[2].join(1)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        assert all(path.exists() for path in paths), "a rank did not end"
+        answers = [pickle.loads(path.read_bytes()) for path in paths]
+    assert all(ok for ok, _ in answers), answers
+    assert processes[2].exitcode == 0, "rank 2 did not end by itself"
+    return [found for _, found in answers]
+
+
+def test_a_peer_that_stalls(lost_peers):
+    """Rank 2 sleeps in its first tile, with its own rows sent: rank 0 waits in the second step, for rank 1's by way of it."""
+    assert all(said is None for found in lost_peers for said, _ in found["before"]), lost_peers
+    directions = ("receiving from rank 2", "(sending to|receiving from) rank [02]")
+    for rank, (found, direction) in enumerate(zip(lost_peers, directions, strict=True)):
+        said, seconds = found["stall"]
+        step = rf"RuntimeError: ring attention, forward pass, step \d+ of 2, keys and values, on rank {rank}: "
+        assert said is not None and re.match(step + direction, said), said
+        assert seconds <= SECONDS_OF_A_STALL + 10
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_peer_that_dies(lost_peers, transport):
+    """The error names the rank that is gone."""
+    for found in lost_peers:
+        said, seconds = found["death"][transport]
+        assert said is not None and re.match(r"RuntimeError: .*\brank 2\b", said, re.DOTALL), said
+        assert seconds <= 20
