@@ -99,7 +99,7 @@ def _tokens(batch: Mapping[str, Any]) -> Tensor:
         raise ValueError(
             f"a batch has no labels, only {sorted(batch)}: a loss over shards needs labels [rows, tokens], -100 where "
             f"nothing is to be learned; for language modelling labels=input_ids.clone(), or a collator that adds them, "
-            f"such as ra.PaddingCollator"
+            f"such as ra.PaddingCollator; batches of preference or reward training have none, and are not supported"
         )
     expected = tuple(tokens.shape[:2])
     for name in ("labels", "shift_labels", "attention_mask", "position_ids", "seq_idx"):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from .batches import IGNORED
 from .gate import unwrapped
@@ -56,7 +57,13 @@ def next_token_loss(
         shard: what a ring's loader or `shard_batch` made.
         tokens: what `count_tokens` returned for the whole optimizer step.
         tokens_at_once: see `sliced_loss`; 0 forms all logits of the shard at once.
+
+    Raises:
+        ValueError: a model whose loss is not that of next tokens.
     """
+    inner = unwrapped(model)
+    if isinstance(inner, PreTrainedModel):
+        check_next_token_loss(inner)
     with sliced_loss(model, tokens_at_once):
         loss: Tensor = model(**{"use_cache": False, **shard}, num_items_in_batch=tokens).loss
     return loss * (dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
@@ -209,6 +216,21 @@ def head_of(model: PreTrainedModel, hidden: Tensor, logits: Tensor) -> Head | No
     return None
 
 
-def takes_num_items(model: PreTrainedModel) -> bool:
-    """Whether a model's loss can be divided by the number of tokens of all processes."""
-    return any(x.kind is x.VAR_KEYWORD for x in inspect.signature(model.forward).parameters.values())
+def check_next_token_loss(model: PreTrainedModel) -> None:
+    """Refuses a model whose own loss is not that of next tokens, divided by the number of tokens of all processes.
+
+    Raises:
+        ValueError: another loss; says which.
+    """
+    name = type(model).__name__
+    causal = LOSS_MAPPING.get(model.loss_type or "ForCausalLM", ForCausalLMLoss) is ForCausalLMLoss
+    if not causal or model.get_output_embeddings() is None:
+        raise ValueError(
+            f"{name} does not compute the loss of next tokens, and labels of shards are those of next tokens: train a "
+            f"causal language model (...ForCausalLM), or override compute_loss of a Trainer"
+        )
+    if not any(x.kind is x.VAR_KEYWORD for x in inspect.signature(model.forward).parameters.values()):
+        raise ValueError(
+            f"{name}.forward takes no num_items_in_batch, so each rank would average its shard by itself: compute the loss "
+            f"from its logits and shift_labels, or override compute_loss of a Trainer"
+        )

@@ -166,6 +166,13 @@ def _before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             f"them in the shard alone: cut batches with ring.prepare_data_loader or ra.shard_batch, which shift labels before "
             f"they cut, and compute the loss with ra.next_token_loss; or shift labels first and pass them as shift_labels too"
         )
+    # TRL's forward, which this argument asks for, leaves the loss to its caller.
+    elif given and kwargs.get("num_items_in_batch") is None and not kwargs.get("fused_lm_head"):
+        error = ValueError(
+            f"{type(module).__name__} was given labels of a shard without num_items_in_batch, and would average the shard "
+            f"alone: compute the loss with ra.next_token_loss, or pass the number of labels of all processes "
+            f"(ra.count_tokens) as num_items_in_batch, and multiply the loss by the number of processes"
+        )
     _WRONG_LOSS.set(error)
 
 

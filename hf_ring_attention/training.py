@@ -18,9 +18,9 @@ from transformers.trainer_utils import seed_worker
 
 from .batches import IGNORED
 from .failures import naming_lost_processes
-from .gate import attention_dropout, unwrapped
+from .gate import attention_dropout, unwrapped, whole_model
 from .loaders import RingDataLoader, Shards
-from .losses import sliced_loss, takes_num_items
+from .losses import check_next_token_loss, sliced_loss
 from .modeling import patch_model
 from .ring import Ring
 
@@ -78,8 +78,9 @@ class RingTrainerMixin:
 
     Raises:
         ValueError: on every process, at set-up: a ring size that does not divide the world, a model with attention
-            dropout, or what would be computed from a shard alone: label smoothing, `compute_loss_func`, `inputs` for
-            metrics, token counts of single processes.
+            dropout or another loss than that of next tokens (masked language models, classifiers, preferences), or what
+            would be computed from a shard alone: label smoothing, `compute_loss_func`, `include_for_metrics`, NEFTune,
+            counts of padding or of single processes.
         NotImplementedError: a model that ring_dilated does not compute.
     """
 
@@ -146,32 +147,37 @@ class RingTrainerMixin:
                 f"{type(model).__name__} has attention dropout ({listed}), and ring_dilated has none: set it to 0 in the "
                 f"config before the model is made"
             )
-        if self.ring.world_size == 1:
-            return None
-        if not takes_num_items(model):
-            return ValueError(
-                f"{type(model).__name__}.forward takes no num_items_in_batch, so each rank would average its shard by itself: "
-                f"override compute_loss"
-            )
+        try:
+            if type(self).compute_loss is RingTrainerMixin.compute_loss and self.compute_loss_func is None:
+                check_next_token_loss(model)
+            if self.ring.world_size > 1:
+                whole_model(self.model, type(self).__name__)
+        except ValueError as error:
+            return error
+        sharded, several = self.ring.world_size > 1, args.world_size > 1
+        counting = getattr(args, "include_num_input_tokens_seen", "no")
+        sampling = getattr(args, "train_sampling_strategy", None)
         for wrong, name, remedy in (
-            (args.label_smoothing_factor, "label_smoothing_factor", "set it to 0"),
+            (several and args.label_smoothing_factor, "label_smoothing_factor", "set it to 0"),
             (
-                self.compute_loss_func is not None,
+                sharded and self.compute_loss_func is not None,
                 "compute_loss_func",
                 "override compute_loss, whose inputs have shift_labels",
             ),
-            (not args.average_tokens_across_devices, "average_tokens_across_devices=False", "set it to True"),
-            ("inputs" in args.include_for_metrics, "include_for_metrics=['inputs']", "leave it out"),
             (
-                getattr(args, "train_sampling_strategy", None) == "batch_rebalance",
-                "train_sampling_strategy='batch_rebalance'",
-                "use another one",
+                several and not args.average_tokens_across_devices,
+                "average_tokens_across_devices=False",
+                "set it to True",
             ),
+            (several and args.include_for_metrics, f"include_for_metrics={args.include_for_metrics}", "leave it out"),
+            (sharded and args.neftune_noise_alpha, "neftune_noise_alpha", "leave it out"),
+            (several and sampling == "batch_rebalance", "train_sampling_strategy='batch_rebalance'", "use another one"),
+            (counting == "all", "include_num_input_tokens_seen='all'", "use 'non_padding'"),
         ):
             if wrong:
                 return ValueError(
-                    f"{name} works with whole rows, and each rank of a ring of {self.ring.world_size} has a shard of them: "
-                    f"{remedy}"
+                    f"{name} works with whole rows, of which a process has a shard, or a row of padding where its ring has "
+                    f"none left: {remedy}"
                 )
         return None
 
@@ -190,7 +196,11 @@ class RingTrainerMixin:
         """The shards of the next batches, and how many labels they have on all processes together."""
         if self._shards is None or self._shards.source is not epoch_iterator:
             self._shards = Shards(epoch_iterator, self.ring, None, self.args.dataloader_drop_last)
-        return super().get_batch_samples(self._shards, num_batches, device)  # type: ignore[misc]
+        taken = super().get_batch_samples(self._shards, num_batches, device)  # type: ignore[misc]
+        loader = self.accelerator.gradient_state.active_dataloader
+        if loader is not None:  # an epoch's last batch is of shards, not rows, of which Accelerate would leave out some
+            loader.remainder = -1
+        return taken
 
     def get_total_train_batch_size(self: Any, args: Any) -> int:
         """Rows of an optimizer step: those of all rings."""
@@ -214,7 +224,9 @@ class RingTrainerMixin:
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Trainer's, of a slice of tokens at a time, unless the outputs are asked for."""
-        at_once = 0 if return_outputs else self._ring_setting("loss_tokens_at_once")
+        # Losses by the logits need all of them.
+        by_logits = return_outputs or self.label_smoother is not None or self.compute_loss_func is not None
+        at_once = 0 if by_logits else self._ring_setting("loss_tokens_at_once")
         with sliced_loss(model, at_once) if at_once else nullcontext():
             return super().compute_loss(  # type: ignore[misc]
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
@@ -261,12 +273,37 @@ class RingTrainerMixin:
             return loss, None, None
         logits, labels = outputs["logits"] if hasattr(outputs, "keys") else outputs[1], inputs["labels"]
         if self._shard_preprocess is not None:  # here, so that logits of whole rows need not exist
-            logits = self._shard_preprocess(logits, labels)
+            logits = self._preprocessed(logits, labels)
         mask = inputs.get("attention_mask")
         rows = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
         if mask is not None:  # without those of a ring that had no more rows
             rows = self._whole_rows(mask).any(1)
         return loss, self._whole_rows(logits)[rows], self._whole_rows(labels)[rows]
+
+    def _preprocessed(self: Any, logits: Tensor, labels: Tensor) -> Any:
+        """What the user's function makes of a shard; at first it must show that it makes each token's from that token."""
+        preprocess, sharded = self._shard_preprocess, self.ring.world_size > 1
+        if not sharded or self._preprocess_checked:
+            return preprocess(logits, labels)
+        error, half = None, labels.shape[1] // 2
+        try:
+            made = preprocess(logits, labels)
+            fits = isinstance(made, Tensor) and made.shape[:2] == labels.shape[:2]
+            for part in (slice(0, half), slice(half, None)) if fits and half else ():
+                alone = preprocess(logits[:, part], labels[:, part])
+                fits = fits and torch.allclose(alone.float(), made[:, part].float(), rtol=1e-3, equal_nan=True)
+        except Exception as failed:
+            error, fits = failed, False
+        if not fits:
+            error = ValueError(
+                f"preprocess_logits_for_metrics sees shards of rows, so it must make each token's result from that token's "
+                f"logits and label, [rows, tokens, ...], as lambda logits, labels: logits.argmax(-1) does; for "
+                f"{list(labels.shape)} tokens it {'failed: ' + str(error) if error else 'did otherwise'}: leave it out, and "
+                f"compute_metrics gets the logits of whole rows"
+            )
+        self.ring.agree_everywhere({}, error)
+        self._preprocess_checked = True
+        return made
 
     def _whole_rows(self: Any, shards: Tensor) -> Tensor:
         layout, _ = self.ring.rows_rule(shards.shape[1] * self.ring.world_size)
@@ -296,6 +333,7 @@ class RingTrainerMixin:
         """Trainer's; its loss is the sum over all tokens divided by their number, however short the last batch is."""
         self._nll, self._scored = torch.zeros((), dtype=torch.float64, device=self.args.device), 0
         self._shard_preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
+        self._preprocess_checked = False
         self.gather_function = self._gather_rows  # which Trainer puts back
         try:
             with naming_lost_processes():
