@@ -10,18 +10,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ring_attention as ra
 
+SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
 PATTERN = ra.Pattern.pyramid(8, levels=2, ratio=2, sinks=2)
 
 
 def tiny_llama(pattern=PATTERN, seed=0, **changes):
     """A model of 2 layers whose weights are large enough for its losses to differ."""
     torch.manual_seed(seed)
-    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    config = LlamaConfig(
-        **{**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, **changes},
-        attn_implementation="ring_dilated",
-    )
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes}, attn_implementation="ring_dilated"))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

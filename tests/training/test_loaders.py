@@ -1,17 +1,27 @@
 """Loaders of shards: every row once, the same on a ring; and collators, resuming, and what is refused."""
 
 import itertools
+import random
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SubsetRandomSampler,
+)
+from transformers import Qwen3Config, Qwen3ForTokenClassification
 
 import hf_ring_attention as ra
 from tests.support.ranks import run_ranks
-from tests.support.training import documents, process_environment, tiny_llama
+from tests.support.training import SIZES, documents, process_environment, tiny_llama
 
 COLLATE = ra.PaddingCollator()
 
@@ -22,6 +32,27 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         return iter(self.rows)
+
+
+class SizedStream(Stream):
+    def __len__(self):
+        return len(self.rows)
+
+
+class Groups(BatchSampler):
+    """Batches in an order that each global generator has a part in."""
+
+    def __init__(self, count):
+        self.count, self.batch_size, self.drop_last = count, 2, False
+
+    def __len__(self):
+        return -(-self.count // 2)
+
+    def __iter__(self):
+        order = torch.randperm(self.count).tolist()
+        random.shuffle(order)
+        np.random.shuffle(order)  # noqa: NPY002
+        return iter([order[start : start + 2] for start in range(0, self.count, 2)])
 
 
 def numbered(count):
@@ -53,6 +84,10 @@ def epochs_of(rank, ring_size, kinds):
         for _ in range(2):
             batches = []
             for shard in loader:
+                assert not hasattr(rows, "__len__") or len(batches) < len(loader)
+                # What processes draw for themselves, by the length of their rows, parts their random states.
+                count = shard["input_ids"].numel()
+                torch.rand(count), np.random.rand(count), [random.random() for _ in range(count)]  # noqa: NPY002
                 real = shard["input_ids"][shard.get("attention_mask", torch.ones_like(shard["input_ids"])) == 1]
                 batches.append((sorted(set((real - 1).tolist())), int((shard["shift_labels"] != -100).sum())))
                 end = accelerator.gradient_state.end_of_dataloader
@@ -66,7 +101,11 @@ KINDS = {
     "shuffled": (numbered(11), {"batch_size": 2, "shuffle": True}, 0),
     "dropping": (numbered(11), {"batch_size": 2, "shuffle": True, "drop_last": True}, 0),
     "workers": (numbered(11), {"batch_size": 2, "shuffle": True, "num_workers": 1}, 0),
+    "shuffled by its own sampler": (numbered(11), {"batch_size": 2, "sampler": SubsetRandomSampler(range(11))}, 0),
+    "shuffled by groups": (numbered(11), {"batch_sampler": Groups(11)}, 0),
     "iterable": (Stream(numbered(11)), {"batch_size": 2}, 0),
+    "iterable, sized": (SizedStream(numbered(11)), {"batch_size": 2}, 0),
+    "iterable, sized, dropping": (SizedStream(numbered(11)), {"batch_size": 2, "drop_last": True}, 0),
     "iterable, dropping": (Stream(numbered(11)), {"batch_size": 2, "drop_last": True}, 0),
     "streamed": (streamed(numbered(11)), {"batch_size": 2}, 0),
     "streamed shards": (streamed(numbered(11), shards=4), {"batch_size": 2}, 0),
@@ -109,7 +148,7 @@ def test_every_row_is_read_once_by_one_ring(name, on_four):
         if read == list(range(11)):
             labels = sum(count for epochs in by_rank for _, count in epochs[epoch])
             assert labels == sum(len(row["input_ids"]) - 1 for row in numbered(11))
-    if "shuffle" in KINDS[name][1] and not skip:
+    if ("shuffle" in KINDS[name][1] or "shuffled" in name) and not skip:
         assert by_rank[0][0] != by_rank[0][1], "each epoch has an order of its own"
 
 
@@ -161,6 +200,15 @@ def test_padding_and_packing_say_the_same_of_each_document():
         assert sorted(by_document) == sorted(found), name
     # The last token of a document predicts nothing, and no token predicts the first of another.
     assert int((packed["shift_labels"] != -100).sum()) == sum(len(row["input_ids"]) - 2 for row in rows)
+
+
+def test_what_is_no_token_is_passed_on():
+    def collate(rows):
+        return {**COLLATE(rows), "number": torch.tensor(3), "name": "text"}
+
+    rows = DataLoader(numbered(2), batch_size=2, collate_fn=collate)
+    (shard,) = ra.Ring.alone().prepare_data_loader(rows)
+    assert shard["number"] == 3 and shard["name"] == "text"
 
 
 def test_transformers_own_packing_is_understood():
@@ -257,6 +305,9 @@ def bad_loaders(rank):
     dropping = ra.patch_model(tiny_llama(attention_dropout=0.1), ring=ring).train()
     shard = ra.shard_batch(COLLATE(rows), ring)
     expect("dropout", lambda: ra.next_token_loss(dropping, shard, ra.count_tokens([shard])))
+    expect("a mean of a shard", lambda: model(**shard).loss)
+    classifier = Qwen3ForTokenClassification(Qwen3Config(**SIZES))
+    expect("another loss", lambda: ra.next_token_loss(classifier, shard, 1))
     dispatching = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
     expect("dispatching", lambda: ra.Ring.from_accelerator(dispatching, size=2))
     expect("dispatched loader", lambda: ring.prepare_data_loader(
@@ -285,6 +336,8 @@ EXPECTED = {
     "one rank alone": "expected a torch DataLoader, got list",
     "skipping": "loader.skip_first_batches(n)",
     "dropout": "dropout",
+    "a mean of a shard": "without num_items_in_batch",
+    "another loss": "Qwen3ForTokenClassification does not compute the loss of next tokens",
     "dispatching": "dispatch_batches=True",
     "dispatched loader": "dispatches batches from one process",
     "few batches": "1 batches of 4 rows for 2 rings",

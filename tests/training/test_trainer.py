@@ -5,11 +5,22 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from transformers import EvalPrediction, GPT2Config, GPT2LMHeadModel
+from peft import PromptTuningConfig, get_peft_model
+from transformers import (
+    EvalPrediction,
+    GPT2Config,
+    GPT2LMHeadModel,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    Qwen3Config,
+    Qwen3ForTokenClassification,
+    Trainer,
+    TrainingArguments,
+)
 
 import hf_ring_attention as ra
 from tests.support.ranks import run_ranks
-from tests.support.training import assert_equal_runs, documents, process_environment, tiny_llama, trainer
+from tests.support.training import SIZES, assert_equal_runs, documents, process_environment, tiny_llama, trainer
 
 ROWS = documents(9, 20, 61, seed=0, prompt=3)
 EVAL_ROWS = documents(5, 20, 61, seed=3)
@@ -32,6 +43,16 @@ def most_likely(logits, labels):
 class WithMetrics(ra.RingTrainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, compute_metrics=accuracy, preprocess_logits_for_metrics=most_likely, **kwargs)
+
+
+class WithShiftedMetrics(ra.RingTrainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, compute_metrics=accuracy, preprocess_logits_for_metrics=of_the_next, **kwargs)
+
+
+def of_the_next(logits, labels):
+    """Wrong for shards: the last token of one looks at the first of another."""
+    return torch.nn.functional.pad(logits[:, :-1].gather(2, labels[:, 1:, None].clamp(min=0))[..., 0], (0, 1))
 
 
 def evaluate(rank, folder, ring_size):
@@ -113,7 +134,7 @@ def with_own_loss(rank, folder, ring_size):
 
 
 def adapted(rank, folder, ring_size):
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
 
     torch.manual_seed(3)
     model = get_peft_model(tiny_llama(), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]))
@@ -137,7 +158,7 @@ def sft(rank, folder, ring_size, packing=False):
         max_length=64,
         packing=packing,
         per_device_train_batch_size=2,
-        max_steps=4,
+        max_steps=5,  # an epoch, whose last batch is short
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
@@ -204,6 +225,26 @@ def test_kinds_of_training(kind, on_two, tmp_path):
         assert theirs.get("tokens") == alone.get("tokens")
 
 
+def own_loss_function(outputs, labels, num_items_in_batch=None):
+    logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.parametrize("name", ["label_smoothing_factor", "compute_loss_func"])
+def test_losses_by_the_logits_on_one_process_are_those_of_trainer(name, tmp_path):
+    losses = []
+    for kind, arguments in ((Trainer, TrainingArguments), (ra.RingTrainer, ra.RingTrainingArguments)):
+        own = {"compute_loss_func": own_loss_function} if name == "compute_loss_func" else {}
+        args = arguments(
+            str(tmp_path), max_steps=2, logging_steps=1, use_cpu=True, report_to=[], disable_tqdm=True,
+            save_strategy="no", label_smoothing_factor=0.1 if name == "label_smoothing_factor" else 0,
+        )  # fmt: skip
+        made = kind(tiny_llama(), args, train_dataset=ROWS, data_collator=ra.PaddingCollator(), **own)
+        made.train()
+        losses.append([entry["loss"] for entry in made.state.log_history if "loss" in entry])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
 # ---- what is refused
 
 
@@ -213,6 +254,14 @@ def refused(rank, folder):
         "label smoothing": {"label_smoothing_factor": 0.1},
         "token counts": {"average_tokens_across_devices": False},
         "ring size": {"ring_size": 3},
+        "metrics of losses": {"include_for_metrics": ["loss"]},
+        "noise": {"neftune_noise_alpha": 5},
+        "counts of padding": {"include_num_input_tokens_seen": "all"},
+        "masked": {"model": ModernBertForMaskedLM(ModernBertConfig(**SIZES, pad_token_id=0))},
+        "classifier": {"model": Qwen3ForTokenClassification(Qwen3Config(**SIZES, head_dim=8))},
+        "prompts": {
+            "model": get_peft_model(tiny_llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+        },
         "dropout": {"model": GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=97))},
         "short rows": {"rows": documents(8, 1, 1, seed=0)},
         "few rows": {"rows": []},
@@ -226,6 +275,11 @@ def refused(rank, folder):
         trainer(rank, folder, **{"ring_size": 2, **DATA, "collator": without_labels})
     except ValueError as error:
         errors["labels"] = str(error)
+    try:
+        _, made = trainer(rank, folder, ring_size=2, eval_rows=EVAL_ROWS, trainer_class=WithShiftedMetrics, **DATA)
+        made.evaluate()
+    except ValueError as error:
+        errors["shifting"] = str(error)
     return errors
 
 
@@ -239,6 +293,13 @@ def test_what_would_be_wrong_is_refused_on_every_rank(tmp_path):
         assert "average_tokens_across_devices" in errors["token counts"]
         assert "2 processes cannot form rings of 3" in errors["ring size"]
         assert "attn_pdrop=0.1" in errors["dropout"]
+        assert "include_for_metrics=['loss'] works with whole rows" in errors["metrics of losses"]
+        assert "neftune_noise_alpha works with whole rows" in errors["noise"]
+        assert "'all' works with whole rows" in errors["counts of padding"]
+        assert "ModernBertForMaskedLM does not compute the loss of next tokens" in errors["masked"]
+        assert "Qwen3ForTokenClassification does not compute the loss of next tokens" in errors["classifier"]
+        assert "virtual tokens" in errors["prompts"]
+        assert "preprocess_logits_for_metrics sees shards of rows" in errors["shifting"]
         assert "rows of 1 tokens cannot be sharded over a ring of 2" in errors["short rows"]
         assert "labels" in errors["labels"]
         assert errors["few rows"]
