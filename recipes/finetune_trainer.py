@@ -68,6 +68,8 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=resume)
     if args.held_out:
         trainer.evaluate()
+    if trainer.is_fsdp_enabled:  # checkpoints are of parts; the model is saved whole
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()
     peak = trainer.accelerator.gather(torch.tensor([bench.peak_memory(training.device)], device=training.device))
     if trainer.is_world_process_zero():

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+NO_DEEPSPEED = "DeepSpeed is not installed: DS_BUILD_OPS=0 pip install deepspeed"
 AS_GPUS = Path(__file__).parents[1] / "support" / "as_gpus.py"
 
 
@@ -114,10 +115,11 @@ def assert_same_steps(figures, expected):
     assert figures["perplexity_after"] == pytest.approx(expected["perplexity_after"], rel=1e-5)
 
 
-def assert_same_parameters(output, expected):
+def assert_same_parameters(output, expected, tolerance=1e-3):
+    """By default within what Adam makes of a rounding where a gradient is next to nothing."""
     ours, theirs = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (output, expected))
     for name, x in ours.items():
-        assert float((x - theirs[name]).abs().max()) <= 1e-5 * float(theirs[name].abs().max()), name
+        assert float((x - theirs[name]).abs().max()) <= tolerance * float(theirs[name].abs().max()), name
 
 
 def test_finetune_takes_the_same_steps_on_two_processes(folder, by_one_process, tmp_path):
@@ -133,30 +135,47 @@ def test_finetune_takes_the_same_steps_on_two_processes(folder, by_one_process, 
 @pytest.mark.parametrize("plugin", ["fsdp2", "zero3"])
 def test_finetune_with_sharded_parameters(plugin, folder, by_one_process, tmp_path):
     if plugin == "zero3":
-        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: DS_BUILD_OPS=0 pip install deepspeed")
+        pytest.importorskip("deepspeed", reason=NO_DEEPSPEED)
     figures, _ = finetune(folder, tmp_path, "--ring-size", 2, "--checkpointing", "--offload", launcher=plugin)
     assert_same_steps(figures, by_one_process)
     assert_same_parameters(tmp_path, folder / "one")
 
 
-def test_finetune_by_the_trainer(folder, tmp_path):
+@pytest.fixture(scope="module")
+def by_the_trainer(folder):
+    output = folder / "trainer"
+    return train(folder, output, 1, None)
+
+
+def train(folder, output, ring_size, launcher):
+    """The losses of a run by the Trainer."""
     options = ["--model", folder / "model", "--text", folder / "text.txt", "--pattern", "pyramid:32,3,2"]
-    options += ["--seq_len", 250, "--max_steps", 3, "--held_out", 2]
-    options += ["--learning_rate", "1e-2", "--disable_tqdm", "true"]
-    losses = {}
-    for processes, launcher in ((1, None), (2, "torchrun")):
-        output = tmp_path / str(processes)
-        out = run(
-            "finetune_trainer.py",
-            *options,
-            *("--ring_size", processes, "--output_dir", output, "--save_strategy", "steps", "--save_steps", 3),
-            launcher=launcher,
-        )
-        assert f"rank {processes - 1}: peak memory" in out and "eval_perplexity" in out
-        state = json.loads((output / "checkpoint-3" / "trainer_state.json").read_text())
-        losses[processes] = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
-        assert LlamaForCausalLM.from_pretrained(output).config.ring_dilated["pattern"]["branches"]
-    assert losses[2] == pytest.approx(losses[1], rel=1e-5)
+    options += [
+        "--seq_len",
+        250,
+        "--max_steps",
+        3,
+        "--held_out",
+        2,
+        "--learning_rate",
+        "1e-2",
+        "--disable_tqdm",
+        "true",
+    ]
+    options += ["--ring_size", ring_size, "--output_dir", output, "--save_strategy", "steps", "--save_steps", 3]
+    out = run("finetune_trainer.py", *options, launcher=launcher)
+    assert f"rank {ring_size - 1}: peak memory" in out and "eval_perplexity" in out
+    assert LlamaForCausalLM.from_pretrained(output).config.ring_dilated["pattern"]["branches"]
+    state = json.loads((output / "checkpoint-3" / "trainer_state.json").read_text())
+    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "fsdp2", "zero3"])
+def test_finetune_by_the_trainer(launcher, folder, by_the_trainer, tmp_path):
+    if launcher == "zero3":
+        pytest.importorskip("deepspeed", reason=NO_DEEPSPEED)
+    assert train(folder, tmp_path, 2, launcher) == pytest.approx(by_the_trainer, rel=1e-6)
+    assert_same_parameters(tmp_path, folder / "trainer")
 
 
 def test_benchmark_prints_its_tables(folder, tmp_path):
