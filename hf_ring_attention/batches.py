@@ -49,7 +49,7 @@ def shard_batch(
 
     Returns:
         input_ids, position_ids that count each document from 0, labels and shift_labels [B, n local]; attention_mask
-        where a row has padding, or is filled up to its layout; seq_idx, the number of each token's document, where a
+        where the batch has one, or rows are filled up to their layout; seq_idx, the number of each token's document, where a
         row has several. Labels are shifted before the row is cut, so that the last token of a shard predicts the first
         of the next; the last token of a document predicts nothing.
 
@@ -58,6 +58,7 @@ def shard_batch(
             document.
     """
     tokens = _tokens(batch)
+    batch = {name: x for name, x in batch.items() if x is not None}
     size, length = tokens.shape[:2]
     if length < ring.world_size:
         raise ValueError(
@@ -74,7 +75,9 @@ def shard_batch(
     rest = {name: x for name, x in batch.items() if name not in whole and name not in (*_KERNEL_KEYS, "position_ids")}
     numbers = _numbers(documents, length)
     positions = batch.get("position_ids")
-    whole["position_ids"] = _positions(documents, length, first) if positions is None else positions.expand(size, -1)
+    if positions is None:
+        positions = _positions(documents, length, first).to(tokens.device)
+    whole["position_ids"] = positions.expand(size, -1)
     if "shift_labels" not in whole:
         whole["shift_labels"] = _shifted(whole["labels"], numbers.to(tokens.device))
     # A model computes no loss from shift_labels alone.

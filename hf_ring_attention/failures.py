@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +10,15 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 #: In the messages of torch.distributed and its backends, and of this package's transports.
-_OF_COMMUNICATION = ("gloo", "nccl", "connection", "timed out", "timeout", "did not end", "did not begin", "store")
+_OF_COMMUNICATION = re.compile(
+    r"\b(gloo|nccl|c10d|(tcp|file|hash|prefix)?store|connection|socket|timed out|timeout|did not end|did not begin)\b",
+    re.IGNORECASE,
+)
 _KEY = "hf_ring_attention/lost"
+
+
+class _Lost(RuntimeError):
+    """That processes are gone."""
 
 
 @contextmanager
@@ -29,15 +37,15 @@ def naming_lost_processes(seconds: float = 5.0) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        text = str(error).lower()
-        if not dist.is_initialized() or not any(word in text for word in _OF_COMMUNICATION):
+        named = isinstance(error, _Lost)  # by a context inside this one
+        if named or not dist.is_initialized() or not _OF_COMMUNICATION.search(str(error)):
             raise
         lost = _silent(seconds)
         if not lost:
             raise
         # Others may be silent because they still wait for the one that is gone.
         which = f"process {lost[0]} (killed" if len(lost) == 1 else f"one or more of the processes {lost} (killed"
-        raise RuntimeError(
+        raise _Lost(
             f"lost {which}, or ended by an error told there) of {dist.get_world_size()}, so process {dist.get_rank()} ends "
             f"too: {error}"
         ) from error

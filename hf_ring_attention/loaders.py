@@ -50,12 +50,12 @@ def prepare_data_loader(loader: Any, ring: Members, pattern: Pattern | None) -> 
         seed = _seed(loader, ring)
         agreed = {
             "the loader's dataset": type(loader.dataset).__name__,
-            "the number of its rows": len(loader.dataset) if hasattr(loader.dataset, "__len__") else None,
+            "the number of its rows": _length(loader.dataset),
             "batch_size": loader.batch_size,
             "drop_last": loader.drop_last,
         }
     seeds = ring.agree_everywhere(agreed, error, tell=seed)
-    return RingDataLoader(_loader_of_rows(loader, ring, seeds[0]), ring, pattern)
+    return RingDataLoader(_loader_of_rows(loader, ring, seeds[0]), ring, pattern, loader.drop_last)
 
 
 def wrong_accelerator(accelerator: Any, size: int) -> ValueError | None:
@@ -104,7 +104,7 @@ def _wrong_loader(loader: Any, ring: Members) -> ValueError | None:
                 "leave the sampler out, or pass shuffle=True; the ring divides the rows"
             )
     batch_sampler: Any = loader.batch_sampler
-    batches = len(batch_sampler) if hasattr(batch_sampler, "__len__") else None
+    batches = _length(batch_sampler)
     needed = ring.dp_size if loader.drop_last else 1
     if batches is not None and batches < needed:
         return ValueError(
@@ -112,6 +112,13 @@ def _wrong_loader(loader: Any, ring: Members) -> ValueError | None:
             f"{loader.drop_last} needs {needed} at least: use a smaller batch size, or more rows"
         )
     return None
+
+
+def _length(x: Any) -> int | None:
+    try:
+        return len(x)
+    except TypeError:  # of what has none, or whose source has none
+        return None
 
 
 def _seed(loader: DataLoader, ring: Members) -> int:
@@ -140,7 +147,7 @@ def _loader_of_rows(loader: DataLoader, ring: Members, seed: int) -> DataLoaderS
             if isinstance(dataset, StreamedDataset):
                 dataset = split_dataset_by_node(dataset, ring.dp_rank, ring.dp_size)
             else:
-                kind = _SizedRowsOfRing if hasattr(dataset, "__len__") else _RowsOfRing
+                kind = _RowsOfRing if _length(dataset) is None else _SizedRowsOfRing
                 dataset = kind(dataset, loader.batch_size or 1, ring.dp_rank, ring.dp_size, loader.drop_last)
         rows = DataLoader(dataset, batch_size=loader.batch_size, drop_last=loader.drop_last, **arguments)
     else:
@@ -277,7 +284,7 @@ class Shards:
 
     Raises:
         ValueError: on every process: the ranks of a ring have different rows.
-        RuntimeError: another process failed to read or to shard its batch.
+        ValueError, RuntimeError: another process failed to read or to shard its batch.
     """
 
     def __init__(self, batches: Iterable[Any], ring: Members, pattern: Pattern | None, drop_last: bool) -> None:
@@ -298,7 +305,7 @@ class Shards:
                 shard = shard_batch(batch, self.ring, self.pattern, device=self.ring.device)
             said = _NONE if batch is None else _checksum(batch)
         finally:  # an error on its way is told to the others before it goes on
-            by_process = self._compare(said, batch)
+            by_process = self._compare(said, batch, sys.exc_info()[1] if said == _FAILED else None)
         self.count += 1
         have = [number >= 0 for number in by_process]
         if not any(have) or (self.drop_last and not all(have)):
@@ -307,9 +314,8 @@ class Shards:
             shard = shard_batch(blank(self.ring.world_size), self.ring, self.pattern, device=self.ring.device)
         return shard
 
-    def _compare(self, said: int, batch: Any) -> list[int]:
+    def _compare(self, said: int, batch: Any, error: BaseException | None) -> list[int]:
         by_process = self.ring.gather_everywhere(said)
-        error = sys.exc_info()[1]
         if _FAILED in by_process:
             texts = self.ring.agree_everywhere({}, tell=None if error is None else f"{type(error).__name__}: {error}")
             if error is None:
@@ -351,8 +357,8 @@ class RingDataLoader(DataLoaderStateMixin):
 
     _drop_last = True  # leaves no remainder for Accelerate to cut off: shards are not rows
 
-    def __init__(self, rows: DataLoaderShard, ring: Members, pattern: Pattern | None) -> None:
-        self.rows, self.ring, self.pattern = rows, ring, pattern
+    def __init__(self, rows: DataLoaderShard, ring: Members, pattern: Pattern | None, drop_last: bool) -> None:
+        self.rows, self.ring, self.pattern, self.drop_last = rows, ring, pattern, drop_last
         self.gradient_state = GradientState()
         self.epoch = 0
         self.taken = 0
@@ -396,7 +402,7 @@ class RingDataLoader(DataLoaderStateMixin):
             itertools.islice(rows.base_dataloader, getattr(rows, "skip_batches", 0), None),
             self.ring,
             self.pattern,
-            drop_last(self.rows),
+            self.drop_last,
         )
         self.taken = skip
         self.begin()
@@ -411,11 +417,3 @@ class RingDataLoader(DataLoaderStateMixin):
                 yield shard
         finally:
             self.end()
-
-
-def drop_last(rows: DataLoader) -> bool:
-    """Whether a loader of whole rows leaves out what does not fill a batch of every ring."""
-    batch_sampler: Any = rows.batch_sampler
-    while hasattr(batch_sampler, "batch_sampler") and not isinstance(batch_sampler, RingBatchSampler):
-        batch_sampler = batch_sampler.batch_sampler
-    return bool(getattr(batch_sampler, "drop_last", False) or rows.drop_last)

@@ -1,4 +1,4 @@
-"""The loss of shards, equal to one device's, without ever forming the logits of a whole shard."""
+"""The loss of shards, equal to one device's, for a slice of tokens at a time."""
 
 from __future__ import annotations
 
@@ -60,10 +60,9 @@ def next_token_loss(
 
     Raises:
         ValueError: a model whose loss is not that of next tokens.
+        NotImplementedError: see `sliced_loss`.
     """
-    inner = unwrapped(model)
-    if isinstance(inner, PreTrainedModel):
-        check_next_token_loss(inner)
+    check_next_token_loss(model)
     with sliced_loss(model, tokens_at_once):
         loss: Tensor = model(**{"use_cache": False, **shard}, num_items_in_batch=tokens).loss
     return loss * (dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
@@ -74,8 +73,8 @@ def sliced_loss(model: nn.Module, tokens_at_once: int = 1024) -> Iterator[None]:
     """Inside, a causal language model that is given labels computes its loss for a slice of tokens at a time.
 
     Logits of `tokens_at_once` tokens exist at any time, in backward too, where they are computed again; the model's
-    output has the logits of the last token only. The loss is that of the model's own head, scaled or capped as the model
-    does it. Liger's fused loss, where a Trainer has put it in, is left alone: it forms no logits.
+    output has the logits of one token of each row, without a gradient. The loss is that of the model's own head, scaled or
+    capped as the model does it. Liger's fused loss, where a Trainer has put it in, is left alone: it forms no logits.
 
     Args:
         model: a causal language model, bare or wrapped by DDP, FSDP, DeepSpeed, PEFT or torch.compile.
@@ -87,9 +86,7 @@ def sliced_loss(model: nn.Module, tokens_at_once: int = 1024) -> Iterator[None]:
     """
     if tokens_at_once < 0:
         raise ValueError(f"sliced_loss: tokens_at_once must be at least 0, got {tokens_at_once}")
-    inner = unwrapped(model)
-    if not isinstance(inner, PreTrainedModel):
-        raise ValueError(f"sliced_loss: expected a Transformers model, got {type(model).__name__}")
+    inner = _transformers_model(model)
     output = inner.get_output_embeddings()
     if tokens_at_once == 0 or output is None:
         yield
@@ -118,12 +115,11 @@ class _Slices:
         self.busy = False
 
     def keep(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Before the head: keeps the hidden states and leaves the model those of the last token, whose logits need no
-        gradient."""
+        """Before the head: keeps the hidden states and leaves the model a token of each row."""
         if self.busy:
             return None
         self.hidden = args[0]
-        return (args[0][:, -1:].detach(), *args[1:])
+        return (probe_of(args[0]), *args[1:])
 
     def loss(
         self,
@@ -147,18 +143,20 @@ class _Slices:
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
         self.busy = True
         try:
-            head = self._head(hidden[:, -1:], logits)
+            head = self._head(probe_of(hidden), logits)
             targets = shift_labels.to(hidden.device).flatten()
             total = hidden.new_zeros((), dtype=torch.float32)
+            how: Any = {"use_reentrant": False, "preserve_rng_state": False}
             count = self._count(len(targets), hidden.device)
             for part, target in zip(hidden.flatten(0, 1).tensor_split(count), targets.tensor_split(count), strict=True):
                 if torch.is_grad_enabled():
-                    total = total + checkpoint(self._part, head, part, target, ignore_index, use_reentrant=False)
+                    total = total + checkpoint(self._part, head, part, target, ignore_index, **how)
                 else:
                     total = total + self._part(head, part, target, ignore_index)
         finally:
             self.busy = False
-        return total / ((targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
+        items = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        return total / (items.to(total.device) if isinstance(items, Tensor) else items)
 
     def _count(self, tokens: int, device: torch.device) -> int:
         """How many slices: as many on all processes, where each call of the head gathers its weights from them."""
@@ -194,42 +192,59 @@ def _gathered_by_call(module: nn.Module) -> bool:
     return sharded or any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
+def probe_of(hidden: Tensor) -> Tensor:
+    """[B, 1, width] of hidden states [B, n, width] those of each row's largest token: those of padding may be 0, of which
+    every head makes the same."""
+    largest = hidden.detach().norm(dim=-1).argmax(1)
+    return hidden.detach()[torch.arange(len(hidden), device=hidden.device), largest][:, None]
+
+
 def head_of(model: PreTrainedModel, hidden: Tensor, logits: Tensor) -> Head | None:
-    """What makes logits of hidden states, tried on one token; None if it is not the output layer, scaled or capped.
+    """What makes logits of hidden states, tried on some; None if it is not the output layer, scaled or capped.
 
     Args:
-        hidden: [1 or more, 1, width]; logits: [1 or more, 1, vocabulary], the model's own.
+        hidden: what `probe_of` gives; logits: [B, 1, vocabulary], the model's own.
     """
     output: Any = model.get_output_embeddings()
     if output is None:
         return None
+    plain = output(hidden)  # once: a call of all processes, where the weights are sharded
+    if not torch.isfinite(logits).all():  # the loss will say so
+        return output
     tolerance = 4 * torch.finfo(logits.dtype).eps * float(logits.abs().max())
-    plain, logits = output(hidden).float(), logits.float()
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    scale = float((logits * plain).sum() / (plain * plain).sum().clamp_min(1e-30))
-    heads: list[Head] = [output, lambda x: output(x) * scale]
+    scale = float((logits.float() * plain.float()).sum() / plain.float().square().sum().clamp_min(1e-30))
+    changes: list[Head] = [lambda x: x, lambda x: x * scale]
     if cap is not None:  # first: small logits are hardly changed by it
-        heads.insert(0, lambda x: torch.tanh(output(x) / cap) * cap)
-    for head in heads:
-        if float((head(hidden).float() - logits).abs().max()) <= tolerance:
-            return head
+        changes.insert(0, lambda x: torch.tanh(x / cap) * cap)
+    for change in changes:
+        if float((change(plain).float() - logits.float()).abs().max()) <= tolerance:
+            return lambda x, change=change: change(output(x))  # type: ignore[misc]
     return None
 
 
-def check_next_token_loss(model: PreTrainedModel) -> None:
+def _transformers_model(model: nn.Module) -> PreTrainedModel:
+    inner = unwrapped(model)
+    if not isinstance(inner, PreTrainedModel):
+        raise ValueError(f"expected a Transformers model, got {type(model).__name__}")
+    return inner
+
+
+def check_next_token_loss(model: nn.Module) -> None:
     """Refuses a model whose own loss is not that of next tokens, divided by the number of tokens of all processes.
 
     Raises:
-        ValueError: another loss; says which.
+        ValueError: no Transformers model, or another loss.
     """
-    name = type(model).__name__
-    causal = LOSS_MAPPING.get(model.loss_type or "ForCausalLM", ForCausalLMLoss) is ForCausalLMLoss
-    if not causal or model.get_output_embeddings() is None:
+    inner = _transformers_model(model)
+    name = type(inner).__name__
+    causal = LOSS_MAPPING.get(inner.loss_type or "ForCausalLM", ForCausalLMLoss) is ForCausalLMLoss
+    if not causal or inner.get_output_embeddings() is None:
         raise ValueError(
             f"{name} does not compute the loss of next tokens, and labels of shards are those of next tokens: train a "
             f"causal language model (...ForCausalLM), or override compute_loss of a Trainer"
         )
-    if not any(x.kind is x.VAR_KEYWORD for x in inspect.signature(model.forward).parameters.values()):
+    if not any(x.kind is x.VAR_KEYWORD for x in inspect.signature(inner.forward).parameters.values()):
         raise ValueError(
             f"{name}.forward takes no num_items_in_batch, so each rank would average its shard by itself: compute the loss "
             f"from its logits and shift_labels, or override compute_loss of a Trainer"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import time
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel
 from .batches import IGNORED
 from .configuration import layer_pattern
 from .gate import evaluating, whole_model
-from .losses import head_of
+from .losses import head_of, probe_of
 from .modeling import patch_model
 from .ring import Ring
 from .sharding import attached_ring
@@ -104,6 +103,7 @@ def perplexity(
                 positions = (mask.cumsum(-1) - 1).clamp_min(0)
             nll = _next_token_nll(
                 model,
+                ring,
                 ring.shard(ids, layout),
                 ring.shard(labels, layout, fill=IGNORED),
                 ring.shard(positions, layout),
@@ -125,29 +125,39 @@ def perplexity(
 
 
 def _next_token_nll(
-    model: PreTrainedModel, ids: Tensor, labels: Tensor, positions: Tensor, mask: Tensor | None, logits_at_once: int
+    model: PreTrainedModel,
+    ring: Ring,
+    ids: Tensor,
+    labels: Tensor,
+    positions: Tensor,
+    mask: Tensor | None,
+    logits_at_once: int,
 ) -> Tensor:
     """[1, n] float32: of each token's label, NaN for ignored ones."""
     hidden: list[Tensor] = []
 
-    def keep(module: torch.nn.Module, args: tuple, output: object) -> None:
-        hidden.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)  # type: ignore[attr-defined]
+    def keep(module: torch.nn.Module, args: tuple) -> tuple | None:
+        """Before the head: keeps the hidden states and leaves the model a token of them."""
+        hidden.append(args[0])
+        return (probe_of(args[0]), *args[1:])
 
-    sliced = "logits_to_keep" in inspect.signature(model.forward).parameters
-    handle = model.base_model.register_forward_hook(keep)
+    arguments = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "use_cache": False}
+    output = model.get_output_embeddings()
+    handle = None if output is None else output.register_forward_pre_hook(keep)
     try:
-        arguments = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "use_cache": False}
-        last = model(**arguments, **({"logits_to_keep": 1} if sliced else {})).logits
+        made = model(**arguments).logits
     finally:
-        handle.remove()
-    nll = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
-    head = head_of(model, hidden[-1][:, -1:], last) if sliced else None
-    if head is None and sliced:
+        if handle is not None:
+            handle.remove()
+    head = head_of(model, probe_of(hidden[0]), made) if hidden else None
+    unknown = torch.tensor(bool(hidden) and head is None, device=ids.device)
+    if any(bool(of_rank) for of_rank in ring.gather(unknown)):  # by all ranks together
         logger.warning("%s forms its logits in a way of its own: they are kept for the whole row", type(model).__name__)
-        last = model(**arguments).logits
+        head, made = None, model(**arguments).logits
+    nll = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
     for first in range(0, ids.shape[1], logits_at_once):
         part = slice(first, first + logits_at_once)
-        logits = last[:, part] if head is None else head(hidden[-1][:, part])
+        logits = made[:, part] if head is None else head(hidden[0][:, part])
         nll[:, part] = F.cross_entropy(
             logits.float().transpose(1, 2), labels[:, part], ignore_index=IGNORED, reduction="none"
         )

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+from accelerate.utils import concatenate, recursively_apply, send_to_device
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.data import DataLoader
@@ -68,8 +69,8 @@ class RingTrainerMixin:
 
     Its model is patched to "ring_dilated" with the pattern of its config. Batches are made by the Trainer's own collator
     and then cut (see `shard_batch`), so a `compute_loss` of the user gets shards: `inputs["shift_labels"]` are the labels
-    of the next tokens, and the loss is the sum over them divided by `num_items_in_batch`, times the number of processes
-    (where that is Trainer's own doing, by `super().compute_loss`). Evaluation sums over tokens; it also gives the
+    of the next tokens, and your loss must be the sum over them divided by `num_items_in_batch`, times the number of processes
+    (`super().compute_loss` is that already). Evaluation sums over tokens; it also gives the
     perplexity and the number of tokens.
 
     Args:
@@ -85,32 +86,12 @@ class RingTrainerMixin:
     """
 
     ring: Ring
-    _SETTINGS: ClassVar = {
-        "ring_size": 1,
-        "ring_layout": "auto",
-        "ring_transport": "auto",
-        "loss_tokens_at_once": 1024,
-        "offload_activations": False,
-    }
+    _SETTINGS = ("ring_size", "ring_layout", "ring_transport", "loss_tokens_at_once", "offload_activations")
 
-    def __init__(
-        self: Any,
-        *args: Any,
-        ring_size: int | None = None,
-        ring_layout: str | None = None,
-        ring_transport: str | None = None,
-        loss_tokens_at_once: int | None = None,
-        offload_activations: bool | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self._ring_settings = {
-            "ring_size": ring_size,
-            "ring_layout": ring_layout,
-            "ring_transport": ring_transport,
-            "loss_tokens_at_once": loss_tokens_at_once,
-            "offload_activations": offload_activations,
-        }
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        self._ring_settings = {name: kwargs.pop(name) for name in self._SETTINGS if name in kwargs}
         self._shards: Shards | None = None
+        self._preprocess_checked = False
         self._nll: Tensor | None = None
         self._scored: Tensor | int = 0
         self._shard_preprocess: Callable[..., Any] | None = None
@@ -118,8 +99,9 @@ class RingTrainerMixin:
         self.ring.agree_everywhere({}, self._unsuited())
 
     def _ring_setting(self: Any, name: str) -> Any:
-        given = self._ring_settings[name]
-        return getattr(self.args, name, self._SETTINGS[name]) if given is None else given
+        """As given to this Trainer, or by its arguments."""
+        default = getattr(RingTrainingArguments, name)
+        return self._ring_settings.get(name, getattr(self.args, name, default))
 
     def create_accelerator_and_postprocess(self: Any) -> None:
         """Also makes the ring, and patches the model."""
@@ -147,17 +129,25 @@ class RingTrainerMixin:
                 f"{type(model).__name__} has attention dropout ({listed}), and ring_dilated has none: set it to 0 in the "
                 f"config before the model is made"
             )
+        own_loss = type(self).compute_loss is RingTrainerMixin.compute_loss and self.compute_loss_func is None
         try:
-            if type(self).compute_loss is RingTrainerMixin.compute_loss and self.compute_loss_func is None:
+            if own_loss:
                 check_next_token_loss(model)
             if self.ring.world_size > 1:
                 whole_model(self.model, type(self).__name__)
         except ValueError as error:
             return error
+        name = type(model).__name__
         sharded, several = self.ring.world_size > 1, args.world_size > 1
         counting = getattr(args, "include_num_input_tokens_seen", "no")
         sampling = getattr(args, "train_sampling_strategy", None)
-        for wrong, name, remedy in (
+        for wrong, what, remedy in (
+            (args.n_gpu > 1, f"DataParallel over {args.n_gpu} GPUs", "start a process for each: accelerate launch"),
+            (
+                several and own_loss and not self.model_accepts_loss_kwargs,
+                f"the loss of {name}, which takes no num_items_in_batch,",
+                "override compute_loss",
+            ),
             (several and args.label_smoothing_factor, "label_smoothing_factor", "set it to 0"),
             (
                 sharded and self.compute_loss_func is not None,
@@ -172,11 +162,11 @@ class RingTrainerMixin:
             (several and args.include_for_metrics, f"include_for_metrics={args.include_for_metrics}", "leave it out"),
             (sharded and args.neftune_noise_alpha, "neftune_noise_alpha", "leave it out"),
             (several and sampling == "batch_rebalance", "train_sampling_strategy='batch_rebalance'", "use another one"),
-            (counting == "all", "include_num_input_tokens_seen='all'", "use 'non_padding'"),
+            (several and counting == "all", "include_num_input_tokens_seen='all'", "use 'non_padding'"),
         ):
             if wrong:
                 return ValueError(
-                    f"{name} works with whole rows, of which a process has a shard, or a row of padding where its ring has "
+                    f"{what} works with whole rows, of which a process has a shard, or a row of padding where its ring has "
                     f"none left: {remedy}"
                 )
         return None
@@ -200,7 +190,9 @@ class RingTrainerMixin:
         loader = self.accelerator.gradient_state.active_dataloader
         if loader is not None:  # an epoch's last batch is of shards, not rows, of which Accelerate would leave out some
             loader.remainder = -1
-        return taken
+        batches, items = taken
+        # A step without any label changes nothing.
+        return batches, max(items, 1) if isinstance(items, int) else None if items is None else items.clamp(min=1)
 
     def get_total_train_batch_size(self: Any, args: Any) -> int:
         """Rows of an optimizer step: those of all rings."""
@@ -210,7 +202,7 @@ class RingTrainerMixin:
         """Counts tokens, without what fills a row up to its layout."""
         if self.args.include_num_input_tokens_seen == "no":
             return
-        mask = inputs.get("attention_mask")
+        mask = inputs.get("attention_mask") if self.args.include_num_input_tokens_seen == "non_padding" else None
         count = torch.tensor(inputs["shift_labels"].numel(), device=self.args.device) if mask is None else mask.sum()
         self.state.num_input_tokens_seen += int(self.accelerator.gather(count).sum())
 
@@ -241,8 +233,11 @@ class RingTrainerMixin:
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Trainer's; where communication fails, the error names the processes that are gone."""
-        with naming_lost_processes():
-            return super().train(*args, **kwargs)  # type: ignore[misc]
+        try:
+            with naming_lost_processes():
+                return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._shards = None  # with the loader's workers, where the last epoch was not read to its end
 
     # ---- evaluation
 
@@ -278,7 +273,8 @@ class RingTrainerMixin:
         rows = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
         if mask is not None:  # without those of a ring that had no more rows
             rows = self._whole_rows(mask).any(1)
-        return loss, self._whole_rows(logits)[rows], self._whole_rows(labels)[rows]
+        logits, labels = recursively_apply(lambda x: self._whole_rows(x)[rows], (logits, labels))
+        return loss, logits, labels
 
     def _preprocessed(self: Any, logits: Tensor, labels: Tensor) -> Any:
         """What the user's function makes of a shard; at first it must show that it makes each token's from that token."""
@@ -292,7 +288,7 @@ class RingTrainerMixin:
             for part in (slice(0, half), slice(half, None)) if fits and half else ():
                 alone = preprocess(logits[:, part], labels[:, part])
                 fits = fits and torch.allclose(alone.float(), made[:, part].float(), rtol=1e-3, equal_nan=True)
-        except Exception as failed:
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as failed:
             error, fits = failed, False
         if not fits:
             error = ValueError(
@@ -306,21 +302,32 @@ class RingTrainerMixin:
         return made
 
     def _whole_rows(self: Any, shards: Tensor) -> Tensor:
+        if self.ring.world_size == 1:
+            return shards.detach()
         layout, _ = self.ring.rows_rule(shards.shape[1] * self.ring.world_size)
         whole: Tensor = self.ring.unshard(shards.detach(), layout)
         return whole
 
-    def _gather_rows(self: Any, x: Tensor) -> Tensor:
+    def _gather_rows(self: Any, x: Any) -> Any:
         """What each ring has, one after the other; all ranks of a ring have the same."""
-        told = self.ring.agree_everywhere({}, tell=x.cpu() if self.ring.rank == 0 else None)
-        return torch.cat([rows for rows in told if rows is not None])
+        told = self.ring.agree_everywhere({}, tell=send_to_device(x, "cpu") if self.ring.rank == 0 else None)
+        return concatenate([rows for rows in told if rows is not None])
 
     def log(self: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Trainer's, but for an evaluation's steps per second, which it counts as if each process read rows of its own."""
-        if self.ring.world_size > 1:
-            for name in [name for name in logs if name.endswith("_steps_per_second") and not name.startswith("train_")]:
-                del logs[name]
+        self._leave_out_steps(logs)
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def predict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, of data with labels; but for its steps per second, see `log`."""
+        output = super().predict(*args, **kwargs)  # type: ignore[misc]
+        self._leave_out_steps(output.metrics)
+        return output
+
+    def _leave_out_steps(self: Any, figures: dict[str, Any]) -> None:
+        if self.ring.world_size > 1:
+            for name in [x for x in figures if x.endswith("_steps_per_second") and not x.startswith("train_")]:
+                del figures[name]
 
     def evaluation_loop(
         self: Any,

@@ -63,7 +63,10 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints, 0: none")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --output")
     parser.add_argument(
-        "--output", type=Path, default=Path("runs/finetune"), help="folder of the model, its checkpoint and its curve"
+        "--output",
+        type=Path,
+        default=Path("runs/finetune"),
+        help="folder for model, checkpoint and curve, shared by all machines",
     )
     parser.add_argument("--json", type=Path, help="file for the figures")
     return parser.parse_args(argv)
@@ -175,8 +178,11 @@ def main() -> None:
 
 
 def save(accelerator: Accelerator, checkpoint: Path) -> None:
-    """Writes a checkpoint, which replaces the one before when all of it is there."""
+    """Writes a checkpoint, which replaces the one before when all of it is there; to a disk that all machines share."""
     part = checkpoint.with_suffix(".part")
+    if accelerator.is_main_process:
+        shutil.rmtree(part, ignore_errors=True)  # of a run that ended while it wrote
+    accelerator.wait_for_everyone()
     accelerator.save_state(str(part))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:

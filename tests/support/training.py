@@ -75,7 +75,6 @@ def loop(
     tokens_at_once=7,
     shuffle=True,
     pattern=PATTERN,
-    lr=1e-2,
 ):
     """An Accelerate loop as the recipe has it; `wrap` is what holds the parameters."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -94,9 +93,9 @@ def loop(
         for part in (*model.model.layers, model.lm_head):  # each call of the head gathers its weights
             fully_shard(part)
         fully_shard(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     else:
-        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
         model, optimizer = accelerator.prepare(model, optimizer)
     model.train()
     losses, norms = [], []

@@ -211,6 +211,14 @@ def test_what_is_no_token_is_passed_on():
     assert shard["number"] == 3 and shard["name"] == "text"
 
 
+def test_what_a_batch_says_nothing_of():
+    rows = {**ra.PackingCollator()(documents(3, 3, 8, seed=2)), "attention_mask": None, "inputs_embeds": None}
+    shifted = ra.shard_batch(rows, ra.Ring.alone())["shift_labels"]
+    shard = ra.shard_batch({**rows, "labels": None, "shift_labels": shifted}, ra.Ring.alone())
+    assert torch.equal(shard["labels"], shifted) and torch.equal(shard["shift_labels"], shifted)
+    assert None not in shard.values()
+
+
 def test_transformers_own_packing_is_understood():
     from transformers import DataCollatorWithFlattening
 

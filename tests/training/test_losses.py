@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from transformers import GraniteConfig, GraniteForCausalLM
 
 import hf_ring_attention as ra
 from tests.support.tiny_models import VOCAB, tiny_model
-from tests.support.training import tiny_llama
+from tests.support.training import SIZES, documents, tiny_llama
 
 
 def loss_and_gradients(model, inputs, at_once):
@@ -63,6 +64,30 @@ def test_the_model_is_as_it_was_afterwards():
     after = model(input_ids=ids, labels=ids)
     assert after.logits.shape[1] == 30 and after.loss == before
     assert not model.lm_head._forward_pre_hooks and "_loss_function" not in vars(model)
+
+
+@pytest.mark.parametrize("tokens_at_once", [0, 5])
+def test_padding_without_hidden_states_does_not_hide_a_scale(tokens_at_once):
+    """The last tokens are padding whose embedding is 0, of which any head makes the same logits."""
+    torch.manual_seed(0)
+    config = GraniteConfig(**SIZES, pad_token_id=0, logits_scaling=8.0, attn_implementation="eager")
+    model = GraniteForCausalLM(config).eval()
+    rows = documents(3, 5, 20, seed=4)
+    ids = ra.PaddingCollator()(rows)
+    expected = float(model(**ids).loss.detach())
+    with ra.sliced_loss(model, tokens_at_once):
+        assert float(model(**ids).loss.detach()) == pytest.approx(expected, rel=1e-6)
+    report = ra.perplexity(ra.patch_model(model), ids["input_ids"], attention_mask=ids["attention_mask"])
+    assert report.nll / report.tokens == pytest.approx(expected, rel=1e-5)
+
+
+def test_losses_that_are_no_numbers_stay_what_they_are():
+    model = tiny_llama()
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    ids = torch.randint(1, 97, (1, 30))
+    with ra.sliced_loss(model, 4):
+        assert model(input_ids=ids, labels=ids).loss.isnan()
 
 
 def test_a_head_of_another_kind_is_refused():

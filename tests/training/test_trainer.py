@@ -41,18 +41,19 @@ def most_likely(logits, labels):
 
 
 class WithMetrics(ra.RingTrainer):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, compute_metrics=accuracy, preprocess_logits_for_metrics=most_likely, **kwargs)
+    preprocess = staticmethod(most_likely)
 
-
-class WithShiftedMetrics(ra.RingTrainer):
     def __init__(self, *args, **kwargs):
-        super().__init__(*args, compute_metrics=accuracy, preprocess_logits_for_metrics=of_the_next, **kwargs)
+        super().__init__(*args, compute_metrics=accuracy, preprocess_logits_for_metrics=self.preprocess, **kwargs)
 
 
 def of_the_next(logits, labels):
     """Wrong for shards: the last token of one looks at the first of another."""
     return torch.nn.functional.pad(logits[:, :-1].gather(2, labels[:, 1:, None].clamp(min=0))[..., 0], (0, 1))
+
+
+class WithShiftedMetrics(WithMetrics):
+    preprocess = staticmethod(of_the_next)
 
 
 def evaluate(rank, folder, ring_size):
@@ -88,6 +89,7 @@ def test_evaluation_sums_over_tokens(world_size, ring_size, tmp_path):
 def interrupted(rank, folder, ring_size):
     saving = {"save_strategy": "steps", "save_steps": 4}
     whole, made = trainer(rank, folder / "whole", ring_size=ring_size, **{**DATA, "steps": 8}, **saving)
+    tokens = made.state.num_input_tokens_seen
     again, made = trainer(
         rank,
         folder / "again",
@@ -97,7 +99,8 @@ def interrupted(rank, folder, ring_size):
         model=tiny_llama(seed=7),  # all that counts comes from the checkpoint
         resume=str(folder / "whole" / "checkpoint-4"),
     )
-    return whole, again, made.state.num_input_tokens_seen
+    assert made.state.num_input_tokens_seen == tokens > 0
+    return whole, again
 
 
 @pytest.mark.parametrize(("world_size", "ring_size"), [(1, 1), (4, 2)])
@@ -107,7 +110,7 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(world_size, ring_size, tmp_
         if world_size == 1
         else run_ranks(interrupted, world_size, tmp_path, ring_size, timeout=200)
     )
-    for whole, again, _ in ranks:
+    for whole, again in ranks:
         assert len(again["losses"]) == 8, "the history before the checkpoint is kept"
         assert_equal_runs(again, whole, "resumed")
 
@@ -119,8 +122,7 @@ class OwnLoss(ra.RingTrainer):
     """A loss over the next tokens, by the logits."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs.pop("labels")
-        del labels
+        inputs.pop("labels")
         outputs = model(**{name: x for name, x in inputs.items() if name != "shift_labels"})
         loss = torch.nn.functional.cross_entropy(
             outputs.logits.flatten(0, 1), inputs["shift_labels"].flatten(), reduction="sum"
