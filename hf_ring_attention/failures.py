@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 #: In the messages of torch.distributed and its backends, and of this package's transports.
 _OF_COMMUNICATION = re.compile(
-    r"\b(gloo|nccl|c10d|(tcp|file|hash|prefix)?store|connection|socket|timed out|timeout|did not end|did not begin)\b",
+    r"gloo|nccl|c10d|socket|connection|timed out|timeout|did not end|did not begin|\b(tcp|file|hash|prefix)?store\b",
     re.IGNORECASE,
 )
 _KEY = "hf_ring_attention/lost"

@@ -74,7 +74,9 @@ def parse_args(argv=None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    pattern = cli.parse_pattern(args.pattern)
+    pattern, checkpoint = cli.parse_pattern(args.pattern), args.output / "checkpoint"
+    if args.resume and not checkpoint.is_dir():
+        raise SystemExit(f"--resume: there is no {checkpoint}; a run with --save-every writes it")
     # Steps end where this recipe's end, and not with an epoch.
     accumulation = GradientAccumulationPlugin(args.accumulate, sync_with_dataloader=False)
     accelerator = Accelerator(mixed_precision=args.dtype, gradient_accumulation_plugin=accumulation)
@@ -105,7 +107,6 @@ def main() -> None:
     figures = Figures(world_size=accelerator.num_processes, ring_size=ring.world_size, pattern=args.pattern)
     # What a checkpoint has besides the model, its optimizer and the random states.
     accelerator.register_for_checkpointing(schedule, loader, figures)
-    checkpoint = args.output / "checkpoint"
     if args.resume:
         accelerator.load_state(str(checkpoint))
         accelerator.print(f"going on after step {len(figures.steps)} of {checkpoint}")
