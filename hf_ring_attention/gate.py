@@ -226,10 +226,16 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     return next(parts, model)
 
 
-def attention_dropout(config: PretrainedConfig) -> dict[str, float]:
-    """The settings of a config by which a model in training drops attention weights at random."""
-    return {
-        name: value
-        for name, value in vars(config).items()
+def untrainable(model: PreTrainedModel) -> ValueError | None:
+    """Why a model cannot be trained under ring_dilated, as its config tells: it would drop attention weights at random."""
+    dropout = [
+        f"{name}={value}"
+        for name, value in vars(model.config.get_text_config()).items()
         if "drop" in name and "att" in name and isinstance(value, float) and value > 0
-    }
+    ]
+    if not dropout:
+        return None
+    return ValueError(
+        f"{type(model).__name__} has attention dropout ({', '.join(dropout)}), and ring_dilated has none: set it to 0 in the "
+        f"config before the model is made"
+    )

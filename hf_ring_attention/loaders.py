@@ -40,12 +40,14 @@ class Members(Divider, Protocol):
 
     def gather_everywhere(self, number: int) -> list[int]: ...
 
+    def untrainable(self) -> ValueError | None: ...
+
 
 def prepare_data_loader(loader: Any, ring: Members, pattern: Pattern | None) -> RingDataLoader:
     """See `Ring.prepare_data_loader`."""
     if isinstance(loader, RingDataLoader) and loader.ring is ring:
         return loader
-    error, agreed, seed = _wrong_loader(loader, ring), {}, 0
+    error, agreed, seed = _wrong_loader(loader, ring) or ring.untrainable(), {}, 0
     if error is None:
         seed = _seed(loader, ring)
         agreed = {

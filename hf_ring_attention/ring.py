@@ -122,7 +122,7 @@ class Ring:
         self._everyone = communicator
         self.device = _device_of(communicator)
         self._data_seed: int | None = None
-        self._served: weakref.WeakKeyDictionary[Any, Callable[[Any], tuple[Pattern, int]]] = weakref.WeakKeyDictionary()
+        self._served: weakref.WeakKeyDictionary[Any, tuple[Callable[[Any], Any], ...]] = weakref.WeakKeyDictionary()
         self._traffic = Traffic()
         self._digests: dict[Any, int] = {}
         self._logged: set[str] = set()
@@ -159,16 +159,28 @@ class Ring:
         kind = self.layout if self.layout != "auto" else choose_layout(seq_len, self.world_size, pattern).choice
         return SequenceLayout(kind, seq_len, self.world_size)  # type: ignore[arg-type]
 
-    def serve(self, model: Any, rule: Callable[[Any], tuple[Pattern, int]] | None) -> None:
-        """Remembers a model whose rows this ring divides, or (rule None) forgets it.
+    def serve(
+        self,
+        model: Any,
+        rule: Callable[[Any], tuple[Pattern, int]],
+        untrainable: Callable[[Any], ValueError | None],
+    ) -> None:
+        """Remembers a model whose rows this ring divides.
 
         Args:
             rule: gives the pattern that decides the model's layouts, and the position id of a row's first token.
+            untrainable: gives the reason why the model cannot be trained, if there is one.
         """
-        if rule is None:
-            self._served.pop(model, None)
-        else:
-            self._served[model] = rule
+        self._served[model] = rule, untrainable
+
+    def forget(self, model: Any) -> None:
+        """Remembers a model no longer."""
+        self._served.pop(model, None)
+
+    def untrainable(self) -> ValueError | None:
+        """Why a model that was patched with this ring cannot be trained."""
+        errors = (untrainable(model) for model, (_, untrainable) in list(self._served.items()))
+        return next((error for error in errors if error is not None), None)
 
     def rows_rule(self, seq_len: int, pattern: Pattern | None = None) -> tuple[SequenceLayout, int]:
         """The layout of rows of `seq_len` tokens and the position id of their first token.
@@ -179,7 +191,7 @@ class Ring:
         Raises:
             ValueError: no pattern where the layout depends on one, or models that differ.
         """
-        rules = {rule(model) for model, rule in list(self._served.items())}
+        rules = {rule(model) for model, (rule, _) in list(self._served.items())}
         if pattern is not None:
             rules = {(pattern, first) for _, first in rules} or {(pattern, 0)}
         if not rules and (self.layout != "auto" or self.world_size == 1):
@@ -211,7 +223,7 @@ class Ring:
 
         Raises:
             ValueError: on every process: a loader that was prepared already, divides its rows itself or differs between
-                processes.
+                processes; or a model of this ring with attention dropout.
         """
         return prepare_data_loader(loader, self, pattern)
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from .caches import ShardedCache
 from .communicators import digest
 from .configuration import NAME, layer_pattern, model_layout
-from .gate import decoder_of, runner_of
+from .gate import decoder_of, runner_of, untrainable
 from .layouts import SequenceLayout
 from .masks import FORWARD_PASS, ForwardPass, forward_pass_of
 from .packing import (
@@ -52,9 +52,9 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
     runner = runner_of(model)
     served = attached_ring(model)
     if served is not None:
-        served.serve(model, None)
+        served.forget(model)
     if ring is not None:
-        ring.serve(model, _rows_rule)
+        ring.serve(model, _rows_rule, untrainable)
     for module in model.modules():
         for hooks, marks in (
             (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),

@@ -19,7 +19,7 @@ from transformers.trainer_utils import seed_worker
 
 from .batches import IGNORED
 from .failures import naming_lost_processes
-from .gate import attention_dropout, unwrapped, whole_model
+from .gate import untrainable, unwrapped, whole_model
 from .loaders import RingDataLoader, Shards
 from .losses import check_next_token_loss, sliced_loss
 from .modeling import patch_model
@@ -122,13 +122,9 @@ class RingTrainerMixin:
     def _unsuited(self: Any) -> ValueError | None:
         """What of this Trainer's settings would be wrong on shards."""
         model, args = unwrapped(self.model), self.args
-        dropout = attention_dropout(model.config.get_text_config())
-        if dropout:
-            listed = ", ".join(f"{name}={value}" for name, value in dropout.items())
-            return ValueError(
-                f"{type(model).__name__} has attention dropout ({listed}), and ring_dilated has none: set it to 0 in the "
-                f"config before the model is made"
-            )
+        error = untrainable(model)
+        if error is not None:
+            return error
         own_loss = type(self).compute_loss is RingTrainerMixin.compute_loss and self.compute_loss_func is None
         try:
             if own_loss:

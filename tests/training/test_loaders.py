@@ -310,8 +310,11 @@ def bad_loaders(rank):
     expect("one rank alone", lambda: ring.prepare_data_loader(rows if rank else DataLoader(rows, collate_fn=COLLATE)))
     expect("skipping", lambda: accelerator.skip_first_batches(
         ring.prepare_data_loader(DataLoader(rows, collate_fn=COLLATE)), 1))  # fmt: skip
-    dropping = ra.patch_model(tiny_llama(attention_dropout=0.1), ring=ring).train()
     shard = ra.shard_batch(COLLATE(rows), ring)
+    dropping = ra.patch_model(tiny_llama(attention_dropout=0.1), ring=ring)
+    expect("dropout at set-up", lambda: ring.prepare_data_loader(DataLoader(rows, collate_fn=COLLATE)))
+    dropping.config.attention_dropout = 0.0  # its layers have it still
+    dropping.train()
     expect("dropout", lambda: ra.next_token_loss(dropping, shard, ra.count_tokens([shard])))
     expect("a mean of a shard", lambda: model(**shard).loss)
     classifier = Qwen3ForTokenClassification(Qwen3Config(**SIZES))
@@ -343,7 +346,8 @@ EXPECTED = {
     "no loader": "expected a torch DataLoader, got list",
     "one rank alone": "expected a torch DataLoader, got list",
     "skipping": "loader.skip_first_batches(n)",
-    "dropout": "dropout",
+    "dropout at set-up": "LlamaForCausalLM has attention dropout (attention_dropout=0.1)",
+    "dropout": "attention dropout 0.1 was asked for",
     "a mean of a shard": "without num_items_in_batch",
     "another loss": "Qwen3ForTokenClassification does not compute the loss of next tokens",
     "dispatching": "dispatch_batches=True",
