@@ -363,9 +363,12 @@ def test_every_process_says_what_is_wrong():
         assert len(errors) == len(EXPECTED)
 
 
-def test_context_parallelism_beside_a_ring_is_refused():
+@pytest.mark.parametrize("name", ["cp_size", "sp_size"])
+def test_context_parallelism_beside_a_ring_is_refused(name):
     class Config:
-        cp_size, sp_size = 2, 1
+        cp_size = sp_size = 1
+
+    setattr(Config, name, 2)
 
     class Stub:
         num_processes = 2
@@ -373,5 +376,5 @@ def test_context_parallelism_beside_a_ring_is_refused():
         dataloader_config = DataLoaderConfiguration()
         device = torch.device("cpu")
 
-    with pytest.raises(ValueError, match="cp_size=2"):
+    with pytest.raises(ValueError, match=f"{name}=2"):
         ra.Ring.from_accelerator(Stub(), size=2)
