@@ -2,39 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from transformers import PretrainedConfig
 
+from .gate import check_config
 from .layouts import SequenceLayout
 from .patterns import Pattern, Window
 from .ring import Ring
 
+logger = logging.getLogger(__name__)
+
 #: Of the attention implementation, and of the config's attribute that holds the patterns.
 NAME = "ring_dilated"
+#: The key of config.json by which Transformers chooses the implementation when nothing else is asked for. Transformers
+#: takes it out of the config that it loads, so it has to be written again before the config is saved.
+_IMPLEMENTATION = "attn_implementation"
+
+
+@dataclass(frozen=True)
+class _Patterns:
+    """What a config's `ring_dilated` says: a pattern for all layers, if there is one, and those of single layers."""
+
+    pattern: Pattern | None
+    layers: Mapping[int, Pattern]
 
 
 def layer_pattern(config: Any, layer: int | None, window: int | None = None) -> Pattern:
-    """The pattern of a layer: what `patch_config` set for it, its own window, or what was set for all layers."""
-    settings = getattr(config, NAME, None) or {}
-    own = settings.get("layers", {}).get(str(layer))
+    """The pattern of a layer: what `patch_config` set for it, its own window, or what was set for all layers.
+
+    Raises:
+        ValueError: the config's `ring_dilated` is not what `patch_config` writes.
+    """
+    patterns = _patterns(config)
+    own = None if layer is None else patterns.layers.get(layer)
     if own is not None:
-        return _pattern(own)
+        return own
     if window is not None:
         return Pattern((Window(window),))
-    return _pattern(settings["pattern"]) if settings.get("pattern") else Pattern.exact()
+    return patterns.pattern or Pattern.exact()
 
 
-#: Patterns by their written form: layers ask for theirs at every token that is generated.
-_read: dict[str, Pattern] = {}
+#: What configs say, by its written form: each layer asks at every token that is generated.
+_read: dict[tuple[str, int | None], _Patterns] = {}
 
 
-def _pattern(written: dict[str, Any]) -> Pattern:
-    key = repr(written)
+def _patterns(config: Any) -> _Patterns:
+    settings = getattr(config, NAME, None)
+    if settings is None:
+        return _Patterns(None, {})
+    num_layers = getattr(config, "num_hidden_layers", None)
+    key = repr(settings), num_layers
     if key not in _read:
-        _read[key] = Pattern.from_dict(written)
+        _read[key] = _parsed(settings, num_layers)
     return _read[key]
+
+
+def _parsed(settings: Any, num_layers: int | None) -> _Patterns:
+    """Reads every key, because one that were passed over would mean exact attention where a pattern was asked for."""
+    wrong = f"config.{NAME} must be what ra.patch_config(config, pattern, layers=...) writes, "
+    remedy = "call ra.patch_config, or delete the attribute for exact attention"
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"{wrong}a dict with 'pattern' or 'layers', got {settings!r}: {remedy}")
+    unknown = sorted(str(key) for key in settings if key not in ("pattern", "layers"))
+    if unknown or not settings:
+        raise ValueError(
+            f"{wrong}a dict with 'pattern' or 'layers', got {'unknown keys' if unknown else 'no keys'} {unknown}: {remedy}"
+        )
+    layers = settings.get("layers", {})
+    if not isinstance(layers, Mapping) or not all(isinstance(number, str) and number.isdigit() for number in layers):
+        raise ValueError(
+            f"{wrong}where 'layers' is a dict by layer number, written as text as in JSON ({{'0': ...}}), got {layers!r}: "
+            f"{remedy}"
+        )
+    beyond = [number for number in layers if num_layers is not None and int(number) >= num_layers]
+    if beyond:
+        raise ValueError(f"{wrong}for layers 0..{num_layers - 1} of this config, got layers {beyond}: {remedy}")  # type: ignore[operator]
+    try:
+        pattern = Pattern.from_dict(settings["pattern"]) if "pattern" in settings else None
+        return _Patterns(pattern, {int(number): Pattern.from_dict(written) for number, written in layers.items()})
+    except ValueError as error:
+        raise ValueError(f"{wrong}got {settings!r}: {error}: {remedy}") from error
+
+
+def keep_implementation(config: PretrainedConfig) -> None:
+    """Writes into a config that its model computes with "ring_dilated", so that a saved model loads as it was.
+
+    Without the package, such a model does not load: Transformers says that it does not know the implementation.
+    """
+    text_config = config.get_text_config()
+    keys = [key for key in config.sub_configs if getattr(config, key, None) is text_config]
+    setattr(config, _IMPLEMENTATION, {keys[0]: NAME} if keys else NAME)
+
+
+def check_made(config: PretrainedConfig, name: str) -> None:
+    """Looks at the config of a model that is being made, as it may have been saved or written by hand.
+
+    A pattern under another implementation has no effect, which is logged once. One under "ring_dilated" stays so when
+    the model is saved again.
+
+    Args:
+        name: of the model's class.
+
+    Raises:
+        ValueError: a `ring_dilated` that is not understood.
+    """
+    parts = (config, *(getattr(config, key, None) for key in config.sub_configs))
+    if all(getattr(part, NAME, None) is None for part in parts):
+        return
+    text_config = config.get_text_config()
+    try:
+        _patterns(text_config)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    implementation = text_config._attn_implementation
+    if implementation == NAME:
+        keep_implementation(config)
+    else:
+        _warn_once(
+            f"the config of {name} has a pattern for {NAME!r}, and the model computes attention by {implementation!r}, where "
+            f"the pattern has no effect: load it with attn_implementation={NAME!r}, or call ra.patch_model(model)"
+        )
+
+
+@lru_cache(maxsize=256)
+def _warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 def model_layout(config: Any, ring: Ring, seq_len: int) -> SequenceLayout:
@@ -50,7 +147,10 @@ def patch_config(
     segment_lengths: Sequence[int | None] | None = None,
     dilation_rates: Sequence[int] | None = None,
 ) -> PretrainedConfig:
-    """Stores a pattern in a config, where it is saved and loaded with it.
+    """Stores a pattern in a config, where it is saved and loaded with it, and makes "ring_dilated" its implementation.
+
+    A model that has this config computes the pattern from its next forward pass on, whatever implementation it was
+    loaded with; so does a model that is loaded from where this one was saved, unless another implementation is asked for.
 
     Args:
         pattern: what the layers compute; instead, `segment_lengths` and `dilation_rates` give `Pattern.longnet`.
@@ -60,7 +160,9 @@ def patch_config(
         The config.
 
     Raises:
-        ValueError: no pattern, two of them, or layers the model does not have.
+        ValueError: no pattern, two of them, layers the model does not have, or a model that does not call the attention
+            interface.
+        NotImplementedError: a model that ring_dilated does not compute.
     """
     longnet = segment_lengths is not None or dilation_rates is not None
     if (pattern is not None) == longnet:
@@ -72,6 +174,8 @@ def patch_config(
     if not isinstance(pattern, Pattern):
         raise ValueError(f"patch_config: pattern must be a Pattern, got {pattern!r}")
     text_config = config.get_text_config()
+    check_config(text_config)
+    _patterns(text_config)
     settings = dict(getattr(text_config, NAME, None) or {})
     if layers is None:
         settings["pattern"] = pattern.to_dict()
@@ -85,4 +189,6 @@ def patch_config(
                 raise ValueError(f"patch_config: layers must be among 0..{count - 1}, got {number!r} in {numbers}")
         settings["layers"] = {**settings.get("layers", {}), **{str(n): pattern.to_dict() for n in numbers}}
     setattr(text_config, NAME, settings)
+    text_config._attn_implementation = NAME
+    keep_implementation(config)
     return config

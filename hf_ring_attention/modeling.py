@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.utils import output_capturing
 
 from .attention import cached_attention, ring_attention
-from .configuration import NAME, layer_pattern, patch_config
+from .configuration import NAME, check_made, keep_implementation, layer_pattern, patch_config
 from .gate import check_model, unwrapped
 from .layouts import HeldKeys
 from .masks import Tokens, forward_pass_of, ring_dilated_mask, tokens_of
@@ -214,11 +215,22 @@ def patch_model(model: PreTrainedModel, pattern: Pattern | None = None, ring: Ri
     if pattern is not None:
         patch_config(inner.config, pattern)
     config = inner.config.get_text_config()
+    layer_pattern(config, None)  # A config that is not understood is refused before the model is changed.
     keys = [key for key in inner.config.sub_configs if getattr(inner.config, key, None) is config]
     inner.set_attn_implementation({keys[0]: NAME} if keys else NAME)
+    if getattr(config, NAME, None) is not None:
+        keep_implementation(inner.config)
     attach_ring(inner, ring)
     return model
 
 
+def _while_made(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    """torch calls this when a module is given a submodule, which for a Transformers model is while it is made."""
+    if isinstance(module, PreTrainedModel) and submodule is not None:
+        check_made(module.config, type(module).__name__)
+
+
 AttentionInterface.register(NAME, ring_dilated_attention)
 AttentionMaskInterface.register(NAME, ring_dilated_mask)
+# Transformers has no place to ask before a model loads, and a pattern that is saved but not computed must not be silent.
+register_module_module_registration_hook(_while_made)

@@ -1,0 +1,157 @@
+"""Patterns in a config: saved and loaded with the model, and never passed over without a word."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, LlamaConfig, LlamaForCausalLM, T5Config
+
+import hf_ring_attention as ra
+from tests.hf.test_images import seeing
+from tests.support.tiny_models import VOCAB, tiny_model
+
+PATTERN = ra.Pattern.pyramid(4, levels=2, ratio=2, sinks=1)
+LOGGER = "hf_ring_attention.configuration"
+
+
+def tokens():
+    return torch.randint(3, VOCAB, (2, 40))
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A model with a pattern, and the folder where it is saved."""
+    model = ra.patch_model(tiny_model("llama", "sdpa"), PATTERN)
+    model.save_pretrained(tmp_path / "first")
+    return model.eval(), tmp_path
+
+
+def test_a_saved_pattern_is_computed_by_the_model_that_is_loaded(saved, caplog):
+    model, folder = saved
+    ids = tokens()
+    again = AutoModelForCausalLM.from_pretrained(folder / "first").eval()
+    assert again.config._attn_implementation == "ring_dilated"
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    # What was loaded and saved without a forward pass in between is the same.
+    AutoModelForCausalLM.from_pretrained(folder / "first").save_pretrained(folder / "second")
+    third = AutoModelForCausalLM.from_pretrained(folder / "second").eval()
+    assert torch.equal(logits(third, ids), logits(model, ids))
+    assert not [record for record in caplog.records if record.name == LOGGER]
+
+
+def test_another_implementation_that_is_asked_for_is_used_and_said(saved, caplog):
+    model, folder = saved
+    with caplog.at_level(logging.WARNING, LOGGER):
+        exact = AutoModelForCausalLM.from_pretrained(folder / "first", attn_implementation="eager").eval()
+    assert "computes attention by 'eager', where the pattern has no effect" in caplog.text
+    ids = tokens()
+    assert not torch.allclose(logits(exact, ids), logits(model, ids), rtol=1e-2)
+
+
+def test_a_saved_pattern_does_not_load_without_the_package(saved):
+    program = "import sys; from transformers import AutoModelForCausalLM as A; A.from_pretrained(sys.argv[1])"
+    command = [sys.executable, "-c", program, str(saved[1] / "first")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+    )
+    assert done.returncode != 0 and 'attn_implementation="ring_dilated"` is not supported' in done.stderr
+
+
+def test_a_pattern_alone_in_a_config_is_said_when_the_model_is_made(caplog):
+    model = tiny_model("llama", "sdpa")
+    config = type(model.config)(**{**model.config.to_dict(), "ring_dilated": {"pattern": PATTERN.to_dict()}})
+    with caplog.at_level(logging.WARNING, LOGGER):
+        type(model)._from_config(config, attn_implementation="sdpa")
+    assert "load it with attn_implementation='ring_dilated'" in caplog.text
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_pattern_set_on_a_loaded_model_is_computed(implementation):
+    model = tiny_model("llama", implementation).eval()
+    ids = tokens()
+    want = tiny_model("llama", implementation).eval()
+    want.load_state_dict(model.state_dict())
+    ra.patch_model(want, PATTERN)
+    exact = logits(model, ids)
+    ra.patch_config(model.config, PATTERN)
+    assert torch.equal(logits(model, ids), logits(want, ids))
+    assert not torch.allclose(logits(model, ids), exact, rtol=1e-2)
+
+
+def test_the_text_model_of_a_composite_model_keeps_its_pattern(tmp_path):
+    model = ra.patch_model(seeing("llava", "sdpa"), PATTERN)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert again.config.get_text_config()._attn_implementation == "ring_dilated"
+    assert again.config.vision_config._attn_implementation != "ring_dilated"
+    again.save_pretrained(tmp_path / "again")
+    assert AutoConfig.from_pretrained(tmp_path / "again").text_config._attn_implementation == "ring_dilated"
+
+
+def test_patch_config_refuses_models_that_it_cannot_make_compute_a_pattern():
+    for config, error in ((BloomConfig(), ValueError), (T5Config(), NotImplementedError)):
+        before = config.to_dict()
+        with pytest.raises(error):
+            ra.patch_config(config, PATTERN)
+        assert config.to_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (PATTERN.to_dict(), r"unknown keys \['branches', 'overlap', 'phase_by'\]"),
+        ({"segment_lengths": [4, None], "dilation_rates": [1, 2]}, "unknown keys"),
+        ({"layers": {0: PATTERN.to_dict()}}, "layer number, written as text"),
+        ({"layers": {"2": PATTERN.to_dict()}}, r"for layers 0\.\.1 of this config, got layers \['2'\]"),
+        ({"layers": [PATTERN.to_dict()]}, "'layers' is a dict"),
+        ({"layers": {"0": {}}}, r"missing keys \['branches'\]"),
+        ({"pattern": {}}, r"missing keys \['branches'\]"),
+        ({"pattern": None}, "expected a dict, got None"),
+        ({"pattern": PATTERN.to_dict(), "layer": {}}, r"unknown keys \['layer'\]"),
+        ({"pattern": "pyramid:4,2"}, "expected a dict"),
+        ({}, "no keys"),
+        ([PATTERN.to_dict()], "a dict with 'pattern' or 'layers'"),
+        ("pyramid:4,2", "a dict with 'pattern' or 'layers'"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_is_not_understood_is_refused(settings, said, tmp_path):
+    said = rf"config\.ring_dilated must be what ra\.patch_config.*{said}"
+    model = tiny_model("llama", "ring_dilated")
+    model.config.ring_dilated = settings
+    with pytest.raises(ValueError, match=said):
+        logits(model, tokens())
+    with pytest.raises(ValueError, match=said):
+        ra.patch_model(model)
+    with pytest.raises(ValueError, match=said):
+        ra.patch_config(model.config, PATTERN)
+    # It is refused when the model is made, whatever its implementation; JSON has no integer keys.
+    if settings != {"layers": {0: PATTERN.to_dict()}}:
+        model.config.save_pretrained(tmp_path)
+        for implementation in ("ring_dilated", "sdpa"):
+            with pytest.raises(ValueError, match=said):
+                AutoModelForCausalLM.from_config(
+                    AutoConfig.from_pretrained(tmp_path), attn_implementation=implementation
+                )
+
+
+def test_settings_are_read_again_when_they_change():
+    ids = tokens()
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+                                         num_attention_heads=2, attn_implementation="ring_dilated")).eval()  # fmt: skip
+    exact = logits(model, ids)
+    ra.patch_config(model.config, PATTERN)
+    dilated = logits(model, ids)
+    model.config.ring_dilated["layers"] = {"0": ra.Pattern.exact().to_dict()}
+    mixed = logits(model, ids)
+    del model.config.ring_dilated
+    assert torch.equal(logits(model, ids), exact)
+    assert not torch.equal(dilated, exact) and not torch.equal(mixed, dilated) and not torch.equal(mixed, exact)
