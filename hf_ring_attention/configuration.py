@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,8 +48,9 @@ def layer_pattern(config: Any, layer: int | None, window: int | None = None) -> 
     return patterns.pattern or Pattern.exact()
 
 
-#: What configs say, by its written form: each layer asks at every token that is generated.
-_read: dict[tuple[str, int | None], _Patterns] = {}
+#: What was read, by the identity of a config's attribute, with a copy that tells whether it has changed since: each layer
+#: asks at every token that is generated, and comparing is far cheaper than reading.
+_read: dict[int, tuple[Any, int | None, _Patterns]] = {}
 
 
 def _patterns(config: Any) -> _Patterns:
@@ -56,10 +58,12 @@ def _patterns(config: Any) -> _Patterns:
     if settings is None:
         return _Patterns(None, {})
     num_layers = getattr(config, "num_hidden_layers", None)
-    key = repr(settings), num_layers
-    if key not in _read:
-        _read[key] = _parsed(settings, num_layers)
-    return _read[key]
+    known = _read.get(id(settings))
+    if known is None or known[:2] != (settings, num_layers):
+        if len(_read) >= 256:
+            _read.clear()
+        known = _read[id(settings)] = copy.deepcopy(settings), num_layers, _parsed(settings, num_layers)
+    return known[2]
 
 
 def _parsed(settings: Any, num_layers: int | None) -> _Patterns:
