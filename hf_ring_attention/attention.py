@@ -74,13 +74,14 @@ def ring_attention(
         problem = _problem(q, k, pattern, ring, layout, causal, documents)
     except (ValueError, NotImplementedError) as refused:
         error = refused
-    scale = _agreed_scale(q, v, ring, problem, error, scale, softcap, sinks)
+    scale = _agreed_scale(q, k, v, ring, problem, error, scale, softcap, sinks)
     assert problem is not None
     kernel = choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
     widths = q.shape[-1] + v.shape[-1]
     sizes = Sizes(widths * q.element_size(), widths * accumulation_dtype(q.dtype).itemsize)
     transport = ring._transport_for(problem, sizes, q.device)
-    out, lse = RingAttention.apply(q, k, v, sinks, transport, kernel, scale)
+    before_backward = ring.backward_check(q.device) if _recorded(q, k, v, sinks) else None
+    out, lse = RingAttention.apply(q, k, v, sinks, transport, kernel, scale, before_backward)
     return (out, lse) if return_lse else out
 
 
@@ -126,13 +127,13 @@ def cached_attention(
                 f"cached_attention: expected {held.num_queries} queries and {held.num_rows} key rows, got "
                 f"{q.shape[2]} and {k.shape[2]}"
             )
-        if ring.world_size > 1 and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        if ring.world_size > 1 and _recorded(q, k, v):
             raise ValueError("cached_attention: sharded keys have no gradient here: use torch.no_grad()")
         whole = _documents(documents, held.row_len, q.shape[0])
         problem = Problem(pattern, held.layout, whole, q.shape[1], k.shape[1], bool(causal), held)
     except (ValueError, NotImplementedError) as refused:
         error = refused
-    scale = _agreed_scale(q, v, ring, problem, error, scale, softcap, sinks)
+    scale = _agreed_scale(q, k, v, ring, problem, error, scale, softcap, sinks)
     assert problem is not None
     kernel = choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
     transport = LocalTransport(bind_held(problem, q.device))
@@ -149,6 +150,7 @@ def cached_attention(
 
 def _agreed_scale(
     q: Tensor,
+    k: Tensor,
     v: Tensor,
     ring: Ring,
     problem: Problem | None,
@@ -167,6 +169,7 @@ def _agreed_scale(
         described: dict[str, Any] = {}
         if problem is not None:
             described = {
+                "the call": "a forward pass of attention",
                 "the shape of q, (B, H, n, D)": tuple(q.shape),
                 "the number of key/value heads": problem.num_kv_heads,
                 "the width of v": v.shape[-1],
@@ -179,6 +182,7 @@ def _agreed_scale(
                 "scale": scale,
                 "softcap": softcap,
                 "whether sinks are given": sinks is not None,
+                "whether gradients are recorded": _recorded(q, k, v, sinks),
                 "documents": problem.documents,
             }
         ring.agree_cheaply(described, error, q.device if isinstance(q, Tensor) else torch.device("cpu"))
@@ -186,6 +190,11 @@ def _agreed_scale(
         raise error
     assert scale is not None
     return scale
+
+
+def _recorded(*tensors: Tensor | None) -> bool:
+    """Whether a backward pass will come, in which all ranks take part or none."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _check_tensors(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ class RingAttention(torch.autograd.Function):
     `sinks`, [H] or None, are logits of a column of value 0 in every softmax (`blocks.add_sinks`).
     Saves q, k, v, out and lse only. The backward of a tile with the merged out and lse is its exact share of the
     gradient, so tiles are visited once more and nothing of the forward pass is kept for them. lse has no gradient.
+    `before_backward` is called first in backward, where it compares the ranks' calls; None for one rank.
     """
 
     @staticmethod
@@ -32,6 +33,7 @@ class RingAttention(torch.autograd.Function):
         transport: Transport,
         kernel: Kernel,
         scale: float,
+        before_backward: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
         if transport.whole is not None:
             out, lse = kernel.forward(q, k, v, transport.whole.causal, scale)
@@ -47,7 +49,7 @@ class RingAttention(torch.autograd.Function):
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.call = (transport, kernel, scale)
+        ctx.call = (transport, kernel, scale, before_backward)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -55,7 +57,9 @@ class RingAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        transport, kernel, scale = ctx.call
+        transport, kernel, scale, before_backward = ctx.call
+        if before_backward is not None:
+            before_backward()
         if transport.whole is not None:
             dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, transport.whole.causal, scale)
         else:
@@ -65,7 +69,7 @@ class RingAttention(torch.autograd.Function):
                 _backward_step(step, dout, q, out, lse, dq, kernel, scale)
                 del step
         dsinks = None if sinks is None else sinks_grad(dout, out, lse, sinks)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
 
 
 def _forward_step(step: ForwardStep, q: Tensor, total: Tensor, lse: Tensor, kernel: Kernel, scale: float) -> None:

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -125,6 +126,8 @@ class Ring:
         self._served: weakref.WeakKeyDictionary[Any, tuple[Callable[[Any], Any], ...]] = weakref.WeakKeyDictionary()
         self._traffic = Traffic()
         self._digests: dict[Any, int] = {}
+        #: Calls whose gradients were recorded; equal on all ranks, which compare their calls.
+        self._calls = 0
         self._logged: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ring:
@@ -268,15 +271,21 @@ class Ring:
             local: `layout.local_len` tokens along `dim`, in the order of `layout.positions(rank)`.
 
         Raises:
-            ValueError: another length along `dim`, or a layout for another number of ranks.
+            ValueError: on every rank: another length along `dim`, a layout for another number of ranks, or ranks whose calls
+                differ.
         """
-        self._check_layout(layout)
-        if local.shape[dim] != layout.local_len:
-            raise ValueError(
-                f"unshard: expected {layout.local_len} tokens along dim {dim}, got {local.shape[dim]} in {tuple(local.shape)}"
-            )
+        error: ValueError | None = None
+        try:
+            self._check_layout(layout)
+            if local.shape[dim] != layout.local_len:
+                error = ValueError(
+                    f"unshard: expected {layout.local_len} tokens along dim {dim}, got {local.shape[dim]} in "
+                    f"{tuple(local.shape)}"
+                )
+        except ValueError as refused:
+            error = refused
+        whole = self._gathered("unshard", local, dim, error)
         dim %= local.dim()
-        whole = local if self.world_size == 1 else _Gather.apply(local, self._communicator, dim)
         parts = {}
         for rank in range(self.world_size):
             offset = rank * layout.local_len
@@ -287,9 +296,26 @@ class Ring:
 
     def first_token(self, local: Tensor) -> Tensor:
         """[B, 1, ...] the first token of whole rows, which rank 0 holds, of shards [B, n, ...]; differentiable."""
+        return self._gathered("first_token", local[:, :1], 1)[:, :1]
+
+    def _gathered(self, call: str, local: Tensor, dim: int, error: ValueError | None = None) -> Tensor:
+        """The tensors of all ranks side by side, once all ranks have come with the same call."""
         if self.world_size == 1:
-            return local[:, :1]
-        return _Gather.apply(local[:, :1], self._communicator, 1)[:, :1]
+            if error is not None:
+                raise error
+            return local
+        recorded = torch.is_grad_enabled() and local.requires_grad
+        values = {
+            "the call": call,
+            "the shape of a rank's tensor": tuple(local.shape),
+            "dtype": local.dtype,
+            "dim": dim,
+            "whether gradients are recorded": recorded,
+        }
+        self.agree_cheaply(values, error, local.device)
+        before_backward = self.backward_check(local.device) if recorded else None
+        whole: Tensor = _Gather.apply(local, self._communicator, dim % local.dim(), before_backward)
+        return whole
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """x of every rank, of equal shapes; not differentiable."""
@@ -346,15 +372,42 @@ class Ring:
             digest = self._digests.get(key)
             if digest is None:
                 digest = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little", signed=True)
-                if len(self._digests) >= 4096:  # packed rows differ from batch to batch
-                    self._digests.clear()
-                self._digests[key] = digest
-            own = torch.tensor([0 if error is not None else digest])
-            if any(theirs != digest for theirs in self._from_others(own)):
-                self.agree(values, error)
+                self._remember(key, digest)
+            self._compare(0 if error is not None else digest, values, error)
         elif error is not None or key not in self._digests:
             self.agree(values, error)
-            self._digests[key] = 0
+            self._remember(key, 0)
+
+    def _remember(self, key: Any, digest: int) -> None:
+        if len(self._digests) >= 4096:  # packed rows differ from batch to batch
+            self._digests.clear()
+        self._digests[key] = digest
+
+    def _compare(self, number: int, values: Mapping[str, Any], error: Exception | None = None) -> None:
+        """Goes on if all ranks came with this number and without an error; otherwise `agree` says what differs."""
+        others = self._from_others(torch.tensor([number]))
+        if error is not None or any(theirs != number for theirs in others):
+            self.agree(values, error)
+
+    def backward_check(self, device: torch.device) -> Callable[[], None] | None:
+        """For a call that all ranks agreed on: what its backward pass does first, so that it meets the same call's.
+
+        Two backward passes in another order on another rank would exchange each other's gradients. On the CPU ranks
+        compare the number of the call, 8 bytes each. On other devices, where a comparison has to wait for the device, they
+        compare by how many calls it lies back, once for each such distance: in a training loop after the first step no
+        more, and a rank that then leaves the order waits for the others until the process group's timeout.
+        """
+        if self.world_size == 1:
+            return None
+        self._calls += 1
+        return partial(self._check_backward, self._calls, device)
+
+    def _check_backward(self, number: int, device: torch.device) -> None:
+        if device.type == "cpu":
+            self._compare(number, {"the call": f"the backward pass of call {number}, of those that recorded gradients"})
+        else:
+            distance = self._calls - number
+            self.agree_cheaply({"the call": f"the backward pass of the call {distance} before the last"}, None, device)
 
     def _from_others(self, own: Tensor) -> list[int]:
         """A number of every rank, from each directly: a rank that does not come is known by name."""
@@ -381,14 +434,18 @@ class _Gather(torch.autograd.Function):
     """Tensors of all ranks, side by side along `dim`; gradients are summed over ranks and taken home."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, communicator: Communicator, dim: int) -> Tensor:
-        ctx.call = (communicator, dim, local.shape[dim])
+    def forward(
+        ctx: Any, local: Tensor, communicator: Communicator, dim: int, before_backward: Callable[[], None] | None
+    ) -> Tensor:
+        ctx.call = (communicator, dim, local.shape[dim], before_backward)
         return torch.cat(communicator.gather(local.contiguous()), dim)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        communicator, dim, length = ctx.call
+        communicator, dim, length, before_backward = ctx.call
+        if before_backward is not None:
+            before_backward()
         grad = grad.contiguous().clone()
         communicator.sum_(grad)
-        return grad.narrow(dim, communicator.rank * length, length).contiguous(), None, None
+        return grad.narrow(dim, communicator.rank * length, length).contiguous(), None, None, None
