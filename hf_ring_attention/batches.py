@@ -65,8 +65,8 @@ def shard_batch(
             f"rows of {length} tokens cannot be sharded over a ring of {ring.world_size}: each rank needs one token at "
             f"least: use longer rows, a smaller ring, or pad to {ring.world_size}"
         )
-    documents = _documents(batch, size, length)
     layout, first = ring.rows_rule(length, pattern)
+    documents = _documents(batch, size, length, first)
     whole = {
         name: x
         for name, x in batch.items()
@@ -77,6 +77,8 @@ def shard_batch(
     positions = batch.get("position_ids")
     if positions is None:
         positions = _positions(documents, length, first).to(tokens.device)
+    elif ring.world_size > 1:
+        _check_counting(positions, numbers)
     whole["position_ids"] = positions.expand(size, -1)
     if "shift_labels" not in whole:
         whole["shift_labels"] = _shifted(whole["labels"], numbers.to(tokens.device))
@@ -114,9 +116,9 @@ def _tokens(batch: Mapping[str, Any]) -> Tensor:
     return tokens
 
 
-def _documents(batch: Mapping[str, Any], size: int, length: int) -> Documents:
+def _documents(batch: Mapping[str, Any], size: int, length: int, first: int) -> Documents:
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    by_positions = documents_of_rows(size, positions, mask)
+    by_positions = documents_of_rows(size, positions, mask, first)
     by_mask = None if mask is None else documents_from_mask(mask != 0)
     said = documents_of_collator(
         size, length, batch.get("cu_seq_lens_q"), batch.get("seq_idx"), (by_positions, by_mask)
@@ -142,6 +144,20 @@ def _positions(documents: Documents, length: int, first: int) -> Tensor:
         for start, stop in runs:
             positions[row, start:stop] = torch.arange(first, first + stop - start)
     return positions
+
+
+def _check_counting(positions: Tensor, numbers: Tensor) -> None:
+    """Refuses positions with a gap or a repeat inside a document, by which the shards of a ring could not be told."""
+    positions = positions.cpu().expand(numbers.shape)
+    within = (numbers[:, 1:] == numbers[:, :-1]) & (numbers[:, :-1] >= 0)
+    wrong = within & (positions[:, 1:] != positions[:, :-1] + 1)
+    if wrong.any():
+        row, token = (int(x) for x in torch.nonzero(wrong)[0])
+        raise ValueError(
+            f"position_ids of batch row {row} go from {int(positions[row, token])} to {int(positions[row, token + 1])} at "
+            f"token {token + 1}, inside a document: on a ring positions must count each document by ones, since they tell "
+            f"the ranks where documents begin: leave position_ids out, or train such rows on one process"
+        )
 
 
 def _shifted(labels: Tensor, numbers: Tensor) -> Tensor:

@@ -60,13 +60,15 @@ class ForwardPass:
     """What the forward pass of a patched model knows before its masks are made.
 
     Either `documents`, and for shards of a row also `layout` and `last_position`, the greatest position id of all ranks;
-    or `held`, for a row's last tokens against a sharded cache. `config`: of the model, whose masks alone are meant;
-    `outer`: the pass inside which this one runs. `attended`: a layer has attended by ring_dilated.
+    or `held`, for a row's last tokens against a sharded cache. `told`: a collator told the documents, which otherwise were
+    read from positions. `config`: of the model, whose masks alone are meant; `outer`: the pass inside which this one runs.
+    `attended`: a layer has attended by ring_dilated.
     """
 
     config: Any
 
     documents: Documents | None = None
+    told: bool = False
     layout: SequenceLayout | None = None
     held: HeldKeys | None = None
     last_position: int | None = None
@@ -133,7 +135,9 @@ def ring_dilated_mask(
     sharded = known.layout is not None or known.held is not None
     flags = _KNOWN | causal * _CAUSAL | (kv_offset > 0) * _DROPPED | sharded * _SHARDED
     flags |= (window or 0) << _WINDOW_BIT
-    if known.documents is not None and not sharded:
+    # Where there is no mask, Transformers reads documents from positions by a rule of its own, for the models that it does
+    # it for; that is what the model computes under any other implementation.
+    if known.documents is not None and not sharded and (known.told or packed is None):
         numbers = _numbers(known.documents, kv_length).to(device)  # a mask of ones, if any, is the model's own
     elif attention_mask is not None:
         # `generate` with a static cache comes with what this function returned for it, where the cut is made.

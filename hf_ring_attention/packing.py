@@ -124,15 +124,19 @@ def _keep(x: Tensor | None, batch: int, tokens: int, documents: Documents) -> No
         setattr(x, _READ, ((x._version, batch, tokens), documents))
 
 
-def documents_of_rows(batch: int, positions: Tensor | None, mask: Tensor | None) -> Documents | None:
+def documents_of_rows(
+    batch: int, positions: Tensor | None, mask: Tensor | None, first: int = 0
+) -> Documents | None:
     """The documents of whole rows whose positions restart; None where they do not, and the mask says all.
 
-    A document ends where the next position is not one more, as Transformers defines it
-    (`masking_utils.find_packed_sequence_indices`), padding aside.
+    A document begins where positions go down, or where the position of a first token stands twice, the first being a
+    document of one token. Positions that leave some out or repeat one are the caller's own numbering of one document, as
+    when a prompt was pruned: only positions that go down cannot be that.
 
     Args:
         positions: [B, n], or [1, n] for all rows.
         mask: [B, n], 0 for padding.
+        first: the position id of a document's first token.
 
     Raises:
         ValueError: a mask with padding inside a document.
@@ -146,8 +150,9 @@ def documents_of_rows(batch: int, positions: Tensor | None, mask: Tensor | None)
         valid = (mask != 0).cpu().to(torch.int64)
     else:
         return None  # of a cache, or no mask of tokens
+    before, after = positions[:, :-1], positions[:, 1:]
     restarts = torch.zeros_like(positions)
-    restarts[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    restarts[:, 1:] = (after < before) | ((after == first) & (before == first))
     if not bool((restarts[:, 1:] * valid[:, 1:] * valid[:, :-1]).any()):
         return None
     documents_from_mask(valid)  # padding inside a document is no border
@@ -171,7 +176,7 @@ class Run(NamedTuple):
 
 def _remedy(layout: SequenceLayout) -> str:
     return (
-        f"pass position_ids=ring.shard(positions, layout), where positions [batch, seq_len] count each document from 0, "
+        f"a ring needs positions that count each document from its first token, without a gap or a repeat; pass position_ids=ring.shard(positions, layout), where positions [batch, seq_len] count each document from 0, "
         f"and input_ids sharded likewise, with the layout of ring.layout_for(seq_len, pattern) for the model's pattern "
         f"({layout.kind} here)"
     )

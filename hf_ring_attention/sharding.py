@@ -107,7 +107,8 @@ def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
     ring, cache = attached_ring(module), kwargs.get("past_key_values")
     if ring is None or ring.world_size == 1:
-        begun = ForwardPass(module.config, _packed_rows(module, tokens, kwargs))
+        documents, told = _packed_rows(module, tokens, kwargs)
+        begun = ForwardPass(module.config, documents, told)
     elif isinstance(cache, ShardedCache) and cache.get_seq_length() > 0:
         begun = _checked_step(module, ring, cache, tokens, kwargs)
     else:
@@ -176,18 +177,22 @@ def _before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     _WRONG_LOSS.set(error)
 
 
-def _packed_rows(module: nn.Module, tokens: Tensor | None, kwargs: Mapping[str, Any]) -> Documents | None:
-    """The documents of whole rows, where positions restart or a collator says so; not every model looks for them itself.
+def _packed_rows(
+    module: nn.Module, tokens: Tensor | None, kwargs: Mapping[str, Any]
+) -> tuple[Documents | None, bool]:
+    """The documents of whole rows, where positions restart or a collator tells them, and whether it was a collator.
+
+    Not every model looks for them itself.
 
     Raises:
         ValueError: packed rows for a model that numbers its tokens itself, or told in two ways that differ.
     """
     if tokens is None or kwargs.get("past_key_values") is not None:
-        return None
+        return None, False
     batch, length, mask = tokens.shape[0], tokens.shape[1], kwargs.get("attention_mask")
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
-        return None
-    documents = documents_of_rows(batch, kwargs.get("position_ids"), mask)
+        return None, False
+    documents = documents_of_rows(batch, kwargs.get("position_ids"), mask, first_position(module))
     if documents is not None and "position_ids" not in inspect.signature(module.forward).parameters:
         raise ValueError(
             f"{type(module).__name__} was given packed rows by position_ids, which it does not take: it numbers the tokens "
@@ -195,9 +200,9 @@ def _packed_rows(module: nn.Module, tokens: Tensor | None, kwargs: Mapping[str, 
         )
     ends, numbers = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
     if ends is None and numbers is None:
-        return documents
+        return documents, False
     by_mask = None if mask is None else documents_from_mask(mask != 0)
-    return documents_of_collator(batch, length, ends, numbers, (documents, by_mask))
+    return documents_of_collator(batch, length, ends, numbers, (documents, by_mask)), True
 
 
 def _checked_step(
@@ -271,7 +276,8 @@ def _checked_shard(
         documents = tuple(tuple((start, stop) for start, stop in row if start < length) for row in documents)
     elif kwargs.get("seq_idx") is None:
         check_not_local(documents, layout)
-    return ForwardPass(module.config, documents, layout, last_position=max(last for _, last in by_rank))
+    last_position = max(last for _, last in by_rank)
+    return ForwardPass(module.config, documents, layout=layout, last_position=last_position)
 
 
 def _check_ends(ends: Tensor, documents: Documents, layout: SequenceLayout) -> None:
