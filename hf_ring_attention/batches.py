@@ -19,8 +19,14 @@ from .plans import Documents
 IGNORED = -100
 #: How collators describe documents to flash kernels; the shard says it by positions and seq_idx.
 _KERNEL_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-#: What fills a row up to its layout, where it is not 0.
-_FILL = {"labels": IGNORED, "shift_labels": IGNORED, "seq_idx": -1}
+#: What padding has, where it is not 0.
+_FILL = {"labels": IGNORED, "shift_labels": IGNORED, "seq_idx": -1, "special_tokens_mask": 1}
+
+
+def fill_of(name: str, dtype: torch.dtype) -> int:
+    """What padding has in a tensor of tokens: nothing to learn in all that is called labels, 0 in what is unknown."""
+    labels = name.endswith("labels") and dtype != torch.bool and not dtype.is_floating_point
+    return _FILL.get(name, IGNORED if labels else 0)
 
 
 class Divider(Protocol):
@@ -88,7 +94,7 @@ def shard_batch(
         whole["attention_mask"] = torch.ones(size, length, dtype=torch.int64, device=tokens.device)
     if any(len(row) > 1 for row in documents):
         whole["seq_idx"] = numbers.to(tokens.device)
-    shard = {name: ring.shard(x, layout, fill=_FILL.get(name, 0)) for name, x in whole.items()} | rest
+    shard = {name: ring.shard(x, layout, fill=fill_of(name, x.dtype)) for name, x in whole.items()} | rest
     return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in shard.items()}
 
 

@@ -6,6 +6,7 @@ Each starts processes of one thread (on a GPU machine: one per GPU) and compares
 from __future__ import annotations
 
 import gc
+import math
 import os
 import pickle
 import resource
@@ -51,7 +52,7 @@ class Shape:
     def tensors(self, tokens: int, heads: int | None = None, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v that require gradients, and dout."""
         heads = heads or self.heads
-        kv_heads = max(1, heads * self.kv_heads // self.heads)
+        kv_heads = math.gcd(heads, self.kv_heads)
         generator = torch.Generator(self.device).manual_seed(seed)
         q, k, v, dout = (
             torch.randn(

@@ -12,44 +12,21 @@ import torch
 
 from . import bench
 from ._version import __version__
+from .arguments import PATTERN_HELP, at_least, check_heads, device, new_file, parse_pattern, pattern_text
 from .explain import explain
-from .patterns import Pattern, Sink, Window
 
-PATTERN_HELP = (
-    "exact; window:LENGTH[+SINKS]; pyramid:WINDOW,LEVELS[,RATIO[,SINKS]]; longnet:LENGTH/RATE,... with 'all' for the whole "
-    "document. For example window:512+4, pyramid:512,3 or longnet:512/1,2048/4,all/8"
-)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-def parse_pattern(text: str) -> Pattern:
-    """The pattern that a command line names; see PATTERN_HELP. What cannot be read ends the program with the reason."""
-    name, _, rest = text.partition(":")
-    try:
-        if name == "exact" and not rest:
-            return Pattern.exact()
-        if name == "window":
-            length, _, sinks = rest.partition("+")
-            return Pattern((*([Sink(int(sinks))] if sinks else []), Window(int(length))))
-        if name == "pyramid":
-            return Pattern.pyramid(*(int(number) for number in rest.split(",")))
-        if name == "longnet":
-            pairs = [pair.split("/") for pair in rest.split(",")]
-            lengths = [None if length == "all" else int(length) for length, _ in pairs]
-            return Pattern.longnet(lengths, [int(rate) for _, rate in pairs])
-    except (TypeError, ValueError) as error:
-        raise SystemExit(f"pattern {text!r} cannot be read: {error}\nA pattern is one of: {PATTERN_HELP}") from None
-    raise SystemExit(f"pattern {text!r} is not known. A pattern is one of: {PATTERN_HELP}")
-
-
-def _explain(args: argparse.Namespace) -> None:
+def _explain(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    kv_heads = check_heads(parser, args.heads, args.kv_heads)
     print(
         explain(
             parse_pattern(args.pattern),
             seq_len=args.tokens,
             world_size=args.world_size,
             num_heads=args.heads,
-            num_kv_heads=args.kv_heads,
+            num_kv_heads=kv_heads,
             head_dim=args.head_dim,
             dtype=getattr(torch, args.dtype),
             batch_size=args.batch_size,
@@ -60,20 +37,45 @@ def _explain(args: argparse.Namespace) -> None:
     )
 
 
-def _bench(args: argparse.Namespace) -> None:
-    shape = bench.Shape(args.heads, args.kv_heads or args.heads, args.head_dim, args.dtype, args.device)
-    device = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()} CPU"
+PARTS = ("transport", "speed", "memory", "overlap")
+
+
+def _check_bench(parser: argparse.ArgumentParser, args: argparse.Namespace, parts: list[str]) -> None:
+    """Refuses what the chosen parts could not divide among the ranks."""
+    ranks = max(args.ranks if parts != ["memory"] else 1, *(args.memory_ranks if "memory" in parts else [1]))
+    if args.device == "cuda" and torch.cuda.device_count() < ranks:
+        option = "--ranks" if ranks == args.ranks else "--memory-ranks"
+        parser.error(
+            f"argument {option}: {ranks} ranks need {ranks} GPUs, there are {torch.cuda.device_count()}: take fewer, or "
+            f"--device cpu"
+        )
+    if "speed" in parts and args.heads % args.ranks:
+        parser.error(
+            f"argument --heads: the ideal of --speed gives each rank its share of the heads, and {args.heads} heads = "
+            f"{args.heads // args.ranks} * {args.ranks} ranks + {args.heads % args.ranks}: take a multiple of {args.ranks}"
+        )
+    if {"speed", "overlap"} & {*parts} and args.exact_tokens % (2 * args.ranks):
+        pieces = 2 * args.ranks
+        parser.error(
+            f"argument --exact-tokens: zigzag cuts the row into 2 * {args.ranks} = {pieces} equal pieces, and "
+            f"{args.exact_tokens} = {args.exact_tokens // pieces} * {pieces} + {args.exact_tokens % pieces}: take "
+            f"{args.exact_tokens + -args.exact_tokens % pieces}"
+        )
+
+
+def _bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    chosen = [name for name in PARTS if getattr(args, name)] or [*PARTS]
+    shape = bench.Shape(
+        args.heads, check_heads(parser, args.heads, args.kv_heads), args.head_dim, args.dtype, args.device
+    )
+    _check_bench(parser, args, chosen)
+    machine = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()} CPU"
     print(
-        f"{device}, {args.ranks} ranks, torch {torch.__version__}, {shape.heads}/{shape.kv_heads} heads x "
+        f"{machine}, {args.ranks} ranks, torch {torch.__version__}, {shape.heads}/{shape.kv_heads} heads x "
         f"{shape.head_dim}, {shape.dtype}"
     )
-    if args.device == "cuda" and torch.cuda.device_count() < args.ranks:
-        raise SystemExit(
-            f"{args.ranks} ranks need {args.ranks} GPUs, there are {torch.cuda.device_count()}: pass --ranks"
-        )
-    chosen = [name for name in ("transport", "speed", "memory", "overlap") if getattr(args, name)]
     figures: dict[str, Any] = {}
-    for name in chosen or ["transport", "speed", "memory", "overlap"]:
+    for name in chosen:
         print(f"\n{name}")
         if name == "transport":
             rows = bench.launch(bench.compare_transports, args.ranks, shape, args.lengths, args.repeats)
@@ -91,8 +93,7 @@ def _bench(args: argparse.Namespace) -> None:
         print(report, flush=True)
         figures[name] = rows
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump(figures, file)
+        args.json.write_text(json.dumps(figures))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -101,47 +102,63 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    about = commands.add_parser("explain", help="choices, bytes, FLOPs and balance of a call, before it runs")
-    about.set_defaults(run=_explain)
-    about.add_argument("--pattern", default="exact", help=PATTERN_HELP)
-    about.add_argument("--tokens", type=int, required=True, help="of the whole row")
-    about.add_argument("--world-size", type=int, required=True, help="ranks of the ring")
-    about.add_argument("--heads", type=int, required=True)
-    about.add_argument("--kv-heads", type=int, help="as many as heads, if not given")
-    about.add_argument("--head-dim", type=int, default=128)
-    about.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    about.add_argument("--batch-size", type=int, default=1)
-    about.add_argument("--bidirectional", action="store_true", help="not causal")
-    about.add_argument("--layout", choices=("auto", "contiguous", "zigzag"), default="auto")
-    about.add_argument("--transport", choices=("auto", "ring", "collective", "local"), default="auto")
+    _add_explain(commands.add_parser("explain", help="choices, bytes, FLOPs and balance of a call, before it runs"))
+    _add_bench(commands.add_parser("bench", help="time, memory and overlap of the ring on this machine"))
+    args = parser.parse_args(arguments)
+    try:
+        args.run(args.parser, args)
+    except ValueError as error:
+        sys.exit(f"hf-ring-attention: {error}")
 
-    measure = commands.add_parser("bench", help="time, memory and overlap of the ring on this machine")
-    measure.set_defaults(run=_bench)
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_explain, parser=parser)
+    parser.add_argument("--pattern", type=pattern_text, default="exact", help=PATTERN_HELP)
+    parser.add_argument("--tokens", type=at_least(1), required=True, help="of the whole row")
+    parser.add_argument("--world-size", type=at_least(1), required=True, help="ranks of the ring")
+    parser.add_argument("--heads", type=at_least(1), required=True)
+    parser.add_argument("--kv-heads", type=at_least(1), help="as many as heads, if not given")
+    parser.add_argument("--head-dim", type=at_least(1), default=128)
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--batch-size", type=at_least(1), default=1)
+    parser.add_argument("--bidirectional", action="store_true", help="not causal")
+    parser.add_argument("--layout", choices=("auto", "contiguous", "zigzag"), default="auto")
+    parser.add_argument("--transport", choices=("auto", "ring", "collective", "local"), default="auto")
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_bench, parser=parser)
     for name, what in (
         ("transport", "ring against collective, and what auto chooses"),
         ("speed", "the ring against the ideal"),
         ("memory", "peak memory as the ring grows"),
         ("overlap", "how much of a delay of the messages shows"),
     ):
-        measure.add_argument(f"--{name}", action="store_true", help=f"{what}; all four, if none is named")
-    measure.add_argument("--ranks", type=int, default=2)
-    measure.add_argument("--heads", type=int, default=8)
-    measure.add_argument("--kv-heads", type=int)
-    measure.add_argument("--head-dim", type=int, default=64)
-    measure.add_argument("--dtype", choices=DTYPES, default="float32")
-    measure.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    measure.add_argument(
-        "--repeats", type=int, default=7, help="of each, alternating, after a first that does not count"
+        parser.add_argument(f"--{name}", action="store_true", help=f"{what}; all four, if none is named")
+    parser.add_argument("--ranks", type=at_least(2), default=2, help="of all but --memory")
+    parser.add_argument("--heads", type=at_least(1), default=8)
+    parser.add_argument("--kv-heads", type=at_least(1), help="as many as heads, if not given")
+    parser.add_argument("--head-dim", type=at_least(1), default=64)
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument(
+        "--device", type=device, metavar="{cpu,cuda}", default="cuda" if torch.cuda.is_available() else "cpu"
     )
-    measure.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
-    measure.add_argument("--exact-tokens", type=int, default=16384)
-    measure.add_argument("--longnet-tokens", type=int, default=32768)
-    measure.add_argument("--tokens-per-rank", type=int, default=4096)
-    measure.add_argument("--memory-ranks", type=int, nargs="+", default=[1, 2, 4, 8])
-    measure.add_argument("--json", help="file for the figures")
-
-    args = parser.parse_args(arguments)
-    try:
-        args.run(args)
-    except ValueError as error:
-        sys.exit(f"hf-ring-attention: {error}")
+    parser.add_argument(
+        "--repeats", type=at_least(1), default=7, help="of each, alternating, after a first that does not count"
+    )
+    parser.add_argument(
+        "--lengths",
+        type=at_least(16, multiple_of=16),
+        nargs="+",
+        default=[512, 1024, 2048, 4096, 8192],
+        help="tokens of --transport, multiples of 16",
+    )
+    parser.add_argument(
+        "--exact-tokens", type=at_least(2), default=16384, help="of --speed and --overlap, a multiple of 2 * ranks"
+    )
+    parser.add_argument("--longnet-tokens", type=at_least(1), default=32768, help="of --speed")
+    parser.add_argument(
+        "--tokens-per-rank", type=at_least(2, multiple_of=2), default=4096, help="of --memory, an even number"
+    )
+    parser.add_argument("--memory-ranks", type=at_least(1), nargs="+", default=[1, 2, 4, 8], help="of --memory")
+    parser.add_argument("--json", type=new_file, help="file for the figures")

@@ -61,7 +61,7 @@ def digest(x: Any) -> str:
     """What ranks compare instead of a tensor: its shape and a checksum of its content; of other things, of their text."""
     if not isinstance(x, Tensor):
         return hashlib.sha256(repr(x).encode()).hexdigest()[:12]
-    content = x.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    content = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return f"{list(x.shape)} {hashlib.sha256(content.tobytes()).hexdigest()[:12]}"
 
 

@@ -109,7 +109,15 @@ def explain(
     if not isinstance(pattern, Pattern):
         raise ValueError(f"explain: pattern must be a Pattern, got {pattern!r}")
     check_choices(layout, transport, world_size)
-    for name, number in (("head_dim", head_dim), ("value_dim", value_dim or head_dim), ("batch_size", batch_size)):
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    value_dim = head_dim if value_dim is None else value_dim
+    for name, number in (
+        ("num_heads", num_heads),
+        ("num_kv_heads", num_kv_heads),
+        ("head_dim", head_dim),
+        ("value_dim", value_dim),
+        ("batch_size", batch_size),
+    ):
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"explain: {name} must be an integer of at least 1, got {number!r}")
     SequenceLayout("contiguous", seq_len, world_size)  # refuses lengths and world sizes below 1
@@ -118,8 +126,8 @@ def explain(
     )
     chosen = SequenceLayout(layout_decision.choice, seq_len, world_size)  # type: ignore[arg-type]
     rows = (((0, seq_len),),) * batch_size if documents is None else tuple(tuple(map(tuple, row)) for row in documents)
-    problem = Problem(pattern, chosen, rows, num_heads, num_kv_heads or num_heads, causal)  # type: ignore[arg-type]
-    widths = head_dim + (value_dim or head_dim)
+    problem = Problem(pattern, chosen, rows, num_heads, num_kv_heads, causal)  # type: ignore[arg-type]
+    widths = head_dim + value_dim
     sizes = Sizes(widths * dtype.itemsize, widths * accumulation_dtype(dtype).itemsize)
     shares = tuple(
         RankShare(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -166,18 +167,27 @@ def check_model(model: PreTrainedModel, sharded: bool) -> None:
         )
 
 
-def unwrapped(model: Any) -> Any:
-    """The Transformers model inside what torch.compile, PEFT, DDP, FSDP and DeepSpeed put around it."""
+def wrapped_modules(model: Any) -> list[Any]:
+    """A model with what torch.compile, PEFT, DDP, FSDP and DeepSpeed put around it, from the outside in."""
+    modules = [model]
     while not isinstance(model, PreTrainedModel):
         if hasattr(model, "_orig_mod"):
             model = model._orig_mod
         elif isinstance(getattr(model, "module", None), nn.Module):
             model = model.module
         elif hasattr(model, "get_base_model"):
+            if isinstance(getattr(model, "base_model", None), nn.Module):  # PEFT's tuner, around the model
+                modules.append(model.base_model)
             model = model.get_base_model()
         else:
             break
-    return model
+        modules.append(model)
+    return list(dict.fromkeys(modules))
+
+
+def unwrapped(model: Any) -> Any:
+    """The Transformers model inside what torch.compile, PEFT, DDP, FSDP and DeepSpeed put around it."""
+    return wrapped_modules(model)[-1]
 
 
 def whole_model(model: Any, caller: str) -> PreTrainedModel:
@@ -198,16 +208,28 @@ def whole_model(model: Any, caller: str) -> PreTrainedModel:
     return inner
 
 
+#: Models that are evaluated now: by how many threads, and which modules are to train again.
+_EVALUATED: dict[nn.Module, tuple[int, set[nn.Module]]] = {}
+_LOCK = threading.Lock()
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards each module is in its own mode again."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+    """Evaluation mode; when the last thread that evaluates the model has left, each module is in its own mode again."""
+    with _LOCK:
+        users, training = _EVALUATED.get(model, (0, set()))
+        _EVALUATED[model] = users + 1, training | {module for module in model.modules() if module.training}
+        model.eval()
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        with _LOCK:
+            users, training = _EVALUATED.pop(model)
+            if users > 1:
+                _EVALUATED[model] = users - 1, training
+            else:
+                for module in training:
+                    module.training = True
 
 
 def runner_of(model: PreTrainedModel) -> PreTrainedModel:

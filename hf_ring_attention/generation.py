@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 
 import torch
 from torch import Tensor
@@ -11,9 +12,11 @@ from transformers import PreTrainedModel
 from .caches import ShardedCache
 from .communicators import digest
 from .configuration import model_layout
-from .gate import evaluating, whole_model
+from .gate import evaluating, runner_of, whole_model
 from .ring import Ring
-from .sharding import attached_ring
+from .sharding import attached_ring, remember_prefill, switching_length
+
+logger = logging.getLogger(__name__)
 
 
 @torch.no_grad()
@@ -73,4 +76,13 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
             past_key_values=cache,
             use_cache=True,
         )
+    if ring.world_size > 1:
+        remember_prefill(runner_of(inner), cache)
+        longest = switching_length(config)
+        if longest is not None and input_ids.shape[1] <= longest and ring.rank == 0:
+            logger.warning(
+                "%s rotates keys otherwise in rows of more than %d tokens: with this cache of %d tokens, generation can go on "
+                "up to %d tokens in all; for more, prefill more than that",
+                type(inner).__name__, longest, input_ids.shape[1], longest,
+            )  # fmt: skip
     return cache

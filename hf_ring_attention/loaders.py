@@ -12,6 +12,7 @@ import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, DataLoaderStateMixin
 from accelerate.data_loader import prepare_data_loader as prepare_by_accelerate
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import GradientState
 from datasets import IterableDataset as StreamedDataset
 from datasets.distributed import split_dataset_by_node
@@ -40,6 +41,8 @@ class Members(Divider, Protocol):
     def gather_everywhere(self, number: int) -> list[int]: ...
 
     def untrainable(self) -> ValueError | None: ...
+
+    def check_schedules(self) -> None: ...
 
 
 def prepare_data_loader(loader: Any, ring: Members, pattern: Pattern | None) -> RingDataLoader:
@@ -81,6 +84,21 @@ def wrong_accelerator(accelerator: Any, size: int) -> ValueError | None:
             f"Ring.from_accelerator: the accelerator has {name}=True, so it would divide batches in a way of its own, and "
             f"ranks of a ring would not get the same rows: leave it out, the ring's loaders divide them"
         )
+    return None
+
+
+def wrong_schedules(accelerator: Any, ring_size: int) -> ValueError | None:
+    """What is wrong with the schedules that an accelerator has prepared, where `ring_size` processes share their rows."""
+    for schedule in getattr(accelerator, "_schedulers", ()):
+        by_process = type(schedule) is AcceleratedScheduler and schedule.step_with_optimizer and not schedule.split_batches
+        if by_process and ring_size > 1:
+            processes = accelerator.num_processes
+            return ValueError(
+                f"the schedule {type(schedule.scheduler).__name__} was prepared by Accelerate, which takes {processes} of its "
+                f"steps for each step of the optimizer, one a process; {ring_size} processes share their rows here, so it "
+                f"would be over {ring_size} times too early: leave it out of accelerator.prepare, and call its step() once "
+                f"after each optimizer.step()"
+            )
     return None
 
 
@@ -287,6 +305,7 @@ class RingDataLoader(DataLoaderStateMixin):
         self.epoch, self._skip = state["epoch"], state["batches"]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.ring.check_schedules()
         skip, self._skip = self._skip, 0
         self.rows.set_epoch(self.epoch)
         rows = skip_first_batches(self.rows, skip) if skip else self.rows

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,30 +19,84 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from .batches import IGNORED
-from .gate import unwrapped
+from .gate import unwrapped, wrapped_modules
+from .heads import (
+    RUNNING,
+    Head,
+    HeadCall,
+    LogitsNotFormed,
+    installed,
+    remover,
+    running,
+    watching,
+    without_hooks,
+)
 
-#: A function of hidden states [..., width] that gives logits [..., vocabulary].
-Head = Callable[[Tensor], Tensor]
+_NO_PREPARED_LOADER = (
+    "labels must be those of the next token, shifted before rows are cut into shards: take batches from "
+    "ring.prepare_data_loader(loader), or cut them with ra.shard_batch(batch, ring); accelerator.prepare(loader) and plain "
+    "loaders do not shift labels"
+)
 
 
-def count_tokens(shards: Iterable[Mapping[str, Any]]) -> Tensor:
+def count_tokens(shards: Iterable[Mapping[str, Any]] | Mapping[str, Any]) -> Tensor:
     """How many labels the shards of all processes of the world have together: the divisor of an optimizer step's loss.
 
     Args:
-        shards: of this process, all that the step accumulates.
+        shards: of this process, all that the step accumulates; or the only one.
 
     Raises:
-        ValueError: on every process: no label at all.
+        ValueError: on every process: no shards, shards without shift_labels, or no label at all.
     """
-    counts = [(shard["shift_labels"] != IGNORED).sum() for shard in shards]
-    total = torch.stack(counts).sum()
+    shards = [shards] if isinstance(shards, Mapping) else list(shards)
+    error: ValueError | None = None
+    counts: list[Tensor] = []
+    try:
+        if not shards:
+            raise ValueError("count_tokens: got no shards: pass all shards of this process for one optimizer step")
+        counts = [(shift_labels_of(shard, "count_tokens") != IGNORED).sum() for shard in shards]
+    except ValueError as refused:
+        error = refused
+    device = counts[0].device if counts else _device(shards)
+    total = torch.stack([*counts, torch.zeros((), dtype=torch.int64, device=device)]).sum()
+    told = torch.stack([total, torch.tensor(int(error is not None), device=device)])
     if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(total)
+        dist.all_reduce(told)
+    if error is not None:
+        raise error
+    total, failed = told
+    if failed > 0:
+        raise ValueError(f"count_tokens: {int(failed)} other processes refused their shards, and say why")
     if total == 0:
         raise ValueError(
             "no token of this step has a label: every label is -100, and the mean of no losses is no number"
         )
     return total
+
+
+def _device(shards: Iterable[Any]) -> torch.device:
+    """Where processes can compare numbers, when none of the shards has labels."""
+    tensors = (x for shard in shards if isinstance(shard, Mapping) for x in shard.values() if isinstance(x, Tensor))
+    found = next(tensors, None)
+    if found is not None:
+        return found.device
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def shift_labels_of(shard: Any, caller: str) -> Tensor:
+    """The labels of the next tokens that a shard has.
+
+    Raises:
+        ValueError: none, so that it was not made by a ring's loader.
+    """
+    if not isinstance(shard, Mapping):
+        raise ValueError(f"{caller}: a shard must be a mapping of tensors, got {type(shard).__name__}")
+    labels = shard.get("shift_labels")
+    if not isinstance(labels, Tensor):
+        raise ValueError(f"{caller}: a batch has no shift_labels, only {sorted(map(str, shard))}: {_NO_PREPARED_LOADER}")
+    return labels
 
 
 def next_token_loss(
@@ -59,67 +115,93 @@ def next_token_loss(
         tokens_at_once: see `sliced_loss`; 0 forms all logits of the shard at once.
 
     Raises:
-        ValueError: a model whose loss is not that of next tokens.
+        ValueError: a model whose loss is not that of next tokens, or a batch that no ring's loader made.
         NotImplementedError: see `sliced_loss`.
     """
     check_next_token_loss(model)
+    shift_labels_of(shard, "next_token_loss")
     with sliced_loss(model, tokens_at_once):
-        loss: Tensor = model(**{"use_cache": False, **shard}, num_items_in_batch=tokens).loss
+        output = model(**{"use_cache": False, **shard}, num_items_in_batch=tokens)
+    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output[0]
     return loss * (dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
+
+
+# ---- a loss in slices
+
+
+#: What is asked for in this thread or task.
+_SLICES: ContextVar[_Slices | None] = ContextVar("ring_dilated_slices", default=None)
 
 
 @contextmanager
 def sliced_loss(model: nn.Module, tokens_at_once: int = 1024) -> Iterator[None]:
     """Inside, a causal language model that is given labels computes its loss for a slice of tokens at a time.
 
-    Logits of `tokens_at_once` tokens exist at any time, in backward too, where they are computed again; the model's
-    output has the logits of one token of each row, without a gradient. The loss is that of the model's own head, scaled or
-    capped as the model does it. Liger's fused loss, where a Trainer has put it in, is left alone: it forms no logits.
+    Logits of `tokens_at_once` tokens exist at any time, in backward too, where they are computed again; the output has an
+    object in place of its logits that raises an error when it is used. The loss is that of the model's own head, scaled or
+    capped as the model does it. A call without labels has all its logits. Other threads, and tasks of asyncio, are not
+    affected. Liger's and TRL's fused losses are left alone: they form no logits.
 
     Args:
         model: a causal language model, bare or wrapped by DDP, FSDP, DeepSpeed, PEFT or torch.compile.
-        tokens_at_once: of all rows together; 0 changes nothing.
+        tokens_at_once: of all rows together; 0 computes the loss as the model does, also inside of another such context.
 
     Raises:
-        ValueError: a negative number, or no Transformers model.
-        NotImplementedError: in the forward pass: a head that this function does not know; use tokens_at_once=0.
+        ValueError: a negative number, no Transformers model, or one with a loss function of its own, which slices would
+            replace.
+        NotImplementedError: in the forward pass: a head that this function does not know, or a loss that has other terms
+            of the logits; use tokens_at_once=0.
     """
     if tokens_at_once < 0:
         raise ValueError(f"sliced_loss: tokens_at_once must be at least 0, got {tokens_at_once}")
     inner = _transformers_model(model)
     output = inner.get_output_embeddings()
-    if tokens_at_once == 0 or output is None:
-        yield
-        return
-    slices = _Slices(inner, tokens_at_once)
-    own = inner.__dict__.get("_loss_function")
-    handle = output.register_forward_pre_hook(slices.keep)
-    inner.loss_function = slices.loss
-    try:
-        yield
-    finally:
-        handle.remove()
-        if own is None:
-            del inner._loss_function
-        else:
-            inner.loss_function = own
+    with ExitStack() as stack:
+        if tokens_at_once and output is not None:
+            _check_loss_function(inner, "sliced_loss")
+            stack.enter_context(watching(output))
+            for module in wrapped_modules(model):
+                stack.enter_context(installed((module, "calls"), partial(_watch_calls, module)))
+            stack.enter_context(installed((inner, "loss"), partial(_take_loss_function, inner)))
+        opened, running_before = _Slices(inner, tokens_at_once, _SLICES.get()), RUNNING.get()
+        _SLICES.set(opened)
+        try:
+            yield
+        finally:
+            _SLICES.set(opened.outer)
+            RUNNING.set(running_before)  # also where an interrupt left a call running
 
 
 class _Slices:
-    """The hidden states that a model's head was called with, and the loss of them."""
+    """What one `sliced_loss` asks for."""
 
-    def __init__(self, model: PreTrainedModel, tokens_at_once: int) -> None:
-        self.model, self.tokens_at_once = model, tokens_at_once
-        self.own_loss = model.loss_function
-        self.hidden: Tensor | None = None
-        self.busy = False
+    def __init__(self, model: PreTrainedModel, tokens_at_once: int, outer: _Slices | None) -> None:
+        self.model, self.tokens_at_once, self.outer = model, tokens_at_once, outer
 
-    def keep(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Before the head: keeps the hidden states and leaves the model a token of each row."""
-        if self.busy:
-            return None
-        self.hidden = args[0]
-        return (probe_of(args[0]), *args[1:])
+
+def _slices_of(model: nn.Module) -> _Slices | None:
+    """What is asked for a model in this thread or task; None if it is to compute its loss itself."""
+    slices = _SLICES.get()
+    while slices is not None and slices.model is not model:
+        slices = slices.outer
+    return slices if slices is not None and slices.tokens_at_once else None
+
+
+class _LossCall(HeadCall):
+    """A call of a model whose loss is computed in slices, if it is given labels.
+
+    Attributes:
+        begun_by: the outermost of the modules wrapped around the model, which ends it.
+        made: the loss.
+    """
+
+    def __init__(self, slices: _Slices, begun_by: nn.Module) -> None:
+        super().__init__(slices.model.get_output_embeddings(), RUNNING.get(), active=False)
+        self.slices, self.begun_by, self.model = slices, begun_by, slices.model
+        self.made: Tensor | None = None
+        self._logits: tuple[int, ...] = ()
+        self._made_version = 0
+        self._withheld = False
 
     def loss(
         self,
@@ -132,58 +214,96 @@ class _Slices:
         **kwargs: Any,
     ) -> Tensor:
         """In place of the model's loss function, whose arguments these are (`ForCausalLMLoss`)."""
-        hidden, self.hidden = self.hidden, None
-        if hidden is None:  # the model went another way to its logits
-            return self.own_loss(
-                logits=logits, labels=labels, vocab_size=vocab_size, num_items_in_batch=num_items_in_batch,
-                ignore_index=ignore_index, shift_labels=shift_labels, **kwargs,
-            )  # fmt: skip
+        hidden = self.hidden
+        assert hidden is not None
         if shift_labels is None:
             assert labels is not None
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
-        self.busy = True
-        try:
-            head = self._head(probe_of(hidden), logits)
-            targets = shift_labels.to(hidden.device).flatten()
+        if tuple(shift_labels.shape) != tuple(hidden.shape[:2]):
+            raise ValueError(
+                f"{type(self.model).__name__} was given labels {list(shift_labels.shape)}, and makes logits of "
+                f"{list(hidden.shape[:2])} tokens: pass as many labels as tokens, and no logits_to_keep"
+            )
+        targets = shift_labels.to(hidden.device).flatten()
+        with running_nothing():
+            head = self._known_head(logits)
             total = hidden.new_zeros((), dtype=torch.float32)
             how: Any = {"use_reentrant": False, "preserve_rng_state": False}
             count = self._count(len(targets), hidden.device)
             for part, target in zip(hidden.flatten(0, 1).tensor_split(count), targets.tensor_split(count), strict=True):
                 if torch.is_grad_enabled():
-                    total = total + checkpoint(self._part, head, part, target, ignore_index, **how)
+                    total = total + checkpoint(_part, head, part, target, ignore_index, **how)
                 else:
-                    total = total + self._part(head, part, target, ignore_index)
-        finally:
-            self.busy = False
+                    total = total + _part(head, part, target, ignore_index)
         items = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-        return total / (items.to(total.device) if isinstance(items, Tensor) else items)
+        loss = total / (items.to(total.device) if isinstance(items, Tensor) else items)
+        # Of a few tokens; a model that goes on to use them finds no numbers.
+        logits.detach().fill_(torch.nan)
+        self.hidden, self.plain, self._logits = None, None, tuple(logits.shape)
+        self.made, self._made_version = loss, 0 if loss.is_inference() else loss._version
+        return loss
+
+    def _known_head(self, logits: Tensor) -> Head:
+        head = self.head(logits, self.model.config)
+        if head is None:
+            raise NotImplementedError(
+                f"{type(self.model).__name__} forms its logits in a way of its own, so its loss cannot be computed in "
+                f"slices: compute it at once, with tokens_at_once=0, or loss_tokens_at_once=0 of RingTrainingArguments"
+            )
+        return head
 
     def _count(self, tokens: int, device: torch.device) -> int:
         """How many slices: as many on all processes, where each call of the head gathers its weights from them."""
-        count = -(-tokens // self.tokens_at_once)
-        if dist.is_available() and dist.is_initialized() and _gathered_by_call(self.model.get_output_embeddings()):
+        count = -(-tokens // self.slices.tokens_at_once)
+        if dist.is_available() and dist.is_initialized() and _gathered_by_call(self.output):
             most = torch.tensor(count, device=device)
             dist.all_reduce(most, dist.ReduceOp.MAX)
             count = int(most)
         return count
 
-    def _part(self, head: Head, hidden: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-        busy, self.busy = self.busy, True  # backward calls this again, when the context may still be open
-        try:
-            return F.cross_entropy(head(hidden[None])[0].float(), labels, ignore_index=ignore_index, reduction="sum")
-        finally:
-            self.busy = busy
-
-    def _head(self, hidden: Tensor, logits: Tensor) -> Head:
-        with torch.no_grad():
-            head = head_of(self.model, hidden, logits.detach())
-        if head is None:
-            name = type(self.model).__name__
+    def finished(self, output: Any) -> Any:
+        """The output of the call, without the logits of a few tokens."""
+        name = type(self.model).__name__
+        if self.hidden is not None:
+            self.hidden = None
             raise NotImplementedError(
-                f"{name} forms its logits in a way of its own, so its loss cannot be computed in slices: compute it at once, "
-                f"with tokens_at_once=0, or loss_tokens_at_once=0 of RingTrainingArguments"
+                f"{name} was given labels, and computed no loss of them by model.loss_function, so it cannot be computed in "
+                f"slices: compute it at once, with tokens_at_once=0, or loss_tokens_at_once=0 of RingTrainingArguments"
             )
-        return head
+        if self.made is None or self._withheld:
+            return output
+        self._withheld = True
+        loss = output.get("loss") if isinstance(output, Mapping) else output[0]
+        changed = loss is not self.made or (not loss.is_inference() and loss._version != self._made_version)
+        if changed and not bool(torch.isfinite(loss).all()) and bool(torch.isfinite(self.made).all()):
+            raise NotImplementedError(
+                f"{name} adds something of its logits to its loss, which slices do not have: compute it at once, with "
+                f"tokens_at_once=0, or loss_tokens_at_once=0 of RingTrainingArguments"
+            )
+        return _without_logits(output, self._logits)
+
+
+def _without_logits(output: Any, shape: tuple[int, ...]) -> Any:
+    """An output with an object that refuses to be used in place of logits of this shape."""
+
+    def are_logits(x: Any) -> bool:
+        return isinstance(x, Tensor) and tuple(x.shape) == shape
+
+    if isinstance(output, MutableMapping):
+        for key in [key for key, x in output.items() if key == "logits" or are_logits(x)]:
+            output[key] = LogitsNotFormed()
+        return output
+    return tuple(LogitsNotFormed() if are_logits(x) else x for x in output)
+
+
+def _part(head: Head, hidden: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    with running_nothing():  # in backward, too, which may run while a call is watched
+        return F.cross_entropy(head(hidden[None])[0].float(), labels, ignore_index=ignore_index, reduction="sum")
+
+
+def running_nothing() -> Any:
+    """A context in which the output layer makes what it is called for."""
+    return running(None)
 
 
 def _gathered_by_call(module: nn.Module) -> bool:
@@ -192,35 +312,88 @@ def _gathered_by_call(module: nn.Module) -> bool:
     return sharded or any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
-def probe_of(hidden: Tensor) -> Tensor:
-    """[B, 1, width] of hidden states [B, n, width] those of each row's largest token: those of padding may be 0, of which
-    every head makes the same."""
-    largest = hidden.detach().norm(dim=-1).argmax(1)
-    return hidden.detach()[torch.arange(len(hidden), device=hidden.device), largest][:, None]
+# ---- hooks and the loss function, which all threads share
 
 
-def head_of(model: PreTrainedModel, hidden: Tensor, logits: Tensor) -> Head | None:
-    """What makes logits of hidden states, tried on some; None if it is not the output layer, scaled or capped.
+def _watch_calls(module: nn.Module) -> Callable[[], None]:
+    without_hooks(module, _before_call, _after_call)
+    return remover(
+        module.register_forward_pre_hook(_before_call, with_kwargs=True),
+        # The first one: others may cast the loss.
+        module.register_forward_hook(_after_call, with_kwargs=True, always_call=True, prepend=True),
+    )
 
-    Args:
-        hidden: what `probe_of` gives; logits: [B, 1, vocabulary], the model's own.
-    """
-    output: Any = model.get_output_embeddings()
-    if output is None:
+
+@torch.compiler.disable(reason="it asks what is wanted in this thread")
+def _before_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Begins a call, or goes on with the one that a module around this one has begun."""
+    slices, call = _slices_of(unwrapped(module)), RUNNING.get()
+    if slices is None:
+        return
+    labelled = _labelled(module, args, kwargs)
+    if not isinstance(call, _LossCall) or call.slices is not slices:
+        call = _LossCall(slices, module)
+        RUNNING.set(call)
+    if labelled is not None:
+        call.active = labelled
+
+
+def _labelled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
+    """Whether a call has labels; None if a module is given more by position than it has names for."""
+    if not args:
+        return kwargs.get("labels") is not None
+    signature = inspect.signature(module.forward)
+    given = signature.bind_partial(*args, **kwargs).arguments
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+    if kwargs.get("labels") is not None or given.get("labels") is not None:
+        return True
+    return None if any(kinds[name] is inspect.Parameter.VAR_POSITIONAL for name in given) else False
+
+
+@torch.compiler.disable(reason="it belongs to _before_call")
+def _after_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Takes the logits of a few tokens out of the output, and ends what `_before_call` began."""
+    call = RUNNING.get()
+    if not isinstance(call, _LossCall) or call.model is not unwrapped(module):
         return None
-    plain = output(hidden)  # once: a call of all processes, where the weights are sharded
-    if not torch.isfinite(logits).all():  # the loss will say so
-        return output
-    tolerance = 4 * torch.finfo(logits.dtype).eps * float(logits.abs().max())
-    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    scale = float((logits.float() * plain.float()).sum() / plain.float().square().sum().clamp_min(1e-30))
-    changes: list[Head] = [lambda x: x, lambda x: x * scale]
-    if cap is not None:  # first: small logits are hardly changed by it
-        changes.insert(0, lambda x: torch.tanh(x / cap) * cap)
-    for change in changes:
-        if float((change(plain).float() - logits.float()).abs().max()) <= tolerance:
-            return lambda x, change=change: change(output(x))  # type: ignore[misc]
-    return None
+    if call.begun_by is module:
+        RUNNING.set(call.outer)
+    return None if output is None else call.finished(output)  # None: an error is on its way
+
+
+class _LossFunction:
+    """A model's loss function, while some thread computes its loss in slices."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.own = model, loss_function_of(model)
+
+    @torch.compiler.disable(reason="it asks what is wanted in this thread")
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = RUNNING.get()
+        if isinstance(call, _LossCall) and call.model is self.model and call.hidden is not None:
+            return call.loss(*args, **kwargs)
+        return self.own(*args, **kwargs)
+
+
+def _take_loss_function(model: PreTrainedModel) -> Callable[[], None]:
+    made = _LossFunction(model)
+    model.loss_function = made
+
+    def give_back() -> None:
+        # Not deleted: another thread may just have found that the attribute is there.
+        if model.loss_function is made:
+            model.loss_function = made.own
+
+    return give_back
+
+
+def loss_function_of(model: PreTrainedModel) -> Any:
+    """A model's own loss function, also while some thread computes its loss in slices."""
+    function = model.loss_function
+    return function.own if isinstance(function, _LossFunction) else function
+
+
+# ---- which models have a loss of next tokens
 
 
 def _transformers_model(model: nn.Module) -> PreTrainedModel:
@@ -228,6 +401,24 @@ def _transformers_model(model: nn.Module) -> PreTrainedModel:
     if not isinstance(inner, PreTrainedModel):
         raise ValueError(f"expected a Transformers model, got {type(model).__name__}")
     return inner
+
+
+def _check_loss_function(model: PreTrainedModel, caller: str) -> None:
+    """Refuses a model whose loss function somebody has replaced.
+
+    Raises:
+        ValueError: another one than that of next tokens.
+    """
+    function = loss_function_of(model)
+    if function is not ForCausalLMLoss:
+        name = getattr(function, "__qualname__", None) or repr(function)
+        raise ValueError(
+            f"{caller}: the loss_function of {type(model).__name__} is {name}, and would be replaced by the cross entropy of "
+            f"next tokens (transformers.loss.loss_utils.ForCausalLMLoss): to use it, form all logits, by "
+            f"sliced_loss(model, 0) or a call of the model without labels, and compute the loss from them, in a Trainer by "
+            f"overriding compute_loss; on shards it must be the sum over shift_labels, divided by the number of labels of "
+            f"all processes"
+        )
 
 
 def check_next_token_loss(model: nn.Module) -> None:
@@ -239,13 +430,24 @@ def check_next_token_loss(model: nn.Module) -> None:
     inner = _transformers_model(model)
     name = type(inner).__name__
     causal = LOSS_MAPPING.get(inner.loss_type or "ForCausalLM", ForCausalLMLoss) is ForCausalLMLoss
-    if not causal or inner.get_output_embeddings() is None:
+    if not causal or inner.get_output_embeddings() is None or not _calls_loss_function(type(inner)):
         raise ValueError(
             f"{name} does not compute the loss of next tokens, and labels of shards are those of next tokens: train a "
             f"causal language model (...ForCausalLM), or override compute_loss of a Trainer"
         )
+    _check_loss_function(inner, name)
     if not any(x.kind is x.VAR_KEYWORD for x in inspect.signature(inner.forward).parameters.values()):
         raise ValueError(
             f"{name}.forward takes no num_items_in_batch, so each rank would average its shard by itself: compute the loss "
             f"from its logits and shift_labels, or override compute_loss of a Trainer"
         )
+
+
+def _calls_loss_function(model_class: type[Any]) -> bool:
+    """Whether a class, or one that it is made from, computes its loss by `loss_function`: decoders of encoder-decoder
+    models neither shift labels nor take those that are shifted."""
+    forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in model_class.__mro__ if "forward" in vars(kind)]
+    return any("loss_function" in getattr(forward, "__code__", _NO_CODE).co_names for forward in forwards)
+
+
+_NO_CODE = compile("", "", "exec")

@@ -28,6 +28,8 @@ _READ = "_ring_dilated_tokens"
 _UNWRITTEN = -1
 _KNOWN, _CAUSAL, _DROPPED, _SHARDED = (1 << bit for bit in (32, 33, 34, 35))
 _WINDOW_BIT = 36
+#: The longest window that the bits above leave room for; one that is longer than its row shows the same keys.
+_LONGEST_WINDOW = (1 << 63 - _WINDOW_BIT) - 1
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def ring_dilated_mask(
     known = forward_pass_of(config) or ForwardPass(config)
     sharded = known.layout is not None or known.held is not None
     flags = _KNOWN | causal * _CAUSAL | (kv_offset > 0) * _DROPPED | sharded * _SHARDED
-    flags |= (window or 0) << _WINDOW_BIT
+    flags |= _fitting(window, kv_length) << _WINDOW_BIT
     # Where there is no mask, Transformers reads documents from positions by a rule of its own, for the models that it does
     # it for; that is what the model computes under any other implementation.
     if known.documents is not None and not sharded and (known.told or packed is None):
@@ -156,6 +158,18 @@ def ring_dilated_mask(
         documents = known.documents if known.held is None else documents_from_mask(numbers)
         setattr(mask, _READ, Tokens(documents, kv_length, written, causal, window, False, known.layout, known.held))
     return mask
+
+
+def _fitting(window: int | None, length: int) -> int:
+    """A window as the mask's bits can say it; 0 for none."""
+    if window is None or window <= _LONGEST_WINDOW:
+        return window or 0
+    if length > _LONGEST_WINDOW:
+        raise ValueError(
+            f"a sliding window of {window} tokens in rows of {length}: where rows are longer than {_LONGEST_WINDOW} tokens, "
+            f"windows can be {_LONGEST_WINDOW} at most"
+        )
+    return _LONGEST_WINDOW
 
 
 def _numbers(documents: Documents, length: int) -> Tensor:

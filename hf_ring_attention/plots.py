@@ -1,17 +1,25 @@
-"""Pictures of patterns, of losses along a document and of training; needs matplotlib (the demo extra)."""
+"""Pictures of patterns, of losses along a document and of training. Only drawing them needs matplotlib."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
+from .arguments import missing_extra
 from .patterns import Pattern
 from .tiles import Run, tile_document
+
+
+def _figure(width: float, height: float) -> Any:
+    missing = missing_extra("a picture", "matplotlib")
+    if missing:
+        raise ModuleNotFoundError(missing, name="matplotlib")
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def visible_keys(pattern: Pattern, length: int, bins: int, head: int = 0, num_kv_heads: int = 1) -> np.ndarray:
@@ -37,7 +45,9 @@ def visible_keys(pattern: Pattern, length: int, bins: int, head: int = 0, num_kv
 
 def plot_patterns(patterns: Mapping[str, Pattern], length: int, path: Path, bins: int = 256) -> None:
     """Writes a PNG: who attends to whom under each pattern, for the first head, as the share of pairs seen."""
-    figure = Figure(figsize=(4.2 * len(patterns), 4.8), layout="constrained")
+    figure = _figure(4.2 * len(patterns), 4.8)
+    from matplotlib.colors import LogNorm
+
     axes = figure.subplots(1, len(patterns), squeeze=False)[0]
     for axis, (name, pattern) in zip(axes, patterns.items()):
         share = visible_keys(pattern, length, min(bins, length))
@@ -56,7 +66,7 @@ def plot_losses(losses: Mapping[str, Sequence[float]], path: Path, window: int =
 
     Below it the same as differences from the first pattern.
     """
-    figure = Figure(figsize=(9, 6.5), layout="constrained")
+    figure = _figure(9, 6.5)
     top, bottom = figure.subplots(2, 1, sharex=True)
     first = None
     for name, values in losses.items():
@@ -78,7 +88,9 @@ def plot_losses(losses: Mapping[str, Sequence[float]], path: Path, window: int =
 
 def plot_training(losses: Sequence[float], path: Path) -> None:
     """Writes a PNG: the loss of each optimizer step, in nats a token."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = _figure(7, 4)
+    from matplotlib.ticker import MaxNLocator
+
     axis = figure.subplots()
     axis.plot(range(1, len(losses) + 1), losses, marker="o" if len(losses) <= 50 else None, markersize=3, linewidth=1)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from .bindings import bind_collective, bind_own, bind_ring
 from .communicators import Communicator, Message, ProcessGroupCommunicator, agree
 from .layouts import LayoutKind, SequenceLayout
-from .loaders import RingDataLoader, prepare_data_loader, wrong_accelerator
+from .loaders import RingDataLoader, prepare_data_loader, wrong_accelerator, wrong_schedules
 from .patterns import Pattern
 from .plans import Problem
 from .routes import Sizes
@@ -43,7 +44,9 @@ class Ring:
             (one exchange of the rows needed), "local" (one rank), or "auto": chosen call by call, see `decide`.
 
     Raises:
-        ValueError: an unknown name, a transport that cannot serve this many ranks, or a group this rank is not in.
+        ValueError: an unknown name, a transport that cannot serve this many ranks, a group this rank is not in, or no group
+            where a launcher has started several processes (the environment's WORLD_SIZE): `Ring.alone()` is a ring of
+            this process all the same.
     """
 
     def __init__(
@@ -55,6 +58,8 @@ class Ring:
     ) -> None:
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
+        if group is None:
+            _check_alone("Ring", "call torch.distributed.init_process_group, or make the Accelerator, before the ring")
         if group is not None and dist.get_rank(group) < 0:
             raise ValueError(f"Ring: rank {dist.get_rank()} of the world is not in the group it was given")
         self._set_up(None if group is None else ProcessGroupCommunicator(group), layout, transport)
@@ -95,6 +100,12 @@ class Ring:
                 that shards sequences itself, or hands out its batches from one process.
         """
         world_size = accelerator.num_processes
+        if world_size == 1:
+            _check_alone(
+                "Ring.from_accelerator",
+                "on a CPU set ACCELERATE_USE_CPU=true in the environment of the launcher, and start it with accelerate launch "
+                "--multi_gpu --num_processes N, or torchrun --nproc-per-node N",
+            )
         everyone = None
         if dist.is_available() and dist.is_initialized():
             everyone = ProcessGroupCommunicator(dist.distributed_c10d._get_default_group())
@@ -106,6 +117,7 @@ class Ring:
             ring = cls(mesh.get_group("ring"), layout=layout, transport=transport)
             ring.dp_rank, ring.dp_size = mesh.get_local_rank("dp"), world_size // size
         ring._everyone, ring.device = everyone, accelerator.device
+        ring._accelerator = weakref.ref(accelerator)
         ring._data_seed = accelerator.dataloader_config.data_seed
         return ring
 
@@ -123,6 +135,7 @@ class Ring:
         self._everyone = communicator
         self.device = _device_of(communicator)
         self._data_seed: int | None = None
+        self._accelerator: Callable[[], Any] = lambda: None
         self._served: weakref.WeakKeyDictionary[Any, tuple[Callable[[Any], Any], ...]] = weakref.WeakKeyDictionary()
         self._traffic = Traffic()
         self._digests: dict[Any, int] = {}
@@ -184,6 +197,16 @@ class Ring:
         """Why a model that was patched with this ring cannot be trained."""
         errors = (untrainable(model) for model, (_, untrainable) in list(self._served.items()))
         return next((error for error in errors if error is not None), None)
+
+    def check_schedules(self) -> None:
+        """Refuses schedules that the accelerator of `from_accelerator` would step once for each process.
+
+        Raises:
+            ValueError: a schedule that was prepared by it, where rings have several ranks.
+        """
+        wrong = wrong_schedules(self._accelerator(), self.world_size)
+        if wrong is not None:
+            raise wrong
 
     def rows_rule(self, seq_len: int, pattern: Pattern | None = None) -> tuple[SequenceLayout, int]:
         """The layout of rows of `seq_len` tokens and the position id of their first token.
@@ -421,6 +444,17 @@ class Ring:
         except RuntimeError as error:
             raise RuntimeError(f"comparing the calls of all ranks, on rank {self.rank}: {error}") from error
         return [int(number) for number in theirs]
+
+
+def _check_alone(who: str, remedy: str) -> None:
+    """Refuses a ring of one where a launcher has started several processes: each would read everything by itself."""
+    started = os.environ.get("WORLD_SIZE", "1")
+    if started.isdigit() and int(started) > 1:
+        raise ValueError(
+            f"{who}: WORLD_SIZE={started} in the environment says that {started} processes were started, and here each is by "
+            f"itself, so it would be rank 0 of a ring of 1 and read everything: {remedy}; a ring of this process alone is "
+            f"Ring.alone()"
+        )
 
 
 def _device_of(communicator: Communicator | None) -> torch.device:

@@ -7,6 +7,7 @@ anything is computed, and correct the few modules that would take a shard for a 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -37,6 +38,8 @@ from .ring import Ring
 
 #: Attribute of a model's modules that holds their ring.
 _RING = "_ring_dilated_ring"
+#: Attribute of a model's runner: a weak reference to the cache that `prefill` filled last.
+_PREFILLED = "_ring_dilated_prefilled"
 #: What is wrong with the losses that the running call of a head asked for.
 _WRONG_LOSS: ContextVar[ValueError | None] = ContextVar("ring_dilated_wrong_loss", default=None)
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -65,6 +68,7 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
                 for marked in marks:
                     marked.pop(number, None)
         setattr(module, _RING, None)
+    setattr(runner, _PREFILLED, None)
     for module in decoder_of(model).modules():
         setattr(module, _RING, ring)
     setattr(model, _RING, ring)
@@ -80,6 +84,34 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
             module.register_forward_hook(_without_last_position)
         if name == "pooler":
             module.register_forward_pre_hook(_with_first_token)
+
+
+def remember_prefill(runner: nn.Module, cache: ShardedCache) -> None:
+    """For the error of a model that gives up this cache while it generates."""
+    setattr(runner, _PREFILLED, weakref.ref(cache))
+
+
+def switching_length(config: Any) -> int | None:
+    """The length beyond which a model rotates all keys otherwise than up to it, so that a cache is of no use; or None."""
+    length = getattr(config, "original_max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    return length if isinstance(length, int) and rope.get("rope_type") == "longrope" else None
+
+
+def _given_up_cache(module: nn.Module, tokens: Tensor, kwargs: Mapping[str, Any]) -> ValueError | None:
+    """What to say of a whole row in place of a step: Transformers' generate came without the cache it was given."""
+    length, reference = switching_length(module.config), getattr(module, _PREFILLED, None)
+    cache = None if reference is None else reference()
+    if length is None or cache is None or kwargs.get("use_cache") is not True:
+        return None
+    if not cache.get_seq_length() <= length < tokens.shape[1]:
+        return None
+    return ValueError(
+        f"{type(module).__name__} rotates keys otherwise once a row is longer than original_max_position_embeddings = {length} "
+        f"tokens, and generate gives up the sharded cache there to compute the whole row of {tokens.shape[1]} tokens again: "
+        f"fill another cache with cache = ra.prefill(model, row), where row has all tokens so far, {length + 1} at least, and "
+        f"go on from it"
+    )
 
 
 def _rows_rule(model: PreTrainedModel) -> tuple[Pattern, int]:
@@ -211,19 +243,26 @@ def _checked_step(
     """A step after a sharded prefill: every rank comes with the same tokens, positions and mask."""
     said: dict[str, Any] = {}
     error: Exception | None = None
-    length = 0
-    if tokens is None:
-        error = ValueError("a forward pass needs input_ids or inputs_embeds")
-    else:
-        length = tokens.shape[1]
+    mask, length = kwargs.get("attention_mask"), 0
+    try:
+        if tokens is None:
+            raise ValueError("a forward pass needs input_ids or inputs_embeds")
+        length, held = tokens.shape[1], cache.get_seq_length()
         said["the tokens of a step"] = digest(tokens)
         said["position_ids of a step"] = digest(kwargs.get("position_ids"))
-        said["attention_mask of a step"] = digest(kwargs.get("attention_mask"))
-        try:
-            if isinstance(kwargs.get("attention_mask"), Tensor):
-                documents_from_mask(kwargs["attention_mask"] != 0)
-        except ValueError as refused:
-            error = refused
+        said["attention_mask of a step"] = digest(mask)
+        two = isinstance(mask, Tensor) and mask.dim() == 2
+        if length == 0 or (two and mask.shape[1] != held + length):
+            raise ValueError(
+                f"the cache holds {held} tokens, and {length} new ones came"
+                + (f" with an attention_mask of {mask.shape[1]}, not {held} + {length} = {held + length}" if two else "")
+                + ": generate takes the whole row, the tokens of the cache and those after it: "
+                "model.generate(torch.cat([document, question], 1), past_key_values=cache), and a mask as long as that"
+            )
+        if two:
+            documents_from_mask(mask != 0)
+    except ValueError as refused:
+        error = refused
     ring.agree_cheaply(said, error, torch.device("cpu"))
     return ForwardPass(module.config, held=cache.held(ring.rank, length))
 
@@ -245,6 +284,9 @@ def _checked_shard(
             raise error
         if tokens is None:
             raise ValueError("a sharded forward pass needs input_ids or inputs_embeds")
+        given_up = None if cache is not None else _given_up_cache(module, tokens, kwargs)
+        if given_up is not None:
+            raise given_up
         if cache is not None and not isinstance(cache, ShardedCache):
             raise ValueError(
                 f"a sharded forward pass takes no {type(cache).__name__}: to generate, fill a sharded cache with "

@@ -5,14 +5,21 @@ import copy
 import pytest
 import torch
 from transformers import DataCollatorWithFlattening
-from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import (
+    create_bidirectional_mask,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+    sliding_window_causal_mask_function,
+)
 
 import hf_ring_attention as ra
-from hf_ring_attention.masks import tokens_of
+from hf_ring_attention.masks import ring_dilated_mask, tokens_of
 from hf_ring_attention.packing import packed_documents
 
 from ..support.probe import TOKENS, distance
+from ..support.ranks import run_simulated
 from ..support.tiny_models import VOCAB, tiny_config, tiny_model
+from ..support.tolerance import EXACT
 
 DOCUMENTS = (((0, 7), (7, 16), (16, 20)),)
 
@@ -86,7 +93,7 @@ def test_packed_as_the_collator_makes_it(model_type, how):
         logits = model(**inputs, use_cache=False).logits[0]
         eager = tiny_model(model_type, "eager")
         for start, stop in DOCUMENTS[0]:
-            assert distance(logits[start:stop], eager(row[:, start:stop], use_cache=False).logits[0]) <= 1e-5
+            assert distance(logits[start:stop], eager(row[:, start:stop], use_cache=False).logits[0]) <= EXACT
 
 
 def test_padding_and_packing_leave_logits_alone():
@@ -101,10 +108,10 @@ def test_padding_and_packing_leave_logits_alone():
                 row = torch.nn.functional.pad(document, (before, after))
                 positions = (mask.cumsum(-1) - 1).clamp_min(0)
                 padded = model(row, attention_mask=mask, position_ids=positions, use_cache=False).logits[0]
-                assert distance(padded[before : before + 13], alone) <= 1e-5, (model_type, before, after)
+                assert distance(padded[before : before + 13], alone) <= EXACT, (model_type, before, after)
             positions = torch.cat([torch.arange(5), torch.arange(13), torch.arange(5)])[None]
             packed = model(torch.cat([other, document, other], 1), position_ids=positions, use_cache=False).logits[0]
-            assert distance(packed[5:18], alone) <= 1e-5, model_type
+            assert distance(packed[5:18], alone) <= EXACT, model_type
 
 
 def refused(match, model_type="llama", **inputs):
@@ -194,8 +201,8 @@ def test_packed_rows_on_a_ring(layout_kind, how):
         with torch.no_grad():
             return ring.unshard(model(**inputs, use_cache=False).logits, layout)
 
-    for logits in ra.run_simulated(work, 3, layout=layout_kind, timeout=60):
-        assert distance(logits, expected) <= 1e-5
+    for logits in run_simulated(work, 3, layout=layout_kind):
+        assert distance(logits, expected) <= EXACT
 
 
 def test_a_document_for_every_rank_must_be_said():
@@ -220,8 +227,8 @@ def test_a_document_for_every_rank_must_be_said():
 
     with torch.no_grad():
         expected = ra.patch_model(tiny_model("llama", "eager"))(row, position_ids=positions, use_cache=False).logits
-    for logits in ra.run_simulated(work, 2, layout="contiguous", timeout=60):
-        assert distance(logits, expected) <= 1e-5
+    for logits in run_simulated(work, 2, layout="contiguous"):
+        assert distance(logits, expected) <= EXACT
 
 
 def test_a_copied_mask_of_a_sharded_model():
@@ -239,7 +246,7 @@ def test_a_copied_mask_of_a_sharded_model():
         model(**sharded_inputs(ring, layout, ids(), torch.arange(TOKENS)[None]))
 
     with pytest.raises(RuntimeError, match="keep the layers of a rank on one device"):
-        ra.run_simulated(work, 2, timeout=60)
+        run_simulated(work, 2)
 
 
 def ring_of_two(work, layout="contiguous", model_type="llama", **changes):
@@ -250,7 +257,7 @@ def ring_of_two(work, layout="contiguous", model_type="llama", **changes):
         model = ra.patch_model(models[ring.rank], ring=ring)
         return work(ring, model, ring.layout_for(TOKENS, ra.Pattern.exact()))
 
-    return ra.run_simulated(run, 2, layout=layout, timeout=60)
+    return run_simulated(run, 2, layout=layout)
 
 
 def test_the_cu_seq_lens_of_a_shard():
@@ -306,7 +313,7 @@ def test_models_that_drop_what_collators_say(model_type):
         for said in ({"seq_idx": (torch.arange(20) >= 7)[None].long()}, {"cu_seq_lens_q": torch.tensor([0, 7, 20])}):
             logits = model(row, position_ids=positions, use_cache=False, **said).logits[0]
             for start, stop in ((0, 7), (7, 20)):
-                assert distance(logits[start:stop], eager(row[:, start:stop], use_cache=False).logits[0]) <= 1e-5
+                assert distance(logits[start:stop], eager(row[:, start:stop], use_cache=False).logits[0]) <= EXACT
 
 
 def test_restarting_positions_under_a_mask_of_ones():
@@ -317,7 +324,7 @@ def test_restarting_positions_under_a_mask_of_ones():
         expected = model(ids(), position_ids=positions, use_cache=False).logits
         assert (
             distance(model(ids(), attention_mask=mask, position_ids=positions, use_cache=False).logits, expected)
-            <= 1e-6
+            <= EXACT
         )
 
     def work(ring, model, layout):
@@ -326,7 +333,7 @@ def test_restarting_positions_under_a_mask_of_ones():
             return ring.unshard(model(**inputs, attention_mask=ring.shard(mask, layout)).logits, layout)
 
     for logits in ring_of_two(work):
-        assert distance(logits, expected) <= 1e-5
+        assert distance(logits, expected) <= EXACT
 
 
 @torch.no_grad()
@@ -343,7 +350,7 @@ def test_a_forward_pass_that_was_broken_off():
         broken(ids(), position_ids=torch.arange(10).repeat(2)[None], use_cache=False)
     handle.remove()
     assert distance(other(ids(), use_cache=False).logits, expected) == 0
-    assert distance(broken(ids(), use_cache=False).logits, expected) <= 1e-6
+    assert distance(broken(ids(), use_cache=False).logits, expected) <= EXACT
 
 
 SLIPS = {
@@ -386,7 +393,7 @@ def test_rows_of_one_token():
     with torch.no_grad():
         expected = tiny_model("llama", "eager")(ids(1, 1)).logits
     for logits in ring_of_two(work):
-        assert distance(logits, expected) <= 1e-5
+        assert distance(logits, expected) <= EXACT
 
 
 def test_documents_that_begin_at_every_shard_but_cross_some():
@@ -402,5 +409,22 @@ def test_documents_that_begin_at_every_shard_but_cross_some():
         with torch.no_grad():
             return ring.unshard(model(**sharded_inputs(ring, layout, ids(), positions)).logits, layout)
 
-    for logits in ra.run_simulated(work, 4, layout="contiguous", timeout=60):
-        assert distance(logits, expected) <= 1e-5
+    for logits in run_simulated(work, 4, layout="contiguous"):
+        assert distance(logits, expected) <= EXACT
+
+
+@pytest.mark.parametrize("window", [2**27 - 1, 2**27, 2**31, 2**40])
+def test_windows_longer_than_any_row_show_all_of_it(window):
+    """More than the bits of a mask can say."""
+    for implementation in ("eager", "ring_dilated"):
+        model = tiny_model("mistral", implementation, sliding_window=window)
+        with torch.no_grad():
+            logits = model(ids(), attention_mask=torch.ones(1, TOKENS, dtype=torch.long), use_cache=False).logits
+        if implementation == "eager":
+            expected = logits
+    assert distance(logits, expected) <= EXACT
+    config = model.config
+    with pytest.raises(ValueError, match=rf"sliding window of {2**27} tokens in rows of {2**27}"):
+        ring_dilated_mask(
+            1, 1, 2**27, mask_function=sliding_window_causal_mask_function(2**27), config=config, q_offset=2**27 - 1
+        )

@@ -1,0 +1,123 @@
+"""Steps on top of a sharded cache: however their tensors lie in memory, and what is wrong with those that do not fit."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import hf_ring_attention as ra
+from hf_ring_attention.communicators import digest
+from tests.support.tiny_models import VOCAB, tiny_model
+
+TIMEOUT = 600
+LONGROPE = {
+    "original_max_position_embeddings": 20,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0, 3.0, 2.0, 1.0],
+        "original_max_position_embeddings": 20,
+    },
+}
+
+
+def tokens(count, batch=1, seed=1):
+    return torch.randint(3, VOCAB, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+def greedy(model, ids, **options):
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "min_new_tokens": 5, **options}
+    return model.generate(ids, do_sample=False, **options)
+
+
+def on_two(work, model_type="llama", changes=None):
+    """`work(ring, model)` on each of two ranks."""
+    models = [tiny_model(model_type, "eager", **(changes or {})) for _ in range(2)]
+    return ra.run_simulated(lambda ring: work(ring, ra.patch_model(models[ring.rank], ring=ring)), 2, timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16])
+def test_a_checksum_is_of_the_content_and_not_of_its_place_in_memory(dtype):
+    x = torch.randint(2, (4, 6)).to(dtype)
+    for view in (x.T, x[:, ::2], x[:, 1:2], x[:, :1].expand(4, 3), x[..., None].transpose(0, 2)):
+        assert digest(view) == digest(view.clone(memory_format=torch.contiguous_format))
+        assert digest(view) != digest(1 - view.long())
+
+
+def test_strided_tokens_are_prefilled_and_stepped():
+    wide, question = tokens(34), tokens(4, seed=2)
+    document = wide[:, ::2]
+    expected = greedy(ra.patch_model(tiny_model("llama", "eager")), torch.cat([document, question], 1))
+
+    def work(ring, model):
+        found = []
+        for options in ({}, {"prefill_chunk_size": 2}):
+            cache = ra.prefill(model, document)
+            found.append(greedy(model, torch.cat([document, question], 1), past_key_values=cache, **options))
+        return found
+
+    for found in on_two(work):
+        assert all(torch.equal(x, expected) for x in found)
+
+
+@torch.no_grad()
+def test_steps_of_a_batch_are_columns_of_its_tokens():
+    rows = tokens(20, batch=3)
+    expected = ra.patch_model(tiny_model("llama", "eager"))(rows).logits[:, 15:]
+
+    def work(ring, model):
+        cache, logits = ra.prefill(model, rows[:, :15]), []
+        for step in range(15, 20):
+            positions = torch.arange(20).expand(3, -1)[:, step : step + 1]
+            logits.append(
+                model(rows[:, step : step + 1], position_ids=positions, past_key_values=cache, use_cache=True).logits
+            )
+        return torch.cat(logits, 1)
+
+    for logits in on_two(work):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_loader_takes_batches_that_are_columns():
+    table = torch.randint(3, VOCAB, (4, 10, 2))
+    rows = DataLoader(
+        table, batch_size=2, collate_fn=lambda x: {"input_ids": (y := torch.stack(x))[..., 0], "labels": y[..., 1]}
+    )
+    shards = list(ra.Ring.alone().prepare_data_loader(rows))
+    assert torch.equal(torch.cat([shard["input_ids"] for shard in shards]), table[..., 0])
+
+
+def test_a_question_without_its_document_is_refused():
+    document, question = tokens(17), tokens(4, seed=2)
+
+    def work(ring, model):
+        cache = ra.prefill(model, document)
+        with pytest.raises(ValueError, match=r"the cache holds 17 tokens, .*torch\.cat\(\[document, question\], 1\)"):
+            greedy(model, question, past_key_values=cache)
+        with pytest.raises(ValueError, match=r"an attention_mask of 4, not 17 \+ 4 = 21"):
+            model(question, attention_mask=torch.ones_like(question), past_key_values=cache)
+
+    on_two(work)
+
+
+def test_a_generation_that_gives_up_its_cache_says_so(caplog):
+    document, question = tokens(15), tokens(3, seed=2)
+    whole = torch.cat([document, question], 1)
+    one = ra.patch_model(tiny_model("phi3", "eager", **LONGROPE))
+    longer = torch.cat([tokens(25, seed=3), question], 1)
+    expected = greedy(one, longer)
+
+    def work(ring, model):
+        cache = ra.prefill(model, document)
+        with pytest.raises(
+            ValueError, match=r"original_max_position_embeddings = 20 tokens, and generate gives up the"
+        ):
+            greedy(model, whole, past_key_values=cache)
+        # A row that is longer from the start, and shards of other rows, are no matter of that cache.
+        cache = ra.prefill(model, longer[:, :25])
+        assert torch.equal(greedy(model, longer, past_key_values=cache), expected)
+        cache = ra.prefill(model, document)
+        ra.perplexity(model, tokens(60), ring=ring)
+
+    on_two(work, "phi3", LONGROPE)
+    assert "generation can go on up to 20 tokens in all" in caplog.text
