@@ -31,6 +31,7 @@ from .heads import (
     watching,
     without_hooks,
 )
+from .sharding import attached_ring
 
 _NO_PREPARED_LOADER = (
     "labels must be those of the next token, shifted before rows are cut into shards: take batches from "
@@ -120,6 +121,9 @@ def next_token_loss(
     """
     check_next_token_loss(model)
     shift_labels_of(shard, "next_token_loss")
+    ring = attached_ring(unwrapped(model))
+    if ring is not None:
+        ring.check_schedules()
     with sliced_loss(model, tokens_at_once):
         output = model(**{"use_cache": False, **shard}, num_items_in_batch=tokens)
     loss: Tensor = output["loss"] if isinstance(output, Mapping) else output[0]

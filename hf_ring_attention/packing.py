@@ -176,8 +176,9 @@ class Run(NamedTuple):
 
 def _remedy(layout: SequenceLayout) -> str:
     return (
-        f"a ring needs positions that count each document from its first token, without a gap or a repeat; pass position_ids=ring.shard(positions, layout), where positions [batch, seq_len] count each document from 0, "
-        f"and input_ids sharded likewise, with the layout of ring.layout_for(seq_len, pattern) for the model's pattern "
+        f"a ring needs positions that count each document from its first token, without a gap or a repeat; pass "
+        f"position_ids=ring.shard(positions, layout), where positions [batch, seq_len] count each document from 0, and "
+        f"input_ids sharded likewise, with the layout of ring.layout_for(seq_len, pattern) for the model's pattern "
         f"({layout.kind} here)"
     )
 
