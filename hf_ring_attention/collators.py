@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from numbers import Integral, Number
 from typing import Any, Literal
@@ -175,10 +175,12 @@ class _Document:
 
 
 def _read_all(documents: Any, collator: str) -> list[_Document]:
-    if isinstance(documents, (Mapping, str)) or not isinstance(documents, Sequence) or not documents:
-        got = "an empty list" if documents == [] else type(documents).__name__
+    iterable = isinstance(documents, Iterable) and not isinstance(documents, (Mapping, str, Tensor))
+    read = [_read(x, f"document {number} of a batch") for number, x in enumerate(documents)] if iterable else []
+    if not read:
+        got = "none" if iterable else type(documents).__name__
         raise ValueError(f"{collator} expected a list of documents, mappings that have input_ids, got {got}")
-    return [_read(document, f"document {number} of a batch") for number, document in enumerate(documents)]
+    return read
 
 
 def _read(document: Any, who: str) -> _Document:
@@ -221,7 +223,8 @@ def _columns(document: Mapping[str, Any], who: str) -> dict[str, Tensor]:
                 continue
             raise ValueError(
                 f"{who} has {name} {type(value).__name__ if x is None else tuple(x.shape)}, which must have a value for "
-                f"each of its {len(ids)} tokens" + ("" if known else ": leave other columns out, dataset.remove_columns")
+                f"each of its {len(ids)} tokens"
+                + ("" if known else ": leave other columns out, dataset.remove_columns")
             )
         if x is not None:
             columns[str(name)] = x
@@ -238,7 +241,9 @@ def _tensor(value: Any, name: str, who: str) -> Tensor | None:
     if isinstance(leaf, np.ndarray) and leaf is value:
         unsigned = value.dtype.kind == "u"  # torch has few operations for them
         return torch.as_tensor(value.astype(np.int64) if unsigned else value) if value.dtype.kind in "biuf" else None
-    if not isinstance(value, (list, tuple)) or not isinstance(leaf, (Number, np.bool_, Tensor, np.ndarray, list, tuple)):
+    if not isinstance(value, (list, tuple)) or not isinstance(
+        leaf, (Number, np.bool_, Tensor, np.ndarray, list, tuple)
+    ):
         return None
     if leaf is value or isinstance(leaf, (list, tuple)):  # empty
         return torch.zeros(0, dtype=torch.int64) if name in TOKEN_COLUMNS else None
@@ -358,7 +363,9 @@ def _fitting(documents: list[_Document], row_length: int | None, strategy: Strat
                     f"document {number} has {len(document)} tokens with position_ids of its own, and pieces of {row_length} "
                     f"tokens would count from 0: make rows longer, or truncate or drop such documents"
                 )
-            fitting += [document.cut(x, min(x + row_length, len(document))) for x in range(0, len(document), row_length)]
+            fitting += [
+                document.cut(x, min(x + row_length, len(document))) for x in range(0, len(document), row_length)
+            ]
     return fitting
 
 

@@ -230,17 +230,6 @@ def test_transformers_own_packing_is_understood():
         assert torch.equal(a[name], b[name]), name
 
 
-def test_collators_refuse_what_does_not_fit():
-    with pytest.raises(ValueError, match="document of 9 tokens does not fit a row of 8"):
-        ra.PackingCollator(8)([{"input_ids": [1] * 9}])
-    with pytest.raises(ValueError, match="padding_side"):
-        ra.PaddingCollator(padding_side="middle")
-    with pytest.raises(ValueError, match="labels like them"):
-        ra.PaddingCollator()([{"input_ids": [1, 2], "labels": [1]}])
-    with pytest.raises(ValueError, match="row_length"):
-        ra.PackingCollator(0)
-
-
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
