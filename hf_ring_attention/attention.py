@@ -22,9 +22,25 @@ from .transports import LocalTransport
 
 _ALONE = Ring.alone()
 
+#: Why no graph holds this attention; torch.compile shows it where it breaks the graph.
+UNTRACEABLE = (
+    "ring_dilated plans by the content of each batch and talks to other ranks, which no graph can hold: export a model with "
+    "attn_implementation='sdpa'; torch.compile takes it with fullgraph=False, and breaks the graph here"
+)
+
+
+def check_not_traced() -> None:
+    """Refuses torch.export and torch.jit.trace, which would record one batch's plan for all.
+
+    Raises:
+        NotImplementedError: one of them is under way.
+    """
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        raise NotImplementedError(f"torch.export or torch.jit.trace was asked for: {UNTRACEABLE}")
+
 
 # A graph break on purpose: plans, checks and messages are no work for a compiler, and kernels are compiled already.
-@torch.compiler.disable(reason="ring_attention talks to other ranks and calls kernels that need no compiling")
+@torch.compiler.disable(reason=UNTRACEABLE)
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -66,6 +82,7 @@ def ring_attention(
         ValueError: tensors, documents or layouts that do not fit each other, or ranks that disagree; on every rank,
             before anything is computed.
     """
+    check_not_traced()
     ring = _ALONE if ring is None else ring
     problem: Problem | None = None
     error: Exception | None = None
@@ -85,7 +102,7 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
-@torch.compiler.disable(reason="cached_attention talks to other ranks and calls kernels that need no compiling")
+@torch.compiler.disable(reason=UNTRACEABLE)
 def cached_attention(
     q: Tensor,
     k: Tensor,
@@ -117,6 +134,7 @@ def cached_attention(
     Raises:
         ValueError: tensors or documents that do not fit `held`, or a gradient asked of a ring.
     """
+    check_not_traced()
     ring = _ALONE if ring is None else ring
     problem: Problem | None = None
     error: Exception | None = None

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .attention import UNTRACEABLE, check_not_traced
 from .gate import check_config, class_name
 from .layouts import HeldKeys, SequenceLayout
 from .packing import documents_from_mask
@@ -88,7 +89,7 @@ def forward_pass_of(config: Any) -> ForwardPass | None:
     return running if running is not None and running.config is config else None
 
 
-@torch.compiler.disable(reason="it reads masks")
+@torch.compiler.disable(reason=UNTRACEABLE)
 def ring_dilated_mask(
     batch_size: int,
     q_length: int,
@@ -111,6 +112,7 @@ def ring_dilated_mask(
         ValueError: a mask that only a square could express.
         NotImplementedError: a model that `gate.check_config` refuses.
     """
+    check_not_traced()
     if config is not None:
         check_config(config)
     if use_vmap:

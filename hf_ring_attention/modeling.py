@@ -10,7 +10,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.utils import output_capturing
 
-from .attention import cached_attention, ring_attention
+from .attention import UNTRACEABLE, cached_attention, check_not_traced, ring_attention
 from .configuration import NAME, check_made, keep_implementation, layer_pattern, patch_config
 from .gate import check_model, unwrapped
 from .layouts import HeldKeys
@@ -21,7 +21,7 @@ from .ring import Ring
 from .sharding import attach_ring, attached_ring, sharded_without_documents
 
 
-@torch.compiler.disable(reason="it reads masks and talks to other ranks")
+@torch.compiler.disable(reason=UNTRACEABLE)
 def ring_dilated_attention(
     module: nn.Module,
     query: Tensor,
@@ -56,6 +56,7 @@ def ring_dilated_attention(
             a pattern that reaches keys which the cache has dropped.
         NotImplementedError: position biases, head masks, paged caches and cross-attention.
     """
+    check_not_traced()
     config, ring = getattr(module, "config", None), attached_ring(module)
     forward_pass = forward_pass_of(config)
     if forward_pass is not None:

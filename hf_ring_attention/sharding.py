@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .attention import UNTRACEABLE, check_not_traced
 from .caches import ShardedCache
 from .communicators import digest
 from .configuration import NAME, layer_pattern, model_layout
@@ -127,13 +128,14 @@ def _depends_on_length(module: nn.Module) -> bool:
 # ---- before and after a forward pass
 
 
-@torch.compiler.disable(reason="it compares the calls of all ranks")
+@torch.compiler.disable(reason=UNTRACEABLE)
 def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Says what the masks of a forward pass need, and checks a sharded one.
 
     Raises:
         ValueError: on every rank, where any rank's call contradicts its layout, or the ranks' calls each other.
     """
+    check_not_traced()
     if args:
         kwargs = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
     tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
@@ -209,9 +211,7 @@ def _before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     _WRONG_LOSS.set(error)
 
 
-def _packed_rows(
-    module: nn.Module, tokens: Tensor | None, kwargs: Mapping[str, Any]
-) -> tuple[Documents | None, bool]:
+def _packed_rows(module: nn.Module, tokens: Tensor | None, kwargs: Mapping[str, Any]) -> tuple[Documents | None, bool]:
     """The documents of whole rows, where positions restart or a collator tells them, and whether it was a collator.
 
     Not every model looks for them itself.
@@ -255,7 +255,11 @@ def _checked_step(
         if length == 0 or (two and mask.shape[1] != held + length):
             raise ValueError(
                 f"the cache holds {held} tokens, and {length} new ones came"
-                + (f" with an attention_mask of {mask.shape[1]}, not {held} + {length} = {held + length}" if two else "")
+                + (
+                    f" with an attention_mask of {mask.shape[1]}, not {held} + {length} = {held + length}"
+                    if two
+                    else ""
+                )
                 + ": generate takes the whole row, the tokens of the cache and those after it: "
                 "model.generate(torch.cat([document, question], 1), past_key_values=cache), and a mask as long as that"
             )
