@@ -212,7 +212,7 @@ def tokens_of(mask: Tensor | None) -> Tokens:
         return Tokens()
     tokens = getattr(mask, _READ, None)
     if tokens is None:
-        numbers = mask.to(torch.int64).cpu()
+        numbers = (mask != 0 if mask.is_floating_point() else mask).to(torch.int64).cpu()
         flags = int(numbers.max()) >> 32 << 32
         if flags & _SHARDED:
             raise RuntimeError(

@@ -104,3 +104,38 @@ def test_calls_of_unshard_that_differ_are_refused_on_every_rank():
     for errors in run_ranks(unsharding, 2):
         for name, text in expected.items():
             assert text in errors[name], name
+
+
+def comparisons_of_steps(ring):
+    """How many exchanges each of five training steps makes to compare backward passes, where tensors are not on the CPU."""
+    counts, gather = [], ring._communicator.gather_objects
+
+    def counted(x):
+        counts[-1] += 1
+        return gather(x)
+
+    ring._communicator.gather_objects = counted
+    for step in range(5):
+        counts.append(0)
+        checks = [ring.backward_check(torch.device("meta")) for _ in range(3)]
+        if step == 2:  # a call that is evaluated only, and its graph dropped
+            ring.backward_check(torch.device("meta"))
+        order = [0, 2, 1] if step == 4 and ring.rank == 0 else [2, 1, 0]
+        if step == 4:
+            with pytest.raises(ValueError, match=r"disagree on the call: rank 0: the backward pass of the call 2 before"):
+                ring._digests.clear()  # as if it were the first step, where the order is compared
+                checks[order[0]]()
+            continue
+        for number in order:
+            checks[number]()
+    return counts
+
+
+def test_beside_a_device_backward_passes_are_compared_once():
+    for counts in ra.run_simulated(comparisons_of_steps, 2, timeout=600):
+        # The calls before the last one, by their distance: three, then one more for the step with a call in between.
+        assert counts == [3, 0, 1, 0, 1]
+
+
+def test_one_rank_compares_nothing():
+    assert ra.Ring.alone().backward_check(torch.device("cpu")) is None
