@@ -1,10 +1,18 @@
-"""Shows that tests of models with their neighbours reach ring_dilated at all."""
+"""Tests of models compute in float64; those of models with their neighbours show that they reach ring_dilated at all."""
 
 import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_ring_attention import modeling
+from tests.support.tolerance import float64
+
+
+@pytest.fixture(autouse=True)
+def in_float64(request):
+    """See tests.support.tolerance; but for tests that are marked as being about other dtypes."""
+    with float64(request.node.get_closest_marker("own_dtypes") is None):
+        yield
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from tests.support.probe import (
     logits_and_gradients,
     of_shards,
 )
+from tests.support.ranks import TIMEOUT, run_simulated
 from tests.support.tiny_models import tiny_config
 
 pytestmark = pytest.mark.usefixtures("calls")
@@ -58,7 +59,7 @@ def test_a_copy_and_its_original_have_rings_of_their_own(first, changes):
     inputs, labels = batch("packed" if not changes else "right")
     expected = logits_and_gradients(ra.patch_model(llama(**changes), PYRAMID), inputs, labels)
     originals = [llama(**changes) for _ in range(2)]
-    others = ra.simulate(2, transport="ring", timeout=60)
+    others = ra.simulate(2, transport="ring", timeout=TIMEOUT)
     one_device = hooks(ra.patch_model(llama(**changes)))
 
     def work(ring):
@@ -80,7 +81,7 @@ def test_a_copy_and_its_original_have_rings_of_their_own(first, changes):
             assert other.traffic() == before, "the one with the first ring used the other's"
         return found
 
-    for found in ra.run_simulated(work, 2, timeout=60):
+    for found in run_simulated(work, 2):
         assert len(found) == 8
         for one in found:
             check(one, expected)
@@ -102,7 +103,7 @@ def test_the_pooler_of_a_copy():
         ra.patch_model(model)
         return [twin(**shards).pooler_output.detach(), model(**inputs).pooler_output.detach()]
 
-    for found in ra.run_simulated(work, 2, timeout=60):
+    for found in run_simulated(work, 2):
         for one in found:
             assert distance(one, expected) <= LOGITS
 

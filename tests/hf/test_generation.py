@@ -14,8 +14,9 @@ from hf_ring_attention.layouts import HeldKeys
 from hf_ring_attention.reference import reference_attention
 
 from ..support.probe import distance
-from ..support.ranks import run_ranks
+from ..support.ranks import run_ranks, run_simulated
 from ..support.tiny_models import VOCAB, tiny_model
+from ..support.tolerance import EXACT
 
 PATTERNS = {
     "exact": None,
@@ -58,7 +59,7 @@ def generate(model, ids, mask, **ways):
 def same(found, expected):
     """Tokens, and the logits behind them: tiny models tend to repeat themselves."""
     logits, logits_ = (torch.stack(output.logits) for output in (found, expected))
-    return torch.equal(found.sequences, expected.sequences) and distance(logits, logits_) <= 1e-5
+    return torch.equal(found.sequences, expected.sequences) and distance(logits, logits_) <= EXACT
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -87,7 +88,7 @@ def test_steps_with_a_cache_are_those_of_the_whole_row(model_type, pattern):
                 past_key_values=cache,
             ).logits
             found.append(logits)
-    assert distance(torch.cat(found, 1)[mask.bool()], expected[mask.bool()]) <= 1e-5
+    assert distance(torch.cat(found, 1)[mask.bool()], expected[mask.bool()]) <= EXACT
 
 
 def test_a_step_is_a_row_of_the_oracle():
@@ -237,7 +238,7 @@ def sharded(rank):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_sharded_keys(world_size):
     """Documents prefilled over a ring, then questions: the tokens of one device, in every layout, pattern and way."""
-    for wrong, said, size in run_ranks(sharded, world_size, timeout=240):
+    for wrong, said, size in run_ranks(sharded, world_size):
         assert size == world_size
         assert wrong == []
         for text, expected in zip(
@@ -284,4 +285,4 @@ def test_sharded_keys_of_odd_types(model_type):
         with pytest.raises(ValueError, match=r"padding inside a document|refused the call"):
             model(whole[:, PROMPT:], attention_mask=hole, past_key_values=cache)
 
-    ra.run_simulated(work, 2, timeout=60)
+    run_simulated(work, 2)

@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_ring_attention as ra
 from hf_ring_attention.reference import reference_attention
+from tests.support.tolerance import EXACT
 
 VOCAB, TOKENS = 97, 20
 SIZES = {"vocab_size": VOCAB, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -141,10 +142,11 @@ def test_without_a_pattern_a_checkpoint_computes_what_eager_does(reloaded, name,
     assert len(want_states) == 3
     valid = mask.bool()
     for got, want in zip(got_states, want_states, strict=True):
-        assert relative_error(got[valid], want[valid]) <= 1e-5
-    assert largest_gradient_error(got_grads, want_grads) <= 1e-4
+        assert relative_error(got[valid], want[valid]) <= EXACT
+    assert largest_gradient_error(got_grads, want_grads) <= EXACT
 
 
+@pytest.mark.own_dtypes
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("pattern", [None, PYRAMID], ids=["exact", "pyramid"])
@@ -174,7 +176,7 @@ def test_bidirectional_encoder(side):
         .last_hidden_state
         for implementation in ("eager", "ring_dilated")
     )
-    assert relative_error(got[mask.bool()], want[mask.bool()]) <= 1e-5
+    assert relative_error(got[mask.bool()], want[mask.bool()]) <= EXACT
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -184,13 +186,13 @@ def test_packed_rows_compute_what_their_documents_do_alone(reloaded, name):
     positions = torch.stack([torch.cat([torch.arange(stop - start) for start, stop in row]) for row in rows])
     eager, model = reloaded(name)
     got, want = (m(input_ids=ids, position_ids=positions, use_cache=False).logits for m in (model, eager))
-    assert relative_error(got, want) <= 1e-5
+    assert relative_error(got, want) <= EXACT
     if name == "opt":  # does not look for packing in position_ids, with any implementation
         return
     for row, documents in enumerate(rows):
         for start, stop in documents:
             alone = model(input_ids=ids[row : row + 1, start:stop], use_cache=False).logits
-            assert relative_error(got[row, start:stop], alone[0]) <= 1e-5, (row, start, stop)
+            assert relative_error(got[row, start:stop], alone[0]) <= EXACT, (row, start, stop)
 
 
 @pytest.mark.parametrize("pattern", [PYRAMID, LONGNET], ids=["pyramid", "longnet"])
@@ -206,12 +208,12 @@ def test_padding_and_packing_change_nothing_under_a_pattern(name, pattern):
         ids = torch.nn.functional.pad(document, (before, after))
         mask = torch.nn.functional.pad(torch.ones_like(document), (before, after))
         padded = model(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask), use_cache=False).logits
-        assert relative_error(padded[0, before : before + 13], alone) <= 1e-5, (before, after)
+        assert relative_error(padded[0, before : before + 13], alone) <= EXACT, (before, after)
     for parts in ([other, document], [document, other], [other, document, other]):
         positions = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
         packed = model(input_ids=torch.cat(parts, 1), position_ids=positions, use_cache=False).logits
         start = 0 if parts[0] is document else other.shape[1]
-        assert relative_error(packed[0, start : start + 13], alone) <= 1e-5, [part.shape[1] for part in parts]
+        assert relative_error(packed[0, start : start + 13], alone) <= EXACT, [part.shape[1] for part in parts]
 
 
 #: What each of the two layers computes when PYRAMID is set for all layers, and when LONGNET is set for layer 1 besides.
@@ -247,9 +249,9 @@ def test_layers_compute_the_definition(monkeypatch, name, own):
     want = want_model(**inputs)  # no mask: the oracle knows the documents
     assert seen == [0, 1]
     valid = mask.bool()
-    assert relative_error(output.logits[valid], want.logits[valid]) <= 1e-5
+    assert relative_error(output.logits[valid], want.logits[valid]) <= EXACT
     grads = gradients(model, output.loss), gradients(want_model, want.loss)
-    assert largest_gradient_error(*grads) <= 1e-4
+    assert largest_gradient_error(*grads) <= EXACT
 
 
 def test_a_pattern_is_saved_and_loaded_with_the_model(tmp_path):
@@ -270,7 +272,7 @@ def test_a_pattern_is_saved_and_loaded_with_the_model(tmp_path):
     assert again.config.ring_dilated == stored
     assert torch.equal(again(input_ids=ids).logits, dilated)
     eager = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    assert relative_error(eager(input_ids=ids).logits, exact) <= 1e-5, "a pattern is ring_dilated's alone"
+    assert relative_error(eager(input_ids=ids).logits, exact) <= EXACT, "a pattern is ring_dilated's alone"
 
 
 def test_patch_config_replaces_what_was_set_and_keeps_other_layers():
@@ -315,9 +317,10 @@ def test_gradient_checkpointing(rows, use_reentrant):
         model.model.layers[0].self_attn.register_forward_pre_hook(lambda *args, calls=calls: calls.append(1))
         found.append(gradients(model, model(input_ids=ids, use_cache=False, **inputs).loss))
         assert len(calls) == (2 if checkpointed else 1)
-    assert largest_gradient_error(found[1], found[0]) <= 1e-6
+    assert largest_gradient_error(found[1], found[0]) <= EXACT
 
 
+@pytest.mark.own_dtypes
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_bfloat16_autocast(name):
     """No further from float32 than twice what eager attention is under the same autocast."""
@@ -351,7 +354,7 @@ def test_a_boolean_mask_that_the_caller_edits_in_place(reloaded):
     model(input_ids=ids, attention_mask=mask)
     mask[1, :7] = False
     want, got = (m(input_ids=ids, attention_mask=mask).logits[mask] for m in (eager, model))
-    assert relative_error(got, want) <= 1e-5
+    assert relative_error(got, want) <= EXACT
 
 
 def test_every_family_is_asked_for_its_positions():

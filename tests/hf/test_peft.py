@@ -14,6 +14,7 @@ from tests.support.probe import (
     distance,
     logits_and_gradients,
 )
+from tests.support.ranks import run_simulated
 from tests.support.tiny_models import VOCAB
 
 # PEFT asks Transformers by names that a later 5 has renamed.
@@ -58,7 +59,7 @@ def test_generation_with_lora_over_a_ring():
         model = ra.patch_model(made[ring.rank], ring=ring)
         return model.generate(ids, past_key_values=ra.prefill(model, ids[:, :20]), **settings)
 
-    for found in ra.run_simulated(work, 2, timeout=60):
+    for found in run_simulated(work, 2):
         assert torch.equal(found, expected)
 
 
@@ -142,7 +143,7 @@ def test_a_learned_prefix_over_a_ring_is_refused(prefix, message):
         return ra.patch_model(made[ring.rank], ring=ring)(input_ids=ids)
 
     with pytest.raises(ValueError, match=message):
-        ra.run_simulated(work, 2, timeout=60)
+        run_simulated(work, 2)
 
 
 def checkpointed(model, use_reentrant):

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config
 
 import hf_ring_attention as ra
 from tests.support.ranks import run_ranks
+from tests.support.tolerance import EXACT, float64
 
 VOCAB, TOKENS = 97, 21  # padded to 22 over 2 ranks, to 24 in zigzag
 SIZES = {"vocab_size": VOCAB, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -205,12 +206,13 @@ def on_each_rank(rank):
 @pytest.fixture(scope="module")
 def answers():
     """What both ranks found: one launch serves all tests here."""
-    return run_ranks(on_each_rank, 2, timeout=90)
+    with float64():
+        return run_ranks(on_each_rank, 2)
 
 
 def check(found):
-    assert found["logits"] <= 1e-5
-    assert found["gradients"] <= 1e-4
+    assert found["logits"] <= EXACT
+    assert found["gradients"] <= EXACT
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
@@ -240,11 +242,11 @@ def test_refused_on_every_rank(answers, name, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_correct_pass_after_refusals(answers, layout):
     for answer in answers:
-        assert answer["refusals", layout][1] <= 1e-5
+        assert answer["refusals", layout][1] <= EXACT
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_bidirectional_model_never_sees_the_padding_of_its_layout(answers, layout):
     for answer in answers:
         error = answer["encoder", layout]
-        assert error is None or error <= 1e-5
+        assert error is None or error <= EXACT

@@ -13,6 +13,7 @@ from hf_ring_attention.sharding import first_position
 from ..support.probe import BATCHES, GRADIENTS, LOGITS, batch, errors, logits_and_gradients, of_shards
 from ..support.ranks import run_ranks
 from ..support.tiny_models import tiny_model
+from ..support.tolerance import float64
 
 ROPE = {"rope_theta": 1e4, "factor": 4.0}
 #: What each shows beside grouped heads, full causal attention and plain RoPE.
@@ -84,7 +85,8 @@ def on_each_rank(rank):
 
 @pytest.fixture(scope="module")
 def answers():
-    return run_ranks(on_each_rank, 4, timeout=300)
+    with float64():
+        return run_ranks(on_each_rank, 4)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -9,6 +9,8 @@ import hf_ring_attention as ra
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import VOCAB, tiny_model
 
+pytestmark = pytest.mark.own_dtypes  # nothing is compiled where tests.support.tolerance turns float32 into float64
+
 MADE = {
     "unpatched": lambda: tiny_model("llama", "ring_dilated"),
     "patched": lambda: ra.patch_model(tiny_model("llama", "eager")),

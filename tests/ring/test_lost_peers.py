@@ -60,7 +60,7 @@ def lost_peers():
     """What ranks 0 and 1 learnt. Rank 2 leaves no answer, which `run_ranks` would not have; no process stays here either."""
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            CONTEXT.Process(target=_rank, args=(with_lost_peers, rank, 3, folder, 90, ()), daemon=True)
+            CONTEXT.Process(target=_rank, args=(with_lost_peers, rank, 3, folder, 90, False, ()), daemon=True)
             for rank in range(3)
         ]
         for process in processes:

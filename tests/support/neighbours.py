@@ -11,7 +11,9 @@ from tests.support.probe import (
     errors,
     of_shards,
 )
+from tests.support.ranks import run_simulated
 from tests.support.tiny_models import draw, tiny_model
+from tests.support.tolerance import allowed, float64
 
 PYRAMID = ra.Pattern.pyramid(window=3, levels=3, ratio=2, sinks=2)
 LONGNET = ra.Pattern.longnet([4, 12, None], [1, 2, 4])
@@ -30,7 +32,7 @@ def built(auto, config, implementation="eager"):
     """Like `tiny_model`, of any class: the same large weights at every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = auto.from_config(config, attn_implementation=implementation, dtype=torch.float32)
+        model = auto.from_config(config, attn_implementation=implementation, dtype=torch.get_default_dtype())
     draw(model)
     return model.eval()
 
@@ -41,10 +43,18 @@ def logits_of(model, inputs, labels):
     return model(**inputs).logits[labels != -100]
 
 
-def check(found, expected):
-    logits, gradients = errors(found, expected)
-    assert logits <= LOGITS
-    assert gradients <= GRADIENTS
+def check(found, expected, bounds=(LOGITS, GRADIENTS)):
+    for name, error, bound in zip(("logits", "gradients"), errors(found, expected), bounds, strict=True):
+        assert error <= bound, f"{name} are {error} off, of {bound}"
+
+
+def exact_and_bounds(run, make, *rows):
+    """run(model, *rows) in float64, for `check` of what computes the same in float32: bounds on its errors, too."""
+    low = run(make(), *rows)
+    model = make().double()  # the same weights
+    with float64():
+        exact = run(model, *rows)
+    return exact, [allowed(error) for error in errors(low, exact)]
 
 
 def on_two_ranks(make, inputs, labels, pattern=None, use=lambda model: model):
@@ -54,7 +64,7 @@ def on_two_ranks(make, inputs, labels, pattern=None, use=lambda model: model):
         return of_shards(use(ra.patch_model(made[ring.rank], pattern, ring)), ring, inputs, labels)
 
     made = [make() for _ in range(2)]
-    return ra.run_simulated(work, 2, timeout=60)[0]
+    return run_simulated(work, 2)[0]
 
 
 def with_lora(model):

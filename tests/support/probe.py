@@ -14,12 +14,14 @@ import hf_ring_attention as ra
 from hf_ring_attention.gate import runner_of
 from hf_ring_attention.sharding import first_position
 
+from .ranks import run_simulated
 from .tiny_models import CAUSAL_TYPES, NOT_BUILT, VOCAB, tiny_model
+from .tolerance import EXACT, float64
 
 TOKENS = 20
 BATCHES = ("plain", "left", "right", "packed")
-#: Relative to the largest entry.
-LOGITS, GRADIENTS = 1e-5, 1e-4
+#: In float64, relative to the largest entry.
+LOGITS = GRADIENTS = EXACT
 
 
 def batch(kind, first=0):
@@ -123,12 +125,12 @@ def on_two_ranks(model_type, kind, layout, transport, **changes):
         model = ra.patch_model(models[ring.rank], ring=ring)
         return errors(of_shards(model, ring, inputs, labels), expected)
 
-    found = ra.run_simulated(work, 2, layout=layout, transport=transport, timeout=60)
+    found = run_simulated(work, 2, layout=layout, transport=transport)
     return tuple(max(values) for values in zip(*found))
 
 
 def survey(model_type):
-    """The `ModelSupport` of a type, by running it.
+    """The `ModelSupport` of a type, by running it, in float64 (`tests.support.tolerance`).
 
     Raises:
         AssertionError: results that are not those of eager attention.
@@ -200,7 +202,8 @@ def main():
     torch.set_num_threads(1)
     models = []
     for model_type in CAUSAL_TYPES:
-        models.append(survey(model_type))
+        with float64():
+            models.append(survey(model_type))
         print(model_type, models[-1].status, flush=True)
     text = json.dumps([asdict(m) for m in models], indent=1) + "\n"
     (ROOT / "hf_ring_attention" / "models.json").write_text(text, encoding="utf-8")

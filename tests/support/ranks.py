@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks, each a process of one thread, and brings back what they return."""
+"""Runs a function on several ranks, gloo processes of one thread or simulated ones, and brings back what they return."""
 
 import multiprocessing
 import os
@@ -8,20 +8,30 @@ import time
 import traceback
 from datetime import timedelta
 
+import torch
+import torch.distributed as dist
+
+import hf_ring_attention as ra
+from tests.support.tolerance import float64, is_float64
+
+#: Seconds after which something hangs and is not merely slow: some ten times what the longest launch of the tests takes
+#: beside four busy processes on two cores. Tests that do not test timeouts take this one.
+TIMEOUT = 600
+#: Seconds that the other ranks have to tell their own story once one has failed; they end sooner when all have.
+PATIENCE = 60
 #: Ranks are forked from a process that computed nothing, and imported what takes seconds once for all of them.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.support.training"])
 
 
-def run_ranks(function, world_size, *args, timeout=120, patience=1):
-    """[function(rank, *args) for each rank], run side by side.
+def run_ranks(function, world_size, *args, timeout=TIMEOUT):
+    """[function(rank, *args) for each rank], run side by side, in float64 where the caller computes in it.
 
     A rank that raises ends all of them, and its traceback is the error; so does `timeout` (seconds). No process stays.
-    The others have `patience` (seconds) to tell their own story.
     """
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            CONTEXT.Process(target=_rank, args=(function, rank, world_size, folder, timeout, args))
+            CONTEXT.Process(target=_rank, args=(function, rank, world_size, folder, timeout, is_float64(), args))
             for rank in range(world_size)
         ]
         for process in processes:
@@ -30,7 +40,7 @@ def run_ranks(function, world_size, *args, timeout=120, patience=1):
         try:
             while any(process.is_alive() for process in processes):
                 if any(process.exitcode not in (None, 0) for process in processes):
-                    end = time.monotonic() + patience
+                    end = time.monotonic() + PATIENCE
                     while any(process.is_alive() for process in processes) and time.monotonic() < end:
                         time.sleep(0.1)
                     break
@@ -59,10 +69,18 @@ def run_ranks(function, world_size, *args, timeout=120, patience=1):
         return answers
 
 
-def _rank(function, rank, world_size, folder, timeout, args):
-    import torch
-    import torch.distributed as dist
+def run_simulated(function, world_size, *, timeout=TIMEOUT, **settings):
+    """`ra.run_simulated`, in float64 where the caller computes in it."""
+    on = is_float64()  # a matter of each thread
 
+    def run(ring):
+        with float64(on):
+            return function(ring)
+
+    return ra.run_simulated(run, world_size, timeout=timeout, **settings)
+
+
+def _rank(function, rank, world_size, folder, timeout, in_float64, args):
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     dist.init_process_group(
@@ -73,7 +91,8 @@ def _rank(function, rank, world_size, folder, timeout, args):
         timeout=timedelta(seconds=timeout),
     )
     try:
-        answer = (True, function(rank, *args))
+        with float64(in_float64):
+            answer = (True, function(rank, *args))
     except BaseException:
         answer = (False, traceback.format_exc())
     with open(os.path.join(folder, f"{rank}.part"), "wb") as file:

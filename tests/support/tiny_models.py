@@ -194,21 +194,26 @@ def _few_layers(values: dict, settings: dict) -> dict:
 
 
 def tiny_model(model_type: str, attn_implementation: str, **changes) -> PreTrainedModel:
-    """The model of `tiny_config`, in evaluation mode and float32: the same weights at every call for the same config.
+    """The model of `tiny_config`, in evaluation mode and the default dtype: the same weights at every call for a config.
 
     The weights are so large that attention is far from uniform; a wrong key then shows. Norms keep their scales.
     """
     config = tiny_config(model_type, **changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            config,
+            attn_implementation=attn_implementation,
+            dtype=torch.get_default_dtype(),
+            experts_implementation="eager",  # torch's grouped products of matrices take no float64
+        )
     draw(model)
     return model.eval()
 
 
-def draw(model: PreTrainedModel) -> None:
+def draw(model: PreTrainedModel, seed: int = 5) -> None:
     """Large weights; noise on all vectors, since some are zero at first (biases, attention sinks)."""
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             owner, _, kind = name.rpartition(".")

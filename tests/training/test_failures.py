@@ -50,14 +50,14 @@ def whole_and_resumed(rank, folder, ring_size):
 @pytest.mark.parametrize(("world_size", "ring_size"), [(2, 2), (4, 2)])
 def test_a_killed_process_ends_the_others_by_name(world_size, ring_size, tmp_path):
     with pytest.raises(AssertionError, match="ended without an answer"):
-        run_ranks(killed, world_size, tmp_path, ring_size, timeout=100, patience=30)
+        run_ranks(killed, world_size, tmp_path, ring_size)
     for rank in range(world_size - 1):
         said = (tmp_path / f"error{rank}").read_text()
         # The other ring may still be waiting when this one says who does not answer.
         named = re.search(r"lost (?:process|one or more of the processes) \[?([\d, ]+)", said)
         assert named is not None, said
         assert str(world_size - 1) in named[1].replace(" ", "").split(",")
-    for whole, resumed in run_ranks(whole_and_resumed, world_size, tmp_path, ring_size, timeout=200):
+    for whole, resumed in run_ranks(whole_and_resumed, world_size, tmp_path, ring_size):
         assert_equal_runs(resumed, whole, "resumed")
 
 
