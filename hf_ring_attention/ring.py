@@ -141,6 +141,8 @@ class Ring:
         self._digests: dict[Any, int] = {}
         #: Calls whose gradients were recorded; equal on all ranks, which compare their calls.
         self._calls = 0
+        #: Which of them ran its backward pass last; None where a call was recorded since.
+        self._last_backward: int | None = None
         self._logged: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ring:
@@ -416,21 +418,26 @@ class Ring:
         """For a call that all ranks agreed on: what its backward pass does first, so that it meets the same call's.
 
         Two backward passes in another order on another rank would exchange each other's gradients. On the CPU ranks
-        compare the number of the call, 8 bytes each. On other devices, where a comparison has to wait for the device, they
-        compare by how many calls it lies back, once for each such distance: in a training loop after the first step no
-        more, and a rank that then leaves the order waits for the others until the process group's timeout.
+        compare the number of the call, 8 bytes each. On other devices a comparison has to wait for the device, so ranks
+        compare each step from one backward pass to the next only once, by how many calls the two lie back: nothing in a
+        training loop after its first step. A rank that leaves that order later compares alone, and ends by the process
+        group's timeout.
         """
         if self.world_size == 1:
             return None
         self._calls += 1
+        self._last_backward = None
         return partial(self._check_backward, self._calls, device)
 
     def _check_backward(self, number: int, device: torch.device) -> None:
         if device.type == "cpu":
             self._compare(number, {"the call": f"the backward pass of call {number}, of those that recorded gradients"})
-        else:
-            distance = self._calls - number
-            self.agree_cheaply({"the call": f"the backward pass of the call {distance} before the last"}, None, device)
+            return
+        last = self._last_backward
+        before = "a forward pass" if last is None else f"that of the call {self._calls - last} before it"
+        self._last_backward = number
+        call = f"the backward pass of the call {self._calls - number} before the last, after {before}"
+        self.agree_cheaply({"the call": call}, None, device)
 
     def _from_others(self, own: Tensor) -> list[int]:
         """A number of every rank, from each directly: a rank that does not come is known by name."""
