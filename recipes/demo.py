@@ -19,11 +19,9 @@ from pathlib import Path
 import common
 import perplexity
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import hf_ring_attention as ra
-from hf_ring_attention import cli
+from hf_ring_attention.arguments import at_least, missing_extra, new_folder, parse_pattern
 from hf_ring_attention.plots import plot_losses, plot_patterns
 
 PATTERNS = ["exact", "window:512+4", "pyramid:512,3", "longnet:512/1,2048/4,all/8"]
@@ -40,24 +38,37 @@ def launch(recipe: str, *arguments: str, processes: int = 2) -> None:
     settings = ["--multi_gpu", "--num_processes", str(processes), "--num_machines", "1"]
     settings += ["--mixed_precision", "no", "--dynamo_backend", "no"]
     command = [sys.executable, "-m", "accelerate.commands.launch", *settings, str(HERE / recipe), *arguments]
-    subprocess.run(command, check=True, env=environment, timeout=1200)
+    subprocess.run(command, check=True, env=environment)
+
+
+def parse_args(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=at_least(2), default=4096, help="tokens of the document that are read")
+    parser.add_argument("--steps", type=at_least(1), default=20, help="fine-tuning steps")
+    parser.add_argument("--seq-len", type=at_least(2), default=1024, help="tokens of a fine-tuning sequence")
+    parser.add_argument(
+        "--held-out", type=at_least(2), default=2048, help="tokens kept for perplexity before and after"
+    )
+    parser.add_argument("--output", type=new_folder, default=Path("demo"))
+    args = parser.parse_args(argv)
+    missing = missing_extra("the demo", "matplotlib", "rich") or common.obstacle(common.BUNDLED)
+    if missing:
+        parser.error(missing)
+    return args
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the document that are read")
-    parser.add_argument("--steps", type=int, default=20, help="fine-tuning steps")
-    parser.add_argument("--seq-len", type=int, default=1024, help="tokens of a fine-tuning sequence")
-    parser.add_argument("--held-out", type=int, default=2048, help="tokens kept for perplexity before and after")
-    parser.add_argument("--output", type=Path, default=Path("demo"))
-    args = parser.parse_args()
+    args = parse_args()
+    from rich.console import Console
+    from rich.table import Table
+
     start = time.perf_counter()
     console = Console()
-    args.output.mkdir(exist_ok=True)
+    args.output.mkdir(parents=True, exist_ok=True)
 
     console.rule(f"1. perplexity of the first {args.tokens} tokens, one process")
-    model, tokenizer = common.load(None)
-    ids = common.tokenize(tokenizer, common.load_text(None), args.tokens)
+    ids = common.tokenize(common.load_tokenizer(), common.load_text(), args.tokens)
+    model = common.load_model()
     one = perplexity.measure(model, ids, PATTERNS)
     console.print(perplexity.table(one, f"SmolLM2-135M, topics of Python's manual, {args.tokens} tokens"))
     del model
@@ -88,7 +99,7 @@ def main() -> None:
     tuning = json.loads(tuning_file.read_text())
     tuning_file.unlink()
 
-    patterns = {name: cli.parse_pattern(name) for name in PATTERNS}
+    patterns = {name: parse_pattern(name) for name in PATTERNS}
     plot_patterns(patterns, args.tokens, args.output / "patterns.png")
     plot_losses({row["pattern"]: row.pop("token_nll") for row in one}, args.output / "losses.png")
     for row in two:

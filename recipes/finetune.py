@@ -11,46 +11,74 @@ Files for --config_file of `accelerate launch`, with DDP, FSDP 2 or ZeRO-3: reci
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
-import shutil
 import time
 from collections import UserDict
 from contextlib import nullcontext
 from pathlib import Path
 
+import checkpoints
 import common
 import torch
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin, set_seed
+from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, set_seed
 from torch.autograd.graph import save_on_cpu
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import get_scheduler
 
 import hf_ring_attention as ra
-from hf_ring_attention import bench, cli
+from hf_ring_attention import bench
+from hf_ring_attention.arguments import (
+    PATTERN_HELP,
+    at_least,
+    missing_extra,
+    new_file,
+    new_folder,
+    parse_pattern,
+    pattern_text,
+    positive,
+)
 from hf_ring_attention.plots import plot_training
+
+#: Those of transformers.get_scheduler that need nothing but the number of steps.
+SCHEDULES = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+    "constant_with_warmup",
+    "constant",
+)
 
 
 def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    common.add_sources(parser)
+    parser.add_argument("--pattern", type=pattern_text, default="pyramid:512,3", help=PATTERN_HELP)
     parser.add_argument(
-        "--model", help="hub id or folder of a causal language model; default: the bundled SmolLM2-135M"
+        "--ring-size",
+        type=at_least(1),
+        help="processes that share a sequence; several processes need it: their number for one ring of all, 1 for sequences "
+        "of their own",
     )
-    parser.add_argument("--text", help="text file or dataset id; default: the topics of Python's manual")
-    parser.add_argument("--pattern", default="pyramid:512,3", help=cli.PATTERN_HELP)
-    parser.add_argument("--ring-size", type=int, default=1, help="processes that share a sequence")
-    parser.add_argument("--seq-len", type=int, default=1024, help="tokens of a sequence")
-    parser.add_argument("--batch-size", type=int, default=1, help="sequences a ring reads at once")
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
-    parser.add_argument("--accumulate", type=int, default=1, help="batches of a step")
-    parser.add_argument("--lr", type=float, default=5e-5, help="highest learning rate")
-    parser.add_argument("--schedule", default="cosine", help="a schedule of transformers.get_scheduler")
-    parser.add_argument("--warmup", type=int, default=2, help="steps of rising learning rate")
-    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    parser.add_argument("--seq-len", type=at_least(2), default=1024, help="tokens of a sequence")
+    parser.add_argument("--batch-size", type=at_least(1), default=1, help="sequences a ring reads at once")
+    parser.add_argument("--steps", type=at_least(1), default=20, help="optimizer steps")
+    parser.add_argument("--accumulate", type=at_least(1), default=1, help="batches of a step")
+    parser.add_argument("--lr", type=positive, default=5e-5, help="highest learning rate")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="cosine", help="of the learning rate")
     parser.add_argument(
-        "--held-out", type=int, default=0, help="first tokens of the text kept for perplexity, not trained on"
+        "--warmup",
+        type=at_least(0),
+        help="steps of rising learning rate, the first with 0; default: 2, or 0 of one step",
+    )
+    parser.add_argument("--clip", type=positive, default=1.0, help="largest norm of the gradient")
+    parser.add_argument(
+        "--held-out", type=at_least(0), default=0, help="first tokens of the text kept for perplexity, not trained on"
     )
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
     parser.add_argument(
@@ -59,24 +87,69 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=["no", "bf16", "fp16"], help="mixed precision; default: what Accelerate was launched with"
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints, 0: none")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --output")
+    parser.add_argument("--seed", type=at_least(0, most=2**32 - 1), default=0)
+    parser.add_argument("--save-every", type=at_least(0), default=0, help="steps between checkpoints, 0: none")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
     parser.add_argument(
         "--output",
-        type=Path,
+        type=new_folder,
         default=Path("runs/finetune"),
-        help="folder for model, checkpoint and curve, shared by all machines",
+        help="folder for model, checkpoints and curve, shared by all machines",
     )
-    parser.add_argument("--json", type=Path, help="file for the figures")
-    return parser.parse_args(argv)
+    parser.add_argument(
+        "--plot", action="store_true", help="draw the losses to loss.png in --output (needs matplotlib)"
+    )
+    parser.add_argument("--json", type=new_file, help="file for the figures")
+    args = parser.parse_args(argv)
+    check_args(parser, args)
+    return args
+
+
+def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuses arguments that do not go together."""
+    if args.warmup is None:
+        args.warmup = min(2, args.steps - 1)
+    if args.warmup >= args.steps and args.schedule != "constant":
+        parser.error(
+            f"argument --warmup: the learning rate would rise for {args.warmup} of {args.steps} steps and never be --lr: "
+            f"take at most {args.steps - 1}, or more --steps"
+        )
+    if args.held_out == 1:
+        parser.error("argument --held-out: the first token of a text is not predicted: take 0, or 2 and more")
+    missing = missing_extra("argument --plot:", "matplotlib") if args.plot else None
+    if missing:
+        parser.error(missing)
+
+
+def ring_size(asked: int | None, processes: int) -> int:
+    """The size of rings, which several processes must be told: each alone would train on sequences of its own."""
+    sizes = [size for size in range(1, processes + 1) if processes % size == 0]
+    meanings = "; ".join(
+        f"--ring-size {size}: "
+        + (
+            "data parallel, a sequence of its own for each process"
+            if size == 1
+            else "one ring, each sequence over all processes"
+            if size == processes
+            else f"{processes // size} rings, each sequence over {size} processes"
+        )
+        for size in sizes
+    )
+    if asked is None and processes > 1:
+        raise SystemExit(f"{processes} processes were started, and --ring-size is not given. {meanings}")
+    if (asked or 1) not in sizes:
+        raise SystemExit(
+            f"--ring-size {asked}: {processes} process(es) cannot form rings of {asked}: {processes} = {processes // asked} * "
+            f"{asked} + {processes % asked}. {meanings}"
+        )
+    return asked or 1
 
 
 def main() -> None:
     args = parse_args()
-    pattern, checkpoint = cli.parse_pattern(args.pattern), args.output / "checkpoint"
-    if args.resume and not checkpoint.is_dir():
-        raise SystemExit(f"--resume: there is no {checkpoint}; a run with --save-every writes it")
+    resumed = checkpoints.last_saved(args.output) if args.resume else None
+    if resumed is None:
+        checkpoints.refuse_earlier(args.output, "--resume", "--output")
     # Steps end where this recipe's end, and not with an epoch.
     accumulation = GradientAccumulationPlugin(args.accumulate, sync_with_dataloader=False)
     accelerator = Accelerator(mixed_precision=args.dtype, gradient_accumulation_plugin=accumulation)
@@ -86,15 +159,28 @@ def main() -> None:
             gradient_accumulation_steps=args.accumulate,
             gradient_clipping=args.clip,
         )
-    ring = ra.Ring.from_accelerator(accelerator, size=args.ring_size)
+    ring = ra.Ring.from_accelerator(accelerator, size=ring_size(args.ring_size, accelerator.num_processes))
     set_seed(args.seed)
 
-    model, tokenizer = common.load(args.model)
-    ra.patch_model(model, pattern, ring=ring)
+    tokenizer = common.load_tokenizer(args.model)
+    ids = common.tokenize(tokenizer, common.load_text(args.text, args.dataset))[0]
+    held_out, rest = ids[: args.held_out], ids[args.held_out :]
+    dataset = common.rows_of(rest, args.seq_len, needed=args.batch_size * ring.dp_size)
+    # What a run must not change when it goes on: the data and their order, the pattern, and what the optimizer remembers.
+    names = ("pattern", "seq_len", "batch_size", "accumulate", "held_out", "lr", "seed")
+    settings = {name: getattr(args, name) for name in names}
+    settings |= {"rings": ring.dp_size, "tokens": hashlib.sha256(ids.numpy().tobytes()).hexdigest()}
+    if resumed:
+        (resumed,) = broadcast_object_list([resumed])  # all go on from the same
+        checkpoints.check_settings(resumed, settings)
+        done = checkpoints.step_of(resumed)
+        if done > args.steps:
+            raise SystemExit(f"--steps {args.steps}: {resumed} was written after step {done}: take {done} or more")
+
+    model = common.load_model(args.model)
+    ra.patch_model(model, parse_pattern(args.pattern), ring=ring)
     if args.checkpointing:
         model.gradient_checkpointing_enable()
-    ids = common.tokenize(tokenizer, common.load_text(args.text))[0]
-    held_out, dataset = ids[: args.held_out], common.rows_of(ids[args.held_out :], args.seq_len)
     loader = ring.prepare_data_loader(
         DataLoader(dataset, args.batch_size, shuffle=True, drop_last=True, collate_fn=ra.PaddingCollator())
     )
@@ -107,9 +193,9 @@ def main() -> None:
     figures = Figures(world_size=accelerator.num_processes, ring_size=ring.world_size, pattern=args.pattern)
     # What a checkpoint has besides the model, its optimizer and the random states.
     accelerator.register_for_checkpointing(schedule, loader, figures)
-    if args.resume:
-        accelerator.load_state(str(checkpoint))
-        accelerator.print(f"going on after step {len(figures.steps)} of {checkpoint}")
+    if resumed:
+        accelerator.load_state(str(resumed))
+        accelerator.print(f"going on after step {len(figures.steps)}, from {resumed}")
     elif args.held_out:
         figures["perplexity_before"] = ra.perplexity(raw_model, held_out, ring=ring).perplexity
         accelerator.print(f"held-out perplexity before: {figures['perplexity_before']:.3f}")
@@ -154,7 +240,7 @@ def main() -> None:
         )
         bar.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{int(tokens) / seconds:.0f}")
         if args.save_every and (step + 1) % args.save_every == 0:
-            save(accelerator, checkpoint)
+            checkpoints.save(accelerator, args.output, step + 1, settings)
     if args.held_out:
         figures["perplexity_after"] = ra.perplexity(raw_model, held_out, ring=ring).perplexity
         accelerator.print(f"held-out perplexity after: {figures['perplexity_after']:.3f}")
@@ -170,25 +256,13 @@ def main() -> None:
     if accelerator.is_main_process:
         raw_model.save_pretrained(args.output, state_dict=weights)
         tokenizer.save_pretrained(args.output)
-        plot_training([step["loss"] for step in figures.steps], args.output / "loss.png")
-        print(f"saved to {args.output}, with loss.png")
+        if args.plot:
+            plot_training([step["loss"] for step in figures.steps], args.output / "loss.png")
+        print(f"saved to {args.output}" + (", with loss.png" if args.plot else ""))
         if args.json:
             args.json.write_text(json.dumps(figures.data))
     accelerator.wait_for_everyone()
     accelerator.end_training()
-
-
-def save(accelerator: Accelerator, checkpoint: Path) -> None:
-    """Writes a checkpoint, which replaces the one before when all of it is there; to a disk that all machines share."""
-    part = checkpoint.with_suffix(".part")
-    if accelerator.is_main_process:
-        shutil.rmtree(part, ignore_errors=True)  # of a run that ended while it wrote
-    accelerator.wait_for_everyone()
-    accelerator.save_state(str(part))
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        shutil.rmtree(checkpoint, ignore_errors=True)
-        part.rename(checkpoint)
 
 
 class Figures(UserDict):

@@ -10,16 +10,29 @@ Every option of Transformers' TrainingArguments is one here: --gradient_checkpoi
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import checkpoints
 import common
 import torch
+from accelerate.utils import broadcast_object_list
 from transformers import HfArgumentParser
-from transformers.trainer_utils import get_last_checkpoint
 
 import hf_ring_attention as ra
-from hf_ring_attention import bench, cli
+from hf_ring_attention import bench
+from hf_ring_attention.arguments import (
+    PATTERN_HELP,
+    at_least,
+    check,
+    existing_file,
+    missing_extra,
+    new_folder,
+    parse_pattern,
+    pattern_text,
+    positive,
+)
 from hf_ring_attention.plots import plot_training
 
 
@@ -27,11 +40,15 @@ from hf_ring_attention.plots import plot_training
 class Arguments:
     """What is trained, on which text."""
 
-    model: str | None = field(default=None, metadata={"help": "hub id or folder; default: the bundled SmolLM2-135M"})
-    text: str | None = field(default=None, metadata={"help": "text file or dataset id; default: Python's manual"})
-    pattern: str = field(default="pyramid:512,3", metadata={"help": cli.PATTERN_HELP})
+    model: str = field(default=common.BUNDLED, metadata={"help": common.MODEL_HELP})
+    text: str | None = field(default=None, metadata={"help": common.TEXT_HELP})
+    dataset: str | None = field(default=None, metadata={"help": common.DATASET_HELP})
+    pattern: str = field(default="pyramid:512,3", metadata={"help": PATTERN_HELP})
     seq_len: int = field(default=1024, metadata={"help": "tokens of a sequence"})
     held_out: int = field(default=0, metadata={"help": "sequences for evaluation, not trained on"})
+    plot: bool = field(
+        default=False, metadata={"help": "draw the losses to loss.png in --output_dir (needs matplotlib)"}
+    )
 
 
 @dataclass
@@ -48,12 +65,64 @@ class TrainingArguments(ra.RingTrainingArguments):
     report_to: str = field(default="none")
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """The docstring as it stands, and defaults."""
+
+
+def parse_args(argv=None) -> tuple[Arguments, TrainingArguments]:
+    parser = HfArgumentParser(
+        (Arguments, TrainingArguments),
+        description=__doc__,
+        usage="%(prog)s [--model ID] [--text FILE] [--pattern PATTERN] [--ring_size N] [--seq_len N] ...; all: --help",
+        formatter_class=Help,
+    )
+    args, training = parser.parse_args_into_dataclasses(argv)
+    check(parser, "--model", common.model_source, args.model)
+    check(parser, "--pattern", pattern_text, args.pattern)
+    check(parser, "--seq_len", at_least(2), args.seq_len)
+    check(parser, "--held_out", at_least(0), args.held_out)
+    check(parser, "--learning_rate", positive, training.learning_rate)
+    check(parser, "--output_dir", new_folder, training.output_dir)
+    if args.text is not None:
+        check(parser, "--text", existing_file, args.text)
+    if args.dataset is not None:
+        check(parser, "--dataset", common.dataset_id, args.dataset)
+    if args.text is not None and args.dataset is not None:
+        parser.error("argument --dataset: not allowed with argument --text")
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        check(parser, f"--{name}", at_least(1), getattr(training, name))
+    if training.max_steps == 0:
+        parser.error("argument --max_steps: 1 or more was expected, or -1 for --num_train_epochs, got 0")
+    missing = missing_extra("argument --plot:", "matplotlib") if args.plot else None
+    if missing:
+        parser.error(missing)
+    return args, training
+
+
+def resumed(training: TrainingArguments) -> str | None:
+    """The checkpoint that --resume_from_checkpoint means: a folder, or "true" for the last whole one in --output_dir."""
+    asked, output = training.resume_from_checkpoint, Path(training.output_dir)
+    if asked in (None, "false", "False", False):
+        checkpoints.refuse_earlier(output, "--resume_from_checkpoint true", "--output_dir")
+        return None
+    if asked in ("true", "True", True):
+        last = [checkpoints.last_of_trainer(output, training.world_size)]
+        return str(broadcast_object_list(last)[0])  # all go on from the same
+    checkpoints.check_trainer(Path(asked), output)
+    return asked
+
+
 def main() -> None:
-    args, training = HfArgumentParser((Arguments, TrainingArguments), description=__doc__).parse_args_into_dataclasses()
-    model, tokenizer = common.load(args.model)
-    ra.patch_config(model.config, cli.parse_pattern(args.pattern))
-    ids = common.tokenize(tokenizer, common.load_text(args.text))[0]
-    rows = common.rows_of(ids, args.seq_len)
+    args, training = parse_args()
+    resume = resumed(training)
+    tokenizer = common.load_tokenizer(args.model)
+    rows = common.rows_of(
+        common.tokenize(tokenizer, common.load_text(args.text, args.dataset))[0],
+        args.seq_len,
+        needed=args.held_out + 1,
+    )
+    model = common.load_model(args.model)
+    ra.patch_config(model.config, parse_pattern(args.pattern))
     trainer = ra.RingTrainer(
         model,
         training,
@@ -62,9 +131,6 @@ def main() -> None:
         data_collator=ra.PaddingCollator(),
         processing_class=tokenizer,
     )
-    resume = training.resume_from_checkpoint
-    if resume in ("true", "True", True):
-        resume = get_last_checkpoint(training.output_dir)
     trainer.train(resume_from_checkpoint=resume)
     if args.held_out:
         trainer.evaluate()
@@ -75,9 +141,10 @@ def main() -> None:
     if trainer.is_world_process_zero():
         for rank, memory in enumerate(peak.tolist()):
             print(f"rank {rank}: peak memory {memory / 2**30:.2f} GiB")
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        plot_training(losses, Path(training.output_dir) / "loss.png")
-        print(f"saved to {training.output_dir}, with loss.png")
+        if args.plot:
+            losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+            plot_training(losses, Path(training.output_dir) / "loss.png")
+        print(f"saved to {training.output_dir}" + (", with loss.png" if args.plot else ""))
     trainer.accelerator.end_training()
 
 

@@ -12,23 +12,20 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 import common
 import torch
 from accelerate import Accelerator
-from rich.console import Console
-from rich.table import Table
 
 import hf_ring_attention as ra
-from hf_ring_attention import cli
+from hf_ring_attention.arguments import PATTERN_HELP, at_least, missing_extra, new_file, parse_pattern, pattern_text
 
 
 def measure(model, ids, specs, ring=None, progress=print):
     """A dict of figures for each pattern, in order."""
     figures = []
     for spec in specs:
-        pattern = cli.parse_pattern(spec)
+        pattern = parse_pattern(spec)
         ra.patch_model(model, pattern, ring=ring)
         report = ra.perplexity(model, ids, ring=ring)
         figures.append(
@@ -48,6 +45,8 @@ def measure(model, ids, specs, ring=None, progress=print):
 
 def table(figures, title):
     """The figures as a table; perplexity also as the change from the first row."""
+    from rich.table import Table
+
     shown = Table(title=title)
     for heading in ("pattern", "perplexity", "change", "attention FLOPs", "seconds"):
         shown.add_column(heading, justify="left" if heading == "pattern" else "right")
@@ -63,26 +62,35 @@ def table(figures, title):
     return shown
 
 
-def main() -> None:
+def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    common.add_sources(parser)
     parser.add_argument(
-        "--model", help="hub id or folder of a causal language model; default: the bundled SmolLM2-135M"
+        "--tokens", type=at_least(2), default=4096, help="first tokens of the text to read (default 4096)"
     )
-    parser.add_argument("--text", help="text file or dataset id; default: the topics of Python's manual")
-    parser.add_argument("--tokens", type=int, default=4096, help="first tokens of the text to read (default 4096)")
     parser.add_argument(
-        "--patterns", nargs="+", default=["exact", "window:512+4", "pyramid:512,3"], help=cli.PATTERN_HELP
+        "--patterns",
+        type=pattern_text,
+        nargs="+",
+        default=["exact", "window:512+4", "pyramid:512,3"],
+        help=PATTERN_HELP,
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--json", type=Path, help="file for the figures, with the loss of every token")
-    args = parser.parse_args()
-    for spec in args.patterns:
-        cli.parse_pattern(spec)
+    parser.add_argument("--json", type=new_file, help="file for the figures, with the loss of every token")
+    args = parser.parse_args(argv)
+    missing = missing_extra("the table", "rich")
+    if missing:
+        parser.error(missing)
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    from rich.console import Console
 
     accelerator = Accelerator()
-    model, tokenizer = common.load(args.model, getattr(torch, args.dtype))
-    ids = common.tokenize(tokenizer, common.load_text(args.text), args.tokens)
-    model = model.to(accelerator.device)
+    ids = common.tokenize(common.load_tokenizer(args.model), common.load_text(args.text, args.dataset), args.tokens)
+    model = common.load_model(args.model, getattr(torch, args.dtype)).to(accelerator.device)
     ring = ra.Ring()
     progress = print if accelerator.is_main_process else lambda line: None
     figures = measure(model, ids, args.patterns, ring, progress)

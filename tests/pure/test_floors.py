@@ -22,6 +22,7 @@ FLOORS = [
     (
         "models",
         "gate",
+        "heads",
         "configuration",
         "masks",
         "caches",
@@ -32,7 +33,7 @@ FLOORS = [
         "perplexity",
     ),  # Transformers
     ("training",),  # Trainers
-    ("cli", "bench", "plots", "estimate", "__main__"),
+    ("arguments", "cli", "bench", "plots", "estimate", "__main__"),
 ]
 FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
 #: The first floor that may import a library.

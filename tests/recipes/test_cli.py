@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from hf_ring_attention import cli
+from hf_ring_attention.arguments import parse_pattern
 from hf_ring_attention.patterns import Pattern, Sink, Window
 
 
@@ -18,19 +19,9 @@ def test_explain(capsys):
     assert re.search(r"^\| ring \| 448\.0 \| 448\.0 \|", printed, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--tokens 0 --world-size 8 --heads 4", "seq_len must be an integer of at least 1, got 0"),
-        ("--tokens 64 --world-size 8 --heads 3 --kv-heads 2", "multiple of the number of key/value heads, got 3 and 2"),
-        ("--tokens 64 --world-size 8 --heads 4 --pattern ring", "pattern 'ring' is not known"),
-        ("--tokens 64 --world-size 8 --heads 4 --pattern window:x", "pattern 'window:x' cannot be read"),
-        ("--tokens 64 --world-size 8 --heads 4 --transport local", "serves 1 rank, got 8"),
-    ],
-)
-def test_refused(arguments, message):
-    with pytest.raises(SystemExit, match=message):
-        cli.main(["explain", *arguments.split()])
+def test_what_the_library_refuses_ends_the_program_with_its_reason():
+    with pytest.raises(SystemExit, match=r"hf-ring-attention: .*serves 1 rank, got 8"):
+        cli.main("explain --tokens 64 --world-size 8 --heads 4 --transport local".split())
 
 
 @pytest.mark.parametrize(
@@ -44,7 +35,7 @@ def test_refused(arguments, message):
     ],
 )
 def test_patterns_by_name(text, pattern):
-    assert cli.parse_pattern(text) == pattern
+    assert parse_pattern(text) == pattern
 
 
 def test_bench(tmp_path):
@@ -57,7 +48,7 @@ def test_bench(tmp_path):
         [sys.executable, "-m", "hf_ring_attention", "bench", *small.split()],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, done.stderr
