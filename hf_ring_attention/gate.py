@@ -176,13 +176,13 @@ def wrapped_modules(model: Any) -> list[Any]:
         elif isinstance(getattr(model, "module", None), nn.Module):
             model = model.module
         elif hasattr(model, "get_base_model"):
-            if isinstance(getattr(model, "base_model", None), nn.Module):  # PEFT's tuner, around the model
-                modules.append(model.base_model)
-            model = model.get_base_model()
+            tuner, model = getattr(model, "base_model", None), model.get_base_model()
+            if tuner is not model and isinstance(tuner, nn.Module):
+                modules.append(tuner)
         else:
             break
         modules.append(model)
-    return list(dict.fromkeys(modules))
+    return modules
 
 
 def unwrapped(model: Any) -> Any:

@@ -96,7 +96,9 @@ def shift_labels_of(shard: Any, caller: str) -> Tensor:
         raise ValueError(f"{caller}: a shard must be a mapping of tensors, got {type(shard).__name__}")
     labels = shard.get("shift_labels")
     if not isinstance(labels, Tensor):
-        raise ValueError(f"{caller}: a batch has no shift_labels, only {sorted(map(str, shard))}: {_NO_PREPARED_LOADER}")
+        raise ValueError(
+            f"{caller}: a batch has no shift_labels, only {sorted(map(str, shard))}: {_NO_PREPARED_LOADER}"
+        )
     return labels
 
 
@@ -162,6 +164,7 @@ def sliced_loss(model: nn.Module, tokens_at_once: int = 1024) -> Iterator[None]:
     output = inner.get_output_embeddings()
     with ExitStack() as stack:
         if tokens_at_once and output is not None:
+            _check_causal(inner)
             _check_loss_function(inner, "sliced_loss")
             stack.enter_context(watching(output))
             for module in wrapped_modules(model):
@@ -199,13 +202,22 @@ class _LossCall(HeadCall):
         made: the loss.
     """
 
-    def __init__(self, slices: _Slices, begun_by: nn.Module) -> None:
-        super().__init__(slices.model.get_output_embeddings(), RUNNING.get(), active=False)
+    def __init__(self, slices: _Slices, begun_by: nn.Module, outer: HeadCall | None) -> None:
+        super().__init__(slices.model.get_output_embeddings(), outer, active=False)
         self.slices, self.begun_by, self.model = slices, begun_by, slices.model
         self.made: Tensor | None = None
         self._logits: tuple[int, ...] = ()
         self._made_version = 0
         self._withheld = False
+
+    def refuse(self, reason: str) -> None:
+        raise self._unsliceable(reason)
+
+    def _unsliceable(self, reason: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"{type(self.model).__name__} {reason}, so its loss cannot be computed in slices: compute it at once, with "
+            f"tokens_at_once=0, or loss_tokens_at_once=0 of RingTrainingArguments"
+        )
 
     def loss(
         self,
@@ -229,7 +241,7 @@ class _LossCall(HeadCall):
                 f"{list(hidden.shape[:2])} tokens: pass as many labels as tokens, and no logits_to_keep"
             )
         targets = shift_labels.to(hidden.device).flatten()
-        with running_nothing():
+        with running(None):
             head = self._known_head(logits)
             total = hidden.new_zeros((), dtype=torch.float32)
             how: Any = {"use_reentrant": False, "preserve_rng_state": False}
@@ -250,10 +262,7 @@ class _LossCall(HeadCall):
     def _known_head(self, logits: Tensor) -> Head:
         head = self.head(logits, self.model.config)
         if head is None:
-            raise NotImplementedError(
-                f"{type(self.model).__name__} forms its logits in a way of its own, so its loss cannot be computed in "
-                f"slices: compute it at once, with tokens_at_once=0, or loss_tokens_at_once=0 of RingTrainingArguments"
-            )
+            raise self._unsliceable("forms its logits in a way of its own")
         return head
 
     def _count(self, tokens: int, device: torch.device) -> int:
@@ -267,23 +276,16 @@ class _LossCall(HeadCall):
 
     def finished(self, output: Any) -> Any:
         """The output of the call, without the logits of a few tokens."""
-        name = type(self.model).__name__
         if self.hidden is not None:
             self.hidden = None
-            raise NotImplementedError(
-                f"{name} was given labels, and computed no loss of them by model.loss_function, so it cannot be computed in "
-                f"slices: compute it at once, with tokens_at_once=0, or loss_tokens_at_once=0 of RingTrainingArguments"
-            )
+            raise self._unsliceable("was given labels, and computed no loss of them by model.loss_function")
         if self.made is None or self._withheld:
             return output
         self._withheld = True
-        loss = output.get("loss") if isinstance(output, Mapping) else output[0]
+        loss: Tensor = output["loss"] if isinstance(output, Mapping) else output[0]
         changed = loss is not self.made or (not loss.is_inference() and loss._version != self._made_version)
         if changed and not bool(torch.isfinite(loss).all()) and bool(torch.isfinite(self.made).all()):
-            raise NotImplementedError(
-                f"{name} adds something of its logits to its loss, which slices do not have: compute it at once, with "
-                f"tokens_at_once=0, or loss_tokens_at_once=0 of RingTrainingArguments"
-            )
+            raise self._unsliceable("adds to its loss a term of its logits, which slices do not have")
         return _without_logits(output, self._logits)
 
 
@@ -301,17 +303,14 @@ def _without_logits(output: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _part(head: Head, hidden: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    with running_nothing():  # in backward, too, which may run while a call is watched
+    with running(None):  # in backward, too, which may run while a call is watched
         return F.cross_entropy(head(hidden[None])[0].float(), labels, ignore_index=ignore_index, reduction="sum")
 
 
-def running_nothing() -> Any:
-    """A context in which the output layer makes what it is called for."""
-    return running(None)
-
-
-def _gathered_by_call(module: nn.Module) -> bool:
+def _gathered_by_call(module: nn.Module | None) -> bool:
     """Whether FSDP or ZeRO-3 holds a module's weights apart, so that a call of it is one of all processes."""
+    if module is None:
+        return False
     sharded = any(isinstance(inner, (FSDPModule, FullyShardedDataParallel)) for inner in module.modules())
     return sharded or any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
@@ -336,8 +335,11 @@ def _before_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         return
     labelled = _labelled(module, args, kwargs)
     if not isinstance(call, _LossCall) or call.slices is not slices:
-        call = _LossCall(slices, module)
-        RUNNING.set(call)
+        call = _LossCall(slices, module, call)
+    elif call.begun_by is module:  # an interrupt has ended that one
+        call = _LossCall(slices, module, call.outer)
+    RUNNING.set(call)
+    call.hidden = call.plain = None
     if labelled is not None:
         call.active = labelled
 
@@ -433,17 +435,22 @@ def check_next_token_loss(model: nn.Module) -> None:
     """
     inner = _transformers_model(model)
     name = type(inner).__name__
-    causal = LOSS_MAPPING.get(inner.loss_type or "ForCausalLM", ForCausalLMLoss) is ForCausalLMLoss
-    if not causal or inner.get_output_embeddings() is None or not _calls_loss_function(type(inner)):
-        raise ValueError(
-            f"{name} does not compute the loss of next tokens, and labels of shards are those of next tokens: train a "
-            f"causal language model (...ForCausalLM), or override compute_loss of a Trainer"
-        )
+    _check_causal(inner)
     _check_loss_function(inner, name)
     if not any(x.kind is x.VAR_KEYWORD for x in inspect.signature(inner.forward).parameters.values()):
         raise ValueError(
             f"{name}.forward takes no num_items_in_batch, so each rank would average its shard by itself: compute the loss "
             f"from its logits and shift_labels, or override compute_loss of a Trainer"
+        )
+
+
+def _check_causal(model: PreTrainedModel) -> None:
+    """Raises ValueError for a model that is made for another loss than that of next tokens."""
+    causal = LOSS_MAPPING.get(model.loss_type or "ForCausalLM", ForCausalLMLoss) is ForCausalLMLoss
+    if not causal or model.get_output_embeddings() is None or not _calls_loss_function(type(model)):
+        raise ValueError(
+            f"{type(model).__name__} does not compute the loss of next tokens, and labels of shards are those of next tokens: "
+            f"train a causal language model (...ForCausalLM), or override compute_loss of a Trainer"
         )
 
 

@@ -1,10 +1,22 @@
 """The loss in slices is the model's own, its gradients too; and bad batches are refused."""
 
+import copy
+import functools
+import pickle
+import threading
+
+import numpy as np
 import pytest
 import torch
-from transformers import GraniteConfig, GraniteForCausalLM
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch.utils.checkpoint import checkpoint
+from transformers import BartConfig, BartForCausalLM, GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 import hf_ring_attention as ra
+from hf_ring_attention.heads import LogitsNotFormed, LogitsNotFormedError
+from tests.support.ranks import run_ranks
 from tests.support.tiny_models import VOCAB, tiny_model
 from tests.support.training import SIZES, documents, tiny_llama
 
@@ -35,7 +47,7 @@ def test_slices_give_the_loss_of_the_model(model_type, num_items):
     for at_once in (1, 10, 1000):
         loss, theirs, last = loss_and_gradients(model, inputs, at_once)
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-        assert last.shape[1] == 1
+        assert isinstance(last, LogitsNotFormed)
         assert theirs.keys() == gradients.keys()
         largest = max(float(x.abs().max()) for x in gradients.values())
         for name, gradient in gradients.items():
@@ -63,7 +75,8 @@ def test_the_model_is_as_it_was_afterwards():
         raise RuntimeError("own")
     after = model(input_ids=ids, labels=ids)
     assert after.logits.shape[1] == 30 and after.loss == before
-    assert not model.lm_head._forward_pre_hooks and "_loss_function" not in vars(model)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in (model, model.lm_head))
+    assert model.loss_function is ForCausalLMLoss
 
 
 @pytest.mark.parametrize("tokens_at_once", [0, 5])
@@ -126,3 +139,430 @@ def test_next_token_loss_is_the_mean_over_the_tokens_given():
     assert tokens == 2 * 39
     loss = ra.next_token_loss(model, shard, tokens, tokens_at_once=16)
     torch.testing.assert_close(loss, model(input_ids=ids, labels=ids).loss, rtol=1e-6, atol=0)
+
+
+# ---- what else runs beside it
+
+
+def test_other_threads_see_the_model_as_it_is():
+    model = tiny_llama()
+    ids = torch.randint(1, 97, (2, 30))
+    expected = model(input_ids=ids, labels=ids)
+    seen = []
+
+    def other():
+        plain, labelled = model(input_ids=ids), model(input_ids=ids, labels=ids)
+        seen.append((plain.logits, labelled.logits, labelled.loss))
+
+    with ra.sliced_loss(model, 7):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    for logits in seen[0][:2]:
+        assert torch.equal(logits, expected.logits) and logits.requires_grad
+    assert torch.equal(seen[0][2], expected.loss)
+
+
+def test_threads_compute_losses_of_one_model_each_in_its_own_way():
+    """Some in slices, some not, some without labels; their contexts open and close beside each other."""
+    model = tiny_llama()
+    rows = [torch.randint(1, 97, (1, 20 + number)) for number in range(4)]
+    expected = [model(input_ids=ids, labels=ids) for ids in rows]
+    failures = []
+
+    def work(number):
+        ids, right = rows[number], expected[number]
+        try:
+            for turn in range(25):
+                if number == 3:
+                    output = model(input_ids=ids, labels=ids)
+                    assert torch.equal(output.logits, right.logits)
+                else:
+                    with ra.sliced_loss(model, 3 + number):
+                        assert model(input_ids=ids).logits.shape[1] == ids.shape[1]
+                        output = model(input_ids=ids, labels=ids)
+                    assert isinstance(output.logits, LogitsNotFormed)
+                torch.testing.assert_close(output.loss, right.loss, rtol=1e-5, atol=0, msg=f"thread {number}, {turn}")
+        except Exception as failed:
+            failures.append(failed)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in (model, model.lm_head))
+
+
+@pytest.mark.parametrize("where", ["inside", "afterwards", "in another thread"])
+def test_backward_may_run_anywhere(where):
+    """It forms the logits again, when the context may be closed, or open for another call."""
+    model = tiny_llama()
+    ids = torch.randint(1, 97, (2, 30))
+    model(input_ids=ids, labels=ids).loss.backward()
+    expected = {name: x.grad.clone() for name, x in model.named_parameters()}
+    model.zero_grad()
+    with ra.sliced_loss(model, 7):
+        loss = model(input_ids=ids, labels=ids).loss
+        if where == "inside":
+            loss.backward()
+        elif where == "in another thread":
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+    if where == "afterwards":
+        loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_copy_made_inside_is_a_model_like_any_other():
+    model = tiny_llama()
+    ids = torch.randint(1, 97, (1, 30))
+    expected = model(input_ids=ids, labels=ids).loss.detach()
+    with ra.sliced_loss(model, 7):
+        twin = copy.deepcopy(model)
+    assert twin(input_ids=ids, labels=ids).logits.shape[1] == 30
+    with ra.sliced_loss(twin, 7):
+        torch.testing.assert_close(twin(input_ids=ids, labels=ids).loss, expected, rtol=1e-6, atol=0)
+
+
+def test_contexts_inside_each_other():
+    model, other = tiny_llama(), tiny_llama(seed=3)
+    ids = torch.randint(1, 97, (1, 30))
+    with ra.sliced_loss(model, 7), ra.sliced_loss(other, 5):
+        for each in (model, other):
+            assert isinstance(each(input_ids=ids, labels=ids).logits, LogitsNotFormed)
+        with ra.sliced_loss(model, 0):
+            assert model(input_ids=ids, labels=ids).logits.shape[1] == 30
+            assert isinstance(other(input_ids=ids, labels=ids).logits, LogitsNotFormed)
+        with ra.sliced_loss(model, 3):
+            assert isinstance(model(input_ids=ids, labels=ids).logits, LogitsNotFormed)
+        assert isinstance(model(input_ids=ids, labels=ids).logits, LogitsNotFormed)
+
+
+# ---- which calls it is about
+
+
+def test_a_call_without_labels_has_its_logits_and_their_gradients():
+    model = tiny_llama()
+    ids = torch.randint(1, 97, (2, 30))
+    expected = model(input_ids=ids).logits
+    with ra.sliced_loss(model, 7):
+        sliced = model(input_ids=ids, labels=ids).loss
+        logits = model(input_ids=ids).logits
+        assert torch.equal(logits, expected)
+        (logits.square().mean() + sliced).backward()
+    assert all(parameter.grad is not None and bool(parameter.grad.any()) for parameter in model.parameters())
+
+
+USES = {
+    "tensors": lambda x: torch.softmax(x, -1),
+    "losses": lambda x: torch.nn.functional.kl_div(torch.zeros(3), x),
+    "cross entropy": lambda x: torch.nn.functional.cross_entropy(x, torch.zeros(3, dtype=torch.long)),
+    "a product": lambda x: x * torch.ones(2, 30, 97),
+    "a difference": lambda x: torch.ones(2, 30, 97) - x,
+    "methods": lambda x: x.float(),
+    "a shape": lambda x: x.shape[-1],
+    "slices": lambda x: x[:, :-1],
+    "lists": lambda x: torch.stack([x, x]),
+    "numpy": lambda x: np.asarray(x) + 1,
+    "truth": lambda x: bool(x),
+    "loops": lambda x: list(x),
+    "comparison": lambda x: x == torch.ones(3),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_any_use_of_logits_that_were_not_formed_says_so(use):
+    model = tiny_llama()
+    ids = torch.randint(1, 97, (2, 30))
+    with ra.sliced_loss(model, 7):
+        output = model(input_ids=ids, labels=ids)
+    for logits in (output.logits, output["logits"], output[1], copy.deepcopy(output.logits)):
+        with pytest.raises(LogitsNotFormedError, match=r"tokens_at_once=0.*loss_tokens_at_once=0"):
+            USES[use](logits)
+
+
+def test_libraries_leave_logits_that_were_not_formed_alone():
+    from accelerate.utils import convert_outputs_to_fp32, send_to_device
+    from torch.utils import _pytree
+
+    model = tiny_llama()
+    ids = torch.randint(1, 97, (2, 30))
+    with ra.sliced_loss(model, 7):
+        output = convert_outputs_to_fp32(model.forward)(input_ids=ids)  # as Accelerate wraps a forward
+        assert output.logits.shape[1] == 30
+        output = model(input_ids=ids, labels=ids)
+    assert isinstance(send_to_device(output, "cpu")["logits"], LogitsNotFormed)
+    assert convert_outputs_to_fp32(lambda: output)().loss == output.loss
+    leaves, spec = _pytree.tree_flatten(output)
+    assert isinstance(_pytree.tree_unflatten(leaves, spec).logits, LogitsNotFormed)
+    assert isinstance(pickle.loads(pickle.dumps(output.logits)), LogitsNotFormed)
+    assert "tokens_at_once=0" in repr(output)
+
+
+@pytest.mark.parametrize("form", ["tuple", "positions", "hidden states"])
+def test_other_forms_of_a_call(form):
+    model = tiny_llama()
+    ids = torch.randint(1, 97, (2, 30))
+    expected = model(input_ids=ids, labels=ids, output_hidden_states=True)
+    with ra.sliced_loss(model, 7):
+        if form == "tuple":
+            loss, logits, *_ = model(input_ids=ids, labels=ids, return_dict=False)
+        elif form == "positions":
+            output = model(ids, None, None, None, None, ids)
+            loss, logits = output.loss, output.logits
+        else:
+            output = model(input_ids=ids, labels=ids, output_hidden_states=True)
+            loss, logits = output.loss, output.logits
+            assert all(torch.equal(*both) for both in zip(output.hidden_states, expected.hidden_states, strict=True))
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-6, atol=0)
+    assert isinstance(logits, LogitsNotFormed)
+
+
+def test_logits_to_keep_beside_labels_is_refused():
+    model = tiny_llama()
+    ids = torch.randint(1, 97, (2, 30))
+    message = r"given labels \[2, 30\], and makes logits of \[2, 5\] tokens: .*no logits_to_keep"
+    with ra.sliced_loss(model, 7), pytest.raises(ValueError, match=message):
+        model(input_ids=ids, labels=ids, logits_to_keep=5)
+
+
+def wrapped_in(kind, model):
+    if kind in ("LoRA", "PEFT"):
+        torch.manual_seed(0)
+        adapters = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+        adapters.task_type = "CAUSAL_LM" if kind == "LoRA" else None
+        return get_peft_model(model, adapters)
+    if kind == "compiled":
+        model.set_attn_implementation("sdpa")
+        return torch.compile(model, backend="eager")
+    return torch.nn.parallel.DistributedDataParallel(model, static_graph=kind == "static")
+
+
+@pytest.fixture
+def alone_in_a_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "PEFT", "DDP", "static"])
+@pytest.mark.parametrize("by_position", [False, True])
+@pytest.mark.usefixtures("alone_in_a_group")
+def test_wrapped_models(kind, by_position):
+    model = wrapped_in(kind, tiny_llama())
+    ids = torch.randint(1, 97, (2, 30))
+
+    def call():
+        return model(ids, None, None, ids) if kind == "LoRA" else model(ids, None, None, None, None, ids)
+
+    def losses():
+        output = call() if by_position else model(input_ids=ids, labels=ids)
+        output.loss.backward()
+        gradients = [x.grad.clone() for x in model.parameters() if x.grad is not None]
+        model.zero_grad()
+        return output, gradients
+
+    before, expected = losses()
+    with ra.sliced_loss(model, 7):
+        output, gradients = losses()
+        assert model(input_ids=ids).logits.shape[1] == 30
+    after, _ = losses()
+    assert isinstance(output.logits, LogitsNotFormed) and after.logits.shape[1] == 30
+    torch.testing.assert_close(output.loss, before.loss, rtol=1e-5, atol=0)
+    for found, right in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile reads it
+@pytest.mark.parametrize("first", ["plain", "sliced"])
+def test_compiled_models(first):
+    torch._dynamo.reset()
+    model = wrapped_in("compiled", tiny_llama())
+    ids = torch.randint(1, 97, (2, 30))
+    expected = float(model._orig_mod(input_ids=ids, labels=ids).loss.detach())
+    for turn in range(4):
+        if (turn % 2 == 0) == (first == "sliced"):
+            with ra.sliced_loss(model, 7):
+                output = model(input_ids=ids, labels=ids)
+                assert model(input_ids=ids).logits.shape[1] == 30
+            assert isinstance(output.logits, LogitsNotFormed)
+        else:
+            output = model(input_ids=ids, labels=ids)
+            assert output.logits.shape[1] == 30
+        output.loss.backward()
+        assert float(output.loss.detach()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_hook_of_the_user_on_the_head_counts_once():
+    model = tiny_llama()
+    model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+    model.lm_head.register_forward_hook(lambda module, args, output: output * 3)
+    ids = torch.randint(1, 97, (2, 30))
+    expected = model(input_ids=ids, labels=ids).loss.detach()
+    with ra.sliced_loss(model, 7):
+        torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected, rtol=1e-6, atol=0)
+    assert ra.perplexity(model, ids).nll == pytest.approx(float(expected) * 58, rel=1e-5)
+
+
+def test_a_call_that_is_computed_again_in_backward():
+    """By a checkpoint around the whole model, after the context has closed."""
+    model = tiny_llama()
+    ids = torch.randint(1, 97, (2, 30))
+    model(input_ids=ids, labels=ids).loss.backward()
+    expected = {name: x.grad.clone() for name, x in model.named_parameters()}
+    model.zero_grad()
+    seed = torch.zeros(1, requires_grad=True)
+    with ra.sliced_loss(model, 7):
+        loss = checkpoint(lambda x: model(input_ids=ids, labels=ids).loss + x.sum(), seed, use_reentrant=True)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_an_error_inside_the_model_leaves_nothing_behind():
+    model = tiny_llama()
+    ids = torch.randint(1, 97, (2, 30))
+
+    def broken(*args):
+        raise KeyboardInterrupt if args[1] == "interrupt" else RuntimeError("own")
+
+    with ra.sliced_loss(model, 7):
+        for kind, error in (("error", RuntimeError), ("interrupt", KeyboardInterrupt)):
+            handle = model.lm_head.register_forward_hook(lambda module, args, output, kind=kind: broken(module, kind))
+            with pytest.raises(error):
+                model(input_ids=ids, labels=ids)
+            handle.remove()
+        assert model(input_ids=ids).logits.shape[1] == 30
+        assert isinstance(model(input_ids=ids, labels=ids).logits, LogitsNotFormed)
+    assert model(input_ids=ids, labels=ids).logits.shape[1] == 30
+
+
+# ---- losses of another kind
+
+
+def smoothed(logits, labels, vocab_size, **kwargs):
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.5)
+
+
+class WithOwnFunction(LlamaForCausalLM):
+    loss_function = staticmethod(smoothed)
+
+
+OWN_LOSSES = {
+    "set": smoothed,
+    "partial": functools.partial(ForCausalLMLoss, ignore_index=3),
+    "class": None,
+}
+
+
+@pytest.mark.parametrize("kind", OWN_LOSSES)
+def test_a_loss_function_of_the_user_is_never_replaced(kind):
+    ids = torch.randint(1, 97, (2, 30))
+    if kind == "class":
+        torch.manual_seed(0)
+        model = WithOwnFunction(LlamaConfig(**SIZES))
+    else:
+        model = tiny_llama()
+        model.loss_function = OWN_LOSSES[kind]
+    expected = model(input_ids=ids, labels=ids).loss
+    shard = ra.shard_batch({"input_ids": ids, "labels": ids}, ra.Ring.alone())
+    for at_once in (0, 7):
+        with pytest.raises(ValueError, match=r"the loss_function of .* is .*overriding compute_loss"):
+            ra.next_token_loss(model, shard, 58, tokens_at_once=at_once)
+    with pytest.raises(ValueError, match=r"sliced_loss: the loss_function of"), ra.sliced_loss(model, 7):
+        pass
+    with ra.sliced_loss(model, 0):
+        assert torch.equal(model(input_ids=ids, labels=ids).loss, expected)
+
+
+def test_a_loss_function_that_is_set_inside_is_not_replaced_either():
+    model = tiny_llama()
+    ids = torch.randint(1, 97, (2, 30))
+    with ra.sliced_loss(model, 7):
+        model.loss_function = smoothed
+        with pytest.raises((ValueError, NotImplementedError)):
+            model(input_ids=ids, labels=ids)
+    assert model.loss_function is smoothed
+
+
+def test_a_loss_that_shifts_no_labels_is_refused():
+    model = BartForCausalLM(BartConfig(
+        vocab_size=97, d_model=32, decoder_layers=1, decoder_ffn_dim=64, decoder_attention_heads=4, is_decoder=True,
+    ))  # fmt: skip
+    ids = torch.randint(3, 97, (2, 30))
+    shard = ra.shard_batch({"input_ids": ids, "labels": ids}, ra.Ring.alone())
+    for at_once in (0, 7):
+        with pytest.raises(ValueError, match="BartForCausalLM does not compute the loss of next tokens"):
+            ra.next_token_loss(model, shard, 58, tokens_at_once=at_once)
+    message = "BartForCausalLM does not compute the loss of next tokens"
+    with pytest.raises(ValueError, match=message), ra.sliced_loss(model, 7):
+        pass
+
+
+class WithZLoss(LlamaForCausalLM):
+    """As bamba does it."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        if output.loss is not None:
+            output.loss = output.loss + output.logits.logsumexp(-1).square().mean()
+        return output
+
+
+class WithTerm(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        if output.loss is not None:
+            output.loss += 0.5 * self.lm_head.weight.square().mean()
+        return output
+
+
+def test_a_term_of_the_logits_beside_the_loss_is_refused():
+    ids = torch.randint(1, 97, (2, 30))
+    model = WithZLoss(LlamaConfig(**SIZES))
+    with ra.sliced_loss(model, 7), pytest.raises(NotImplementedError, match=r"a term of its logits.*tokens_at_once=0"):
+        model(input_ids=ids, labels=ids)
+    model = WithTerm(LlamaConfig(**SIZES))
+    expected = model(input_ids=ids, labels=ids).loss
+    with ra.sliced_loss(model, 7):
+        torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected, rtol=1e-6, atol=0)
+
+
+# ---- batches that no ring's loader made
+
+
+def test_a_batch_without_shifted_labels_says_which_loader_makes_them():
+    ids = torch.randint(1, 97, (2, 40))
+    batch = {"input_ids": ids, "labels": ids}
+    for call in (lambda: ra.count_tokens([batch]), lambda: ra.next_token_loss(tiny_llama(), batch, 78)):
+        with pytest.raises(ValueError, match=r"no shift_labels, only \['input_ids', 'labels'\].*prepare_data_loader"):
+            call()
+
+
+def test_one_shard_counts_as_a_list_of_one():
+    ids = torch.randint(1, 97, (2, 40))
+    shard = ra.shard_batch({"input_ids": ids, "labels": ids}, ra.Ring.alone())
+    assert ra.count_tokens(shard) == ra.count_tokens([shard]) == 78
+
+
+def test_no_shards_are_refused():
+    with pytest.raises(ValueError, match="got no shards"):
+        ra.count_tokens([])
+
+
+def counted(rank):
+    ids = torch.randint(1, 97, (1, 40))
+    shard = ra.shard_batch({"input_ids": ids, "labels": ids}, ra.Ring.alone())
+    try:
+        ra.count_tokens([] if rank else [shard])
+    except ValueError as error:
+        return str(error)
+
+
+def test_shards_that_one_process_lacks_are_an_error_on_all():
+    first, second = run_ranks(counted, 2)
+    assert "1 other processes refused their shards" in first and "got no shards" in second
