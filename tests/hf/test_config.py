@@ -97,9 +97,9 @@ def test_the_text_model_of_a_composite_model_keeps_its_pattern(tmp_path):
 
 
 def test_patch_config_refuses_models_that_it_cannot_make_compute_a_pattern():
-    for config, error in ((BloomConfig(), ValueError), (T5Config(), NotImplementedError)):
+    for config in (BloomConfig(), T5Config()):
         before = config.to_dict()
-        with pytest.raises(error):
+        with pytest.raises((ValueError, NotImplementedError), match=r"(Bloom|T5)Model (does not call|attends from)"):
             ra.patch_config(config, PATTERN)
         assert config.to_dict() == before
 

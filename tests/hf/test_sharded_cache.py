@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch.utils.data import DataLoader
 
 import hf_ring_attention as ra
@@ -9,6 +11,7 @@ from hf_ring_attention.communicators import digest
 from tests.support.tiny_models import VOCAB, tiny_model
 
 TIMEOUT = 600
+GIVES_UP_WHOLE_ROWS = Version(transformers.__version__) >= Version("5.17")
 LONGROPE = {
     "original_max_position_embeddings": 20,
     "rope_parameters": {
@@ -46,14 +49,18 @@ def test_a_checksum_is_of_the_content_and_not_of_its_place_in_memory(dtype):
 
 def test_strided_tokens_are_prefilled_and_stepped():
     wide, question = tokens(34), tokens(4, seed=2)
-    document = wide[:, ::2]
-    expected = greedy(ra.patch_model(tiny_model("llama", "eager")), torch.cat([document, question], 1))
+    document, chunks = wide[:, ::2], {"prefill_chunk_size": 2}
+    row = torch.cat([document, question], 1)
+    eager = tiny_model("llama", "eager")
+    expected = greedy(eager, row)
+    # Transformers did not always give chunks after a cache the mask of all tokens.
+    chunked = greedy(eager, row, past_key_values=eager(document, use_cache=True).past_key_values, **chunks)
 
     def work(ring, model):
         found = []
-        for options in ({}, {"prefill_chunk_size": 2}):
+        for options in ({}, chunks)[: 2 if torch.equal(chunked, expected) else 1]:
             cache = ra.prefill(model, document)
-            found.append(greedy(model, torch.cat([document, question], 1), past_key_values=cache, **options))
+            found.append(greedy(model, row, past_key_values=cache, **options))
         return found
 
     for found in on_two(work):
