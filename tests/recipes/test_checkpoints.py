@@ -1,0 +1,147 @@
+"""Checkpoints of the recipes: a run that is killed at any moment goes on from a checkpoint that is whole."""
+
+import itertools
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import checkpoints
+import pytest
+
+from tests.support.ranks import run_ranks
+
+SETTINGS = {"pattern": "exact", "lr": 1e-4}
+#: What changes a folder. Each is told to Python's auditors before it is done.
+CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
+
+
+class Killed(BaseException):
+    """Ends a save before one of its changes, as a kill would: nothing catches it and nothing is tidied up."""
+
+
+class Killer:
+    """Counts changes, and raises before one of them."""
+
+    def __init__(self):
+        self.left = None
+        sys.addaudithook(self.hook)
+
+    def hook(self, event, arguments):
+        if self.left is None or event not in CHANGES:
+            return
+        self.left -= 1
+        if self.left < 0:
+            self.left = None
+            raise Killed
+
+    def kills(self, before, function):
+        """Whether the function makes more than `before` changes; it then ends there."""
+        self.left = before
+        try:
+            function()
+        except Killed:
+            return True
+        finally:
+            self.left = None
+        return False
+
+
+def accelerator(step, ranks=2):
+    """What `save` uses of an accelerator, with a state of several files, one in a folder."""
+
+    def save_state(folder):
+        for name in ("model/weights", "optimizer", *(f"random_{rank}" for rank in range(ranks))):
+            path = Path(folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(str(step))
+
+    return SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None, save_state=save_state)
+
+
+def save(output, step):
+    checkpoints.save(accelerator(step), output, step, SETTINGS)
+
+
+def assert_whole(checkpoint):
+    """All files are there, all of its step."""
+    step = checkpoints.step_of(checkpoint)
+    files = {str(path.relative_to(checkpoint)): path.read_text() for path in checkpoint.rglob("*") if path.is_file()}
+    assert json.loads(files.pop("run.json")) == SETTINGS
+    assert files == dict.fromkeys(("model/weights", "optimizer", "random_0", "random_1"), str(step))
+    return step
+
+
+def killed_everywhere(rank, folder):
+    """Kills the second save at each of its changes, and the third of the run that goes on; how often each was killed."""
+    killer, counts = Killer(), [0, 0]
+    for first in itertools.count():
+        output = Path(folder, str(first))
+        save(output, 1)
+        before = set(output.iterdir())
+        if not killer.kills(first, lambda output=output: save(output, 2)):
+            break
+        counts[0] += 1
+        step = assert_whole(checkpoints.last_saved(output))
+        assert step == 2 or before <= set(output.iterdir())
+        for second in itertools.count():
+            again = Path(folder, f"{first}-{second}")
+            shutil.copytree(output, again)
+            killed = killer.kills(second, lambda again=again, step=step: save(again, step + 1))
+            assert assert_whole(checkpoints.last_saved(again)) in (step, step + 1)
+            save(again, step + 2)
+            assert [path.name for path in again.iterdir()] == [f"checkpoint-{step + 2}"]
+            assert_whole(checkpoints.last_saved(again))
+            if not killed:
+                break
+            counts[1] += 1
+    return counts
+
+
+def test_a_run_killed_at_any_change_goes_on_from_a_whole_checkpoint(tmp_path):
+    """In a process of its own, since auditors stay."""
+    ((once, twice),) = run_ranks(killed_everywhere, 1, str(tmp_path), timeout=600)
+    assert once > 15 and twice > 15 * once  # four files and a folder written, renamed, and as many deleted
+
+
+def test_a_first_save_that_was_killed_is_told(tmp_path):
+    (tmp_path / "checkpoint-3.part").mkdir()
+    with pytest.raises(SystemExit, match=r"there is no checkpoint in .* \(checkpoint-3\.part was not finished\)"):
+        checkpoints.last_saved(tmp_path)
+    save(tmp_path, 3)
+    assert checkpoints.last_saved(tmp_path) == tmp_path / "checkpoint-3"
+
+
+def test_steps_are_compared_as_numbers(tmp_path):
+    for step in (9, 100, 20):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    (tmp_path / "checkpoint-final").mkdir()
+    assert [path.name for path in checkpoints.checkpoints(tmp_path)] == [f"checkpoint-{step}" for step in (9, 20, 100)]
+
+
+def test_a_new_run_beside_checkpoints_of_another_is_refused(tmp_path):
+    checkpoints.refuse_earlier(tmp_path / "new", "--resume", "--output")
+    save(tmp_path, 20)
+    with pytest.raises(SystemExit, match="has checkpoint-20 of an earlier run: go on from it with --resume, or name"):
+        checkpoints.refuse_earlier(tmp_path, "--resume", "--output")
+
+
+def test_other_settings_than_those_of_the_checkpoint_are_refused(tmp_path):
+    save(tmp_path, 20)
+    checkpoints.check_settings(tmp_path / "checkpoint-20", SETTINGS)
+    with pytest.raises(SystemExit, match=r"other settings \(lr 0\.0001 there and 0\.1 here\): start with those, or"):
+        checkpoints.check_settings(tmp_path / "checkpoint-20", SETTINGS | {"lr": 0.1})
+
+
+def test_a_checkpoint_named_to_the_trainer_must_be_one_and_the_last(tmp_path):
+    state = {"global_step": 2}
+    for step in (2, 3):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state | {"global_step": step}))
+    checkpoints.check_trainer(tmp_path / "checkpoint-3", tmp_path)
+    checkpoints.check_trainer(tmp_path / "checkpoint-2", tmp_path / "elsewhere")
+    with pytest.raises(SystemExit, match=r"written after step 2, and the run would write over .*checkpoint-3"):
+        checkpoints.check_trainer(tmp_path / "checkpoint-2", tmp_path)
+    with pytest.raises(SystemExit, match=r"no trainer_state\.json in it"):
+        checkpoints.check_trainer(tmp_path / "yes", tmp_path)
