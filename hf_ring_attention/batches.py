@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .communicators import digest
 from .layouts import SequenceLayout
-from .packing import documents_from_mask, documents_of_collator, documents_of_rows
+from .packing import documents_from_mask, documents_of_collator, documents_of_rows, positions_of_documents
 from .patterns import Pattern
 from .plans import Documents
 
@@ -82,7 +82,7 @@ def shard_batch(
     numbers = _numbers(documents, length)
     positions = batch.get("position_ids")
     if positions is None:
-        positions = _positions(documents, length, first).to(tokens.device)
+        positions = positions_of_documents(documents, length, first).to(tokens.device)
     elif ring.world_size > 1:
         _check_counting(positions, numbers)
     whole["position_ids"] = positions.expand(size, -1)
@@ -144,14 +144,6 @@ def _numbers(documents: Documents, length: int) -> Tensor:
     return numbers
 
 
-def _positions(documents: Documents, length: int, first: int) -> Tensor:
-    positions = torch.zeros(len(documents), length, dtype=torch.int64)
-    for row, runs in enumerate(documents):
-        for start, stop in runs:
-            positions[row, start:stop] = torch.arange(first, first + stop - start)
-    return positions
-
-
 def _check_counting(positions: Tensor, numbers: Tensor) -> None:
     """Refuses positions with a gap or a repeat inside a document, by which the shards of a ring could not be told."""
     positions = positions.cpu().expand(numbers.shape)
@@ -172,10 +164,47 @@ def _shifted(labels: Tensor, numbers: Tensor) -> Tensor:
     return F.pad(labels[:, 1:].masked_fill(~within, IGNORED), (0, 1), value=IGNORED)
 
 
-def blank(world_size: int) -> dict[str, Tensor]:
-    """The smallest batch for a ring of this size, of nothing but padding: for a ring without rows when others have some."""
+class Entry(NamedTuple):
+    """What is told of a batch's tensor: its type, its sizes, and how many of these, the first ones, are [rows, tokens]."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    of_batch: int
+
+
+def outline(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What another ring must know of a batch that a shard could be made of, for one of nothing but padding to be like it."""
+    size, length = _tokens(batch).shape[:2]
+    told: dict[str, Any] = {}
+    for name, x in batch.items():
+        if isinstance(x, Tensor) and name not in _KERNEL_KEYS:
+            shape = tuple(x.shape)
+            of_tokens = shape[:2] == (size, length) or name == "position_ids"
+            told[name] = Entry(x.dtype, shape, 2 if of_tokens else 1 if shape[:1] == (size,) else 0)
+        elif isinstance(x, (str, int, float)):
+            told[name] = x
+        elif x is not None and name not in _KERNEL_KEYS:
+            told[name] = {} if isinstance(x, Mapping) else [] if isinstance(x, (list, tuple)) else None
+    return told
+
+
+def blank(world_size: int, outlined: Mapping[str, Any]) -> dict[str, Any]:
+    """The smallest batch for a ring of this size, of nothing but padding: for a ring without rows when others have some.
+
+    It has what `outline` tells of their batch: a row of tensors of tokens and of rows, and zeros in the place of others.
+    """
+    batch = {
+        name: torch.full((1, world_size)[: x.of_batch] + x.shape[x.of_batch :], fill_of(name, x.dtype), dtype=x.dtype)
+        if isinstance(x, Entry)
+        else x
+        for name, x in outlined.items()
+    }
     nothing = torch.zeros(1, world_size, dtype=torch.int64)
-    return {"input_ids": nothing, "attention_mask": nothing, "labels": torch.full_like(nothing, IGNORED)}
+    if "inputs_embeds" not in batch:
+        batch.setdefault("input_ids", nothing)
+    batch["attention_mask"] = nothing
+    batch["labels"] = torch.full_like(nothing, IGNORED)
+    return batch
 
 
 def digests(batch: Any) -> dict[str, str]:

@@ -124,9 +124,7 @@ def _keep(x: Tensor | None, batch: int, tokens: int, documents: Documents) -> No
         setattr(x, _READ, ((x._version, batch, tokens), documents))
 
 
-def documents_of_rows(
-    batch: int, positions: Tensor | None, mask: Tensor | None, first: int = 0
-) -> Documents | None:
+def documents_of_rows(batch: int, positions: Tensor | None, mask: Tensor | None, first: int = 0) -> Documents | None:
     """The documents of whole rows whose positions restart; None where they do not, and the mask says all.
 
     A document begins where positions go down, or where the position of a first token stands twice, the first being a
@@ -157,6 +155,43 @@ def documents_of_rows(
         return None
     documents_from_mask(valid)  # padding inside a document is no border
     return documents_from_mask((restarts.cumsum(-1) + 1) * valid)
+
+
+def positions_of_documents(documents: Documents, length: int, first: int) -> Tensor:
+    """[B, length] int64: positions that count each document from `first`; 0 for padding."""
+    positions = torch.zeros(len(documents), length, dtype=torch.int64)
+    for row, runs in enumerate(documents):
+        for start, stop in runs:
+            positions[row, start:stop] = torch.arange(first, first + stop - start)
+    return positions
+
+
+def check_beginnings(documents: Documents, positions: Tensor, first: int) -> None:
+    """Refuses positions that do not begin again where a document of a packed row does.
+
+    Args:
+        positions: [B, n], or [1, n] for all rows.
+        first: the position id of a document's first token.
+
+    Raises:
+        ValueError: positions below `first`, or that go on from one document to the next.
+    """
+    rows = positions.cpu().expand(len(documents), -1)
+    for row, runs in enumerate(documents):
+        for number, (start, stop) in enumerate(runs):
+            lowest = int(rows[row, start:stop].min())
+            if lowest < first:
+                raise ValueError(
+                    f"position_ids of batch row {row} have {lowest} in the document of tokens {start} to {stop - 1}, and "
+                    f"this model numbers the first token of a document {first}, behind the id of its padding: pass "
+                    f"position_ids that count each document from {first}, or leave them out"
+                )
+            if number and int(rows[row, start]) > int(rows[row, start - 1]) and runs[number - 1][1] == start:
+                raise ValueError(
+                    f"seq_idx or cu_seq_lens says that a document begins at token {start} of batch row {row}, and position_ids "
+                    f"go on there from {int(rows[row, start - 1])} to {int(rows[row, start])}: pass position_ids that count "
+                    f"each document from {first}, or leave them out"
+                )
 
 
 # ---- shards of rows

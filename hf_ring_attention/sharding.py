@@ -25,12 +25,14 @@ from .layouts import SequenceLayout
 from .masks import FORWARD_PASS, ForwardPass, forward_pass_of
 from .packing import (
     Run,
+    check_beginnings,
     check_not_local,
     documents_from_mask,
     documents_of_collator,
     documents_of_row,
     documents_of_rows,
     packed_documents,
+    positions_of_documents,
     runs_of_shard,
 )
 from .patterns import Pattern
@@ -129,8 +131,11 @@ def _depends_on_length(module: nn.Module) -> bool:
 
 
 @torch.compiler.disable(reason=UNTRACEABLE)
-def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Says what the masks of a forward pass need, and checks a sharded one.
+
+    Packed rows that come without positions are given some that count each document, which a model would number on from
+    one document to the next.
 
     Raises:
         ValueError: on every rank, where any rank's call contradicts its layout, or the ranks' calls each other.
@@ -140,15 +145,20 @@ def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         kwargs = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
     tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
     ring, cache = attached_ring(module), kwargs.get("past_key_values")
+    numbered: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     if ring is None or ring.world_size == 1:
         documents, told = _packed_rows(module, tokens, kwargs)
         begun = ForwardPass(module.config, documents, told)
+        if tokens is not None and documents is not None and _packed(documents) and kwargs.get("position_ids") is None:
+            positions = positions_of_documents(documents, tokens.shape[1], first_position(module))
+            numbered = (), {**kwargs, "position_ids": positions.to(tokens.device)}
     elif isinstance(cache, ShardedCache) and cache.get_seq_length() > 0:
         begun = _checked_step(module, ring, cache, tokens, kwargs)
     else:
         begun = _checked_shard(module, ring, tokens, cache, kwargs)
     begun.outer = FORWARD_PASS.get()
     FORWARD_PASS.set(begun)
+    return numbered
 
 
 @torch.compiler.disable(reason="it belongs to _before_forward")
@@ -224,17 +234,30 @@ def _packed_rows(module: nn.Module, tokens: Tensor | None, kwargs: Mapping[str, 
     batch, length, mask = tokens.shape[0], tokens.shape[1], kwargs.get("attention_mask")
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         return None, False
-    documents = documents_of_rows(batch, kwargs.get("position_ids"), mask, first_position(module))
-    if documents is not None and "position_ids" not in inspect.signature(module.forward).parameters:
-        raise ValueError(
-            f"{type(module).__name__} was given packed rows by position_ids, which it does not take: it numbers the tokens "
-            f"of a row itself, so it would number documents wrongly: pass one document a row, padded"
-        )
+    positions, first = kwargs.get("position_ids"), first_position(module)
     ends, numbers = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
-    if ends is None and numbers is None:
-        return documents, False
-    by_mask = None if mask is None else documents_from_mask(mask != 0)
-    return documents_of_collator(batch, length, ends, numbers, (documents, by_mask)), True
+    told = packed_documents(batch, length, ends, numbers)
+    if _packed(told) and isinstance(positions, Tensor) and positions.dim() == 2:
+        assert told is not None
+        check_beginnings(told, positions, first)
+    documents = documents_of_rows(batch, positions, mask, first)
+    if told is not None:
+        by_mask = None if mask is None else documents_from_mask(mask != 0)
+        documents = documents_of_collator(batch, length, ends, numbers, (documents, by_mask))
+    if _packed(documents) and not _takes_positions(module):
+        raise ValueError(
+            f"{type(module).__name__} was given packed rows, and takes no position_ids: it numbers the tokens of a row itself, "
+            f"so it would number documents wrongly: pass one document a row, padded"
+        )
+    return documents, told is not None
+
+
+def _packed(documents: Documents | None) -> bool:
+    return documents is not None and any(len(row) > 1 for row in documents)
+
+
+def _takes_positions(module: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(module.forward).parameters
 
 
 def _checked_step(
@@ -251,19 +274,14 @@ def _checked_step(
         said["the tokens of a step"] = digest(tokens)
         said["position_ids of a step"] = digest(kwargs.get("position_ids"))
         said["attention_mask of a step"] = digest(mask)
-        two = isinstance(mask, Tensor) and mask.dim() == 2
-        if length == 0 or (two and mask.shape[1] != held + length):
+        masked = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else held + length
+        if length == 0 or masked != held + length:
             raise ValueError(
-                f"the cache holds {held} tokens, and {length} new ones came"
-                + (
-                    f" with an attention_mask of {mask.shape[1]}, not {held} + {length} = {held + length}"
-                    if two
-                    else ""
-                )
-                + ": generate takes the whole row, the tokens of the cache and those after it: "
-                "model.generate(torch.cat([document, question], 1), past_key_values=cache), and a mask as long as that"
+                f"the cache holds {held} tokens, and {length} new ones came, so an attention_mask has {held} + {length} = "
+                f"{held + length}, not {masked}, and there must be new ones: generate takes the whole row, the tokens of the "
+                f"cache and those after it: model.generate(torch.cat([document, question], 1), past_key_values=cache)"
             )
-        if two:
+        if isinstance(mask, Tensor):
             documents_from_mask(mask != 0)
     except ValueError as refused:
         error = refused

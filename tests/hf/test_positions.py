@@ -4,7 +4,10 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
+from tests.support.probe import distance
+from tests.support.ranks import run_simulated
 from tests.support.tiny_models import VOCAB, tiny_model
+from tests.support.tolerance import EXACT
 
 TOKENS = 24
 #: Positions of one document with a gap (a pruned prompt, PoSE), a repeat, and both.
@@ -27,7 +30,7 @@ def ids():
 
 @torch.no_grad()
 def logits(model, row, **inputs):
-    return model.double()(row, use_cache=False, **inputs).logits
+    return model(row, use_cache=False, **inputs).logits
 
 
 @pytest.mark.parametrize("masked", [True, False], ids=["mask of ones", "no mask"])
@@ -41,7 +44,7 @@ def test_a_gap_or_a_repeat_means_what_it_means_to_eager(model_type, patched, num
         inputs["attention_mask"] = torch.ones(1, TOKENS, dtype=torch.int64)
     expected = logits(tiny_model(model_type, "eager"), row, **inputs)
     found = logits(IMPLEMENTATIONS[patched](model_type), row, **inputs)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9 * float(expected.abs().max()))
+    assert distance(found, expected) <= EXACT
 
 
 def test_documents_of_one_token_are_told_by_a_position_that_stands_twice():
@@ -50,7 +53,7 @@ def test_documents_of_one_token_are_told_by_a_position_that_stands_twice():
     found = logits(model, row, position_ids=positions, attention_mask=mask)
     for start, stop in ((0, 1), (1, 2), (2, 11), (11, 12), (12, 24)):
         alone = logits(model, row[:, start:stop])
-        torch.testing.assert_close(found[:, start:stop], alone, rtol=1e-9, atol=1e-9 * float(alone.abs().max()))
+        assert distance(found[:, start:stop], alone) <= EXACT
 
 
 def test_roberta_counts_documents_from_its_own_first_position():
@@ -60,7 +63,7 @@ def test_roberta_counts_documents_from_its_own_first_position():
     found = logits(model, row, position_ids=positions, attention_mask=torch.ones_like(positions))
     for start, stop in ((0, 10), (10, 11), (11, 24)):
         alone = logits(model, row[:, start:stop], position_ids=positions[:, start:stop])
-        torch.testing.assert_close(found[:, start:stop], alone, rtol=1e-9, atol=1e-9 * float(alone.abs().max()))
+        assert distance(found[:, start:stop], alone) <= EXACT
 
 
 @pytest.mark.parametrize("numbered", NUMBERED)
@@ -84,4 +87,55 @@ def test_a_gap_or_a_repeat_is_refused_on_a_ring(numbered):
         with pytest.raises(ValueError, match="without a gap or a repeat"):
             model(ring.shard(row, layout), position_ids=ring.shard(positions, layout), use_cache=False)
 
-    ra.run_simulated(cut, 2, layout="contiguous", timeout=600)
+    run_simulated(cut, 2, layout="contiguous")
+
+
+DOCUMENTS = ((0, 10), (10, 11), (11, 24))
+#: How collators tell documents without positions.
+TOLD = {
+    "seq_idx": {"seq_idx": torch.tensor([[0] * 10 + [1] + [2] * 13])},
+    "cu_seq_lens": {"cu_seq_lens_q": torch.tensor([0, 10, 11, 24])},
+}
+
+
+@pytest.mark.parametrize("told", TOLD)
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "opt", "roberta", "phi3"])
+def test_documents_that_are_told_without_positions_are_counted_one_by_one(model_type, told):
+    """On one process as on a ring, where batches are cut with positions of their own."""
+    model, row = ra.patch_model(tiny_model(model_type, "eager")), ids()
+    found = logits(model, row, **TOLD[told])
+    for start, stop in DOCUMENTS:
+        alone = logits(tiny_model(model_type, "eager"), row[:, start:stop])
+        assert distance(found[:, start:stop], alone) <= EXACT
+    models = [tiny_model(model_type, "eager") for _ in range(2)]
+
+    def sharded(ring):
+        ra.patch_model(models[ring.rank], ring=ring)
+        shard = ra.shard_batch({"input_ids": row, "labels": row, **TOLD[told]}, ring)
+        with torch.no_grad():
+            local = models[ring.rank](**{**shard, "labels": None, "shift_labels": None}, use_cache=False).logits
+        return ring.unshard(local, ring.rows_rule(TOKENS)[0])
+
+    for whole in run_simulated(sharded, 2):
+        assert distance(whole, found) <= EXACT
+
+
+@pytest.mark.parametrize("told", TOLD)
+def test_packed_rows_of_models_that_number_tokens_themselves_are_refused(told):
+    with pytest.raises(ValueError, match=r"was given packed rows, and takes no position_ids"):
+        logits(ra.patch_model(tiny_model("bart", "eager")), ids(), **TOLD[told])
+
+
+@pytest.mark.parametrize("told", TOLD)
+def test_positions_that_do_not_begin_where_a_document_does_are_refused(told):
+    model = ra.patch_model(tiny_model("llama", "eager"))
+    with pytest.raises(
+        ValueError, match=r"begins at token 10 of batch row 0, and position_ids go on there from 9 to 10"
+    ):
+        logits(model, ids(), position_ids=torch.arange(TOKENS)[None], **TOLD[told])
+    roberta = ra.patch_model(tiny_model("roberta", "eager"))
+    counted = torch.cat([torch.arange(stop - start) for start, stop in DOCUMENTS])[None]
+    with pytest.raises(
+        ValueError, match=r"have 0 in the document of tokens 0 to 9, and this model numbers the first token"
+    ):
+        logits(roberta, ids(), position_ids=counted, **TOLD[told])
