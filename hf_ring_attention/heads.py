@@ -285,21 +285,40 @@ def _nearly(changes: list[Head], plain: Tensor, logits: Tensor) -> Head | None:
 
 def _estimated(cut: Tensor, found: Tensor, plain: Tensor, logits: Tensor) -> Head | None:
     """A scale that gives all logits up to their rounding; None if no number does, or where a tensor that is trained did."""
-    coarse = [torch.finfo(x.dtype) for x in (plain, logits)]
-    eps, tiny = max(x.eps for x in coarse), max(x.tiny for x in coarse)
+    rounded = _equal(found.to(plain.dtype).to(logits.dtype), found)
+    computed = plain.dtype if rounded else logits.dtype
+    eps, tiny = torch.finfo(computed).eps, torch.finfo(computed).tiny
     x, y = cut.double().flatten(), found.double().flatten()
     told = x.isfinite() & y.isfinite() & (x != 0) & (y.abs() >= tiny)
     if not bool(told.any()) or _depends_on_parameters(logits, plain):
         return None
+    # For each logit there are scales whose product with it is rounded to the model's: those that all logits share. A logit
+    # is off by half a unit of its last bit, and in float64 these sums are off by as much.
+    last_bit = torch.ldexp(torch.full_like(y[told], eps), torch.frexp(y[told]).exponent - 1)
+    off = last_bit * (1.5 if computed is torch.float64 else 0.5001) / x[told].abs()
     ratio = y[told] / x[told]
-    # For each logit there are scales whose product with it is rounded to the model's: those that all logits share.
-    least, most = (ratio - ratio.abs() * 0.51 * eps).max(), (ratio + ratio.abs() * 0.51 * eps).min()
-    scale = float((least + most) / 2)
-    change = partial(_in, change=partial(_multiplied, by=scale), dtype=plain.dtype, wanted=logits.dtype)
+    least, most = (ratio - off).max(), (ratio + off).min()
+    if not bool(least <= most):
+        return None
+    change = partial(_in, change=_scaled(float(least), float(most), computed), dtype=computed, wanted=logits.dtype)
     # The others say nothing of the scale (0, infinite, or too small to be exact), but must not contradict it.
     a, b = change(cut).flatten()[~told].double(), y[~told]
     fits = (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= eps * tiny)
-    return change if bool(least <= most) and bool(fits.all()) else None
+    return change if bool(fits.all()) else None
+
+
+def _scaled(least: float, most: float, computed: torch.dtype) -> Head:
+    """A product with, or a division by, the number of the fewest digits that is between these two."""
+    held_in = torch.promote_types(computed, torch.float32)  # torch rounds the numbers that it scales with
+    ways: list[tuple[Callable[..., Tensor], float, float]] = [(_multiplied, least, most)]
+    if least * most > 0:
+        ways.append((_divided, 1 / most, 1 / least))
+    for digits in range(1, 18):
+        for way, low, high in ways:
+            number = float(f"{(low + high) / 2:.{digits}g}")
+            if low <= float(torch.tensor(number, dtype=held_in)) <= high:
+                return partial(way, by=number)
+    return partial(_multiplied, by=(least + most) / 2)
 
 
 def _depends_on_parameters(logits: Tensor, plain: Tensor) -> bool:
