@@ -310,10 +310,12 @@ def _lengths(columns: dict[str, Tensor], given: Any, cut: tuple[int, int, int], 
     count, said = len(columns["input_ids"]), {}
     if given is not None:
         start, stop, tokens = cut
-        ends = list(itertools.accumulate(_integers(torch.as_tensor(given), "seq_lengths", who).tolist(), initial=0))
-        if ends != sorted(set(ends)) or ends[-1] != tokens:
-            raise ValueError(f"{who} has seq_lengths {list(given)}, {ends[-1]} tokens together, and {tokens} input_ids")
-        said["seq_lengths"] = [min(max(end, start), stop) - start for end in ends[1:]]
+        all_ends = list(itertools.accumulate(_integers(torch.as_tensor(given), "seq_lengths", who).tolist(), initial=0))
+        if all_ends != sorted(set(all_ends)) or all_ends[-1] != tokens:
+            raise ValueError(
+                f"{who} has seq_lengths {list(given)}, {all_ends[-1]} tokens together, and {tokens} input_ids"
+            )
+        said["seq_lengths"] = [min(max(end, start), stop) - start for end in all_ends[1:]]
     numbers, positions = columns.pop("seq_idx", None), columns.get("position_ids")
     if numbers is not None:
         said["seq_idx"] = _ends(numbers[1:] != numbers[:-1], count)
@@ -321,11 +323,11 @@ def _lengths(columns: dict[str, Tensor], given: Any, cut: tuple[int, int, int], 
         positions = columns["position_ids"] = _integers(positions, "position_ids", who)
         # As packing counts them: the first token of a document has position 0, or one below its neighbour's.
         said["position_ids"] = _ends((positions[1:] == 0) | (positions[1:] < positions[:-1]), count)
-    found = {name: tuple(sorted(set(ends) - {0})) for name, ends in said.items()}
+    found: dict[str, tuple[int, ...]] = {name: tuple(sorted(set(ends) - {0})) for name, ends in said.items()}
     if len(set(found.values())) > 1:
         raise ValueError(f"{who} has documents that end elsewhere by {' than by '.join(found)}: {found}")
-    ends = next(iter(found.values()), (count,))
-    lengths = tuple(b - a for a, b in itertools.pairwise((0, *ends)))
+    ends = (0, *next(iter(found.values()), (count,)))
+    lengths = tuple(b - a for a, b in itertools.pairwise(ends))
     if positions is not None and torch.equal(positions, torch.cat([torch.arange(length) for length in lengths])):
         del columns["position_ids"]
     return lengths
@@ -367,6 +369,11 @@ def _fitting(documents: list[_Document], row_length: int | None, strategy: Strat
                 document.cut(x, min(x + row_length, len(document))) for x in range(0, len(document), row_length)
             ]
     return fitting
+
+
+def is_longer(document: Any, collator: PaddingCollator | PackingCollator) -> bool:
+    """Whether a document, without its padding, is longer than a row."""
+    return collator.row_length is not None and len(_read(document, "a document of the dataset")) > collator.row_length
 
 
 #: What can be done about a document that is longer than a row.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,15 +16,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import seed_worker
 
 from .batches import IGNORED
+from .collators import TOKEN_COLUMNS, PackingCollator, PaddingCollator
 from .failures import naming_lost_processes
 from .gate import untrainable, unwrapped, whole_model
 from .loaders import RingDataLoader, Shards
-from .losses import check_next_token_loss, sliced_loss
+from .losses import check_next_token_loss, shift_labels_of, sliced_loss
 from .modeling import patch_model
 from .ring import Ring
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -31,7 +34,8 @@ class RingTrainingArguments(TrainingArguments):
     """`TrainingArguments` of a `RingTrainer`; batch sizes are those of a ring.
 
     Args:
-        ring_size: processes that share each sequence; it divides their number. The rings are data parallel.
+        ring_size: processes that share each sequence; it divides their number, and the rings are data parallel. Several
+            processes must say it: 1 makes each process a ring of its own, their number makes one ring of all.
         ring_layout: "auto", "contiguous" or "zigzag".
         ring_transport: "auto", "ring", "collective" or "local".
         loss_tokens_at_once: tokens whose logits exist at any time (`sliced_loss`); 0 for those of the whole shard.
@@ -39,7 +43,9 @@ class RingTrainingArguments(TrainingArguments):
             input of each layer.
     """
 
-    ring_size: int = field(default=1, metadata={"help": "processes that share each sequence"})
+    ring_size: int | None = field(
+        default=None, metadata={"help": "processes that share each sequence; 1: each has rows of its own"}
+    )
     ring_layout: str = field(default="auto", metadata={"help": "auto, contiguous or zigzag"})
     ring_transport: str = field(default="auto", metadata={"help": "auto, ring, collective or local"})
     loss_tokens_at_once: int = field(default=1024, metadata={"help": "tokens whose logits exist at a time; 0: all"})
@@ -51,17 +57,22 @@ class RingTrainingArguments(TrainingArguments):
 
 
 class _LoaderPreparer:
-    """In place of the accelerator, where Trainer asks it to prepare a loader."""
+    """In place of the accelerator where a Trainer makes its loaders: the ring prepares them, and does what else is asked."""
 
-    def __init__(self, ring: Ring, whole_rows: bool) -> None:
-        self.ring, self.whole_rows = ring, whole_rows
+    def __init__(self, accelerator: Any, ring: Ring) -> None:
+        self.accelerator, self.ring = accelerator, ring
 
-    def prepare(self, loader: DataLoader) -> Any:
-        init: Any = loader.worker_init_fn
-        if isinstance(init, partial) and init.func is seed_worker:  # by process, where a ring must agree
-            loader.worker_init_fn = partial(seed_worker, num_workers=loader.num_workers, rank=self.ring.dp_rank)
-        prepared = self.ring.prepare_data_loader(loader)
-        return prepared.rows if self.whole_rows else prepared
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.accelerator, name)
+
+    def prepare(self, *objects: Any, **how: Any) -> Any:
+        if not all(isinstance(x, DataLoader) for x in objects):
+            return self.accelerator.prepare(*objects, **how)
+        loaders = tuple(self.prepare_data_loader(loader) for loader in objects)
+        return loaders if len(loaders) > 1 else loaders[0]
+
+    def prepare_data_loader(self, loader: DataLoader, **how: Any) -> RingDataLoader:
+        return self.ring.prepare_data_loader(loader)
 
 
 class RingTrainerMixin:
@@ -70,18 +81,19 @@ class RingTrainerMixin:
     Its model is patched to "ring_dilated" with the pattern of its config. Batches are made by the Trainer's own collator
     and then cut (see `shard_batch`), so a `compute_loss` of the user gets shards: `inputs["shift_labels"]` are the labels
     of the next tokens, and your loss must be the sum over them divided by `num_items_in_batch`, times the number of processes
-    (`super().compute_loss` is that already). Evaluation sums over tokens; it also gives the
-    perplexity and the number of tokens.
+    (`super().compute_loss` is that already). Losses of the model are computed in slices of `loss_tokens_at_once` tokens, so
+    that outputs of calls with labels have no logits: call the model without labels, or set it to 0, for a loss that needs
+    them. Evaluation sums over tokens; it also gives the perplexity and the number of tokens.
 
     Args:
         ring_size, ring_layout, ring_transport, loss_tokens_at_once, offload_activations: those of
             `RingTrainingArguments`, for Trainers with arguments of their own.
 
     Raises:
-        ValueError: on every process, at set-up: a ring size that does not divide the world, a model with attention
-            dropout or another loss than that of next tokens (masked language models, classifiers, preferences), or what
-            would be computed from a shard alone: label smoothing, `compute_loss_func`, `include_for_metrics`, NEFTune,
-            counts of padding or of single processes.
+        ValueError: on every process, at set-up: no ring size for several processes, or one that does not divide their
+            number; a model with attention dropout, with a loss function of its own or another loss than that of next tokens
+            (masked language models, classifiers, preferences); or what would be computed from a shard alone: label
+            smoothing, `compute_loss_func`, `include_for_metrics`, NEFTune, counts of padding or of single processes.
         NotImplementedError: a model that ring_dilated does not compute.
     """
 
@@ -91,24 +103,35 @@ class RingTrainerMixin:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         self._ring_settings = {name: kwargs.pop(name) for name in self._SETTINGS if name in kwargs}
         self._shards: Shards | None = None
+        self._training_loader: RingDataLoader | None = None
+        self._in_training_loop = False
         self._preprocess_checked = False
         self._nll: Tensor | None = None
         self._scored: Tensor | int = 0
         self._shard_preprocess: Callable[..., Any] | None = None
         super().__init__(*args, **kwargs)
         self.ring.agree_everywhere({}, self._unsuited())
+        self._warn_of_methods()
+        # Those of subclasses too, which are called before any of this class.
+        for name in ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"):
+            setattr(self, name, partial(self._loader_of_ring, getattr(self, name), name == "get_train_dataloader"))
 
     def _ring_setting(self: Any, name: str) -> Any:
         """As given to this Trainer, or by its arguments."""
         default = getattr(RingTrainingArguments, name)
         return self._ring_settings.get(name, getattr(self.args, name, default))
 
+    def _ring_size(self: Any) -> int | None:
+        """As given; a process alone need not say it, and of several `Ring.from_accelerator` refuses that."""
+        size: int | None = self._ring_setting("ring_size")
+        return 1 if size is None and self.accelerator.num_processes == 1 else size
+
     def create_accelerator_and_postprocess(self: Any) -> None:
         """Also makes the ring, and patches the model."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.ring = Ring.from_accelerator(
             self.accelerator,
-            self._ring_setting("ring_size"),
+            self._ring_size(),
             layout=self._ring_setting("ring_layout"),
             transport=self._ring_setting("ring_transport"),
         )
@@ -133,6 +156,11 @@ class RingTrainerMixin:
                 whole_model(self.model, type(self).__name__)
         except ValueError as error:
             return error
+        if getattr(args, "predict_with_generate", False):
+            return ValueError(
+                f"predict_with_generate: {type(self).__name__} evaluates losses and logits, and generates nothing: set it to "
+                f"False, and call model.generate after training"
+            )
         name = type(model).__name__
         sharded, several = self.ring.world_size > 1, args.world_size > 1
         counting = getattr(args, "include_num_input_tokens_seen", "no")
@@ -167,21 +195,64 @@ class RingTrainerMixin:
                 )
         return None
 
+    def _warn_of_methods(self: Any) -> None:
+        """Says which methods of a Trainer below this class meet shards, which they may not expect, or are not called."""
+        own = type(self).__name__
+        for name, meaning in (
+            (
+                "compute_loss",
+                "gets shards of rows: its loss must be the sum over inputs['shift_labels'] divided by num_items_in_batch, "
+                "times the number of processes (as super().compute_loss is); define compute_loss in %s if it is",
+            ),
+            ("prediction_step", "is not called: %s evaluates shards by compute_loss alone; define prediction_step there"),
+        ):
+            if getattr(type(self), name) is not getattr(RingTrainerMixin, name):
+                continue
+            below = type(self).__mro__[type(self).__mro__.index(RingTrainerMixin) + 1 :]
+            owner = next(kind for kind in below if name in vars(kind))
+            known = owner.__module__.startswith("transformers.") or owner.__module__ == "trl.trainer.sft_trainer"
+            if not known and (name == "prediction_step" or self.ring.world_size > 1) and self.is_world_process_zero():
+                logger.warning(f"%s.%s {meaning}", owner.__name__, name, own)
+
     # ---- batches
 
-    def _get_dataloader(self: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
-        """Trainer's own loader, but prepared by the ring: whole rows to train with, which may have to be skipped first."""
+    def _get_dataloader(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's own loader, but prepared by the ring."""
+        with self._preparing_by_the_ring():
+            return super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
+
+    @contextmanager
+    def _preparing_by_the_ring(self: Any) -> Iterator[None]:
         accelerator = self.accelerator
-        self.accelerator = _LoaderPreparer(self.ring, whole_rows=is_training)
+        self.accelerator = _LoaderPreparer(accelerator, self.ring)
         try:
-            return super()._get_dataloader(*args, is_training=is_training, **kwargs)  # type: ignore[misc]
+            yield
         finally:
             self.accelerator = accelerator
+
+    def _loader_of_ring(self: Any, getter: Callable[..., Any], training: bool, *args: Any, **kwargs: Any) -> Any:
+        """What a user's `get_..._dataloader` gives, prepared by the ring where it is not.
+
+        Trainer's loop gets whole rows, which may have to be skipped first; all others get shards.
+        """
+        with self._preparing_by_the_ring():
+            loader = self.ring.prepare_data_loader(getter(*args, **kwargs))
+        if not (training and self._in_training_loop):
+            return loader
+        self._training_loader = loader
+        return loader.rows
+
+    def _set_signature_columns_if_needed(self: Any) -> None:
+        """Also those columns that this package's collators read, and no model does."""
+        super()._set_signature_columns_if_needed()  # type: ignore[misc]
+        if isinstance(self.data_collator, (PaddingCollator, PackingCollator)):
+            self._signature_columns += [name for name in TOKEN_COLUMNS if name not in self._signature_columns]
 
     def get_batch_samples(self: Any, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
         """The shards of the next batches, and how many labels they have on all processes together."""
         if self._shards is None or self._shards.source is not epoch_iterator:
-            self._shards = Shards(epoch_iterator, self.ring, None, self.args.dataloader_drop_last)
+            assert self._training_loader is not None
+            self._shards = self._training_loader.shards(epoch_iterator)
         taken = super().get_batch_samples(self._shards, num_batches, device)  # type: ignore[misc]
         loader = self.accelerator.gradient_state.active_dataloader
         if loader is not None:  # an epoch's last batch is of shards, not rows, of which Accelerate would leave out some
@@ -211,7 +282,7 @@ class RingTrainerMixin:
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Trainer's, of a slice of tokens at a time, unless the outputs are asked for."""
+        """Trainer's; the model's own loss is computed for a slice of tokens at a time, unless the outputs are asked for."""
         # Losses by the logits need all of them.
         by_logits = return_outputs or self.label_smoother is not None or self.compute_loss_func is not None
         at_once = 0 if by_logits else self._ring_setting("loss_tokens_at_once")
@@ -229,11 +300,14 @@ class RingTrainerMixin:
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Trainer's; where communication fails, the error names the processes that are gone."""
+        self._in_training_loop = True
         try:
             with naming_lost_processes():
                 return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
+            self._in_training_loop = False
             self._shards = None  # with the loader's workers, where the last epoch was not read to its end
+            self._training_loader = None
 
     # ---- evaluation
 
@@ -246,7 +320,7 @@ class RingTrainerMixin:
     ) -> tuple[Tensor, Any, Any]:
         """The loss of a batch of shards, and where they are asked for the logits and labels of its whole rows."""
         inputs = self._prepare_inputs(inputs)
-        tokens = (inputs["shift_labels"] != IGNORED).sum()
+        tokens = (shift_labels_of(inputs, "evaluation") != IGNORED).sum()
         tokens = self.accelerator.gather(tokens).sum()
         with torch.no_grad(), self.compute_loss_context_manager():
             answer = self.compute_loss(
@@ -327,13 +401,14 @@ class RingTrainerMixin:
 
     def evaluation_loop(
         self: Any,
-        dataloader: RingDataLoader,
+        dataloader: DataLoader | RingDataLoader,
         description: str,
         prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
         """Trainer's; its loss is the sum over all tokens divided by their number, however short the last batch is."""
+        dataloader = self.ring.prepare_data_loader(dataloader)
         self._nll, self._scored = torch.zeros((), dtype=torch.float64, device=self.args.device), 0
         self._shard_preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
         self._preprocess_checked = False

@@ -18,7 +18,7 @@ FLOORS = [
     ("communicators", "failures", "transports"),  # torch.distributed
     ("engine",),
     # Accelerate and datasets, for loaders
-    ("packing", "batches", "collators", "samplers", "loaders", "ring", "attention", "simulation", "explain"),
+    ("packing", "batches", "collators", "lengths", "samplers", "loaders", "ring", "attention", "simulation", "explain"),
     (
         "models",
         "gate",
