@@ -5,14 +5,11 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_ring_attention import modeling
-from tests.support.tolerance import float64
 
 
 @pytest.fixture(autouse=True)
-def in_float64(request):
-    """See tests.support.tolerance; but for tests that are marked as being about other dtypes."""
-    with float64(request.node.get_closest_marker("own_dtypes") is None):
-        yield
+def models_compute_in_float64(in_float64):
+    """All of them, but for tests that are marked as being about other dtypes."""
 
 
 @pytest.fixture

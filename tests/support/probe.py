@@ -16,7 +16,7 @@ from hf_ring_attention.sharding import first_position
 
 from .ranks import run_simulated
 from .tiny_models import CAUSAL_TYPES, NOT_BUILT, VOCAB, tiny_model
-from .tolerance import EXACT, float64
+from .tolerance import EXACT, distance, float64, largest
 
 TOKENS = 20
 BATCHES = ("plain", "left", "right", "packed")
@@ -56,11 +56,6 @@ def logits_and_gradients(model, inputs, labels):
     return logits.detach()[valid], {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def distance(got, expected):
-    """The largest difference, relative to the largest entry."""
-    return float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
-
-
 def errors(found, expected):
     """(of logits, of gradients: each parameter relative to the largest of its own, or a hundredth of all's largest).
 
@@ -69,7 +64,7 @@ def errors(found, expected):
     (logits, gradients), (logits_, gradients_) = found, expected
     assert gradients.keys() >= gradients_.keys()
     floor = 1e-2 * max(float(g.abs().max()) for g in gradients_.values())
-    worst = max(
+    worst = largest(
         float((g - gradients_[n]).abs().max() / gradients_[n].abs().max().clamp_min(floor))
         for n, g in gradients.items()
         if n in gradients_
@@ -126,7 +121,7 @@ def on_two_ranks(model_type, kind, layout, transport, **changes):
         return errors(of_shards(model, ring, inputs, labels), expected)
 
     found = run_simulated(work, 2, layout=layout, transport=transport)
-    return tuple(max(values) for values in zip(*found))
+    return tuple(largest(values) for values in zip(*found))
 
 
 def survey(model_type):

@@ -67,6 +67,24 @@ def is_float64():
     return getattr(_THREAD, "float64", False)
 
 
+def distance(found, expected):
+    """The largest difference, relative to the largest entry of what is expected."""
+    found, expected = found.detach(), expected.detach()
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+
+
+def largest(errors):
+    """NaN, which no bound allows, if any is; Python's max may pass it over."""
+    return float(torch.tensor(list(errors)).max())
+
+
+def assert_exact(found, expected, what="they"):
+    """Of computations in float64: their distance is within `EXACT`."""
+    assert found.dtype == expected.dtype == torch.float64, f"{what}: computed in {found.dtype} and {expected.dtype}"
+    error = distance(found, expected)
+    assert error <= EXACT, f"{what} are {error} apart, of {EXACT}"
+
+
 def allowed(error, dtype=torch.float32):
     """The bound on an error, relative to the largest entry, of what rounds in `dtype`.
 

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ring_attention as ra
+from tests.support.tolerance import EXACT, distance, largest
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
@@ -127,14 +128,22 @@ def loop(
     return figures_of(accelerator.unwrap_model(model), losses, norms)
 
 
-def assert_equal_runs(run, other, what, loss=1e-6, rest=1e-5):
-    """Losses within `loss`, gradient norms and final parameters within `rest`, relative to the largest."""
-    for name, tolerance in (("losses", loss), ("norms", rest)):
-        for step, (a, b) in enumerate(zip(run[name], other[name], strict=True)):
-            assert abs(a - b) <= tolerance * abs(b), f"{what}: {name} of step {step}: {a} and {b}"
-    for name, b in other["parameters"].items():
-        difference = float((run["parameters"][name] - b).abs().max())
-        assert difference <= rest * float(b.abs().max()), f"{what}: {name} differs by {difference}"
+def differences(run, other):
+    """The largest ones of losses, gradient norms and final parameters, relative to those of the other run."""
+    found = {}
+    for name in ("losses", "norms"):
+        found[name] = largest(abs(a - b) / abs(b) for a, b in zip(run[name], other[name], strict=True))
+    assert run["parameters"].keys() == other["parameters"].keys()
+    found["parameters"] = largest(distance(run["parameters"][name], x) for name, x in other["parameters"].items())
+    return found
+
+
+def assert_equal_runs(run, other, what, bounds=None):
+    """Within the bounds on `differences`; without any, of runs in float64."""
+    for name, error in differences(run, other).items():
+        bound = EXACT if bounds is None else bounds[name]
+        steps = f": {run[name]} and {other[name]}" if name in ("losses", "norms") else ""
+        assert error <= bound, f"{what}: {name} are {error} off, of {bound}{steps}"
 
 
 def trainer(

@@ -6,7 +6,10 @@ import pytest
 
 import hf_ring_attention as ra
 from tests.support.ranks import run_ranks
+from tests.support.tolerance import float64
 from tests.support.training import assert_equal_runs, documents, loop, trainer
+
+pytestmark = pytest.mark.usefixtures("in_float64")
 
 #: Nine documents of uneven lengths, padded; so many more packed into rows of uneven fill.
 PADDED = {"rows": documents(9, 20, 61, seed=0, prompt=3), "collator": ra.PaddingCollator()}
@@ -59,12 +62,14 @@ def run_all(rank, cases, changes):
 
 @pytest.fixture(scope="module")
 def on_two():
-    return run_ranks(run_all, 2, ON_TWO, {"ring_size": 2}, timeout=300)
+    with float64():
+        return run_ranks(run_all, 2, ON_TWO, {"ring_size": 2})
 
 
 @pytest.fixture(scope="module")
 def on_four():
-    return run_ranks(run_all, 4, ON_FOUR, {"ring_size": 2, "batch_size": 1}, timeout=300)
+    with float64():
+        return run_ranks(run_all, 4, ON_FOUR, {"ring_size": 2, "batch_size": 1})
 
 
 def alone(kind, data, settings):

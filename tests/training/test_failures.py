@@ -12,6 +12,8 @@ from hf_ring_attention import failures
 from tests.support.ranks import run_ranks
 from tests.support.training import assert_equal_runs, documents, tiny_llama, trainer
 
+pytestmark = pytest.mark.usefixtures("in_float64")
+
 DATA = {"rows": documents(9, 20, 61, seed=0), "collator": ra.PaddingCollator(), "batch_size": 1, "steps": 8}
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 

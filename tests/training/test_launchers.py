@@ -12,13 +12,16 @@ import torch.distributed as dist
 from accelerate import debug_launcher, notebook_launcher
 
 import hf_ring_attention as ra
+from tests.support.ranks import TIMEOUT
+from tests.support.tolerance import EXACT, float64
 from tests.support.training import documents, loop
 
 ROWS = documents(6, 20, 61, seed=0)
 
 
 def run(file, ring_size):
-    losses = loop(0, ring_size=ring_size, batch_size=2, rows=ROWS, collator=ra.PaddingCollator())["losses"]
+    with float64():
+        losses = loop(0, ring_size=ring_size, batch_size=2, rows=ROWS, collator=ra.PaddingCollator())["losses"]
     rank = dist.get_rank() if dist.is_initialized() else 0
     Path(f"{file}.{rank}").write_text(json.dumps(losses))
 
@@ -26,12 +29,12 @@ def run(file, ring_size):
 def test_launchers_of_notebooks(tmp_path):
     # A program of its own, that has neither threads nor an Accelerator yet.
     command = [sys.executable, "-m", __name__, str(tmp_path)]
-    done = subprocess.run(command, timeout=100, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, timeout=TIMEOUT, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     names = ("alone.0", "notebook.0", "notebook.1", "debug.0", "debug.1")
     alone, *of_ranks = [json.loads((tmp_path / name).read_text()) for name in names]
     for losses in of_ranks:
-        assert losses == pytest.approx(alone, rel=1e-6)
+        assert losses == pytest.approx(alone, rel=EXACT)
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def on_four():
-    return run_ranks(epochs_of, 4, 2, KINDS, timeout=200)
+    return run_ranks(epochs_of, 4, 2, KINDS)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -346,7 +346,7 @@ EXPECTED = {
 
 
 def test_every_process_says_what_is_wrong():
-    for errors in run_ranks(bad_loaders, 2, timeout=100):
+    for errors in run_ranks(bad_loaders, 2):
         for name, text in EXPECTED.items():
             assert text in errors.get(name, "no error"), name
         assert len(errors) == len(EXPECTED)
