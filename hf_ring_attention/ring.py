@@ -82,7 +82,7 @@ class Ring:
     def from_accelerator(
         cls,
         accelerator: Any,
-        size: int,
+        size: int | None,
         *,
         layout: LayoutKind | Literal["auto"] = "auto",
         transport: Literal["auto", "ring", "collective", "local"] = "auto",
@@ -93,7 +93,7 @@ class Ring:
         of the ring among the `dp_size` rings, which read different rows; DDP and FSDP go over the whole world.
 
         Args:
-            size: ranks of a ring; it divides the number of processes.
+            size: ranks of a ring; it divides the number of processes. None is refused: nothing tells the size.
 
         Raises:
             ValueError: on every process: sizes that differ or do not divide the number of processes, or an Accelerator
@@ -110,6 +110,7 @@ class Ring:
         if dist.is_available() and dist.is_initialized():
             everyone = ProcessGroupCommunicator(dist.distributed_c10d._get_default_group())
         agree(everyone, "process", {"the size of rings": size}, wrong_accelerator(accelerator, size))
+        assert size is not None  # it was refused
         if everyone is None:
             ring = cls(None, layout=layout, transport=transport)
         else:
