@@ -276,6 +276,31 @@ def rows_of(ids: torch.Tensor, seq_len: int, needed: int = 1) -> list[dict[str, 
     return [{"input_ids": row} for row in ids[: rows * seq_len].view(rows, seq_len)]
 
 
+def ring_size(asked: int | None, processes: int, option: str = "--ring-size") -> int:
+    """The size of rings, which several processes must be told: each alone would train on sequences of its own."""
+    if asked is None and processes == 1:
+        return 1
+    sizes = [size for size in range(1, processes + 1) if processes % size == 0]
+    if asked in sizes:
+        return asked
+    reason = f"{processes} processes were started, and {option} is not given"
+    if asked is not None:
+        reason = (
+            f"{option} {asked}: {processes} process(es) cannot form rings of {asked}: {processes} = "
+            f"{processes // asked} * {asked} + {processes % asked}"
+        )
+    meanings = "; ".join(f"{option} {size}: {_meaning(size, processes)}" for size in sizes)
+    raise SystemExit(f"{reason}. {meanings}")
+
+
+def _meaning(size: int, processes: int) -> str:
+    if size == 1:
+        return "data parallel, sequences of its own for each process"
+    if size == processes:
+        return "one ring, each sequence over all processes"
+    return f"{processes // size} rings, each sequence over {size} processes"
+
+
 def flop_share(pattern: ra.Pattern, tokens: int, config: PretrainedConfig) -> float:
     """The pattern's attention FLOPs as a share of exact causal attention's."""
     config = config.get_text_config()

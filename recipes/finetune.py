@@ -121,30 +121,6 @@ def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
         parser.error(missing)
 
 
-def ring_size(asked: int | None, processes: int) -> int:
-    """The size of rings, which several processes must be told: each alone would train on sequences of its own."""
-    sizes = [size for size in range(1, processes + 1) if processes % size == 0]
-    meanings = "; ".join(
-        f"--ring-size {size}: "
-        + (
-            "data parallel, a sequence of its own for each process"
-            if size == 1
-            else "one ring, each sequence over all processes"
-            if size == processes
-            else f"{processes // size} rings, each sequence over {size} processes"
-        )
-        for size in sizes
-    )
-    if asked is None and processes > 1:
-        raise SystemExit(f"{processes} processes were started, and --ring-size is not given. {meanings}")
-    if (asked or 1) not in sizes:
-        raise SystemExit(
-            f"--ring-size {asked}: {processes} process(es) cannot form rings of {asked}: {processes} = {processes // asked} * "
-            f"{asked} + {processes % asked}. {meanings}"
-        )
-    return asked or 1
-
-
 def main() -> None:
     args = parse_args()
     resumed = checkpoints.last_saved(args.output) if args.resume else None
@@ -159,7 +135,7 @@ def main() -> None:
             gradient_accumulation_steps=args.accumulate,
             gradient_clipping=args.clip,
         )
-    ring = ra.Ring.from_accelerator(accelerator, size=ring_size(args.ring_size, accelerator.num_processes))
+    ring = ra.Ring.from_accelerator(accelerator, size=common.ring_size(args.ring_size, accelerator.num_processes))
     set_seed(args.seed)
 
     tokenizer = common.load_tokenizer(args.model)

@@ -81,6 +81,8 @@ def parse_args(argv=None) -> tuple[Arguments, TrainingArguments]:
     check(parser, "--pattern", pattern_text, args.pattern)
     check(parser, "--seq_len", at_least(2), args.seq_len)
     check(parser, "--held_out", at_least(0), args.held_out)
+    if training.ring_size is not None:
+        check(parser, "--ring_size", at_least(1), training.ring_size)
     check(parser, "--learning_rate", positive, training.learning_rate)
     check(parser, "--output_dir", new_folder, training.output_dir)
     if args.text is not None:
@@ -114,6 +116,7 @@ def resumed(training: TrainingArguments) -> str | None:
 
 def main() -> None:
     args, training = parse_args()
+    training.ring_size = common.ring_size(training.ring_size, training.world_size, "--ring_size")
     resume = resumed(training)
     tokenizer = common.load_tokenizer(args.model)
     rows = common.rows_of(

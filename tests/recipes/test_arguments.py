@@ -130,6 +130,7 @@ REFUSED = [
     ("benchmark", "--json none/f.json", "--json: there is no folder 'none'"),
     ("finetune_trainer", "--seq_len 1", "--seq_len: a whole number of at least 2 was expected, got 1"),
     ("finetune_trainer", "--held_out -1", "--held_out: a whole number of at least 0 was expected, got -1"),
+    ("finetune_trainer", "--ring_size 0", "--ring_size: a whole number of at least 1 was expected, got 0"),
     ("finetune_trainer", "--max_steps 0", "--max_steps: 1 or more was expected, or -1 for --num_train_epochs, got 0"),
     ("finetune_trainer", "--learning_rate 0", "--learning_rate: a number above 0 was expected, got '0.0'"),
     (
@@ -195,7 +196,7 @@ def test_finetune_takes_what_goes_together(words, monkeypatch):
 
 @pytest.mark.parametrize(("asked", "processes", "size"), [(None, 1, 1), (1, 1, 1), (1, 8, 1), (4, 8, 4), (8, 8, 8)])
 def test_ring_sizes_that_are_taken(asked, processes, size):
-    assert finetune.ring_size(asked, processes) == size
+    assert common.ring_size(asked, processes) == size
 
 
 @pytest.mark.parametrize(
@@ -209,7 +210,7 @@ def test_ring_sizes_that_are_taken(asked, processes, size):
 )
 def test_ring_sizes_that_are_refused(asked, processes, message):
     with pytest.raises(SystemExit) as end:
-        finetune.ring_size(asked, processes)
+        common.ring_size(asked, processes)
     assert message in str(end.value)
 
 

@@ -155,15 +155,19 @@ def test_finetune_takes_the_same_steps_on_two_processes(folder, by_one_process, 
     )
 
 
-def test_several_processes_must_be_told_their_ring(folder, tmp_path):
-    said = refused("finetune.py", "--model", folder / "model", "--output", tmp_path / "run", launcher="torchrun")
-    assert "2 processes were started, and --ring-size is not given. --ring-size 1: data parallel" in said
-    assert "--ring-size 2: one ring, each sequence over all processes" in said
+@pytest.mark.parametrize(
+    ("recipe", "option", "output"),
+    [("finetune.py", "--ring-size", "--output"), ("finetune_trainer.py", "--ring_size", "--output_dir")],
+)
+def test_several_processes_must_be_told_their_ring(recipe, option, output, folder, tmp_path):
+    said = refused(recipe, "--model", folder / "model", output, tmp_path / "run", launcher="torchrun")
+    assert f"2 processes were started, and {option} is not given. {option} 1: data parallel" in said
+    assert f"{option} 2: one ring, each sequence over all processes" in said
     assert not (tmp_path / "run").exists()
 
 
 def test_a_batch_that_the_text_does_not_fill_is_refused(folder, tmp_path):
-    """The loader would have no batch, and the recipe would wait for one for ever."""
+    """Before a model is loaded, and not by its loader."""
     options = ["--model", folder / "model", "--text", folder / "text.txt", "--seq-len", 1000, "--batch-size", 99]
     said = refused("finetune.py", *options, "--output", tmp_path / "run")
     assert "24800 tokens to train on, which are 24 row(s) of 1000, and 99 or more are needed: 99 * 1000 = 99000" in said
