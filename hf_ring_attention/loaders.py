@@ -283,7 +283,7 @@ class Shards:
             outlined = next(told for told in outlines if told is not None)
             if shard is None:
                 batch = blank(self.ring.world_size, outlined)
-                shard = shard_batch(batch, self.ring, self.pattern, device=self.ring.device)
+                shard = dict.fromkeys(batch) | shard_batch(batch, self.ring, self.pattern, device=self.ring.device)
         assert shard is not None
         return shard
 
