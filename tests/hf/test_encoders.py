@@ -15,7 +15,7 @@ from hf_ring_attention.sharding import first_position
 from ..support.probe import BATCHES, TOKENS, batch, distance
 from ..support.ranks import run_ranks, run_simulated
 from ..support.tiny_models import draw, tiny_config
-from ..support.tolerance import EXACT
+from ..support.tolerance import EXACT, largest
 
 TYPES = (
     "albert", "bert", "distilbert", "electra", "eurobert", "gte", "jina_embeddings_v3", "modernbert", "nomic_bert",
@@ -71,7 +71,7 @@ def expected_of(model, inputs, valid, kind):
 
 
 def worst(found, expected):
-    return max(distance(f, e) for f, e in zip(found, expected) if e is not None)
+    return largest(distance(f, e) for f, e in zip(found, expected) if e is not None)
 
 
 def sharded(model, inputs, valid, ring):
@@ -94,7 +94,7 @@ def test_tiny_encoders(model_type, kind):
     models = [tiny_encoder(model_type) for _ in range(2)]
     for layout in ("contiguous", "zigzag"):
         found = run_simulated(lambda ring: sharded(models[ring.rank], inputs, valid, ring), 2, layout=layout)
-        assert max(worst(states_, expected) for states_ in found) <= EXACT
+        assert largest(worst(states_, expected) for states_ in found) <= EXACT
 
 
 def test_modernbert_uses_windows():
@@ -167,4 +167,4 @@ def test_real_and_tiny_over_processes():
         pytest.skip("the real MiniLM is not installed")
     for found in run_ranks(on_each_rank, 4):
         assert len(found) == 8
-        assert max(found.values()) <= EXACT, found
+        assert largest(found.values()) <= EXACT, found

@@ -27,6 +27,7 @@ from tests.support.probe import (
 )
 from tests.support.ranks import run_simulated
 from tests.support.tiny_models import VOCAB, draw, tiny_config
+from tests.support.tolerance import largest
 
 pytestmark = pytest.mark.usefixtures("calls")
 
@@ -124,7 +125,7 @@ def test_outputs_that_mix_the_tokens_of_a_row(name):
         if model_class.__name__ in str(refused) and "ring=None" in str(refused):
             return
         raise
-    assert max([distance(one, expected) for one in found]) <= LOGITS
+    assert largest(distance(one, expected) for one in found) <= LOGITS
 
 
 @pytest.mark.parametrize(

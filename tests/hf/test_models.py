@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_ring_attention as ra
 from hf_ring_attention.reference import reference_attention
-from tests.support.tolerance import EXACT
+from tests.support.tolerance import EXACT, largest
 
 VOCAB, TOKENS = 97, 20
 SIZES = {"vocab_size": VOCAB, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -115,7 +115,9 @@ def largest_gradient_error(got, want):
     """Over all parameters, relative to the largest gradient of each; gradients that should be 0 relative to the others."""
     assert got.keys() == want.keys()
     floor = 1e-3 * max(float(grad.abs().max()) for grad in want.values())
-    return max(float((got[name] - want[name]).abs().max()) / max(float(want[name].abs().max()), floor) for name in want)
+    return largest(
+        float((got[name] - want[name]).abs().max()) / max(float(want[name].abs().max()), floor) for name in want
+    )
 
 
 def relative_error(got, want):

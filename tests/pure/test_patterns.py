@@ -378,7 +378,7 @@ def test_longnet_mixes_branches_by_their_softmax_denominators():
         )
         grads = torch.autograd.grad(got, (q, k, v), dout)
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(lse, sum(denominators).log().squeeze(-1), rtol=1e-6, atol=1e-6, check_dtype=False)
+        torch.testing.assert_close(lse, sum(denominators).log().squeeze(-1), rtol=1e-12, atol=1e-12)
         for grad, want_grad in zip(grads, want_grads, strict=True):
             torch.testing.assert_close(grad, want_grad, rtol=1e-12, atol=1e-12)
 

@@ -17,13 +17,13 @@ import hf_ring_attention as ra
 from hf_ring_attention import bindings, routes
 from hf_ring_attention.plans import Problem
 from hf_ring_attention.reference import reference_attention
-from tests.support.cases import check_random_cases, random_case
-from tests.support.ranks import run_ranks
+from tests.support.cases import EXACT_ATTENTION, check_random_cases, random_case
+from tests.support.ranks import run_ranks, run_simulated
+from tests.support.tolerance import largest
 
 TRANSPORTS = {"ring": routes.ring_traffic, "collective": routes.collective_traffic}
 PATTERNS = {"exact": ra.Pattern.exact(), "pyramid": ra.Pattern.pyramid(window=3, levels=3, ratio=2, sinks=2)}
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
-TOLERANCE = 1e-12
 ORDERS = ("first in, first out", "first in, last out")
 #: The rings of two calls at once, by name, and the lengths of their rows.
 CALLS = {
@@ -69,7 +69,7 @@ class Call:
     def error(self, *names):
         """The largest of "out" and of the gradients of "q", "k" and "v"; of all of them, where none is named."""
         got = {"out": self.out.detach(), **{name: x.grad for name, x in self.leaves.items()}}
-        return max(
+        return largest(
             float((got[name] - self.shard(self.want[name])).abs().max() / self.want[name].abs().max())
             for name in names or got
         )
@@ -196,7 +196,7 @@ def run(function, layers, x):
 
 
 def difference(got, want):
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want, strict=True))
+    return largest(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want, strict=True))
 
 
 def layers_and_rows(ring, seed, count):
@@ -250,7 +250,7 @@ def interleaved(rings, lengths, seed, order):
         call.forward()
     for call in calls if order == ORDERS[0] else reversed(calls):
         call.backward()
-    return max(call.error() for call in calls)
+    return largest(call.error() for call in calls)
 
 
 def without_gradients(ring, seed, name):
@@ -309,7 +309,7 @@ def answers():
     """What each of 4 ranks found, and the seed: one launch serves most tests here."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    return run_ranks(on_each_rank, 4, seed, timeout=90), f"seed {seed}"
+    return run_ranks(on_each_rank, 4, seed), f"seed {seed}"
 
 
 def check_traffic(findings, seed):
@@ -343,16 +343,14 @@ def head_groups():
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_bytes_of_a_simulated_ring(transport, layout):
     seed = random.randrange(2**32)
-    found = ra.run_simulated(
-        lambda ring: traffic_errors(ring, seed, 15), 5, layout=layout, transport=transport, timeout=60
-    )
+    found = run_simulated(lambda ring: traffic_errors(ring, seed, 15), 5, layout=layout, transport=transport)
     check_traffic(found, f"seed {seed}")
 
 
 @pytest.mark.usefixtures("head_groups")
 def test_bytes_of_head_groups():
     seed = random.randrange(2**32)
-    found = ra.run_simulated(lambda ring: traffic_errors(ring, seed, 15), 5, transport="ring", timeout=60)
+    found = run_simulated(lambda ring: traffic_errors(ring, seed, 15), 5, transport="ring")
     check_traffic(found, f"seed {seed}")
 
 
@@ -374,7 +372,7 @@ def test_every_request_is_waited_for_once(answers, world_size, transport):
 def test_gradient_checkpointing(answers, world_size, transport, use_reentrant):
     found, seed = answers
     for answer in found[:world_size]:
-        assert answer["checkpointing", world_size, transport, use_reentrant] <= TOLERANCE, seed
+        assert answer["checkpointing", world_size, transport, use_reentrant] <= EXACT_ATTENTION, seed
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -382,13 +380,13 @@ def test_gradient_checkpointing(answers, world_size, transport, use_reentrant):
 def test_two_calls_at_once(answers, calls, order):
     found, seed = answers
     for answer in found[:3]:
-        assert answer["interleaved", calls, order] <= TOLERANCE, seed
+        assert answer["interleaved", calls, order] <= EXACT_ATTENTION, seed
 
 
 def test_two_rings_side_by_side(answers):
     found, seed = answers
     for answer in found:
-        assert answer["side by side"] <= TOLERANCE, seed
+        assert answer["side by side"] <= EXACT_ATTENTION, seed
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -398,13 +396,13 @@ def test_without_gradients(answers, world_size, transport, mode):
     """And what was planned there serves calls with gradients."""
     found, seed = answers
     for answer in found[:world_size]:
-        assert max(answer["mode", world_size, transport, mode]) <= TOLERANCE, seed
+        assert largest(answer["mode", world_size, transport, mode]) <= EXACT_ATTENTION, seed
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_without_gradients_on_one_rank(mode):
     seed = random.randrange(2**32)
-    assert max(without_gradients(ra.Ring(), seed, mode)) <= TOLERANCE, f"seed {seed}"
+    assert largest(without_gradients(ra.Ring(), seed, mode)) <= EXACT_ATTENTION, f"seed {seed}"
 
 
 @pytest.mark.parametrize("names", GRADIENTS, ids="".join)
@@ -412,19 +410,19 @@ def test_some_gradients(answers, names):
     found, seed = answers
     for world_size, transport in itertools.product((2, 3), TRANSPORTS):
         for answer in found[:world_size]:
-            assert answer["gradients", world_size, transport, names] <= TOLERANCE, f"{seed}, {transport}"
+            assert answer["gradients", world_size, transport, names] <= EXACT_ATTENTION, f"{seed}, {transport}"
 
 
 @pytest.mark.parametrize("names", GRADIENTS, ids="".join)
 def test_some_gradients_on_one_rank(names):
     seed = random.randrange(2**32)
-    assert some_gradients(ra.Ring(), seed, names) <= TOLERANCE, f"seed {seed}"
+    assert some_gradients(ra.Ring(), seed, names) <= EXACT_ATTENTION, f"seed {seed}"
 
 
 def check_compiled(found, seed):
     """The break is at the attention: there are graphs on both sides of it."""
     error, graphs, refusal = found
-    assert error <= TOLERANCE, seed
+    assert error <= EXACT_ATTENTION, seed
     assert graphs == 2, seed
     assert refusal is not None, "a break at ring_attention was expected"
     assert "ring_attention" in refusal, refusal
