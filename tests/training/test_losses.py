@@ -4,6 +4,7 @@ import copy
 import functools
 import pickle
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import checkpoint
 from transformers import BartConfig, BartForCausalLM, GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import hf_ring_attention as ra
 from hf_ring_attention.heads import LogitsNotFormed, LogitsNotFormedError
@@ -446,6 +448,26 @@ def test_an_error_inside_the_model_leaves_nothing_behind():
         assert model(input_ids=ids).logits.shape[1] == 30
         assert isinstance(model(input_ids=ids, labels=ids).logits, LogitsNotFormed)
     assert model(input_ids=ids, labels=ids).logits.shape[1] == 30
+
+
+def fused(self, input_ids, labels=None, **kwargs):
+    """As Liger and TRL compute losses: from hidden states and the head's weights, without a call of the head."""
+    hidden = self.model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
+    logits = hidden @ self.lm_head.weight.T
+    return CausalLMOutputWithPast(
+        loss=torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()), hidden_states=(hidden,)
+    )
+
+
+def test_a_fused_loss_is_left_alone():
+    model = tiny_llama()
+    ids = torch.randint(1, 97, (2, 30))
+    expected = model(input_ids=ids, labels=ids).loss
+    model.forward = types.MethodType(fused, model)
+    with ra.sliced_loss(model, 7):
+        output = model(input_ids=ids, labels=ids)
+    assert_exact(output.loss, expected)
+    assert output.logits is None and output.hidden_states[0].shape == (2, 29, 32)
 
 
 # ---- losses of another kind
