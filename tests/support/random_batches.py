@@ -1,0 +1,748 @@
+"""Random models, batches and rings against eager attention: python -m tests.support.random_batches --cases 2000
+
+Every case follows from a number of its own and can be repeated alone with --case-seed. A case draws a supported model
+type with random heads, windows, layers and large weights; batches of documents as collators or people make them; one
+process or a simulated ring; and compares logits, the loss and all gradients, or generated tokens, or perplexity.
+
+What is expected comes from Transformers' eager attention: a model that only names "ring_dilated" computes what it does
+with the same batch; a patched one, or one over a ring, each document by itself. Under patterns it comes from `dense`.
+Most cases compute in float64, also where Transformers asks for float32 (`tolerance`).
+"""
+
+import argparse
+import copy
+import random
+import re
+import sys
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+import hf_ring_attention as ra
+
+from .cases import random_pattern
+from .dense import DENSE
+from .random_rows import IGNORED, Batch, Document, random_batch, rows_of
+from .ranks import run_simulated
+from .tiny_models import HEADS, WIDTH, draw, tiny_config
+from .tolerance import EXACT, allowed, float64
+
+SUPPORTED = {model.model_type: model for model in ra.supported_models() if model.status == "supported"}
+#: Half of the cases are of these.
+COMMON = (
+    "bert", "cohere2", "deepseek_v3", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "gpt_neox", "gpt_oss", "granite",
+    "llama", "mistral", "mixtral", "modernbert-decoder", "olmo3", "opt", "phi3", "qwen2", "qwen3", "roberta", "smollm3",
+)  # fmt: skip
+#: Types whose query and key heads are equally many, and those whose heads stay as they are.
+UNGROUPED = {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"}
+FIXED_HEADS = {"diffllama", "helium", "mimo_v2_flash"}
+#: Types whose layers may be of either kind, in any order.
+MIXED_LAYERS = {
+    "cohere2", "gemma2", "gemma3_text", "gpt_oss", "modernbert-decoder", "olmo3", "qwen2", "qwen3", "smollm3",
+}  # fmt: skip
+#: Types whose window, if any, is that of all layers.
+ONE_WINDOW = {"mistral", "mixtral", "phi3", "starcoder2", "moshi"}
+#: Types that number a row's first token behind the id of padding, which is 0 in tiny models.
+NUMBERED_BEHIND_PADDING = {
+    "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+}  # fmt: skip
+#: Types that number tokens by the attention mask, and those that take no position_ids at all.
+NUMBERED_BY_MASK = {"opt", "biogpt"}
+SELF_NUMBERED = {
+    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart",
+}  # fmt: skip
+#: Types whose layers are not handed what collators say of documents; a patched model tells them.
+DEAF = {"nemotron", "stablelm"}
+#: Types whose own loss is not that of next tokens.
+WITHOUT_SHIFT = SELF_NUMBERED | {"whisper"}
+#: Types whose caches Transformers does not make as their configs want them.
+CACHELESS = {"hrm_text"}
+#: Types that are also given embeddings instead of tokens.
+EMBEDDED = {"gpt2", "gpt_neox", "llama", "mistral", "olmo3", "opt", "qwen3", "smollm3"}
+REFUSALS = (ValueError, NotImplementedError)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is computed.
+
+    Attributes:
+        task: "train", "generate" or "perplexity".
+        changes: of the tiny model's config.
+        batches: of one optimizer step; one batch for other tasks.
+        patched: by `ra.patch_model`; else the model only names "ring_dilated".
+        ring: (world size, layout, transport), or None for one process.
+        shards: whether batches go through `ra.shard_batch`; always so on a ring.
+        patterns: by layer, None for all layers without a window; {} for the exact one.
+        loss: "logits": in float64 from the logits; "slices": `ra.next_token_loss`; "model": the model's own.
+        tokens_at_once: for "slices".
+        embeds: float32 embeddings in place of each batch's tokens, or None.
+        generated: (new tokens, tokens of the question on a ring, cache implementation).
+    """
+
+    seed: int
+    task: str
+    model_type: str
+    changes: dict
+    dtype: torch.dtype
+    batches: tuple[Batch, ...]
+    patched: bool
+    ring: tuple[int, str, str] | None
+    shards: bool
+    patterns: dict
+    loss: str
+    tokens_at_once: int
+    checkpointing: bool
+    train: bool
+    use_cache: bool | None
+    embeds: tuple[torch.Tensor, ...] | None
+    generated: tuple[int, int, str | None]
+
+    @property
+    def first(self) -> int:
+        """The position id of a row's first token."""
+        return 1 if self.model_type in NUMBERED_BEHIND_PADDING else 0
+
+    @property
+    def cache(self) -> dict:
+        """What a forward pass of a batch is told of caches."""
+        return {} if self.use_cache is None else {"use_cache": self.use_cache}
+
+    @property
+    def refusable(self) -> bool:
+        """Whether a refusal is right; every other case has to be computed."""
+        ranks = 1 if self.ring is None else self.ring[0]
+        told = any(batch.apart for batch in self.batches)
+        lengths = [batch.shape[1] for batch in self.batches]
+        if self.task == "generate" and self.shards:
+            lengths = [before_question(self)[0].shape[1]]
+        return (
+            (ranks > 1 and (not SUPPORTED[self.model_type].ring or min(lengths) < ranks))
+            or any(batch.odd and (ranks > 1 or batch.holes) for batch in self.batches)
+            # Collators that count from 0, for a model that does not.
+            or (bool(self.first) and self.patched and told)
+            # Documents, or prefilled rows beside padding, that the model would number wrongly.
+            or (self.model_type in SELF_NUMBERED and self.patched and (told or self.task == "generate"))
+            or (self.model_type in WITHOUT_SHIFT and self.shards and self.loss != "logits")
+            # A cache whose keys are rotated as those of shorter rows are.
+            or ("rope_parameters" in self.changes and self.task == "generate" and self.shards)
+        )
+
+    def __str__(self):
+        lines = [
+            f"  {f.name}: {getattr(self, f.name)}" for f in fields(self) if f.name not in ("batches", "seed", "embeds")
+        ]
+        for batch in self.batches:
+            lines.append(f"  batch: {batch.name} {batch.shape}, documents {batch.documents}")
+            lines += [
+                f"    {name}: {x.tolist() if isinstance(x, torch.Tensor) else x}" for name, x in batch.inputs.items()
+            ]
+        return "\n".join(lines)
+
+
+@dataclass
+class Refused:
+    message: str
+
+
+@dataclass
+class Result:
+    """logits: per batch [B, n, vocabulary], nan for tokens that are not computed; of other tasks other numbers.
+
+    tokens: [B, n] that were generated, those before them included.
+    """
+
+    logits: list
+    loss: float
+    gradients: dict
+    tokens: torch.Tensor | None = None
+
+
+# ---- drawing
+
+
+def draw_case(seed: int) -> Case:
+    rng = random.Random(seed)
+    model_type = rng.choice(COMMON if rng.random() < 0.5 else list(SUPPORTED))
+    task = rng.choices(["train", "generate", "perplexity"], [8, 1, 1])[0]
+    if model_type in CACHELESS and task == "generate":
+        task = "train"
+    ring = None
+    if rng.random() < (0.6 if SUPPORTED[model_type].ring else 0.1):
+        ring = (
+            rng.choice([2, 2, 3, 4]),
+            rng.choice(["auto", "contiguous", "zigzag"]),
+            rng.choice(["auto", "ring", "collective"]),
+        )
+    changes = random_changes(rng, model_type, task)
+    by_length = model_type in ("llama", "phi3") and rng.random() < 0.1  # RoPE that depends on the row's length
+    if by_length:
+        changes |= length_dependent(model_type, changes)
+    first = 1 if model_type in NUMBERED_BEHIND_PADDING else 0
+    if task == "train":
+        count = 1 if by_length else rng.choice([1, 1, 2])
+        batches = tuple(random_batch(rng, first, by_length) for _ in range(count))
+    else:
+        batches = (random_rows(rng),)
+    patched = ring is not None or rng.random() < 0.6
+    patterns = {}
+    as_it_is = by_length or any(batch.as_eager for batch in batches)
+    if patched and not as_it_is and model_type not in SELF_NUMBERED and rng.random() < 0.2:
+        patterns = {None: random_pattern(rng)}
+        if rng.random() < 0.3:
+            patterns[rng.randrange(changes.get("num_hidden_layers", 2))] = random_pattern(rng)
+    shards = ring is not None or (patched and rng.random() < 0.3)
+    loss = rng.choice(["logits", "logits", "slices", "model"])
+    if loss == "slices" and not shards:
+        loss = "logits"
+    if loss == "model" and ring is None and model_type in WITHOUT_SHIFT:
+        loss = "logits"
+    without_cache = model_type in CACHELESS or any(batch.as_eager for batch in batches)
+    checkpointing = task == "train" and rng.random() < 0.25
+    embeds = None
+    if task == "train" and model_type in EMBEDDED and rng.random() < 0.15:
+        generator = torch.Generator().manual_seed(seed)
+        embeds = tuple(torch.randn(*b.shape, WIDTH, generator=generator, dtype=torch.float32) for b in batches)
+    dtype = torch.float64 if rng.random() < 0.9 else torch.float32
+    return Case(
+        seed=seed,
+        task=task,
+        model_type=model_type,
+        changes=changes,
+        dtype=dtype,
+        batches=batches,
+        patched=patched,
+        ring=ring,
+        shards=shards,
+        patterns=patterns,
+        loss=loss,
+        tokens_at_once=rng.choice([0, 1, 3, 7, 1024]),
+        checkpointing=checkpointing,
+        train=checkpointing or rng.random() < 0.4,
+        use_cache=None if rng.random() < 0.3 and not (shards or checkpointing or without_cache) else False,
+        embeds=embeds,
+        generated=(rng.randint(1, 5), rng.randint(1, 3), rng.choice([None, None, "static"])),
+    )
+
+
+def length_dependent(model_type, changes):
+    """RoPE whose frequencies depend on the longest row of the batch."""
+    if model_type == "llama":
+        rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+        return {"max_position_embeddings": 8, "rope_parameters": rope}
+    pairs = WIDTH // changes.get("num_attention_heads", HEADS) // 2
+    factors = {"short_factor": [1.0] * pairs, "long_factor": [2.0] * pairs}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, **factors}
+    return {"rope_parameters": rope, "original_max_position_embeddings": 16}
+
+
+def random_changes(rng, model_type, task):
+    """Changes of a tiny config that the type allows."""
+    config = tiny_config(model_type).get_text_config()
+    changes = {}
+    if model_type in UNGROUPED:
+        heads = rng.choice([2, 4, 8])
+        changes |= {"num_attention_heads": heads, "num_key_value_heads": heads}
+    elif model_type not in FIXED_HEADS and SUPPORTED[model_type].ring and rng.random() < 0.7:
+        heads, kv_heads = rng.choice([(2, 1), (2, 2), (4, 1), (4, 4), (8, 2), (8, 4)])
+        changes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    window = rng.choice([2, 3, 5, 9, 40] + [1] * (task != "generate"))  # caches of one token keep all of them
+    if model_type in MIXED_LAYERS and rng.random() < 0.7:
+        kinds = [rng.choice(["full_attention", "sliding_attention"]) for _ in range(rng.randint(1, 3))]
+        changes |= {"layer_types": kinds, "num_hidden_layers": len(kinds), "sliding_window": window}
+        if hasattr(config, "no_rope_layers"):
+            changes["no_rope_layers"] = [rng.randint(0, 1) for _ in kinds]
+        if hasattr(config, "use_sliding_window"):
+            changes["use_sliding_window"] = True
+    elif model_type in ONE_WINDOW:
+        changes["sliding_window"] = rng.choice([None, window]) if model_type != "moshi" else window
+    elif isinstance(getattr(config, "sliding_window", None), int) and config.sliding_window and rng.random() < 0.5:
+        changes["sliding_window"] = window
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, name, None) is not None:
+            changes[name] = rng.choice([1.0, 5.0, 30.0])
+    if "logits_scaling" in config.to_dict():
+        changes["logits_scaling"] = rng.choice([1.0, 1.02, 4.0])
+    for name in ("router_jitter_noise", "input_jitter_noise"):  # training adds it at random
+        if hasattr(config, name):
+            changes[name] = 0.0
+    if model_type == "llama":
+        changes |= {"attention_bias": rng.random() < 0.5, "tie_word_embeddings": rng.random() < 0.3}
+    return changes
+
+
+def random_rows(rng):
+    """Rows of one document each, for generation and perplexity: padded on the left, or not at all."""
+    longest, count = rng.choice([4, 9, 20]), rng.randint(1, 3)
+    lengths = [rng.randint(2, longest) for _ in range(count)]
+    if rng.random() < 0.5:
+        lengths = lengths[:1] * count
+    ids = [tuple(rng.randrange(3, 97) for _ in range(length)) for length in lengths]
+    inputs = rows_of([Document(row, row, {}) for row in ids], "left")
+    length = max(lengths)
+    documents = [[(length - own, length)] for own in lengths]
+    if min(lengths) == length and rng.random() < 0.5:
+        del inputs["attention_mask"]
+    return Batch("rows", inputs, documents)
+
+
+# ---- models
+
+
+def build(case: Case, implementation: str, dtype: torch.dtype):
+    """The model of a case, with the same large weights at every call."""
+    config = tiny_config(case.model_type, **copy.deepcopy(case.changes))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(case.seed)
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=implementation, experts_implementation="eager", dtype=torch.float32
+        )
+    draw(model, case.seed)
+    return model.to(dtype).eval()
+
+
+def prepared(case: Case, model, ring):
+    """The model patched and in its mode."""
+    if case.patched:
+        for layer, pattern in case.patterns.items():
+            ra.patch_config(model.config, pattern, None if layer is None else [layer])
+        ra.patch_model(model, ring=ring)
+    model.train(case.train)
+    if case.checkpointing and model.supports_gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def gradients_of(model):
+    return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def cross_entropy(logits, targets, loss):
+    """The sum over the targets: in float64, or as models compute it, from float32."""
+    logits = logits.double() if loss == "logits" else logits.float()
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def tokens_of(case):
+    return sum(int((batch.targets() != IGNORED).sum()) for batch in case.batches)
+
+
+# ---- what is expected
+
+
+def expected(case: Case, found: Result, dtype: torch.dtype) -> Result:
+    """By eager attention, or under patterns by its definition, on one process.
+
+    Args:
+        found: whose tokens a generation under patterns goes on with.
+    """
+    model = build(case, DENSE if case.patterns else "eager", dtype)
+    setattr(model.config.get_text_config(), DENSE, case.patterns)
+    with float64(dtype == torch.float64):
+        return TASKS_OF_EAGER[case.task](case, model, found)
+
+
+@torch.no_grad()
+def expected_perplexity(case, model, found):
+    batch, targets = case.batches[0], case.batches[0].targets()
+    nll = torch.full((*batch.shape, 1), torch.nan, dtype=torch.float64)
+    for row, start, stop in batch.spans():
+        logits = model(batch.inputs["input_ids"][row : row + 1, start:stop], use_cache=False).logits[0, :-1]
+        own = F.cross_entropy(logits.float(), targets[row, start : stop - 1], reduction="none")
+        nll[row, start + 1 : stop, 0] = own.double()
+    return Result([nll], float(nll.nansum()), {})
+
+
+@torch.no_grad()
+def expected_tokens(case, model, found):
+    """Of eager generation; under patterns, of the found tokens without a cache."""
+    batch, new = case.batches[0], case.generated[0]
+    if not case.patterns:
+        kept = {}
+        if "rope_parameters" in case.changes and case.shards:  # keys stay as long as the row was when they came
+            ids, mask = before_question(case)
+            positions = counted(case, case.batches[0])[:, : ids.shape[1]]
+            filled = model(ids, attention_mask=mask, position_ids=positions, use_cache=True)
+            kept["past_key_values"] = filled.past_key_values
+        return generated(model, batch.inputs, new, kept)
+    tokens = found.tokens
+    rows = []
+    for row, start, _ in batch.spans():
+        ids = tokens[row : row + 1, start:-1]
+        positions = torch.arange(ids.shape[1])[None]  # as `generate` numbers them, whatever the model
+        rows.append(model(ids, position_ids=positions, use_cache=False).logits[0, -new:])
+    return Result([torch.stack(rows)], 0.0, {}, tokens)
+
+
+def expected_step(case, model, found):
+    """Forward and backward passes of batches, or of their documents."""
+    tokens = tokens_of(case)
+    found, total = [], 0.0
+    for batch in case.batches:
+        whole, targets = None, batch.targets()
+        for index, inputs in parts(case, batch, model.dtype):
+            logits = model(**inputs).logits
+            loss = cross_entropy(logits, targets[index], case.loss) / tokens
+            loss.backward()
+            total += float(loss.detach())
+            if whole is None:
+                whole = torch.full((*batch.shape, logits.shape[-1]), torch.nan, dtype=torch.float64)
+            whole[index] = logits.detach().double().reshape(whole[index].shape)
+        found.append(whole)
+    return Result(found, total, gradients_of(model))
+
+
+def parts(case, batch, dtype):
+    """(index into [B, n], inputs) of the forward passes that together are expected of a batch."""
+    names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+    inputs = {name: x for name, x in given(case, batch, dtype).items() if name in names}
+    positions = inputs.get("position_ids")
+    if by_itself(case, batch) and case.model_type in SELF_NUMBERED:  # documents would be numbered anew
+        inputs.pop("position_ids", None)
+        yield (slice(None), slice(None)), {**inputs, "attention_mask": square_mask(batch, dtype), "use_cache": False}
+        return
+    if not by_itself(case, batch):
+        if case.shards and positions is None:  # which counts each document from its first token
+            inputs["position_ids"] = counted(case, batch)
+        yield (slice(None), slice(None)), {**inputs, **case.cache}
+        return
+    if positions is None and not case.shards:
+        positions = numbered(case, batch)
+    for row, start, stop in batch.spans():
+        document = {name: inputs[name][row : row + 1, start:stop] for name in names[:2] if name in inputs}
+        document["use_cache"] = False
+        if positions is not None:
+            document["position_ids"] = positions[row % len(positions)][None, start:stop]
+            # Without a mask Transformers would take positions that jump for a border.
+            document["attention_mask"] = torch.ones(1, stop - start, dtype=torch.int64)
+        yield (row, slice(start, stop)), document
+
+
+def by_itself(case, batch):
+    """Whether each document is expected to be computed by itself, rather than the batch as it is."""
+    if "rope_parameters" in case.changes or batch.as_eager:
+        return False
+    if case.patched:
+        return case.shards or bool(case.patterns) or batch.apart
+    collated = any(name in batch.inputs for name in ("cu_seq_lens_q", "seq_idx"))
+    return collated and case.model_type not in DEAF
+
+
+def given(case, batch, dtype):
+    """What a model is given of a batch: tokens, or embeddings for them."""
+    if case.embeds is None:
+        return batch.inputs
+    embeds = case.embeds[case.batches.index(batch)].to(dtype)
+    return {"inputs_embeds": embeds, **{name: x for name, x in batch.inputs.items() if name != "input_ids"}}
+
+
+def square_mask(batch, dtype):
+    """[B, 1, n, n] of documents, for a causal model: added to its scores."""
+    length = batch.shape[1]
+    visible = torch.zeros(batch.shape[0], 1, length, length, dtype=torch.bool)
+    for row, start, stop in batch.spans():
+        visible[row, 0, start:stop, start:stop] = True
+    visible = visible.tril() | torch.eye(length, dtype=torch.bool)
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, -1e30)
+
+
+def counted(case, batch):
+    """[B, n] the positions of each document from its first token."""
+    positions = torch.zeros(batch.shape, dtype=torch.int64)
+    for row, start, stop in batch.spans():
+        positions[row, start:stop] = torch.arange(stop - start)
+    return positions + case.first
+
+
+def numbered(case, batch):
+    """[B, n] how the model numbers the tokens of a batch without position_ids."""
+    if case.patched and max(map(len, batch.documents)) > 1:
+        return counted(case, batch)
+    valid = torch.ones(batch.shape, dtype=torch.int64)
+    if case.first or case.model_type in NUMBERED_BY_MASK:
+        valid = batch.inputs.get("attention_mask", valid)
+    return (valid.cumsum(-1) - 1).clamp_min(0) + case.first
+
+
+TASKS_OF_EAGER = {"train": expected_step, "perplexity": expected_perplexity, "generate": expected_tokens}
+
+
+# ---- what is found
+
+
+def found_by(case: Case) -> Result | Refused:
+    """By "ring_dilated", on one process or a simulated ring."""
+    count = 1 if case.ring is None else case.ring[0]
+    # Made here: in float64 other weights would be drawn, and in threads each others'.
+    models = [build(case, "eager" if case.patched else "ring_dilated", case.dtype) for _ in range(count)]
+    with float64(case.dtype == torch.float64):
+        if case.ring is None:
+            return result_of(case, models[0], ra.Ring.alone() if case.shards else None)
+        return found_on_ring(case, models)
+
+
+def result_of(case, model, ring) -> Result | Refused:
+    try:
+        return TASKS[case.task](case, prepared(case, model, ring), ring)
+    except REFUSALS as refused:
+        return Refused(str(refused))
+
+
+def found_on_ring(case: Case, models) -> Result | Refused:
+    """On the ranks of a simulated ring, whose gradients are summed.
+
+    Raises:
+        AssertionError: ranks that differ in what is equal on all of them, or of which only some refuse.
+    """
+    world_size, layout, transport = case.ring
+    by_rank = run_simulated(
+        lambda ring: result_of(case, models[ring.rank], ring), world_size, layout=layout, transport=transport
+    )
+    refused = [isinstance(result, Refused) for result in by_rank]
+    assert all(refused) or not any(refused), f"only some ranks refuse: {by_rank}"
+    if refused[0]:
+        return by_rank[0]
+    for result in by_rank[1:]:
+        for own, other in zip(by_rank[0].logits, result.logits, strict=True):
+            assert torch.equal(own.nan_to_num(), other.nan_to_num()), "ranks differ"
+        assert result.tokens is None or torch.equal(result.tokens, by_rank[0].tokens), "ranks generate other tokens"
+    names = {name for result in by_rank for name in result.gradients}
+    gradients = {n: sum(result.gradients[n] for result in by_rank if n in result.gradients) for n in names}
+    loss = sum(result.loss for result in by_rank) if case.task == "train" else by_rank[0].loss
+    return Result(by_rank[0].logits, loss, gradients, by_rank[0].tokens)
+
+
+def train(case, model, ring) -> Result:
+    """Forward and backward passes of one optimizer step."""
+    found, total, tokens = [], 0.0, tokens_of(case)
+    for batch in case.batches:
+        if case.shards:
+            logits, loss = of_shard(case, model, ring, batch, tokens)
+        else:
+            logits, loss = of_batch(case, model, batch, tokens)
+        loss.backward()
+        total += float(loss.detach())
+        found.append(logits.detach().double())
+    return Result(found, total, gradients_of(model))
+
+
+def of_batch(case, model, batch, tokens):
+    """A batch as it is."""
+    inputs = {name: x for name, x in given(case, batch, case.dtype).items() if name != "labels"}
+    labels = {}
+    if case.loss == "model":  # which shifts labels in the row
+        labels = {"labels": F.pad(batch.targets()[:, :-1], (1, 0), value=IGNORED), "num_items_in_batch": tokens}
+    output = model(**inputs, **labels, **case.cache)
+    if case.loss == "model":
+        return output.logits, output.loss
+    return output.logits, cross_entropy(output.logits, batch.targets(), case.loss) / tokens
+
+
+def of_shard(case, model, ring, batch, tokens):
+    """This rank's part of a batch, and the logits of the whole."""
+    shard = ra.shard_batch(given(case, batch, case.dtype), ring)
+    layout, _ = ring.rows_rule(batch.shape[1])
+    inputs = {name: x for name, x in shard.items() if name not in ("labels", "shift_labels")}
+    if case.loss == "slices":
+        with torch.no_grad():
+            logits = model(**inputs, use_cache=False).logits
+        loss = ra.next_token_loss(model, shard, tokens, tokens_at_once=case.tokens_at_once)
+    elif case.loss == "model":
+        output = model(**shard, use_cache=False, num_items_in_batch=tokens)
+        logits, loss = output.logits, output.loss
+    else:
+        logits = model(**inputs, use_cache=False).logits
+        loss = cross_entropy(logits, shard["shift_labels"], case.loss) / tokens
+    return ring.unshard(logits.detach(), layout), loss
+
+
+def perplexity(case, model, ring) -> Result:
+    """Minus the log-likelihood of each token, [B, n, 1]."""
+    batch = case.batches[0]
+    report = ra.perplexity(
+        model,
+        batch.inputs["input_ids"],
+        attention_mask=batch.inputs.get("attention_mask"),
+        logits_at_once=case.tokens_at_once or 512,
+    )
+    assert report.tokens == int((~report.token_nll.isnan()).sum())
+    return Result([report.token_nll.double()[..., None]], report.nll, {})
+
+
+def generate(case, model, ring) -> Result:
+    """Logits of the tokens that are generated, [B, new tokens, vocabulary]; the loss is a number of all tokens."""
+    inputs, (new, _, cache) = case.batches[0].inputs, case.generated
+    kept = {"cache_implementation": cache}
+    if case.shards:
+        kept = {"past_key_values": ra.prefill(model, *before_question(case))}
+    return generated(model, inputs, new, kept)
+
+
+def before_question(case):
+    """The tokens [B, n] that are not asked, and their mask, or None."""
+    inputs, (_, question, _) = case.batches[0].inputs, case.generated
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    length = ids.shape[1] - min(question, ids.shape[1] - 1)
+    return ids[:, :length], None if mask is None else mask[:, :length]
+
+
+def generated(model, inputs, new, kept) -> Result:
+    asked = {name: x for name, x in inputs.items() if name != "labels"}
+    output = model.generate(
+        **asked,
+        **kept,
+        max_new_tokens=new,
+        min_new_tokens=new,  # the end token would end it
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    logits = torch.stack(output.logits, 1).double()
+    return Result([logits], 0.0, {}, output.sequences)
+
+
+TASKS = {"train": train, "perplexity": perplexity, "generate": generate}
+
+
+# ---- comparing
+
+
+def errors(case: Case, found: Result, want: Result) -> dict[str, float]:
+    """Of logits, loss and gradients, each relative to the largest entry.
+
+    Of gradients each parameter's own, or a hundredth of all's largest: some should be zero, such as of biases of keys, or
+    of all queries where each sees one key. In float32, where those are the difference of rounded numbers, all's largest.
+    """
+    floor = 1e-2 if case.dtype == torch.float64 else 1.0
+    worst = {"logits": 0.0}
+    for batch, own, other in zip(case.batches, found.logits, want.logits, strict=True):
+        if case.task == "train":
+            own, other = own[batch.valid()], other[batch.valid()]
+        assert torch.equal(own.isnan(), other.isnan()), "other tokens are computed, or some are no numbers"
+        largest = float(other.nan_to_num().abs().max())
+        worst["logits"] = max(worst["logits"], float((own - other).nan_to_num().abs().max()) / (largest or 1.0))
+    worst["loss"] = abs(found.loss - want.loss) / (abs(want.loss) or 1.0)
+    if found.tokens is not None:
+        assert torch.equal(found.tokens, want.tokens), "other tokens are generated"
+    largest = max((float(gradient.abs().max()) for gradient in want.gradients.values()), default=0.0)
+    worst["gradients"] = 0.0
+    for name in sorted(found.gradients.keys() | want.gradients.keys()):
+        own, other = (gradients.get(name) for gradients in (found.gradients, want.gradients))
+        own, other = (torch.zeros(()) if gradient is None else gradient for gradient in (own, other))
+        scale = max(float(other.abs().max()), floor * largest) or 1.0
+        error = float((own - other).abs().max()) / scale
+        assert error == error, f"the gradient of {name} is no number"
+        worst["gradients"] = max(worst["gradients"], error)
+    return worst
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`kind`: "equal", in float64; "rounded": in float32, as near as eager attention; "refused": with a message."""
+
+    case: Case
+    kind: str
+    message: str = ""
+
+
+def run_case(seed: int) -> Outcome:
+    """Draws a case and compares it.
+
+    Raises:
+        AssertionError: a wrong number; or whatever else the case ends in.
+    """
+    case = draw_case(seed)
+    return compared(case, found_by(case))
+
+
+def compared(case: Case, found: Result | Refused) -> Outcome:
+    """What is found against what is expected.
+
+    Raises:
+        AssertionError: they differ, or a refusal that is not right.
+    """
+    if isinstance(found, Refused):
+        assert case.refusable, f"refused: {found.message}"
+        return Outcome(case, "refused", found.message)
+    want = expected(case, found, torch.float64)
+    worst = errors(case, found, want)
+    if case.dtype == torch.float64:
+        assert max(worst.values()) <= EXACT, f"errors {worst}, of {EXACT}"
+        return Outcome(case, "equal")
+    bounds = {name: allowed(error) for name, error in errors(case, expected(case, found, torch.float32), want).items()}
+    assert all(worst[name] <= bounds[name] for name in worst), f"errors {worst}, and eager attention allows {bounds}"
+    return Outcome(case, "rounded")
+
+
+# ---- many cases
+
+
+def seeds_of(seed: int, count: int) -> list[int]:
+    return random.Random(seed).sample(range(2**31), count)
+
+
+def repeat_line(seed: int) -> str:
+    """What repeats one case."""
+    return f"python -m tests.support.random_batches --case-seed {seed}"
+
+
+def without_numbers(message: str) -> str:
+    """A refusal as it is counted."""
+    message = re.sub(r"\w*(For\w+|Model|LMHeadModel|Attention)\b", "M", message)
+    return re.sub(r"[(\[]?#[#, ()\[\]]*", "#", re.sub(r"-?\d+", "#", message))[:200]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=None, help="decides all cases; drawn and printed by default")
+    parser.add_argument("--case-seed", type=int, default=None, help="repeats one case, and describes it")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    if arguments.case_seed is not None:
+        print(draw_case(arguments.case_seed), flush=True)
+        outcome = run_case(arguments.case_seed)
+        print(outcome.kind, outcome.message)
+        return
+    seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
+    sys.exit(run_many(seed, arguments.cases))
+
+
+def run_many(seed: int, count: int) -> int:
+    """Runs the cases of a seed, and prints what came of them. Returns how many went wrong."""
+    from tqdm import tqdm
+
+    kinds, refusals, types, wrong, start = Counter(), Counter(), Counter(), [], time.perf_counter()
+    often = 0.1 if sys.stderr.isatty() else 30.0  # seconds; a log need not be filled with bars
+    for case_seed in tqdm(seeds_of(seed, count), desc=f"cases of seed {seed}", unit="case", mininterval=often):
+        try:
+            outcome = run_case(case_seed)
+        except Exception as error:  # whatever it is, it is counted, and the other cases are run
+            wrong.append(case_seed)
+            told = "".join(traceback.format_exception_only(error)).strip()[:2000]
+            tqdm.write(f"WRONG: {repeat_line(case_seed)}\n{told}")
+            continue
+        kinds[outcome.kind] += 1
+        types[outcome.case.model_type] += 1
+        if outcome.kind == "refused":
+            refusals[without_numbers(outcome.message)] += 1
+    seconds = time.perf_counter() - start
+    print(
+        f"{count} cases of seed {seed} in {seconds:.0f} s: {len(wrong)} wrong, {dict(kinds)}, {len(types)} model types"
+    )
+    for message, number in refusals.most_common():
+        print(f"refused {number:4}: {message}")
+    for case_seed in wrong:
+        print(f"wrong: {repeat_line(case_seed)}")
+    return len(wrong)
+
+
+if __name__ == "__main__":
+    main()
