@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ranks import TIMEOUT
+
 PACKAGE = "hf_ring_attention"
 FOLDER = Path(__file__).parents[2] / PACKAGE
 #: A new module must be placed here.
@@ -167,7 +169,7 @@ def test_the_ground_floor_runs_without_torch():
         [sys.executable, "-I", "-W", "error", "-c", textwrap.dedent(script)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=TIMEOUT,
         check=False,
     )
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, str(2 * 64 * 65 // 2), "")

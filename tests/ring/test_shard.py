@@ -90,7 +90,7 @@ def checks(rank):
 
 
 def test_three_ranks():
-    run_ranks(checks, 3, timeout=60)
+    run_ranks(checks, 3)
 
 
 @pytest.mark.parametrize("check", [check_positions, check_round_trips, check_gradients])

@@ -9,13 +9,11 @@ import torch
 
 import hf_ring_attention as ra
 from tests.support.cases import random_case
-from tests.support.ranks import run_ranks
+from tests.support.ranks import PROMPTLY, TIMEOUT, run_ranks
 
 EXACT = ra.Pattern.exact()
 TRANSPORTS = ("ring", "collective")
 LAYOUTS = ("contiguous", "zigzag")
-#: Seconds that a rank waits for another one, and that a test may take where none has to.
-TIMEOUT, PROMPTLY = 20, 10
 
 
 def attention(ring, **options):
@@ -119,7 +117,7 @@ def test_a_rank_that_does_not_come_in_time(transport):
 
     with pytest.raises(RuntimeError, match=r"receiving from rank 1 did not end: nothing came in 1(\.0)? s"):
         ra.run_simulated(function, 2, transport=transport, timeout=1)
-    assert 0.9 <= seconds[0] < PROMPTLY
+    assert 1 <= seconds[0] < PROMPTLY
 
 
 def test_no_thread_stays():
@@ -204,7 +202,7 @@ def test_the_numbers_of_processes():
     """Bit for bit."""
     seed, count = random.randrange(2**32), 5
     print(f"seed {seed}")
-    processes = run_ranks(results_of_processes, 3, seed, count, timeout=60)
+    processes = run_ranks(results_of_processes, 3, seed, count)
     for transport in TRANSPORTS:
         simulated = ra.run_simulated(lambda ring: results(ring, seed, count), 3, transport=transport, timeout=TIMEOUT)
         for rank, (got, process) in enumerate(zip(simulated, processes, strict=True)):

@@ -17,6 +17,8 @@ from tests.support.tolerance import float64, is_float64
 #: Seconds after which something hangs and is not merely slow: some ten times what the longest launch of the tests takes
 #: beside four busy processes on two cores. Tests that do not test timeouts take this one.
 TIMEOUT = 600
+#: Seconds within which ranks are done that wait for no timeout; far from TIMEOUT, so that having waited for it shows.
+PROMPTLY = TIMEOUT / 10
 #: Seconds that the other ranks have to tell their own story once one has failed; they end sooner when all have.
 PATIENCE = 60
 #: Ranks are forked from a process that computed nothing, and imported what takes seconds once for all of them.
