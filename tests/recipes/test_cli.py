@@ -9,6 +9,7 @@ import pytest
 
 from hf_ring_attention import cli
 from hf_ring_attention.arguments import parse_pattern
+from hf_ring_attention.bench import Shape
 from hf_ring_attention.patterns import Pattern, Sink, Window
 
 
@@ -36,6 +37,14 @@ def test_what_the_library_refuses_ends_the_program_with_its_reason():
 )
 def test_patterns_by_name(text, pattern):
     assert parse_pattern(text) == pattern
+
+
+def test_a_share_of_the_heads_keeps_whole_groups():
+    """The ideal of --speed computes some heads of all, in groups of the number of key/value heads that divides them."""
+    for heads, kv_heads, share in ((8, 2, 4), (8, 8, 4), (10, 5, 5), (12, 4, 3), (8, 2, 1)):
+        q, k, v, _ = Shape(heads, kv_heads, 4).tensors(6, share)
+        assert q.shape == (1, share, 6, 4)
+        assert k.shape == v.shape and share % k.shape[1] == 0 and kv_heads % k.shape[1] == 0
 
 
 def test_bench(tmp_path):
