@@ -104,8 +104,13 @@ def _tokens(batch: Mapping[str, Any]) -> Tensor:
         raise ValueError(f"a batch must be a mapping of tensors, as collators make it, got {type(batch).__name__}")
     tokens = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
     if not isinstance(tokens, Tensor) or tokens.dim() < 2 or 0 in tokens.shape[:2]:
-        got = f"{tuple(tokens.shape)}" if isinstance(tokens, Tensor) else f"{sorted(batch)}"
-        raise ValueError(f"a batch needs input_ids [rows, tokens], or inputs_embeds, got {got}")
+        if tokens is None:
+            raise ValueError(f"a batch needs input_ids [rows, tokens], or inputs_embeds, got {sorted(map(str, batch))}")
+        got = f"{tuple(tokens.shape)}" if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}"
+        raise ValueError(
+            f"a batch needs input_ids [rows, tokens], or inputs_embeds, as a tensor, got {got}: rows of lists need a "
+            f"collate_fn that makes tensors, such as ra.PaddingCollator"
+        )
     if batch.get("labels") is None and batch.get("shift_labels") is None:
         raise ValueError(
             f"a batch has no labels, only {sorted(batch)}: a loss over shards needs labels [rows, tokens], -100 where "

@@ -18,12 +18,11 @@ from .collators import REMEDY, PackingCollator, PaddingCollator, is_longer
 _READ = 100
 
 
-def check_lengths(dataset: Any, collate: Any) -> ValueError | None:
+def check_lengths(dataset: Any, collate: Any, *, warn: bool) -> ValueError | None:
     """What is wrong with documents that are longer than a row of one of this package's collators, if there are any.
 
-    Warns where the collator changes or leaves out such documents.
-
     Args:
+        warn: where the collator changes or leaves out such documents, says so.
         dataset: looked at if it is a list, a `datasets.Dataset` with input_ids, or made of these by torch's Subset and
             ConcatDataset. Any other could have to read or tokenize each document, and is not.
     """
@@ -42,7 +41,8 @@ def check_lengths(dataset: Any, collate: Any) -> ValueError | None:
     if strategy == "raise":
         return ValueError(f"{said}: {REMEDY}")
     done = {"truncate": "truncated", "split": "split", "drop": "left out"}[strategy]
-    warnings.warn(f"{said}: they are {done}, as excess_length_strategy={strategy!r} asks for", stacklevel=2)
+    if warn:
+        warnings.warn(f"{said}: they are {done}, as excess_length_strategy={strategy!r} asks for", stacklevel=2)
     return None
 
 

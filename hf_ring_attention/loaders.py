@@ -27,10 +27,11 @@ from .samplers import (
     RingBatchSampler,
     RowsOfRing,
     SizedRowsOfRing,
+    another_order,
     as_it_is,
     checksum,
     generators_in,
-    samplers_in,
+    layers_of,
 )
 
 #: What a process says instead of a batch's checksum: it has none, or it failed to read one.
@@ -72,7 +73,7 @@ def prepare_data_loader(loader: Any, ring: Members, pattern: Pattern | None) -> 
             "the number of its rows": _length(loader.dataset),
             "its first row": _first_row(loader.dataset),
             "batch_size": loader.batch_size,
-            "drop_last": loader.drop_last,
+            "drop_last": _drops_last(loader),
         }
     seeds = ring.agree_everywhere(agreed, error, tell=seed)
     return RingDataLoader(loader, ring, pattern, seeds[0])
@@ -142,11 +143,21 @@ def _wrong_loader(loader: Any, ring: Members) -> ValueError | None:
         )
     if not isinstance(loader, DataLoader):
         return ValueError(f"prepare_data_loader expected a torch DataLoader, got {type(loader).__name__}")
+    if type(loader).__iter__ is not DataLoader.__iter__ and not type(loader).__module__.startswith("torchdata."):
+        return ValueError(
+            f"the loader is a {type(loader).__name__} with an __iter__ of its own, of which the ring's loader would know "
+            f"nothing: pass a torch DataLoader, and do in its dataset, sampler or collate_fn what __iter__ does"
+        )
+    if loader.num_workers and not loader.in_order:
+        return ValueError(
+            "the loader has in_order=False, and gives batches in whichever order its workers end, so ranks of a ring would "
+            "not get the same, and no run could go on from a checkpoint: leave it out"
+        )
     if isinstance(loader.dataset, IterableDataset):
         return _wrong_stream(loader, ring)
     if loader.batch_sampler is None:
         return ValueError("the loader has batch_size=None over a map-style dataset: give it a batch size")
-    for sampler in samplers_in(loader.batch_sampler):
+    for sampler in layers_of(loader.batch_sampler):
         divides = isinstance(sampler, DistributedSampler) or any(
             isinstance(n := getattr(sampler, name, 1), int) and n > 1 for name in _DIVIDING
         )
@@ -157,13 +168,18 @@ def _wrong_loader(loader: Any, ring: Members) -> ValueError | None:
             )
     batch_sampler: Any = loader.batch_sampler
     batches = _length(batch_sampler)
-    needed = ring.dp_size if loader.drop_last else 1
+    needed = ring.dp_size if _drops_last(loader) else 1
     if batches is not None and batches < needed:
         return ValueError(
             f"the loader has {batches} batches of {loader.batch_size} rows for {ring.dp_size} rings, and drop_last="
-            f"{loader.drop_last} needs {needed} at least: use a smaller batch size, or more rows"
+            f"{_drops_last(loader)} needs {needed} at least: use a smaller batch size, or more rows"
         )
-    return check_lengths(loader.dataset, loader.collate_fn)
+    return check_lengths(loader.dataset, loader.collate_fn, warn=ring.rank == ring.dp_rank == 0)
+
+
+def _drops_last(loader: Any) -> bool:
+    """As the loader or the batch sampler it was given has it."""
+    return bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
 
 
 def _wrong_stream(loader: Any, ring: Members) -> ValueError | None:
@@ -209,7 +225,7 @@ def _source(loader: DataLoader, ring: Members, seed: int) -> RingBatchSampler | 
     """What gives the rows of this ring."""
     dataset: Any = loader.dataset
     if not isinstance(dataset, IterableDataset):
-        return RingBatchSampler(loader.batch_sampler, ring.dp_rank, ring.dp_size, loader.drop_last, seed)
+        return RingBatchSampler(loader.batch_sampler, ring.dp_rank, ring.dp_size, _drops_last(loader), seed)
     streamed = isinstance(dataset, StreamedDataset)
     if streamed and ring.dp_size > 1:
         dataset = split_dataset_by_node(dataset, ring.dp_rank, ring.dp_size)
@@ -366,7 +382,7 @@ class RingDataLoader(DataLoaderStateMixin):
         self.dataset, self.batch_size, self.num_workers = loader.dataset, loader.batch_size, loader.num_workers
         self.ring, self.pattern = ring, pattern
         self.gradient_state = GradientState()
-        self._drops = loader.drop_last
+        self._drops = _drops_last(loader)
         self._source = _source(loader, ring, seed)
         self.rows = _loader_of_rows(loader, self._source)
         # Workers that live on, or a stream that tells all its copies of an epoch, know of one.
@@ -427,13 +443,14 @@ class RingDataLoader(DataLoaderStateMixin):
             "seed": self._source.seed,
             "rings": self.ring.dp_size,
             "batch_size": self.batch_size,
-            "order": at.order[at.taken - 1] if at.order and at.taken else at.expected,
+            "order": self._order_of(at),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next pass go on where `state_dict` was called: with the same rows, and the same random numbers.
 
-        What a dataset or collator draws from generators of its own is not known here, and not drawn again.
+        These are the numbers of the global generators of Python, numpy and torch, and of those that the dataset, its sampler
+        and its collator keep as attributes; what they draw otherwise is not drawn again.
 
         Raises:
             ValueError: no such state, or one of batches of another size, or of a number of rings that does not fit.
@@ -504,7 +521,16 @@ class RingDataLoader(DataLoaderStateMixin):
             skip = own.taken
         batches = iter(self.rows.base_dataloader)
         own.order = getattr(self._source, "order", None)
-        yield from itertools.islice(batches, skip, None)
+        for batch in itertools.islice(batches, skip, None):
+            if skip and 0 not in (own.expected or 0, self._order()) and self._order() != own.expected:
+                raise ValueError(another_order("dataset"))
+            yield batch
+
+    def _order_of(self, at: _Pass) -> int | None:
+        """The checksum by which rows are known again that were read before; None where none were."""
+        if at.order:
+            return at.order[at.taken - 1] if at.taken else None
+        return self._order() if self._begun and at.taken else at.expected
 
     def _order(self) -> int:
         """A checksum of the first rows of the pass begun last, alike on all processes; 0 where it is not known."""

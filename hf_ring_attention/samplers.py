@@ -1,8 +1,8 @@
 """Which rows of a dataset are those of a ring: every batch is one ring's, and all processes agree whose.
 
 What is random about a batch (its rows, what a dataset and a collator draw from Python's, numpy's and torch's global
-generators) follows from a seed, the epoch and the number of the batch: it is the same on all ranks of a ring, whoever reads
-the batch, and when a run goes on from a checkpoint.
+generators, or from those that they keep as attributes) follows from a seed, the epoch and the number of the batch: it is the
+same on all ranks of a ring, whoever reads the batch, and when a run goes on from a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
 
 _Random = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
+#: Attributes by which samplers, datasets and collators are made around others.
+_INNER = ("batch_sampler", "sampler", "dataset", "data_collator")
 
 
 def seed_of(*parts: int) -> int:
@@ -88,20 +90,21 @@ def _is_python(generator: Any) -> bool:
     return generator is random or isinstance(generator, random.Random)
 
 
-def samplers_in(sampler: Any) -> list[Any]:
-    """A sampler, and those it takes rows or batches from."""
+def layers_of(x: Any) -> list[Any]:
+    """A sampler, dataset or collator, and those of its kind that it is made around."""
     found: list[Any] = []
-    while sampler is not None and not any(sampler is other for other in found):
-        found.append(sampler)
-        inner = getattr(sampler, "batch_sampler", None)
-        sampler = getattr(sampler, "sampler", None) if inner is None else inner
+    while x is not None and not any(x is other for other in found):
+        found.append(x)
+        attributes = getattr(x, "__dict__", {})
+        x = next((attributes[name] for name in _INNER if attributes.get(name) is not None), None)
     return found
 
 
-def generators_in(sampler: Any) -> Iterator[_Random]:
-    """Those that a sampler, or one that it takes rows from, keeps as an attribute."""
-    for inner in samplers_in(sampler):
-        yield from (x for x in getattr(inner, "__dict__", {}).values() if isinstance(x, _Random))
+def generators_in(*given: Any) -> list[_Random]:
+    """Those that samplers, datasets or collators keep as attributes."""
+    layers = [layer for x in given for layer in layers_of(x)]
+    found = [x for layer in layers for x in getattr(layer, "__dict__", {}).values() if isinstance(x, _Random)]
+    return list({id(x): x for x in found}.values())
 
 
 # ---- datasets with a length
@@ -165,7 +168,7 @@ class RingBatchSampler(Sampler[Batch]):
         draws = Draws(seed_of(self.seed, epoch), generators_in(self.batch_sampler))
         if self._shuffled is not None:
             self._shuffled.initial_seed = self.seed
-        for sampler in samplers_in(self.batch_sampler):
+        for sampler in layers_of(self.batch_sampler):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
         with draws:
@@ -186,14 +189,18 @@ class RingBatchSampler(Sampler[Batch]):
         self._skip, self._expected = 0, None  # not before: torch makes iterators that it does not use
         skipped = len(list(itertools.islice(batches, skip)))
         if expected is not None and order[skip - 1 : skip] != [expected]:
-            raise ValueError(
-                f"the sampler gives another order than in the run that goes on here: its first {skip} batches are "
-                f"{'others' if len(order) >= skip else f'only {skipped}'}, so rows would be read twice, and others not at all: "
-                f"go on with the same dataset and sampler; a sampler of your own must give an order that follows from "
-                f"set_epoch(epoch), from Python's, numpy's or torch's global generators, or from a generator that it keeps "
-                f"as an attribute"
-            )
+            what = "others" if len(order) >= skip else f"only {skipped}"
+            raise ValueError(f"{another_order('sampler')}: its first {skip} batches are {what}")
         yield from batches
+
+
+def another_order(what: str) -> str:
+    """That rows cannot be read again as they were, and what to do."""
+    return (
+        f"the {what} gives rows in another order than in the run that goes on here, so some would be read twice, and others "
+        f"not at all; go on with the same dataset and sampler, whose order must follow from set_epoch(epoch), from Python's, "
+        f"numpy's or torch's global generators, or from a generator that the {what} keeps as an attribute"
+    )
 
 
 def _shuffled_by_epoch(batch_sampler: Any) -> tuple[Any, SeedableRandomSampler | None]:
@@ -236,7 +243,7 @@ class BatchesOfRows(Dataset):
             self.dataset.set_epoch(batch.epoch)
         self._epoch = batch.epoch
         several = getattr(self.dataset, "__getitems__", None)
-        with Draws(batch.seed):
+        with Draws(batch.seed, generators_in(self.dataset, self.collate)):
             return self.collate(several(batch.rows) if several else [self.dataset[index] for index in batch.rows])
 
 
@@ -308,7 +315,7 @@ class RowsOfRing(IterableDataset):
             self.dataset.set_epoch(epoch)
         # Rings that divide a dataset's rows must see the same; rings that have rows of their own draw other numbers.
         of_ring = self.dp_rank if self.divided else 0
-        draws = Draws(seed_of(seed, epoch, worker, of_ring))
+        draws = Draws(seed_of(seed, epoch, worker, of_ring), generators_in(self.dataset))
         with draws:
             source = iter(self.dataset)
         for number in itertools.count():
@@ -346,5 +353,5 @@ class CollatedRows:
         """The batch."""
         seed = rows.seed if isinstance(rows, Row) else rows[0].seed
         content = rows.content if isinstance(rows, Row) else [row.content for row in rows]
-        with Draws(seed):
+        with Draws(seed, generators_in(self.collate)):
             return self.collate(content)

@@ -247,6 +247,73 @@ def test_batches_without_what_is_needed(batch, message):
         ra.shard_batch(batch, ra.Ring.alone())
 
 
+class Doubling(DataLoader):
+    """A loader that gives something else than its parts would."""
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield batch
+            yield batch
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (lambda: Doubling(numbered(4), collate_fn=COLLATE), "Doubling.*__iter__"),
+        (lambda: DataLoader(numbered(4), collate_fn=COLLATE, num_workers=1, in_order=False), "in_order=False"),
+        (lambda: DataLoader(numbered(4), batch_size=None, collate_fn=COLLATE), "batch_size=None"),
+    ],
+)
+def test_what_a_rings_loader_would_not_do_is_refused(loader, message):
+    with pytest.raises(ValueError, match=message):
+        ra.Ring.alone().prepare_data_loader(loader())
+
+
+def test_a_loader_of_another_pattern_is_not_the_same():
+    ring = ra.Ring.alone()
+    window = ra.Pattern([ra.Window(4)])
+    loader = ring.prepare_data_loader(DataLoader(numbered(4), collate_fn=COLLATE), pattern=window)
+    assert ring.prepare_data_loader(loader) is loader and ring.prepare_data_loader(loader, pattern=window) is loader
+    with pytest.raises(ValueError, match="for another pattern"):
+        ring.prepare_data_loader(loader, pattern=ra.Pattern.exact())
+
+
+def test_torchs_own_collator_of_lists_is_named():
+    """It makes of lists a list for each token."""
+    rows = DataLoader([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 2, batch_size=2)
+    with pytest.raises(ValueError, match=r"input_ids .* list.*ra.PaddingCollator"):
+        list(ra.Ring.alone().prepare_data_loader(rows))
+
+
+class Pair(list):
+    """A batch of a sampler that tells its dataset more than indices."""
+
+    kind = "pair"
+
+
+class OfPairs(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitems__(self, batch):
+        assert batch.kind == "pair"
+        return [numbered(4)[index] for index in batch]
+
+
+def test_a_datasets_own_batches_reach_it_as_its_sampler_makes_them():
+    rows = DataLoader(OfPairs(), batch_sampler=[Pair([0, 1]), Pair([2, 3])], collate_fn=COLLATE)
+    shards = list(ra.Ring.alone().prepare_data_loader(rows))
+    assert [[int(row[0]) for row in shard["input_ids"]] for shard in shards] == [[1, 2], [3, 4]]
+
+
+def test_a_batch_samplers_drop_last_drops_what_does_not_go_to_all_rings():
+    ring = ra.Ring.alone()
+    ring.dp_size = 2
+    sampler = BatchSampler(range(10), 2, drop_last=True)
+    loader = ring.prepare_data_loader(DataLoader(numbered(10), batch_sampler=sampler, collate_fn=COLLATE))
+    assert len(loader) == 2
+
+
 # ---- bad input over processes
 
 

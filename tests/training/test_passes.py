@@ -14,6 +14,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
     get_worker_info,
@@ -45,6 +46,43 @@ class Augmented(Dataset):
     def __getitem__(self, index):
         drawn = [int(torch.randint(1000, ())), random.randrange(1000), np.random.randint(1000), self.epoch]  # noqa: NPY002
         return {"input_ids": self.rows[index]["input_ids"] + drawn}
+
+
+class WithOwn(Dataset):
+    """Rows in which generators that it keeps have a part."""
+
+    def __init__(self):
+        self.rows = rows_of()
+        self.torch, self.numpy, self.python = torch.Generator(), np.random.default_rng(), random.Random()
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        drawn = [int(torch.randint(9, (), generator=self.torch)), self.python.randrange(9), int(self.numpy.integers(9))]
+        return {"input_ids": self.rows[index]["input_ids"] + drawn}
+
+
+class StreamWithOwn(IterableDataset):
+    def __init__(self):
+        self.own = random.Random()
+
+    def __iter__(self):
+        rows = rows_of()
+        self.own.shuffle(rows)
+        yield from rows
+
+
+class Noisy:
+    """A collator that draws from a generator that it keeps."""
+
+    def __init__(self):
+        self.own = np.random.default_rng()
+
+    def __call__(self, rows):
+        batch = ra.PaddingCollator()(rows)
+        batch["noise"] = torch.as_tensor(self.own.random(tuple(batch["input_ids"].shape)))
+        return batch
 
 
 class Stream(IterableDataset):
@@ -143,6 +181,13 @@ KINDS = {
     "augmented": by_dataset(lambda: Augmented(rows_of()), shuffle=True),
     "augmented by workers": by_dataset(lambda: Augmented(rows_of()), shuffle=True, **WORKERS),
     "augmented by persistent workers": by_dataset(lambda: Augmented(rows_of()), shuffle=True, **PERSISTENT),
+    "by generators of its own": by_dataset(WithOwn, shuffle=True),
+    "a part by generators of its own": by_dataset(
+        lambda: Subset(WithOwn(), range(1, COUNT)), shuffle=True, **PERSISTENT
+    ),
+    "a collator's generator": lambda: DataLoader(rows_of(), batch_size=2, shuffle=True, collate_fn=Noisy()),
+    "a collator's generator, streamed": lambda: DataLoader(Stream(rows_of(), True), batch_size=2, collate_fn=Noisy()),
+    "a stream with its generator": by_dataset(StreamWithOwn),
     "a stream": by_dataset(lambda: Stream(rows_of(), by_epoch=True)),
     "a stream by workers": by_dataset(lambda: Stream(rows_of(), by_epoch=True), **WORKERS),
     "a stream by persistent workers": by_dataset(lambda: Stream(rows_of(), by_epoch=True), **PERSISTENT),
@@ -256,7 +301,7 @@ def test_passes_side_by_side_are_those_of_one_after_the_other(name):
     loader = made(KINDS[name])
     first, second = iter(loader), iter(loader)
     found = [content(next(first))], [content(next(second))]
-    if "persistent" in name or name == "streamed by workers":
+    if "persistent" in name or "a part" in name or name == "streamed by workers":
         with pytest.raises(ValueError, match="one pass at a time"):
             next(first)
         assert found[1] + [content(shard) for shard in second] == whole[1]
@@ -284,7 +329,7 @@ def test_a_state_is_that_of_the_pass_begun_last():
 def test_a_state_goes_on_exactly_whatever_draws_the_rows(name, draw):
     loader = made(KINDS[name])
     whole = [taken(loader) for _ in range(4)]
-    for _ in range(1 if "workers" in name else 4):
+    for _ in range(1 if "workers" in name or "a part" in name else 4):
         loader, done = made(KINDS[name]), []
         # Passes that were left before do not matter, nor do those that ended.
         for epoch in range(2):
@@ -317,6 +362,25 @@ def test_a_dataset_that_changed_is_refused():
     loader = made(KINDS["shuffled"])
     taken(loader, 3)
     again = made(by_dataset(lambda: rows_of(20), shuffle=True))
+    again.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match="another order"):
+        taken(again)
+
+
+class Unseeded(IterableDataset):
+    """Rows in an order that nobody can draw again."""
+
+    def __iter__(self):
+        draw = random.SystemRandom()
+        rows = rows_of()
+        draw.shuffle(rows)
+        return iter([{"input_ids": [draw.randrange(2**20) for _ in range(3)]}, *rows])
+
+
+def test_a_stream_that_cannot_be_read_again_is_refused():
+    loader = made(by_dataset(Unseeded))
+    taken(loader, 3)
+    again = made(by_dataset(Unseeded))
     again.load_state_dict(loader.state_dict())
     with pytest.raises(ValueError, match="another order"):
         taken(again)
