@@ -16,6 +16,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 #: What the layers of a model may be.
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -43,6 +44,8 @@ _SENSES = ("vision", "visual", "audio", "speech", "image")
 _HEADS_OF_WHOLE_ROWS = (
     "ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining", "DoubleHeadsModel",
 )  # fmt: skip
+#: Model types that are decoders, although their config has is_decoder=False.
+_DECODERS_ALL_THE_SAME = ("gpt_neox", "gpt_neox_japanese")
 #: Configs that were let through, by what decides.
 _passed: set[tuple[Any, ...]] = set()
 
@@ -246,6 +249,28 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
         return model
     parts = (module for module in model.modules() if getattr(module, "config", None) is config)
     return next(parts, model)
+
+
+def check_predicts_next(model: PreTrainedModel, caller: str) -> None:
+    """Refuses a model that is made for something else than predicting each token from those before it.
+
+    Raises:
+        ValueError: of another loss, or one whose tokens attend to those that they are to predict.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+    if LOSS_MAPPING.get(model.loss_type or "ForCausalLM", ForCausalLMLoss) is not ForCausalLMLoss:
+        raise ValueError(
+            f"{caller}: {name} does not compute the loss of next tokens (its loss is {model.loss_type}): use a causal language "
+            f"model (...ForCausalLM)"
+        )
+    seeing = next((setting for setting in ("is_decoder", "causal") if getattr(config, setting, True) is False), None)
+    if config.model_type in _DECODERS_ALL_THE_SAME:
+        seeing = None
+    if config.model_type == "xlnet" or seeing is not None:
+        remedy = f"set config.{seeing}=True before the model is made" if seeing else "use a causal language model"
+        raise ValueError(
+            f"{caller}: each token of this {name} attends to those behind it, so it would be predicted from itself: {remedy}"
+        )
 
 
 def untrainable(model: PreTrainedModel) -> ValueError | None:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from .batches import IGNORED
-from .gate import unwrapped, wrapped_modules
+from .gate import check_predicts_next, unwrapped, wrapped_modules
 from .heads import (
     RUNNING,
     Head,
@@ -446,8 +446,8 @@ def check_next_token_loss(model: nn.Module) -> None:
 
 def _check_causal(model: PreTrainedModel) -> None:
     """Raises ValueError for a model that is made for another loss than that of next tokens."""
-    causal = LOSS_MAPPING.get(model.loss_type or "ForCausalLM", ForCausalLMLoss) is ForCausalLMLoss
-    if not causal or model.get_output_embeddings() is None or not _calls_loss_function(type(model)):
+    check_predicts_next(model, "training")
+    if model.get_output_embeddings() is None or not _calls_loss_function(type(model)):
         raise ValueError(
             f"{type(model).__name__} does not compute the loss of next tokens, and labels of shards are those of next tokens: "
             f"train a causal language model (...ForCausalLM), or override compute_loss of a Trainer"

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from .batches import IGNORED
 from .communicators import digest
 from .configuration import layer_pattern
-from .gate import evaluating, runner_of, whole_model
+from .gate import check_predicts_next, evaluating, runner_of, whole_model
 from .heads import HeadCall, running, watching
 from .modeling import patch_model
 from .ring import Ring
@@ -82,15 +82,17 @@ def perplexity(
         The report, the same on every rank.
 
     Raises:
-        ValueError: on every rank, before anything is computed: a model with virtual tokens of PEFT, rows of fewer than 2
-            tokens, tokens or masks that are no such integers, padding between tokens, shapes that differ, ranks that
-            differ, or no token to score.
+        ValueError: on every rank, before anything is computed: a model with virtual tokens of PEFT, or one that does not
+            predict tokens from those before them (masked language models, classifiers, encoders); rows of fewer than 2
+            tokens, or of more than the model has positions for; tokens or masks that are no such integers, padding between
+            tokens, shapes that differ, ranks that differ, or no token to score.
     """
     inner = whole_model(model, "perplexity")
     served = ring or attached_ring(inner) or Ring.alone()
     error: ValueError | None = None
     agreed: dict[str, Any] = {}
     try:
+        check_predicts_next(inner, "perplexity")
         ids, mask = _rows(input_ids, attention_mask)
         _check_rows(inner, ids, mask)
         if logits_at_once < 1:

@@ -156,6 +156,9 @@ class RingTrainerMixin:
                 whole_model(self.model, type(self).__name__)
         except ValueError as error:
             return error
+        at_once = self._ring_setting("loss_tokens_at_once")
+        if not isinstance(at_once, int) or at_once < 0:
+            return ValueError(f"loss_tokens_at_once must be a number of tokens, or 0 for all at once, got {at_once!r}")
         if getattr(args, "predict_with_generate", False):
             return ValueError(
                 f"predict_with_generate: {type(self).__name__} evaluates losses and logits, and generates nothing: set it to "
@@ -204,7 +207,10 @@ class RingTrainerMixin:
                 "gets shards of rows: its loss must be the sum over inputs['shift_labels'] divided by num_items_in_batch, "
                 "times the number of processes (as super().compute_loss is); define compute_loss in %s if it is",
             ),
-            ("prediction_step", "is not called: %s evaluates shards by compute_loss alone; define prediction_step there"),
+            (
+                "prediction_step",
+                "is not called: %s evaluates shards by compute_loss alone; define prediction_step there",
+            ),
         ):
             if getattr(type(self), name) is not getattr(RingTrainerMixin, name):
                 continue

@@ -327,6 +327,21 @@ def test_other_forms_of_a_call(form):
     assert isinstance(logits, LogitsNotFormed)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_inference_mode(model_type):
+    """Whose tensors count no changes."""
+    model = tiny_model(model_type, "eager")
+    ids = torch.randint(3, 97, (2, 30))
+    expected = model(input_ids=ids, labels=ids).loss.detach()
+    with torch.inference_mode():
+        with ra.sliced_loss(model, 7):
+            output = model(input_ids=ids, labels=ids)
+        nll = ra.perplexity(model, ids).nll
+    assert isinstance(output.logits, LogitsNotFormed)
+    assert_exact(output.loss, expected)
+    assert nll == pytest.approx(float(expected) * 58, rel=EXACT)
+
+
 def test_logits_to_keep_beside_labels_is_refused():
     model = tiny_llama()
     ids = torch.randint(1, 97, (2, 30))

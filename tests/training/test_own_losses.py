@@ -114,6 +114,14 @@ def test_a_loss_function_of_the_model_is_refused_at_set_up(tmp_path):
             ra.RingTrainer(model, args, train_dataset=ROWS, data_collator=ra.PaddingCollator())
 
 
+@pytest.mark.parametrize("at_once", [-1, None, 7.5])
+def test_slices_of_no_number_of_tokens_are_refused_at_set_up(at_once, tmp_path):
+    with pytest.raises(ValueError, match=f"loss_tokens_at_once must be a number of tokens.*got {at_once}"):
+        over_a_ring(Trainer)(
+            tiny_llama(), arguments(tmp_path), data_collator=ra.PaddingCollator(), loss_tokens_at_once=at_once
+        )
+
+
 class Predicting(Distilling):
     def prediction_step(self, *args, **kwargs):
         raise AssertionError("it was called")

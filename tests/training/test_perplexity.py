@@ -7,11 +7,22 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import BatchEncoding, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    BatchEncoding,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    PreTrainedTokenizerFast,
+)
 
 import hf_ring_attention as ra
+from hf_ring_attention.gate import check_predicts_next
 from tests.support.ranks import run_ranks
-from tests.support.tiny_models import VOCAB, tiny_model
+from tests.support.tiny_models import CAUSAL_TYPES, NOT_BUILT, VOCAB, tiny_config, tiny_model
 from tests.support.training import SIZES, tiny_llama
 
 #: Some number positions behind the id of padding; some take none, and number the tokens themselves; some read masks oddly.
@@ -238,6 +249,49 @@ def test_bad_input_is_refused_before_anything_is_computed(name):
     model.register_forward_pre_hook(never)
     with pytest.raises(ValueError, match=f"perplexity: .*{message}"):
         ra.perplexity(model, given, **more)
+
+
+ENCODERS = [
+    "bert",
+    "roberta",
+    "electra",
+    "ernie",
+    "camembert",
+    "big_bird",
+    "roformer",
+    "rembert",
+    "xmod",
+    "xlm",
+    "xlnet",
+]
+
+
+@pytest.mark.parametrize("model_type", ENCODERS)
+def test_models_that_see_what_they_are_to_predict_are_refused(model_type):
+    setting = {"xlnet": {}, "xlm": {"causal": False}}.get(model_type, {"is_decoder": False})
+    model, ids = tiny_model(model_type, "eager", **setting), row(0, 12)
+    changed = ids.clone()
+    changed[0, 6:] = 7
+    with torch.no_grad():
+        assert not torch.allclose(model(input_ids=ids).logits[:, 0], model(input_ids=changed).logits[:, 0], rtol=1e-3)
+    for call in (lambda: ra.perplexity(model, ids), lambda: ra.sliced_loss(model).__enter__()):
+        with pytest.raises(ValueError, match="attends to those behind it"):
+            call()
+
+
+def test_no_causal_model_is_taken_for_an_encoder():
+    for model_type in set(CAUSAL_TYPES) - {"xlnet", *NOT_BUILT}:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(tiny_config(model_type))
+        check_predicts_next(model, "here")
+
+
+def test_classifiers_and_masked_language_models_are_refused():
+    for model_class in (LlamaForTokenClassification, LlamaForSequenceClassification):
+        with pytest.raises(ValueError, match=r"does not compute the loss of next tokens .its loss is"):
+            ra.perplexity(model_class(LlamaConfig(**SIZES)), row(0, 12))
+    with pytest.raises(ValueError, match="its loss is ForMaskedLM"):
+        ra.perplexity(ModernBertForMaskedLM(ModernBertConfig(**SIZES, pad_token_id=0)), row(0, 12))
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "opt", "roberta", "biogpt", "bart", "xlm", "openai-gpt", "marian"])
