@@ -22,7 +22,7 @@ from .communicators import digest
 from .configuration import NAME, layer_pattern, model_layout
 from .gate import decoder_of, runner_of, untrainable
 from .layouts import SequenceLayout
-from .masks import FORWARD_PASS, ForwardPass, forward_pass_of
+from .masks import FORWARD_PASS, ForwardPass, forward_pass_of, tokens_of
 from .packing import (
     Run,
     check_beginnings,
@@ -232,10 +232,12 @@ def _packed_rows(module: nn.Module, tokens: Tensor | None, kwargs: Mapping[str, 
     if tokens is None or kwargs.get("past_key_values") is not None:
         return None, False
     batch, length, mask = tokens.shape[0], tokens.shape[1], kwargs.get("attention_mask")
-    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
-        return None, False
     positions, first = kwargs.get("position_ids"), first_position(module)
     ends, numbers = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
+    if isinstance(mask, Mapping) and ends is None and numbers is None:
+        _check_ready_masks(module, mask, batch, positions, first)
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+        return None, False
     told = packed_documents(batch, length, ends, numbers)
     if _packed(told) and isinstance(positions, Tensor) and positions.dim() == 2:
         assert told is not None
@@ -250,6 +252,26 @@ def _packed_rows(module: nn.Module, tokens: Tensor | None, kwargs: Mapping[str, 
             f"so it would number documents wrongly: pass one document a row, padded"
         )
     return documents, told is not None
+
+
+def _check_ready_masks(
+    module: nn.Module, masks: Mapping[str, Any], batch: int, positions: Tensor | None, first: int
+) -> None:
+    """Refuses packed rows whose masks the model around this one has made already, without their documents.
+
+    Raises:
+        ValueError: documents, as the positions tell them, that the masks do not keep apart.
+    """
+    for mask in masks.values():
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            continue
+        documents = documents_of_rows(batch, positions, mask, first)
+        if _packed(documents) and tokens_of(mask).documents != documents:
+            raise ValueError(
+                f"{type(module).__name__} was given packed rows by position_ids that restart, and masks that were made "
+                f"without them, under which documents would see each other: tell the documents by seq_idx or cu_seq_lens_q, "
+                f"or leave attention_mask out"
+            )
 
 
 def _packed(documents: Documents | None) -> bool:

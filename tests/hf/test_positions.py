@@ -139,3 +139,23 @@ def test_positions_that_do_not_begin_where_a_document_does_are_refused(told):
         ValueError, match=r"have 0 in the document of tokens 0 to 9, and this model numbers the first token"
     ):
         logits(roberta, ids(), position_ids=counted, **TOLD[told])
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "gemma4"])
+def test_masks_that_were_made_without_the_documents_are_refused(model_type):
+    """The model around the text model makes the masks, before anything can tell it of documents."""
+    row = ids()
+    positions = torch.cat([torch.arange(stop - start) for start, stop in DOCUMENTS])[None]
+    model = ra.patch_model(tiny_model(model_type, "eager"))
+    with pytest.raises(ValueError, match=r"masks that were made without them, .* leave attention_mask out"):
+        logits(model, row, position_ids=positions, attention_mask=torch.ones_like(row))
+    for inputs in ({}, TOLD["seq_idx"]):
+        found = logits(model, row, position_ids=positions, **inputs)
+        for start, stop in DOCUMENTS:
+            assert distance(found[:, start:stop], logits(model, row[:, start:stop])) <= EXACT
+    # Padding whose positions go down is no document.
+    mask = torch.ones_like(row)
+    mask[:, 20:] = 0
+    padded = {"attention_mask": mask, "position_ids": torch.arange(TOKENS)[None].masked_fill(mask == 0, 1)}
+    whole = logits(tiny_model(model_type, "eager"), row, **padded)
+    assert distance(logits(model, row, **padded)[:, :20], whole[:, :20]) <= EXACT
