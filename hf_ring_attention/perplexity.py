@@ -22,14 +22,12 @@ from .gate import check_predicts_next, evaluating, runner_of, whole_model
 from .heads import HeadCall, running, watching
 from .modeling import patch_model
 from .ring import Ring
-from .sharding import attached_ring, first_position
+from .sharding import attached_ring, first_position, places_of
 
 logger = logging.getLogger(__name__)
 
 #: What tokenizers add to a batch without changing what a model computes.
 _ASIDE = ("special_tokens_mask", "offset_mapping", "length", "overflow_to_sample_mapping", "num_truncated_tokens")
-#: What models call a table of positions.
-_POSITIONS = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "positions_embed")
 
 
 @dataclass(frozen=True)
@@ -203,7 +201,7 @@ def _check_rows(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> None:
                 f"perplexity: row {row} of attention_mask has padding inside: {int(ones.sum())} tokens between {first} and "
                 f"{stop}: padding belongs before and after a row's tokens; pass packed documents as rows of their own"
             )
-    longest, places = int(mask.sum(1).max()), _places(model)
+    longest, places = int(mask.sum(1).max()), places_of(runner_of(model))
     if places is not None and longest > places:
         raise ValueError(
             f"perplexity: {type(model).__name__} has learned positions for {places} tokens, and a row has {longest}: cut rows "
@@ -211,17 +209,6 @@ def _check_rows(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> None:
         )
     if longest < 2:
         raise ValueError("perplexity: no token to score: every token is padding or the first of its row")
-
-
-def _places(model: PreTrainedModel) -> int | None:
-    """How many tokens of a row a model has positions for, where it looks them up in a table."""
-    runner = runner_of(model)
-    tables = [
-        module.num_embeddings - max(int(getattr(module, "offset", 0)), first_position(runner))
-        for name, module in runner.named_modules()
-        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS
-    ]
-    return min(tables, default=None)
 
 
 def _extent(mask: Tensor) -> tuple[int, int]:

@@ -43,6 +43,9 @@ from .ring import Ring
 _RING = "_ring_dilated_ring"
 #: Attribute of a model's runner: a weak reference to the cache that `prefill` filled last.
 _PREFILLED = "_ring_dilated_prefilled"
+#: What models call a table of positions, and the attribute of a runner that holds how many tokens it is for.
+_TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "positions_embed")
+_PLACES = "_ring_dilated_places"
 #: What is wrong with the losses that the running call of a head asked for.
 _WRONG_LOSS: ContextVar[ValueError | None] = ContextVar("ring_dilated_wrong_loss", default=None)
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -72,6 +75,7 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
                     marked.pop(number, None)
         setattr(module, _RING, None)
     setattr(runner, _PREFILLED, None)
+    setattr(runner, _PLACES, places_of(runner))
     for module in decoder_of(model).modules():
         setattr(module, _RING, ring)
     setattr(model, _RING, ring)
@@ -362,7 +366,13 @@ def _checked_shard(
         documents = tuple(tuple((start, stop) for start, stop in row if start < length) for row in documents)
     elif kwargs.get("seq_idx") is None:
         check_not_local(documents, layout)
-    last_position = max(last for _, last in by_rank)
+    last_position, places = max(last for _, last in by_rank), getattr(module, _PLACES)
+    if places is not None and last_position - first >= places:
+        raise ValueError(
+            f"{type(module).__name__} has learned positions for {places} tokens, and a row has a token at position "
+            f"{last_position}, where the first one is at {first}: cut rows to {places} tokens, or take a model with rotary "
+            f"positions"
+        )
     return ForwardPass(module.config, documents, layout=layout, last_position=last_position)
 
 
@@ -388,6 +398,16 @@ def first_position(module: nn.Module) -> int:
         if isinstance(padding, int) and hasattr(embeddings, "create_position_ids_from_input_ids"):
             return padding + 1
     return 0
+
+
+def places_of(runner: nn.Module) -> int | None:
+    """How many tokens of a row a model has positions for, where it looks them up in a table; None where it does not."""
+    tables = [
+        module.num_embeddings - max(int(getattr(module, "offset", 0)), first_position(runner))
+        for name, module in runner.named_modules()
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _TABLES
+    ]
+    return min(tables, default=None)
 
 
 # ---- modules that take a shard for a row

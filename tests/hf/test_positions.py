@@ -6,7 +6,7 @@ import torch
 import hf_ring_attention as ra
 from tests.support.probe import distance
 from tests.support.ranks import run_simulated
-from tests.support.tiny_models import VOCAB, tiny_model
+from tests.support.tiny_models import POSITIONS, VOCAB, tiny_model
 from tests.support.tolerance import EXACT
 
 TOKENS = 24
@@ -159,3 +159,24 @@ def test_masks_that_were_made_without_the_documents_are_refused(model_type):
     padded = {"attention_mask": mask, "position_ids": torch.arange(TOKENS)[None].masked_fill(mask == 0, 1)}
     whole = logits(tiny_model(model_type, "eager"), row, **padded)
     assert distance(logits(model, row, **padded)[:, :20], whole[:, :20]) <= EXACT
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "opt", "roberta"])
+def test_a_row_beyond_the_table_of_positions_is_refused_on_every_rank(model_type):
+    """Only the last rank would look its positions up in vain, and the others would wait."""
+    models = [tiny_model(model_type, "eager") for _ in range(2)]
+    row = torch.randint(3, VOCAB, (1, POSITIONS + 2))
+
+    def work(ring):
+        model = ra.patch_model(models[ring.rank], ring=ring)
+        first = ring.rows_rule(4)[1]
+        for length in (POSITIONS - 2 * first, POSITIONS + 2):
+            layout = ring.layout_for(length, ra.Pattern.exact())
+            positions = ring.shard(torch.arange(first, first + length)[None], layout)
+            if length <= POSITIONS:
+                model(ring.shard(row[:, :length], layout), position_ids=positions, use_cache=False)
+                continue
+            with pytest.raises(ValueError, match=r"has learned positions for \d+ tokens, and a row has a token at"):
+                model(ring.shard(row, layout), position_ids=positions, use_cache=False)
+
+    run_simulated(work, 2, layout="contiguous")
