@@ -49,7 +49,8 @@ def shard_batch(
         batch: as a collator makes it, the same on every rank of the ring: input_ids [B, n] and labels [B, n] (-100 where
             nothing is to be learned), and what it may have besides: attention_mask [B, n] with 0 for padding;
             position_ids, seq_idx or cu_seq_lens_q that say where packed documents begin; shift_labels instead of labels;
-            other tensors [B, n, ...], which are cut too. What is not of that shape is passed on.
+            other tensors [B, n, ...], which are cut too, but not shifted: what belongs to a label, such as its weight,
+            must stand where shift_labels have it, one token earlier. What is not of that shape is passed on.
         pattern: the model's, which decides an "auto" layout; None for that of the model that was patched with this ring.
         device: where the shard goes; None leaves it.
 

@@ -245,14 +245,20 @@ class Ring:
         shard has is said at `ra.shard_batch`. Batches that are left over at the end go to some rings, and the others
         take part with nothing but padding, so that no row is read twice; `drop_last=True` drops them.
 
+        Each pass is an epoch, and the random numbers of a batch follow from the loader's seed (that of its generator, else
+        the Accelerator's data_seed, else torch.initial_seed()), the epoch and the number of the batch: those of its order,
+        and those that its dataset and collator draw, in whichever process. So a state of the loader goes on exactly.
+
         Args:
             loader: a torch DataLoader over a dataset or an iterable one, the same on every process; its batch size is
-                that of a ring.
+                that of a ring. With a collator of this package, documents that are longer than its rows are found here if
+                the dataset is a list or a `datasets.Dataset` without a transform (or torch's Subset or ConcatDataset of
+                these), which tell their lengths at once; others are found when they are read.
             pattern: see `shard_batch`.
 
         Raises:
             ValueError: on every process: a loader that was prepared already, divides its rows itself or differs between
-                processes; or a model of this ring with attention dropout.
+                processes, or documents that are too long; or a model of this ring with attention dropout.
         """
         return prepare_data_loader(loader, self, pattern)
 

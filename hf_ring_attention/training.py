@@ -79,7 +79,8 @@ class RingTrainerMixin:
     """Makes a Trainer shard its sequences over rings: `class RingSFTTrainer(RingTrainerMixin, SFTTrainer)`.
 
     Its model is patched to "ring_dilated" with the pattern of its config. Batches are made by the Trainer's own collator
-    and then cut (see `shard_batch`), so a `compute_loss` of the user gets shards: `inputs["shift_labels"]` are the labels
+    and then cut (see `shard_batch`); a `get_train_dataloader` of the user, and its like, may return a torch DataLoader, which
+    the ring prepares. A `compute_loss` of the user gets shards: `inputs["shift_labels"]` are the labels
     of the next tokens, and your loss must be the sum over them divided by `num_items_in_batch`, times the number of processes
     (`super().compute_loss` is that already). Losses of the model are computed in slices of `loss_tokens_at_once` tokens, so
     that outputs of calls with labels have no logits: call the model without labels, or set it to 0, for a loss that needs
