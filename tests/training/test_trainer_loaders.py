@@ -1,9 +1,11 @@
 """Loaders of a RingTrainer's subclasses: those that can be right are prepared by its ring, others refused by name."""
 
+import random
+
 import pytest
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import hf_ring_attention as ra
 from tests.support.ranks import run_ranks
@@ -155,6 +157,38 @@ def test_a_stream_of_a_subclass_is_resumed(tmp_path):
     alone = streamed(0, tmp_path / "alone", 1)
     for losses in run_ranks(streamed, 2, tmp_path / "two", 2):
         assert losses == pytest.approx(alone, rel=EXACT)
+
+
+class Augmented(Dataset):
+    """Rows in which random tokens are others at every reading."""
+
+    def __len__(self):
+        return len(ROWS)
+
+    def __getitem__(self, index):
+        ids = ROWS[index]["input_ids"]
+        return {"input_ids": [token if random.random() < 0.8 else random.randrange(1, 97) for token in ids]}
+
+
+def augmented(rank, folder, ring_size):
+    runs = []
+    for workers in (0, 2):
+        how = {
+            "ring_size": ring_size, "rows": Augmented(), "collator": COLLATE, "batch_size": 2, "steps": 8,
+            "dataloader_num_workers": workers, **SAVING,
+        }  # fmt: skip
+        whole, _ = trainer(rank, folder, **how)
+        again, _ = trainer(rank, folder, **how, resume=str(folder / "checkpoint-3"))
+        assert_equal_runs(again, whole, f"resumed, {workers} workers")
+        runs.append(whole)
+    assert_equal_runs(*runs, "with workers and without")
+    return runs[0]
+
+
+def test_a_resumed_run_draws_the_augmentation_of_the_uninterrupted_one(tmp_path):
+    alone = augmented(0, tmp_path / "alone", 1)
+    for run in run_ranks(augmented, 2, tmp_path / "two", 2):
+        assert_equal_runs(run, alone, "over a ring")
 
 
 # ---- what is refused
