@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ..support.random_batches import compared, draw_case, found_by, repeat_line, run_case, seeds_of
+from ..support.random_batches import compared, found_by, repeat_line, run_case, seeds_of
+from ..support.random_cases import draw_case
 
 pytestmark = pytest.mark.own_dtypes  # float64 where a case says so
 

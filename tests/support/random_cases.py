@@ -1,0 +1,313 @@
+"""Random cases of models, batches and rings: what `random_batches` computes, each from a number of its own."""
+
+import random
+from dataclasses import dataclass, fields
+
+import torch
+
+import hf_ring_attention as ra
+
+from .cases import random_pattern
+from .random_rows import Batch, Document, random_batch, rows_of
+from .tiny_models import HEADS, VOCAB, WIDTH, tiny_config
+
+SUPPORTED = {model.model_type: model for model in ra.supported_models() if model.status == "supported"}
+#: Half of the cases are of these.
+COMMON = (
+    "bert", "cohere2", "deepseek_v3", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "gpt_neox", "gpt_oss", "granite",
+    "llama", "mistral", "mixtral", "modernbert-decoder", "olmo3", "opt", "phi3", "qwen2", "qwen3", "roberta", "smollm3",
+)  # fmt: skip
+#: Types whose query and key heads are equally many, and those whose heads stay as they are.
+UNGROUPED = {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"}
+FIXED_HEADS = {"diffllama", "helium", "mimo_v2_flash"}
+#: Types whose layers may be of either kind, in any order.
+MIXED_LAYERS = {
+    "cohere2", "gemma2", "gemma3_text", "gpt_oss", "modernbert-decoder", "olmo3", "qwen2", "qwen3", "smollm3",
+}  # fmt: skip
+#: Types whose window, if any, is that of all layers.
+ONE_WINDOW = {"mistral", "mixtral", "phi3", "starcoder2"}
+#: Types that number a row's first token behind the id of padding, which is 0 in tiny models.
+NUMBERED_BEHIND_PADDING = {
+    "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+}  # fmt: skip
+#: Types that number tokens by the attention mask, and those that take no position_ids at all.
+NUMBERED_BY_MASK = {"opt", "biogpt"}
+SELF_NUMBERED = {
+    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart",
+}  # fmt: skip
+#: Types whose outer model makes masks or positions before the inner one is called.
+READY_MADE = {"fuyu", "gemma3", "gemma4"}
+#: Types whose layers are not handed what collators say of documents; a patched model tells them.
+DEAF = {"nemotron", "stablelm"}
+#: Types whose own loss is not that of next tokens.
+WITHOUT_SHIFT = SELF_NUMBERED | {"whisper"}
+#: Types whose caches Transformers does not make as their configs want them.
+CACHELESS = {"hrm_text"}
+#: Types that are also given embeddings instead of tokens.
+EMBEDDED = {"gpt2", "gpt_neox", "llama", "mistral", "olmo3", "opt", "qwen3", "smollm3"}
+
+
+def first_of(model_type: str) -> int:
+    """The position id of a row's first token."""
+    return 1 if model_type in NUMBERED_BEHIND_PADDING else 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is computed.
+
+    Attributes:
+        task: "train", "generate" or "perplexity".
+        changes: of the tiny model's config.
+        batches: of one optimizer step; one batch for other tasks.
+        patched: by `ra.patch_model`; else the model only names "ring_dilated".
+        ring: (world size, layout, transport), or None for one process.
+        shards: whether batches go through `ra.shard_batch`; always so on a ring.
+        patterns: by layer, None for all layers without a window; {} for the exact one.
+        loss: "logits": in float64 from the logits; "slices": `ra.next_token_loss`; "model": the model's own.
+        tokens_at_once: for "slices".
+        shifted: whether batches come with shift_labels instead of labels.
+        checkpointing: None, or whether it is the reentrant one.
+        embeds: float32 embeddings in place of each batch's tokens, or None.
+        generated: (new tokens, tokens of the question on a ring, further arguments of `generate`).
+        before: what happened to the model before: "", "patched" already, or a call that was "refused".
+    """
+
+    seed: int
+    task: str
+    model_type: str
+    changes: dict
+    dtype: torch.dtype
+    batches: tuple[Batch, ...]
+    patched: bool
+    ring: tuple[int, str, str] | None
+    shards: bool
+    patterns: dict
+    loss: str
+    tokens_at_once: int
+    shifted: bool
+    checkpointing: bool | None
+    train: bool
+    use_cache: bool | None
+    embeds: tuple[torch.Tensor, ...] | None
+    generated: tuple[int, int, dict]
+    before: str
+
+    @property
+    def first(self) -> int:
+        """The position id of a row's first token."""
+        return first_of(self.model_type)
+
+    @property
+    def cache(self) -> dict:
+        """What a forward pass of a batch is told of caches."""
+        return {} if self.use_cache is None else {"use_cache": self.use_cache}
+
+    @property
+    def refusable(self) -> bool:
+        """Whether a refusal is right; every other case has to be computed."""
+        ranks = 1 if self.ring is None else self.ring[0]
+        told = any(batch.apart for batch in self.batches)
+        lengths = [batch.shape[1] for batch in self.batches]
+        if self.task == "generate" and self.shards:
+            lengths = [self.before_question]
+        return (
+            (ranks > 1 and (not SUPPORTED[self.model_type].ring or min(lengths) < ranks))
+            or any(batch.odd and (ranks > 1 or batch.holes) for batch in self.batches)
+            # Collators that count from 0, for a model that does not.
+            or (bool(self.first) and self.patched and told)
+            # Documents, or prefilled rows beside padding, that the model would number wrongly.
+            or (self.model_type in SELF_NUMBERED and self.patched and (told or self.task == "generate"))
+            or (self.model_type in WITHOUT_SHIFT and self.shards and self.loss != "logits")
+            # Masks or positions that they make themselves, and that do not know the documents.
+            or (self.model_type in READY_MADE and self.patched and told)
+            # A cache whose keys are rotated as those of shorter rows are, or that has dropped what a pattern sees.
+            or (self.task == "generate" and "rope_parameters" in self.changes and self.shards)
+            or (self.task == "generate" and bool(self.patterns) and self.has_windows)
+        )
+
+    @property
+    def has_windows(self) -> bool:
+        config = tiny_config(self.model_type, **self.changes).get_text_config()
+        return getattr(config, "sliding_window", None) is not None
+
+    @property
+    def before_question(self) -> int:
+        """How many tokens of a row are prefilled."""
+        length = self.batches[0].shape[1]
+        return length - min(self.generated[1], length - 1)
+
+    def __str__(self):
+        lines = [
+            f"  {f.name}: {getattr(self, f.name)}" for f in fields(self) if f.name not in ("batches", "seed", "embeds")
+        ]
+        for batch in self.batches:
+            lines.append(f"  batch: {batch.name} {batch.shape}, documents {batch.documents}")
+            lines += [
+                f"    {name}: {x.tolist() if isinstance(x, torch.Tensor) else x}" for name, x in batch.inputs.items()
+            ]
+        return "\n".join(lines)
+
+
+# ---- drawing
+
+
+def draw_case(seed: int) -> Case:
+    rng = random.Random(seed)
+    model_type = rng.choice(COMMON if rng.random() < 0.5 else list(SUPPORTED))
+    task = rng.choices(["train", "generate", "perplexity"], [8, 1, 1])[0]
+    task = "train" if task == "generate" and model_type in CACHELESS else task
+    changes = random_changes(rng, model_type, task)
+    batches = random_batches(rng, model_type, task, by_length="rope_parameters" in changes)
+    ring = random_ring(rng, model_type)
+    patched = ring is not None or rng.random() < 0.6
+    shards = ring is not None or (patched and rng.random() < 0.3)
+    patterns = random_patterns(rng, model_type, changes, batches) if patched else {}
+    embeds = random_embeddings(rng, seed, model_type, task, batches)
+    return Case(
+        seed=seed,
+        task=task,
+        model_type=model_type,
+        changes=changes,
+        dtype=torch.float64 if rng.random() < 0.9 else torch.float32,
+        batches=batches,
+        patched=patched,
+        ring=ring,
+        shards=shards,
+        patterns=patterns,
+        embeds=embeds,
+        generated=(rng.randint(1, 5), rng.randint(1, 3), random_generation(rng, batches, patterns, shards)),
+        before=rng.choice(["", "", "patched", "refused"]) if patched else "",
+        **random_training(rng, model_type, task, batches, ring, shards, embeds is not None),
+    )
+
+
+def random_ring(rng, model_type):
+    if rng.random() > (0.6 if SUPPORTED[model_type].ring else 0.1):
+        return None
+    layout = rng.choice(["auto", "contiguous", "zigzag"])
+    return rng.choice([2, 2, 3, 4]), layout, rng.choice(["auto", "ring", "collective"])
+
+
+def random_batches(rng, model_type, task, by_length):
+    if task != "train":
+        return (random_rows(rng),)
+    count = 1 if by_length else rng.choice([1, 1, 2])
+    return tuple(random_batch(rng, first_of(model_type), by_length) for _ in range(count))
+
+
+def random_patterns(rng, model_type, changes, batches):
+    """By layer; none for a case that is computed exactly, as most are."""
+    as_they_are = "rope_parameters" in changes or any(batch.as_eager for batch in batches)
+    if as_they_are or model_type in SELF_NUMBERED or rng.random() > 0.2:
+        return {}
+    patterns = {None: random_pattern(rng)}
+    if rng.random() < 0.3:
+        patterns[rng.randrange(changes.get("num_hidden_layers", 2))] = random_pattern(rng)
+    return patterns
+
+
+def random_embeddings(rng, seed, model_type, task, batches):
+    if task != "train" or model_type not in EMBEDDED or rng.random() > 0.15:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(*batch.shape, WIDTH, generator=generator, dtype=torch.float32) for batch in batches)
+
+
+def random_generation(rng, batches, patterns, shards):
+    """Further arguments of `generate`, of which eager attention goes the same."""
+    ways = [{}, {}, {"prefill_chunk_size": 3}]
+    if shards:  # there is a cache already, beside which Transformers does less
+        return rng.choice(ways)
+    ways.append({"cache_implementation": "static"})
+    if not patterns:  # of greedy tokens alone it is known what is expected
+        ways.append({"num_beams": 2})
+        if batches[0].shape[0] == 1:
+            ways.append({"prompt_lookup_num_tokens": 2})
+    return rng.choice(ways)
+
+
+def random_training(rng, model_type, task, batches, ring, shards, embedded):
+    """How losses are computed, and in which mode."""
+    losses = ["logits", "logits", "model", "slices"]
+    if not shards:
+        losses.remove("slices")
+    if ring is None and model_type in WITHOUT_SHIFT:
+        losses.remove("model")
+    # The reentrant kind finds gradients only where its inputs ask for some.
+    checkpointing = rng.choice([False, not embedded]) if task == "train" and rng.random() < 0.25 else None
+    without_cache = model_type in CACHELESS or any(batch.as_eager for batch in batches)
+    cached = not (shards or without_cache or checkpointing is not None) and rng.random() < 0.3
+    return {
+        "loss": rng.choice(losses),
+        "tokens_at_once": rng.choice([0, 1, 3, 7, 1024]),
+        "shifted": shards and rng.random() < 0.15,
+        "checkpointing": checkpointing,
+        "train": checkpointing is not None or rng.random() < 0.4,
+        "use_cache": None if cached else False,
+    }
+
+
+def length_dependent(model_type, changes):
+    """RoPE whose frequencies depend on the longest row of the batch."""
+    if model_type == "llama":
+        rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+        return {"max_position_embeddings": 8, "rope_parameters": rope}
+    pairs = WIDTH // changes.get("num_attention_heads", HEADS) // 2
+    factors = {"short_factor": [1.0] * pairs, "long_factor": [2.0] * pairs}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, **factors}
+    return {"rope_parameters": rope, "original_max_position_embeddings": 16}
+
+
+def random_changes(rng, model_type, task):
+    """Changes of a tiny config that the type allows."""
+    config = tiny_config(model_type).get_text_config()
+    changes = {}
+    if model_type in UNGROUPED:
+        heads = rng.choice([2, 4, 8])
+        changes |= {"num_attention_heads": heads, "num_key_value_heads": heads}
+    elif model_type not in FIXED_HEADS and SUPPORTED[model_type].ring and rng.random() < 0.7:
+        heads, kv_heads = rng.choice([(2, 1), (2, 2), (4, 1), (4, 4), (8, 2), (8, 4)])
+        changes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    window = rng.choice([2, 3, 5, 9, 40] + [1] * (task != "generate"))  # caches of one token keep all of them
+    if model_type in MIXED_LAYERS and rng.random() < 0.7:
+        kinds = [rng.choice(["full_attention", "sliding_attention"]) for _ in range(rng.randint(1, 3))]
+        changes |= {"layer_types": kinds, "num_hidden_layers": len(kinds), "sliding_window": window}
+        if hasattr(config, "no_rope_layers"):
+            changes["no_rope_layers"] = [rng.randint(0, 1) for _ in kinds]
+        if hasattr(config, "use_sliding_window"):
+            changes["use_sliding_window"] = True
+    elif model_type in ONE_WINDOW:
+        changes["sliding_window"] = rng.choice([None, window])
+    elif model_type == "moshi":  # whose caches have a window that its masks do not
+        changes["sliding_window"] = 40
+    elif isinstance(getattr(config, "sliding_window", None), int) and config.sliding_window and rng.random() < 0.5:
+        changes["sliding_window"] = window
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, name, None) is not None:
+            changes[name] = rng.choice([1.0, 5.0, 30.0])
+    if "logits_scaling" in config.to_dict():
+        changes["logits_scaling"] = rng.choice([1.0, 1.02, 4.0])
+    for name in ("router_jitter_noise", "input_jitter_noise"):  # training adds it at random
+        if hasattr(config, name):
+            changes[name] = 0.0
+    if model_type == "llama":
+        changes |= {"attention_bias": rng.random() < 0.5, "tie_word_embeddings": rng.random() < 0.3}
+    if model_type in ("llama", "phi3") and rng.random() < 0.1:
+        changes |= length_dependent(model_type, changes)
+    return changes
+
+
+def random_rows(rng):
+    """Rows of one document each, for generation and perplexity: padded on the left, or not at all."""
+    longest, count = rng.choice([4, 9, 20]), rng.randint(1, 3)
+    lengths = [rng.randint(2, longest) for _ in range(count)]
+    if rng.random() < 0.5:
+        lengths = lengths[:1] * count
+    ids = [tuple(rng.randrange(3, VOCAB) for _ in range(length)) for length in lengths]
+    inputs = rows_of([Document(row, row, {}) for row in ids], "left")
+    length = max(lengths)
+    documents = [[(length - own, length)] for own in lengths]
+    if min(lengths) == length and rng.random() < 0.5:
+        del inputs["attention_mask"]
+    return Batch("rows", inputs, documents)
