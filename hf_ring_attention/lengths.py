@@ -50,7 +50,7 @@ def token_counts(dataset: Any) -> np.ndarray | None:
     """[documents] lengths of their input_ids; None where they would have to be read."""
     if isinstance(dataset, Subset):
         counts = token_counts(dataset.dataset)
-        return None if counts is None else counts[list(dataset.indices)]
+        return None if counts is None else counts[[int(index) for index in dataset.indices]]
     if isinstance(dataset, ConcatDataset):
         parts = [token_counts(part) for part in dataset.datasets]
         return None if any(part is None for part in parts) else np.concatenate(parts)  # type: ignore[arg-type]

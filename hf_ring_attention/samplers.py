@@ -103,8 +103,9 @@ def layers_of(x: Any) -> list[Any]:
 def generators_in(*given: Any) -> list[_Random]:
     """Those that samplers, datasets or collators keep as attributes."""
     layers = [layer for x in given for layer in layers_of(x)]
-    found = [x for layer in layers for x in getattr(layer, "__dict__", {}).values() if isinstance(x, _Random)]
-    return list({id(x): x for x in found}.values())
+    kept = [x for layer in layers for x in getattr(layer, "__dict__", {}).values()]
+    # That of the system is one that nobody can seed.
+    return list({id(x): x for x in kept if isinstance(x, _Random) and not isinstance(x, random.SystemRandom)}.values())
 
 
 # ---- datasets with a length

@@ -258,7 +258,11 @@ class RingTrainerMixin:
     def get_batch_samples(self: Any, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
         """The shards of the next batches, and how many labels they have on all processes together."""
         if self._shards is None or self._shards.source is not epoch_iterator:
-            assert self._training_loader is not None
+            if self._training_loader is None:
+                raise ValueError(
+                    f"{type(self).__name__} trains on a loader that its ring did not prepare: define get_train_dataloader in a "
+                    f"subclass, where it may return a torch DataLoader"
+                )
             self._shards = self._training_loader.shards(epoch_iterator)
         taken = super().get_batch_samples(self._shards, num_batches, device)  # type: ignore[misc]
         loader = self.accelerator.gradient_state.active_dataloader

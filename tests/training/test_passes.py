@@ -73,6 +73,23 @@ class StreamWithOwn(IterableDataset):
         yield from rows
 
 
+class Batches(IterableDataset):
+    """Lists of rows, of which a loader makes no batches."""
+
+    def __iter__(self):
+        rows = rows_of()
+        random.shuffle(rows)
+        return iter([rows[start : start + 2] for start in range(0, COUNT, 2)])
+
+
+class BesideSystem(RandomSampler):
+    """Keeps a generator that nobody can seed, and draws from another."""
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.system = random.SystemRandom()
+
+
 class Noisy:
     """A collator that draws from a generator that it keeps."""
 
@@ -187,6 +204,10 @@ KINDS = {
     ),
     "a collator's generator": lambda: DataLoader(rows_of(), batch_size=2, shuffle=True, collate_fn=Noisy()),
     "a collator's generator, streamed": lambda: DataLoader(Stream(rows_of(), True), batch_size=2, collate_fn=Noisy()),
+    "a stream of batches": lambda: DataLoader(Batches(), batch_size=None, collate_fn=noisy),
+    "beside the system's generator": lambda: DataLoader(
+        rows_of(), batch_size=2, sampler=BesideSystem(rows_of()), collate_fn=noisy
+    ),
     "a stream with its generator": by_dataset(StreamWithOwn),
     "a stream": by_dataset(lambda: Stream(rows_of(), by_epoch=True)),
     "a stream by workers": by_dataset(lambda: Stream(rows_of(), by_epoch=True), **WORKERS),

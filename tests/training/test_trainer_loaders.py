@@ -221,7 +221,16 @@ class OnOneProcess(ra.RingTrainer):
         return Accelerator(cpu=True).prepare(loader) if self.args.process_index == self.args.world_size - 1 else loader
 
 
+class SetFromOutside(ra.RingTrainer):
+    """Its loader is put in place of the method."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.get_train_dataloader = lambda: loader_of(ROWS)
+
+
 REFUSED = [
+    (SetFromOutside, "train", "define get_train_dataloader in a subclass"),
     (NoLoader, "evaluate", "expected a torch DataLoader, got list"),
     (PreparedBefore, "evaluate", "was prepared already, by Accelerate"),
     (PreparedBefore, "train", "was prepared already, by Accelerate"),
