@@ -47,7 +47,9 @@ def schedules(rank):
             accelerator = Accelerator()
             ring = ra.Ring.from_accelerator(accelerator, size=size)
             model = ra.patch_model(tiny_llama(), ring=ring)
-            loader = ring.prepare_data_loader(DataLoader(documents(16, 20, 30, seed=0), 1, collate_fn=ra.PaddingCollator()))
+            loader = ring.prepare_data_loader(
+                DataLoader(documents(16, 20, 30, seed=0), 1, collate_fn=ra.PaddingCollator())
+            )
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
             schedule = get_scheduler("linear", optimizer, 0, 8 * (2 if prepared and size == 1 else 1))
             model, optimizer = accelerator.prepare(model, optimizer)
