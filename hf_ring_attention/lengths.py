@@ -31,8 +31,11 @@ def check_lengths(dataset: Any, collate: Any, *, warn: bool) -> ValueError | Non
         return None
     counts = token_counts(dataset)
     longer = np.zeros(0) if counts is None else np.flatnonzero(counts > collator.row_length)
-    if counts is None or len(longer) == 0 or not any(is_longer(dataset[int(x)], collator) for x in longer[:_READ]):
-        return None
+    try:
+        if counts is None or not any(is_longer(dataset[int(x)], collator) for x in longer[:_READ]):
+            return None
+    except ValueError as error:  # of a document that makes no row at all
+        return error
     said = (
         f"{len(longer)} of {len(counts)} documents have more tokens than a row of {collator.row_length}, the longest (document "
         f"{int(counts.argmax())}) {int(counts.max())}"

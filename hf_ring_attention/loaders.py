@@ -128,6 +128,13 @@ def wrong_schedules(accelerator: Any, ring_size: int) -> ValueError | None:
 
 
 def _wrong_loader(loader: Any, ring: Members) -> ValueError | None:
+    error = _wrong_kind(loader)
+    if error is not None:
+        return error
+    return _wrong_stream(loader, ring) if isinstance(loader.dataset, IterableDataset) else _wrong_rows(loader, ring)
+
+
+def _wrong_kind(loader: Any) -> ValueError | None:
     remedy = "pass the torch DataLoader itself to ring.prepare_data_loader, and not to accelerator.prepare"
     if isinstance(loader, DataLoaderDispatcher):
         return ValueError(
@@ -153,8 +160,10 @@ def _wrong_loader(loader: Any, ring: Members) -> ValueError | None:
             "the loader has in_order=False, and gives batches in whichever order its workers end, so ranks of a ring would "
             "not get the same, and no run could go on from a checkpoint: leave it out"
         )
-    if isinstance(loader.dataset, IterableDataset):
-        return _wrong_stream(loader, ring)
+    return None
+
+
+def _wrong_rows(loader: Any, ring: Members) -> ValueError | None:
     if loader.batch_sampler is None:
         return ValueError("the loader has batch_size=None over a map-style dataset: give it a batch size")
     for sampler in layers_of(loader.batch_sampler):

@@ -94,6 +94,11 @@ def test_rows_that_a_subset_leaves_out_do_not_count(draw):
     assert len(list(prepared(Subset(rows, others)))) > 0
 
 
+def test_a_long_document_that_makes_no_row_is_refused_as_such():
+    with pytest.raises(ValueError, match=r"a document of the dataset has input_ids of torch\.float32"):
+        prepared([{"input_ids": [1.5] * 9}])
+
+
 def test_padding_does_not_make_a_document_long():
     rows = [{"input_ids": [1, 2, 3] + [0] * 9, "attention_mask": [1, 1, 1] + [0] * 9}] * 3
     for dataset in (rows, Table.from_list(rows)):

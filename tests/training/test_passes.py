@@ -258,12 +258,12 @@ def order(batches):
 @pytest.mark.parametrize("name", KINDS)
 def test_a_pass_that_was_left_was_an_epoch(name):
     loader = made(KINDS[name])
-    whole = [taken(loader) for _ in range(4)]
-    assert len({str(order(batches)) for batches in whole}) == 4, "each epoch has an order of its own"
-    assert len({str(batches) for batches in whole}) == 4
+    whole = [taken(loader) for _ in range(3)]
+    assert len({str(order(batches)) for batches in whole}) == 3, "each epoch has an order of its own"
+    assert len({str(batches) for batches in whole}) == 3
     loader = made(KINDS[name])
-    # Left after one batch, after two, at its end, and not at all.
-    for epoch, count in enumerate((1, 2, len(whole[2]), None)):
+    # Left after two batches, at its end, and not at all.
+    for epoch, count in enumerate((2, len(whole[1]), None)):
         assert taken(loader, count) == whole[epoch][:count], epoch
 
 
@@ -315,14 +315,18 @@ def test_the_length_is_that_of_an_epoch():
 # ---- passes side by side
 
 
-@pytest.mark.parametrize("name", KINDS)
+#: Workers of streams take time to start, and have nothing of their own to do here.
+SIDE_BY_SIDE = [name for name in KINDS if "by workers" not in name or name == "augmented by workers"]
+
+
+@pytest.mark.parametrize("name", SIDE_BY_SIDE)
 def test_passes_side_by_side_are_those_of_one_after_the_other(name):
     loader = made(KINDS[name])
     whole = [taken(loader) for _ in range(3)]
     loader = made(KINDS[name])
     first, second = iter(loader), iter(loader)
     found = [content(next(first))], [content(next(second))]
-    if "persistent" in name or "a part" in name or name == "streamed by workers":
+    if "persistent" in name or "a part" in name:
         with pytest.raises(ValueError, match="one pass at a time"):
             next(first)
         assert found[1] + [content(shard) for shard in second] == whole[1]
