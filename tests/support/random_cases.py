@@ -43,6 +43,10 @@ DEAF = {"nemotron", "stablelm"}
 WITHOUT_SHIFT = SELF_NUMBERED | {"whisper"}
 #: Types whose caches Transformers does not make as their configs want them.
 CACHELESS = {"hrm_text"}
+#: Types that hand masks to their layers by position; reentrant checkpointing copies these, and a ring refuses copies.
+MASKS_BY_POSITION = NUMBERED_BEHIND_PADDING | {
+    "bert", "bert-generation", "electra", "ernie", "gpt-sw3", "gpt2", "roc_bert", "whisper",
+}  # fmt: skip
 #: Types that are also given embeddings instead of tokens.
 EMBEDDED = {"gpt2", "gpt_neox", "llama", "mistral", "olmo3", "opt", "qwen3", "smollm3"}
 
@@ -235,7 +239,8 @@ def random_training(rng, model_type, task, batches, ring, shards, embedded):
     if ring is None and model_type in WITHOUT_SHIFT:
         losses.remove("model")
     # The reentrant kind finds gradients only where its inputs ask for some.
-    checkpointing = rng.choice([False, not embedded]) if task == "train" and rng.random() < 0.25 else None
+    reentrant = not embedded and (ring is None or model_type not in MASKS_BY_POSITION)
+    checkpointing = rng.choice([False, reentrant]) if task == "train" and rng.random() < 0.25 else None
     without_cache = model_type in CACHELESS or any(batch.as_eager for batch in batches)
     cached = not (shards or without_cache or checkpointing is not None) and rng.random() < 0.3
     return {
