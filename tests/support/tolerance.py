@@ -13,7 +13,9 @@ five-hundredth of the smallest of the latter.
 offers: `allowed` takes the error of a plain computation in the same dtype against float64, on the machine and the input of
 the test. The factor is 8. Each of two computations has an error of that size, so their difference may be twice it; and the
 largest of a few random errors, in sums of another order, is at times some four times that of another draw. Where there are
-so few numbers that the plain computation happens to have no error at all, one rounding stands in for it.
+so few numbers that the plain computation happens to have no error at all, one rounding stands in for it. Where a whole
+program runs in float32 and in nothing else, it runs once more with every weight a rounding off (`nudge_`): what that does
+to its figures, the same program may do to them on another machine, or on two processes.
 """
 
 import threading
@@ -83,6 +85,16 @@ def assert_exact(found, expected, what="they"):
     assert found.dtype == expected.dtype == torch.float64, f"{what}: computed in {found.dtype} and {expected.dtype}"
     error = distance(found, expected)
     assert error <= EXACT, f"{what} are {error} apart, of {EXACT}"
+
+
+@torch.no_grad()
+def nudge_(model, seed=0):
+    """Moves every weight to about a neighbouring number of its dtype, up or down; returns the model."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        up_or_down = 2 * torch.randint(2, parameter.shape, generator=generator) - 1
+        parameter.mul_(1 + torch.finfo(parameter.dtype).eps * up_or_down)
+    return model
 
 
 def allowed(error, dtype=torch.float32):

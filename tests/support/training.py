@@ -129,9 +129,9 @@ def loop(
 
 
 def differences(run, other):
-    """The largest ones of losses, gradient norms and final parameters, relative to those of the other run."""
+    """The largest ones of the lists of figures (losses, norms), and of the final parameters, relative to the other run."""
     found = {}
-    for name in ("losses", "norms"):
+    for name in (name for name, figures in other.items() if isinstance(figures, list)):
         found[name] = largest(abs(a - b) / abs(b) for a, b in zip(run[name], other[name], strict=True))
     assert run["parameters"].keys() == other["parameters"].keys()
     found["parameters"] = largest(distance(run["parameters"][name], x) for name, x in other["parameters"].items())
@@ -142,8 +142,8 @@ def assert_equal_runs(run, other, what, bounds=None):
     """Within the bounds on `differences`; without any, of runs in float64."""
     for name, error in differences(run, other).items():
         bound = EXACT if bounds is None else bounds[name]
-        steps = f": {run[name]} and {other[name]}" if name in ("losses", "norms") else ""
-        assert error <= bound, f"{what}: {name} are {error} off, of {bound}{steps}"
+        figures = "" if name == "parameters" else f": {run[name]} and {other[name]}"
+        assert error <= bound, f"{what}: {name} are {error} off, of {bound}{figures}"
 
 
 def trainer(
