@@ -26,6 +26,7 @@ from .heads import (
     HeadCall,
     LogitsNotFormed,
     installed,
+    probe_of,
     remover,
     running,
     watching,
@@ -243,6 +244,13 @@ class _LossCall(HeadCall):
         targets = shift_labels.to(hidden.device).flatten()
         with running(None):
             head = self._known_head(logits)
+            output = self.output
+            if torch.is_grad_enabled() and output is not None and _sharded_by_fsdp2(output):
+                # FSDP2 may hold the head in a group with the norm before it, whose pass ends with the model's own call of
+                # the head. It frees the group's weights when the first call after that has its gradients, and the norm
+                # needs them later in backward: so the first call is one without gradients.
+                with torch.no_grad():
+                    output(probe_of(hidden))
             total = hidden.new_zeros((), dtype=torch.float32)
             how: Any = {"use_reentrant": False, "preserve_rng_state": False}
             count = self._count(len(targets), hidden.device)
@@ -305,6 +313,10 @@ def _without_logits(output: Any, shape: tuple[int, ...]) -> Any:
 def _part(head: Head, hidden: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     with running(None):  # in backward, too, which may run while a call is watched
         return F.cross_entropy(head(hidden[None])[0].float(), labels, ignore_index=ignore_index, reduction="sum")
+
+
+def _sharded_by_fsdp2(module: nn.Module) -> bool:
+    return any(isinstance(inner, FSDPModule) for inner in module.modules())
 
 
 def _gathered_by_call(module: nn.Module | None) -> bool:
