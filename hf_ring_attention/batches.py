@@ -17,6 +17,8 @@ from .plans import Documents
 
 #: Label of tokens that are not predicted, as in Transformers.
 IGNORED = -100
+#: What tokenizers tell of a text that is not of its tokens.
+ASIDE = ("length", "overflow_to_sample_mapping", "num_truncated_tokens", "overflowing_tokens")
 #: How collators describe documents to flash kernels; the shard says it by positions and seq_idx.
 _KERNEL_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 #: What padding has, where it is not 0.

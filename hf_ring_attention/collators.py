@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .batches import IGNORED, fill_of
+from .batches import ASIDE, IGNORED, fill_of
 
 #: What becomes of documents longer than a row; the name and three of the words are axolotl's.
 Strategy = Literal["raise", "truncate", "split", "drop"]
@@ -49,7 +49,8 @@ class PaddingCollator:
       documents.
     - others, such as weights, token_type_ids or special_tokens_mask: they are columns of the batch, [B, n, ...].
 
-    What is not of tokens, such as a text or a number, is left out.
+    What is not of tokens, such as a text, a number, or what a tokenizer tells of a text (length), is left out; but a
+    list of numbers, fewer or more than the tokens, is refused, since it may be a column of tokens that went wrong.
     """
 
     pad_token_id: int = 0
@@ -215,7 +216,7 @@ def _columns(document: Mapping[str, Any], who: str) -> dict[str, Tensor]:
         )
     columns = {"input_ids": ids}
     for name, value in document.items():
-        if value is None or name in ("input_ids", "seq_lengths"):
+        if value is None or name in ("input_ids", "seq_lengths", *ASIDE):
             continue
         x, known = _tensor(value, name, who), name in TOKEN_COLUMNS
         if (x is None and known) or (x is not None and (x.shape[:1] != ids.shape or (known and x.dim() != 1))):

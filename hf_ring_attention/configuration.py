@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from .gate import check_config
+from .gate import check_config, class_name
 from .layouts import SequenceLayout
 from .patterns import Pattern, Window
 from .ring import Ring
@@ -93,14 +93,32 @@ def _parsed(settings: Any, num_layers: int | None) -> _Patterns:
         raise ValueError(f"{wrong}got {settings!r}: {error}: {remedy}") from error
 
 
+class _Implementation:
+    """What a config writes of its implementation: what its model computes when it is saved, and not when it was patched.
+
+    Transformers writes a config as a deep copy of its attributes, without the implementation itself.
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self.config = config
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self.config))
+        if copied is not None:  # the config itself is copied, and keeps such an attribute
+            return _Implementation(copied)
+        text_config = self.config.get_text_config()
+        if text_config._attn_implementation != NAME or getattr(text_config, NAME, None) is None:
+            return None  # whoever loads the config chooses
+        keys = [key for key in self.config.sub_configs if getattr(self.config, key, None) is text_config]
+        return {keys[0]: NAME} if keys else NAME
+
+
 def keep_implementation(config: PretrainedConfig) -> None:
-    """Writes into a config that its model computes with "ring_dilated", so that a saved model loads as it was.
+    """Makes a config write that its model computes with "ring_dilated", so that a saved model loads as it was.
 
     Without the package, such a model does not load: Transformers says that it does not know the implementation.
     """
-    text_config = config.get_text_config()
-    keys = [key for key in config.sub_configs if getattr(config, key, None) is text_config]
-    setattr(config, _IMPLEMENTATION, {keys[0]: NAME} if keys else NAME)
+    setattr(config, _IMPLEMENTATION, _Implementation(config))
 
 
 def check_made(config: PretrainedConfig, name: str) -> None:
@@ -128,8 +146,9 @@ def check_made(config: PretrainedConfig, name: str) -> None:
         keep_implementation(config)
     else:
         _warn_once(
-            f"the config of {name} has a pattern for {NAME!r}, and the model computes attention by {implementation!r}, where "
-            f"the pattern has no effect: load it with attn_implementation={NAME!r}, or call ra.patch_model(model)"
+            f"the config of {class_name(config)} has a pattern for {NAME!r}, and the model computes attention by "
+            f"{implementation!r}, where the pattern has no effect: load it with attn_implementation={NAME!r}, or call "
+            f"ra.patch_model(model)"
         )
 
 

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .batches import IGNORED
+from .batches import ASIDE, IGNORED
 from .communicators import digest
 from .configuration import layer_pattern
 from .gate import check_predicts_next, evaluating, runner_of, whole_model
@@ -25,9 +26,6 @@ from .ring import Ring
 from .sharding import attached_ring, first_position, places_of
 
 logger = logging.getLogger(__name__)
-
-#: What tokenizers add to a batch without changing what a model computes.
-_ASIDE = ("special_tokens_mask", "offset_mapping", "length", "overflow_to_sample_mapping", "num_truncated_tokens")
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,11 @@ def perplexity(
 def _rows(given: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
     """Tokens and mask [B, n] int64 on the CPU, of what `perplexity` was given."""
     if isinstance(given, Mapping):
-        others = {name: x for name, x in given.items() if name not in ("input_ids", "attention_mask", *_ASIDE)}
+        others = {
+            name: x
+            for name, x in given.items()
+            if name not in ("input_ids", "attention_mask", "special_tokens_mask", "offset_mapping", *ASIDE)
+        }
         types = others.pop("token_type_ids", None)
         if others or (types is not None and bool(torch.as_tensor(types).any())):
             raise ValueError(
@@ -154,9 +156,9 @@ def _rows(given: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
 
 def _integers(name: str, given: Any) -> Tensor:
     """What a tokenizer may give, as a tensor of int64 on the CPU."""
-    if isinstance(given, (list, tuple)):
+    if isinstance(given, (list, tuple, np.ndarray)):
         try:
-            given = torch.tensor(given)
+            given = torch.as_tensor(given)
         except (ValueError, TypeError) as failed:
             raise ValueError(
                 f"perplexity: {name} must be rows of integers of one length: {failed}; tokenize with padding=True and "

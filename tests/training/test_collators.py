@@ -318,3 +318,9 @@ def test_splitting_keeps_the_borders_of_packed_rows():
 def test_an_attention_mask_leaves_a_document_as_short_as_it_is():
     row = {"input_ids": [1, 2, 3, 0, 0, 0], "attention_mask": [1, 1, 1, 0, 0, 0]}
     assert ra.PaddingCollator(row_length=4)([row])["input_ids"].tolist() == [[1, 2, 3, 0]]
+
+
+@pytest.mark.parametrize("column", [{"length": [3]}, {"num_truncated_tokens": [2, 1]}])
+def test_what_a_tokenizer_tells_of_a_text_is_left_out(column):
+    (name,) = column
+    assert name not in ra.PaddingCollator()([{"input_ids": [1, 2, 3], **column}])
