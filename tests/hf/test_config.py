@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, LlamaCon
 
 import hf_ring_attention as ra
 from tests.hf.test_images import seeing
+from tests.support.ranks import TIMEOUT
 from tests.support.tiny_models import VOCAB, tiny_model
 
 PATTERN = ra.Pattern.pyramid(4, levels=2, ratio=2, sinks=1)
@@ -89,7 +90,7 @@ def test_a_saved_pattern_does_not_load_without_the_package(saved):
     program = "import sys; from transformers import AutoModelForCausalLM as A; A.from_pretrained(sys.argv[1])"
     command = [sys.executable, "-c", program, str(saved[1] / "first")]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+        command, capture_output=True, text=True, timeout=TIMEOUT, env={**os.environ, "HF_HUB_OFFLINE": "1"}
     )
     assert done.returncode != 0 and 'attn_implementation="ring_dilated"` is not supported' in done.stderr
 

@@ -93,7 +93,7 @@ def on_a_ring(rank, folder):
 
 def test_losses_of_their_own_over_a_ring_are_those_of_one_process(tmp_path):
     right = [train(kind, tmp_path) for kind in (Distilling, Twice)]
-    for figures in run_ranks(on_a_ring, 2, tmp_path, timeout=300):
+    for figures in run_ranks(on_a_ring, 2, tmp_path):
         for made, expected in zip(figures, right, strict=True):
             assert_equal_runs(made, expected, "over a ring")
 
@@ -156,7 +156,7 @@ def told_of_shards(rank, folder):
 
 
 def test_several_processes_say_their_rings_and_learn_what_shards_are(tmp_path):
-    for rank, (records, errors) in enumerate(run_ranks(told_of_shards, 2, tmp_path, timeout=200)):
+    for rank, (records, errors) in enumerate(run_ranks(told_of_shards, 2, tmp_path)):
         shards = [text for text in records if "Distilling.compute_loss gets shards of rows" in text]
         assert len(shards) == len(records) == (rank == 0)
         assert len(errors) == 4

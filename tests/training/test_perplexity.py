@@ -21,9 +21,12 @@ from transformers import (
 
 import hf_ring_attention as ra
 from hf_ring_attention.gate import check_predicts_next
-from tests.support.ranks import run_ranks
+from tests.support.ranks import TIMEOUT, run_ranks, run_simulated
 from tests.support.tiny_models import CAUSAL_TYPES, NOT_BUILT, VOCAB, tiny_config, tiny_model
+from tests.support.tolerance import EXACT, float64
 from tests.support.training import SIZES, tiny_llama
+
+pytestmark = pytest.mark.usefixtures("in_float64")
 
 #: Some number positions behind the id of padding; some take none, and number the tokens themselves; some read masks oddly.
 TYPES = ["roberta", "xlm-roberta", "camembert", "data2vec-text", "xmod", "roberta-prelayernorm", "xlm-roberta-xl"]
@@ -59,11 +62,11 @@ def test_it_is_that_of_the_model_whatever_the_padding(model_type):
     model = tiny_model(model_type, "eager")
     rows = [row(seed, length) for length in (20, 2, 13)]
     right = sum(own(model, ids) for ids in rows)
-    assert ra.perplexity(model, rows[0]).nll == pytest.approx(own(model, rows[0]), rel=1e-5)
+    assert ra.perplexity(model, rows[0]).nll == pytest.approx(own(model, rows[0]), rel=EXACT)
     for side in ("left", "right", "both"):
         ids, mask = padded(rows, side)
         report = ra.perplexity(model, ids, attention_mask=mask)
-        assert report.nll == pytest.approx(right, rel=1e-5) and report.tokens == 19 + 1 + 12
+        assert report.nll == pytest.approx(right, rel=EXACT) and report.tokens == 19 + 1 + 12
         within = mask.bool() & torch.nn.functional.pad(mask[:, :-1], (1, 0)).bool()
         assert torch.equal(report.token_nll.isnan(), ~within), "scored are the tokens behind the first of a row"
 
@@ -77,11 +80,11 @@ def test_it_is_the_same_on_a_ring(model_type):
     right = sum(own(made[0], ids) for ids in rows)
     for side in ("left", "right"):
         ids, mask = padded(rows, side)
-        reports = ra.run_simulated(
+        reports = run_simulated(
             lambda ring, ids=ids, mask=mask: ra.perplexity(made[ring.rank], ids, ring=ring, attention_mask=mask), 3
         )
         for report in reports:
-            assert report.nll == pytest.approx(right, rel=1e-4) and report.tokens == 20 + 1 + 12
+            assert report.nll == pytest.approx(right, rel=EXACT) and report.tokens == 20 + 1 + 12
 
 
 def test_what_a_tokenizer_returns_is_taken():
@@ -94,12 +97,12 @@ def test_what_a_tokenizer_returns_is_taken():
     assert isinstance(encoded, BatchEncoding)
     right = ra.perplexity(model, encoded["input_ids"], attention_mask=encoded["attention_mask"]).nll
     assert right == pytest.approx(
-        own(model, torch.tensor([[5, 6, 7, 8]])) + own(model, torch.tensor([[9, 10]])), rel=1e-5
+        own(model, torch.tensor([[5, 6, 7, 8]])) + own(model, torch.tensor([[9, 10]])), rel=EXACT
     )
     for given in (encoded, dict(encoded), tokenizer(texts, padding=True)):
         assert ra.perplexity(model, given).nll == right
     one = ra.perplexity(model, tokenizer("w5 w6 w7 w8")).nll
-    assert one == pytest.approx(own(model, torch.tensor([[5, 6, 7, 8]])), rel=1e-5)
+    assert one == pytest.approx(own(model, torch.tensor([[5, 6, 7, 8]])), rel=EXACT)
     assert ra.perplexity(model, torch.tensor([5, 6, 7, 8])).nll == one
     assert ra.perplexity(model, torch.tensor([5, 6, 7, 8], dtype=torch.int32)).nll == one
 
@@ -114,7 +117,7 @@ class OwnPositions(LlamaForCausalLM):
 def test_a_model_that_takes_no_positions():
     torch.manual_seed(0)
     model, ids = OwnPositions(LlamaConfig(**SIZES)), row(0, 20)
-    assert ra.perplexity(model, ids).nll == pytest.approx(own(model, ids), rel=1e-5)
+    assert ra.perplexity(model, ids).nll == pytest.approx(own(model, ids), rel=EXACT)
 
 
 class Tuples(LlamaForCausalLM):
@@ -126,7 +129,7 @@ def test_a_model_whose_outputs_are_tuples():
     ids, right = row(0, 20), own(tiny_llama(), row(0, 20))
     model = Tuples(tiny_llama().config)
     model.load_state_dict(tiny_llama().state_dict())
-    assert ra.perplexity(model, ids).nll == pytest.approx(right, rel=1e-5)
+    assert ra.perplexity(model, ids).nll == pytest.approx(right, rel=EXACT)
 
 
 # ---- what else runs beside it
@@ -153,11 +156,11 @@ def test_threads_score_one_model():
     def work(number):
         try:
             for _ in range(15):
-                assert ra.perplexity(model, rows[number]).nll == pytest.approx(right[number], rel=1e-6)
+                assert ra.perplexity(model, rows[number]).nll == pytest.approx(right[number], rel=EXACT)
         except Exception as failed:
             failures.append(failed)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    threads = [threading.Thread(target=float64()(work), args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -181,20 +184,20 @@ def test_other_threads_see_the_model_as_it_is():
         def forward(self, *args, **kwargs):
             if threading.current_thread() is scoring:
                 inside.set()
-                done.wait(60)
+                done.wait(TIMEOUT)
             return self.inner(*args, **kwargs)
 
     model.model.layers[0] = Waiting(model.model.layers[0])
-    scoring = threading.Thread(target=lambda: seen.append(ra.perplexity(model, ids).nll))
+    scoring = threading.Thread(target=float64()(lambda: seen.append(ra.perplexity(model, ids).nll)))
     scoring.start()
-    inside.wait(60)
+    inside.wait(TIMEOUT)
     with torch.no_grad():
         seen.append(model(input_ids=ids, labels=ids))
     done.set()
     scoring.join()
     output, nll = seen
     assert output.logits.shape == (1, 40, 97)
-    assert nll == pytest.approx(float(output.loss) * 39, rel=1e-5)
+    assert nll == pytest.approx(float(output.loss) * 39, rel=EXACT)
 
 
 # ---- what is refused
@@ -345,4 +348,4 @@ def test_what_one_rank_came_with_is_told_to_all():
         assert "disagree on the shape of input_ids: rank 0: (1, 12), rank 1: (1, 11)" in errors["lengths"]
         assert "disagree on a checksum of attention_mask" in errors["masks"]
         assert "disagree on logits_at_once: rank 0: 5, rank 1: 6" in errors["slices"]
-        assert errors["nll"] == pytest.approx(own(tiny_llama(), IDS), rel=1e-4)
+        assert errors["nll"] == pytest.approx(own(tiny_llama(), IDS), rel=EXACT)
