@@ -273,6 +273,24 @@ def check_predicts_next(model: PreTrainedModel, caller: str) -> None:
         )
 
 
+def calls_loss_function(model_class: type[Any]) -> bool:
+    """Whether a class, or one that it is made from, computes its loss by `loss_function`: decoders of encoder-decoder
+    models neither shift labels nor take those that are shifted."""
+    forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in model_class.__mro__ if "forward" in vars(kind)]
+    return any("loss_function" in getattr(forward, "__code__", _NO_CODE).co_names for forward in forwards)
+
+
+_NO_CODE = compile("", "", "exec")
+
+
+def takes_shift_labels(model: PreTrainedModel) -> bool:
+    """Whether the loss of a model is the sum over shift_labels, divided by num_items_in_batch, where both are given."""
+    if "shift_labels" in inspect.signature(model.forward).parameters:
+        return True
+    causal = LOSS_MAPPING.get(model.loss_type or "ForCausalLM", ForCausalLMLoss) is ForCausalLMLoss
+    return causal and calls_loss_function(type(model))
+
+
 def untrainable(model: PreTrainedModel) -> ValueError | None:
     """Why a model cannot be trained under ring_dilated, as its config tells: it would drop attention weights at random."""
     dropout = [

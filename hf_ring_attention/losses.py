@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from .batches import IGNORED
-from .gate import check_predicts_next, unwrapped, wrapped_modules
+from .gate import calls_loss_function, check_predicts_next, unwrapped, wrapped_modules
 from .heads import (
     RUNNING,
     Head,
@@ -459,18 +459,8 @@ def check_next_token_loss(model: nn.Module) -> None:
 def _check_causal(model: PreTrainedModel) -> None:
     """Raises ValueError for a model that is made for another loss than that of next tokens."""
     check_predicts_next(model, "training")
-    if model.get_output_embeddings() is None or not _calls_loss_function(type(model)):
+    if model.get_output_embeddings() is None or not calls_loss_function(type(model)):
         raise ValueError(
             f"{type(model).__name__} does not compute the loss of next tokens, and labels of shards are those of next tokens: "
             f"train a causal language model (...ForCausalLM), or override compute_loss of a Trainer"
         )
-
-
-def _calls_loss_function(model_class: type[Any]) -> bool:
-    """Whether a class, or one that it is made from, computes its loss by `loss_function`: decoders of encoder-decoder
-    models neither shift labels nor take those that are shifted."""
-    forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in model_class.__mro__ if "forward" in vars(kind)]
-    return any("loss_function" in getattr(forward, "__code__", _NO_CODE).co_names for forward in forwards)
-
-
-_NO_CODE = compile("", "", "exec")

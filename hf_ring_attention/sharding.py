@@ -20,7 +20,7 @@ from .attention import UNTRACEABLE, check_not_traced
 from .caches import ShardedCache
 from .communicators import digest
 from .configuration import NAME, layer_pattern, model_layout
-from .gate import decoder_of, runner_of, untrainable
+from .gate import decoder_of, runner_of, takes_shift_labels, untrainable
 from .layouts import SequenceLayout
 from .masks import FORWARD_PASS, ForwardPass, forward_pass_of, tokens_of
 from .packing import (
@@ -81,10 +81,10 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
     setattr(model, _RING, ring)
     runner.register_forward_pre_hook(_before_forward, with_kwargs=True)
     runner.register_forward_hook(_after_forward, always_call=True)
+    if ring is not None and model is not runner and (ring.world_size > 1 or not takes_shift_labels(model)):
+        model.register_forward_pre_hook(_before_head, with_kwargs=True)
     if ring is None or ring.world_size == 1:
         return
-    if model is not runner:
-        model.register_forward_pre_hook(_before_head, with_kwargs=True)
     for name, module in model.base_model.named_modules():
         if _depends_on_length(module):
             module.register_forward_pre_hook(_with_last_position, with_kwargs=True)
@@ -197,32 +197,58 @@ def _after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Non
         )
 
 
-def _before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Finds losses of a shard alone. `_before_forward` raises what is found, on every rank."""
+def _before_head(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Finds losses of a shard alone. `_before_forward` raises what is found, on every rank.
+
+    Raises:
+        ValueError: on a ring of one, of shift_labels that the model would not look at.
+    """
     if args:
         kwargs = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
-    given = [name for name in ("labels", "start_positions", "end_positions") if kwargs.get(name) is not None]
-    error = None
-    routers = kwargs.get("output_router_logits")
+    ring, error = attached_ring(module), _ignored_labels(module, kwargs)
+    if ring is not None and ring.world_size > 1:
+        _WRONG_LOSS.set(error or _loss_of_shard(module, kwargs))
+    elif error is not None:
+        raise error
+
+
+def _labels_given(kwargs: Mapping[str, Any]) -> str:
+    return " and ".join(n for n in ("labels", "start_positions", "end_positions") if kwargs.get(n) is not None)
+
+
+def _ignored_labels(module: PreTrainedModel, kwargs: Mapping[str, Any]) -> ValueError | None:
+    given = _labels_given(kwargs)
+    if not given or kwargs.get("shift_labels") is None or takes_shift_labels(module):
+        return None
+    return ValueError(
+        f"{type(module).__name__} was given shift_labels, and computes a loss of its own from {given} alone, neither shifted "
+        f"nor divided by num_items_in_batch: call it without labels, and compute the loss from its logits: the sum of their "
+        f"cross entropy with shift_labels, divided by the number of labels of all processes (ra.count_tokens) and multiplied "
+        f"by the number of processes"
+    )
+
+
+def _loss_of_shard(module: nn.Module, kwargs: Mapping[str, Any]) -> ValueError | None:
+    name, given, routers = type(module).__name__, _labels_given(kwargs), kwargs.get("output_router_logits")
     if routers if routers is not None else getattr(module.config, "output_router_logits", False):
-        error = ValueError(
-            f"{type(module).__name__} was asked for output_router_logits, and would balance its experts by the shard alone: "
+        return ValueError(
+            f"{name} was asked for output_router_logits, and would balance its experts by the shard alone: "
             f"set config.output_router_logits = False"
         )
-    elif given and kwargs.get("shift_labels") is None:
-        error = ValueError(
-            f"{type(module).__name__} was given {' and '.join(given)} for a shard of each row, and would shift and average "
+    if given and kwargs.get("shift_labels") is None:
+        return ValueError(
+            f"{name} was given {given} for a shard of each row, and would shift and average "
             f"them in the shard alone: cut batches with ring.prepare_data_loader or ra.shard_batch, which shift labels before "
             f"they cut, and compute the loss with ra.next_token_loss; or shift labels first and pass them as shift_labels too"
         )
     # TRL's forward, which this argument asks for, leaves the loss to its caller.
-    elif given and kwargs.get("num_items_in_batch") is None and not kwargs.get("fused_lm_head"):
-        error = ValueError(
-            f"{type(module).__name__} was given labels of a shard without num_items_in_batch, and would average the shard "
+    if given and kwargs.get("num_items_in_batch") is None and not kwargs.get("fused_lm_head"):
+        return ValueError(
+            f"{name} was given labels of a shard without num_items_in_batch, and would average the shard "
             f"alone: compute the loss with ra.next_token_loss, or pass the number of labels of all processes "
             f"(ra.count_tokens) as num_items_in_batch, and multiply the loss by the number of processes"
         )
-    _WRONG_LOSS.set(error)
+    return None
 
 
 def _packed_rows(module: nn.Module, tokens: Tensor | None, kwargs: Mapping[str, Any]) -> tuple[Documents | None, bool]:

@@ -6,11 +6,18 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForTokenClassification,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
 
 import hf_ring_attention as ra
 from hf_ring_attention.heads import LogitsNotFormedError
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, run_simulated
+from tests.support.tiny_models import tiny_config, tiny_model
 from tests.support.training import assert_equal_runs, documents, figures_of, process_environment, tiny_llama
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -187,3 +194,25 @@ def test_batches_of_other_loaders_are_named_in_evaluation(tmp_path):
     batch = ra.PaddingCollator()(ROWS[:2])
     with pytest.raises(ValueError, match=r"evaluation: a batch has no shift_labels.*prepare_data_loader"):
         made.prediction_step(made.model, batch, True)
+
+
+def a_classifier():
+    torch.manual_seed(0)
+    return AutoModelForTokenClassification.from_config(tiny_config("qwen3"))
+
+
+@pytest.mark.parametrize("made", [lambda: tiny_model("whisper", "eager"), a_classifier], ids=["whisper", "classifier"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_losses_that_do_not_look_at_shift_labels_are_refused(made, world_size):
+    models = [made() for _ in range(world_size)]
+    batch = ra.PaddingCollator()(ROWS[:2])
+    batch["input_ids"] = batch["input_ids"] % 30
+
+    def refused(ring):
+        model = ra.patch_model(models[ring.rank], ring=ring)
+        shard = ra.shard_batch(batch, ring)
+        model(**{name: x for name, x in shard.items() if "labels" not in name}, use_cache=False)
+        with pytest.raises(ValueError, match=r"was given shift_labels, and computes a loss of its own.*ra.count_tokens"):
+            model(**shard, use_cache=False, num_items_in_batch=7)
+
+    run_simulated(refused, world_size)
