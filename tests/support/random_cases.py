@@ -39,7 +39,7 @@ SELF_NUMBERED = {
 READY_MADE = {"fuyu", "gemma3", "gemma4"}
 #: Types whose layers are not handed what collators say of documents; a patched model tells them.
 DEAF = {"nemotron", "stablelm"}
-#: Types whose own loss is not that of next tokens.
+#: Types whose own loss is not that of next tokens, and that take no position_ids.
 WITHOUT_SHIFT = SELF_NUMBERED | {"whisper"}
 #: Types whose caches Transformers does not make as their configs want them.
 CACHELESS = {"hrm_text"}
@@ -122,6 +122,7 @@ class Case:
             or (bool(self.first) and self.patched and told)
             # Documents, or prefilled rows beside padding, that the model would number wrongly.
             or (self.model_type in SELF_NUMBERED and self.patched and (told or self.task == "generate"))
+            or (self.model_type in WITHOUT_SHIFT and self.shards and self.task == "generate")
             or (self.model_type in WITHOUT_SHIFT and self.shards and self.loss != "logits")
             # Masks or positions that they make themselves, and that do not know the documents.
             or (self.model_type in READY_MADE and self.patched and told)
