@@ -212,7 +212,9 @@ def test_losses_that_do_not_look_at_shift_labels_are_refused(made, world_size):
         model = ra.patch_model(models[ring.rank], ring=ring)
         shard = ra.shard_batch(batch, ring)
         model(**{name: x for name, x in shard.items() if "labels" not in name}, use_cache=False)
-        with pytest.raises(ValueError, match=r"was given shift_labels, and computes a loss of its own.*ra.count_tokens"):
+        with pytest.raises(
+            ValueError, match=r"was given shift_labels, and computes a loss of its own.*ra.count_tokens"
+        ):
             model(**shard, use_cache=False, num_items_in_batch=7)
 
     run_simulated(refused, world_size)
