@@ -15,7 +15,6 @@ pytestmark = pytest.mark.own_dtypes  # float64 where a case says so
 CASES = 60
 
 
-@pytest.mark.slow
 def test_random_cases_are_those_of_eager_attention():
     seed = random.randrange(10**6)
     kinds = Counter()

