@@ -1,27 +1,83 @@
 """Exact and dilated ring attention for Hugging Face Transformers.
 
-Importing the package registers the attention implementation "ring_dilated", and its mask, with Transformers.
+Importing the package registers the attention implementation "ring_dilated", and its mask, with Transformers: at once where
+Transformers has been imported, else when it is. The names below are loaded when they are first used, so that patterns and
+plans need neither torch nor Transformers.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from ._version import __version__
-from .attention import ring_attention
-from .batches import shard_batch
-from .collators import PackingCollator, PaddingCollator
-from .configuration import patch_config
-from .explain import Explanation, explain
-from .failures import naming_lost_processes
-from .generation import prefill
-from .layouts import SequenceLayout
-from .losses import count_tokens, next_token_loss, sliced_loss
-from .modeling import patch_model
-from .models import ModelSupport, supported_models
-from .patterns import Pattern, Segment, Sink, Window
-from .perplexity import PerplexityReport, perplexity
-from .ring import Ring
-from .selection import Decision
-from .simulation import run_simulated, simulate
-from .training import RingTrainer, RingTrainerMixin, RingTrainingArguments
-from .transports import Traffic
+from .hf.on_import import register_with_transformers
+
+if TYPE_CHECKING:
+    from .evaluation.perplexity import PerplexityReport as PerplexityReport
+    from .evaluation.perplexity import perplexity as perplexity
+    from .hf.config import patch_config as patch_config
+    from .hf.generation import prefill as prefill
+    from .hf.models import ModelSupport as ModelSupport
+    from .hf.models import supported_models as supported_models
+    from .hf.patch import patch_model as patch_model
+    from .plan.choices import Decision as Decision
+    from .plan.layouts import SequenceLayout as SequenceLayout
+    from .plan.patterns import Pattern as Pattern
+    from .plan.patterns import Segment as Segment
+    from .plan.patterns import Sink as Sink
+    from .plan.patterns import Window as Window
+    from .ring.attention import ring_attention as ring_attention
+    from .ring.explain import Explanation as Explanation
+    from .ring.explain import explain as explain
+    from .ring.ring import Ring as Ring
+    from .ring.simulation import run_simulated as run_simulated
+    from .ring.simulation import simulate as simulate
+    from .training.collators import PackingCollator as PackingCollator
+    from .training.collators import PaddingCollator as PaddingCollator
+    from .training.losses import next_token_loss as next_token_loss
+    from .training.losses import sliced_loss as sliced_loss
+    from .training.next_tokens import count_tokens as count_tokens
+    from .training.shards import shard_batch as shard_batch
+    from .training.trainer import RingTrainer as RingTrainer
+    from .training.trainer import RingTrainerMixin as RingTrainerMixin
+    from .training.trainer import RingTrainingArguments as RingTrainingArguments
+    from .transport.lost_processes import naming_lost_processes as naming_lost_processes
+    from .transport.transports import Traffic as Traffic
+
+#: Where each public name is, as in the imports above, which only type checkers run.
+_HOMES = {
+    "Decision": "plan.choices",
+    "Explanation": "ring.explain",
+    "ModelSupport": "hf.models",
+    "PackingCollator": "training.collators",
+    "PaddingCollator": "training.collators",
+    "Pattern": "plan.patterns",
+    "PerplexityReport": "evaluation.perplexity",
+    "Ring": "ring.ring",
+    "RingTrainer": "training.trainer",
+    "RingTrainerMixin": "training.trainer",
+    "RingTrainingArguments": "training.trainer",
+    "Segment": "plan.patterns",
+    "SequenceLayout": "plan.layouts",
+    "Sink": "plan.patterns",
+    "Traffic": "transport.transports",
+    "Window": "plan.patterns",
+    "count_tokens": "training.next_tokens",
+    "explain": "ring.explain",
+    "naming_lost_processes": "transport.lost_processes",
+    "next_token_loss": "training.losses",
+    "patch_config": "hf.config",
+    "patch_model": "hf.patch",
+    "perplexity": "evaluation.perplexity",
+    "prefill": "hf.generation",
+    "ring_attention": "ring.attention",
+    "run_simulated": "ring.simulation",
+    "shard_batch": "training.shards",
+    "simulate": "ring.simulation",
+    "sliced_loss": "training.losses",
+    "supported_models": "hf.models",
+}
 
 __all__ = [
     "Decision",
@@ -56,3 +112,18 @@ __all__ = [
     "sliced_loss",
     "supported_models",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value  # the next time it is found at once
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register_with_transformers()

@@ -1,6 +1,6 @@
 """`python -m hf_ring_attention` is `hf-ring-attention`."""
 
-from .cli import main
+from .tools.cli import main
 
 if __name__ == "__main__":
     main()

@@ -24,17 +24,16 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ring_attention as ra
-from hf_ring_attention import bench
-from hf_ring_attention.arguments import (
+from hf_ring_attention.tools.arguments import (
     at_least,
     check,
     check_heads,
     device,
     missing_extra,
     new_file,
-    parse_pattern,
     pattern_text,
 )
+from hf_ring_attention.tools.benchmarks.harness import peak_memory, reset_peak_memory
 
 
 def tensors(args, requires_grad=True):
@@ -203,12 +202,12 @@ def peak(args, patterns):
     # What the first kernel calls load is not the attention's.
     small = torch.randn(1, args.kv_heads, 64, args.head_dim, device=device, requires_grad=True)
     exact(small, small, small).sum().backward()
-    before = bench.reset_peak_memory(device)
+    before = reset_peak_memory(device)
     q, k, v, dout = tensors(args)
     pattern = patterns.get(args.peak_of)
     out = exact(q, k, v) if pattern is None else ra.ring_attention(q, k, v, pattern=pattern)
     out.backward(dout)
-    print(bench.peak_memory(device) - before)
+    print(peak_memory(device) - before)
 
 
 PARTS = ("speed", "memory", "model", "decode")
@@ -252,7 +251,7 @@ def main() -> None:
     args = parse_args()
     args.passed = sys.argv[1:]
     names = f"longnet:{args.longnet}", f"pyramid:{args.pyramid}", "exact"
-    patterns = {name: parse_pattern(name) for name in names}
+    patterns = {name: ra.Pattern.parse(name) for name in names}
     if args.peak_of:
         peak(args, patterns)
         return

@@ -28,8 +28,9 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 import hf_ring_attention as ra
-from hf_ring_attention.arguments import existing_file, missing_extra
-from hf_ring_attention.plans import Problem, plan_rank
+from hf_ring_attention.plan.plans import plan_rank
+from hf_ring_attention.plan.problem import Problem
+from hf_ring_attention.tools.arguments import existing_file, missing_extra
 
 #: The model of the demo, and of a recipe that names none: SmolLM2-135M-Instruct, Apache-2.0.
 BUNDLED = "smollm2-135m"

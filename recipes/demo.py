@@ -21,8 +21,8 @@ import perplexity
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.arguments import at_least, missing_extra, new_folder, parse_pattern
-from hf_ring_attention.plots import plot_losses, plot_patterns
+from hf_ring_attention.tools.arguments import at_least, missing_extra, new_folder
+from hf_ring_attention.tools.plots import plot_losses, plot_patterns
 
 PATTERNS = ["exact", "window:512+4", "pyramid:512,3", "longnet:512/1,2048/4,all/8"]
 SHARDED = ["exact", "pyramid:512,3"]
@@ -99,7 +99,7 @@ def main() -> None:
     tuning = json.loads(tuning_file.read_text())
     tuning_file.unlink()
 
-    patterns = {name: parse_pattern(name) for name in PATTERNS}
+    patterns = {name: ra.Pattern.parse(name) for name in PATTERNS}
     plot_patterns(patterns, args.tokens, args.output / "patterns.png")
     plot_losses({row["pattern"]: row.pop("token_nll") for row in one}, args.output / "losses.png")
     for row in two:

@@ -30,18 +30,10 @@ from tqdm.auto import tqdm
 from transformers import get_scheduler
 
 import hf_ring_attention as ra
-from hf_ring_attention import bench
-from hf_ring_attention.arguments import (
-    PATTERN_HELP,
-    at_least,
-    missing_extra,
-    new_file,
-    new_folder,
-    parse_pattern,
-    pattern_text,
-    positive,
-)
-from hf_ring_attention.plots import plot_training
+from hf_ring_attention.plan.notation import FORMS
+from hf_ring_attention.tools.arguments import at_least, missing_extra, new_file, new_folder, pattern_text, positive
+from hf_ring_attention.tools.benchmarks.harness import peak_memory
+from hf_ring_attention.tools.plots import plot_training
 
 #: Those of transformers.get_scheduler that need nothing but the number of steps.
 SCHEDULES = (
@@ -58,7 +50,7 @@ SCHEDULES = (
 def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_sources(parser)
-    parser.add_argument("--pattern", type=pattern_text, default="pyramid:512,3", help=PATTERN_HELP)
+    parser.add_argument("--pattern", type=pattern_text, default="pyramid:512,3", help=FORMS)
     parser.add_argument(
         "--ring-size",
         type=at_least(1),
@@ -154,7 +146,7 @@ def main() -> None:
             raise SystemExit(f"--steps {args.steps}: {resumed} was written after step {done}: take {done} or more")
 
     model = common.load_model(args.model)
-    ra.patch_model(model, parse_pattern(args.pattern), ring=ring)
+    ra.patch_model(model, ra.Pattern.parse(args.pattern), ring=ring)
     if args.checkpointing:
         model.gradient_checkpointing_enable()
     loader = ring.prepare_data_loader(
@@ -221,7 +213,7 @@ def main() -> None:
         figures["perplexity_after"] = ra.perplexity(raw_model, held_out, ring=ring).perplexity
         accelerator.print(f"held-out perplexity after: {figures['perplexity_after']:.3f}")
 
-    memory = torch.tensor([bench.peak_memory(accelerator.device)], device=accelerator.device)
+    memory = torch.tensor([peak_memory(accelerator.device)], device=accelerator.device)
     figures["peak_memory_bytes"] = accelerator.gather(memory).tolist()
     speed = sum(step["tokens"] for step in figures.steps) / sum(step["seconds"] for step in figures.steps)
     figures["tokens_per_second"] = speed

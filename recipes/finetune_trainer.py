@@ -21,19 +21,18 @@ from accelerate.utils import broadcast_object_list
 from transformers import HfArgumentParser
 
 import hf_ring_attention as ra
-from hf_ring_attention import bench
-from hf_ring_attention.arguments import (
-    PATTERN_HELP,
+from hf_ring_attention.plan.notation import FORMS
+from hf_ring_attention.tools.arguments import (
     at_least,
     check,
     existing_file,
     missing_extra,
     new_folder,
-    parse_pattern,
     pattern_text,
     positive,
 )
-from hf_ring_attention.plots import plot_training
+from hf_ring_attention.tools.benchmarks.harness import peak_memory
+from hf_ring_attention.tools.plots import plot_training
 
 
 @dataclass
@@ -43,7 +42,7 @@ class Arguments:
     model: str = field(default=common.BUNDLED, metadata={"help": common.MODEL_HELP})
     text: str | None = field(default=None, metadata={"help": common.TEXT_HELP})
     dataset: str | None = field(default=None, metadata={"help": common.DATASET_HELP})
-    pattern: str = field(default="pyramid:512,3", metadata={"help": PATTERN_HELP})
+    pattern: str = field(default="pyramid:512,3", metadata={"help": FORMS})
     seq_len: int = field(default=1024, metadata={"help": "tokens of a sequence"})
     held_out: int = field(default=0, metadata={"help": "sequences for evaluation, not trained on"})
     plot: bool = field(
@@ -125,7 +124,7 @@ def main() -> None:
         needed=args.held_out + 1,
     )
     model = common.load_model(args.model)
-    ra.patch_config(model.config, parse_pattern(args.pattern))
+    ra.patch_config(model.config, ra.Pattern.parse(args.pattern))
     trainer = ra.RingTrainer(
         model,
         training,
@@ -140,7 +139,7 @@ def main() -> None:
     if trainer.is_fsdp_enabled:  # checkpoints are of parts; the model is saved whole
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()
-    peak = trainer.accelerator.gather(torch.tensor([bench.peak_memory(training.device)], device=training.device))
+    peak = trainer.accelerator.gather(torch.tensor([peak_memory(training.device)], device=training.device))
     if trainer.is_world_process_zero():
         for rank, memory in enumerate(peak.tolist()):
             print(f"rank {rank}: peak memory {memory / 2**30:.2f} GiB")

@@ -18,14 +18,15 @@ import torch
 from accelerate import Accelerator
 
 import hf_ring_attention as ra
-from hf_ring_attention.arguments import PATTERN_HELP, at_least, missing_extra, new_file, parse_pattern, pattern_text
+from hf_ring_attention.plan.notation import FORMS
+from hf_ring_attention.tools.arguments import at_least, missing_extra, new_file, pattern_text
 
 
 def measure(model, ids, specs, ring=None, progress=print):
     """A dict of figures for each pattern, in order."""
     figures = []
     for spec in specs:
-        pattern = parse_pattern(spec)
+        pattern = ra.Pattern.parse(spec)
         ra.patch_model(model, pattern, ring=ring)
         report = ra.perplexity(model, ids, ring=ring)
         figures.append(
@@ -73,7 +74,7 @@ def parse_args(argv=None) -> argparse.Namespace:
         type=pattern_text,
         nargs="+",
         default=["exact", "window:512+4", "pyramid:512,3"],
-        help=PATTERN_HELP,
+        help=FORMS,
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--json", type=new_file, help="file for the figures, with the loss of every token")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_ring_attention import modeling
+from hf_ring_attention.hf import attention
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def calls(request, monkeypatch):
     @torch.compiler.disable
     def counted(module, *args, **kwargs):
         seen.append(module)
-        return modeling.ring_dilated_attention(module, *args, **kwargs)
+        return attention.ring_dilated_attention(module, *args, **kwargs)
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "ring_dilated", counted)
     yield seen

@@ -18,7 +18,7 @@ from tests.support.ranks import TIMEOUT
 from tests.support.tiny_models import VOCAB, tiny_model
 
 PATTERN = ra.Pattern.pyramid(4, levels=2, ratio=2, sinks=1)
-LOGGER = "hf_ring_attention.configuration"
+LOGGER = "hf_ring_attention.hf.config"
 
 
 def tokens():

@@ -10,7 +10,7 @@ from transformers import (
 )
 
 import hf_ring_attention as ra
-from hf_ring_attention import sharding
+from hf_ring_attention.hf.rings import attached_ring
 from tests.support.neighbours import (
     DYNAMIC_ROPE,
     ENCODER,
@@ -124,7 +124,7 @@ def test_saved_and_loaded(tmp_path, ring):
     expected = logits_of(ra.patch_model(model), *rows)
     loaded = [AutoModelForCausalLM.from_pretrained(tmp_path).eval() for _ in range(2)]
     for again in (loaded[0], ra.patch_model(loaded[1])):
-        assert sharding.attached_ring(again) is None
+        assert attached_ring(again) is None
         assert distance(logits_of(again, *rows), expected) <= LOGITS
     exact = logits_of(llama(), *rows)
     assert distance(exact, expected) > 1e-2

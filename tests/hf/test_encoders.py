@@ -9,8 +9,8 @@ import torch.distributed as dist
 from transformers import AutoModel
 
 import hf_ring_attention as ra
-from hf_ring_attention.gate import runner_of
-from hf_ring_attention.sharding import first_position
+from hf_ring_attention.hf.positions import first_position
+from hf_ring_attention.hf.wrappers import runner_of
 
 from ..support.probe import BATCHES, TOKENS, batch, distance
 from ..support.ranks import run_ranks, run_simulated

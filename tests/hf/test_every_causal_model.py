@@ -8,7 +8,7 @@ import transformers
 from transformers import PretrainedConfig
 
 import hf_ring_attention as ra
-from hf_ring_attention.gate import check_config
+from hf_ring_attention.hf.support import check_config
 
 from ..support.probe import ROOT, batch, survey, table
 from ..support.tiny_models import CAUSAL_TYPES, NOT_BUILT, tiny_model

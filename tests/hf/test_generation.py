@@ -8,10 +8,10 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_ring_attention as ra
-from hf_ring_attention import engine
-from hf_ring_attention.attention import cached_attention
-from hf_ring_attention.layouts import HeldKeys
-from hf_ring_attention.reference import reference_attention
+from hf_ring_attention.compute.reference import reference_attention
+from hf_ring_attention.plan.problem import HeldKeys
+from hf_ring_attention.ring import engine
+from hf_ring_attention.ring.attention import cached_attention
 
 from ..support.probe import distance
 from ..support.ranks import run_ranks, run_simulated

@@ -13,8 +13,8 @@ from transformers.masking_utils import (
 )
 
 import hf_ring_attention as ra
-from hf_ring_attention.masks import ring_dilated_mask, tokens_of
-from hf_ring_attention.packing import packed_documents
+from hf_ring_attention.hf.documents import packed_documents
+from hf_ring_attention.hf.masks import ring_dilated_mask, tokens_of
 
 from ..support.probe import TOKENS, distance
 from ..support.ranks import run_simulated

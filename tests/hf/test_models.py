@@ -20,7 +20,7 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_ring_attention as ra
-from hf_ring_attention.reference import reference_attention
+from hf_ring_attention.compute.reference import reference_attention
 from tests.support.tolerance import EXACT, largest
 
 VOCAB, TOKENS = 97, 20

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
+from hf_ring_attention.hf.rings import layout_of_rows
 from tests.support.probe import distance
 from tests.support.ranks import run_simulated
 from tests.support.tiny_models import POSITIONS, VOCAB, tiny_model
@@ -114,7 +115,7 @@ def test_documents_that_are_told_without_positions_are_counted_one_by_one(model_
         shard = ra.shard_batch({"input_ids": row, "labels": row, **TOLD[told]}, ring)
         with torch.no_grad():
             local = models[ring.rank](**{**shard, "labels": None, "shift_labels": None}, use_cache=False).logits
-        return ring.unshard(local, ring.rows_rule(TOKENS)[0])
+        return ring.unshard(local, layout_of_rows(ring, TOKENS)[0])
 
     for whole in run_simulated(sharded, 2):
         assert distance(whole, found) <= EXACT
@@ -169,7 +170,7 @@ def test_a_row_beyond_the_table_of_positions_is_refused_on_every_rank(model_type
 
     def work(ring):
         model = ra.patch_model(models[ring.rank], ring=ring)
-        first = ring.rows_rule(4)[1]
+        first = layout_of_rows(ring, 4)[1]
         for length in (POSITIONS - 2 * first, POSITIONS + 2):
             layout = ring.layout_for(length, ra.Pattern.exact())
             positions = ring.shard(torch.arange(first, first + length)[None], layout)

@@ -17,7 +17,7 @@ from transformers import (
 from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
 
 import hf_ring_attention as ra
-from hf_ring_attention.masks import ring_dilated_mask
+from hf_ring_attention.hf.masks import ring_dilated_mask
 
 SIZES = {"vocab_size": 97, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -7,7 +7,7 @@ from packaging.version import Version
 from torch.utils.data import DataLoader
 
 import hf_ring_attention as ra
-from hf_ring_attention.communicators import digest
+from hf_ring_attention.transport.agreement import digest
 from tests.support.probe import distance
 from tests.support.ranks import run_simulated
 from tests.support.tiny_models import VOCAB, tiny_model

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 import hf_ring_attention as ra
-from hf_ring_attention.gate import runner_of
-from hf_ring_attention.sharding import first_position
+from hf_ring_attention.hf.positions import first_position
+from hf_ring_attention.hf.wrappers import runner_of
 
 from ..support.probe import BATCHES, GRADIENTS, LOGITS, batch, errors, logits_and_gradients, of_shards
 from ..support.ranks import run_ranks

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 
 import hf_ring_attention as ra
-from hf_ring_attention import bindings, routes
-from hf_ring_attention.plans import Problem
-from hf_ring_attention.reference import multiplicity_matrix, reference_attention
+from hf_ring_attention.compute.reference import multiplicity_matrix, reference_attention
+from hf_ring_attention.plan import routes
+from hf_ring_attention.plan.problem import Problem
+from hf_ring_attention.transport import schedules
 from tests.support.cases import EXACT_ATTENTION, check_random_cases, compare, random_case
 from tests.support.ranks import run_ranks, run_simulated
 from tests.support.tolerance import largest
@@ -47,8 +48,8 @@ def test_local_on_cuda(dtype):
 def set_head_groups(split):
     """Whether all payloads, however small, travel in as many head groups as there can be."""
     routes.ROWS_OF_A_HEAD_GROUP, routes.LARGE_PAYLOAD = HEAD_GROUPS[split]
-    routes.ring_rounds.cache_clear()
-    bindings.bind_ring.cache_clear()
+    routes.ring_laps.cache_clear()
+    schedules.bind_ring.cache_clear()
 
 
 @pytest.fixture
@@ -104,7 +105,7 @@ def plan_once(world_size, layout, *, pattern, seq_len, num_heads, num_kv_heads, 
     layout = ra.SequenceLayout(layout, seq_len, world_size)
     for start, stop in {document for row in documents for document in row}:
         multiplicity_matrix(pattern, stop - start, num_heads, num_kv_heads, causal)
-    routes.ring_rounds(Problem(pattern, layout, documents, num_heads, num_kv_heads, causal))
+    routes.ring_laps(Problem(pattern, layout, documents, num_heads, num_kv_heads, causal))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

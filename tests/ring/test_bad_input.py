@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import hf_ring_attention as ra
-from hf_ring_attention.reference import reference_attention
+from hf_ring_attention.compute.reference import reference_attention
 from tests.support.cases import EXACT_ATTENTION
 from tests.support.ranks import PROMPTLY, run_ranks
 

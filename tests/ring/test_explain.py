@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention import transports
-from hf_ring_attention.plans import Problem, plan_rank
+from hf_ring_attention.plan.plans import plan_rank
+from hf_ring_attention.plan.problem import Problem
+from hf_ring_attention.transport import transports
 
 CASES = {
     "exact": ra.Pattern.exact(),

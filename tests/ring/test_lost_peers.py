@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import hf_ring_attention as ra
-from hf_ring_attention.kernels import CpuFlash
+from hf_ring_attention.compute.kernels import CpuFlash
 from tests.support.ranks import CONTEXT, PROMPTLY, TIMEOUT, _rank
 
 TRANSPORTS = ("ring", "collective")

@@ -14,14 +14,16 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import hf_ring_attention as ra
-from hf_ring_attention import bindings, routes
-from hf_ring_attention.plans import Problem
-from hf_ring_attention.reference import reference_attention
+from hf_ring_attention.compute.reference import reference_attention
+from hf_ring_attention.plan import routes
+from hf_ring_attention.plan.problem import Problem
+from hf_ring_attention.plan.traffic import RowBytes, collective_traffic, exchanged, ring_traffic
+from hf_ring_attention.transport import schedules
 from tests.support.cases import EXACT_ATTENTION, check_random_cases, random_case
 from tests.support.ranks import run_ranks, run_simulated
 from tests.support.tolerance import largest
 
-TRANSPORTS = {"ring": routes.ring_traffic, "collective": routes.collective_traffic}
+TRANSPORTS = {"ring": ring_traffic, "collective": collective_traffic}
 PATTERNS = {"exact": ra.Pattern.exact(), "pyramid": ra.Pattern.pyramid(window=3, levels=3, ratio=2, sinks=2)}
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 ORDERS = ("first in, first out", "first in, last out")
@@ -107,10 +109,10 @@ def traffic_errors(ring, seed, count):
             case["causal"],
         )
         width = case["head_dim"] + case["value_dim"]
-        want = TRANSPORTS[ring.transport](problem, ring.rank, routes.Sizes(width * dtype.itemsize, width * 4))
+        want = TRANSPORTS[ring.transport](problem, ring.rank, RowBytes(width * dtype.itemsize, width * 4))
         want_both = tuple(a + b for a, b in zip(want.forward, want.backward))
         # Every rank takes part in a collective, also one that has nothing to send and needs nothing.
-        used = any(want.forward) if ring.transport == "ring" else any(map(sum, routes.exchanged(problem)))
+        used = any(want.forward) if ring.transport == "ring" else any(map(sum, exchanged(problem)))
         right = forward == want.forward and both == want_both and (hops > 0) == used == (traffic.hops > 0)
         if not right or not 0 <= waited <= traffic.waited_seconds or (not used and traffic.waited_seconds):
             wrong.append(
@@ -330,8 +332,8 @@ def head_groups():
     """All payloads, however small, in as many head groups as there can be."""
 
     def forget():
-        routes.ring_rounds.cache_clear()
-        bindings.bind_ring.cache_clear()
+        routes.ring_laps.cache_clear()
+        schedules.bind_ring.cache_clear()
 
     forget()
     with mock.patch.multiple(routes, ROWS_OF_A_HEAD_GROUP=1, LARGE_PAYLOAD=10**9):
@@ -449,7 +451,12 @@ def waiting_calls(source):
 
 
 @pytest.mark.parametrize(
-    "module", ["engine", "transports", "communicators", "attention", "kernels", "rows", "bindings", "blocks"]
+    "module",
+    [
+        *("compute/kernels", "compute/rows", "compute/binding", "compute/merge"),
+        *("transport/transports", "transport/communicators", "transport/schedules", "transport/row_sets"),
+        *("ring/engine", "ring/attention", "ring/calls"),
+    ],
 )
 def test_nothing_waits_for_all_ranks_or_for_the_device(module):
     assert waiting_calls("dist.barrier(); x.cuda.synchronize(); barrier()") == ["barrier", "synchronize", "barrier"]

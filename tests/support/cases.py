@@ -6,7 +6,7 @@ import random
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.reference import reference_attention
+from hf_ring_attention.compute.reference import reference_attention
 from tests.support.tolerance import allowed, largest
 
 #: Of attention alone, in float64: some thousand of its roundings.

@@ -8,7 +8,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from hf_ring_attention.reference import multiplicity_matrix
+from hf_ring_attention.compute.reference import multiplicity_matrix
 
 #: Of the attention implementation, and of the config's attribute that holds patterns by layer; None is for the others.
 DENSE = "dense_oracle"

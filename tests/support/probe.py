@@ -11,8 +11,8 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hf_ring_attention as ra
-from hf_ring_attention.gate import runner_of
-from hf_ring_attention.sharding import first_position
+from hf_ring_attention.hf.positions import first_position
+from hf_ring_attention.hf.wrappers import runner_of
 
 from .ranks import run_simulated
 from .tiny_models import CAUSAL_TYPES, NOT_BUILT, VOCAB, tiny_model
@@ -201,7 +201,7 @@ def main():
             models.append(survey(model_type))
         print(model_type, models[-1].status, flush=True)
     text = json.dumps([asdict(m) for m in models], indent=1) + "\n"
-    (ROOT / "hf_ring_attention" / "models.json").write_text(text, encoding="utf-8")
+    (ROOT / "hf_ring_attention" / "hf" / "models.json").write_text(text, encoding="utf-8")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     before, after = readme.split(START)[0], readme.split(END)[1]
     (ROOT / "README.md").write_text(before + table(models) + after, encoding="utf-8")

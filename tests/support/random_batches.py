@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import hf_ring_attention as ra
+from hf_ring_attention.hf.rings import layout_of_rows
 
 from .dense import DENSE
 from .random_cases import DEAF, NUMBERED_BY_MASK, SELF_NUMBERED, Case, draw_case
@@ -331,7 +332,7 @@ def of_shard(case, model, ring, batch, tokens):
     if case.shifted:
         whole = {**{name: x for name, x in whole.items() if name != "labels"}, "shift_labels": batch.targets()}
     shard = ra.shard_batch(whole, ring)
-    layout, _ = ring.rows_rule(batch.shape[1])
+    layout, _ = layout_of_rows(ring, batch.shape[1])
     inputs = {name: x for name, x in shard.items() if name not in ("labels", "shift_labels")}
     if case.loss == "slices":
         with torch.no_grad():

@@ -8,7 +8,7 @@ import time
 import pytest
 
 import hf_ring_attention as ra
-from hf_ring_attention import failures
+from hf_ring_attention.transport import lost_processes
 from tests.support.ranks import run_ranks
 from tests.support.training import assert_equal_runs, documents, tiny_llama, trainer
 
@@ -64,10 +64,10 @@ def test_a_killed_process_ends_the_others_by_name(world_size, ring_size, tmp_pat
 
 
 def test_an_error_of_the_program_itself_is_not_blamed_on_others(monkeypatch):
-    monkeypatch.setattr(failures.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(failures.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(failures.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(failures, "_silent", lambda seconds: [1])
+    monkeypatch.setattr(lost_processes.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(lost_processes.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(lost_processes.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(lost_processes, "_silent", lambda seconds: [1])
     with pytest.raises(RuntimeError, match=r"^cannot restore"), ra.naming_lost_processes():
         raise RuntimeError("cannot restore a tensor")
     # Told once, however many contexts there are.

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import hf_ring_attention as ra
-from hf_ring_attention.heads import HeadCall, running, watching
+from hf_ring_attention.hf.heads import HeadCall, running, watching
 from tests.support.tolerance import allowed, assert_exact
 from tests.support.training import SIZES
 

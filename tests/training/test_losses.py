@@ -17,7 +17,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import hf_ring_attention as ra
-from hf_ring_attention.heads import LogitsNotFormed, LogitsNotFormedError
+from hf_ring_attention.hf.heads import LogitsNotFormed, LogitsNotFormedError
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import VOCAB, tiny_model
 from tests.support.tolerance import EXACT, allowed, assert_exact, float64

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 import hf_ring_attention as ra
-from hf_ring_attention.heads import LogitsNotFormedError
+from hf_ring_attention.hf.heads import LogitsNotFormedError
 from tests.support.ranks import run_ranks, run_simulated
 from tests.support.tiny_models import tiny_config, tiny_model
 from tests.support.training import assert_equal_runs, documents, figures_of, process_environment, tiny_llama
@@ -147,7 +147,7 @@ def told_of_shards(rank, folder):
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("hf_ring_attention.training").addHandler(handler)
+    logging.getLogger("hf_ring_attention.training.trainer_checks").addHandler(handler)
     for kind in (Distilling, Trainer):
         over_a_ring(kind)(
             tiny_llama(), arguments(folder), train_dataset=ROWS, data_collator=ra.PaddingCollator(), ring_size=2

@@ -12,7 +12,7 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 import hf_ring_attention as ra
-from hf_ring_attention.batches import blank, outline
+from hf_ring_attention.training.shards import blank, outline
 from tests.support.ranks import run_ranks
 from tests.support.training import process_environment, tiny_llama
 

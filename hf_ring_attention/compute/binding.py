@@ -1,0 +1,155 @@
+"""Plans bound to tensors: the rows of each kernel call, as views or as numbers on a device, made once per problem."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..plan.plans import Item, TileBatch, held_tiles, plan_rank
+from ..plan.problem import Problem
+from .rows import IndexRows, Rows, ViewRows
+
+
+@dataclass(frozen=True)
+class BoundBatch:
+    """One kernel call's rows."""
+
+    queries: Rows
+    keys: Rows
+    causal: bool
+
+    def parts(self, max_rows: int) -> list[BoundBatch]:
+        """The batch in parts of about `max_rows` query and key rows, so that what a call holds stays small."""
+        size = max(1, max_rows // (self.queries.rows_per_unit + self.keys.rows_per_unit))
+        if size >= self.queries.units:
+            return [self]
+        parts = zip(self.queries.split(size), self.keys.split(size))
+        return [BoundBatch(queries, keys, self.causal) for queries, keys in parts]
+
+
+@dataclass(frozen=True)
+class OwnBinding:
+    """A rank's tiles with its own keys; `whole`: one tile is the whole of the rank's work, every query once."""
+
+    batches: tuple[BoundBatch, ...]
+    whole: bool
+
+
+class Binder:
+    """Makes row numbers on a device of the tiles of one problem."""
+
+    def __init__(self, problem: Problem, device: torch.device) -> None:
+        self.problem = problem
+        self.device = device
+        self.batch = len(problem.documents)
+        self.group = problem.group
+        held = problem.held
+        #: Rows a head of this rank's query and key tensors.
+        self.query_rows = problem.layout.local_len if held is None else held.num_queries
+        self.key_rows = problem.layout.local_len if held is None else held.num_rows
+
+    def own(self, batch: TileBatch, heads: range) -> BoundBatch:
+        """Tiles of these heads with keys of this rank."""
+        view = self.view(batch, heads, self.problem.num_kv_heads, heads.start, 0)
+        if view is not None:
+            return view
+        if self.problem.held is not None:  # few queries: their rows are written out, once for all layers
+            queries = IndexRows(None, 0, batch.num_queries, self._queries(batch).numbers())
+            return BoundBatch(
+                queries, IndexRows(None, 0, batch.num_keys, self.key_numbers(batch, self.key_rows)), batch.causal
+            )
+        keys = IndexRows(self._first_rows(batch, self.key_rows, "keys"), batch.key_stride, batch.num_keys)
+        return BoundBatch(self._queries(batch), keys, batch.causal)
+
+    def whole(self, batches: tuple[BoundBatch, ...]) -> bool:
+        """Whether one tile, of views, is all queries with all keys."""
+        if len(batches) != 1 or not isinstance(batches[0].queries, ViewRows):
+            return False
+        rows = batches[0].queries.rows_per_unit, batches[0].keys.rows_per_unit
+        per_key_head = self.batch * self.problem.num_kv_heads
+        return rows == (per_key_head * self.group * self.query_rows, per_key_head * self.key_rows)
+
+    def with_keys(self, batch: TileBatch, keys: Tensor) -> BoundBatch:
+        """Tiles with the keys at these rows [tiles, 1, L] of whatever holds them."""
+        return BoundBatch(self._queries(batch), IndexRows(None, 0, batch.num_keys, keys), batch.causal)
+
+    def _queries(self, batch: TileBatch) -> IndexRows:
+        return IndexRows(self._first_rows(batch, self.query_rows, "queries"), batch.query_stride, batch.num_queries)
+
+    def view(
+        self, batch: TileBatch, heads: range, key_heads: int, first_key_head: int, first_key: int
+    ) -> BoundBatch | None:
+        """Rows as views, where the tiles take all batch rows and these heads and lie at equal distances.
+
+        The keys are heads `first_key_head` and on of a tensor whose rows begin with row `first_key`.
+        """
+        items = batch.items
+        everything = (tuple(range(self.batch)), tuple(heads))
+        if batch.per_query_head or any((item.batch_rows, item.heads) != everything for item in items):
+            return None
+        if (batch.query_stride != 1 and batch.num_queries > 1) or (batch.key_stride != 1 and batch.num_keys > 1):
+            return None
+        starts = [
+            (item.query_row + copy * item.advance, item.key_row + copy * item.advance)
+            for item in items
+            for copy in range(item.copies)
+        ]
+        advance = starts[1][0] - starts[0][0] if len(starts) > 1 else 0
+        for (query, key), (next_query, next_key) in itertools.pairwise(starts):
+            if next_query - query != advance or next_key - key != advance:
+                return None
+        if len(starts) > 1 and advance < batch.num_queries:
+            return None
+        (query, key), copies = starts[0], len(starts)
+        first_head, num_heads = heads.start * self.group, len(heads) * self.group
+        return BoundBatch(
+            ViewRows(self.batch, num_heads, query, batch.num_queries, copies, advance, first_head),
+            ViewRows(self.batch, len(heads), key - first_key, batch.num_keys, copies, advance, first_key_head),
+            batch.causal,
+        )
+
+    def _units(self, batch: TileBatch, item: Item) -> tuple[Tensor, Tensor, Tensor]:
+        """(batch row, head, copy) of every tile of an item."""
+        tensors = (torch.tensor(item.batch_rows), torch.tensor(item.heads), torch.arange(item.copies))
+        grid = torch.meshgrid(*tensors, indexing="ij")
+        return grid[0].flatten(), grid[1].flatten(), grid[2].flatten()
+
+    def _first_rows(self, batch: TileBatch, length: int, side: str) -> Tensor:
+        """[tiles, heads of a tile] number of the first row in a [B, H, length] tensor of queries or of keys."""
+        problem, first = self.problem, []
+        for item in batch.items:
+            row, head, copy = self._units(batch, item)
+            moved = copy * item.advance
+            if side == "queries":
+                heads = head[:, None] if batch.per_query_head else head[:, None] * self.group + torch.arange(self.group)
+                number, count, start = heads, problem.num_heads, item.query_row
+            else:
+                kv_head = head // self.group if batch.per_query_head else head
+                number, count, start = kv_head[:, None], problem.num_kv_heads, item.key_row
+            first.append((row[:, None] * count + number) * length + (start + moved)[:, None])
+        return torch.cat(first).to(self.device)
+
+    def key_numbers(self, batch: TileBatch, length: int) -> Tensor:
+        """[tiles, 1, L] key rows, numbered in a [B, Hkv, length] tensor."""
+        first = self._first_rows(batch, length, "keys")
+        return first.unsqueeze(-1) + torch.arange(batch.num_keys, device=self.device) * batch.key_stride
+
+
+@lru_cache(maxsize=64)
+def bind_own(problem: Problem, rank: int, device: torch.device) -> OwnBinding:
+    """The tiles of `rank` with its own keys; cached by value."""
+    binder, plan, heads = Binder(problem, device), plan_rank(problem, rank), range(problem.num_kv_heads)
+    batches = tuple(binder.own(batch, heads) for batch in plan.own)
+    return OwnBinding(batches, not plan.remote and binder.whole(batches))
+
+
+@lru_cache(maxsize=64)
+def bind_held(problem: Problem, device: torch.device) -> OwnBinding:
+    """The tiles of queries with held keys; cached by value, so that the layers of a step share it."""
+    binder, heads = Binder(problem, device), range(problem.num_kv_heads)
+    batches = tuple(binder.own(batch, heads) for batch in held_tiles(problem))
+    return OwnBinding(batches, binder.whole(batches))

@@ -1,0 +1,244 @@
+"""Attention of a batch of tiles, forward and backward, with the log-sum-exp of each row.
+
+Every kernel takes q [T, H, Lq, D], k [T, Hkv, Lk, D], v [T, Hkv, Lk, Dv] (query head h reads key/value head
+h // (H / Hkv)) and computes all pairs, or, if causal (Lq = Lk), the lower triangle. `backward` takes the out and lse of
+the *whole* softmax: with those, a tile's gradients are its exact share (FlashAttention, arXiv 2205.14135, appendix B).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .merge import accumulation_dtype
+
+aten = torch.ops.aten
+
+
+class Kernel(Protocol):
+    """One implementation of a tile batch."""
+
+    name: str
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """out [T, H, Lq, Dv] in q's dtype and lse [T, H, Lq] in the accumulation dtype."""
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv, shaped like q, k, v."""
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """A kernel and why it was taken."""
+
+    kernel: Kernel
+    reason: str
+
+
+def _pad(x: Tensor, width: int) -> Tensor:
+    """Zero columns up to `width`: they add nothing to scores, and outputs there are dropped."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class CpuFlash:
+    """torch's flash attention for CPU; takes grouped heads as they are."""
+
+    name = "cpu_flash"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        value_dim, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
+        q, k, v = (_rows(_pad(x, width)) for x in (q, k, v))
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        return out[..., :value_dim], lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        head_dim, value_dim = q.shape[-1], v.shape[-1]
+        dout, q, k, v, out = (_rows(_pad(x, max(head_dim, value_dim))) for x in (dout, q, k, v, out))
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse.contiguous(), 0.0, causal, scale=scale
+        )
+        return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
+
+
+class CudaFlash:
+    """torch's FlashAttention-2 for CUDA: float16 and bfloat16."""
+
+    name = "cuda_flash"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        value_dim, width = v.shape[-1], _round_up(max(q.shape[-1], v.shape[-1]), 8)
+        q, k, v = (_rows(_pad(x, width)) for x in (q, k, v))
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return out[..., :value_dim], lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        head_dim, value_dim = q.shape[-1], v.shape[-1]
+        width = _round_up(max(head_dim, value_dim), 8)
+        dout, q, k, v, out = (_rows(_pad(x, width)) for x in (dout, q, k, v, out))
+        unused = q.new_empty((), dtype=torch.int64)  # random state of a dropout that is off
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused,
+            scale=scale,
+        )  # fmt: skip
+        return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
+
+
+class CudaEfficient:
+    """torch's memory-efficient attention for CUDA: float32 too, and any head size.
+
+    It knows no grouped heads: it runs once for each member of the groups, on the same keys.
+    """
+
+    name = "cuda_efficient"
+    #: The backward kernel reads the log-sum-exp in blocks of this many rows.
+    lse_block = 32
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        head_dim, value_dim, group = q.shape[-1], v.shape[-1], q.shape[1] // k.shape[1]
+        q, k = (_rows(_pad(x, _round_up(head_dim, 8))) for x in (q, k))
+        v = _rows(_pad(v, _round_up(value_dim, 8)))
+        parts = [
+            aten._scaled_dot_product_efficient_attention(member, k, v, None, True, 0.0, causal, scale=scale)[:2]
+            for member in _members(q, group)
+        ]
+        out, lse = (torch.stack(part, 2).flatten(1, 2) for part in zip(*parts))
+        return out[..., :value_dim], lse[..., : q.shape[2]]
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        head_dim, value_dim, group = q.shape[-1], v.shape[-1], q.shape[1] // k.shape[1]
+        q, k = (_rows(_pad(x, _round_up(head_dim, 8))) for x in (q, k))
+        dout, v, out = (_rows(_pad(x, _round_up(value_dim, 8))) for x in (dout, v, out))
+        length = lse.shape[-1]
+        lse = F.pad(lse, (0, _round_up(length, self.lse_block) - length), value=torch.inf)
+        unused = torch.empty((), dtype=torch.int64)
+        parts = [
+            aten._scaled_dot_product_efficient_attention_backward(
+                dout_, q_, k, v, None, out_, lse_.contiguous(), unused, unused, 0.0, [True, True, True, False], causal,
+                scale=scale,
+            )[:3]
+            for dout_, q_, out_, lse_ in zip(*(_members(x, group) for x in (dout, q, out, lse)))
+        ]  # fmt: skip
+        dqs, dks, dvs = zip(*parts)
+        dq, dk, dv = torch.stack(dqs, 2).flatten(1, 2), sum(dks[1:], dks[0]), sum(dvs[1:], dvs[0])
+        return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
+
+
+class Math:
+    """Plain matrix products, a slice of query rows at a time: every dtype, device and width.
+
+    Args:
+        softcap: scores s become softcap * tanh(s / softcap), as in Gemma 2 (arXiv 2408.00118).
+    """
+
+    name = "math"
+    #: Scores held at once, in elements.
+    budget = 1 << 24
+
+    def __init__(self, softcap: float | None = None) -> None:
+        self.softcap = softcap
+
+    def _slices(self, q: Tensor, k: Tensor, causal: bool):
+        rows = max(1, self.budget // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+        for start in range(0, q.shape[2], rows):
+            stop = min(start + rows, q.shape[2])
+            yield start, stop, stop if causal else k.shape[2]
+
+    def _scores(self, q: Tensor, k: Tensor, start: int, causal: bool, scale: float) -> tuple[Tensor, Tensor | None]:
+        """[T, Hkv, g, rows, keys] for q [T, Hkv, g, rows, D] that start at row `start`; tanh, where they are capped."""
+        scores, tanh = q @ k.unsqueeze(2).mT * scale, None
+        if self.softcap is not None:
+            tanh = torch.tanh(scores / self.softcap)
+            scores = tanh * self.softcap
+        if causal:
+            rows = torch.arange(start, start + q.shape[3], device=q.device)
+            later = torch.arange(k.shape[2], device=q.device) > rows[:, None]
+            scores = scores.masked_fill(later, -torch.inf)
+        return scores, tanh
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        dtype = accumulation_dtype(q.dtype)
+        out = q.new_empty(*q.shape[:3], v.shape[-1])
+        lse = q.new_empty(q.shape[:3], dtype=dtype)
+        k, v, grouped = k.to(dtype), v.to(dtype), (k.shape[1], q.shape[1] // k.shape[1])
+        for start, stop, seen in self._slices(q, k, causal):
+            rows = q[:, :, start:stop].to(dtype).unflatten(1, grouped)
+            scores, _ = self._scores(rows, k[:, :, :seen], start, causal, scale)
+            lse_rows = torch.logsumexp(scores, -1)
+            out[:, :, start:stop] = (torch.exp(scores - lse_rows[..., None]) @ v[:, :, None, :seen]).flatten(1, 2)
+            lse[:, :, start:stop] = lse_rows.flatten(1, 2)
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = accumulation_dtype(q.dtype)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
+        key_dtype, grouped = k.dtype, (k.shape[1], q.shape[1] // k.shape[1])
+        k, v = k.to(dtype), v.to(dtype)
+        for start, stop, seen in self._slices(q, k, causal):
+            rows, dout_rows, out_rows = (x[:, :, start:stop].to(dtype).unflatten(1, grouped) for x in (q, dout, out))
+            scores, tanh = self._scores(rows, k[:, :, :seen], start, causal, scale)
+            p = torch.exp(scores - lse[:, :, start:stop].unflatten(1, grouped)[..., None])
+            dp = dout_rows @ v[:, :, None, :seen].mT
+            ds = p * (dp - (dout_rows * out_rows).sum(-1, keepdim=True)) * scale
+            if tanh is not None:
+                ds *= 1 - tanh.square()
+            dq[:, :, start:stop] = (ds @ k[:, :, None, :seen]).flatten(1, 2)
+            dk[:, :, :seen] += (ds.mT @ rows).sum(2)
+            dv[:, :, :seen] += (p.mT @ dout_rows).sum(2)
+        return dq, dk.to(key_dtype), dv.to(key_dtype)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _members(x: Tensor, group: int) -> list[Tensor]:
+    """[T, Hkv * group, ...] -> of each group its i-th head, [T, Hkv, ...], for each i: keys serve a group unrepeated."""
+    return [x[:, member::group] for member in range(group)]
+
+
+@lru_cache(maxsize=256)
+def choose_kernel(
+    device_type: str, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: float | None = None
+) -> KernelChoice:
+    """The fastest kernel that computes this, with the reason.
+
+    Raises:
+        ValueError: a dtype other than float64, float32, bfloat16 and float16.
+    """
+    if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"attention needs floating point tensors, got {dtype}: use float64, float32, bfloat16 or float16"
+        )
+    if softcap is not None:
+        return KernelChoice(Math(softcap), f"scores are capped at {softcap}, which no fused kernel does: plain math")
+    if device_type == "cpu":
+        return KernelChoice(CpuFlash(), "torch's CPU flash attention takes these dtypes and grouped heads")
+    if device_type == "cuda" and dtype != torch.float64:
+        widest = max(head_dim, value_dim)
+        if (
+            dtype in (torch.float16, torch.bfloat16)
+            and widest <= 256
+            and torch.backends.cuda.is_flash_attention_available()
+        ):
+            return KernelChoice(CudaFlash(), f"{dtype} with heads of {widest} <= 256: FlashAttention-2")
+        return KernelChoice(CudaEfficient(), f"{dtype} with heads of {widest} is beyond FlashAttention-2: efficient")
+    return KernelChoice(Math(), f"no fused kernel with a log-sum-exp for {dtype} on {device_type}: plain math")

@@ -1,0 +1,84 @@
+"""The dense oracle: the definition of `Pattern`, evaluated with n x n matrices in float64.
+
+For tests; the engine never imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..plan.patterns import Pattern
+
+
+@lru_cache(maxsize=64)
+def multiplicity_matrix(pattern: Pattern, length: int, num_heads: int, num_kv_heads: int, causal: bool) -> Tensor:
+    """[H, length, length] float64: `Pattern.multiplicity` of every head, query position and key position."""
+    by_phase = {}
+    for head in range(num_heads):
+        phase = pattern.phase(head, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        if phase not in by_phase:
+            by_phase[phase] = [
+                [
+                    pattern.multiplicity(
+                        query, key, head=head, num_heads=num_heads, num_kv_heads=num_kv_heads, causal=causal
+                    )
+                    for key in range(length)
+                ]
+                for query in range(length)
+            ]
+    phases = [pattern.phase(head, num_heads=num_heads, num_kv_heads=num_kv_heads) for head in range(num_heads)]
+    return torch.tensor([by_phase[phase] for phase in phases], dtype=torch.float64)
+
+
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern,
+    documents: Sequence[Sequence[tuple[int, int]]] | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Attention of whole rows by the definition, differentiable by autograd.
+
+    Args:
+        q: [B, H, n, D]; k: [B, Hkv, n, D]; v: [B, Hkv, n, Dv].
+        documents: per batch row the (start, stop) of its documents; None for one document of n tokens.
+        softcap: scores s become softcap * tanh(s / softcap).
+        sinks: [H] logits of one more column of the softmax, of value 0.
+        dtype: what all of it is computed in; a lower one than float64 shows what that dtype rounds away.
+
+    Returns:
+        out [B, H, n, Dv] and lse [B, H, n], of that dtype.
+    """
+    batch, num_heads, n, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    group = num_heads // num_kv_heads
+    scale = head_dim**-0.5 if scale is None else scale
+    counts = q.new_zeros(batch, num_heads, n, n, dtype=dtype)
+    for row in range(batch):
+        for start, stop in [(0, n)] if documents is None else documents[row]:
+            counts[row, :, start:stop, start:stop] = multiplicity_matrix(
+                pattern, stop - start, num_heads, num_kv_heads, causal
+            )
+    k, v = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
+    scores = scale * q.to(dtype) @ k.mT  # [B, H, n, n]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    top = scores.masked_fill(counts == 0, -torch.inf).amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min).detach()
+    weights = counts * torch.exp(torch.where(counts > 0, scores - top, 0.0))
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        column = torch.exp(torch.where(total > 0, sinks.to(dtype)[None, :, None, None] - top, 0.0))
+        total = torch.where(total > 0, total + column, total)
+    out = weights @ v / torch.where(total > 0, total, 1.0)
+    lse = torch.where(total > 0, top + torch.log(torch.where(total > 0, total, 1.0)), -torch.inf)
+    return out, lse.squeeze(-1)

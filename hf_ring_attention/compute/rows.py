@@ -1,0 +1,154 @@
+"""The rows of a tile batch inside [B, H, n, ...] tensors: views where they lie side by side, gathers elsewhere.
+
+Both kinds take rows to [tiles, heads, L, ...], the kernels' shape, and bring results back. No two tiles of a batch
+share a query row of a head, so results are merged without conflicts; key rows may repeat, and gradients add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from . import merge as blocks
+
+
+class Rows(Protocol):
+    """Rows of one side, queries or keys, of a tile batch."""
+
+    @property
+    def units(self) -> int:
+        """Equal parts along which `split` can cut."""
+
+    @property
+    def rows_per_unit(self) -> int:
+        """Rows in each part, over all its heads."""
+
+    def take(self, x: Tensor) -> Tensor:
+        """[B, H, n, ...] -> [tiles, heads, L, ...]."""
+
+    def add_(self, x: Tensor, values: Tensor) -> None:
+        """Adds [tiles, heads, L, ...] to the rows of x."""
+
+    def merge_(self, out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+        """Merges partial results into the rows of out and lse (`blocks.merge_`); rows must not repeat."""
+
+    def split(self, size: int) -> Iterator[Rows]:
+        """The same rows in parts of at most `size` units."""
+
+
+@dataclass(frozen=True)
+class ViewRows:
+    """All batch rows, `heads` heads from `first_head` on; `copies` stretches of `length` rows, `advance` rows apart."""
+
+    batch: int
+    heads: int
+    start: int
+    length: int
+    copies: int
+    advance: int
+    first_head: int = 0
+
+    @property
+    def units(self) -> int:
+        return self.copies
+
+    @property
+    def rows_per_unit(self) -> int:
+        return self.batch * self.heads * self.length
+
+    def _heads_of(self, x: Tensor) -> Tensor:
+        return x[:, self.first_head : self.first_head + self.heads]
+
+    def _window(self, x: Tensor) -> Tensor:
+        """[B, H, copies, length, ...] view."""
+        stop = self.start + (self.copies - 1) * self.advance + self.length
+        window = self._heads_of(x)[:, :, self.start : stop].unfold(2, self.length, max(1, self.advance))
+        return window.movedim(-1, 3)
+
+    def take(self, x: Tensor) -> Tensor:
+        if self.copies == 1:
+            return self._heads_of(x)[:, :, self.start : self.start + self.length]
+        return self._window(x).transpose(1, 2).flatten(0, 1)
+
+    def _like_window(self, values: Tensor) -> Tensor:
+        """[B * copies, H, length, ...] -> [B, H, copies, length, ...]."""
+        return values.unflatten(0, (-1, self.copies)).transpose(1, 2)
+
+    def add_(self, x: Tensor, values: Tensor) -> None:
+        values = self._like_window(values)
+        # Stretches that overlap their neighbours are added in turns, so that none of a turn overlap.
+        turns = min(self.copies, -(-self.length // self.advance)) if self.advance else 1
+        for turn in range(turns):
+            copies = -(-(self.copies - turn) // turns)
+            part = replace(self, start=self.start + turn * self.advance, copies=copies, advance=turns * self.advance)
+            part._window(x).add_(values[:, :, turn::turns])
+
+    def merge_(self, out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+        blocks.merge_(self._window(out), self._window(lse), self._like_window(new_out), self._like_window(new_lse))
+
+    def split(self, size: int) -> Iterator[ViewRows]:
+        for first in range(0, self.copies, size):
+            yield replace(self, start=self.start + first * self.advance, copies=min(size, self.copies - first))
+
+
+@dataclass(frozen=True)
+class IndexRows:
+    """Rows by number in x.flatten(0, 2): `first` [tiles, heads] plus multiples of `stride`, or all of them, `rows`."""
+
+    first: Tensor | None
+    stride: int
+    length: int
+    rows: Tensor | None = None  # [tiles, heads, L]
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        tensor = self.first if self.rows is None else self.rows
+        assert tensor is not None
+        return tensor.shape[0], tensor.shape[1]
+
+    @property
+    def units(self) -> int:
+        return self._shape[0]
+
+    @property
+    def rows_per_unit(self) -> int:
+        return self._shape[1] * self.length
+
+    def numbers(self) -> Tensor:
+        """[tiles, heads, L] row numbers."""
+        if self.rows is not None:
+            return self.rows
+        assert self.first is not None
+        return self.first.unsqueeze(-1) + torch.arange(self.length, device=self.first.device) * self.stride
+
+    def index(self) -> Tensor:
+        """[tiles * heads * L] row numbers."""
+        return self.numbers().flatten()
+
+    def take(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 2).index_select(0, self.index()).unflatten(0, (*self._shape, self.length))
+
+    def add_(self, x: Tensor, values: Tensor) -> None:
+        x.flatten(0, 2).index_add_(0, self.index(), values.to(x.dtype).flatten(0, 2))
+
+    def merge_(self, out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+        index = self.index()
+        out, lse = out.flatten(0, 2), lse.flatten(0, 2)
+        out_rows, lse_rows = out.index_select(0, index), lse.index_select(0, index)
+        blocks.merge_(out_rows, lse_rows, new_out.flatten(0, 2), new_lse.flatten(0, 2))
+        out.index_copy_(0, index, out_rows)
+        lse.index_copy_(0, index, lse_rows)
+
+    def split(self, size: int) -> Iterator[IndexRows]:
+        for first in range(0, self.units, size):
+            part = slice(first, first + size)
+            yield IndexRows(
+                None if self.first is None else self.first[part],
+                self.stride,
+                self.length,
+                None if self.rows is None else self.rows[part],
+            )

@@ -1,0 +1,189 @@
+"""The attention implementation "ring_dilated", as Transformers calls it in every layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import output_capturing
+
+from ..plan.patterns import Pattern, Window
+from ..plan.problem import HeldKeys
+from ..ring.attention import UNTRACEABLE, cached_attention, check_not_traced, ring_attention
+from .config import layer_pattern
+from .documents import documents_of_collator
+from .forward_pass import forward_pass_of
+from .masks import Tokens, tokens_of
+from .rings import attached_ring
+from .shard_checks import sharded_without_documents
+
+
+@torch.compiler.disable(reason=UNTRACEABLE)
+def ring_dilated_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that Transformers calls for "ring_dilated".
+
+    Args:
+        query: [B, H, m, D]; key: [B, Hkv, n, D]; value: [B, Hkv, n, Dv]. The queries are the last m of the n tokens.
+        attention_mask: what `ring_dilated_mask` returned; also a plain [B, n] mask, or None for rows of one document.
+        sliding_window: the layer's own window, in tokens, where the mask does not say.
+        softcap: scores s become softcap * tanh(s / softcap).
+        s_aux: [H] logits of one more column of the softmax, of value 0.
+        cu_seq_lens_q, seq_idx: packed rows, as Transformers' collators describe them.
+
+    Returns:
+        out [B, m, H, Dv], and None for the weights that are never formed.
+
+    Raises:
+        ValueError: dropout, attention weights asked for, a mask that is not [B, n], packed rows that contradict it, or
+            a pattern that reaches keys which the cache has dropped.
+        NotImplementedError: position biases, head masks, paged caches and cross-attention.
+    """
+    check_not_traced()
+    config, ring = getattr(module, "config", None), attached_ring(module)
+    forward_pass = forward_pass_of(config)
+    if forward_pass is not None:
+        forward_pass.attended = True
+    sharded = ring is not None and ring.world_size > 1
+    try:
+        _check_call(module, attention_mask, dropout, kwargs)
+        tokens = tokens_of(attention_mask)
+        if sharded and tokens.layout is None and tokens.held is None:
+            raise ValueError(sharded_without_documents(module))
+        if attention_mask is None and forward_pass is not None and forward_pass.documents is not None:
+            raise ValueError(
+                f"{type(module).__name__} was given packed rows by position_ids, but its model makes masks itself, and none "
+                f"for them: pass one document a row, padded"
+            )
+        causal = tokens.causal
+        if causal is None:
+            causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        window = tokens.window if tokens.causal is not None else sliding_window
+        pattern = layer_pattern(config, getattr(module, "layer_idx", None), window)
+        held = tokens.held or _held(module, query, key, tokens, causal, pattern)
+        documents = tokens.documents
+        if not sharded and (cu_seq_lens_q is not None or seq_idx is not None):
+            if held is not None:
+                raise ValueError(
+                    "cu_seq_lens and seq_idx describe packed rows, which have no cache: pass use_cache=False"
+                )
+            documents = documents_of_collator(query.shape[0], query.shape[2], cu_seq_lens_q, seq_idx, (documents,))
+    except (ValueError, NotImplementedError) as refused:
+        if sharded:
+            assert ring is not None
+            ring.agree_on_call({}, refused, query.device)  # the other ranks compare calls there
+        raise
+    query, key, value = _autocast(query, key, value)
+    call: dict[str, Any] = {
+        "pattern": pattern,
+        "ring": ring,
+        "causal": causal,
+        "scale": scaling,
+        "documents": documents,
+        "softcap": softcap,
+        "sinks": s_aux,
+    }
+    if held is not None:
+        out = cached_attention(query, key, value, held=held, **call)
+    else:
+        made = ring_attention(query, key, value, layout=tokens.layout, **call)
+        assert isinstance(made, Tensor)
+        out = made
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _held(
+    module: nn.Module, query: Tensor, key: Tensor, tokens: Tokens, causal: bool, pattern: Pattern
+) -> HeldKeys | None:
+    """What the cache holds, where the queries are not all of the keys' tokens.
+
+    Raises:
+        NotImplementedError: queries of one sequence and keys of another.
+        ValueError: a cache without all the keys that the pattern reaches, or a mask of other tokens.
+    """
+    if tokens.layout is not None:
+        return None
+    name, num_queries, num_rows = type(module).__name__, query.shape[2], key.shape[2]
+    written = num_rows if tokens.written is None else tokens.written
+    if not causal and num_queries != num_rows:
+        raise NotImplementedError(
+            f"{name}: {num_queries} query tokens for {num_rows} key tokens without causality: ring_dilated attends "
+            f"within one sequence, and computes no cross-attention and no prefixes of encoders: use 'sdpa'"
+        )
+    if tokens.length not in (None, num_rows) or written < num_queries:
+        raise ValueError(
+            f"{name}: the mask has {tokens.length} tokens, for {num_queries} query and {num_rows} key tokens: pass the "
+            f"attention_mask of all tokens so far, those in the cache included"
+        )
+    if tokens.dropped and not (
+        len(pattern.branches) == 1
+        and isinstance(pattern.branches[0], Window)
+        and pattern.branches[0].dilation == 1
+        and tokens.window is not None
+        and pattern.branches[0].length <= tokens.window
+    ):
+        raise ValueError(
+            f"{name}: layer {getattr(module, 'layer_idx', None)} has the pattern {pattern}, and its cache keeps only the "
+            f"last tokens ({tokens.window or 'no'} tokens are the layer's own window): pass past_key_values=DynamicCache(), "
+            f"made without the config, which keeps all"
+        )
+    return None if num_queries == written == num_rows else HeldKeys.whole(written, num_queries, num_rows)
+
+
+def _check_call(module: nn.Module, attention_mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
+    """Refuses what `ring_dilated_attention` says it refuses."""
+    name = type(module).__name__
+    if dropout:
+        raise ValueError(
+            f"{name}: attention dropout {dropout} was asked for, and ring_dilated has none: set the config's attention "
+            f"dropout to 0 (attention_dropout, attn_pdrop) or call model.eval()"
+        )
+    if kwargs.get("output_attentions") or _collects_attentions():
+        raise ValueError(
+            f"{name}: output_attentions=True was asked for, but ring_dilated never forms the attention weights: "
+            f"use attn_implementation='eager' to look at them"
+        )
+    for feature, given in {
+        "position_bias": kwargs.get("position_bias") is not None,
+        "head_mask": kwargs.get("head_mask") is not None,
+        "a paged cache": kwargs.get("cache") is not None,
+    }.items():
+        if given:
+            raise NotImplementedError(
+                f"{name}: layer {getattr(module, 'layer_idx', None)} came with {feature}, which would change the scores "
+                f"or the keys and which ring_dilated does not compute: use 'eager' or 'sdpa'"
+            )
+    if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2):
+        got = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise ValueError(
+            f"{name}: ring_dilated takes padding as a mask [batch, tokens], got {got}: pass the 2-D attention_mask of "
+            f"the tokenizer; patterns are set with patch_config"
+        )
+
+
+def _collects_attentions() -> bool:
+    """Whether the running forward pass was called with output_attentions=True, where a model does not pass that on."""
+    collector = getattr(output_capturing, "_active_collector", None)
+    return bool(collector is not None and "attentions" in (collector.get() or ()))
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)

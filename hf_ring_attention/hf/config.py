@@ -1,0 +1,213 @@
+"""Patterns in a model's config, where they are saved and loaded with it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from ..plan.layouts import SequenceLayout
+from ..plan.patterns import Pattern, Window, as_pattern
+from ..ring.ring import Ring
+from .registration import IMPLEMENTATION
+from .support import check_config, class_name
+
+logger = logging.getLogger(__name__)
+
+#: The key of config.json by which Transformers chooses the implementation when nothing else is asked for. Transformers
+#: takes it out of the config that it loads, so it has to be written again before the config is saved.
+_IMPLEMENTATION = "attn_implementation"
+
+
+@dataclass(frozen=True)
+class _Patterns:
+    """What a config's `ring_dilated` says: a pattern for all layers, if there is one, and those of single layers."""
+
+    pattern: Pattern | None
+    layers: Mapping[int, Pattern]
+
+
+def layer_pattern(config: Any, layer: int | None, window: int | None = None) -> Pattern:
+    """The pattern of a layer: what `patch_config` set for it, its own window, or what was set for all layers.
+
+    Raises:
+        ValueError: the config's `ring_dilated` is not what `patch_config` writes.
+    """
+    patterns = _patterns(config)
+    own = None if layer is None else patterns.layers.get(layer)
+    if own is not None:
+        return own
+    if window is not None:
+        return Pattern((Window(window),))
+    return patterns.pattern or Pattern.exact()
+
+
+#: What was read, by the identity of a config's attribute, with a copy that tells whether it has changed since: each layer
+#: asks at every token that is generated, and comparing is far cheaper than reading.
+_read: dict[int, tuple[Any, int | None, _Patterns]] = {}
+
+
+def _patterns(config: Any) -> _Patterns:
+    settings = getattr(config, IMPLEMENTATION, None)
+    if settings is None:
+        return _Patterns(None, {})
+    num_layers = getattr(config, "num_hidden_layers", None)
+    known = _read.get(id(settings))
+    if known is None or known[:2] != (settings, num_layers):
+        if len(_read) >= 256:
+            _read.clear()
+        known = _read[id(settings)] = copy.deepcopy(settings), num_layers, _parsed(settings, num_layers)
+    return known[2]
+
+
+def _parsed(settings: Any, num_layers: int | None) -> _Patterns:
+    """Reads every key, because one that were passed over would mean exact attention where a pattern was asked for."""
+    wrong = f"config.{IMPLEMENTATION} must be what ra.patch_config(config, pattern, layers=...) writes, "
+    remedy = "call ra.patch_config, or delete the attribute for exact attention"
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"{wrong}a dict with 'pattern' or 'layers', got {settings!r}: {remedy}")
+    unknown = sorted(str(key) for key in settings if key not in ("pattern", "layers"))
+    if unknown or not settings:
+        raise ValueError(
+            f"{wrong}a dict with 'pattern' or 'layers', got {'unknown keys' if unknown else 'no keys'} {unknown}: {remedy}"
+        )
+    layers = settings.get("layers", {})
+    if not isinstance(layers, Mapping) or not all(isinstance(number, str) and number.isdigit() for number in layers):
+        raise ValueError(
+            f"{wrong}where 'layers' is a dict by layer number, written as text as in JSON ({{'0': ...}}), got {layers!r}: "
+            f"{remedy}"
+        )
+    beyond = [number for number in layers if num_layers is not None and int(number) >= num_layers]
+    if beyond:
+        raise ValueError(f"{wrong}for layers 0..{num_layers - 1} of this config, got layers {beyond}: {remedy}")  # type: ignore[operator]
+    try:
+        pattern = Pattern.from_dict(settings["pattern"]) if "pattern" in settings else None
+        return _Patterns(pattern, {int(number): Pattern.from_dict(written) for number, written in layers.items()})
+    except ValueError as error:
+        raise ValueError(f"{wrong}got {settings!r}: {error}: {remedy}") from error
+
+
+class _Implementation:
+    """What a config writes of its implementation: what its model computes when it is saved, and not when it was patched.
+
+    Transformers writes a config as a deep copy of its attributes, without the implementation itself.
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self.config = config
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self.config))
+        if copied is not None:  # the config itself is copied, and keeps such an attribute
+            return _Implementation(copied)
+        text_config = self.config.get_text_config()
+        if text_config._attn_implementation != IMPLEMENTATION or getattr(text_config, IMPLEMENTATION, None) is None:
+            return None  # whoever loads the config chooses
+        keys = [key for key in self.config.sub_configs if getattr(self.config, key, None) is text_config]
+        return {keys[0]: IMPLEMENTATION} if keys else IMPLEMENTATION
+
+
+def keep_implementation(config: PretrainedConfig) -> None:
+    """Makes a config write that its model computes with "ring_dilated", so that a saved model loads as it was.
+
+    Without the package, such a model does not load: Transformers says that it does not know the implementation.
+    """
+    setattr(config, _IMPLEMENTATION, _Implementation(config))
+
+
+def check_made(config: PretrainedConfig, name: str) -> None:
+    """Looks at the config of a model that is being made, as it may have been saved or written by hand.
+
+    A pattern under another implementation has no effect, which is logged once. One under "ring_dilated" stays so when
+    the model is saved again.
+
+    Args:
+        name: of the model's class.
+
+    Raises:
+        ValueError: a `ring_dilated` that is not understood.
+    """
+    text_config = config.get_text_config()
+    try:
+        _patterns(text_config)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    implementation = text_config._attn_implementation
+    if implementation == IMPLEMENTATION:
+        keep_implementation(config)
+    else:
+        _warn_once(
+            f"the config of {class_name(config)} has a pattern for {IMPLEMENTATION!r}, and the model computes attention by "
+            f"{implementation!r}, where the pattern has no effect: load it with attn_implementation={IMPLEMENTATION!r}, or "
+            f"call ra.patch_model(model)"
+        )
+
+
+@lru_cache(maxsize=256)
+def _warn_once(text: str) -> None:
+    logger.warning(text)
+
+
+def model_layout(config: Any, ring: Ring, seq_len: int) -> SequenceLayout:
+    """The layout of a model's rows: the same for all its layers, decided by the pattern set for all of them."""
+    return ring.layout_for(seq_len, layer_pattern(config, None))
+
+
+def patch_config(
+    config: PretrainedConfig,
+    pattern: Pattern | str | None = None,
+    layers: Iterable[int] | None = None,
+    *,
+    segment_lengths: Sequence[int | None] | None = None,
+    dilation_rates: Sequence[int] | None = None,
+) -> PretrainedConfig:
+    """Stores a pattern in a config, where it is saved and loaded with it, and makes "ring_dilated" its implementation.
+
+    A model that has this config computes the pattern from its next forward pass on, whatever implementation it was
+    loaded with; so does a model that is loaded from where this one was saved, unless another implementation is asked for.
+
+    Args:
+        pattern: what the layers compute, as a `Pattern` or its text; instead, `segment_lengths` and `dilation_rates` give
+            `Pattern.longnet`.
+        layers: numbers of the layers; None for every layer without a window of its own.
+
+    Returns:
+        The config.
+
+    Raises:
+        ValueError: no pattern, two of them, layers the model does not have, or a model that does not call the attention
+            interface.
+        NotImplementedError: a model that ring_dilated does not compute.
+    """
+    longnet = segment_lengths is not None or dilation_rates is not None
+    if (pattern is not None) == longnet:
+        raise ValueError("patch_config: pass either pattern=, or segment_lengths= and dilation_rates=")
+    if longnet:
+        if segment_lengths is None or dilation_rates is None:
+            raise ValueError("patch_config: segment_lengths and dilation_rates go together, one is missing")
+        pattern = Pattern.longnet(segment_lengths, dilation_rates)
+    pattern = as_pattern(pattern, "patch_config")  # type: ignore[arg-type]
+    text_config = config.get_text_config()
+    check_config(text_config)
+    _patterns(text_config)
+    settings = dict(getattr(text_config, IMPLEMENTATION, None) or {})
+    if layers is None:
+        settings["pattern"] = pattern.to_dict()
+    else:
+        count = text_config.num_hidden_layers
+        numbers = list(layers)
+        if not numbers:
+            raise ValueError("patch_config: layers is empty: name the layers, or leave it out for all of them")
+        for number in numbers:
+            if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < count:
+                raise ValueError(f"patch_config: layers must be among 0..{count - 1}, got {number!r} in {numbers}")
+        settings["layers"] = {**settings.get("layers", {}), **{str(n): pattern.to_dict() for n in numbers}}
+    setattr(text_config, IMPLEMENTATION, settings)
+    text_config._attn_implementation = IMPLEMENTATION
+    keep_implementation(config)
+    return config

@@ -1,0 +1,89 @@
+"""Generation after a sharded prefill: a document longer than one device, and questions about it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..ring.ring import Ring
+from ..transport.agreement import digest
+from .cache import ShardedCache
+from .config import model_layout
+from .rings import attached_ring
+from .shard_checks import remember_prefill, switching_length
+from .wrappers import evaluating, runner_of, whole_model
+
+logger = logging.getLogger(__name__)
+
+
+@torch.no_grad()
+def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None = None) -> ShardedCache:
+    """The keys and values of whole rows, computed by all ranks of the model's ring, each of which keeps its shard.
+
+    The cache then serves `generate` on every rank, which must be called alike on all of them (sampling: with equal
+    seeds). `input_ids` of that call are these tokens and at least one more:
+
+        cache = ra.prefill(model, document)
+        answer = model.generate(torch.cat([document, question], 1), past_key_values=cache, max_new_tokens=100)
+
+    Afterwards `cache.crop(document.shape[1] - cache.get_seq_length())` makes it ready for another question.
+
+    Args:
+        model: with a ring, of `patch_model(model, ring=ring)`; without one this process has whole rows.
+        input_ids: [B, n], the same on every rank.
+        attention_mask: [B, n], 0 for padding; None for rows without padding. `generate` needs it too.
+
+    Raises:
+        ValueError: a model with virtual tokens of PEFT, tokens that are not [B, n] or differ between ranks, or a mask of
+            another shape, or with padding for a model that numbers its tokens itself.
+    """
+    inner = whole_model(model, "prefill")
+    ring = attached_ring(inner) or Ring.alone()
+    arguments = inspect.signature(inner.forward).parameters
+    error: Exception | None = None
+    if input_ids.dim() != 2 or 0 in input_ids.shape:
+        error = ValueError(f"prefill: input_ids must be [batch, tokens], got {tuple(input_ids.shape)}")
+    elif attention_mask is not None and attention_mask.shape != input_ids.shape:
+        error = ValueError(
+            f"prefill: attention_mask must be {tuple(input_ids.shape)} as input_ids, got {tuple(attention_mask.shape)}"
+        )
+    elif attention_mask is not None and not bool(attention_mask.all()) and "position_ids" not in arguments:
+        error = ValueError(
+            f"prefill: {type(model).__name__}.generate would number padded rows otherwise than prefill: it takes no "
+            f"position_ids; pass rows without padding"
+        )
+    ring.agree(
+        {
+            "the shape of input_ids": tuple(input_ids.shape),
+            "a checksum of input_ids": digest(input_ids),
+            "whether attention_mask is given": attention_mask is not None,
+        },
+        error,
+    )
+    config = inner.config.get_text_config()
+    layout = model_layout(config, ring, input_ids.shape[1])
+    cache = ShardedCache(layout, config.num_hidden_layers)
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
+    with evaluating(inner):
+        inner.base_model(
+            input_ids=ring.shard(input_ids, layout),
+            position_ids=ring.shard(positions, layout),
+            attention_mask=None if attention_mask is None else ring.shard(attention_mask, layout),
+            past_key_values=cache,
+            use_cache=True,
+        )
+    if ring.world_size > 1:
+        remember_prefill(runner_of(inner), cache)
+        longest = switching_length(config)
+        if longest is not None and input_ids.shape[1] <= longest and ring.rank == 0:
+            logger.warning(
+                "%s rotates keys otherwise in rows of more than %d tokens: with this cache of %d tokens, generation can go on "
+                "up to %d tokens in all; for more, prefill more than that",
+                type(inner).__name__, longest, input_ids.shape[1], longest,
+            )  # fmt: skip
+    return cache

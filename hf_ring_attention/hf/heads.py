@@ -1,0 +1,386 @@
+"""The heads of language models: leaving a call of the model a few logits only, and telling what it does to them.
+
+A head makes logits [B, n, vocabulary], which are often the largest tensor of all. So a call may be watched: its output
+layer is given one token of each row, the hidden states of all tokens are kept, and whoever watches forms the logits in
+slices. What the model does to the logits behind its output layer is told from those few.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+#: A function of hidden states [..., width] that gives logits [..., vocabulary].
+Head = Callable[[Tensor], Tensor]
+
+#: Names in configs of what logits are multiplied with or divided by, and of what tanh caps them at.
+_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+
+class HeadCall:
+    """A call of a model that is watched.
+
+    Attributes:
+        output: the model's output layer; None, if it has none, watches nothing.
+        active: whether the output layer is to be left one token of each row.
+        hidden: [B, n, width] what the output layer was called with; None before that.
+        plain: [B, 1 or 2, rows of the output layer] what the output layer made of the tokens that it was left.
+        unsuited: what the model does otherwise than a causal language model, if it does.
+        outer: the watched call inside which this one runs.
+    """
+
+    def __init__(self, output: nn.Module | None, outer: HeadCall | None = None, active: bool = True) -> None:
+        self.output, self.outer, self.active = output, outer, active
+        self.hidden: Tensor | None = None
+        self.plain: Tensor | None = None
+        self.unsuited: str | None = None
+        self._version = 0
+        self._autocast: torch.dtype | None = None
+
+    def keep(self, hidden: Tensor) -> Tensor:
+        """Keeps all hidden states, and returns those that the model may go on with."""
+        if self.hidden is not None or self.unsuited is not None:
+            self.refuse("calls its output layer several times")
+            return hidden
+        if hidden.dim() != 3:
+            self.refuse(f"calls its output layer with hidden states {list(hidden.shape)}, not [rows, tokens, width]")
+            return hidden
+        self.hidden = hidden
+        device = hidden.device.type
+        self._autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return probe_of(hidden)
+
+    def refuse(self, reason: str) -> None:
+        """Says that logits of this call cannot be formed from its hidden states."""
+        self.unsuited = reason
+
+    def keep_plain(self, plain: Tensor) -> None:
+        """Keeps what the output layer made, to be compared with the model's logits."""
+        # Tensors of inference mode count no changes, so that a copy is compared instead.
+        self.plain = plain.clone() if plain.is_inference() else plain
+        self._version = 0 if plain.is_inference() else plain._version
+
+    def head(self, logits: Tensor, config: PretrainedConfig) -> Head | None:
+        """What makes the model's logits of hidden states; None if that cannot be told.
+
+        Args:
+            logits: the model's own, of the tokens that it was left.
+            config: the model's.
+        """
+        output, plain = self.output, self.plain
+        if output is None or plain is None or self.unsuited is not None:
+            return None
+        if not plain.is_inference() and plain._version != self._version:  # the model wrote into it
+            return None
+        change = _unchanged if logits is plain else change_of(plain, logits, config)
+        if change is None:
+            return None
+        autocast = partial(torch.autocast, plain.device.type, dtype=self._autocast, enabled=self._autocast is not None)
+
+        def head(hidden: Tensor) -> Tensor:
+            with autocast():
+                return change(output(hidden))
+
+        return head
+
+
+#: The call that is watched in this thread or task.
+RUNNING: ContextVar[HeadCall | None] = ContextVar("ring_dilated_head_call", default=None)
+
+
+@contextmanager
+def running(call: HeadCall | None) -> Iterator[None]:
+    """Inside, this is the watched call of this thread or task; None: there is none."""
+    outer = RUNNING.get()
+    RUNNING.set(call)
+    try:
+        yield
+    finally:
+        RUNNING.set(outer)
+
+
+def probe_of(hidden: Tensor) -> Tensor:
+    """[B, 1 or 2, width] of hidden states [B, n, width] those of each row's two largest tokens.
+
+    Those of padding may be 0, of which every head makes the same; and a scale that differs between two tokens is none.
+    """
+    hidden = hidden.detach()
+    largest = hidden.norm(dim=-1).topk(min(2, hidden.shape[1]), dim=1).indices
+    return hidden.gather(1, largest[..., None].expand(-1, -1, hidden.shape[2]))
+
+
+# ---- hooks, which all threads of a process share
+
+
+_LOCK = threading.Lock()
+
+#: By what was installed: how many use it, and what removes it. Nothing stays once the last one has left.
+_INSTALLED: dict[Any, tuple[int, Callable[[], None]]] = {}
+
+
+@contextmanager
+def installed(key: Any, install: Callable[[], Callable[[], None]]) -> Iterator[None]:
+    """Inside, what `install` does is done: by the first of all threads that come, until the last has left.
+
+    Args:
+        install: returns what undoes it.
+    """
+    with _LOCK:
+        users, remove = _INSTALLED.get(key) or (0, install())
+        _INSTALLED[key] = users + 1, remove
+    try:
+        yield
+    finally:
+        with _LOCK:
+            users, remove = _INSTALLED.pop(key)
+            if users > 1:
+                _INSTALLED[key] = users - 1, remove
+            else:
+                remove()
+
+
+def watching(output: nn.Module | None) -> Any:
+    """A context in which calls of an output layer obey the watched call of their own thread or task, if there is one."""
+    if output is None:
+        return nullcontext()
+    return installed((output, "head"), partial(_watch, output))
+
+
+def _watch(output: nn.Module) -> Callable[[], None]:
+    without_hooks(output, _before_output, _after_output)
+    # The first and the last of its hooks: calls for slices run the other hooks again.
+    return remover(
+        output.register_forward_pre_hook(_before_output, prepend=True),
+        output.register_forward_hook(_after_output),
+    )
+
+
+def remover(*handles: Any) -> Callable[[], None]:
+    """Removes hooks."""
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
+
+
+def without_hooks(module: nn.Module, *functions: Callable[..., Any]) -> None:
+    """Removes hooks that a copy of a module brought along, if the module was copied while they were installed."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number in [number for number, hook in hooks.items() if hook in functions]:
+            del hooks[number]
+
+
+@torch.compiler.disable(reason="it asks what is watched in this thread")
+def _before_output(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    call = RUNNING.get()
+    if call is None or not call.active or call.output is not module or not args:
+        return None
+    return (call.keep(args[0]), *args[1:])
+
+
+@torch.compiler.disable(reason="it asks what is watched in this thread")
+def _after_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    call = RUNNING.get()
+    if call is not None and call.active and call.output is module and call.hidden is not None and call.plain is None:
+        call.keep_plain(output)
+
+
+# ---- what a model does to logits
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def change_of(plain: Tensor, logits: Tensor, config: PretrainedConfig) -> Head | None:
+    """What a model does to the logits of its output layer; None if that is neither a scale nor a cap.
+
+    What the config names is tried first, and must give the same bits. A scale that the config does not name is estimated
+    from all logits together. Logits beyond a model's vocabulary may be left out.
+
+    Args:
+        plain: [..., rows of the output layer] what that made; logits: [..., vocabulary] the model's own.
+    """
+    width = logits.shape[-1]
+    if plain.shape[:-1] != logits.shape[:-1] or width > plain.shape[-1]:
+        return None
+    with torch.no_grad():
+        cut, found = plain.detach()[..., :width], logits.detach()
+        scaled, capped = _named(config, plain.dtype, logits.dtype)
+        named: list[Head] = [*capped, *scaled, partial(_cast, dtype=logits.dtype)]
+        change: Head | None = next((change for change in named if _equal(change(cut), found)), None)
+        change = change or _nearly(capped, cut, found) or _estimated(cut, found, plain, logits)
+    if change is None or width == plain.shape[-1]:
+        return change
+    return lambda x: change(x[..., :width])
+
+
+def _named(config: PretrainedConfig, computed: torch.dtype, wanted: torch.dtype) -> tuple[list[Head], list[Head]]:
+    """Scales that a config names, and caps, with the scales first: a small logit hardly shows its cap."""
+    scales, caps = _numbers_of(config, _SCALES), _numbers_of(config, _CAPS)
+    scaled: list[Head] = [partial(way, by=scale) for scale in scales for way in (_divided, _multiplied)]
+    capped: list[Head] = [partial(_capped, at=cap, first=first) for first in (*scaled, _unchanged) for cap in caps]
+    # Models compute them in their own dtype or in that of their logits; compiled ones in float32.
+    kinds = dict.fromkeys((computed, wanted, torch.promote_types(computed, torch.float32)))
+
+    def in_kinds(changes: list[Head]) -> list[Head]:
+        return [partial(_in, change=change, dtype=kind, wanted=wanted) for change in changes for kind in kinds]
+
+    return in_kinds(scaled), in_kinds(capped)
+
+
+def _numbers_of(config: PretrainedConfig, names: tuple[str, ...]) -> list[float]:
+    """The values of those names that a config has, without those that say that there is none."""
+    values = [getattr(config.get_text_config(), name, None) for name in names]
+    return [float(x) for x in values if isinstance(x, (int, float)) and not isinstance(x, bool) and x != 0]
+
+
+def _in(x: Tensor, change: Head, dtype: torch.dtype, wanted: torch.dtype) -> Tensor:
+    return change(x.to(dtype)).to(wanted)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype)
+
+
+def _divided(x: Tensor, by: float) -> Tensor:
+    return x / by
+
+
+def _multiplied(x: Tensor, by: float) -> Tensor:
+    return x * by
+
+
+def _capped(x: Tensor, at: float, first: Head) -> Tensor:
+    return torch.tanh(first(x) / at) * at
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    return bool(((x == y) | (x.isnan() & y.isnan())).all())
+
+
+def _nearly(changes: list[Head], plain: Tensor, logits: Tensor) -> Head | None:
+    """The change that comes closest, if all logits are those of the model but for their last bit, and most of them
+    without that: compiled models round at other places."""
+    eps = torch.finfo(logits.dtype).eps
+    rounding = 16 * min(eps, torch.finfo(torch.float32).eps)
+    best, most = None, 0.9
+    for change in changes:
+        error = (change(plain).double() - logits.double()).abs() / logits.double().abs().clamp_min(1e-30)
+        close = float((error <= rounding).double().mean())
+        if close > most and float(error.max()) <= max(1.01 * eps, rounding):
+            best, most = change, close
+    return best
+
+
+def _estimated(cut: Tensor, found: Tensor, plain: Tensor, logits: Tensor) -> Head | None:
+    """A scale that gives all logits up to their rounding; None if no number does, or where a tensor that is trained did."""
+    rounded = _equal(found.to(plain.dtype).to(logits.dtype), found)
+    computed = plain.dtype if rounded else logits.dtype
+    eps, tiny = torch.finfo(computed).eps, torch.finfo(computed).tiny
+    x, y = cut.double().flatten(), found.double().flatten()
+    told = x.isfinite() & y.isfinite() & (x != 0) & (y.abs() >= tiny)
+    if not bool(told.any()) or _depends_on_parameters(logits, plain):
+        return None
+    # For each logit there are scales whose product with it is rounded to the model's: those that all logits share. A logit
+    # is off by half a unit of its last bit, and in float64 these sums are off by as much.
+    last_bit = torch.ldexp(torch.full_like(y[told], eps), torch.frexp(y[told]).exponent - 1)
+    off = last_bit * (1.5 if computed is torch.float64 else 0.5001) / x[told].abs()
+    ratio = y[told] / x[told]
+    least, most = (ratio - off).max(), (ratio + off).min()
+    if not bool(least <= most):
+        return None
+    change = partial(_in, change=_scaled(float(least), float(most), computed), dtype=computed, wanted=logits.dtype)
+    # The others say nothing of the scale (0, infinite, or too small to be exact), but must not contradict it.
+    a, b = change(cut).flatten()[~told].double(), y[~told]
+    fits = (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= eps * tiny)
+    return change if bool(fits.all()) else None
+
+
+def _scaled(least: float, most: float, computed: torch.dtype) -> Head:
+    """A product with, or a division by, the number of the fewest digits that is between these two."""
+    held_in = torch.promote_types(computed, torch.float32)  # torch rounds the numbers that it scales with
+    ways: list[tuple[Callable[..., Tensor], float, float]] = [(_multiplied, least, most)]
+    if least * most > 0:
+        ways.append((_divided, 1 / most, 1 / least))
+    for digits in range(1, 18):
+        for way, low, high in ways:
+            number = float(f"{(low + high) / 2:.{digits}g}")
+            if low <= float(torch.tensor(number, dtype=held_in)) <= high:
+                return partial(way, by=number)
+    return partial(_multiplied, by=(least + most) / 2)
+
+
+def _depends_on_parameters(logits: Tensor, plain: Tensor) -> bool:
+    """Whether the model made its logits by tensors that are trained, besides those of the output layer."""
+    waiting, seen = [logits.grad_fn], {None, plain.grad_fn}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        if hasattr(node, "variable"):
+            return True
+        seen.add(node)
+        waiting += [inner for inner, _ in node.next_functions]  # type: ignore[union-attr]
+    return False
+
+
+# ---- in place of logits
+
+
+class LogitsNotFormedError(RuntimeError, AttributeError):
+    """Logits were asked for where a loss was computed in slices, so that there are none.
+
+    An AttributeError too, so that libraries that look whether an output has a method of tensors find none.
+    """
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise LogitsNotFormedError(
+        "this output has no logits: its loss was computed in slices of tokens, and the logits of all tokens never existed at "
+        "once. To use them, compute the loss at once: tokens_at_once=0 (ra.sliced_loss, ra.next_token_loss), or "
+        "loss_tokens_at_once=0 of RingTrainingArguments or of a Trainer with RingTrainerMixin. A call of the model without "
+        "labels has all its logits"
+    )
+
+
+class LogitsNotFormed:
+    """What an output has in place of its logits, where its loss was computed in slices: any use says so.
+
+    It is no tensor, so that libraries that cast, gather or copy the tensors of an output leave it as it is.
+    """
+
+    def __repr__(self) -> str:
+        return "LogitsNotFormed(the loss was computed in slices of tokens; tokens_at_once=0 computes it at once)"
+
+    def __reduce__(self) -> Any:
+        return LogitsNotFormed, ()
+
+    def __getattr__(self, name: str) -> Any:
+        return _refuse()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _refuse()
+
+    __hash__ = object.__hash__
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = __matmul__ = _refuse
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = __rmatmul__ = _refuse
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __neg__ = __pos__ = __abs__ = __invert__ = _refuse
+    __and__ = __or__ = __xor__ = __rand__ = __ror__ = __rxor__ = _refuse
+    __getitem__ = __setitem__ = __delitem__ = __len__ = __iter__ = __contains__ = _refuse
+    __bool__ = __int__ = __float__ = __complex__ = __index__ = _refuse
+    __array__ = __array_ufunc__ = __array_function__ = _refuse

@@ -1,0 +1,259 @@
+"""The forward passes of a patched model: what they must be given, above all where rows are sharded over a ring.
+
+Hooks tell the masks where documents begin and end in the whole row. On a ring they compare the calls of all ranks before
+anything is computed, and correct the few modules that would take a shard for a row.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..plan.problem import Documents
+from ..ring.attention import UNTRACEABLE, check_not_traced
+from ..ring.ring import Ring
+from .cache import ShardedCache
+from .documents import (
+    check_beginnings,
+    documents_from_mask,
+    documents_of_collator,
+    documents_of_rows,
+    packed_documents,
+    positions_of_documents,
+)
+from .forward_pass import FORWARD_PASS, ForwardPass, forward_pass_of
+from .masks import tokens_of
+from .positions import first_position, remember_places
+from .registration import IMPLEMENTATION
+from .rings import attached_ring, serve, set_ring
+from .shard_checks import WRONG_LOSS, checked_shard, checked_step, ignored_labels, loss_of_shard, remember_prefill
+from .support import takes_shift_labels
+from .wrappers import decoder_of, runner_of
+
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
+    """Makes this the ring of the model's attention layers; None makes its rows whole ones again."""
+    runner = runner_of(model)
+    serve(ring, model)
+    for module in model.modules():
+        for hooks, marks in (
+            (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
+            (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
+        ):
+            for number in [number for number, hook in hooks.items() if getattr(hook, "__module__", None) == __name__]:
+                del hooks[number]
+                for marked in marks:
+                    marked.pop(number, None)
+        set_ring(module, None)
+    remember_prefill(runner, None)
+    remember_places(runner)
+    for module in decoder_of(model).modules():
+        set_ring(module, ring)
+    set_ring(model, ring)
+    runner.register_forward_pre_hook(_before_forward, with_kwargs=True)
+    runner.register_forward_hook(_after_forward, always_call=True)
+    if ring is not None and model is not runner and (ring.world_size > 1 or not takes_shift_labels(model)):
+        model.register_forward_pre_hook(_before_head, with_kwargs=True)
+    if ring is None or ring.world_size == 1:
+        return
+    for name, module in model.base_model.named_modules():
+        if _depends_on_length(module):
+            module.register_forward_pre_hook(_with_last_position, with_kwargs=True)
+            module.register_forward_hook(_without_last_position)
+        if name == "pooler":
+            module.register_forward_pre_hook(_with_first_token)
+
+
+def _depends_on_length(module: nn.Module) -> bool:
+    kinds = getattr(module, "rope_type", None)
+    return any(kind in _LENGTH_DEPENDENT_ROPE for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]))
+
+
+# ---- before and after a forward pass
+
+
+@torch.compiler.disable(reason=UNTRACEABLE)
+def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Says what the masks of a forward pass need, and checks a sharded one.
+
+    Packed rows that come without positions are given some that count each document, which a model would number on from
+    one document to the next.
+
+    Raises:
+        ValueError: on every rank, where any rank's call contradicts its layout, or the ranks' calls each other.
+    """
+    check_not_traced()
+    if args:
+        kwargs = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
+    tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
+    ring, cache = attached_ring(module), kwargs.get("past_key_values")
+    numbered: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    if ring is None or ring.world_size == 1:
+        documents, told = _packed_rows(module, tokens, kwargs)
+        begun = ForwardPass(module.config, documents, told)
+        if tokens is not None and documents is not None and _packed(documents) and kwargs.get("position_ids") is None:
+            positions = positions_of_documents(documents, tokens.shape[1], first_position(module))
+            numbered = (), {**kwargs, "position_ids": positions.to(tokens.device)}
+    elif isinstance(cache, ShardedCache) and cache.get_seq_length() > 0:
+        begun = checked_step(module, ring, cache, tokens, kwargs)
+    else:
+        begun = checked_shard(module, ring, tokens, cache, kwargs)
+    begun.outer = FORWARD_PASS.get()
+    FORWARD_PASS.set(begun)
+    return numbered
+
+
+@torch.compiler.disable(reason="it belongs to _before_forward")
+def _after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Ends what `_before_forward` began.
+
+    Raises:
+        RuntimeError: a model whose layers never attended by ring_dilated, so that each rank saw its shard alone.
+    """
+    forward_pass, ring = forward_pass_of(module.config), attached_ring(module)
+    if forward_pass is None:
+        return
+    FORWARD_PASS.set(forward_pass.outer)
+    if output is None:  # an error is on its way
+        return
+    sharded = ring is not None and ring.world_size > 1
+    name, implementation = type(module).__name__, getattr(module.config, "_attn_implementation", None)
+    if not forward_pass.attended and sharded:
+        raise RuntimeError(
+            f"no layer of {name} attended by ring_dilated ({implementation!r} is set), so each rank saw nothing but its "
+            f"shard: call ra.patch_model; if that was done, {name} cannot be sharded: use one process (ring=None)"
+        )
+    if not forward_pass.attended and implementation == IMPLEMENTATION:
+        raise RuntimeError(
+            f"no layer of {name} attended by ring_dilated: it computes attention of its own, and would ignore the pattern: "
+            f"use 'eager'"
+        )
+    if sharded and getattr(output, "pooler_output", None) is not None and not hasattr(module, "pooler"):
+        raise NotImplementedError(
+            f"{name} makes its pooler_output from a token that it looks for in the row, of which each rank "
+            f"has a shard: use one process (ring=None)"
+        )
+
+
+def _before_head(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Finds losses of a shard alone. `_before_forward` raises what is found, on every rank.
+
+    Raises:
+        ValueError: on a ring of one, of shift_labels that the model would not look at.
+    """
+    if args:
+        kwargs = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
+    ring, error = attached_ring(module), ignored_labels(module, kwargs)
+    if ring is not None and ring.world_size > 1:
+        WRONG_LOSS.set(error or loss_of_shard(module, kwargs))
+    elif error is not None:
+        raise error
+
+
+def _packed_rows(module: nn.Module, tokens: Tensor | None, kwargs: Mapping[str, Any]) -> tuple[Documents | None, bool]:
+    """The documents of whole rows, where positions restart or a collator tells them, and whether it was a collator.
+
+    Not every model looks for them itself.
+
+    Raises:
+        ValueError: packed rows for a model that numbers its tokens itself, or told in two ways that differ.
+    """
+    if tokens is None or kwargs.get("past_key_values") is not None:
+        return None, False
+    batch, length, mask = tokens.shape[0], tokens.shape[1], kwargs.get("attention_mask")
+    positions, first = kwargs.get("position_ids"), first_position(module)
+    ends, numbers = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
+    if isinstance(mask, Mapping) and ends is None and numbers is None:
+        _check_ready_masks(module, mask, batch, positions, first)
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+        return None, False
+    told = packed_documents(batch, length, ends, numbers)
+    if _packed(told) and isinstance(positions, Tensor) and positions.dim() == 2:
+        assert told is not None
+        check_beginnings(told, positions, first)
+    documents = documents_of_rows(batch, positions, mask, first)
+    if told is not None:
+        by_mask = None if mask is None else documents_from_mask(mask != 0)
+        documents = documents_of_collator(batch, length, ends, numbers, (documents, by_mask))
+    if _packed(documents) and not _takes_positions(module):
+        raise ValueError(
+            f"{type(module).__name__} was given packed rows, and takes no position_ids: it numbers the tokens of a row itself, "
+            f"so it would number documents wrongly: pass one document a row, padded"
+        )
+    return documents, told is not None
+
+
+def _check_ready_masks(
+    module: nn.Module, masks: Mapping[str, Any], batch: int, positions: Tensor | None, first: int
+) -> None:
+    """Refuses packed rows whose masks the model around this one has made already, without their documents.
+
+    Raises:
+        ValueError: documents, as the positions tell them, that the masks do not keep apart.
+    """
+    for mask in masks.values():
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            continue
+        documents = documents_of_rows(batch, positions, mask, first)
+        if _packed(documents) and tokens_of(mask).documents != documents:
+            raise ValueError(
+                f"{type(module).__name__} was given packed rows by position_ids that restart, and masks that were made "
+                f"without them, under which documents would see each other: tell the documents by seq_idx or cu_seq_lens_q, "
+                f"or leave attention_mask out"
+            )
+
+
+def _packed(documents: Documents | None) -> bool:
+    return documents is not None and any(len(row) > 1 for row in documents)
+
+
+def _takes_positions(module: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(module.forward).parameters
+
+
+# ---- modules that take a shard for a row
+
+
+@torch.compiler.disable(reason="it reads what _before_forward found")
+def _with_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gives RoPE that depends on the row's length one more column, with the row's last position."""
+    sharded = FORWARD_PASS.get()
+    if sharded is None or (sharded.layout is None and sharded.held is None):
+        raise RuntimeError(
+            f"{type(module).__name__} depends on the length of the whole row, and was called outside the forward pass of "
+            f"the sharded model"
+        )
+    if sharded.last_position is None:
+        return None  # a step, whose positions all ranks have
+    positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+    column = torch.full_like(positions[..., :1], sharded.last_position)
+    positions = torch.cat([positions, column], -1)
+    if "position_ids" in kwargs:
+        return args, {**kwargs, "position_ids": positions}
+    return (args[0], positions, *args[2:]), kwargs
+
+
+@torch.compiler.disable(reason="it belongs to _with_last_position")
+def _without_last_position(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    sharded = FORWARD_PASS.get()
+    if sharded is None or sharded.last_position is None:
+        return output
+    return tuple(x[:, :-1] for x in output) if isinstance(output, tuple) else output[:, :-1]
+
+
+@torch.compiler.disable(reason="it asks another rank")
+def _with_first_token(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Gives a pooler, which reads the first token [B, D] of [B, n, D], that of the whole row: the first one of rank 0."""
+    ring = attached_ring(module)
+    assert ring is not None  # such hooks are registered on rings
+    states: Tensor = args[0]
+    taken = states.dim() == 2
+    first = ring.first_token(states.unsqueeze(1) if taken else states)
+    return (first.squeeze(1) if taken else first, *args[1:])

@@ -1,0 +1,200 @@
+"""Masks as ring_dilated knows them: which tokens are documents, never a square.
+
+Transformers calls `ring_dilated_mask` once for each kind of layer, and hands what it returns to every attention layer
+of that kind. It carries everything that eager attention would read from a square mask: documents, causality, the
+window, and which slots of a static cache are written.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..plan.layouts import SequenceLayout
+from ..plan.problem import Documents, HeldKeys
+from ..ring.attention import UNTRACEABLE, check_not_traced
+from .documents import document_numbers, documents_from_mask
+from .forward_pass import ForwardPass, forward_pass_of
+from .support import check_config, class_name
+
+#: Attribute of a mask that keeps what was read from it: one reading serves all layers, and recomputation.
+_TOKENS = "_ring_dilated_tokens"
+
+#: Slots of a static cache that hold no token yet. Padding is 0; other tokens have their document's number in the low
+#: 32 bits and, above, what is true of the whole mask, so that a copied or moved mask says what it said.
+_UNWRITTEN = -1
+
+_KNOWN, _CAUSAL, _DROPPED, _SHARDED = (1 << bit for bit in (32, 33, 34, 35))
+
+_WINDOW_BIT = 36
+
+#: The longest window that the bits above leave room for; one that is longer than its row shows the same keys.
+_LONGEST_WINDOW = (1 << 63 - _WINDOW_BIT) - 1
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a mask says of the keys of a layer.
+
+    Attributes:
+        documents: per batch row its documents; in the whole row, where the row is sharded. None: of all tokens, one.
+        length: key rows; None where there is no mask.
+        written: those that hold a token.
+        causal: None where the mask does not say.
+        window: of the layer, in tokens, as `Window` counts them.
+        dropped: the cache has dropped keys before these.
+        layout: how the row is sharded.
+        held: what a rank's cache holds of the row.
+    """
+
+    documents: Documents | None = None
+    length: int | None = None
+    written: int | None = None
+    causal: bool | None = None
+    window: int | None = None
+    dropped: bool = False
+    layout: SequenceLayout | None = None
+    held: HeldKeys | None = None
+
+
+@torch.compiler.disable(reason=UNTRACEABLE)
+def ring_dilated_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    config: Any = None,
+    device: torch.device | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """The mask function that Transformers calls for "ring_dilated".
+
+    Returns:
+        [B, kv_length] int64, for `tokens_of`.
+
+    Raises:
+        ValueError: a mask that only a square could express.
+        NotImplementedError: a model that `gate.check_config` refuses.
+    """
+    check_not_traced()
+    if config is not None:
+        check_config(config)
+    if use_vmap:
+        raise ValueError(
+            f"{class_name(config)}: ring_dilated cannot apply or_mask_function and and_mask_function, which only a square "
+            f"mask could express: use 'eager' or 'sdpa'"
+        )
+    causal, window, packed = True, None, None
+    for kind, part in _mask_parts(mask_function):
+        if kind == "packed_sequence_mask_function":
+            packed = _closure(part, "packed_sequence_mask")
+        elif kind == "bidirectional_mask_function":
+            causal = False
+        elif kind == "sliding_window_overlay":
+            window = _closure(part, "sliding_window")
+        elif kind == "sliding_window_bidirectional_overlay":
+            window = _closure(part, "sliding_window") + 1
+        elif kind != "causal_mask_function":
+            raise ValueError(
+                f"{class_name(config)}: ring_dilated cannot express this mask ({kind}): its tiles know causal and "
+                f"bidirectional attention, windows, padding and packing: use 'eager' or 'sdpa'"
+            )
+    known = forward_pass_of(config) or ForwardPass(config)
+    sharded = known.layout is not None or known.held is not None
+    flags = _KNOWN | causal * _CAUSAL | (kv_offset > 0) * _DROPPED | sharded * _SHARDED
+    flags |= _window_bits(window, kv_length) << _WINDOW_BIT
+    # Where there is no mask, Transformers reads documents from positions by a rule of its own, for the models that it does
+    # it for; that is what the model computes under any other implementation.
+    if known.documents is not None and not sharded and (known.told or packed is None):
+        numbers = (document_numbers(known.documents, kv_length) + 1).to(
+            device
+        )  # a mask of ones, if any, is the model's own
+    elif attention_mask is not None:
+        # `generate` with a static cache comes with what this function returned for it, where the cut is made.
+        cut = kv_offset if attention_mask.shape[1] > kv_length else 0
+        numbers = attention_mask[:, cut : cut + kv_length].to(torch.int64)
+    elif packed is not None and not sharded:
+        numbers = (packed + 1).expand(batch_size, -1)
+    else:
+        numbers = torch.ones(batch_size, kv_length, dtype=torch.int64, device=device)
+    # Causal queries are the last tokens that are written.
+    written = int(q_offset) + q_length - kv_offset if causal else kv_length
+    numbers = torch.nn.functional.pad(numbers, (0, kv_length - numbers.shape[1]))
+    mask = torch.where(numbers == 0, 0, numbers | flags)
+    mask[:, written:] = _UNWRITTEN
+    if sharded:
+        documents = known.documents if known.held is None else documents_from_mask(numbers)
+        setattr(mask, _TOKENS, Tokens(documents, kv_length, written, causal, window, False, known.layout, known.held))
+    return mask
+
+
+def _window_bits(window: int | None, length: int) -> int:
+    """A window as the mask's bits can say it; 0 for none."""
+    if window is None or window <= _LONGEST_WINDOW:
+        return window or 0
+    if length > _LONGEST_WINDOW:
+        raise ValueError(
+            f"a sliding window of {window} tokens in rows of {length}: where rows are longer than {_LONGEST_WINDOW} tokens, "
+            f"windows can be {_LONGEST_WINDOW} at most"
+        )
+    return _LONGEST_WINDOW
+
+
+def _mask_parts(mask_function: Callable[..., Any] | None) -> Iterable[tuple[str, Callable[..., Any]]]:
+    """The simple mask functions that Transformers combined into this one, each with the name of its maker."""
+    if mask_function is None:
+        return
+    kind = mask_function.__qualname__.partition(".")[0]
+    if kind == "and_masks":
+        for part in _closure(mask_function, "mask_functions"):
+            yield from _mask_parts(part)
+    elif kind == "remap_positions_for_packed_sequence":
+        yield from _mask_parts(_closure(mask_function, "mask_function"))
+    else:
+        yield kind, mask_function
+
+
+def _closure(function: Callable[..., Any], name: str) -> Any:
+    return inspect.getclosurevars(function).nonlocals[name]
+
+
+def tokens_of(mask: Tensor | None) -> Tokens:
+    """What a mask [B, n] says: one of `ring_dilated_mask`, or a plain one of zeros for padding and ones.
+
+    Raises:
+        ValueError: a document with a gap.
+        RuntimeError: the mask of a sharded model that was copied on its way to the layer.
+    """
+    if mask is None:
+        return Tokens()
+    tokens = getattr(mask, _TOKENS, None)
+    if tokens is None:
+        numbers = (mask != 0 if mask.is_floating_point() else mask).to(torch.int64).cpu()
+        flags = int(numbers.max()) >> 32 << 32
+        if flags & _SHARDED:
+            raise RuntimeError(
+                "the mask of a sharded model was copied between the model and its attention layer, and what it knew of "
+                "the other ranks is lost: keep the layers of a rank on one device"
+            )
+        unwritten = int((numbers[0] == _UNWRITTEN).sum())
+        written = numbers.shape[1] - unwritten
+        tokens = Tokens(
+            documents=documents_from_mask(numbers[:, :written] & (1 << 32) - 1),
+            length=numbers.shape[1],
+            written=written,
+            causal=bool(flags & _CAUSAL) if flags & _KNOWN else None,
+            window=flags >> _WINDOW_BIT or None,
+            dropped=bool(flags & _DROPPED),
+        )
+        setattr(mask, _TOKENS, tokens)
+    assert isinstance(tokens, Tokens)
+    return tokens

@@ -1,0 +1,49 @@
+"""Registers "ring_dilated" as soon as Transformers is loaded, and loads nothing itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+#: The module of Transformers that has the attention interface; `import transformers` alone does not load it.
+_INTERFACE = "transformers.modeling_utils"
+
+
+def register_with_transformers() -> None:
+    """Makes "ring_dilated" known to Transformers: now, where its attention interface is loaded, else when that is."""
+    if _INTERFACE in sys.modules:
+        _register()
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _register() -> None:
+    from .registration import register
+
+    register()
+
+
+class _Finder(MetaPathFinder):
+    """Finds the interface's module as the other finders do, and registers once it has been executed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _INTERFACE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _register()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

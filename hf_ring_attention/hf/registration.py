@@ -1,0 +1,55 @@
+"""What Transformers and torch are given to call; what they call is loaded when they first do.
+
+This module is loaded while Transformers still is, and so imports nothing that needs all of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface, PreTrainedModel
+
+#: The name of the attention implementation, and of the config's attribute that holds the patterns.
+IMPLEMENTATION = "ring_dilated"
+
+
+def register() -> None:
+    """Registers the attention, the mask, and a look at the config of every model that is made."""
+    AttentionInterface.register(IMPLEMENTATION, _attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, _mask)
+    # Transformers has no place to ask before a model loads, and a pattern that is saved but not computed must not be silent.
+    register_module_module_registration_hook(_while_made)
+
+
+@torch.compiler.disable(reason="it loads modules")
+def _attention(*args: Any, **kwargs: Any) -> Any:
+    from .attention import ring_dilated_attention
+
+    AttentionInterface.register(IMPLEMENTATION, ring_dilated_attention)
+    return ring_dilated_attention(*args, **kwargs)
+
+
+@torch.compiler.disable(reason="it loads modules")
+def _mask(*args: Any, **kwargs: Any) -> Any:
+    from .masks import ring_dilated_mask
+
+    AttentionMaskInterface.register(IMPLEMENTATION, ring_dilated_mask)
+    return ring_dilated_mask(*args, **kwargs)
+
+
+def _while_made(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    """torch calls this when a module is given a submodule, which for a Transformers model is while it is made."""
+    if isinstance(module, PreTrainedModel) and submodule is not None and _is_set(module.config):
+        from .config import check_made
+
+        check_made(module.config, type(module).__name__)
+
+
+def _is_set(config: Any) -> bool:
+    """Whether a config, or that of a part, has settings for "ring_dilated"."""
+    parts = (config, *(getattr(config, key, None) for key in config.sub_configs))
+    return any(getattr(part, IMPLEMENTATION, None) is not None for part in parts)

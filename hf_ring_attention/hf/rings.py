@@ -1,0 +1,82 @@
+"""Which ring a model has, which models a ring divides the rows of, and how."""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..plan.layouts import SequenceLayout
+from ..plan.patterns import Pattern, as_pattern
+from ..ring.ring import Ring
+from .config import layer_pattern
+from .positions import first_position
+from .support import untrainable
+from .wrappers import runner_of
+
+#: Attribute of a model's modules that holds their ring.
+_RING = "_ring_dilated_ring"
+#: The models of each ring; neither is kept alive for that.
+_MODELS: weakref.WeakKeyDictionary[Ring, weakref.WeakSet[PreTrainedModel]] = weakref.WeakKeyDictionary()
+
+
+def attached_ring(module: nn.Module) -> Ring | None:
+    """The ring that `patch_model` gave to a model, or to one of its modules."""
+    return getattr(module, _RING, None)
+
+
+def set_ring(module: nn.Module, ring: Ring | None) -> None:
+    """Makes `attached_ring` answer with this ring, for one module."""
+    setattr(module, _RING, ring)
+
+
+def serve(ring: Ring | None, model: PreTrainedModel) -> None:
+    """Makes this the ring that divides the model's rows, and no other one; None for a model whose rows stay whole."""
+    for models in _MODELS.values():
+        models.discard(model)
+    if ring is not None:
+        _MODELS.setdefault(ring, weakref.WeakSet()).add(model)
+
+
+def models_of(ring: Ring) -> list[PreTrainedModel]:
+    """The models that were patched with this ring and are still there."""
+    return list(_MODELS.get(ring, ()))
+
+
+def untrainable_model(ring: Ring) -> ValueError | None:
+    """Why a model that was patched with this ring cannot be trained; None if all can."""
+    errors = (untrainable(model) for model in models_of(ring))
+    return next((error for error in errors if error is not None), None)
+
+
+def layout_of_rows(ring: Ring, seq_len: int, pattern: Pattern | str | None = None) -> tuple[SequenceLayout, int]:
+    """The layout of rows of `seq_len` tokens, and the position id of their first token.
+
+    Args:
+        pattern: None for that of the model that was patched with this ring.
+
+    Raises:
+        ValueError: no pattern where the layout depends on one, or models that differ.
+    """
+    rules = {
+        (layer_pattern(model.config.get_text_config(), None), first_position(runner_of(model)))
+        for model in models_of(ring)
+    }
+    if pattern is not None:
+        chosen = as_pattern(pattern, "pattern")
+        rules = {(chosen, first) for _, first in rules} or {(chosen, 0)}
+    if not rules and (ring.layout != "auto" or ring.world_size == 1):
+        rules = {(Pattern.exact(), 0)}
+    if not rules:
+        raise ValueError(
+            "the layout of rows depends on the model's pattern, and no model was patched with this ring: call "
+            "ra.patch_model(model, ring=ring) first, or pass the pattern, or make the ring with layout='contiguous' "
+            "or 'zigzag'"
+        )
+    layouts = {(ring.layout_for(seq_len, pattern), first) for pattern, first in rules}
+    if len(layouts) > 1:
+        raise ValueError(
+            f"models of one ring divide rows of {seq_len} tokens in different ways: {sorted(map(str, layouts))}"
+        )
+    return layouts.pop()

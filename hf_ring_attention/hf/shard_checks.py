@@ -1,0 +1,214 @@
+"""What a forward pass over shards must be given: compared among all ranks before anything is computed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..plan.layouts import SequenceLayout
+from ..plan.problem import Documents
+from ..ring.ring import Ring
+from ..transport.agreement import digest
+from .cache import ShardedCache
+from .config import model_layout
+from .documents import (
+    documents_from_mask,
+    packed_documents,
+)
+from .forward_pass import ForwardPass
+from .positions import first_position, remembered_places
+from .shard_documents import ShardRun, check_not_local, documents_of_row, runs_of_shard
+from .support import takes_shift_labels
+
+#: Attribute of a model's runner: a weak reference to the cache that `prefill` filled last.
+_PREFILLED = "_ring_dilated_prefilled"
+
+#: What is wrong with the losses that the running call of a head asked for.
+WRONG_LOSS: ContextVar[ValueError | None] = ContextVar("ring_dilated_wrong_loss", default=None)
+
+
+def remember_prefill(runner: nn.Module, cache: ShardedCache | None) -> None:
+    """Keeps a weak reference to a cache, for the error of a model that gives it up while it generates; None forgets it."""
+    setattr(runner, _PREFILLED, None if cache is None else weakref.ref(cache))
+
+
+def switching_length(config: Any) -> int | None:
+    """The length beyond which a model rotates all keys otherwise than up to it, so that a cache is of no use; or None."""
+    length = getattr(config, "original_max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    return length if isinstance(length, int) and rope.get("rope_type") == "longrope" else None
+
+
+def _given_up_cache(module: nn.Module, tokens: Tensor, kwargs: Mapping[str, Any]) -> ValueError | None:
+    """What to say of a whole row in place of a step: Transformers' generate came without the cache it was given."""
+    length, reference = switching_length(module.config), getattr(module, _PREFILLED, None)
+    cache = None if reference is None else reference()
+    if length is None or cache is None or kwargs.get("use_cache") is not True:
+        return None
+    if not cache.get_seq_length() <= length < tokens.shape[1]:
+        return None
+    return ValueError(
+        f"{type(module).__name__} rotates keys otherwise once a row is longer than original_max_position_embeddings = {length} "
+        f"tokens, and generate gives up the sharded cache there to compute the whole row of {tokens.shape[1]} tokens again: "
+        f"fill another cache with cache = ra.prefill(model, row), where row has all tokens so far, {length + 1} at least, and "
+        f"go on from it"
+    )
+
+
+def _labels_given(kwargs: Mapping[str, Any]) -> str:
+    return " and ".join(n for n in ("labels", "start_positions", "end_positions") if kwargs.get(n) is not None)
+
+
+def ignored_labels(module: PreTrainedModel, kwargs: Mapping[str, Any]) -> ValueError | None:
+    given = _labels_given(kwargs)
+    if not given or kwargs.get("shift_labels") is None or takes_shift_labels(module):
+        return None
+    return ValueError(
+        f"{type(module).__name__} was given shift_labels, and computes a loss of its own from {given} alone, neither shifted "
+        f"nor divided by num_items_in_batch: call it without labels, and compute the loss from its logits: the sum of their "
+        f"cross entropy with shift_labels, divided by the number of labels of all processes (ra.count_tokens) and multiplied "
+        f"by the number of processes"
+    )
+
+
+def loss_of_shard(module: nn.Module, kwargs: Mapping[str, Any]) -> ValueError | None:
+    name, given, routers = type(module).__name__, _labels_given(kwargs), kwargs.get("output_router_logits")
+    if routers if routers is not None else getattr(module.config, "output_router_logits", False):
+        return ValueError(
+            f"{name} was asked for output_router_logits, and would balance its experts by the shard alone: "
+            f"set config.output_router_logits = False"
+        )
+    if given and kwargs.get("shift_labels") is None:
+        return ValueError(
+            f"{name} was given {given} for a shard of each row, and would shift and average "
+            f"them in the shard alone: cut batches with ring.prepare_data_loader or ra.shard_batch, which shift labels before "
+            f"they cut, and compute the loss with ra.next_token_loss; or shift labels first and pass them as shift_labels too"
+        )
+    # TRL's forward, which this argument asks for, leaves the loss to its caller.
+    if given and kwargs.get("num_items_in_batch") is None and not kwargs.get("fused_lm_head"):
+        return ValueError(
+            f"{name} was given labels of a shard without num_items_in_batch, and would average the shard "
+            f"alone: compute the loss with ra.next_token_loss, or pass the number of labels of all processes "
+            f"(ra.count_tokens) as num_items_in_batch, and multiply the loss by the number of processes"
+        )
+    return None
+
+
+def checked_step(
+    module: nn.Module, ring: Ring, cache: ShardedCache, tokens: Tensor | None, kwargs: Mapping[str, Any]
+) -> ForwardPass:
+    """A step after a sharded prefill: every rank comes with the same tokens, positions and mask."""
+    said: dict[str, Any] = {}
+    error: Exception | None = None
+    mask, length = kwargs.get("attention_mask"), 0
+    try:
+        if tokens is None:
+            raise ValueError("a forward pass needs input_ids or inputs_embeds")
+        length, held = tokens.shape[1], cache.get_seq_length()
+        said["the tokens of a step"] = digest(tokens)
+        said["position_ids of a step"] = digest(kwargs.get("position_ids"))
+        said["attention_mask of a step"] = digest(mask)
+        masked = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else held + length
+        if length == 0 or masked != held + length:
+            raise ValueError(
+                f"the cache holds {held} tokens, and {length} new ones came, so an attention_mask has {held} + {length} = "
+                f"{held + length}, not {masked}, and there must be new ones: generate takes the whole row, the tokens of the "
+                f"cache and those after it: model.generate(torch.cat([document, question], 1), past_key_values=cache)"
+            )
+        if isinstance(mask, Tensor):
+            documents_from_mask(mask != 0)
+    except ValueError as refused:
+        error = refused
+    ring.agree_on_call(said, error, torch.device("cpu"))
+    return ForwardPass(module.config, held=cache.held(ring.rank, length))
+
+
+def checked_shard(
+    module: nn.Module, ring: Ring, tokens: Tensor | None, cache: Any, kwargs: Mapping[str, Any]
+) -> ForwardPass:
+    """Shards of whole rows: their positions say which documents there are."""
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    error: Exception | None = WRONG_LOSS.get()
+    WRONG_LOSS.set(None)
+    agreed: dict[str, Any] = {}
+    told: tuple[list[list[ShardRun]], int] | None = None
+    # Transformers' generate, which goes on from a sharded cache, numbers the tokens of all models from 0.
+    first = first_position(module) if cache is None else 0
+    ends: Tensor | None = kwargs.get("cu_seq_lens_q")
+    try:
+        if error is not None:
+            raise error
+        if tokens is None:
+            raise ValueError("a sharded forward pass needs input_ids or inputs_embeds")
+        given_up = None if cache is not None else _given_up_cache(module, tokens, kwargs)
+        if given_up is not None:
+            raise given_up
+        if cache is not None and not isinstance(cache, ShardedCache):
+            raise ValueError(
+                f"a sharded forward pass takes no {type(cache).__name__}: to generate, fill a sharded cache with "
+                f"cache = ra.prefill(model, input_ids), then call model.generate(longer_input_ids, past_key_values=cache)"
+            )
+        layout = model_layout(module.config, ring, tokens.shape[1] * ring.world_size) if cache is None else cache.layout
+        agreed = {
+            "the shape of the input": tuple(tokens.shape[:2]),
+            "layout": layout,
+            "whether attention_mask is given": mask is not None,
+            "whether the model trains": module.training,
+            "output_attentions": bool(kwargs.get("output_attentions")),
+        }
+        if 0 in tokens.shape[:2]:
+            raise ValueError(f"a sharded forward pass needs tokens, got {tuple(tokens.shape)}")
+        if ends is not None:
+            packed_documents(1, int(ends[-1]), ends, None)
+            agreed["cu_seq_lens_q"] = tuple(ends.tolist())
+        told = runs_of_shard(positions, mask, kwargs.get("seq_idx"), layout, ring.rank, tokens.shape[0], first)
+    except (ValueError, TypeError, AttributeError, IndexError, RuntimeError) as refused:  # whatever one rank came with
+        error = refused
+    by_rank = ring.agree(agreed, error, tell=told)
+    batch = len(by_rank[0][0])
+    rows = [sorted(run for runs, _ in by_rank for run in runs[row]) for row in range(batch)]
+    documents = tuple(documents_of_row(row, runs, mask is not None, layout, first) for row, runs in enumerate(rows))
+    if ends is not None:
+        _check_ends(ends, documents, layout)
+        length = int(ends[-1])  # where the row ends that was padded to its layout
+        documents = tuple(tuple((start, stop) for start, stop in row if start < length) for row in documents)
+    elif kwargs.get("seq_idx") is None:
+        check_not_local(documents, layout)
+    last_position, places = max(last for _, last in by_rank), remembered_places(module)
+    if places is not None and last_position - first >= places:
+        raise ValueError(
+            f"{type(module).__name__} has learned positions for {places} tokens, and a row has a token at position "
+            f"{last_position}, where the first one is at {first}: cut rows to {places} tokens, or take a model with rotary "
+            f"positions"
+        )
+    return ForwardPass(module.config, documents, layout=layout, last_position=last_position)
+
+
+def _check_ends(ends: Tensor, documents: Documents, layout: SequenceLayout) -> None:
+    """Raises ValueError if cu_seq_lens_q is not that of the whole row, as its positions describe it."""
+    length = int(ends[-1])
+    within = tuple(tuple((start, stop) for start, stop in row if start < length) for row in documents)
+    if (
+        length <= layout.padded_len - layout.num_pieces
+        or length > layout.padded_len
+        or packed_documents(len(documents), length, ends, None) != within
+    ):
+        raise ValueError(
+            f"cu_seq_lens_q is {ends.tolist()}, and position_ids describe documents {documents} of the whole row of "
+            f"{layout.padded_len} tokens: pass the cu_seq_lens of the whole row, not of the shard, or none"
+        )
+
+
+def sharded_without_documents(module: nn.Module) -> str:
+    """What to say of a layer that was not given a mask of a sharded forward pass."""
+    return (
+        f"{type(module).__name__} of a sharded model was called without the mask that ring_dilated made for it, so the "
+        f"documents of the whole row are unknown: call the model, not its layers; a model that makes its masks itself "
+        f"cannot be sharded"
+    )

@@ -1,0 +1,95 @@
+"""The Transformers model inside its wrappers, the parts of it that matter here, and evaluation mode."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import (
+    PreTrainedModel,
+)
+
+
+def wrapped_modules(model: Any) -> list[Any]:
+    """A model with what torch.compile, PEFT, DDP, FSDP and DeepSpeed put around it, from the outside in."""
+    modules = [model]
+    while not isinstance(model, PreTrainedModel):
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif isinstance(getattr(model, "module", None), nn.Module):
+            model = model.module
+        elif hasattr(model, "get_base_model"):
+            tuner, model = getattr(model, "base_model", None), model.get_base_model()
+            if tuner is not model and isinstance(tuner, nn.Module):
+                modules.append(tuner)
+        else:
+            break
+        modules.append(model)
+    return modules
+
+
+def unwrapped(model: Any) -> Any:
+    """The Transformers model inside what torch.compile, PEFT, DDP, FSDP and DeepSpeed put around it."""
+    return wrapped_modules(model)[-1]
+
+
+def whole_model(model: Any, caller: str) -> PreTrainedModel:
+    """`unwrapped`, for a caller that runs the inner model alone.
+
+    Raises:
+        ValueError: no Transformers model, or one to which PEFT adds tokens of its own.
+    """
+    inner = unwrapped(model)
+    if not isinstance(inner, PreTrainedModel):
+        raise ValueError(f"{caller}: expected a Transformers model, got {type(model).__name__}")
+    peft_config: Any = getattr(model, "active_peft_config", None)
+    if getattr(peft_config, "is_prompt_learning", False):
+        raise ValueError(
+            f"{caller}: PEFT adds {peft_config.num_virtual_tokens} virtual tokens to each row of {type(inner).__name__}, "
+            f"which have no positions: use an adapter without prompts, such as LoRA"
+        )
+    return inner
+
+
+#: Models that are evaluated now: by how many threads, and which modules are to train again.
+_EVALUATED: dict[nn.Module, tuple[int, set[nn.Module]]] = {}
+
+_EVALUATING = threading.Lock()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; when the last thread that evaluates the model has left, each module is in its own mode again."""
+    with _EVALUATING:
+        users, training = _EVALUATED.get(model, (0, set()))
+        _EVALUATED[model] = users + 1, training | {module for module in model.modules() if module.training}
+        model.eval()
+    try:
+        yield
+    finally:
+        with _EVALUATING:
+            users, training = _EVALUATED.pop(model)
+            if users > 1:
+                _EVALUATED[model] = users - 1, training
+            else:
+                for module in training:
+                    module.training = True
+
+
+def runner_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The module that every forward pass over tokens runs and that makes the masks; some heads pass by the base model."""
+    base: Any = model.base_model
+    runner: PreTrainedModel = base.get_decoder() if hasattr(base, "get_decoder") else base
+    return runner
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The part of a model whose rows are tokens: all of it, or the text model of one that also sees or hears."""
+    config = model.config.get_text_config()
+    if config is model.config:
+        return model
+    parts = (module for module in model.modules() if getattr(module, "config", None) is config)
+    return next(parts, model)

@@ -1,0 +1,102 @@
+"""The choices the program makes for a call, each with its reason: layout and transport."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .layouts import LayoutKind, SequenceLayout
+from .patterns import Pattern
+from .plans import plan_rank
+from .problem import Problem
+from .traffic import RowBytes, exchanged
+
+#: Contiguous pieces are kept while the busiest rank does at most this much more than the mean.
+IMBALANCE_WORTH_A_ZIGZAG = 1.05
+
+#: Up to here one exchange is as fast as the ring's hops or faster, as `hf-ring-attention bench --transport` shows.
+COLLECTIVE_BYTES = 8 << 20
+
+#: A rank that needs this share of its own keys from others, or less, holds little beside its own whatever the length.
+COLLECTIVE_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was chosen and why."""
+
+    choice: str
+    reason: str
+
+
+def imbalance(problem: Problem) -> float:
+    """Query-key pairs of the busiest rank over the mean of all ranks."""
+    pairs = [plan_rank(problem, rank).pairs for rank in range(problem.layout.world_size)]
+    return max(pairs) * len(pairs) / (sum(pairs) or 1)
+
+
+def check_choices(layout: str, transport: str, world_size: int) -> None:
+    """Refuses names of layouts and transports that do not exist, or cannot serve this many ranks.
+
+    Raises:
+        ValueError: naming what was expected.
+    """
+    if layout not in ("auto", "contiguous", "zigzag"):
+        raise ValueError(f"layout must be 'auto', 'contiguous' or 'zigzag', got {layout!r}")
+    if transport not in ("auto", "ring", "collective", "local"):
+        raise ValueError(f"transport must be 'auto', 'ring', 'collective' or 'local', got {transport!r}")
+    if transport == "local" and world_size > 1:
+        raise ValueError(f"transport='local' serves 1 rank, got {world_size}: use 'auto', 'ring' or 'collective'")
+
+
+@lru_cache(maxsize=256)
+def choose_layout(seq_len: int, world_size: int, pattern: Pattern) -> Decision:
+    """Zigzag where a causal row of one document would leave contiguous pieces with unequal work."""
+    if world_size == 1:
+        return Decision("contiguous", "one rank holds the whole sequence")
+    # By the length that both layouts pad to, so that a row and its padded self are divided alike.
+    unit = 2 * world_size
+    length = -(-seq_len // unit) * unit
+
+    def of(kind: LayoutKind) -> float:
+        layout = SequenceLayout(kind, length, world_size)
+        return imbalance(Problem(pattern, layout, (((0, length),),), num_heads=1, num_kv_heads=1))
+
+    contiguous = of("contiguous")
+    busiest = f"with contiguous pieces the busiest rank does {contiguous:.2f} of the mean work"
+    if contiguous <= IMBALANCE_WORTH_A_ZIGZAG:
+        return Decision("contiguous", busiest)
+    zigzag = of("zigzag")
+    choice = "contiguous" if contiguous <= zigzag else "zigzag"
+    return Decision(choice, f"{busiest}, in zigzag {zigzag:.2f}")
+
+
+@lru_cache(maxsize=256)
+def choose_transport(problem: Problem, sizes: RowBytes) -> Decision:
+    """Local, collective or ring for a call of this problem; the same on all ranks.
+
+    The collective waits once and holds all that a rank needs of others; the ring hides its hops behind the computation
+    and holds a few payloads, whatever the number of ranks. So the collective is taken where what it holds is little: in
+    bytes (`COLLECTIVE_BYTES`) or beside the rank's own keys (`COLLECTIVE_SHARE`).
+    """
+    p = problem.layout.world_size
+    if p == 1:
+        return Decision("local", "one rank holds the whole sequence")
+    rows = max(map(sum, exchanged(problem)))
+    if not rows:
+        return Decision("local", "no rank needs a key of another one")
+    shard = problem.num_kv_heads * problem.layout.local_len * len(problem.documents)
+    size, own = rows * sizes.row_bytes, shard * sizes.row_bytes
+    needs = f"the busiest of {p} ranks needs {_mib(size)} of keys and values of others"
+    if size <= COLLECTIVE_BYTES:
+        return Decision("collective", f"{needs}, at most {_mib(COLLECTIVE_BYTES)}: one exchange is as fast as hops")
+    share = f"{rows / shard:.2f} of its own {_mib(own)}"
+    if rows <= COLLECTIVE_SHARE * shard:
+        return Decision("collective", f"{needs}, {share}: one exchange of little")
+    return Decision(
+        "ring", f"{needs}, {share}: neighbour to neighbour it holds a payload at a time, behind computation"
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"

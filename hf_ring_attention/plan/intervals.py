@@ -1,0 +1,123 @@
+"""What one query sees, as intervals: the runs of positions that rows hold, and the borders of what a branch adds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .patterns import Branch, Pattern, Segment, Sink, Window
+
+
+class Run(NamedTuple):
+    """`length` consecutive tokens of a document: rows `row`, `row` + 1, ... at positions `position`, `position` + 1, ..."""
+
+    row: int
+    position: int
+    length: int
+
+
+class Piece(NamedTuple):
+    """Numbers `number`, ... of a progression hold positions `position`, `position` + stride, ..."""
+
+    number: int
+    position: int
+    length: int
+
+
+class Progression(NamedTuple):
+    """Rows of one residue that are one range, with the positions they hold."""
+
+    row: int
+    stride: int
+    length: int
+    pieces: tuple[Piece, ...]
+
+    def number_below(self, position: int) -> int:
+        """How many of the rows hold a position below `position`."""
+        below = 0
+        for number, first, count in self.pieces:
+            if position <= first:
+                break
+            below = number + min(count, -((first - position) // self.stride))
+        return below
+
+
+def progressions(runs: Sequence[Run], stride: int, residue: int) -> list[Progression]:
+    """The rows whose position has this residue, in as few ranges as the runs allow."""
+    found: list[Progression] = []
+    for row, position, count in runs:
+        skip = (residue - position) % stride
+        if skip >= count:
+            continue
+        row, position, count = row + skip, position + skip, -((skip - count) // stride)
+        if found and found[-1].row + stride * found[-1].length == row:
+            last, end = found[-1], found[-1].pieces[-1]
+            if end.position + stride * end.length == position:  # rows and positions go on together: still one piece
+                pieces = (*last.pieces[:-1], end._replace(length=end.length + count))
+            else:
+                pieces = (*last.pieces, Piece(last.length, position, count))
+            found[-1] = Progression(last.row, stride, last.length + count, pieces)
+        else:
+            found.append(Progression(row, stride, count, (Piece(0, position, count),)))
+    return found
+
+
+# An end of the interval a query sees is the largest (first visible key) or smallest (first key beyond) of some terms:
+# ("at", c): position c.  ("from_query", c): q + c.  ("block", w, e): (q // w + e) * w.
+class Border(NamedTuple):
+    kind: str
+    value: int
+    blocks: int = 0
+
+
+def _borders(branch: Branch, length: int, causal: bool) -> tuple[list[Border], list[Border]]:
+    """The terms of the first visible position (their maximum) and of the first one beyond (their minimum)."""
+    first, beyond = [Border("at", 0)], [Border("at", length)]
+    if isinstance(branch, Segment) and branch.length is not None and branch.length < length:
+        first, beyond = [Border("block", branch.length, 0)], [Border("block", branch.length, 1), *beyond]
+    elif isinstance(branch, Window) and branch.length < length:
+        first.append(Border("from_query", 1 - branch.length))
+        beyond.append(Border("from_query", branch.length))
+    elif isinstance(branch, Sink):
+        beyond = [Border("at", min(branch.tokens, length))]
+    if causal:
+        beyond = [term for term in beyond if term.kind != "from_query"] + [Border("from_query", 1)]
+    return first, beyond
+
+
+class Region(NamedTuple):
+    """Keys from max(first) (or, of several groups of terms, from the largest of their minima) up to min(beyond)."""
+
+    first: list[Border]
+    beyond: list[Border]
+    #: Keys before the smallest of these maxima only ...
+    before_all: list[list[Border]]
+    #: ... or keys from the largest of these minima on.
+    after_all: list[list[Border]]
+
+
+def regions_of(pattern: Pattern, number: int, residue: int, phase: int, length: int, causal: bool) -> list[Region]:
+    """What branch `number` adds, for queries of this residue modulo its dilation, to the branches before it."""
+    branch = pattern.branches[number]
+    first, beyond = _borders(branch, length, causal)
+    if pattern.overlap == "count":
+        return [Region(first, beyond, [], [])]
+    sinks = [(other.tokens, i) for i, other in enumerate(pattern.branches) if isinstance(other, Sink)]
+    widest = max(sinks, default=(0, -1))
+    if isinstance(branch, Sink):
+        return [Region(first, beyond, [], [])] if number == widest[1] else []
+    if sinks:
+        first = [*first, Border("at", min(widest[0], length))]
+    covers = []
+    for earlier in pattern.branches[:number]:
+        if isinstance(earlier, Sink):
+            continue
+        # Each dilation divides the next, so the residue of a query modulo ours decides whether it took part earlier.
+        if earlier.queries == "all" or residue % earlier.dilation == phase % earlier.dilation:
+            covers.append(_borders(earlier, length, causal))
+    if not covers:
+        return [Region(first, beyond, [], [])]
+    # Every cover holds the query itself, so together they are one interval around it.
+    left = Region(first, beyond, [cover[0] for cover in covers], [])
+    right = Region(first, beyond, [], [cover[1] for cover in covers])
+    return [left] if causal else [left, right]

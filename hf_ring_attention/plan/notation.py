@@ -1,0 +1,191 @@
+"""The short texts of patterns: "window:512+4" is a window of 512 tokens and 4 sinks.
+
+    exact                         every key
+    window:512+4                  a sliding window of 512 tokens, and the first 4 tokens
+    pyramid:512,3                 `Pattern.pyramid(512, 3)`; then ratio and sinks: pyramid:512,3,2,0
+    longnet:512/1,2048/4,all/8    `Pattern.longnet([512, 2048, None], [1, 4, 8])`
+    branches:sink=4,window=512,window=2048/4:dilated,segment=all/8@count@query_head
+                                  any other one: each branch with its length, its dilation and its queries, where they are
+                                  not the usual ones; then the overlap and whose heads' phases count
+
+This module knows the texts, and `Pattern` what they mean.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+FORMS = (
+    "exact; window:LENGTH[+SINKS]; pyramid:WINDOW,LEVELS[,RATIO[,SINKS]]; longnet:LENGTH/RATE,... with 'all' for the whole "
+    "document; branches:sink=TOKENS,window=LENGTH[/DILATION][:QUERIES],segment=LENGTH[/DILATION][:QUERIES]. Behind each may "
+    "stand @count or @once, and @query_head or @kv_head. For example window:512+4, pyramid:512,3 or longnet:512/1,2048/4,all/8"
+)
+#: What stands behind an @, and the setting that it is a value of.
+_SETTINGS = {"count": "overlap", "once": "overlap", "kv_head": "phase_by", "query_head": "phase_by"}
+#: Which queries take part in a branch where its text does not say so, by the branch's type.
+_USUAL_QUERIES = {"segment": "dilated", "window": "all"}
+
+
+class PatternText(NamedTuple):
+    """What a text says.
+
+    Attributes:
+        maker: "exact", "pyramid" or "longnet", of `Pattern`; "branches" for a list of branches.
+        arguments: of the maker; for "branches" the dicts that `Pattern.from_dict` reads.
+        settings: overlap and phase_by, where they are said.
+    """
+
+    maker: str
+    arguments: tuple[Any, ...]
+    settings: dict[str, str]
+
+
+def read(text: str) -> PatternText:
+    """What the text of a pattern says.
+
+    Raises:
+        ValueError: a text that is not of one of the forms, with what was wrong and the forms.
+    """
+    if not isinstance(text, str):
+        raise ValueError(f"a pattern was expected, or its text, got {text!r}. A text is one of: {FORMS}")
+    body, *settings = text.strip().split("@")
+    name, colon, rest = body.partition(":")
+    readers = {"exact": _exact, "window": _window, "pyramid": _pyramid, "longnet": _longnet, "branches": _branches}
+    if name not in readers:
+        raise ValueError(f"pattern {text!r} is not known. A pattern is one of: {FORMS}")
+    try:
+        maker, arguments = readers[name](rest if colon else None)
+        return PatternText(maker, arguments, _settings(settings))
+    except ValueError as error:
+        raise ValueError(f"pattern {text!r} cannot be read: {error}. A pattern is one of: {FORMS}") from None
+
+
+def _settings(words: Sequence[str]) -> dict[str, str]:
+    unknown = [word for word in words if word not in _SETTINGS]
+    if unknown:
+        raise ValueError(f"behind @ stands one of {', '.join(_SETTINGS)}, got {unknown[0]!r}")
+    settings = {_SETTINGS[word]: word for word in words}
+    if len(settings) < len(words):
+        raise ValueError(f"of @{' and @'.join(words)}, two set the same")
+    return settings
+
+
+def _exact(rest: str | None) -> tuple[str, tuple[Any, ...]]:
+    if rest is not None:
+        raise ValueError(f"'exact' takes nothing after it, got {rest!r}")
+    return "exact", ()
+
+
+def _window(rest: str | None) -> tuple[str, tuple[Any, ...]]:
+    length, plus, sinks = (rest or "").partition("+")
+    sink = ({"type": "sink", "tokens": _number(sinks)},) if plus else ()
+    return "branches", (*sink, {"type": "window", "length": _number(length)})
+
+
+def _pyramid(rest: str | None) -> tuple[str, tuple[Any, ...]]:
+    numbers = tuple(_number(number) for number in (rest or "").split(","))
+    if not 2 <= len(numbers) <= 4:
+        raise ValueError(f"a pyramid has 2 to 4 numbers, got {len(numbers)}")
+    return "pyramid", numbers
+
+
+def _longnet(rest: str | None) -> tuple[str, tuple[Any, ...]]:
+    pairs = [pair.partition("/") for pair in (rest or "").split(",")]
+    return "longnet", ([_length(length) for length, _, _ in pairs], [_number(rate) for _, _, rate in pairs])
+
+
+def _branches(rest: str | None) -> tuple[str, tuple[Any, ...]]:
+    return "branches", tuple(_branch(part) for part in (rest or "").split(","))
+
+
+def _branch(text: str) -> dict[str, Any]:
+    match = re.fullmatch(r"\s*(\w+)=(\w+)(?:/(\w+))?(?::(\w+))?\s*", text)
+    kind = match.group(1) if match else None
+    if match is None or kind not in ("sink", *_USUAL_QUERIES):
+        raise ValueError(f"a branch such as sink=4, window=512 or segment=2048/4 was expected, got {text!r}")
+    if kind == "sink":
+        if match.group(3) or match.group(4):
+            raise ValueError(f"a sink has a number of tokens and nothing else, got {text!r}")
+        return {"type": "sink", "tokens": _number(match.group(2))}
+    branch: dict[str, Any] = {
+        "type": kind,
+        "length": _length(match.group(2)) if kind == "segment" else _number(match.group(2)),
+    }
+    if match.group(3):
+        branch["dilation"] = _number(match.group(3))
+    if match.group(4):
+        branch["queries"] = match.group(4)
+    return branch
+
+
+def _length(text: str) -> int | None:
+    return None if text == "all" else _number(text)
+
+
+def _number(text: str) -> int:
+    if not re.fullmatch(r"[0-9]+", text.strip()):
+        raise ValueError(f"a number was expected, got {text!r}")
+    return int(text)
+
+
+def write(pattern: Mapping[str, Any]) -> str:
+    """The shortest text of a pattern, given as `Pattern.to_dict` gives it; `read` reads it back."""
+    branches: list[dict[str, Any]] = pattern["branches"]
+    overlap, usual_overlap = pattern["overlap"], "once"
+    text = _as_window(branches) or _as_pyramid(branches) if overlap == "once" else None
+    if [*branches] == [{"type": "segment", "length": None, "dilation": 1, "queries": "dilated"}] and overlap == "once":
+        text = "exact"
+    if overlap == "count":
+        text = _as_longnet(branches)
+        usual_overlap = "count" if text else "once"
+    if text is None:
+        text = "branches:" + ",".join(map(_as_branch, branches))
+    if overlap != usual_overlap:
+        text += f"@{overlap}"
+    return text if pattern["phase_by"] == "kv_head" else f"{text}@{pattern['phase_by']}"
+
+
+def _split_sinks(branches: Sequence[Mapping[str, Any]]) -> tuple[int, Sequence[Mapping[str, Any]]]:
+    """The tokens of a sink in front, 0 without one, and the branches behind it."""
+    if branches[0]["type"] == "sink":
+        return branches[0]["tokens"], branches[1:]
+    return 0, branches
+
+
+def _as_window(branches: Sequence[Mapping[str, Any]]) -> str | None:
+    sinks, rest = _split_sinks(branches)
+    if len(rest) != 1 or rest[0]["type"] != "window" or rest[0]["dilation"] != 1 or rest[0]["queries"] != "all":
+        return None
+    return f"window:{rest[0]['length']}" + (f"+{sinks}" if sinks else "")
+
+
+def _as_pyramid(branches: Sequence[Mapping[str, Any]]) -> str | None:
+    sinks, rest = _split_sinks(branches)
+    if len(rest) < 2 or any(branch["type"] != "window" or branch["queries"] != "all" for branch in rest):
+        return None
+    window, ratio = rest[0]["length"], rest[1]["dilation"]
+    expected = [(window * ratio**level, ratio**level) for level in range(len(rest))]
+    if [(branch["length"], branch["dilation"]) for branch in rest] != expected:
+        return None
+    more = [ratio, sinks] if sinks != 4 else [ratio] if ratio != 4 else []
+    return "pyramid:" + ",".join(map(str, [window, len(rest), *more]))
+
+
+def _as_longnet(branches: Sequence[Mapping[str, Any]]) -> str | None:
+    if any(branch["type"] != "segment" or branch["queries"] != "dilated" for branch in branches):
+        return None
+    return "longnet:" + ",".join(f"{_length_text(branch)}/{branch['dilation']}" for branch in branches)
+
+
+def _as_branch(branch: Mapping[str, Any]) -> str:
+    if branch["type"] == "sink":
+        return f"sink={branch['tokens']}"
+    dilation = f"/{branch['dilation']}" if branch["dilation"] != 1 else ""
+    queries = f":{branch['queries']}" if branch["queries"] != _USUAL_QUERIES[branch["type"]] else ""
+    return f"{branch['type']}={_length_text(branch)}{dilation}{queries}"
+
+
+def _length_text(branch: Mapping[str, Any]) -> str:
+    return "all" if branch["length"] is None else str(branch["length"])

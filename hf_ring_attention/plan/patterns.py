@@ -1,0 +1,326 @@
+"""Attention patterns: which keys a query sees, defined on token positions alone.
+
+A position is a token's index inside its document. A `Pattern` is a tuple of branches; `Pattern.multiplicity` is the
+definition that every other module executes and that the reference implementation evaluates directly.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from . import notation
+
+Queries = Literal["dilated", "all"]
+
+Overlap = Literal["count", "once"]
+
+PhaseBy = Literal["kv_head", "query_head"]
+
+
+def _check_count(owner: str, name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{owner}: {name} must be an integer of at least 1, got {value!r}")
+
+
+def _check_choice(owner: str, name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{owner}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def _check_dilated(owner: str, length: int | None, dilation: int, queries: str) -> None:
+    _check_count(owner, "dilation", dilation)
+    if length is not None:
+        _check_count(owner, "length", length)
+        if length % dilation:
+            raise ValueError(
+                f"{owner}: length must be a multiple of dilation, got {length} = {length // dilation} * {dilation} + "
+                f"{length % dilation}; use length={length - length % dilation or dilation}"
+            )
+    _check_choice(owner, "queries", queries, ("dilated", "all"))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Blocks of `length` tokens that attend inside themselves, every `dilation`-th token (LongNet, arXiv 2307.02486, 2.2).
+
+    A query sees a key of its own block (`query // length == key // length`) whose position has the head's phase modulo
+    `dilation`. With `queries="dilated"` only queries of that same residue take part; with `"all"` every query does.
+    `length=None` is one block, the whole document. Lengths are in tokens.
+
+    Raises:
+        ValueError: a length or dilation below 1, or a length that is not a multiple of the dilation.
+    """
+
+    length: int | None = None
+    dilation: int = 1
+    queries: Queries = "dilated"
+
+    def __post_init__(self) -> None:
+        _check_dilated("Segment", self.length, self.dilation, self.queries)
+
+    def shows(self, query: int, key: int, phase: int) -> bool:
+        """Whether `query` sees `key` in a head of this phase, causality aside."""
+        if self.length is not None and query // self.length != key // self.length:
+            return False
+        residue = phase % self.dilation
+        return key % self.dilation == residue and (self.queries == "all" or query % self.dilation == residue)
+
+
+@dataclass(frozen=True)
+class Window:
+    """A sliding window: keys nearer than `length` tokens (`abs(query - key) < length`), every `dilation`-th of them.
+
+    Keys have the head's phase modulo `dilation`; with `queries="dilated"` the queries that take part have it too.
+
+    Raises:
+        ValueError: a length or dilation below 1, or a length that is not a multiple of the dilation.
+    """
+
+    length: int
+    dilation: int = 1
+    queries: Queries = "all"
+
+    def __post_init__(self) -> None:
+        _check_count("Window", "length", self.length)
+        _check_dilated("Window", self.length, self.dilation, self.queries)
+
+    def shows(self, query: int, key: int, phase: int) -> bool:
+        """Whether `query` sees `key` in a head of this phase, causality aside."""
+        if abs(query - key) >= self.length:
+            return False
+        residue = phase % self.dilation
+        return key % self.dilation == residue and (self.queries == "all" or query % self.dilation == residue)
+
+
+@dataclass(frozen=True)
+class Sink:
+    """The first `tokens` tokens of the document, seen by every query (attention sinks, arXiv 2309.17453).
+
+    Raises:
+        ValueError: fewer than 1 token.
+    """
+
+    tokens: int
+
+    def __post_init__(self) -> None:
+        _check_count("Sink", "tokens", self.tokens)
+
+    def shows(self, query: int, key: int, phase: int) -> bool:
+        """Whether `query` sees `key`, causality aside."""
+        return key < self.tokens
+
+
+Branch = Segment | Window | Sink
+
+_BRANCHES: dict[str, type[Segment] | type[Window] | type[Sink]] = {"segment": Segment, "window": Window, "sink": Sink}
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What a query sees: the keys of every branch, as often as branches show them or once.
+
+    With m(q, k, h) = `multiplicity` and s = scale * q.k, a head computes
+
+        out(q) = sum_k m e^s v_k / sum_k m e^s        lse(q) = log sum_k m e^s
+
+    Args:
+        branches: `Segment`, `Window` and `Sink` objects, at least one of them a segment or window of dilation 1, so
+            that every query sees itself.
+        overlap: "count" takes a key as often as branches show it: mixing the branches by their softmax denominators,
+            as LongNet does. "once" takes each visible key once; it asks for nested branches, each dilation dividing
+            the next.
+        phase_by: what sets a head's phase: the index of its key/value head, or that of the query head.
+
+    Raises:
+        ValueError: no branches, a branch of another type, a pattern that leaves queries without a key, or branches
+            that `overlap="once"` cannot nest.
+    """
+
+    branches: tuple[Branch, ...]
+    overlap: Overlap = "once"
+    phase_by: PhaseBy = "kv_head"
+
+    def __post_init__(self) -> None:
+        branches: Any = self.branches
+        if isinstance(branches, (Segment, Window, Sink)):
+            branches = (branches,)
+        if not isinstance(branches, Iterable):
+            raise ValueError(f"Pattern: branches must be a sequence of Segment, Window and Sink, got {branches!r}")
+        branches = tuple(branches)
+        object.__setattr__(self, "branches", branches)
+        for branch in branches:
+            if not isinstance(branch, (Segment, Window, Sink)):
+                raise ValueError(f"Pattern: a branch must be a Segment, a Window or a Sink, got {branch!r}")
+        _check_choice("Pattern", "overlap", self.overlap, ("count", "once"))
+        _check_choice("Pattern", "phase_by", self.phase_by, ("kv_head", "query_head"))
+        dilated = [branch for branch in branches if not isinstance(branch, Sink)]
+        if all(branch.dilation != 1 for branch in dilated):
+            raise ValueError(
+                f"Pattern: no branch of dilation 1 covers the query itself, so some queries would see no key; got "
+                f"{list(branches)}: add a Window or Segment with dilation 1"
+            )
+        if self.overlap == "once":
+            for earlier, later in itertools.pairwise(dilated):
+                if later.dilation % earlier.dilation:
+                    raise ValueError(
+                        f"Pattern: overlap='once' needs nested branches, each dilation dividing the next, but "
+                        f"{earlier} is followed by {later} and {later.dilation} % {earlier.dilation} = "
+                        f"{later.dilation % earlier.dilation}: order the branches by dilation, make each dilation a "
+                        f"multiple of the one before, or use overlap='count'"
+                    )
+
+    @classmethod
+    def exact(cls) -> Pattern:
+        """Ordinary full attention."""
+        return cls((Segment(),))
+
+    @classmethod
+    def longnet(cls, segment_lengths: Sequence[int | None], dilation_rates: Sequence[int]) -> Pattern:
+        """LongNet's dilated attention: one `Segment` a pair, counted (arXiv 2307.02486, section 2).
+
+        Args:
+            segment_lengths: tokens a segment; None for the whole document.
+            dilation_rates: one for each segment length; one of them is 1.
+        """
+        lengths, rates = list(segment_lengths), list(dilation_rates)
+        if len(lengths) != len(rates):
+            raise ValueError(
+                f"Pattern.longnet: as many dilation_rates as segment_lengths are needed, got {len(rates)} for "
+                f"{len(lengths)}: {rates} and {lengths}"
+            )
+        return cls(tuple(Segment(length, rate) for length, rate in zip(lengths, rates)), overlap="count")
+
+    @classmethod
+    def pyramid(cls, window: int, levels: int, ratio: int = 4, sinks: int = 4) -> Pattern:
+        """Near keys all, far keys ever sparser: windows of `window * ratio**i` tokens at dilation `ratio**i`, each key once.
+
+        Args:
+            window: tokens of the nearest, dense window.
+            levels: number of windows.
+            ratio: growth of length and dilation from one window to the next.
+            sinks: first tokens of the document that every query sees; 0 for none.
+        """
+        _check_count("Pattern.pyramid", "window", window)
+        _check_count("Pattern.pyramid", "levels", levels)
+        _check_count("Pattern.pyramid", "ratio", ratio)
+        if not isinstance(sinks, int) or isinstance(sinks, bool) or sinks < 0:
+            raise ValueError(f"Pattern.pyramid: sinks must be an integer of at least 0, got {sinks!r}")
+        windows = tuple(Window(window * ratio**level, ratio**level) for level in range(levels))
+        return cls(((Sink(sinks),) if sinks else ()) + windows)
+
+    def phase(self, head: int, *, num_heads: int, num_kv_heads: int) -> int:
+        """The phase of a query head: its key/value head's index or its own, by `phase_by`."""
+        return head // (num_heads // num_kv_heads) if self.phase_by == "kv_head" else head
+
+    def multiplicity(
+        self, query: int, key: int, *, head: int, num_heads: int, num_kv_heads: int, causal: bool = True
+    ) -> int:
+        """How often the key at position `key` counts for the query at position `query` of the same document.
+
+        The definition, by brute force: the number of branches that show the key (`overlap="count"`) or 1 if any does
+        (`"once"`); 0 for a later key under `causal`.
+        """
+        if causal and key > query:
+            return 0
+        phase = self.phase(head, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        count = sum(branch.shows(query, key, phase) for branch in self.branches)
+        return count if self.overlap == "count" else min(count, 1)
+
+    def flop_share(
+        self, seq_len: int, *, num_heads: int = 1, num_kv_heads: int | None = None, causal: bool = True
+    ) -> float:
+        """How many floating point operations attention takes, as a share of those of exact attention.
+
+        Args:
+            seq_len: tokens of a row of one document.
+            num_kv_heads: None for `num_heads`. Heads have different phases, and so may differ a little.
+
+        Raises:
+            ValueError: numbers below 1, or heads that do not divide.
+        """
+        from .plans import pairs_of_row  # plans are made of patterns, and this counts them
+
+        heads = num_heads, num_heads if num_kv_heads is None else num_kv_heads
+        return pairs_of_row(self, seq_len, *heads, causal) / pairs_of_row(Pattern.exact(), seq_len, *heads, causal)
+
+    def __str__(self) -> str:
+        """The pattern's text, such as "pyramid:512,3"; `parse` reads it back."""
+        return notation.write(self.to_dict())
+
+    @classmethod
+    def parse(cls, text: str) -> Pattern:
+        """The pattern of a text: "exact", "window:512+4" (512 tokens and 4 sinks), "pyramid:512,3", "longnet:512/1,all/8".
+
+        The forms are those of `hf_ring_attention.plan.notation`. Wherever a pattern is taken, its text is too.
+
+        Raises:
+            ValueError: a text that names no pattern, with the forms that do.
+        """
+        maker, arguments, settings = notation.read(text)
+        try:
+            if maker == "branches":
+                return cls.from_dict({"branches": list(arguments), **settings})
+            return replace(getattr(cls, maker)(*arguments), **settings)
+        except ValueError as error:
+            raise ValueError(f"pattern {text!r} cannot be made: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; `from_dict` reads them back."""
+        names = {kind: name for name, kind in _BRANCHES.items()}
+        branches = [{"type": names[type(branch)], **asdict(branch)} for branch in self.branches]
+        return {"branches": branches, "overlap": self.overlap, "phase_by": self.phase_by}
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> Pattern:
+        """The pattern that `to_dict` wrote.
+
+        Raises:
+            ValueError: unknown or missing keys or branch types, and whatever `Pattern` itself refuses.
+        """
+        _check_keys("Pattern.from_dict", d, ("branches",), ("overlap", "phase_by"))
+        if not isinstance(d["branches"], Sequence) or isinstance(d["branches"], str):
+            raise ValueError(f"Pattern.from_dict: 'branches' must be a list of dicts, got {d['branches']!r}")
+        branches = []
+        for number, entry in enumerate(d["branches"]):
+            where = f"Pattern.from_dict: branch {number}"
+            kind_name = entry.get("type") if isinstance(entry, Mapping) else None
+            if not isinstance(kind_name, str) or kind_name not in _BRANCHES:
+                raise ValueError(f"{where} must be a dict whose 'type' is one of {sorted(_BRANCHES)}, got {entry!r}")
+            kind = _BRANCHES[kind_name]
+            names = tuple(field.name for field in fields(kind))
+            required = tuple(name for name in names if kind is not Segment and name in ("length", "tokens"))
+            _check_keys(where, entry, ("type", *required), names)
+            branches.append(kind(**{name: value for name, value in entry.items() if name != "type"}))
+        return cls(tuple(branches), **{name: d[name] for name in ("overlap", "phase_by") if name in d})
+
+
+def _check_keys(where: str, d: object, required: tuple[str, ...], optional: tuple[str, ...]) -> None:
+    if not isinstance(d, Mapping):
+        raise ValueError(f"{where}: expected a dict, got {d!r}")
+    unknown = sorted(str(key) for key in d if key not in required + optional)
+    missing = sorted(key for key in required if key not in d)
+    if unknown or missing:
+        known = sorted({*required, *optional})
+        raise ValueError(f"{where}: unknown keys {unknown}, missing keys {missing}; known keys are {known}")
+
+
+def as_pattern(pattern: Pattern | str, caller: str) -> Pattern:
+    """A pattern that was given as itself or as its text.
+
+    Args:
+        caller: whom an error names.
+
+    Raises:
+        ValueError: something else, or a text that names no pattern.
+    """
+    if isinstance(pattern, Pattern):
+        return pattern
+    if isinstance(pattern, str):
+        try:
+            return Pattern.parse(pattern)
+        except ValueError as error:
+            raise ValueError(f"{caller}: {error}") from None
+    raise ValueError(f"{caller}: pattern must be a Pattern, or its text such as 'window:512+4', got {pattern!r}")

@@ -1,0 +1,187 @@
+"""Who computes and who moves what: the tiles of every rank, as batches of equal shape, from ints alone.
+
+Every rank can compute every rank's plan, so nothing is negotiated: what one sends is what the other expects.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from .intervals import Run
+from .layouts import SequenceLayout
+from .patterns import Pattern
+from .problem import Problem
+from .tiles import Tile, tile_document
+
+
+class Item(NamedTuple):
+    """Tiles of a batch that start at these rows, in all these batch rows and heads; `copies` of them along a diagonal."""
+
+    batch_rows: tuple[int, ...]
+    heads: tuple[int, ...]
+    query_row: int
+    key_row: int
+    copies: int
+    advance: int
+
+
+class TileBatch(NamedTuple):
+    """Tiles of one shape: one kernel call. No two of them share a query row of a head."""
+
+    per_query_head: bool
+    causal: bool
+    num_queries: int
+    num_keys: int
+    query_stride: int
+    key_stride: int
+    items: tuple[Item, ...]
+
+    def pairs(self, group: int) -> int:
+        """Query-key pairs over all batch rows and query heads; `group` query heads share a key/value head."""
+        n = self.num_queries
+        tile = n * (n + 1) // 2 if self.causal else n * self.num_keys
+        tiles = sum(len(item.batch_rows) * len(item.heads) * item.copies for item in self.items)
+        return tile * tiles * (1 if self.per_query_head else group)
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """The tiles of one rank.
+
+    `own`: keys of the rank itself; key rows are local indices. `remote`: keys of other ranks; key rows are indices in
+    the whole row. Query rows are local indices in both. `pairs`: query-key pairs over all batch rows and query heads.
+    """
+
+    rank: int
+    own: tuple[TileBatch, ...]
+    remote: tuple[TileBatch, ...]
+    pairs: int
+
+    def flops(self, head_dim: int, value_dim: int | None = None) -> int:
+        """Floating point operations of the forward pass: 2 (D + Dv) a pair."""
+        return 2 * (head_dim + (value_dim or head_dim)) * self.pairs
+
+
+@lru_cache(maxsize=256)
+def plan_rank(problem: Problem, rank: int) -> RankPlan:
+    """The tiles of `rank`; cached by value."""
+    layout = problem.layout
+    elsewhere = sorted(
+        (piece for other in range(layout.world_size) if other != rank for piece in layout.pieces(other)),
+        key=lambda piece: piece.start,
+    )
+    own = tiles_from(problem, rank, rank)
+    remote = _batches(problem, _local(layout.pieces(rank)), [(piece.start, piece) for piece in elsewhere])
+    return RankPlan(rank, own, remote, sum(batch.pairs(problem.group) for batch in own + remote))
+
+
+@lru_cache(maxsize=256)
+def tiles_from(problem: Problem, rank: int, source: int) -> tuple[TileBatch, ...]:
+    """The tiles of `rank` whose keys are those of rank `source`; key rows are local indices there."""
+    return _batches(problem, _local(problem.layout.pieces(rank)), _local(problem.layout.pieces(source)))
+
+
+def held_tiles(problem: Problem) -> tuple[TileBatch, ...]:
+    """The tiles of a problem with held keys: its queries against the keys that this rank holds."""
+    held = problem.held
+    assert held is not None
+    queries = [(0, range(held.row_len - held.num_queries, held.row_len))]
+    return _batches(problem, queries, [(row, range(start, stop)) for row, start, stop in held.keys])
+
+
+def of_heads(batches: tuple[TileBatch, ...], kv_heads: range, group: int) -> tuple[TileBatch, ...]:
+    """What these key/value heads, `group` query heads each, have of the batches."""
+
+    def kept(batch: TileBatch) -> TileBatch:
+        size = group if batch.per_query_head else 1
+        items = (
+            item._replace(heads=tuple(head for head in item.heads if head // size in kv_heads)) for item in batch.items
+        )
+        return batch._replace(items=tuple(item for item in items if item.heads))
+
+    return tuple(batch for batch in map(kept, batches) if batch.items)
+
+
+def _batches(
+    problem: Problem, queries: list[tuple[int, range]], keys: list[tuple[int, range]]
+) -> tuple[TileBatch, ...]:
+    """The tiles of the queries against the keys, both given as (first row, piece) pairs."""
+    batches: dict[_BatchShape, list[Item]] = {}
+    for documents, batch_rows in problem.row_classes:
+        for start, stop in documents:
+            query_runs, key_runs = tuple(_runs(queries, start, stop)), tuple(_runs(keys, start, stop))
+            if not query_runs or not key_runs:
+                continue
+            for tile in tile_document(
+                problem.pattern,
+                length=stop - start,
+                queries=query_runs,
+                keys=key_runs,
+                num_heads=problem.num_heads,
+                num_kv_heads=problem.num_kv_heads,
+                causal=problem.causal,
+            ):
+                batches.setdefault(_shape(tile), []).append(
+                    Item(batch_rows, tile.heads, tile.queries[0], tile.keys[0], tile.copies, tile.advance)
+                )
+    return tuple(
+        TileBatch(
+            shape.per_query_head,
+            shape.causal,
+            shape.num_queries,
+            shape.num_keys,
+            shape.query_stride,
+            shape.key_stride,
+            tuple(items),
+        )
+        for shape, items in batches.items()
+    )
+
+
+class _BatchShape(NamedTuple):
+    """What the tiles of a batch have in common; branch and part keep two tiles on the same query rows apart."""
+
+    branch: int
+    part: int
+    per_query_head: bool
+    causal: bool
+    num_queries: int
+    num_keys: int
+    query_stride: int
+    key_stride: int
+
+
+def _shape(tile: Tile) -> _BatchShape:
+    return _BatchShape(
+        tile.branch,
+        tile.part,
+        tile.per_query_head,
+        tile.causal,
+        len(tile.queries),
+        len(tile.keys),
+        tile.queries.step,
+        tile.keys.step,
+    )
+
+
+def _local(pieces: tuple[range, ...]) -> list[tuple[int, range]]:
+    """(local index of its first token, piece) of a rank's pieces."""
+    return list(zip(itertools.accumulate((len(piece) for piece in pieces), initial=0), pieces))
+
+
+def _runs(pieces: list[tuple[int, range]], start: int, stop: int) -> Iterator[Run]:
+    """The parts of (first row, piece) pairs that lie in the document [start, stop)."""
+    for row, piece in pieces:
+        low, high = max(piece.start, start), min(piece.stop, stop)
+        if low < high:
+            yield Run(row + low - piece.start, low - start, high - low)
+
+
+def pairs_of_row(pattern: Pattern, seq_len: int, num_heads: int, num_kv_heads: int, causal: bool) -> int:
+    """Query-key pairs of a row of one document on one rank, over all query heads."""
+    layout = SequenceLayout("contiguous", seq_len, 1)
+    return plan_rank(Problem(pattern, layout, (((0, seq_len),),), num_heads, num_kv_heads, causal), 0).pairs

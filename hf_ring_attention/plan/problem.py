@@ -1,0 +1,88 @@
+"""One attention call in integers: what decides the tiles, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from .layouts import SequenceLayout
+from .patterns import Pattern
+
+
+@dataclass(frozen=True)
+class HeldKeys:
+    """What a rank holds of a row whose last tokens ask: a cache of keys, and queries that every rank has.
+
+    Attributes:
+        row_len: tokens of the row so far.
+        num_queries: of its last tokens; they are the queries.
+        num_rows: rows of the key tensor.
+        keys: (first row in the key tensor, start, stop): runs of the row's tokens.
+    """
+
+    row_len: int
+    num_queries: int
+    num_rows: int
+    keys: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def whole(cls, row_len: int, num_queries: int, num_rows: int) -> HeldKeys:
+        """All tokens of the row, in the first rows of the key tensor."""
+        return cls(row_len, num_queries, num_rows, ((0, 0, row_len),))
+
+    @property
+    def layout(self) -> SequenceLayout:
+        """Of the whole row, in which documents are numbered."""
+        return SequenceLayout("contiguous", self.row_len, 1)
+
+
+#: Per batch row, the (start, stop) of each document in the whole row.
+Documents = tuple[tuple[tuple[int, int], ...], ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention call as all ranks see it: what decides the tiles, and nothing else.
+
+    `held`: None where queries and keys are the same tokens, sharded alike; else what a rank has of a cache.
+
+    Raises:
+        ValueError: head counts that do not divide, or documents that are empty, overlap or leave the row.
+    """
+
+    pattern: Pattern
+    layout: SequenceLayout
+    documents: Documents
+    num_heads: int
+    num_kv_heads: int
+    causal: bool = True
+    held: HeldKeys | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"the number of query heads must be a multiple of the number of key/value heads, got {self.num_heads} "
+                f"and {self.num_kv_heads}"
+            )
+        for row, documents in enumerate(self.documents):
+            end = 0
+            for start, stop in documents:
+                if not end <= start < stop <= self.layout.seq_len:
+                    raise ValueError(
+                        f"documents of batch row {row} must be ascending, apart, not empty and within the row of "
+                        f"{self.layout.seq_len} tokens, got (start, stop) = ({start}, {stop}) after {end} tokens"
+                    )
+                end = stop
+
+    @cached_property
+    def row_classes(self) -> tuple[tuple[tuple[tuple[int, int], ...], tuple[int, ...]], ...]:
+        """(documents, the batch rows that have them): batch rows with equal documents share everything."""
+        rows_of: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for batch_row, documents in enumerate(self.documents):
+            rows_of.setdefault(documents, []).append(batch_row)
+        return tuple((documents, tuple(rows)) for documents, rows in rows_of.items())
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.num_heads // self.num_kv_heads

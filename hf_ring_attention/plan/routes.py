@@ -1,0 +1,229 @@
+"""Which key rows travel where: what each rank needs of the others, the hops of the ring, and their bytes. Ints alone.
+
+A set of rows is an integer whose bit i stands for row i, so that unions and differences of any strides are one
+operation each. Needs are read off the tiles, hence exact: a row is needed where some tile has it, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from operator import and_, or_
+from typing import NamedTuple
+
+from .plans import Item, TileBatch, plan_rank
+from .problem import Problem
+
+#: A payload of at least one key or value row for this many query rows is large: it is sent head group by head group.
+LARGE_PAYLOAD = 8
+
+#: Query rows, over heads and batch rows, that a head group keeps, about, at least: with fewer, kernels lose their speed.
+ROWS_OF_A_HEAD_GROUP = 1 << 12
+
+#: Head groups at most: each has p - 1 hops of its own.
+HEAD_GROUPS = 8
+
+#: Rows travel both ways round the ring where that leaves at most this share of the bytes of one way.
+BOTH_WAYS_BELOW = 0.5
+
+
+@dataclass(frozen=True)
+class KeyRows:
+    """Rows of key/value heads: `sets` has one for each class of batch rows and head, as bits of an integer.
+
+    Attributes:
+        weights: how many batch rows the set of the same number stands for.
+    """
+
+    num_kv_heads: int
+    weights: tuple[int, ...]
+    sets: tuple[int, ...]
+
+    def __len__(self) -> int:
+        """Rows over all batch rows and heads."""
+        return sum(weight * rows.bit_count() for weight, rows in zip(self.weights, self.sets))
+
+    def __bool__(self) -> bool:
+        return any(self.sets)
+
+    def __or__(self, other: KeyRows) -> KeyRows:
+        return replace(self, sets=tuple(map(or_, self.sets, other.sets)))
+
+    def __and__(self, other: KeyRows) -> KeyRows:
+        return replace(self, sets=tuple(map(and_, self.sets, other.sets)))
+
+    def __sub__(self, other: KeyRows) -> KeyRows:
+        return replace(self, sets=tuple(a & ~b for a, b in zip(self.sets, other.sets)))
+
+    def of_heads(self, heads: range) -> KeyRows:
+        """The same without the rows of other heads."""
+        return replace(self, sets=tuple(x if i % self.num_kv_heads in heads else 0 for i, x in enumerate(self.sets)))
+
+
+class Hop(NamedTuple):
+    """What goes from one rank to the next, a number of steps behind the rank whose rows they are.
+
+    Attributes:
+        rows: keys and values that the next rank or a later one needs.
+        carried: rows among them that a rank before this hop has used: in backward, their gradients go along.
+        finished: rows that the rank at the end of the hop is the last to use: in backward, it sends their gradients home.
+    """
+
+    rows: KeyRows
+    carried: KeyRows
+    finished: KeyRows
+
+
+@dataclass(frozen=True)
+class Lap:
+    """A way of some heads' rows round the ring, in one direction.
+
+    Attributes:
+        heads: key/value heads.
+        direction: 1: rank i sends to i + 1, -1: to i - 1.
+        with_own: whether ranks compute with their own keys of these heads in this round.
+        routes: for each source rank the hops that its rows make; they end at the last rank that needs one.
+    """
+
+    heads: range
+    direction: int
+    with_own: bool
+    routes: tuple[tuple[Hop, ...], ...]
+
+    @property
+    def steps(self) -> int:
+        """Hops of the longest route."""
+        return max(map(len, self.routes))
+
+    def source(self, rank: int, step: int) -> int:
+        """The rank whose rows `rank` holds at a step; its own at step 0."""
+        return (rank - step * self.direction) % len(self.routes)
+
+    def hop(self, rank: int, step: int) -> Hop | None:
+        """What arrives at `rank` for a step; None if nothing does."""
+        route = self.routes[self.source(rank, step)]
+        return route[step - 1] if 1 <= step <= len(route) else None
+
+
+def _repeat(rows: int, advance: int, copies: int) -> int:
+    """The union of rows, and rows moved on by 1, 2, ... copies - 1 times `advance`."""
+    have = 1
+    while have < copies:
+        more = min(have, copies - have)
+        rows |= rows << more * advance
+        have += more
+    return rows
+
+
+@lru_cache(maxsize=1024)
+def _comb(stride: int, count: int) -> int:
+    return _repeat(1, stride, count)
+
+
+def _key_rows(batch: TileBatch, item: Item) -> int:
+    """The key rows of all copies of an item's tiles."""
+    stride, count = batch.key_stride, batch.num_keys
+    first = item.key_row if stride > 0 else item.key_row + (count - 1) * stride
+    return _repeat(_comb(abs(stride), count), item.advance, item.copies) << first
+
+
+@lru_cache(maxsize=64)
+def _needed(problem: Problem, rank: int) -> tuple[int, ...]:
+    """Rows of other ranks that `rank` needs, by index in the whole row."""
+    number = {rows: i for i, (_, rows) in enumerate(problem.row_classes)}
+    sets = [0] * (len(number) * problem.num_kv_heads)
+    for batch in plan_rank(problem, rank).remote:
+        for item in batch.items:
+            rows, first = _key_rows(batch, item), number[item.batch_rows] * problem.num_kv_heads
+            for head in {head // problem.group if batch.per_query_head else head for head in item.heads}:
+                sets[first + head] |= rows
+    return tuple(sets)
+
+
+def needed(problem: Problem, rank: int, source: int) -> KeyRows:
+    """Rows of `source`, by local index, that `rank` needs."""
+    pieces = problem.layout.pieces(source)
+    length = problem.layout.piece_len
+    mask = (1 << length) - 1
+
+    def local(rows: int) -> int:
+        return sum((rows >> piece.start & mask) << i * length for i, piece in enumerate(pieces))
+
+    weights = tuple(len(rows) for _, rows in problem.row_classes for _ in range(problem.num_kv_heads))
+    return KeyRows(problem.num_kv_heads, weights, tuple(map(local, _needed(problem, rank))))
+
+
+def union(rows: Sequence[KeyRows]) -> KeyRows:
+    """All of them; at least one."""
+    result = rows[0]
+    for other in rows[1:]:
+        result = result | other
+    return result
+
+
+def _route(needs: list[KeyRows]) -> tuple[Hop, ...]:
+    """Hops that take rows to readers 1, 2, ... steps away."""
+    hops: list[Hop] = []
+    later: KeyRows | None = None
+    for i in reversed(range(len(needs))):
+        rows = needs[i] if later is None else needs[i] | later
+        if rows:
+            before = union(needs[:i]) if i else rows - rows
+            hops.append(Hop(rows, rows & before, rows if later is None else rows - later))
+            later = rows
+    return tuple(reversed(hops))
+
+
+def _lap(problem: Problem, heads: range, way: _Way, with_own: bool) -> Lap:
+    p = problem.layout.world_size
+    routes = []
+    for source in range(p):
+        readers = [(source + step * way.direction) % p for step in range(1, way.reach + 1)]
+        routes.append(_route([needed(problem, reader, source).of_heads(heads) for reader in readers]))
+    return Lap(heads, way.direction, with_own, tuple(routes))
+
+
+class _Way(NamedTuple):
+    """Round the ring in one direction, up to the rank `reach` steps away."""
+
+    direction: int
+    reach: int
+
+
+def _row_hops(laps: Sequence[Lap]) -> int:
+    return sum(len(hop.rows) for lap in laps for route in lap.routes for hop in route)
+
+
+@lru_cache(maxsize=8)
+def ring_laps(problem: Problem) -> tuple[Lap, ...]:
+    """The laps of a call, one after the other; the same on all ranks.
+
+    Rows that are near to their readers both ways (windows that look ahead, or pieces in zigzag) go both ways. Payloads
+    that weigh against the queries go head group by head group: buffers are that much smaller, and the gradients of a
+    group travel home behind the computation of the next.
+    """
+    layout = problem.layout
+    p, heads = layout.world_size, range(problem.num_kv_heads)
+    if p == 1:
+        return (Lap(heads, 1, True, ((),)),)
+    ways = [_Way(1, p - 1)]
+    laps = [_lap(problem, heads, way, True) for way in ways]
+    if p > 2:
+        both_ways = [_Way(1, p // 2), _Way(-1, (p - 1) // 2)]
+        both = [_lap(problem, heads, way, i == 0) for i, way in enumerate(both_ways)]
+        if _row_hops(both) <= BOTH_WAYS_BELOW * _row_hops(laps):
+            ways, laps = both_ways, both
+
+    query_rows = problem.num_heads * layout.local_len * len(problem.documents)
+    payload = max((len(hop.rows) for lap in laps for route in lap.routes for hop in route), default=0)
+    groups = max(1, min(HEAD_GROUPS, len(heads), query_rows // ROWS_OF_A_HEAD_GROUP))
+    if groups > 1 and LARGE_PAYLOAD * payload >= query_rows:
+        borders = [len(heads) * i // groups for i in range(groups + 1)]
+        laps = [
+            _lap(problem, range(first, last), way, i == 0)
+            for first, last in itertools.pairwise(borders)
+            for i, way in enumerate(ways)
+        ]
+    return tuple(lap for lap in laps if lap.with_own or lap.steps)

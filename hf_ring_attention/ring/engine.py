@@ -1,0 +1,107 @@
+"""The loop over steps, and the one autograd function: exact attention over whatever a plan's tiles cover."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compute.binding import BoundBatch
+from ..compute.kernels import Kernel
+from ..compute.merge import accumulation_dtype, add_sinks, sinks_grad
+from ..transport.transports import BackwardStep, ForwardStep, Transport
+
+
+class RingAttention(torch.autograd.Function):
+    """q [B, H, n, D], k [B, Hkv, n, D], v [B, Hkv, n, Dv] of this rank -> out [B, H, n, Dv], lse [B, H, n].
+
+    `sinks`, [H] or None, are logits of a column of value 0 in every softmax (`blocks.add_sinks`).
+    Saves q, k, v, out and lse only. The backward of a tile with the merged out and lse is its exact share of the
+    gradient, so tiles are visited once more and nothing of the forward pass is kept for them. lse has no gradient.
+    `before_backward` is called first in backward, where it compares the ranks' calls; None for one rank.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        transport: Transport,
+        kernel: Kernel,
+        scale: float,
+        before_backward: Callable[[], None] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if transport.whole is not None:
+            out, lse = kernel.forward(q, k, v, transport.whole.causal, scale)
+        else:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+            dtype = accumulation_dtype(q.dtype)
+            total = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=dtype)
+            lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+            for step in transport.forward(k, v):
+                _forward_step(step, q, total, lse, kernel, scale)
+                del step  # its payload goes when the next one has come
+            out = total.to(q.dtype)
+        if sinks is not None:
+            out, lse = add_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.call = (transport, kernel, scale, before_backward)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        transport, kernel, scale, before_backward = ctx.call
+        if before_backward is not None:
+            before_backward()
+        if transport.whole is not None:
+            dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, transport.whole.causal, scale)
+        else:
+            dout = dout.contiguous()
+            dq, dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(q.dtype)) for x in (q, k, v))
+            for step in transport.backward(k, v, dk, dv):
+                _backward_step(step, dout, q, out, lse, dq, kernel, scale)
+                del step
+        dsinks = None if sinks is None else sinks_grad(dout, out, lse, sinks)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
+
+
+def _forward_step(step: ForwardStep, q: Tensor, total: Tensor, lse: Tensor, kernel: Kernel, scale: float) -> None:
+    for part in _parts(step.batches, q):
+        tile_out, tile_lse = kernel.forward(
+            part.queries.take(q), part.keys.take(step.keys), part.keys.take(step.values), part.causal, scale
+        )
+        part.queries.merge_(total, lse, tile_out, tile_lse)
+
+
+def _backward_step(
+    step: BackwardStep, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dq: Tensor, kernel: Kernel, scale: float
+) -> None:
+    for part in _parts(step.batches, q):
+        queries, keys = part.queries, part.keys
+        tile_dq, tile_dk, tile_dv = kernel.backward(
+            queries.take(dout),
+            queries.take(q),
+            keys.take(step.keys),
+            keys.take(step.values),
+            queries.take(out),
+            queries.take(lse),
+            part.causal,
+            scale,
+        )
+        queries.add_(dq, tile_dq)
+        keys.add_(step.dkeys, tile_dk)
+        keys.add_(step.dvalues, tile_dv)
+
+
+def _parts(batches: tuple[BoundBatch, ...], q: Tensor) -> Iterator[BoundBatch]:
+    """Kernel calls that hold copies of about a quarter of the queries at most, but never of few."""
+    rows_at_once = max(1 << 14, q.shape[0] * q.shape[1] * q.shape[2] // 4)
+    for batch in batches:
+        yield from batch.parts(rows_at_once)

@@ -1,0 +1,158 @@
+"""What a call would do, before any of it runs: choices with their reasons, bytes, FLOPs and balance of every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..plan.choices import Decision, check_choices, choose_layout, choose_transport
+from ..plan.layouts import LayoutKind, SequenceLayout
+from ..plan.patterns import Pattern, as_pattern
+from ..plan.plans import plan_rank
+from ..plan.problem import Problem
+from ..plan.traffic import RankTraffic, RowBytes, collective_traffic, ring_traffic
+
+#: Bytes of a number, and of one that sums are kept in (`compute.merge.accumulation_dtype`), by the name of the dtype.
+_BYTES = {"float16": (2, 4), "bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}
+
+
+def _bytes_of(dtype: Any) -> tuple[int, int]:
+    name = str(dtype).removeprefix("torch.")
+    if name not in _BYTES:
+        raise ValueError(f"explain: dtype must be one of {', '.join(_BYTES)}, got {dtype!r}")
+    return _BYTES[name]
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What one rank does in one attention call.
+
+    Attributes:
+        forward_flops: floating point operations of the forward pass, 2 (D + Dv) a query-key pair; backward has 2.5 times
+            as many.
+        ring, collective: bytes that each transport would move, and hold of other ranks.
+    """
+
+    rank: int
+    forward_flops: int
+    ring: RankTraffic
+    collective: RankTraffic
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The answer of `explain`; printed, it is a table.
+
+    Attributes:
+        layout: how the row is divided, and `layout_decision` why.
+        decision: the transport, and why.
+        imbalance: work of the busiest rank over the mean.
+        ranks: what each rank does.
+    """
+
+    pattern: Pattern
+    layout: SequenceLayout
+    layout_decision: Decision
+    decision: Decision
+    imbalance: float
+    ranks: tuple[RankShare, ...]
+
+    def __str__(self) -> str:
+        layout, p = self.layout, self.layout.world_size
+        flops = [share.forward_flops for share in self.ranks]
+        lines = [
+            f"pattern    {self.pattern}",
+            f"sequence   {layout.seq_len} tokens over {p} ranks: {layout.local_len} each"
+            + (f", {layout.padded_len - layout.seq_len} of padding" if layout.padded_len > layout.seq_len else ""),
+            f"layout     {layout.kind}: {self.layout_decision.reason}",
+            f"transport  {self.decision.choice}: {self.decision.reason}",
+            f"forward    {max(flops) / 1e12:.4g} TFLOP on the busiest rank, {sum(flops) / 1e12:.4g} in all, "
+            f"busiest / mean {self.imbalance:.3f}",
+            "",
+            "| MiB of the busiest rank | forward received | forward sent | backward received | backward sent | buffers |",
+            "|---|---:|---:|---:|---:|---:|",
+        ]
+        for name in ("ring", "collective"):
+            traffic: list[RankTraffic] = [getattr(share, name) for share in self.ranks]
+            columns = [
+                max(rank.forward.received for rank in traffic),
+                max(rank.forward.sent for rank in traffic),
+                max(rank.backward.received for rank in traffic),
+                max(rank.backward.sent for rank in traffic),
+                max(rank.buffers for rank in traffic),
+            ]
+            lines.append(f"| {name} | " + " | ".join(f"{column / 2**20:.1f}" for column in columns) + " |")
+        return "\n".join(lines)
+
+
+def explain(
+    pattern: Pattern | str,
+    *,
+    seq_len: int,
+    world_size: int,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    head_dim: int,
+    value_dim: int | None = None,
+    dtype: Any = "bfloat16",
+    batch_size: int = 1,
+    documents: Sequence[Sequence[tuple[int, int]]] | None = None,
+    causal: bool = True,
+    layout: LayoutKind | Literal["auto"] = "auto",
+    transport: Literal["auto", "ring", "collective", "local"] = "auto",
+) -> Explanation:
+    """What `ring_attention` would do with rows of `seq_len` tokens over `world_size` ranks; nothing runs.
+
+    Args:
+        num_kv_heads: None for `num_heads`.
+        value_dim: width of v; None for `head_dim`.
+        batch_size: rows of one document each, where `documents` are not given.
+        dtype: of q, k and v: a torch.dtype, or its name.
+        documents, causal: as for `ring_attention`.
+        layout, transport: as for `Ring`.
+
+    Raises:
+        ValueError: what `Ring` and `ring_attention` would refuse.
+    """
+    pattern = as_pattern(pattern, "explain")
+    itemsize, accumulated = _bytes_of(dtype)
+    check_choices(layout, transport, world_size)
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    value_dim = head_dim if value_dim is None else value_dim
+    for name, number in (
+        ("num_heads", num_heads),
+        ("num_kv_heads", num_kv_heads),
+        ("head_dim", head_dim),
+        ("value_dim", value_dim),
+        ("batch_size", batch_size),
+    ):
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"explain: {name} must be an integer of at least 1, got {number!r}")
+    SequenceLayout("contiguous", seq_len, world_size)  # refuses lengths and world sizes below 1
+    layout_decision = (
+        choose_layout(seq_len, world_size, pattern) if layout == "auto" else Decision(layout, "it was asked for")
+    )
+    chosen = SequenceLayout(layout_decision.choice, seq_len, world_size)  # type: ignore[arg-type]
+    rows = (((0, seq_len),),) * batch_size if documents is None else tuple(tuple(map(tuple, row)) for row in documents)
+    problem = Problem(pattern, chosen, rows, num_heads, num_kv_heads, causal)  # type: ignore[arg-type]
+    widths = head_dim + value_dim
+    sizes = RowBytes(widths * itemsize, widths * accumulated)
+    shares = tuple(
+        RankShare(
+            rank,
+            plan_rank(problem, rank).flops(head_dim, value_dim),
+            ring_traffic(problem, rank, sizes),
+            collective_traffic(problem, rank, sizes),
+        )
+        for rank in range(world_size)
+    )
+    flops = [share.forward_flops for share in shares]
+    return Explanation(
+        pattern,
+        chosen,
+        layout_decision,
+        choose_transport(problem, sizes) if transport == "auto" else Decision(transport, "it was asked for"),
+        max(flops) * len(flops) / (sum(flops) or 1),
+        shares,
+    )

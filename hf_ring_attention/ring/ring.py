@@ -1,0 +1,361 @@
+"""`Ring`: the ranks that share a sequence, how they divide it, how rows travel, and what they must agree on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..compute.binding import bind_own
+from ..plan.choices import Decision, check_choices, choose_layout, choose_transport
+from ..plan.layouts import LayoutKind, SequenceLayout
+from ..plan.patterns import Pattern, as_pattern
+from ..plan.problem import Problem
+from ..plan.traffic import RowBytes
+from ..transport.agreement import agree
+from ..transport.communicators import Communicator, ProcessGroupCommunicator
+from ..transport.schedules import bind_collective, bind_ring
+from ..transport.transports import CollectiveTransport, LocalTransport, RingTransport, Traffic, Transport
+from .calls import Calls
+from .mesh import check_alone, mesh_of
+
+if TYPE_CHECKING:
+    from ..training.loaders import RingDataLoader
+
+logger = logging.getLogger(__name__)
+
+#: Ranks that are threads of one process plan in turn: the first makes what they share.
+_PLANNING = threading.Lock()
+
+
+class Ring:
+    """A group of ranks over which sequences are sharded.
+
+    Args:
+        group: a torch.distributed process group; None is the whole world, or this process alone where
+            torch.distributed is not initialized.
+        layout: "contiguous", "zigzag", or "auto": zigzag where contiguous pieces would leave ranks with unequal work.
+        transport: how keys and values reach other ranks: "ring" (neighbour to neighbour, two payloads held), "collective"
+            (one exchange of the rows needed), "local" (one rank), or "auto": chosen call by call, see `decide`.
+
+    Raises:
+        ValueError: an unknown name, a transport that cannot serve this many ranks, a group this rank is not in, or no group
+            where a launcher has started several processes (the environment's WORLD_SIZE): `Ring.alone()` is a ring of
+            this process all the same.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        layout: LayoutKind | Literal["auto"] = "auto",
+        transport: Literal["auto", "ring", "collective", "local"] = "auto",
+    ) -> None:
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        if group is None:
+            check_alone("Ring", "call torch.distributed.init_process_group, or make the Accelerator, before the ring")
+        if group is not None and dist.get_rank(group) < 0:
+            raise ValueError(f"Ring: rank {dist.get_rank()} of the world is not in the group it was given")
+        self._set_up(None if group is None else ProcessGroupCommunicator(group), layout, transport)
+
+    @classmethod
+    def alone(cls) -> Ring:
+        """A ring of this process only, whatever the world is."""
+        ring = cls.__new__(cls)
+        ring._set_up(None, "auto", "auto")
+        return ring
+
+    @classmethod
+    def over(cls, communicator: Communicator, layout: str = "auto", transport: str = "auto") -> Ring:
+        """The ring of a rank that reaches the others by `communicator`."""
+        ring = cls.__new__(cls)
+        ring._set_up(communicator, layout, transport)
+        return ring
+
+    @classmethod
+    def from_accelerator(
+        cls,
+        accelerator: Any,
+        size: int | None,
+        *,
+        layout: LayoutKind | Literal["auto"] = "auto",
+        transport: Literal["auto", "ring", "collective", "local"] = "auto",
+    ) -> Ring:
+        """The ring of this process on a mesh ("dp", "ring") of all processes of an `accelerate.Accelerator`.
+
+        Ranks of a ring are neighbours in the world, so that they share a node where they can. `dp_rank` is the number
+        of the ring among the `dp_size` rings, which read different rows; DDP and FSDP go over the whole world.
+
+        Args:
+            size: ranks of a ring; it divides the number of processes. None is refused: nothing tells the size.
+
+        Raises:
+            ValueError: on every process: sizes that differ or do not divide the number of processes, or an Accelerator
+                that shards sequences itself, or hands out its batches from one process.
+        """
+        mesh = mesh_of(accelerator, size)
+        ring = cls(mesh.group, layout=layout, transport=transport)
+        ring.dp_rank, ring.dp_size = mesh.dp_rank, mesh.dp_size
+        ring._everyone, ring.device = mesh.everyone, accelerator.device
+        ring._accelerator = weakref.ref(accelerator)
+        ring.data_seed = accelerator.dataloader_config.data_seed
+        return ring
+
+    def _set_up(self, communicator: Communicator | None, layout: str, transport: str) -> None:
+        self.rank = 0 if communicator is None else communicator.rank
+        self.world_size = 1 if communicator is None else communicator.world_size
+        check_choices(layout, transport, self.world_size)
+        if transport in ("ring", "collective") and communicator is None:
+            raise ValueError(f"transport={transport!r} needs torch.distributed to be initialized")
+        self.dp_rank, self.dp_size = 0, 1
+        self.layout = layout
+        self.transport = transport
+        self._communicator = communicator
+        #: All processes that train together; those of the ring, where nothing tells of more.
+        self._everyone = communicator
+        self.device = _device_of(communicator)
+        #: The seed of data loaders that the accelerator has, if any.
+        self.data_seed: int | None = None
+        self._accelerator: Callable[[], Any] = lambda: None
+        self._traffic = Traffic()
+        self._calls = Calls(communicator)
+        self._logged: set[str] = set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ring:
+        return self  # a process group cannot be copied, and a copied model belongs to the same ranks
+
+    def __repr__(self) -> str:
+        return f"Ring(rank {self.rank} of {self.world_size}, layout={self.layout!r}, transport={self.transport!r})"
+
+    def decide(self, problem: Problem, sizes: RowBytes) -> Decision:
+        """The transport of a call, and why: what was asked for, or `choose_transport`'s choice."""
+        if self.transport != "auto":
+            return Decision(self.transport, "it was asked for")
+        return choose_transport(problem, sizes)
+
+    def transport_for(self, problem: Problem, sizes: RowBytes, device: torch.device) -> Transport:
+        with _PLANNING:
+            decision = self.decide(problem, sizes)
+            binding: Any = {"local": bind_own, "collective": bind_collective, "ring": bind_ring}[decision.choice](
+                problem, self.rank, device
+            )
+        if self.rank == 0 and decision.choice not in self._logged:  # once, whatever the number of layers and calls
+            self._logged.add(decision.choice)
+            logger.info("ring of %d: transport %s, because %s", self.world_size, decision.choice, decision.reason)
+        if decision.choice == "local":
+            return LocalTransport(binding)
+        assert self._communicator is not None
+        made = CollectiveTransport if decision.choice == "collective" else RingTransport
+        return made(binding, self._communicator, self._traffic)
+
+    def layout_for(self, seq_len: int, pattern: Pattern | str) -> SequenceLayout:
+        """How a row of `seq_len` tokens under `pattern` is divided among the ranks."""
+        pattern = as_pattern(pattern, "layout_for")
+        kind = self.layout if self.layout != "auto" else choose_layout(seq_len, self.world_size, pattern).choice
+        return SequenceLayout(kind, seq_len, self.world_size)  # type: ignore[arg-type]
+
+    @property
+    def accelerator(self) -> Any:
+        """The accelerator of `from_accelerator`; None for other rings, and where it is gone."""
+        return self._accelerator()
+
+    def prepare_data_loader(self, loader: Any, *, pattern: Pattern | str | None = None) -> RingDataLoader:
+        """A loader of this rank's shards, from one of whole rows; instead of `accelerator.prepare(loader)`.
+
+        All ranks of a ring read the same rows, which each batch proves by a checksum, and other rings other rows. What a
+        shard has is said at `ra.shard_batch`. Batches that are left over at the end go to some rings, and the others
+        take part with nothing but padding, so that no row is read twice; `drop_last=True` drops them.
+
+        Each pass is an epoch, and the random numbers of a batch follow from the loader's seed (that of its generator, else
+        the Accelerator's data_seed, else torch.initial_seed()), the epoch and the number of the batch: those of its order,
+        and those that its dataset and collator draw, in whichever process. So a state of the loader goes on exactly.
+
+        Args:
+            loader: a torch DataLoader over a dataset or an iterable one, the same on every process; its batch size is
+                that of a ring. With a collator of this package, documents that are longer than its rows are found here if
+                the dataset is a list or a `datasets.Dataset` without a transform (or torch's Subset or ConcatDataset of
+                these), which tell their lengths at once; others are found when they are read.
+            pattern: see `shard_batch`.
+
+        Raises:
+            ValueError: on every process: a loader that was prepared already, divides its rows itself or differs between
+                processes, or documents that are too long; or a model of this ring with attention dropout.
+        """
+        # The one import that looks up: Accelerate and datasets are loaded by those who load data.
+        from ..training.loaders import prepare_data_loader
+
+        return prepare_data_loader(loader, self, pattern)
+
+    def check_layout(self, layout: SequenceLayout) -> None:
+        if not isinstance(layout, SequenceLayout):
+            raise ValueError(f"layout must be a SequenceLayout, such as ring.layout_for gives, got {layout!r}")
+        if layout.world_size != self.world_size:
+            raise ValueError(f"the layout is for {layout.world_size} ranks, the ring has {self.world_size}")
+
+    def shard(self, tensor: Tensor, layout: SequenceLayout, dim: int = 1, fill: float = 0) -> Tensor:
+        """This rank's part of a whole row.
+
+        Args:
+            tensor: `layout.seq_len` tokens along `dim`.
+            fill: value of the padding.
+
+        Returns:
+            `layout.local_len` tokens along `dim`, in the order of `layout.positions(rank)`.
+
+        Raises:
+            ValueError: another length along `dim`, or a layout for another number of ranks.
+        """
+        self.check_layout(layout)
+        if tensor.shape[dim] != layout.seq_len:
+            raise ValueError(
+                f"shard: expected {layout.seq_len} tokens along dim {dim}, got {tensor.shape[dim]} in {tuple(tensor.shape)}"
+            )
+        padding = layout.padded_len - layout.seq_len
+        if padding:
+            shape = list(tensor.shape)
+            shape[dim] = padding
+            tensor = torch.cat([tensor, tensor.new_full(shape, fill)], dim)
+        return torch.cat([tensor.narrow(dim, p.start, len(p)) for p in layout.pieces(self.rank)], dim)
+
+    def unshard(self, local: Tensor, layout: SequenceLayout, dim: int = 1) -> Tensor:
+        """The whole row, without its padding, on every rank.
+
+        Differentiable: the gradient of a rank's part is that of the sum of all ranks' losses, so a loss that every
+        rank computes from the whole row counts `world_size` times.
+
+        Args:
+            local: `layout.local_len` tokens along `dim`, in the order of `layout.positions(rank)`.
+
+        Raises:
+            ValueError: on every rank: another length along `dim`, a layout for another number of ranks, or ranks whose calls
+                differ.
+        """
+        error: ValueError | None = None
+        try:
+            self.check_layout(layout)
+            if local.shape[dim] != layout.local_len:
+                error = ValueError(
+                    f"unshard: expected {layout.local_len} tokens along dim {dim}, got {local.shape[dim]} in "
+                    f"{tuple(local.shape)}"
+                )
+        except ValueError as refused:
+            error = refused
+        whole = self._gathered("unshard", local, dim, error)
+        dim %= local.dim()
+        parts = {}
+        for rank in range(self.world_size):
+            offset = rank * layout.local_len
+            for piece in layout.pieces(rank):
+                parts[piece.start] = whole.narrow(dim, offset, len(piece))
+                offset += len(piece)
+        return torch.cat([parts[start] for start in sorted(parts)], dim).narrow(dim, 0, layout.seq_len)
+
+    def first_token(self, local: Tensor) -> Tensor:
+        """[B, 1, ...] the first token of whole rows, which rank 0 holds, of shards [B, n, ...]; differentiable."""
+        return self._gathered("first_token", local[:, :1], 1)[:, :1]
+
+    def _gathered(self, call: str, local: Tensor, dim: int, error: ValueError | None = None) -> Tensor:
+        """The tensors of all ranks side by side, once all ranks have come with the same call."""
+        if self.world_size == 1:
+            if error is not None:
+                raise error
+            return local
+        recorded = torch.is_grad_enabled() and local.requires_grad
+        values = {
+            "the call": call,
+            "the shape of a rank's tensor": tuple(local.shape),
+            "dtype": local.dtype,
+            "dim": dim,
+            "whether gradients are recorded": recorded,
+        }
+        self.agree_on_call(values, error, local.device)
+        before_backward = self.backward_check(local.device) if recorded else None
+        whole: Tensor = _Gather.apply(local, self._communicator, dim % local.dim(), before_backward)
+        return whole
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """x of every rank, of equal shapes; not differentiable."""
+        if self.world_size == 1:
+            return [x]
+        assert self._communicator is not None
+        return self._communicator.gather(x.contiguous())
+
+    def traffic(self) -> Traffic:
+        """What this rank's transports moved since the ring was made or `reset_traffic` was called."""
+        return replace(self._traffic)
+
+    def reset_traffic(self) -> None:
+        """Starts the counters of `traffic` at zero; calls under way go on counting."""
+        self._traffic.reset()
+
+    def agree(self, values: Mapping[str, Any], error: Exception | None = None, tell: Any = None) -> list[Any]:
+        """Checks that all ranks came with equal values and without an error; one small exchange.
+
+        Args:
+            values: what must be equal, by the name an error gives it.
+            tell: something for the other ranks, which may differ.
+
+        Returns:
+            What each rank tells.
+
+        Raises:
+            ValueError: on every rank, if a rank came with an error or the ranks differ; says which rank has which value.
+        """
+        return agree(self._communicator, "rank", values, error, tell)
+
+    def agree_everywhere(
+        self, values: Mapping[str, Any], error: BaseException | None = None, tell: Any = None
+    ) -> list[Any]:
+        """`agree`, among all processes that train together: those of other rings too."""
+        return agree(self._everyone, "process", values, error, tell)
+
+    def gather_everywhere(self, number: int) -> list[int]:
+        """A number of every process that trains with this one; each ring's are next to each other."""
+        if self._everyone is None:
+            return [number]
+        own = torch.tensor([number], device=self.device)
+        return [int(theirs) for theirs in torch.cat(self._everyone.gather(own)).tolist()]
+
+    def agree_on_call(self, values: Mapping[str, Any], error: Exception | None, device: torch.device) -> None:
+        """`agree`, for what every call of every layer compares: see `Calls.agree`."""
+        self._calls.agree(values, error, device)
+
+    def backward_check(self, device: torch.device) -> Callable[[], None] | None:
+        """What the backward pass of a call that all ranks agreed on does first: see `Calls.backward_check`."""
+        return self._calls.backward_check(device)
+
+
+def _device_of(communicator: Communicator | None) -> torch.device:
+    """Where tensors must be that the communicator's group gathers."""
+    group = getattr(communicator, "group", None)
+    nccl = group is not None and "nccl" in dist.get_backend(group)
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
+class _Gather(torch.autograd.Function):
+    """Tensors of all ranks, side by side along `dim`; gradients are summed over ranks and taken home."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, communicator: Communicator, dim: int, before_backward: Callable[[], None] | None
+    ) -> Tensor:
+        ctx.call = (communicator, dim, local.shape[dim], before_backward)
+        return torch.cat(communicator.gather(local.contiguous()), dim)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        communicator, dim, length, before_backward = ctx.call
+        if before_backward is not None:
+            before_backward()
+        grad = grad.contiguous().clone()
+        communicator.sum_(grad)
+        return grad.narrow(dim, communicator.rank * length, length).contiguous(), None, None, None

@@ -1,0 +1,137 @@
+"""Arguments of command lines, for `hf-ring-attention` and the recipes: read strictly, before anything is loaded or started.
+
+The types say what was expected and what came; argparse puts the name of the argument in front, and ends the program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..plan.patterns import Pattern
+
+
+def pattern_text(text: str) -> str:
+    """The text itself, of which `Pattern.parse` makes a pattern."""
+    try:
+        Pattern.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def at_least(least: int, multiple_of: int = 1, most: int | None = None) -> Callable[[str], int]:
+    """The type of whole numbers from `least` to `most` that `multiple_of` divides."""
+    expected = f"a whole number of at least {least}" + (f" and at most {most}" if most is not None else "")
+
+    def number(text: str) -> int:
+        if not re.fullmatch(r"[+-]?[0-9]+", text.strip()):
+            raise argparse.ArgumentTypeError(f"{expected} was expected, got {text!r}")
+        value = int(text)
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"{expected} was expected, got {value}")
+        if value % multiple_of:
+            below = value - value % multiple_of
+            near = [str(x) for x in (below, below + multiple_of) if x >= least and (most is None or x <= most)]
+            raise argparse.ArgumentTypeError(
+                f"a multiple of {multiple_of} was expected, got {value} = {value // multiple_of} * {multiple_of} + "
+                f"{value % multiple_of}: take {' or '.join(near)}"
+            )
+        return value
+
+    return number
+
+
+def positive(text: str) -> float:
+    """The type of numbers above 0, infinity excepted."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"a number above 0 was expected, got {text!r}")
+    return value
+
+
+def device(text: str) -> str:
+    """The type of "cpu" and "cuda", where there is a CUDA device."""
+    if text not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"'cpu' or 'cuda' was expected, got {text!r}")
+    import torch
+
+    if text == "cuda" and not torch.cuda.is_available():
+        built = "was built without CUDA" if torch.version.cuda is None else "finds no CUDA device"
+        raise argparse.ArgumentTypeError(f"torch {torch.__version__} {built} on this machine: take 'cpu'")
+    return text
+
+
+def existing_file(text: str) -> Path:
+    """The type of files to read."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"a file was expected, got the folder {text!r}")
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text!r} (from {Path.cwd()})")
+    return path
+
+
+def new_file(text: str) -> Path:
+    """The type of files to write; their folder must exist."""
+    path = Path(text)
+    if path.is_dir() or not path.name:
+        raise argparse.ArgumentTypeError(f"a file was expected, got the folder {text!r}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"there is no folder {str(path.parent)!r} to write {path.name!r} to: make it first"
+        )
+    return path
+
+
+def new_folder(text: str) -> Path:
+    """The type of folders to write to, which are made where they are missing."""
+    path = Path(text)
+    for part in (path, *path.parents):
+        if part.exists() and not part.is_dir():
+            raise argparse.ArgumentTypeError(f"a folder was expected, but {str(part)!r} is a file")
+    return path
+
+
+def check(parser: argparse.ArgumentParser, name: str, kind: Callable[[str], Any], value: Any) -> Any:
+    """What a type makes of a value that another parser took; refuses it as that parser would."""
+    try:
+        return kind(str(value))
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"argument {name}: {error}")
+
+
+def check_heads(parser: argparse.ArgumentParser, heads: int, kv_heads: int | None) -> int:
+    """The number of key/value heads, by default that of query heads, which must be a multiple of it."""
+    if kv_heads is None:
+        return heads
+    if heads % kv_heads:
+        fitting = [str(number) for number in range(1, heads + 1) if heads % number == 0]
+        parser.error(
+            f"argument --kv-heads: the number of query heads must be a multiple of the number of key/value heads, got "
+            f"{heads} and {kv_heads}: {heads} = {heads // kv_heads} * {kv_heads} + {heads % kv_heads}; take one of "
+            f"{', '.join(fitting)}"
+        )
+    return kv_heads
+
+
+#: What is needed for more than attention and training, by the name it is imported by: what `pip install` takes.
+EXTRAS = {"matplotlib": "'matplotlib>=3.8'", "rich": "'rich>=13'", "gguf": "'gguf>=0.10'"}
+
+
+def missing_extra(purpose: str, *modules: str) -> str | None:
+    """What to install for a purpose, where one of `EXTRAS` is missing; else None."""
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if not missing:
+        return None
+    verb = "is" if len(missing) == 1 else "are"
+    command = " ".join(EXTRAS[module] for module in missing)
+    return f"{purpose} needs {' and '.join(missing)}, which {verb} not installed: pip install {command}"

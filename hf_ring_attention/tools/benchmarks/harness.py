@@ -1,0 +1,144 @@
+"""What the measurements share: tensors, processes of one thread (on a GPU machine: one per GPU), clocks, peaks and tables.
+
+Calls that are compared alternate within one run, and medians are shown.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from tqdm import tqdm
+
+TIMEOUT = timedelta(minutes=15)
+
+
+@dataclass(frozen=True)
+class CallShape:
+    """Of the tensors of a benchmark: heads, head size, dtype by name, and the kind of device."""
+
+    heads: int = 8
+    kv_heads: int = 8
+    head_dim: int = 64
+    dtype: str = "float32"
+    device: str = "cpu"
+
+    def tensors(self, tokens: int, heads: int | None = None, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v that require gradients, and dout."""
+        heads = heads or self.heads
+        kv_heads = math.gcd(heads, self.kv_heads)
+        generator = torch.Generator(self.device).manual_seed(seed)
+        q, k, v, dout = (
+            torch.randn(
+                1,
+                count,
+                tokens,
+                self.head_dim,
+                generator=generator,
+                device=self.device,
+                dtype=getattr(torch, self.dtype),
+            )
+            for count in (heads, kv_heads, kv_heads, heads)
+        )
+        return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes this process has held at most: of the device's memory, or of main memory on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():  # where it does, getrusage also counts what the parent process held
+        return 1024 * int(next(line.split()[1] for line in status.read_text().splitlines() if "VmHWM" in line))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def reset_peak_memory(device: torch.device) -> int:
+    """Starts `peak_memory` anew, where the system can (CUDA, Linux), and returns what it is then."""
+    counter = Path("/proc/self/clear_refs")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif counter.exists():
+        counter.write_text("5")
+    return peak_memory(device)
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """In Markdown, first column to the left."""
+    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def launch(function: Callable[..., Any], world_size: int, *args: Any) -> Any:
+    """function(*args) on each of `world_size` ranks, processes of one thread; what rank 0 returns."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (world_size, folder, function, args), nprocs=world_size)
+        return pickle.loads(Path(folder, "answer").read_bytes())
+
+
+def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    shape = next(x for x in args if isinstance(x, CallShape))
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    if shape.device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if shape.device == "cuda" else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=TIMEOUT,
+    )
+    answer = function(*args)
+    if rank == 0:
+        Path(folder, "answer").write_bytes(pickle.dumps(answer))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def timed(function: Callable[[], Any], device: str) -> tuple[float, Any]:
+    """Seconds from the moment all ranks begin to the moment all have done."""
+    dist.barrier()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    result = function()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    return time.perf_counter() - start, result
+
+
+def forward_backward(
+    attention: Callable[[Tensor, Tensor, Tensor], Any], tensors: tuple[Tensor, Tensor, Tensor, Tensor], device: str
+) -> tuple[float, float]:
+    """(forward, backward) seconds."""
+    q, k, v, dout = tensors
+    forward, out = timed(lambda: attention(q, k, v), device)
+    backward, _ = timed(lambda: out.backward(dout), device)
+    for x in (q, k, v):
+        x.grad = None
+    return forward, backward
+
+
+def progress(numbers: Iterable[Any], what: str) -> Iterable[Any]:
+    return tqdm(numbers, desc=what, leave=False, disable=dist.get_rank() != 0)
+
+
+def medians(times: list[tuple[float, float]]) -> tuple[float, float]:
+    return statistics.median(f for f, _ in times), statistics.median(b for _, b in times)

@@ -1,0 +1,73 @@
+"""Peak memory of a call, as the ring grows."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from ...plan.patterns import Pattern
+from ...plan.problem import Problem
+from ...ring.attention import ring_attention
+from ...ring.ring import Ring
+from ...transport.schedules import bind_collective, bind_ring
+from .harness import (
+    CallShape,
+    launch,
+    peak_memory,
+    reset_peak_memory,
+    table,
+)
+
+
+def peak_of_call(shape: CallShape, tokens_per_rank: int, transport: str) -> list[int]:
+    """Bytes that forward + backward of exact causal attention held at most, beyond its inputs; of each rank."""
+    device = torch.device(shape.device)
+    ring = Ring(layout="zigzag", transport=transport if dist.get_world_size() > 1 else "auto")  # type: ignore[arg-type]
+    pattern = Pattern.exact()
+    for tokens in (64, tokens_per_rank):  # the first loads what kernels and connections need
+        q, k, v, dout = shape.tensors(tokens)
+        # The plan is made once for all layers and steps, and is not of the call.
+        seq_len = tokens * ring.world_size
+        layout = ring.layout_for(seq_len, pattern)
+        problem = Problem(pattern, layout, (((0, seq_len),),), shape.heads, shape.kv_heads)
+        (bind_collective if transport == "collective" else bind_ring)(problem, ring.rank, device)
+        gc.collect()
+        before = reset_peak_memory(device)
+        ring_attention(q, k, v, pattern=pattern, ring=ring).backward(dout)
+        held = peak_memory(device) - before
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, held)
+    return gathered
+
+
+def measure_memory(shape: CallShape, tokens_per_rank: int, world_sizes: Sequence[int]) -> dict[str, dict[int, int]]:
+    """{transport: {ranks: the largest `peak_of_call` of a rank}}, each in processes of its own."""
+    # glibc then gives freed tensors back at once, and the peak of a process is that of what it holds.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
+    cells = [(transport, p) for transport in ("ring", "collective") for p in world_sizes]
+    peaks: dict[str, dict[int, int]] = {}
+    for transport, p in tqdm(cells, desc="memory", leave=False):
+        peaks.setdefault(transport, {})[p] = max(launch(peak_of_call, p, shape, tokens_per_rank, transport))
+    del os.environ["MALLOC_MMAP_THRESHOLD_"]
+    return peaks
+
+
+def memory_report(peaks: dict[str, dict[int, int]], tokens_per_rank: int) -> str:
+    """Table of peaks, {transport: {ranks: bytes}}."""
+    ranks = list(next(iter(peaks.values())))
+    rows = [
+        (
+            transport,
+            *(f"{by_ranks[p] / 2**20:.0f} MiB" for p in ranks),
+            f"{by_ranks[ranks[-1]] / by_ranks[2]:.2f}" if by_ranks.get(2) else "",
+        )
+        for transport, by_ranks in peaks.items()
+    ]
+    headings = (f"{tokens_per_rank} tokens a rank", *(f"p = {p}" for p in ranks), f"p = {ranks[-1]} / p = 2")
+    return table(headings, rows)

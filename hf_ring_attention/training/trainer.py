@@ -1,0 +1,373 @@
+"""Transformers' Trainer on sharded sequences: its losses, gradients, evaluation and checkpoints are those of one device."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.utils import concatenate, recursively_apply, send_to_device
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+
+from ..hf.patch import patch_model
+from ..hf.rings import layout_of_rows
+from ..ring.ring import Ring
+from ..transport.lost_processes import naming_lost_processes
+from .collators import PackingCollator, PaddingCollator
+from .columns import TOKEN_COLUMNS
+from .loaders import RingDataLoader, Shards
+from .losses import sliced_loss
+from .next_tokens import shift_labels_of
+from .shards import IGNORED
+from .trainer_checks import unsuited, warn_of_methods
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class RingTrainingArguments(TrainingArguments):
+    """`TrainingArguments` of a `RingTrainer`; batch sizes are those of a ring.
+
+    Args:
+        ring_size: processes that share each sequence; it divides their number, and the rings are data parallel. Several
+            processes must say it: 1 makes each process a ring of its own, their number makes one ring of all.
+        ring_layout: "auto", "contiguous" or "zigzag".
+        ring_transport: "auto", "ring", "collective" or "local".
+        loss_tokens_at_once: tokens whose logits exist at any time (`sliced_loss`); 0 for those of the whole shard.
+        offload_activations: what the forward pass saves waits in host memory; with gradient_checkpointing, that is the
+            input of each layer.
+    """
+
+    ring_size: int | None = field(
+        default=None, metadata={"help": "processes that share each sequence; 1: each has rows of its own"}
+    )
+    ring_layout: str = field(default="auto", metadata={"help": "auto, contiguous or zigzag"})
+    ring_transport: str = field(default="auto", metadata={"help": "auto, ring, collective or local"})
+    loss_tokens_at_once: int = field(default=1024, metadata={"help": "tokens whose logits exist at a time; 0: all"})
+    offload_activations: bool = field(default=False, metadata={"help": "keep saved activations in host memory"})
+    # Not "str | bool", of which HfArgumentParser takes the bool.
+    include_num_input_tokens_seen: str = field(
+        default="non_padding", metadata={"help": "which tokens are counted: non_padding, all or no"}
+    )
+
+
+class _LoaderPreparer:
+    """In place of the accelerator where a Trainer makes its loaders: the ring prepares them, and does what else is asked."""
+
+    def __init__(self, accelerator: Any, ring: Ring) -> None:
+        self.accelerator, self.ring = accelerator, ring
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.accelerator, name)
+
+    def prepare(self, *objects: Any, **how: Any) -> Any:
+        if not all(isinstance(x, DataLoader) for x in objects):
+            return self.accelerator.prepare(*objects, **how)
+        loaders = tuple(self.prepare_data_loader(loader) for loader in objects)
+        return loaders if len(loaders) > 1 else loaders[0]
+
+    def prepare_data_loader(self, loader: DataLoader, **how: Any) -> RingDataLoader:
+        return self.ring.prepare_data_loader(loader)
+
+
+class RingTrainerMixin:
+    """Makes a Trainer shard its sequences over rings: `class RingSFTTrainer(RingTrainerMixin, SFTTrainer)`.
+
+    Its model is patched to "ring_dilated" with the pattern of its config. Batches are made by the Trainer's own collator
+    and then cut (see `shard_batch`); a `get_train_dataloader` of the user, and its like, may return a torch DataLoader, which
+    the ring prepares. A `compute_loss` of the user gets shards: `inputs["shift_labels"]` are the labels
+    of the next tokens, and your loss must be the sum over them divided by `num_items_in_batch`, times the number of processes
+    (`super().compute_loss` is that already). Losses of the model are computed in slices of `loss_tokens_at_once` tokens, so
+    that outputs of calls with labels have no logits: call the model without labels, or set it to 0, for a loss that needs
+    them. Evaluation sums over tokens; it also gives the perplexity and the number of tokens.
+
+    Args:
+        ring_size, ring_layout, ring_transport, loss_tokens_at_once, offload_activations: those of
+            `RingTrainingArguments`, for Trainers with arguments of their own.
+
+    Raises:
+        ValueError: on every process, at set-up: no ring size for several processes, or one that does not divide their
+            number; a model with attention dropout, with a loss function of its own or another loss than that of next tokens
+            (masked language models, classifiers, preferences); or what would be computed from a shard alone: label
+            smoothing, `compute_loss_func`, `include_for_metrics`, NEFTune, counts of padding or of single processes.
+        NotImplementedError: a model that ring_dilated does not compute.
+    """
+
+    ring: Ring
+    _SETTINGS = ("ring_size", "ring_layout", "ring_transport", "loss_tokens_at_once", "offload_activations")
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.ring_settings = {name: kwargs.pop(name) for name in self._SETTINGS if name in kwargs}
+        self._shards: Shards | None = None
+        self._training_loader: RingDataLoader | None = None
+        self._in_training_loop = False
+        self._preprocess_checked = False
+        self._nll: Tensor | None = None
+        self._scored: Tensor | int = 0
+        self._shard_preprocess: Callable[..., Any] | None = None
+        super().__init__(*args, **kwargs)
+        self.ring.agree_everywhere({}, unsuited(self, RingTrainerMixin))
+        warn_of_methods(self, RingTrainerMixin)
+        # Those of subclasses too, which are called before any of this class.
+        for name in ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"):
+            setattr(self, name, partial(self._loader_of_ring, getattr(self, name), name == "get_train_dataloader"))
+
+    def ring_setting(self: Any, name: str) -> Any:
+        """As given to this Trainer, or by its arguments."""
+        default = getattr(RingTrainingArguments, name)
+        return self.ring_settings.get(name, getattr(self.args, name, default))
+
+    def _ring_size(self: Any) -> int | None:
+        """As given; a process alone need not say it, and of several `Ring.from_accelerator` refuses that."""
+        size: int | None = self.ring_setting("ring_size")
+        return 1 if size is None and self.accelerator.num_processes == 1 else size
+
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        """Also makes the ring, and patches the model."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.ring = Ring.from_accelerator(
+            self.accelerator,
+            self._ring_size(),
+            layout=self.ring_setting("ring_layout"),
+            transport=self.ring_setting("ring_transport"),
+        )
+        if self.model is not None:
+            patch_model(self.model, ring=self.ring)
+
+    def call_model_init(self: Any, trial: Any = None) -> nn.Module:
+        """Also patches the model."""
+        return patch_model(super().call_model_init(trial), ring=self.ring)  # type: ignore[misc]
+
+    # ---- batches
+
+    def _get_dataloader(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's own loader, but prepared by the ring."""
+        with self._preparing_by_the_ring():
+            return super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
+
+    @contextmanager
+    def _preparing_by_the_ring(self: Any) -> Iterator[None]:
+        accelerator = self.accelerator
+        self.accelerator = _LoaderPreparer(accelerator, self.ring)
+        try:
+            yield
+        finally:
+            self.accelerator = accelerator
+
+    def _loader_of_ring(self: Any, getter: Callable[..., Any], training: bool, *args: Any, **kwargs: Any) -> Any:
+        """What a user's `get_..._dataloader` gives, prepared by the ring where it is not.
+
+        Trainer's loop gets whole rows, which may have to be skipped first; all others get shards.
+        """
+        with self._preparing_by_the_ring():
+            loader = self.ring.prepare_data_loader(getter(*args, **kwargs))
+        if not (training and self._in_training_loop):
+            return loader
+        self._training_loader = loader
+        return loader.rows
+
+    def _set_signature_columns_if_needed(self: Any) -> None:
+        """Also those columns that this package's collators read, and no model does."""
+        super()._set_signature_columns_if_needed()  # type: ignore[misc]
+        if isinstance(self.data_collator, (PaddingCollator, PackingCollator)):
+            self._signature_columns += [name for name in TOKEN_COLUMNS if name not in self._signature_columns]
+
+    def get_batch_samples(self: Any, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
+        """The shards of the next batches, and how many labels they have on all processes together."""
+        if self._shards is None or self._shards.source is not epoch_iterator:
+            if self._training_loader is None:
+                raise ValueError(
+                    f"{type(self).__name__} trains on a loader that its ring did not prepare: define get_train_dataloader in a "
+                    f"subclass, where it may return a torch DataLoader"
+                )
+            self._shards = self._training_loader.shards(epoch_iterator)
+        taken = super().get_batch_samples(self._shards, num_batches, device)  # type: ignore[misc]
+        loader = self.accelerator.gradient_state.active_dataloader
+        if loader is not None:  # an epoch's last batch is of shards, not rows, of which Accelerate would leave out some
+            loader.remainder = -1
+        batches, items = taken
+        # A step without any label changes nothing.
+        return batches, max(items, 1) if isinstance(items, int) else None if items is None else items.clamp(min=1)
+
+    def get_total_train_batch_size(self: Any, args: Any) -> int:
+        """Rows of an optimizer step: those of all rings."""
+        return super().get_total_train_batch_size(args) // self.ring.world_size  # type: ignore[misc]
+
+    def _track_num_input_tokens(self: Any, inputs: dict[str, Any]) -> None:
+        """Counts tokens, without what fills a row up to its layout."""
+        if self.args.include_num_input_tokens_seen == "no":
+            return
+        mask = inputs.get("attention_mask") if self.args.include_num_input_tokens_seen == "non_padding" else None
+        count = torch.tensor(inputs["shift_labels"].numel(), device=self.args.device) if mask is None else mask.sum()
+        self.state.num_input_tokens_seen += int(self.accelerator.gather(count).sum())
+
+    # ---- losses
+
+    def compute_loss(
+        self: Any,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Trainer's; the model's own loss is computed for a slice of tokens at a time, unless the outputs are asked for."""
+        # Losses by the logits need all of them.
+        by_logits = return_outputs or self.label_smoother is not None or self.compute_loss_func is not None
+        at_once = 0 if by_logits else self.ring_setting("loss_tokens_at_once")
+        with sliced_loss(model, at_once) if at_once else nullcontext():
+            return super().compute_loss(  # type: ignore[misc]
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+            )
+
+    def compute_loss_context_manager(self: Any) -> ExitStack:
+        """Trainer's, and where it is asked for the offloading of activations."""
+        stack: ExitStack = super().compute_loss_context_manager()  # type: ignore[misc]
+        if self.ring_setting("offload_activations"):
+            stack.enter_context(save_on_cpu(pin_memory=self.args.device.type != "cpu"))
+        return stack
+
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's; where communication fails, the error names the processes that are gone."""
+        self._in_training_loop = True
+        try:
+            with naming_lost_processes():
+                return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._in_training_loop = False
+            self._shards = None  # with the loader's workers, where the last epoch was not read to its end
+            self._training_loader = None
+
+    # ---- evaluation
+
+    def prediction_step(
+        self: Any,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor, Any, Any]:
+        """The loss of a batch of shards, and where they are asked for the logits and labels of its whole rows."""
+        inputs = self._prepare_inputs(inputs)
+        tokens = (shift_labels_of(inputs, "evaluation") != IGNORED).sum()
+        tokens = self.accelerator.gather(tokens).sum()
+        with torch.no_grad(), self.compute_loss_context_manager():
+            answer = self.compute_loss(
+                model,
+                dict(inputs),
+                return_outputs=not prediction_loss_only,
+                num_items_in_batch=tokens.clamp(min=1),
+            )
+        loss, outputs = (answer, {}) if prediction_loss_only else answer
+        loss = loss.detach().mean()
+        # A process's share was multiplied by their number, for gradients that are averaged.
+        self._nll = self._nll + loss.double() * tokens / self.accelerator.num_processes
+        self._scored = self._scored + tokens
+        if prediction_loss_only:
+            return loss, None, None
+        logits, labels = outputs["logits"] if hasattr(outputs, "keys") else outputs[1], inputs["labels"]
+        if self._shard_preprocess is not None:  # here, so that logits of whole rows need not exist
+            logits = self._preprocessed(logits, labels)
+        mask = inputs.get("attention_mask")
+        rows = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
+        if mask is not None:  # without those of a ring that had no more rows
+            rows = self._whole_rows(mask).any(1)
+        logits, labels = recursively_apply(lambda x: self._whole_rows(x)[rows], (logits, labels))
+        return loss, logits, labels
+
+    def _preprocessed(self: Any, logits: Tensor, labels: Tensor) -> Any:
+        """What the user's function makes of a shard; at first it must show that it makes each token's from that token."""
+        preprocess, sharded = self._shard_preprocess, self.ring.world_size > 1
+        if not sharded or self._preprocess_checked:
+            return preprocess(logits, labels)
+        error, half = None, labels.shape[1] // 2
+        try:
+            made = preprocess(logits, labels)
+            fits = isinstance(made, Tensor) and made.shape[:2] == labels.shape[:2]
+            for part in (slice(0, half), slice(half, None)) if fits and half else ():
+                alone = preprocess(logits[:, part], labels[:, part])
+                fits = fits and torch.allclose(alone.float(), made[:, part].float(), rtol=1e-3, equal_nan=True)
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as failed:
+            error, fits = failed, False
+        if not fits:
+            error = ValueError(
+                f"preprocess_logits_for_metrics sees shards of rows, so it must make each token's result from that token's "
+                f"logits and label, [rows, tokens, ...], as lambda logits, labels: logits.argmax(-1) does; for "
+                f"{list(labels.shape)} tokens it {'failed: ' + str(error) if error else 'did otherwise'}: leave it out, and "
+                f"compute_metrics gets the logits of whole rows"
+            )
+        self.ring.agree_everywhere({}, error)
+        self._preprocess_checked = True
+        return made
+
+    def _whole_rows(self: Any, shards: Tensor) -> Tensor:
+        if self.ring.world_size == 1:
+            return shards.detach()
+        layout, _ = layout_of_rows(self.ring, shards.shape[1] * self.ring.world_size)
+        whole: Tensor = self.ring.unshard(shards.detach(), layout)
+        return whole
+
+    def _gather_rows(self: Any, x: Any) -> Any:
+        """What each ring has, one after the other; all ranks of a ring have the same."""
+        told = self.ring.agree_everywhere({}, tell=send_to_device(x, "cpu") if self.ring.rank == 0 else None)
+        return concatenate([rows for rows in told if rows is not None])
+
+    def log(self: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Trainer's, but for an evaluation's steps per second, which it counts as if each process read rows of its own."""
+        self._leave_out_steps(logs)
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def predict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, of data with labels; but for its steps per second, see `log`."""
+        output = super().predict(*args, **kwargs)  # type: ignore[misc]
+        self._leave_out_steps(output.metrics)
+        return output
+
+    def _leave_out_steps(self: Any, figures: dict[str, Any]) -> None:
+        if self.ring.world_size > 1:
+            for name in [x for x in figures if x.endswith("_steps_per_second") and not x.startswith("train_")]:
+                del figures[name]
+
+    def evaluation_loop(
+        self: Any,
+        dataloader: DataLoader | RingDataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Trainer's; its loss is the sum over all tokens divided by their number, however short the last batch is."""
+        dataloader = self.ring.prepare_data_loader(dataloader)
+        self._nll, self._scored = torch.zeros((), dtype=torch.float64, device=self.args.device), 0
+        self._shard_preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
+        self._preprocess_checked = False
+        self.gather_function = self._gather_rows  # which Trainer puts back
+        try:
+            with naming_lost_processes():
+                output = super().evaluation_loop(  # type: ignore[misc]
+                    dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+                )
+                nll, tokens = float(self.accelerator.gather(self._nll).sum()), int(self._scored)
+        finally:
+            self._shard_preprocess, self.preprocess_logits_for_metrics = None, self._shard_preprocess
+        if tokens == 0:
+            raise ValueError(f"{description}: no token has a label: every label is -100")
+        loss = nll / tokens
+        output.metrics[f"{metric_key_prefix}_loss"] = loss
+        output.metrics[f"{metric_key_prefix}_perplexity"] = math.exp(loss) if loss < 700 else math.inf
+        output.metrics[f"{metric_key_prefix}_tokens"] = tokens
+        return output
+
+
+class RingTrainer(RingTrainerMixin, Trainer):  # type: ignore[misc]
+    """Transformers' Trainer with sequences sharded over rings of `args.ring_size` processes; see `RingTrainerMixin`."""
+
+    def __init__(self, model: Any = None, args: RingTrainingArguments | None = None, **kwargs: Any) -> None:
+        super().__init__(model, RingTrainingArguments("tmp_trainer") if args is None else args, **kwargs)

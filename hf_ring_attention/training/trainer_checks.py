@@ -1,0 +1,92 @@
+"""What keeps a Trainer from working over a ring, found when it is made."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ..hf.support import untrainable
+from ..hf.wrappers import unwrapped, whole_model
+from .next_tokens import check_next_token_loss
+
+logger = logging.getLogger(__name__)
+
+
+def unsuited(trainer: Any, mixin: type[Any]) -> ValueError | None:
+    """What of this Trainer's settings would be wrong on shards."""
+    model, args = unwrapped(trainer.model), trainer.args
+    error = untrainable(model)
+    if error is not None:
+        return error
+    own_loss = type(trainer).compute_loss is mixin.compute_loss and trainer.compute_loss_func is None
+    try:
+        if own_loss:
+            check_next_token_loss(model)
+        if trainer.ring.world_size > 1:
+            whole_model(trainer.model, type(trainer).__name__)
+    except ValueError as error:
+        return error
+    at_once = trainer.ring_setting("loss_tokens_at_once")
+    if not isinstance(at_once, int) or at_once < 0:
+        return ValueError(f"loss_tokens_at_once must be a number of tokens, or 0 for all at once, got {at_once!r}")
+    if getattr(args, "predict_with_generate", False):
+        return ValueError(
+            f"predict_with_generate: {type(trainer).__name__} evaluates losses and logits, and generates nothing: set it to "
+            f"False, and call model.generate after training"
+        )
+    name = type(model).__name__
+    sharded, several = trainer.ring.world_size > 1, args.world_size > 1
+    counting = getattr(args, "include_num_input_tokens_seen", "no")
+    sampling = getattr(args, "train_sampling_strategy", None)
+    for wrong, what, remedy in (
+        (args.n_gpu > 1, f"DataParallel over {args.n_gpu} GPUs", "start a process for each: accelerate launch"),
+        (
+            several and own_loss and not trainer.model_accepts_loss_kwargs,
+            f"the loss of {name}, which takes no num_items_in_batch,",
+            "override compute_loss",
+        ),
+        (several and args.label_smoothing_factor, "label_smoothing_factor", "set it to 0"),
+        (
+            sharded and trainer.compute_loss_func is not None,
+            "compute_loss_func",
+            "override compute_loss, whose inputs have shift_labels",
+        ),
+        (
+            several and not args.average_tokens_across_devices,
+            "average_tokens_across_devices=False",
+            "set it to True",
+        ),
+        (several and args.include_for_metrics, f"include_for_metrics={args.include_for_metrics}", "leave it out"),
+        (sharded and args.neftune_noise_alpha, "neftune_noise_alpha", "leave it out"),
+        (several and sampling == "batch_rebalance", "train_sampling_strategy='batch_rebalance'", "use another one"),
+        (several and counting == "all", "include_num_input_tokens_seen='all'", "use 'non_padding'"),
+    ):
+        if wrong:
+            return ValueError(
+                f"{what} works with whole rows, of which a process has a shard, or a row of padding where its ring has "
+                f"none left: {remedy}"
+            )
+    return None
+
+
+def warn_of_methods(trainer: Any, mixin: type[Any]) -> None:
+    """Says which methods of a Trainer below this class meet shards, which they may not expect, or are not called."""
+    own = type(trainer).__name__
+    for name, meaning in (
+        (
+            "compute_loss",
+            "gets shards of rows: its loss must be the sum over inputs['shift_labels'] divided by num_items_in_batch, "
+            "times the number of processes (as super().compute_loss is); define compute_loss in %s if it is",
+        ),
+        (
+            "prediction_step",
+            "is not called: %s evaluates shards by compute_loss alone; define prediction_step there",
+        ),
+    ):
+        if getattr(type(trainer), name) is not getattr(mixin, name):
+            continue
+        below = type(trainer).__mro__[type(trainer).__mro__.index(mixin) + 1 :]
+        owner = next(kind for kind in below if name in vars(kind))
+        known = owner.__module__.startswith("transformers.") or owner.__module__ == "trl.trainer.sft_trainer"
+        if not known and (name == "prediction_step" or trainer.ring.world_size > 1) and trainer.is_world_process_zero():
+            logger.warning(f"%s.%s {meaning}", owner.__name__, name, own)

@@ -1,0 +1,66 @@
+"""Agreement: all ranks come with equal values and without an error, or all raise."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .communicators import Communicator
+
+
+def digest(x: Any) -> str:
+    """What ranks compare instead of a tensor: its shape and a checksum of its content; of other things, of their text."""
+    if not isinstance(x, Tensor):
+        return hashlib.sha256(repr(x).encode()).hexdigest()[:12]
+    content = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{list(x.shape)} {hashlib.sha256(content.tobytes()).hexdigest()[:12]}"
+
+
+def agree(
+    communicator: Communicator | None,
+    who: str,
+    values: Mapping[str, Any],
+    error: BaseException | None,
+    tell: Any = None,
+) -> list[Any]:
+    """Checks that all ranks came with equal values and without an error; one small exchange.
+
+    Args:
+        communicator: None for a process alone.
+        who: what an error calls a rank.
+        values: what must be equal, by the name an error gives it.
+        error: what this rank came with, raised on all.
+        tell: something for the other ranks, which may differ.
+
+    Returns:
+        What each rank tells.
+
+    Raises:
+        ValueError: on every rank, if a rank came with an error or the ranks differ; says which rank has which value.
+    """
+    if communicator is None or communicator.world_size == 1:
+        if error is not None:
+            raise error
+        return [tell]
+    message = None if error is None else (type(error).__name__, str(error))
+    said = communicator.gather_objects((dict(values), message, tell))
+    if error is not None:
+        raise error
+    refusals = {rank: message for rank, (_, message, _) in enumerate(said) if message is not None}
+    together = "of the ring" if who == "rank" else f"of {communicator.world_size}"
+    if refusals:
+        rank, (kind, text) = min(refusals.items())
+        raise (NotImplementedError if kind == "NotImplementedError" else ValueError)(
+            f"{who} {rank} {together} refused the call: {text}"
+        )
+    for name in values:
+        by_rank = [theirs.get(name) for theirs, _, _ in said]
+        if any(value != by_rank[0] for value in by_rank):
+            listed = ", ".join(f"{who} {rank}: {value}" for rank, value in enumerate(by_rank))
+            whom = "ranks of the ring" if who == "rank" else "processes"
+            raise ValueError(f"the {whom} disagree on {name}: {listed}; all must pass the same")
+    return [told for _, _, told in said]

@@ -1,0 +1,112 @@
+"""The ranks of a ring as they reach each other: over a torch.distributed process group, or inside one process.
+
+Transports and `Ring` use these few operations and nothing else of torch.distributed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Message(NamedTuple):
+    """A contiguous tensor for a rank, or to be filled by one."""
+
+    peer: int
+    tensor: Tensor
+
+
+class Pending(Protocol):
+    """Messages under way."""
+
+    def wait(self) -> None:
+        """Until all are there; called once.
+
+        Raises:
+            RuntimeError: a peer is gone, or too late; names it and what was awaited of it.
+        """
+
+
+class Communicator(Protocol):
+    """This rank among `world_size` ranks, by their numbers in the ring."""
+
+    rank: int
+    world_size: int
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Starts all of them; at most one a peer and direction. All ranks start theirs in the same order."""
+
+    def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Pending:
+        """Starts to send rows of `sent` to each rank, in the order of ranks, and to fill `received` likewise."""
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """x of all ranks, of equal shapes."""
+
+    def gather_objects(self, x: Any) -> list[Any]:
+        """x of all ranks, anything that can be pickled."""
+
+    def sum_(self, x: Tensor) -> None:
+        """Makes x the sum of all ranks' x."""
+
+
+class _Works:
+    """Works of torch.distributed, each waited for once, with what to say of it if it fails."""
+
+    def __init__(self, works: list[tuple[dist.Work, str]]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        works, self.works = self.works, []
+        for work, what in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise RuntimeError(f"{what} did not end: {error}") from error
+
+
+class ProcessGroupCommunicator:
+    """The ranks of a process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        operations, said = [], []
+        for name, function, messages in (
+            ("sending to", dist.isend, sends),
+            ("receiving from", dist.irecv, receives),
+        ):
+            for peer, tensor in messages:
+                operations.append(dist.P2POp(function, tensor, group=self.group, group_peer=peer))
+                said.append(f"{name} rank {peer}")
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise RuntimeError(f"{' and '.join(said)} did not begin: {error}") from error
+        if len(works) != len(operations):  # NCCL: one work for all of them
+            said = [" and ".join(said)] * len(works)
+        return _Works(list(zip(works, said)))
+
+    def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Pending:
+        work = dist.all_to_all_single(received, sent, receive_counts, send_counts, group=self.group, async_op=True)
+        peers = [rank for rank in range(self.world_size) if receive_counts[rank] or send_counts[rank]]
+        return _Works([(work, f"the exchange with ranks {peers}")])
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(x) for _ in range(self.world_size)]
+        dist.all_gather(parts, x, group=self.group)
+        return parts
+
+    def gather_objects(self, x: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, x, group=self.group)
+        return gathered
+
+    def sum_(self, x: Tensor) -> None:
+        dist.all_reduce(x, group=self.group)

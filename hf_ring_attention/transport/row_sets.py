@@ -1,0 +1,128 @@
+"""Sets of rows of a tensor: taken out, written into messages, and added back to."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..plan.problem import Problem
+from ..plan.routes import KeyRows
+
+
+class RowRuns(NamedTuple):
+    """`copies` runs of `length` rows, `distance` rows from start to start."""
+
+    start: int
+    length: int
+    distance: int
+    copies: int
+
+    def numbers(self) -> Tensor:
+        """Of the rows, ascending."""
+        starts = self.start + torch.arange(self.copies) * self.distance
+        return (starts[:, None] + torch.arange(self.length)).flatten()
+
+    def of(self, rows: Tensor) -> Tensor:
+        """[copies, length, ...] view of rows [R, ...]."""
+        stop = self.start + (self.copies - 1) * self.distance + self.length
+        return rows[self.start : stop].unfold(0, self.length, self.distance).movedim(-1, 1)
+
+
+@dataclass(frozen=True)
+class RowSet:
+    """Some rows of a tensor, by their ascending numbers in x.flatten(0, 2): as runs where they are, else by an index.
+
+    Neither runs nor an index: all of them, in order.
+    """
+
+    count: int
+    index: Tensor | None = None
+    runs: RowRuns | None = None
+
+    @classmethod
+    def of(cls, numbers: Tensor, total: int) -> RowSet:
+        """These rows of `total`; numbers ascend."""
+        count = len(numbers)
+        if count == total:
+            return cls(count)
+        if not count:
+            return cls(0, numbers)
+        breaks = torch.nonzero(numbers[1:] != numbers[:-1] + 1).flatten()
+        length = int(breaks[0]) + 1 if len(breaks) else count
+        starts = numbers[::length]
+        distance = int(starts[1] - starts[0]) if len(starts) > 1 else length
+        runs = RowRuns(int(starts[0]), length, distance, len(starts))
+        if count == length * len(starts) and torch.equal(runs.numbers().to(numbers.device), numbers):
+            return cls(count, None, runs)
+        return cls(count, numbers)
+
+    @property
+    def everything(self) -> bool:
+        return self.index is None and self.runs is None
+
+    def take(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[B, H, n, ...] -> [rows, ...]; into `out`, [1, 1, rows, ...], where it is given."""
+        rows, out = x.flatten(0, 2), None if out is None else out.flatten(0, 2)
+        if self.index is not None:
+            return torch.index_select(rows, 0, self.index, out=out)
+        if self.runs is not None:
+            view = self.runs.of(rows)
+            if out is None:
+                return view.flatten(0, 1)
+            out.unflatten(0, (self.runs.copies, self.runs.length)).copy_(view)
+            return out
+        return rows if out is None else out.copy_(rows)
+
+    def add_(self, x: Tensor, values: Tensor) -> None:
+        """Adds [rows, ...] to the rows of a contiguous x [B, H, n, ...]."""
+        rows = x.view(-1, *x.shape[3:])
+        if self.index is not None:
+            rows.index_add_(0, self.index, values)
+        elif self.runs is not None:
+            self.runs.of(rows).add_(values.unflatten(0, (self.runs.copies, self.runs.length)))
+        else:
+            rows.add_(values)
+
+
+class Payload:
+    """Key rows in the order in which they are sent: by batch row, head, row."""
+
+    def __init__(self, rows: KeyRows, problem: Problem, heads: range, device: torch.device) -> None:
+        count, local_len = problem.num_kv_heads, problem.layout.local_len
+        numbers: dict[int, Tensor] = {}  # of equal sets, once
+        row_class = {row: i for i, (_, rows_) in enumerate(problem.row_classes) for row in rows_}
+        parts = []
+        for batch_row, head in itertools.product(range(len(problem.documents)), heads):
+            bits = rows.sets[row_class[batch_row] * count + head]
+            if bits:
+                if bits not in numbers:
+                    numbers[bits] = _bit_numbers(bits)
+                parts.append(numbers[bits] + (batch_row * count + head) * local_len)
+        #: Ascending numbers in a [B, Hkv, n] tensor of the source.
+        self.numbers = torch.cat(parts).to(device) if parts else torch.empty(0, dtype=torch.int64, device=device)
+        self.shape = (1, 1, len(self.numbers))
+        #: The first row of every head, where all batch rows and heads have the same run of rows.
+        self.first: int | None = None
+        if len(numbers) == 1 and len(parts) == len(problem.documents) * len(heads):
+            ((bits, run),) = numbers.items()
+            if int(run[-1] - run[0]) + 1 == len(run):
+                self.first = int(run[0])
+                self.shape = (len(problem.documents), len(heads), len(run))
+
+    def places(self, numbers: Tensor) -> Tensor:
+        """Where these rows, all of them in the payload, are in it."""
+        return torch.searchsorted(self.numbers, numbers)
+
+    def row_set(self, chosen: Payload) -> RowSet:
+        """Rows of another payload, all of them in this one, as rows of this one."""
+        return RowSet.of(self.places(chosen.numbers), len(self.numbers))
+
+
+def _bit_numbers(bits: int) -> Tensor:
+    """The numbers of the bits that are set, ascending."""
+    octets = torch.frombuffer(bytearray(bits.to_bytes(-(-bits.bit_length() // 8), "little")), dtype=torch.uint8)
+    return torch.nonzero((octets[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten()).flatten()

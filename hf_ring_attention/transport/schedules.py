@@ -1,0 +1,170 @@
+"""What a rank sends, receives and computes at each step of a transport: plans bound to tensors, made once per problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..compute.binding import Binder, BoundBatch, OwnBinding, bind_own
+from ..plan.plans import TileBatch, of_heads, plan_rank, tiles_from
+from ..plan.problem import Problem
+from ..plan.routes import Hop, KeyRows, Lap, needed, ring_laps
+from .row_sets import Payload, RowSet
+
+
+@dataclass(frozen=True)
+class CollectiveBinding:
+    """One exchange: this rank's rows to send, in the order of the ranks that need them, and tiles with what comes."""
+
+    own: OwnBinding
+    remote: tuple[BoundBatch, ...]
+    used: bool
+    send: RowSet
+    send_counts: list[int]
+    receive_counts: list[int]
+
+
+@dataclass(frozen=True)
+class RingStep:
+    """What a rank does at one step of a round: tiles, and rows that arrive for them and leave.
+
+    Attributes:
+        number: hops between this rank and the one whose rows it holds; 0: its own.
+        of: steps of the round.
+        source: whose rows these are.
+        following, previous: the neighbours that rows go to and come from.
+        shape: of the payload, as a [B, heads, rows] tensor or as [1, 1, rows].
+        sent: rows of what was held a step before, that go to `following` while these arrive.
+        carried: rows of the payload whose gradients arrive from `previous` after its part is done.
+        goes_on: rows of the payload whose gradients go to `following`.
+        finished: rows of the payload whose gradients go home, to `source`.
+        home: rows of this rank whose gradients come home, from `last_user`.
+    """
+
+    batches: tuple[BoundBatch, ...]
+    number: int
+    of: int
+    source: int
+    following: int
+    previous: int
+    last_user: int
+    shape: tuple[int, int, int]
+    sent: RowSet
+    carried: RowSet
+    goes_on: RowSet
+    finished: RowSet
+    home: RowSet
+
+    @property
+    def arriving(self) -> int:
+        """Rows of the payload; 0 at step 0."""
+        return self.shape[0] * self.shape[1] * self.shape[2]
+
+
+@dataclass(frozen=True)
+class RingBinding:
+    """The steps of all laps, in their order; `whole` as in `OwnBinding`."""
+
+    steps: tuple[RingStep, ...]
+    whole: BoundBatch | None
+
+
+@lru_cache(maxsize=64)
+def bind_collective(problem: Problem, rank: int, device: torch.device) -> CollectiveBinding:
+    """The plan of `rank` for one exchange of the needed rows; cached by value."""
+    binder, layout, heads = Binder(problem, device), problem.layout, range(problem.num_kv_heads)
+    others = [other for other in range(layout.world_size) if other != rank]
+
+    def payload(reader: int, source: int) -> Tensor:
+        return Payload(needed(problem, reader, source), problem, heads, device).numbers
+
+    send = {other: payload(other, rank) for other in others}
+    receive = {other: payload(rank, other) for other in others}
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    send_counts, receive_counts = (
+        [len(rows.get(other, nothing)) for other in range(layout.world_size)] for rows in (send, receive)
+    )
+    # What is received lies by source and then by number there; tiles number it as in whole rows.
+    whole = []
+    for other, numbers in receive.items():
+        positions = torch.tensor(layout.positions(other), device=device)
+        local = numbers % layout.local_len
+        whole.append(numbers // layout.local_len * layout.padded_len + positions[local])
+    numbers, places = torch.sort(torch.cat(whole)) if whole else (nothing, nothing)
+    return CollectiveBinding(
+        own=bind_own(problem, rank, device),
+        remote=tuple(
+            binder.with_keys(batch, places[torch.searchsorted(numbers, binder.key_numbers(batch, layout.padded_len))])
+            for batch in plan_rank(problem, rank).remote
+        ),
+        used=any(needed(problem, a, b) for a in range(layout.world_size) for b in range(layout.world_size)),
+        send=RowSet(sum(send_counts), torch.cat([nothing, *send.values()])),  # not ascending
+        send_counts=send_counts,
+        receive_counts=receive_counts,
+    )
+
+
+def _with_payload(binder: Binder, batch: TileBatch, heads: range, payload: Payload) -> BoundBatch:
+    """Tiles of these heads with keys of a payload; key rows are numbered as in its source."""
+    if payload.first is not None:
+        view = binder.view(batch, heads, len(heads), 0, payload.first)
+        if view is not None:
+            return view
+    return binder.with_keys(batch, payload.places(binder.key_numbers(batch, binder.key_rows)))
+
+
+@lru_cache(maxsize=64)
+def bind_ring(problem: Problem, rank: int, device: torch.device) -> RingBinding:
+    """The steps of `rank` round the ring; cached by value."""
+    own, laps = bind_own(problem, rank, device), ring_laps(problem)
+    steps = tuple(step for lap in laps for step in _lap_steps(problem, rank, device, lap))
+    # A rank that needs nobody's keys may yet have to send its own.
+    alone = own.whole and not any(lap.steps for lap in laps)
+    return RingBinding(steps, own.batches[0] if alone else None)
+
+
+def _lap_steps(problem: Problem, rank: int, device: torch.device, lap: Lap) -> list[RingStep]:
+    binder, p, heads = Binder(problem, device), problem.layout.world_size, lap.heads
+
+    def payload(rows: KeyRows | None) -> Payload:
+        return Payload(nothing if rows is None else rows, problem, heads, device)
+
+    def of(hop: Hop | None, name: str) -> Payload:
+        return payload(None if hop is None else getattr(hop, name))
+
+    nothing = KeyRows(problem.num_kv_heads, (), (0,) * (len(problem.row_classes) * problem.num_kv_heads))
+    own_rows = len(problem.documents) * problem.num_kv_heads * problem.layout.local_len
+    following = (rank + lap.direction) % p
+    route = lap.routes[rank]
+    steps = []
+    held: Payload | None = None  # own rows, which are numbered as they are
+    for number in range(0 if lap.with_own else 1, lap.steps + 1):
+        source = lap.source(rank, number)
+        here, onward = lap.hop(rank, number), lap.hop(following, number + 1)
+        sent = of(lap.hop(following, number) if number else None, "rows")
+        home = payload(route[number - 1].finished if 1 <= number <= len(route) else None)
+        arrived = of(here, "rows")
+        tiles = of_heads(tiles_from(problem, rank, source), heads, binder.group) if here or not number else ()
+        batches = tuple(_with_payload(binder, b, heads, arrived) if number else binder.own(b, heads) for b in tiles)
+        steps.append(
+            RingStep(
+                batches=batches,
+                number=number,
+                of=lap.steps,
+                source=source,
+                following=following,
+                previous=(rank - lap.direction) % p,
+                last_user=(rank + number * lap.direction) % p,
+                shape=arrived.shape,
+                sent=RowSet.of(sent.numbers, own_rows) if held is None else held.row_set(sent),
+                carried=arrived.row_set(of(here, "carried")),
+                goes_on=arrived.row_set(of(onward if number else None, "carried")),
+                finished=arrived.row_set(of(here, "finished")),
+                home=RowSet.of(home.numbers, own_rows),
+            )
+        )
+        held = arrived if number else None
+    return steps

@@ -1,0 +1,357 @@
+"""Every kernel against the formula in float64, forward and backward, and as one of several tiles of a softmax."""
+
+import random
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_ring_attention.compute.kernels import CpuFlash, CudaEfficient, CudaFlash, Math, choose_kernel
+from hf_ring_attention.compute.merge import accumulation_dtype, merge_
+
+CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+FLASH = pytest.mark.skipif(
+    not torch.backends.cuda.is_flash_attention_available(), reason="torch was built without FlashAttention for CUDA"
+)
+HALVES = (torch.bfloat16, torch.float16)
+FLOATS = (torch.float64, torch.float32, *HALVES)
+
+# (kernel, device, dtypes it computes in)
+CPU_FLASH = pytest.param(CpuFlash(), "cpu", FLOATS, id="cpu_flash")
+MATH = pytest.param(Math(), "cpu", FLOATS, id="math")
+KERNELS = [
+    CPU_FLASH,
+    MATH,
+    pytest.param(CudaFlash(), "cuda", HALVES, id="cuda_flash", marks=[*CUDA, FLASH]),
+    pytest.param(CudaEfficient(), "cuda", (torch.float32, *HALVES), id="cuda_efficient", marks=CUDA),
+    pytest.param(Math(), "cuda", FLOATS, id="cuda_math", marks=CUDA),
+]
+
+# tiles, key/value heads, query heads on each, queries, keys, width of q and k, width of v
+SHAPES = [
+    (1, 1, 1, 1, 1, 1, 1),
+    (2, 2, 3, 17, 17, 8, 8),
+    (3, 1, 2, 5, 33, 7, 16),
+    (1, 2, 4, 70, 9, 16, 5),
+    (2, 3, 1, 64, 64, 33, 13),
+    (1, 1, 2, 130, 130, 16, 24),
+    (1, 2, 1, 1, 40, 64, 64),
+    (1, 1, 3, 90, 280, 8, 8),
+    (1, 1, 1, 40, 1, 5, 3),
+]
+CASES = [(shape, False) for shape in SHAPES] + [(shape, True) for shape in SHAPES if shape[3] == shape[4]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors are small here: threads would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def generator():
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")  # pytest shows it on failure
+    return torch.Generator().manual_seed(seed)
+
+
+def visible(queries, keys, causal):
+    everything = torch.ones(queries, keys, dtype=torch.bool)
+    return everything.tril() if causal else everything
+
+
+def probabilities(q, k, lse, seen, scale):
+    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
+    return torch.exp(scores.masked_fill(~seen, -torch.inf) - lse.unsqueeze(-1))
+
+
+def formula_forward(q, k, v, seen, scale):
+    group = q.shape[1] // k.shape[1]
+    scores = (q @ k.repeat_interleave(group, 1).mT * scale).masked_fill(~seen, -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    return probabilities(q, k, lse, seen, scale) @ v.repeat_interleave(group, 1), lse
+
+
+def formula_backward(dout, q, k, v, out, lse, seen, scale):
+    """The share of these keys in the gradients of a softmax over them and perhaps others, whose (out, lse) it was."""
+    heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    p = probabilities(q, k, lse, seen, scale)
+    dp = dout @ v.repeat_interleave(group, 1).mT
+    ds = p * (dp - (dout * out).sum(-1, keepdim=True)) * scale
+    dk, dv = (x.unflatten(1, (heads, group)).sum(2) for x in (ds.mT @ q, p.mT @ dout))
+    return ds @ k.repeat_interleave(group, 1), dk, dv
+
+
+def formula(dtype, q, k, v, dout, causal, scale):
+    """out, dq, dk, dv and lse, computed in `dtype` and given in float64."""
+    q, k, v, dout = (x.detach().cpu().to(dtype) for x in (q, k, v, dout))
+    seen = visible(q.shape[2], k.shape[2], causal)
+    out, lse = formula_forward(q, k, v, seen, scale)
+    return [x.double() for x in (out, *formula_backward(dout, q, k, v, out, lse, seen, scale), lse)]
+
+
+def test_the_formula_is_what_autograd_finds(generator):
+    for (tiles, heads, group, queries, keys, width, value_width), causal in CASES:
+        q, k, v, dout = make((tiles, heads, group, queries, keys, width, value_width), torch.float64, generator)
+        x = [t.clone().requires_grad_() for t in (q, k, v)]
+        bias = torch.zeros(queries, keys, dtype=torch.float64).masked_fill(~visible(queries, keys, causal), -torch.inf)
+        out = torch.softmax(0.3 * x[0] @ x[1].repeat_interleave(group, 1).mT + bias, -1) @ x[2].repeat_interleave(
+            group, 1
+        )
+        want = [out, *torch.autograd.grad(out, x, dout)]
+        for got, exact in zip(formula(torch.float64, q, k, v, dout, causal, 0.3), want, strict=False):
+            torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
+
+
+def make(shape, dtype, generator, device="cpu"):
+    """q, k, v and the gradient of out."""
+    tiles, heads, group, queries, keys, width, value_width = shape
+    sizes = (
+        (heads * group, queries, width),
+        (heads, keys, width),
+        (heads, keys, value_width),
+        (heads * group, queries, value_width),
+    )
+    return [torch.randn(tiles, *size, generator=generator, dtype=torch.float64).to(device, dtype) for size in sizes]
+
+
+def largest(x):
+    return float(x.abs().max())
+
+
+def check(kernel, q, k, v, dout, causal, scale=None, between=lambda out, lse: (out, lse)):
+    """Forward and backward against the formula: twice the error that the formula itself makes in the dtype.
+
+    `between` may lay out (out, lse) anew before they are handed to backward.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    dtype, inputs = q.dtype, (q, k, v, dout)
+    before = [x.clone() for x in inputs]
+    out, lse = kernel.forward(q, k, v, causal, scale)
+    grads = kernel.backward(dout, q, k, v, *between(out, lse), causal, scale)
+    assert all(torch.equal(x, x_before) for x, x_before in zip(inputs, before, strict=True)), "an input was changed"
+    assert out.shape == (*q.shape[:3], v.shape[-1])
+    assert lse.shape == q.shape[:3]
+    assert (out.dtype, lse.dtype) == (dtype, accumulation_dtype(dtype))
+    for grad, x in zip(grads, (q, k, v), strict=True):
+        assert grad.shape == x.shape
+        assert grad.dtype == x.dtype
+
+    *want, want_lse = formula(torch.float64, *inputs, causal, scale)
+    # Nothing is more exact than float64: its error is that of float32, smaller by the ratio of their roundings.
+    lower = torch.float32 if dtype == torch.float64 else dtype
+    *low, _ = formula(lower, *inputs, causal, scale)
+    rounding = torch.finfo(dtype).eps
+    # All gradients share a scale: where a row has one key, dq and dk are differences that vanish.
+    scales = [largest(want[0])] + [max(map(largest, want[1:]))] * 3
+    error = max(largest(a - b) / size for a, b, size in zip(low, want, scales, strict=True))
+    error = (2 * error * rounding / torch.finfo(lower).eps) + rounding
+    if dtype in (torch.float32, torch.float64):
+        error *= 8  # the order of sums is the kernel's own, which at the last digit can be the whole of the error
+    for name, got, exact, size in zip(("out", "dq", "dk", "dv"), (out, *grads), want, scales, strict=True):
+        difference = largest(got.detach().cpu().double() - exact)
+        assert difference <= error * size, f"{kernel.name}, {dtype}: {name} is {difference} off, of {error * size}"
+    # CPU flash has an approximate exponential for 16 bits: 6e-5 off, a tenth of what the inputs are rounded by.
+    error = 2**-13 if dtype in HALVES else 16 * rounding * max(1.0, largest(want_lse))
+    difference = largest(lse.cpu().double() - want_lse)
+    assert difference <= error, f"{kernel.name}, {dtype}: lse is {difference} off, of {error}"
+
+
+@pytest.mark.parametrize(("shape", "causal"), CASES, ids=str)
+@pytest.mark.parametrize(("kernel", "device", "dtypes"), KERNELS)
+def test_forward_and_backward(kernel, device, dtypes, shape, causal, generator):
+    for dtype in dtypes:
+        check(kernel, *make(shape, dtype, generator, device), causal)
+
+
+@pytest.mark.parametrize(("kernel", "device", "dtypes"), KERNELS)
+def test_scale(kernel, device, dtypes, generator):
+    for scale in (1.0, 0.01):
+        check(kernel, *make((1, 2, 2, 20, 20, 8, 8), dtypes[0], generator, device), True, scale)
+
+
+def by_token(x):
+    """The same values, stored [T, L, H, D] as models make them."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def every_other_column(x):
+    return x.repeat_interleave(2, -1)[..., ::2]
+
+
+def some_rows(x):
+    """The same values inside a longer tensor."""
+    return torch.cat([x.new_full((*x.shape[:2], 3, x.shape[3]), torch.nan), x], 2)[:, :, 3:]
+
+
+def backwards(x):
+    """The same values, stored with their tiles and heads the other way round."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+@pytest.mark.parametrize("lay_out", [by_token, every_other_column, some_rows, backwards])
+@pytest.mark.parametrize(("kernel", "device", "dtypes"), KERNELS)
+def test_inputs_need_not_be_contiguous(kernel, device, dtypes, lay_out, generator):
+    for shape in ((2, 2, 3, 17, 17, 8, 8), (2, 2, 2, 20, 20, 8, 5)):
+        x = [lay_out(x) for x in make(shape, dtypes[0], generator, device)]
+        assert not any(part.is_contiguous() for part in x)
+        check(
+            kernel,
+            *x,
+            True,
+            between=lambda out, lse: (lay_out(out), lse.transpose(1, 2).contiguous().transpose(1, 2)),
+        )
+
+
+@pytest.mark.parametrize(("kernel", "device", "dtypes"), KERNELS)
+def test_expanded_inputs(kernel, device, dtypes, generator):
+    """One tile's keys for all tiles, and the gradient of a sum: strides of 0."""
+    q, k, v, dout = make((3, 2, 2, 12, 20, 8, 8), dtypes[0], generator, device)
+    check(kernel, q, k[:1].expand_as(k), v[:1].expand_as(v), dout[:1, :1, :1, :1].expand_as(dout), False)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("kernel", "device", "dtypes"), KERNELS)
+def test_tiles_of_one_softmax_have_their_exact_shares(kernel, device, dtypes, dtype, generator):
+    """Merged out and lse of several tiles, handed to each tile's backward."""
+    if dtype not in dtypes:
+        pytest.skip(f"{kernel.name} has no {dtype}")
+    # The first tile is a triangle, the others are rectangles.
+    tile_keys = (24, 9, 40)
+    width, value_width, scale = 8, 5, 0.4
+    q, k, v, dout = make((2, 2, 2, 24, sum(tile_keys), width, value_width), dtype, generator, device)
+    tiles = list(zip(k.split(tile_keys, 2), v.split(tile_keys, 2), (True, False, False), strict=True))
+    accumulation = accumulation_dtype(dtype)
+    out = torch.zeros(dout.shape, dtype=accumulation, device=device)
+    lse = torch.full(out.shape[:3], -torch.inf, dtype=accumulation, device=device)
+    for keys, values, causal in tiles:
+        merge_(out, lse, *kernel.forward(q, keys, values, causal, scale))
+    shares = [kernel.backward(dout, q, *kv, out.to(dtype), lse, causal, scale) for *kv, causal in tiles]
+
+    def shares_in(dtype):
+        q_, k_, v_, dout_ = (x.cpu().to(dtype) for x in (q, k, v, dout))
+        seen = torch.cat([visible(24, count, causal) for count, causal in zip(tile_keys, (1, 0, 0), strict=True)], 1)
+        out_, lse_ = formula_forward(q_, k_, v_, seen, scale)
+        parts = zip(k_.split(tile_keys, 2), v_.split(tile_keys, 2), seen.split(tile_keys, 1), strict=True)
+        found = [formula_backward(dout_, q_, a, b, out_, lse_, mask, scale) for a, b, mask in parts]
+        return out_.double(), lse_.double(), [[x.double() for x in share] for share in found]
+
+    want_out, want_lse, want = shares_in(torch.float64)
+    lower = torch.float32 if dtype == torch.float64 else dtype
+    low_out, _, low = shares_in(lower)
+    rounding, scale_of = torch.finfo(dtype).eps, max(largest(x) for share in want for x in share)
+    error = max(largest(a - b) for x, y in zip(low, want, strict=True) for a, b in zip(x, y, strict=True)) / scale_of
+    error = 2 * max(error, largest(low_out - want_out) / largest(want_out)) * rounding / torch.finfo(lower).eps
+    error = (error + rounding) * (1 if dtype in HALVES else 8)
+    assert largest(out.cpu() - want_out) <= error * largest(want_out)
+    assert largest(lse.cpu() - want_lse) <= (2**-13 if dtype in HALVES else 16 * rounding * largest(want_lse))
+    for number, (got_share, want_share) in enumerate(zip(shares, want, strict=True)):
+        for name, got, exact in zip(("dq", "dk", "dv"), got_share, want_share, strict=True):
+            difference = largest(got.cpu().double() - exact)
+            assert difference <= error * scale_of, f"{name} of tile {number} is {difference} off"
+
+
+class LargestResult(TorchDispatchMode):
+    """The most elements of any tensor that an operation gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return result
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rows_at_once", [0, 1, 5, 16, 47])
+def test_math_gives_the_same_in_slices(causal, rows_at_once, generator):
+    heads, group, n, width = 2, 3, 48, 4
+    q, k, v, dout = make((1, heads, group, n, n, width, width), torch.float64, generator)
+
+    def both(kernel):
+        out, lse = kernel.forward(q, k, v, causal, 0.5)
+        return out, lse, *kernel.backward(dout, q, k, v, out, lse, causal, 0.5)
+
+    sliced = Math()
+    sliced.budget = heads * group * n * rows_at_once
+    with LargestResult() as seen:
+        got = both(sliced)
+    # One row is the least there is; and the inputs are there anyway.
+    assert seen.elements <= max(heads * group * n * max(rows_at_once, 1), q.numel())
+    for part, whole in zip(got, both(Math()), strict=True):
+        torch.testing.assert_close(part, whole, rtol=1e-13, atol=1e-13)
+    for dtype in FLOATS:
+        check(sliced, *(x.to(dtype) for x in (q, k, v, dout)), causal)
+
+
+def test_kernels_are_chosen_with_a_reason(monkeypatch):
+    for available in (True, False):
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda available=available: available)
+        flash = CudaFlash if available else CudaEfficient
+        for device, dtype, head_dim, value_dim, want in [
+            *(("cpu", dtype, 64, 64, CpuFlash) for dtype in FLOATS),
+            ("cpu", torch.float32, 7, 300, CpuFlash),
+            *(("cuda", dtype, 64, 64, flash) for dtype in HALVES),
+            ("cuda", torch.bfloat16, 256, 128, flash),
+            ("cuda", torch.bfloat16, 257, 128, CudaEfficient),
+            ("cuda", torch.float16, 128, 257, CudaEfficient),
+            ("cuda", torch.float32, 64, 64, CudaEfficient),
+            ("cuda", torch.float64, 64, 64, Math),
+            ("mps", torch.float32, 64, 64, Math),
+        ]:
+            choice = choose_kernel.__wrapped__(device, dtype, head_dim, value_dim)  # past the cache
+            assert type(choice.kernel) is want, (device, dtype, head_dim, value_dim, available)
+            assert len(choice.reason) > 10
+            if want is not CpuFlash:
+                assert str(dtype) in choice.reason
+    assert choose_kernel("cpu", torch.float32, 8, 8) is choose_kernel("cpu", torch.float32, 8, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
+def test_other_dtypes_are_refused(dtype, device):
+    with pytest.raises(ValueError, match=f"attention needs floating point tensors, got {dtype}"):
+        choose_kernel(device, dtype, 64, 64)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_efficient_kernel_serves_groups_without_repeating_keys(monkeypatch, causal):
+    """Its operator, played by the CPU's, is given as many query heads as there are key/value heads."""
+
+    class Operators:
+        @staticmethod
+        def _scaled_dot_product_efficient_attention(q, k, v, bias, compute_lse, dropout, causal, scale):
+            assert q.shape[1] == k.shape[1] == v.shape[1] == 2
+            return *CpuFlash().forward(q, k, v, causal, scale), None, None
+
+        @staticmethod
+        def _scaled_dot_product_efficient_attention_backward(
+            dout, q, k, v, bias, out, lse, seed, offset, dropout, wanted, causal, scale
+        ):
+            assert q.shape[1] == k.shape[1] == v.shape[1] == 2
+            assert lse.shape[-1] % 32 == 0
+            lse = lse[..., : q.shape[2]]
+            return *CpuFlash().backward(dout, q, k, v, out, lse, causal, scale), None
+
+    q, dout = (torch.randn(3, 6, 5, 8, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(3, 2, 5, 8, dtype=torch.float64) for _ in range(2))
+    want = Math().forward(q, k, v, causal, 0.3)
+    want += Math().backward(dout, q, k, v, *want, causal, 0.3)
+    with monkeypatch.context() as patched:
+        cpu = CpuFlash.forward.__globals__["aten"]
+        Operators._scaled_dot_product_flash_attention_for_cpu = cpu._scaled_dot_product_flash_attention_for_cpu
+        Operators._scaled_dot_product_flash_attention_for_cpu_backward = (
+            cpu._scaled_dot_product_flash_attention_for_cpu_backward
+        )
+        patched.setattr("hf_ring_attention.compute.kernels.aten", Operators)
+        got = CudaEfficient().forward(q, k, v, causal, 0.3)
+        got += CudaEfficient().backward(dout, q, k, v, *got, causal, 0.3)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,181 @@
+"""Merging partial softmaxes: the whole softmax in float64, rows without a key, extreme scores, and no error that grows."""
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+
+from hf_ring_attention.compute.merge import accumulation_dtype, merge_
+
+
+@pytest.fixture
+def generator():
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")  # pytest shows it on failure
+    return torch.Generator().manual_seed(seed)
+
+
+def merged(parts, dtype=torch.float64):
+    """All (out, lse) parts, one after another, into rows that have seen no key."""
+    out = torch.zeros(parts[0][0].shape, dtype=dtype)
+    lse = torch.full(parts[0][1].shape, -torch.inf, dtype=dtype)
+    for new_out, new_lse in parts:
+        before = new_out.clone(), new_lse.clone()
+        assert merge_(out, lse, new_out, new_lse) is None
+        assert torch.equal(new_out, before[0])
+        assert torch.equal(new_lse, before[1])
+    return out, lse
+
+
+def by_logsumexp(parts):
+    """The same by the definition, in float64: parts weigh by the softmax of their log-sum-exps."""
+    outs, lses = (torch.stack([part[i].double() for part in parts]) for i in range(2))
+    lse = torch.logsumexp(lses, 0)
+    weights = torch.where(lse == -torch.inf, 0.0, torch.softmax(lses, 0))
+    return (weights.unsqueeze(-1) * outs).sum(0), lse
+
+
+def random_parts(count, generator, shape=(2, 3, 20), width=8, dtype=torch.float64, spread=4.0):
+    return [
+        (
+            torch.randn(*shape, width, generator=generator, dtype=torch.float64).to(dtype),
+            spread * torch.randn(shape, generator=generator, dtype=torch.float64),
+        )
+        for _ in range(count)
+    ]
+
+
+def without_keys(part, rows):
+    out, lse = part
+    return out.masked_fill(rows.unsqueeze(-1), 0), lse.masked_fill(rows, -torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "want"),
+    [
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+    ],
+    ids=str,
+)
+def test_accumulation_dtype(dtype, want):
+    assert accumulation_dtype(dtype) == want
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_merging_is_logsumexp(count, generator):
+    parts = random_parts(count, generator)
+    for got, want in zip(merged(parts), by_logsumexp(parts), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
+
+
+def test_the_order_does_not_matter(generator):
+    parts = random_parts(4, generator)
+    results = [merged(order) for order in itertools.permutations(parts)]
+    for got, want in itertools.product(results, results[:1]):
+        torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
+
+
+def test_rows_without_a_key(generator):
+    """On either side, on both, and between parts that have keys."""
+    parts = random_parts(5, generator)
+    parts = [without_keys(part, torch.rand(part[1].shape, generator=generator) < 0.6) for part in parts]
+    none = torch.stack([lse for _, lse in parts]).amax(0) == -torch.inf
+    assert none.any()
+    assert not none.all()
+    out, lse = merged(parts)
+    want_out, want_lse = by_logsumexp(parts)
+    assert torch.equal(lse == -torch.inf, none)
+    assert torch.all(out[none] == 0)
+    assert not out.isnan().any()
+    assert not lse.isnan().any()
+    torch.testing.assert_close(out, want_out, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_part_without_keys_changes_no_bit(dtype, generator):
+    (out, lse), empty = (
+        (out.to(dtype), lse.to(dtype)) for out, lse in [random_parts(1, generator)[0], random_parts(1, generator)[0]]
+    )
+    empty = without_keys(empty, torch.ones_like(lse, dtype=torch.bool))
+    got = [out.clone(), lse.clone()]
+    merge_(*got, *empty)
+    assert torch.equal(got[0], out)
+    assert torch.equal(got[1], lse)
+    got = [x.clone() for x in empty]
+    merge_(*got, out, lse)
+    assert torch.equal(got[0], out)
+    assert torch.equal(got[1], lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_extreme_scores(dtype):
+    extremes = [1e4, -1e4, 0.0, 88.0, -104.0, -math.inf]
+    for first, second in itertools.product(extremes, repeat=2):
+        parts = [
+            (torch.tensor([[0.0 if lse == -math.inf else value, -value]]).to(dtype), torch.tensor([lse]).to(dtype))
+            for lse, value in ((first, 3.0), (second, 5.0))
+        ]
+        parts = [without_keys(part, part[1] == -torch.inf) for part in parts]
+        out, lse = merged(parts, dtype)
+        want_out, want_lse = by_logsumexp(parts)
+        rounding = 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(out.double(), want_out, rtol=rounding, atol=rounding)
+        torch.testing.assert_close(lse.double(), want_lse, rtol=rounding, atol=rounding)
+
+
+def test_the_stronger_part_takes_all(generator):
+    weak, strong = random_parts(2, generator, dtype=torch.float32)
+    weak, strong = (weak[0], weak[1].float() - 1e4), (strong[0], strong[1].float() + 1e4)
+    for order in ((weak, strong), (strong, weak)):
+        out, lse = merged(order, torch.float32)
+        assert torch.equal(out, strong[0])
+        assert torch.equal(lse, strong[1])
+
+
+def test_views_are_merged_in_place(generator):
+    """out and lse as windows into longer rows, in another order of dimensions; the rows beside them stay."""
+    parts = random_parts(2, generator, shape=(2, 5, 3))
+    whole_out, whole_lse = torch.full((2, 3, 9, 8), 7.0).double(), torch.full((2, 3, 9), 7.0).double()
+    whole_out[:, :, 2:7], whole_lse[:, :, 2:7] = 0.0, -torch.inf
+    out, lse = (x[:, :, 2:7].transpose(1, 2) for x in (whole_out, whole_lse))
+    assert not lse.is_contiguous()
+    for part in parts:
+        merge_(out, lse, *part)
+    for got, want in zip((out, lse), by_logsumexp(parts), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
+    for whole in (whole_out, whole_lse):
+        assert torch.all(whole[:, :, :2] == 7)
+        assert torch.all(whole[:, :, 7:] == 7)
+
+
+@pytest.mark.parametrize("new_dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_parts_of_any_dtype(dtype, new_dtype, generator):
+    parts = [(out, lse.float()) for out, lse in random_parts(5, generator, dtype=new_dtype)]
+    rounding = 16 * torch.finfo(dtype).eps
+    for got, want in zip(merged(parts, dtype), by_logsumexp(parts), strict=True):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), want, rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_error_of_parts_in_16_bits_does_not_grow(dtype, generator):
+    """Merged in float32, parts rounded to 16 bits are off by one rounding of the largest, be they 2 or 64."""
+    errors = {}
+    for count in (2, 4, 8, 16, 32, 64):
+        parts = random_parts(count, generator, shape=(1, 4, 100), width=16, spread=1.0)
+        parts = [(out.clamp(-1, 1), lse) for out, lse in parts]
+        exact, _ = by_logsumexp(parts)
+        got, _ = merged([(out.to(dtype), lse.float()) for out, lse in parts], torch.float32)
+        error = got.double() - exact
+        # 1 is the largest: rounding to nearest is half the spacing below 1, a quarter of eps. float32 adds its own.
+        assert error.abs().max() <= torch.finfo(dtype).eps / 4 + count * torch.finfo(torch.float32).eps
+        errors[count] = float(error.square().mean().sqrt())
+    # Roundings of different parts are independent, so that more of them even out.
+    assert errors[64] <= errors[2], errors

@@ -1,0 +1,264 @@
+"""Rows as views and rows by number take, add, merge and split as plain indexing does."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_ring_attention.compute import merge
+from hf_ring_attention.compute.rows import IndexRows, ViewRows
+from tests.support.tolerance import allowed, distance
+
+N = 24  # rows of a head
+
+
+@pytest.fixture
+def rng():
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")  # pytest shows it on failure
+    return random.Random(seed)
+
+
+def tensor(rng, *shape, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def view_case(rng, apart):
+    """ViewRows, and what they stand for: for each tile, (batch row, [(head, [row, ...]), ...]). `apart`: no overlap."""
+    batch, heads, length, copies = rng.randint(1, 3), rng.randint(1, 3), rng.randint(1, 7), rng.randint(1, 4)
+    advance = rng.randint(length if apart else 1, length + 2)
+    while (copies - 1) * advance + length > N:
+        copies -= 1
+    advance = advance if copies > 1 else rng.choice([0, advance])  # one copy has nothing to advance to
+    start = rng.randint(0, N - (copies - 1) * advance - length)
+    tiles = [
+        (row, [(head, [start + copy * advance + i for i in range(length)]) for head in range(heads)])
+        for row, copy in itertools.product(range(batch), range(copies))
+    ]
+    return ViewRows(batch, heads, start, length, copies, advance), (batch, heads), tiles
+
+
+def index_case(rng, apart, explicit):
+    """IndexRows likewise, of some heads of some batch rows; `explicit`: each row by its number, in any order."""
+    batch, heads, length, stride = (
+        rng.randint(1, 3),
+        rng.randint(1, 4),
+        rng.randint(1, 5),
+        rng.choice([1, 2, 4, -1, -3]),
+    )
+    per_tile = rng.randint(1, heads)
+    tiles = []
+    used = set()
+    for _ in range(rng.randint(1, 6)):
+        row, start = rng.randrange(batch), rng.randrange(N)
+        chosen = rng.sample(range(heads), per_tile)
+        rows = rng.sample(range(N), length) if explicit else [start + i * stride for i in range(length)]
+        taken = {(row, head, r) for head in chosen for r in rows}
+        if not all(0 <= r < N for r in rows) or (apart and used & taken):
+            continue
+        used |= taken
+        tiles.append((row, [(head, rows) for head in chosen]))
+    if not tiles:
+        return index_case(rng, apart, explicit)
+    numbers = torch.tensor(
+        [[[(row * heads + head) * N + r for r in rows] for head, rows in of_heads] for row, of_heads in tiles]
+    )
+    rows = IndexRows(None, 0, length, numbers) if explicit else IndexRows(numbers[..., 0], stride, length)
+    return rows, (batch, heads), tiles
+
+
+def cases(rng, apart=False, count=60):
+    for _ in range(count):
+        yield view_case(rng, apart)
+        yield index_case(rng, apart, explicit=False)
+        yield index_case(rng, apart, explicit=True)
+
+
+def plain(x, tiles):
+    """[tiles, heads, L, ...], a row at a time."""
+    return torch.stack(
+        [torch.stack([torch.stack([x[row, head, r] for r in rows]) for head, rows in heads]) for row, heads in tiles]
+    )
+
+
+def each_row(tiles):
+    """((batch row, head, row), (tile, head of the tile, i)) of every row of every tile."""
+    for number, (row, heads) in enumerate(tiles):
+        for place, (head, rows) in enumerate(heads):
+            yield from (((row, head, r), (number, place, i)) for i, r in enumerate(rows))
+
+
+def test_take(rng):
+    for rows, sizes, tiles in cases(rng):
+        for x in (tensor(rng, *sizes, N, 5), tensor(rng, *sizes, N), tensor(rng, *sizes, N, 2, 3)):
+            before = x.clone()
+            assert torch.equal(rows.take(x), plain(x, tiles)), rows
+            assert torch.equal(x, before)
+
+
+def test_one_stretch_is_taken_as_a_view(rng):
+    x = tensor(rng, 2, 3, N, 5)
+    taken = ViewRows(2, 3, 4, 7, 1, 0).take(x)
+    assert taken.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+def test_take_and_add_to_rows_in_any_storage_order(rng):
+    """Views of tensors stored [B, n, H, D], as models make them."""
+    for rows, sizes, tiles in (view_case(rng, apart=False) for _ in range(60)):
+        x = tensor(rng, sizes[0], N, sizes[1], 5).transpose(1, 2)
+        assert torch.equal(rows.take(x), plain(x, tiles))
+        values, want = tensor(rng, *plain(x, tiles).shape), x.clone()
+        for at, place in each_row(tiles):
+            want[at] += values[place]
+        rows.add_(x, values)
+        torch.testing.assert_close(x, want, rtol=1e-13, atol=1e-13)
+
+
+def test_add_where_rows_repeat_and_overlap(rng):
+    overlapping = 0
+    for rows, sizes, tiles in cases(rng, count=100):
+        overlapping += isinstance(rows, ViewRows) and rows.copies > 1 and rows.advance < rows.length
+        for tail in ((5,), ()):
+            x = tensor(rng, *sizes, N, *tail)
+            values = tensor(rng, len(tiles), len(tiles[0][1]), rows.length, *tail)
+            want = x.clone()
+            for at, place in each_row(tiles):
+                want[at] += values[place]
+            rows.add_(x, values)
+            torch.testing.assert_close(x, want, rtol=1e-13, atol=1e-13, msg=lambda text, rows=rows: f"{rows}: {text}")
+    assert overlapping
+
+
+class EachElementIsWrittenOnce(TorchDispatchMode):
+    """No operation writes to a view that holds an element twice.
+
+    One thread would get such an addition right, by luck; several, or a GPU, would lose terms.
+    """
+
+    writes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                x = args[place] if place < len(args) else kwargs[argument.name]
+                numbers = torch.arange(x.untyped_storage().nbytes() // x.element_size())
+                numbers = numbers.as_strided(x.shape, x.stride(), x.storage_offset())
+                assert numbers.unique().numel() == x.numel(), f"{func} writes to elements more than once"
+                self.writes += 1
+        return func(*args, **kwargs)
+
+
+def test_every_overlap_of_stretches():
+    """All lengths and distances: copies that overlap their neighbours, and theirs, by any number of rows."""
+    for length, advance, copies in itertools.product(range(1, 8), range(1, 9), range(1, 8)):
+        last = (copies - 1) * advance + length
+        x = torch.zeros(1, 2, last + 3)
+        values = torch.arange(1.0, copies * 2 * length + 1).reshape(copies, 2, length)
+        want = x.clone()
+        for copy in range(copies):
+            want[0, :, 2 + copy * advance : 2 + copy * advance + length] += values[copy]
+        with EachElementIsWrittenOnce() as watch:
+            ViewRows(1, 2, 2, length, copies, advance).add_(x, values)
+        assert watch.writes
+        assert torch.equal(x, want), (length, advance, copies)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_16_bits_are_added_in_float32(dtype, rng):
+    for rows, sizes, tiles in cases(rng, count=20):
+        x, values = tensor(rng, *sizes, N, 5, dtype=torch.float32), plain(tensor(rng, *sizes, N, 5, dtype=dtype), tiles)
+        low, exact = x.clone(), x.double()
+        for at, place in each_row(tiles):
+            low[at] += values[place].float()
+            exact[at] += values[place].double()
+        rows.add_(x, values)
+        assert x.dtype == torch.float32
+        assert distance(x, exact) <= allowed(distance(low, exact))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_merge(dtype, rng):
+    """A row at a time by `merge.merge_`; rows of no tile keep every bit."""
+    accumulation = merge.accumulation_dtype(dtype)
+    for rows, sizes, tiles in cases(rng, apart=True):
+        out = tensor(rng, *sizes, N, 5, dtype=accumulation)
+        lse = tensor(rng, *sizes, N, dtype=accumulation)
+        empty = tensor(rng, *sizes, N) < -0.5
+        out[empty], lse[empty] = 0.0, -torch.inf
+        new_out = tensor(rng, len(tiles), len(tiles[0][1]), rows.length, 5, dtype=dtype)
+        new_lse = tensor(rng, *new_out.shape[:3], dtype=accumulation)
+        want_out, want_lse = out.clone(), lse.clone()
+        for at, place in each_row(tiles):
+            row_out, row_lse = want_out[at].clone()[None], want_lse[at].clone()[None]
+            merge.merge_(row_out, row_lse, new_out[place][None], new_lse[place][None])
+            want_out[at], want_lse[at] = row_out[0], row_lse[0]
+        rows.merge_(out, lse, new_out, new_lse)
+        rounding = 4 * torch.finfo(accumulation).eps
+        torch.testing.assert_close(out, want_out, rtol=rounding, atol=rounding)
+        torch.testing.assert_close(lse, want_lse, rtol=rounding, atol=rounding)
+        untouched = torch.ones(out.shape[:3], dtype=torch.bool)
+        for at, _ in each_row(tiles):
+            untouched[at] = False
+        assert torch.equal(out[untouched], want_out[untouched])
+        assert torch.equal(lse[untouched], want_lse[untouched])
+
+
+def test_split(rng):
+    """Parts of at most so many units hold the same rows, each once, queries and keys cut alike."""
+    for rows, sizes, tiles in cases(rng):
+        x = torch.arange(float(sizes[0] * sizes[1] * N)).reshape(*sizes, N)  # every row knows its number
+        for size in (1, 2, 3, 100):
+            parts = list(rows.split(size))
+            assert [part.units for part in parts[:-1]] == [size] * (len(parts) - 1)
+            assert 0 < parts[-1].units <= size
+            assert sum(part.units for part in parts) == rows.units
+            assert {type(part) for part in parts} == {type(rows)}
+            assert {part.rows_per_unit for part in parts} == {rows.rows_per_unit}
+            taken = [part.take(x) for part in parts]
+            if isinstance(rows, ViewRows):
+                # Stretches are cut, and each part has them of all batch rows.
+                whole = plain(x, tiles).unflatten(0, (sizes[0], rows.copies))
+                taken = torch.cat([part.unflatten(0, (sizes[0], -1)) for part in taken], 1)
+            else:
+                whole, taken = plain(x, tiles), torch.cat(taken)
+            assert torch.equal(taken, whole), rows
+
+
+def test_parts_of_a_split_add_up_to_the_whole(rng):
+    for rows, sizes, tiles in cases(rng):
+        values_of = tensor(rng, *sizes, N)
+        whole, parts = torch.zeros(*sizes, N).double(), torch.zeros(*sizes, N).double()
+        rows.add_(whole, plain(values_of, tiles))
+        for part in rows.split(2):
+            part.add_(parts, part.take(values_of))
+        torch.testing.assert_close(parts, whole, rtol=1e-13, atol=1e-13)
+
+
+def test_counts_of_units_and_rows(rng):
+    for rows, _, tiles in cases(rng):
+        assert rows.units * rows.rows_per_unit == sum(1 for _ in each_row(tiles))
+    assert ViewRows(2, 3, 0, 5, 4, 5).units == 4
+    assert ViewRows(2, 3, 0, 5, 4, 5).rows_per_unit == 2 * 3 * 5
+    assert IndexRows(torch.zeros(6, 2, dtype=torch.int64), 1, 5).units == 6
+    assert IndexRows(torch.zeros(6, 2, dtype=torch.int64), 1, 5).rows_per_unit == 2 * 5
+
+
+def test_views_and_numbers_agree(rng):
+    """The same rows, given both ways."""
+    for view, sizes, tiles in (view_case(rng, apart=True) for _ in range(60)):
+        first = [[(row * sizes[1] + head) * N + rows[0] for head, rows in heads] for row, heads in tiles]
+        index = IndexRows(torch.tensor(first), 1, view.length)
+        x, values = tensor(rng, *sizes, N, 5), plain(tensor(rng, *sizes, N, 5), tiles)
+        assert torch.equal(view.take(x), index.take(x))
+        results = []
+        for rows in (view, index):
+            added, out, lse = x.clone(), x.clone(), x[..., 0].clone()
+            rows.add_(added, values)
+            rows.merge_(out, lse, values, values[..., 1])
+            results.append((added, out, lse))
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-14)

@@ -1,0 +1,351 @@
+"""Perplexity equals that of the model's own logits, of every model type and padding; and bad input is refused at once."""
+
+import random
+import threading
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BatchEncoding,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    PreTrainedTokenizerFast,
+)
+
+import hf_ring_attention as ra
+from hf_ring_attention.hf.support import check_predicts_next
+from tests.support.ranks import TIMEOUT, run_ranks, run_simulated
+from tests.support.tiny_models import CAUSAL_TYPES, NOT_BUILT, VOCAB, tiny_config, tiny_model
+from tests.support.tolerance import EXACT, float64
+from tests.support.training import SIZES, tiny_llama
+
+pytestmark = pytest.mark.usefixtures("in_float64")
+
+#: Some number positions behind the id of padding; some take none, and number the tokens themselves; some read masks oddly.
+TYPES = ["roberta", "xlm-roberta", "camembert", "data2vec-text", "xmod", "roberta-prelayernorm", "xlm-roberta-xl"]
+TYPES += ["llama", "gpt2", "opt", "bart", "bloom", "mpt", "rwkv", "xlm"]
+
+
+def row(seed, length):
+    return torch.randint(3, VOCAB, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def own(model, ids):
+    """The sum of the losses of a row without padding, by the model's own logits."""
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits.float()
+    return float(torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum"))
+
+
+def padded(rows, side):
+    """[B, n] rows and their mask."""
+    length = max(ids.shape[1] for ids in rows) + 2
+    ids, mask = torch.zeros(len(rows), length, dtype=torch.long), torch.zeros(len(rows), length, dtype=torch.long)
+    for number, tokens in enumerate(rows):
+        count = tokens.shape[1]
+        first = {"left": length - count, "right": 0, "both": 1}[side]
+        ids[number, first : first + count], mask[number, first : first + count] = tokens[0], 1
+    return ids, mask
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_it_is_that_of_the_model_whatever_the_padding(model_type):
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    model = tiny_model(model_type, "eager")
+    rows = [row(seed, length) for length in (20, 2, 13)]
+    right = sum(own(model, ids) for ids in rows)
+    assert ra.perplexity(model, rows[0]).nll == pytest.approx(own(model, rows[0]), rel=EXACT)
+    for side in ("left", "right", "both"):
+        ids, mask = padded(rows, side)
+        report = ra.perplexity(model, ids, attention_mask=mask)
+        assert report.nll == pytest.approx(right, rel=EXACT) and report.tokens == 19 + 1 + 12
+        within = mask.bool() & torch.nn.functional.pad(mask[:, :-1], (1, 0)).bool()
+        assert torch.equal(report.token_nll.isnan(), ~within), "scored are the tokens behind the first of a row"
+
+
+@pytest.mark.parametrize("model_type", ["roberta", "xmod", "llama"])
+def test_it_is_the_same_on_a_ring(model_type):
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    rows = [row(seed, length) for length in (21, 2, 13)]
+    made = [tiny_model(model_type, "eager") for _ in range(3)]
+    right = sum(own(made[0], ids) for ids in rows)
+    for side in ("left", "right"):
+        ids, mask = padded(rows, side)
+        reports = run_simulated(
+            lambda ring, ids=ids, mask=mask: ra.perplexity(made[ring.rank], ids, ring=ring, attention_mask=mask), 3
+        )
+        for report in reports:
+            assert report.nll == pytest.approx(right, rel=EXACT) and report.tokens == 20 + 1 + 12
+
+
+def test_what_a_tokenizer_returns_is_taken():
+    words = Tokenizer(models.WordLevel(vocab={f"w{number}": number for number in range(97)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", padding_side="left")
+    model = tiny_llama()
+    texts = ["w5 w6 w7 w8", "w9 w10"]
+    encoded = tokenizer(texts, padding=True, return_tensors="pt")
+    assert isinstance(encoded, BatchEncoding)
+    right = ra.perplexity(model, encoded["input_ids"], attention_mask=encoded["attention_mask"]).nll
+    assert right == pytest.approx(
+        own(model, torch.tensor([[5, 6, 7, 8]])) + own(model, torch.tensor([[9, 10]])), rel=EXACT
+    )
+    for given in (encoded, dict(encoded), tokenizer(texts, padding=True)):
+        assert ra.perplexity(model, given).nll == right
+    one = ra.perplexity(model, tokenizer("w5 w6 w7 w8")).nll
+    assert one == pytest.approx(own(model, torch.tensor([[5, 6, 7, 8]])), rel=EXACT)
+    assert ra.perplexity(model, torch.tensor([5, 6, 7, 8])).nll == one
+    assert ra.perplexity(model, torch.tensor([5, 6, 7, 8], dtype=torch.int32)).nll == one
+
+
+class OwnPositions(LlamaForCausalLM):
+    """A model that takes neither positions nor settings of a cache."""
+
+    def forward(self, input_ids):
+        return super().forward(input_ids=input_ids)
+
+
+def test_a_model_that_takes_no_positions():
+    torch.manual_seed(0)
+    model, ids = OwnPositions(LlamaConfig(**SIZES)), row(0, 20)
+    assert ra.perplexity(model, ids).nll == pytest.approx(own(model, ids), rel=EXACT)
+
+
+class Tuples(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs).to_tuple()
+
+
+def test_a_model_whose_outputs_are_tuples():
+    ids, right = row(0, 20), own(tiny_llama(), row(0, 20))
+    model = Tuples(tiny_llama().config)
+    model.load_state_dict(tiny_llama().state_dict())
+    assert ra.perplexity(model, ids).nll == pytest.approx(right, rel=EXACT)
+
+
+# ---- what else runs beside it
+
+
+class Noisy(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        if self.training:
+            output.logits = output.logits + 1
+        return output
+
+
+def test_threads_score_one_model():
+    """It is in training mode before and afterwards, and in evaluation mode as long as one of them needs it."""
+    torch.manual_seed(0)
+    model = Noisy(LlamaConfig(**SIZES, attention_dropout=0.5)).train()
+    model.model.layers[1].eval()
+    rows = [row(number, 20 + 5 * number) for number in range(4)]
+    right = [ra.perplexity(model, ids).nll for ids in rows]
+    assert model.training and not model.model.layers[1].training
+    failures = []
+
+    def work(number):
+        try:
+            for _ in range(15):
+                assert ra.perplexity(model, rows[number]).nll == pytest.approx(right[number], rel=EXACT)
+        except Exception as failed:
+            failures.append(failed)
+
+    threads = [threading.Thread(target=float64()(work), args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+    assert model.training and model.model.layers[0].training and not model.model.layers[1].training
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_other_threads_see_the_model_as_it_is():
+    model, ids = tiny_llama(), row(0, 40)
+    inside, done, seen = threading.Event(), threading.Event(), []
+
+    class Waiting(nn.Module):
+        """Lets another thread call the model while its output layer is watched."""
+
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args, **kwargs):
+            if threading.current_thread() is scoring:
+                inside.set()
+                done.wait(TIMEOUT)
+            return self.inner(*args, **kwargs)
+
+    model.model.layers[0] = Waiting(model.model.layers[0])
+    scoring = threading.Thread(target=float64()(lambda: seen.append(ra.perplexity(model, ids).nll)))
+    scoring.start()
+    inside.wait(TIMEOUT)
+    with torch.no_grad():
+        seen.append(model(input_ids=ids, labels=ids))
+    done.set()
+    scoring.join()
+    output, nll = seen
+    assert output.logits.shape == (1, 40, 97)
+    assert nll == pytest.approx(float(output.loss) * 39, rel=EXACT)
+
+
+# ---- what is refused
+
+
+IDS = row(0, 12)
+MASK = torch.ones_like(IDS)
+REFUSED = {
+    "text": ("a text", {}, "input_ids must be a tensor of integers, or what a tokenizer returns, got str"),
+    "nothing": ({"attention_mask": MASK}, {}, r"a batch must have input_ids, got \['attention_mask'\]"),
+    "ragged": ({"input_ids": [[5, 6, 7], [8, 9]]}, {}, "rows of integers of one length.*padding=True"),
+    "labels": (
+        {"input_ids": IDS, "labels": IDS},
+        {},
+        r"takes input_ids and attention_mask of a batch, got \['input_ids',",
+    ),
+    "types": ({"input_ids": IDS, "token_type_ids": MASK}, {}, "knows no labels, positions, kinds of tokens"),
+    "twice": ({"input_ids": IDS, "attention_mask": MASK}, {"attention_mask": MASK}, "attention_mask was given twice"),
+    "float tokens": (IDS.float(), {}, r"input_ids must be integers .*, got torch.float32: pass input_ids.long\(\)"),
+    "bool tokens": (IDS.bool(), {}, "input_ids must be integers .*, got torch.bool"),
+    "a token": (IDS[:, :1], {}, r"2 tokens or more, got \(1, 1\)"),
+    "no rows": (IDS[:0], {}, r"2 tokens or more, got \(0, 12\)"),
+    "three dimensions": (IDS[None], {}, r"must be \[rows, tokens\]"),
+    "unknown tokens": (IDS + 97, {}, "input_ids must be from 0 to 96, of which LlamaForCausalLM has embeddings, got"),
+    "labels as tokens": (IDS.masked_fill(IDS > 50, -100), {}, "got -100 to .*no labels in place of tokens"),
+    "a float mask": (IDS, {"attention_mask": MASK.float()}, "attention_mask must be integers .1 for tokens.*float32"),
+    "an additive mask": (
+        IDS,
+        {"attention_mask": -9 * MASK},
+        "1 for tokens and 0 for padding, got values from -9 to -9",
+    ),
+    "numbered documents": (IDS, {"attention_mask": MASK.cumsum(-1)}, "got values from 1 to 12"),
+    "another shape": (IDS, {"attention_mask": MASK[:, :5]}, r"like input_ids \(1, 12\), got \(1, 5\)"),
+    "padding inside": (
+        IDS,
+        {"attention_mask": (torch.arange(12) != 5).long()[None]},
+        "row 0 of attention_mask has padding inside: 11 tokens between 0 and 12",
+    ),
+    "no token": (IDS, {"attention_mask": (torch.arange(12) == 5).long()[None]}, "no token to score"),
+    "no logits": (IDS, {"logits_at_once": 0}, "logits_at_once must be at least 1, got 0"),
+}
+
+
+def never(*args):
+    raise AssertionError("the model was called")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_is_refused_before_anything_is_computed(name):
+    given, more, message = REFUSED[name]
+    model = tiny_llama()
+    model.register_forward_pre_hook(never)
+    with pytest.raises(ValueError, match=f"perplexity: .*{message}"):
+        ra.perplexity(model, given, **more)
+
+
+ENCODERS = [
+    "bert",
+    "roberta",
+    "electra",
+    "ernie",
+    "camembert",
+    "big_bird",
+    "roformer",
+    "rembert",
+    "xmod",
+    "xlm",
+    "xlnet",
+]
+
+
+@pytest.mark.parametrize("model_type", ENCODERS)
+def test_models_that_see_what_they_are_to_predict_are_refused(model_type):
+    setting = {"xlnet": {}, "xlm": {"causal": False}}.get(model_type, {"is_decoder": False})
+    model, ids = tiny_model(model_type, "eager", **setting), row(0, 12)
+    changed = ids.clone()
+    changed[0, 6:] = 7
+    with torch.no_grad():
+        assert not torch.allclose(model(input_ids=ids).logits[:, 0], model(input_ids=changed).logits[:, 0], rtol=1e-3)
+    for call in (lambda: ra.perplexity(model, ids), lambda: ra.sliced_loss(model).__enter__()):
+        with pytest.raises(ValueError, match="attends to those behind it"):
+            call()
+
+
+def test_no_causal_model_is_taken_for_an_encoder():
+    for model_type in set(CAUSAL_TYPES) - {"xlnet", *NOT_BUILT}:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(tiny_config(model_type))
+        check_predicts_next(model, "here")
+
+
+def test_classifiers_and_masked_language_models_are_refused():
+    for model_class in (LlamaForTokenClassification, LlamaForSequenceClassification):
+        with pytest.raises(ValueError, match=r"does not compute the loss of next tokens .its loss is"):
+            ra.perplexity(model_class(LlamaConfig(**SIZES)), row(0, 12))
+    with pytest.raises(ValueError, match="its loss is ForMaskedLM"):
+        ra.perplexity(ModernBertForMaskedLM(ModernBertConfig(**SIZES, pad_token_id=0)), row(0, 12))
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "opt", "roberta", "biogpt", "bart", "xlm", "openai-gpt", "marian"])
+def test_rows_longer_than_a_table_of_positions_are_refused(model_type):
+    """Whose error would be an index, on the rank that has the row's end."""
+    model = tiny_model(model_type, "eager")
+    with torch.no_grad():
+        for places in range(20, 200):
+            try:
+                model(input_ids=row(0, places + 1))
+            except (IndexError, RuntimeError):
+                break
+    assert ra.perplexity(model, row(0, places)).tokens == places - 1
+    with pytest.raises(ValueError, match=f"learned positions for {places} tokens, and a row has {places + 1}"):
+        ra.perplexity(model, row(0, places + 1))
+
+
+def one_bad_rank(rank):
+    ring, model = ra.Ring(), tiny_llama()
+    errors = {}
+    for name, (given, more, _) in REFUSED.items():
+        try:
+            if rank == 1:
+                ra.perplexity(model, given, ring=ring, **more)
+            else:
+                ra.perplexity(model, IDS, ring=ring)
+        except ValueError as error:
+            errors[name] = str(error)
+    differing = {
+        "tokens": {"input_ids": IDS + rank},
+        "lengths": {"input_ids": IDS[:, : 12 - rank]},
+        "masks": {"input_ids": IDS, "attention_mask": (torch.arange(12) >= rank).long()[None]},
+        "slices": {"input_ids": IDS, "logits_at_once": 5 + rank},
+    }
+    for name, arguments in differing.items():
+        try:
+            ra.perplexity(model, ring=ring, **arguments)
+        except ValueError as error:
+            errors[name] = str(error)
+    errors["nll"] = ra.perplexity(model, IDS, ring=ring).nll
+    return errors
+
+
+def test_what_one_rank_came_with_is_told_to_all():
+    for rank, errors in enumerate(run_ranks(one_bad_rank, 2)):
+        for name in REFUSED:
+            assert errors[name].startswith(
+                "perplexity: " if rank else "rank 1 of the ring refused the call: perplexity: "
+            )
+        assert "disagree on a checksum of input_ids" in errors["tokens"]
+        assert "disagree on the shape of input_ids: rank 0: (1, 12), rank 1: (1, 11)" in errors["lengths"]
+        assert "disagree on a checksum of attention_mask" in errors["masks"]
+        assert "disagree on logits_at_once: rank 0: 5, rank 1: 6" in errors["slices"]
+        assert errors["nll"] == pytest.approx(own(tiny_llama(), IDS), rel=EXACT)

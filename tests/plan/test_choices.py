@@ -1,0 +1,99 @@
+"""Choices and their reasons: the layout by balance, the transport by what a rank needs of others."""
+
+import re
+
+import pytest
+
+from hf_ring_attention.plan.choices import check_choices, choose_layout, choose_transport, imbalance
+from hf_ring_attention.plan.layouts import SequenceLayout
+from hf_ring_attention.plan.patterns import Pattern, Segment, Sink, Window
+from hf_ring_attention.plan.problem import Problem
+from hf_ring_attention.plan.traffic import RowBytes
+
+SIZES = RowBytes(512, 1024)  # a key and a value of 128 numbers in 16 bits
+
+
+def problem(pattern, seq_len, world_size, kind="contiguous", heads=(32, 8), batch=1):
+    layout = SequenceLayout(kind, seq_len, world_size)
+    return Problem(pattern, layout, (((0, seq_len),),) * batch, *heads)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kind"),
+    [
+        (Pattern.exact(), "zigzag"),
+        (Pattern((Sink(4), Window(60_000))), "zigzag"),
+        (Pattern((Window(512),)), "contiguous"),
+        (Pattern((Sink(4), Window(512))), "contiguous"),
+        (Pattern((Segment(1024),)), "contiguous"),
+        (Pattern.longnet([2048, 16384, 131072], [1, 8, 64]), "contiguous"),
+    ],
+    ids=str,
+)
+def test_layout(pattern, kind):
+    decision = choose_layout(131072, 8, pattern)
+    assert decision.choice == kind
+    contiguous, zigzag = (imbalance(problem(pattern, 131072, 8, k, (1, 1))) for k in ("contiguous", "zigzag"))
+    assert f"{contiguous:.2f} of the mean work" in decision.reason
+    if kind == "zigzag":
+        assert f"in zigzag {zigzag:.2f}" in decision.reason
+        assert zigzag < contiguous
+    else:
+        assert contiguous <= 1.05
+
+
+def test_layout_of_one_rank():
+    assert choose_layout(1000, 1, Pattern.exact()).choice == "contiguous"
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8, 16])
+def test_zigzag_balances_exact_attention(world_size):
+    assert imbalance(problem(Pattern.exact(), 131072, world_size, "zigzag")) <= 1.02
+    assert imbalance(problem(Pattern.exact(), 131072, world_size)) > 1.3
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "choice", "reason"),
+    [
+        ("one rank", problem(Pattern.exact(), 131072, 1), "local", "one rank"),
+        ("no row crosses", problem(Pattern((Segment(1024),)), 8192, 8), "local", "no rank needs a key of another"),
+        # The last of 8 ranks needs 7 x 1024 rows of 8 heads: 28 MiB; of 8 x 128 tokens, 3.5 MiB.
+        ("much", problem(Pattern.exact(), 8192, 8), "ring", r"8 ranks needs 28\.0 MiB .*, 7\.00 of its own 4\.0 MiB"),
+        ("little", problem(Pattern.exact(), 1024, 8), "collective", r"3\.5 MiB .*at most 8\.0 MiB"),
+        # 4095 of 16384 rows.
+        (
+            "a neighbour's rows",
+            problem(Pattern((Window(4096),)), 131072, 8),
+            "collective",
+            r"16\.0 MiB .*, 0\.25 of its own 64\.0 MiB",
+        ),
+        ("many rows of a neighbour", problem(Pattern((Window(8192),)), 131072, 8), "ring", r"0\.50 of its own"),
+        ("a batch", problem(Pattern.exact(), 1024, 8, batch=4), "ring", r"14\.0 MiB"),
+        ("two ranks", problem(Pattern.exact(), 131072, 2), "ring", r"1\.00 of its own 256\.0 MiB"),
+    ],
+    ids=lambda x: x if isinstance(x, str) and x.isidentifier() else None,
+)
+def test_transport(name, case, choice, reason):
+    decision = choose_transport(case, SIZES)
+    assert decision.choice == choice, name
+    assert re.search(reason, decision.reason), decision
+
+
+def test_bytes_decide_not_tokens():
+    """The same rows at twice the width cross the border."""
+    case = problem(Pattern.exact(), 2048, 8)
+    assert choose_transport(case, SIZES).choice == "collective"  # 7 MiB
+    assert choose_transport(case, RowBytes(1024, 2048)).choice == "ring"
+
+
+@pytest.mark.parametrize(
+    ("layout", "transport", "world_size", "message"),
+    [
+        ("striped", "auto", 2, "layout must be 'auto', 'contiguous' or 'zigzag', got 'striped'"),
+        ("auto", "nccl", 2, "transport must be 'auto', 'ring', 'collective' or 'local', got 'nccl'"),
+        ("auto", "local", 2, "transport='local' serves 1 rank, got 2: use 'auto', 'ring' or 'collective'"),
+    ],
+)
+def test_refused(layout, transport, world_size, message):
+    with pytest.raises(ValueError, match=message):
+        check_choices(layout, transport, world_size)

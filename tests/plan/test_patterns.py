@@ -1,0 +1,409 @@
+"""Patterns: what is refused and how, the table of the definition written again, JSON, and the presets."""
+
+import dataclasses
+import itertools
+import json
+import pickle
+import random
+import re
+
+import pytest
+import torch
+
+import hf_ring_attention as ra
+from hf_ring_attention.plan.patterns import Pattern, Segment, Sink, Window
+from tests.support.cases import random_pattern
+
+
+def fresh():
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")  # pytest shows it on failure
+    return random.Random(seed)
+
+
+# The table of the definition, from the fields alone: what a branch shows, and how often a key counts.
+
+
+def shown(branch, query, key, phase):
+    if type(branch) is Sink:
+        return key < branch.tokens
+    w, r = branch.length, branch.dilation
+    if type(branch) is Segment:
+        near = True if w is None else query // w == key // w
+    else:
+        near = abs(query - key) < w
+    taking_part = branch.queries == "all" or query % r == phase % r
+    return near and key % r == phase % r and taking_part
+
+
+def times(pattern, query, key, head, num_heads, num_kv_heads, causal):
+    if causal and not key <= query:
+        return 0
+    phase = head if pattern.phase_by == "query_head" else head // (num_heads // num_kv_heads)
+    count = 0
+    for branch in pattern.branches:
+        if shown(branch, query, key, phase):
+            count += 1
+    if pattern.overlap == "once" and count > 0:
+        return 1
+    return count
+
+
+def test_multiplicity_is_the_table():
+    rng = fresh()
+    seen = set()
+    for _ in range(400):
+        pattern = random_pattern(rng)
+        num_kv_heads = rng.randint(1, 4)
+        num_heads = num_kv_heads * rng.randint(1, 3)
+        causal = rng.random() < 0.5
+        head, length = rng.randrange(num_heads), rng.randint(1, 30)
+        for query, key in itertools.product(range(length), repeat=2):
+            got = pattern.multiplicity(
+                query, key, head=head, num_heads=num_heads, num_kv_heads=num_kv_heads, causal=causal
+            )
+            want = times(pattern, query, key, head, num_heads, num_kv_heads, causal)
+            assert got == want, (pattern, query, key, head, num_heads, num_kv_heads, causal)
+            assert type(got) is int
+            seen.add(got)
+        # No pattern that is accepted leaves a query without a key.
+        assert all(times(pattern, query, query, head, num_heads, num_kv_heads, True) for query in range(length))
+    assert seen >= {0, 1, 2, 3}
+
+
+ONE_HEAD = {"head": 0, "num_heads": 1, "num_kv_heads": 1}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "query", "visible"),
+    [
+        # Worked out by hand; keys in order, causal, one head of phase 0.
+        (Pattern((Segment(),)), 4, [0, 1, 2, 3, 4]),
+        (Pattern((Segment(4),)), 6, [4, 5, 6]),
+        (Pattern((Segment(4),)), 4, [4]),
+        (Pattern((Window(3),)), 6, [4, 5, 6]),
+        (Pattern((Window(3),)), 1, [0, 1]),
+        (Pattern((Window(1), Sink(2))), 6, [0, 1, 6]),
+        (Pattern((Window(2), Window(8, 4))), 9, [4, 8, 9]),  # 9 - 8 < 2, 9 - 4 < 8
+        (Pattern((Window(2), Window(8, 4))), 8, [4, 7, 8]),  # 8 - 0 is not < 8
+        (Pattern((Window(1), Segment(8, 2))), 7, [7]),  # 7 is odd and takes no part
+        (Pattern((Window(1), Segment(8, 2))), 14, [8, 10, 12, 14]),
+        (Pattern((Window(1), Segment(8, 2, "all"))), 13, [8, 10, 12, 13]),
+        (Pattern((Window(1), Window(6, 3, "dilated"))), 6, [3, 6]),
+        (Pattern((Window(1), Window(6, 3, "dilated"))), 7, [7]),
+    ],
+    ids=str,
+)
+def test_keys_by_hand(pattern, query, visible):
+    assert [key for key in range(20) if pattern.multiplicity(query, key, **ONE_HEAD)] == visible
+
+
+def test_later_keys_are_seen_only_without_causality():
+    pattern = Pattern((Window(3),))
+    keys = [key for key in range(12) if pattern.multiplicity(5, key, **ONE_HEAD, causal=False)]
+    assert keys == [3, 4, 5, 6, 7]
+
+
+def test_overlap_counts_or_takes_once():
+    branches = (Window(4), Segment(), Sink(3), Window(4))
+    arguments = {"query": 2, "key": 1, **ONE_HEAD}
+    assert Pattern(branches, "count").multiplicity(**arguments) == 4
+    assert Pattern(branches, "once").multiplicity(**arguments) == 1
+    assert Pattern(branches, "count").multiplicity(9, 1, **ONE_HEAD) == 2  # the segment and the sink
+
+
+def test_phase_of_a_head():
+    # Four query heads on two key/value heads: phases 0, 0, 1, 1 or 0, 1, 2, 3; modulo 2, 0, 0, 1, 1 or 0, 1, 0, 1.
+    branches = (Window(1), Segment(None, 2, "all"))
+    heads = {"num_heads": 4, "num_kv_heads": 2}
+
+    def first_keys(phase_by):
+        pattern = Pattern(branches, phase_by=phase_by)
+        return [min(key for key in range(9) if pattern.multiplicity(8, key, head=head, **heads)) for head in range(4)]
+
+    assert first_keys("kv_head") == [0, 0, 1, 1]
+    assert first_keys("query_head") == [0, 1, 0, 1]
+
+
+NOT_COUNTS = [0, -1, True, 2.0, "2"]
+
+
+@pytest.mark.parametrize("value", [*NOT_COUNTS, None], ids=repr)
+def test_dilations_are_counts(value):
+    for make in (lambda: Segment(None, value), lambda: Segment(8, value), lambda: Window(8, value)):
+        with pytest.raises(
+            ValueError, match=f"dilation must be an integer of at least 1, got {re.escape(repr(value))}"
+        ):
+            make()
+
+
+@pytest.mark.parametrize("value", NOT_COUNTS, ids=repr)
+def test_lengths_and_tokens_are_counts(value):
+    ending = f"must be an integer of at least 1, got {re.escape(repr(value))}"
+    with pytest.raises(ValueError, match=f"^Segment: length {ending}"):
+        Segment(value)
+    with pytest.raises(ValueError, match=f"^Window: length {ending}"):
+        Window(value)
+    with pytest.raises(ValueError, match=f"^Sink: tokens {ending}"):
+        Sink(value)
+
+
+def test_windows_and_sinks_have_a_length():
+    with pytest.raises(ValueError, match=r"^Window: length must be an integer of at least 1, got None"):
+        Window(None)
+    with pytest.raises(ValueError, match=r"^Sink: tokens must be an integer of at least 1, got None"):
+        Sink(None)
+    assert Segment().length is None
+
+
+@pytest.mark.parametrize("branch", [Segment, Window])
+def test_lengths_are_multiples_of_the_dilation(branch):
+    with pytest.raises(
+        ValueError, match=re.escape("length must be a multiple of dilation, got 10 = 2 * 4 + 2; use length=8")
+    ):
+        branch(10, 4)
+    with pytest.raises(ValueError, match=re.escape("got 3 = 0 * 4 + 3; use length=4")):
+        branch(3, 4)
+    assert branch(8, 4).length == 8
+    assert branch(4, 4).dilation == 4
+
+
+@pytest.mark.parametrize("branch", [Segment, Window])
+@pytest.mark.parametrize("value", ["some", None, 1, ["all"]], ids=repr)
+def test_queries_are_dilated_or_all(branch, value):
+    with pytest.raises(
+        ValueError, match=f"^{branch.__name__}: queries must be one of 'dilated', 'all', got {re.escape(repr(value))}"
+    ):
+        branch(8, 2, value)
+
+
+def test_defaults():
+    assert Segment() == Segment(length=None, dilation=1, queries="dilated")
+    assert Window(4) == Window(length=4, dilation=1, queries="all")
+    assert (Pattern((Segment(),)).overlap, Pattern((Segment(),)).phase_by) == ("once", "kv_head")
+    assert Segment(4) != Window(4)
+
+
+def test_branches_are_given_as_any_sequence_or_alone():
+    want = Pattern((Window(4), Sink(2)))
+    assert Pattern([Window(4), Sink(2)]) == want
+    assert Pattern(branch for branch in (Window(4), Sink(2))) == want
+    assert Pattern(Window(4)) == Pattern((Window(4),))
+    assert type(Pattern([Window(4)]).branches) is tuple
+
+
+@pytest.mark.parametrize(
+    ("branches", "message"),
+    [
+        (None, "Pattern: branches must be a sequence of Segment, Window and Sink, got None"),
+        (3, "Pattern: branches must be a sequence of Segment, Window and Sink, got 3"),
+        ("exact", "Pattern: a branch must be a Segment, a Window or a Sink, got 'e'"),
+        ((Segment(), 512), "Pattern: a branch must be a Segment, a Window or a Sink, got 512"),
+        ((Segment(), Segment), "Pattern: a branch must be a Segment, a Window or a Sink, got <class"),
+        ((), "Pattern: no branch of dilation 1 covers the query itself, so some queries would see no key; got []"),
+        ((Sink(4),), "no branch of dilation 1 covers the query itself"),
+        ((Segment(8, 2), Sink(4)), "no branch of dilation 1 covers the query itself"),
+        ((Segment(8, 2), Window(16, 4)), "add a Window or Segment with dilation 1"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("overlap", ["once", "count"])
+def test_refused_branches(branches, message, overlap):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Pattern(branches, overlap)
+
+
+@pytest.mark.parametrize("value", ["twice", None, 1, ["once"]], ids=repr)
+def test_refused_settings(value):
+    got = re.escape(repr(value))
+    with pytest.raises(ValueError, match=f"^Pattern: overlap must be one of 'count', 'once', got {got}"):
+        Pattern((Segment(),), overlap=value)
+    with pytest.raises(ValueError, match=f"^Pattern: phase_by must be one of 'kv_head', 'query_head', got {got}"):
+        Pattern((Segment(),), phase_by=value)
+
+
+@pytest.mark.parametrize("dilations", [(2, 1), (1, 2, 3), (1, 4, 2), (1, 2, 6, 4), (4, 1, 4)], ids=str)
+def test_once_asks_for_nested_dilations(dilations):
+    branches = [Segment(dilation * 12, dilation) for dilation in dilations]
+    earlier, later = next((a, b) for a, b in itertools.pairwise(dilations) if b % a)
+    message = f"{Segment(earlier * 12, earlier)} is followed by {Segment(later * 12, later)} and {later} % {earlier} = "
+    with pytest.raises(ValueError, match="each dilation dividing the next, but " + re.escape(message)):
+        Pattern(branches, "once")
+    with pytest.raises(ValueError, match="or use overlap='count'"):
+        Pattern([branches[0], Sink(2), *branches[1:]], "once")  # sinks between do not hide it
+    assert Pattern(branches, "count").branches == tuple(branches)
+
+
+@pytest.mark.parametrize("dilations", [(1,), (1, 1), (1, 2, 2, 6), (1, 3, 12)], ids=str)
+def test_once_takes_nested_dilations(dilations):
+    branches = [(Window, Segment)[i % 2](dilation * 12, dilation) for i, dilation in enumerate(dilations)]
+    assert Pattern([Sink(2), *branches], "once").overlap == "once"
+
+
+def test_frozen_hashable_and_a_key_by_value():
+    rng = fresh()
+    for _ in range(100):
+        pattern = random_pattern(rng)
+        again = Pattern(list(pattern.branches), pattern.overlap, pattern.phase_by)
+        other = dataclasses.replace(pattern, branches=(*pattern.branches, Sink(99)))
+        assert again == pattern != other
+        assert hash(again) == hash(pattern)
+        assert {pattern: 1, other: 2}[again] == 1
+        assert pickle.loads(pickle.dumps(pattern)) == pattern
+    for thing, name in [(pattern, "overlap"), (Segment(4), "length"), (Window(4), "dilation"), (Sink(4), "tokens")]:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(thing, name, 1)
+
+
+def test_round_trip_through_json():
+    rng = fresh()
+    patterns = [random_pattern(rng) for _ in range(200)]
+    for pattern in [*patterns, Pattern.exact(), Pattern.longnet([4, None], [1, 2]), Pattern.pyramid(8, 3)]:
+        text = json.dumps(pattern.to_dict())
+        assert Pattern.from_dict(json.loads(text)) == pattern
+        assert Pattern.from_dict(pattern.to_dict()) == pattern
+
+
+def test_dict_of_a_pattern():
+    pattern = Pattern((Sink(4), Window(8, 2), Segment()), "count", "query_head")
+    assert pattern.to_dict() == {
+        "branches": [
+            {"type": "sink", "tokens": 4},
+            {"type": "window", "length": 8, "dilation": 2, "queries": "all"},
+            {"type": "segment", "length": None, "dilation": 1, "queries": "dilated"},
+        ],
+        "overlap": "count",
+        "phase_by": "query_head",
+    }
+
+
+def test_from_dict_fills_in_defaults():
+    short = {"branches": [{"type": "segment"}, {"type": "window", "length": 8}, {"type": "sink", "tokens": 2}]}
+    assert Pattern.from_dict(short) == Pattern((Segment(), Window(8), Sink(2)))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (None, "Pattern.from_dict: expected a dict, got None"),
+        ([{"type": "segment"}], "Pattern.from_dict: expected a dict, got [{"),
+        ({}, "Pattern.from_dict: unknown keys [], missing keys ['branches']"),
+        ({"overlap": "once"}, "missing keys ['branches']; known keys are ['branches', 'overlap', 'phase_by']"),
+        ({"branches": [{"type": "segment"}], "phase": 1}, "Pattern.from_dict: unknown keys ['phase'], missing keys []"),
+        ({"branches": [{"type": "segment"}], 7: 1, "x": 2}, "unknown keys ['7', 'x']"),
+        ({"branches": "segment"}, "Pattern.from_dict: 'branches' must be a list of dicts, got 'segment'"),
+        ({"branches": {"type": "segment"}}, "Pattern.from_dict: 'branches' must be a list of dicts, got {"),
+        ({"branches": None}, "Pattern.from_dict: 'branches' must be a list of dicts, got None"),
+        ({"branches": ["segment"]}, "branch 0 must be a dict whose 'type' is one of ['segment', 'sink', 'window']"),
+        ({"branches": [{"type": "segment"}, {"length": 4}]}, "branch 1 must be a dict whose 'type' is one of"),
+        ({"branches": [{"type": "Segment"}]}, "got {'type': 'Segment'}"),
+        ({"branches": [{"type": ["segment"]}]}, "got {'type': ['segment']}"),
+        ({"branches": [{"type": "window"}]}, "branch 0: unknown keys [], missing keys ['length']"),
+        ({"branches": [{"type": "sink"}]}, "branch 0: unknown keys [], missing keys ['tokens']; known keys are"),
+        ({"branches": [{"type": "sink", "tokens": 2, "length": 4}]}, "branch 0: unknown keys ['length']"),
+        ({"branches": [{"type": "segment", "rate": 4}]}, "known keys are ['dilation', 'length', 'queries', 'type']"),
+        ({"branches": [{"type": "segment", "length": 0}]}, "Segment: length must be an integer of at least 1, got 0"),
+        ({"branches": [{"type": "window", "length": 8.0}]}, "Window: length must be an integer of at least 1, got 8.0"),
+        ({"branches": [{"type": "window", "length": None}]}, "Window: length must be an integer of at least 1"),
+        ({"branches": []}, "no branch of dilation 1 covers the query itself"),
+        ({"branches": [{"type": "segment"}], "overlap": None}, "overlap must be one of 'count', 'once', got None"),
+    ],
+    ids=str,
+)
+def test_refused_dicts(data, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Pattern.from_dict(data)
+
+
+def test_exact_is_every_earlier_key():
+    pattern = Pattern.exact()
+    assert pattern == Pattern((Segment(),))
+    for query, key in itertools.product(range(12), repeat=2):
+        for head in range(4):
+            heads = {"head": head, "num_heads": 4, "num_kv_heads": 2}
+            assert pattern.multiplicity(query, key, **heads) == (key <= query)
+            assert pattern.multiplicity(query, key, **heads, causal=False) == 1
+
+
+def test_longnet_has_a_segment_for_each_pair():
+    want = Pattern((Segment(8, 1), Segment(32, 4), Segment(None, 8)), overlap="count")
+    assert Pattern.longnet([8, 32, None], [1, 4, 8]) == want
+    assert Pattern.longnet(iter([8]), iter([1])) == Pattern((Segment(8),), "count")
+
+
+def test_refused_longnet():
+    with pytest.raises(ValueError, match=re.escape("got 1 for 2: [1] and [8, 32]")):
+        Pattern.longnet([8, 32], [1])
+    with pytest.raises(ValueError, match=r"^Pattern\.longnet: as many dilation_rates as segment_lengths are needed"):
+        Pattern.longnet([8], [1, 2])
+    with pytest.raises(ValueError, match="no branch of dilation 1"):
+        Pattern.longnet([], [])
+    with pytest.raises(ValueError, match="no branch of dilation 1"):
+        Pattern.longnet([8, 16], [2, 4])
+    with pytest.raises(ValueError, match="length must be a multiple of dilation"):
+        Pattern.longnet([8, 15], [1, 2])
+
+
+def test_longnet_mixes_branches_by_their_softmax_denominators():
+    """Each branch's own softmax, weighted by its share of all denominators; gradients flow through the weights too."""
+    rng = fresh()
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    for causal, num_heads, num_kv_heads in [(True, 4, 2), (False, 4, 2), (True, 3, 3)]:
+        lengths, rates = [4, 12, None], [1, 2, 3]
+        n, width, group = rng.randint(15, 30), 8, num_heads // num_kv_heads
+        q, k, v = (
+            torch.randn(1, heads, n, width, generator=generator, dtype=torch.float64, requires_grad=True)
+            for heads in (num_heads, num_kv_heads, num_kv_heads)
+        )
+        scores = q @ k.repeat_interleave(group, 1).mT * width**-0.5
+        if causal:
+            scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf)
+        position, phase = torch.arange(n), torch.arange(num_heads)[:, None] // group
+        outs, denominators = [], []
+        for length, rate in zip(lengths, rates, strict=True):
+            segment = position // (length or n)
+            kept = position % rate == phase % rate  # [H, n]: queries and keys of the head's residue
+            visible = (segment[:, None] == segment) & kept[:, :, None] & kept[:, None, :]
+            weights = torch.where(visible, scores.exp(), 0.0)
+            denominator = weights.sum(-1, keepdim=True)
+            denominators.append(denominator)
+            outs.append(weights / torch.where(denominator > 0, denominator, 1.0) @ v.repeat_interleave(group, 1))
+        share = torch.stack(denominators) / sum(denominators)
+        want = (share * torch.stack(outs)).sum(0)
+        dout = torch.randn(want.shape, generator=generator, dtype=torch.float64)
+        want_grads = torch.autograd.grad(want, (q, k, v), dout)
+
+        got, lse = ra.ring_attention(
+            q, k, v, pattern=Pattern.longnet(lengths, rates), ring=ra.Ring(), causal=causal, return_lse=True
+        )
+        grads = torch.autograd.grad(got, (q, k, v), dout)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(lse, sum(denominators).log().squeeze(-1), rtol=1e-12, atol=1e-12)
+        for grad, want_grad in zip(grads, want_grads, strict=True):
+            torch.testing.assert_close(grad, want_grad, rtol=1e-12, atol=1e-12)
+
+
+def test_pyramid():
+    want = (Sink(4), Window(512, 1), Window(2048, 4), Window(8192, 16))
+    assert Pattern.pyramid(512, 3) == Pattern(want, overlap="once", phase_by="kv_head")
+    assert Pattern.pyramid(6, 2, ratio=3, sinks=1).branches == (Sink(1), Window(6), Window(18, 3))
+    assert Pattern.pyramid(6, 1, sinks=0).branches == (Window(6),)
+
+
+@pytest.mark.parametrize("value", NOT_COUNTS, ids=repr)
+def test_refused_pyramids(value):
+    ending = f"must be an integer of at least 1, got {re.escape(repr(value))}"
+    with pytest.raises(ValueError, match=f"Pattern.pyramid: levels {ending}"):
+        Pattern.pyramid(8, value)
+    with pytest.raises(ValueError, match=f"Pattern.pyramid: ratio {ending}"):
+        Pattern.pyramid(8, 2, ratio=value)
+    with pytest.raises(ValueError, match=f"Pattern.pyramid: window {ending}"):
+        Pattern.pyramid(value, 2)
+    if value != 0:
+        with pytest.raises(ValueError, match=r"^Pattern\.pyramid: sinks must be an integer of at least 0"):
+            Pattern.pyramid(8, 2, sinks=value)
+
+
+def test_methods_need_keywords_for_heads():
+    with pytest.raises(TypeError):
+        Pattern.exact().multiplicity(1, 0, 0, 1, 1)

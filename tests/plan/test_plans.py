@@ -1,0 +1,276 @@
+"""Plans of all ranks together cover every query-key pair as often as the definition says, in few batches and quickly."""
+
+import itertools
+import random
+import re
+import time
+from collections import Counter
+
+import pytest
+
+from hf_ring_attention.plan.layouts import SequenceLayout
+from hf_ring_attention.plan.patterns import Pattern, Segment, Sink, Window
+from hf_ring_attention.plan.plans import plan_rank
+from hf_ring_attention.plan.problem import Problem
+from tests.support.cases import random_documents, random_pattern
+
+
+def fresh():
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")  # pytest shows it on failure
+    return random.Random(seed)
+
+
+def pairs_of(batch, problem, query_positions, key_positions):
+    """Counter of (batch row, query head, query position, key position), and what one kernel call relies on."""
+    group = problem.num_heads // problem.num_kv_heads
+    pairs, queries_seen = Counter(), Counter()
+    assert batch.num_queries > 0
+    assert batch.num_keys > 0
+    assert not batch.causal or batch.num_queries == batch.num_keys
+    for item in batch.items:
+        assert len(set(item.batch_rows)) == len(item.batch_rows) > 0
+        assert len(set(item.heads)) == len(item.heads) > 0
+        assert item.copies > 0
+        for batch_row, number, copy in itertools.product(item.batch_rows, item.heads, range(item.copies)):
+            heads = [number] if batch.per_query_head else range(number * group, (number + 1) * group)
+            for i in range(batch.num_queries):
+                query_row = item.query_row + copy * item.advance + i * batch.query_stride
+                assert 0 <= query_row < len(query_positions)
+                for head in heads:
+                    queries_seen[batch_row, head, query_row] += 1
+                for j in range(i + 1 if batch.causal else batch.num_keys):
+                    key_row = item.key_row + copy * item.advance + j * batch.key_stride
+                    assert 0 <= key_row < len(key_positions)
+                    for head in heads:
+                        pairs[batch_row, head, query_positions[query_row], key_positions[key_row]] += 1
+    assert max(queries_seen.values()) == 1, "two tiles of a batch share a query row of a head"
+    return pairs
+
+
+def expected(problem):
+    pairs = Counter()
+    for batch_row, documents in enumerate(problem.documents):
+        for start, stop in documents:
+            for head, query, key in itertools.product(
+                range(problem.num_heads), range(stop - start), range(stop - start)
+            ):
+                times = problem.pattern.multiplicity(
+                    query,
+                    key,
+                    head=head,
+                    num_heads=problem.num_heads,
+                    num_kv_heads=problem.num_kv_heads,
+                    causal=problem.causal,
+                )
+                if times:
+                    pairs[batch_row, head, start + query, start + key] = times
+    return pairs
+
+
+def check(problem):
+    """Every rank's tiles, own and remote, against the definition."""
+    layout = problem.layout
+    whole = range(layout.padded_len)
+    total = Counter()
+    for rank in range(layout.world_size):
+        plan = plan_rank(problem, rank)
+        assert plan.rank == rank
+        mine = layout.positions(rank)
+        of_rank = Counter()
+        for batch in plan.own:
+            of_rank += pairs_of(batch, problem, mine, mine)
+        for batch in plan.remote:
+            elsewhere = pairs_of(batch, problem, mine, whole)
+            assert not {key for *_, key in elsewhere} & set(mine), "a rank's own keys are asked of others"
+            of_rank += elsewhere
+        assert plan.pairs == of_rank.total(), (problem, rank)
+        assert plan.flops(8) == 2 * (8 + 8) * plan.pairs
+        assert plan.flops(8, 5) == 2 * (8 + 5) * plan.pairs
+        total += of_rank
+    assert total == expected(problem), problem
+
+
+def as_tuples(documents, batch, seq_len):
+    if documents is None:
+        return (((0, seq_len),),) * batch
+    return tuple(tuple(map(tuple, row)) for row in documents)
+
+
+def test_all_ranks_together_are_the_definition():
+    rng = fresh()
+    for _ in range(250):
+        batch, seq_len, num_kv_heads = rng.randint(1, 3), rng.randint(1, 30), rng.randint(1, 3)
+        check(
+            Problem(
+                random_pattern(rng),
+                SequenceLayout(rng.choice(["contiguous", "zigzag"]), seq_len, rng.randint(1, 4)),
+                as_tuples(random_documents(rng, batch, seq_len), batch, seq_len),
+                num_kv_heads * rng.randint(1, 3),
+                num_kv_heads,
+                rng.random() < 0.6,
+            )
+        )
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Pattern.exact(),
+        Pattern.longnet([4, 12, None], [1, 2, 4]),
+        Pattern.pyramid(4, 3, ratio=2, sinks=2),
+        # A phase for each query head, which its group does not share.
+        Pattern((Window(3), Segment(None, 3)), "count", "query_head"),
+        Pattern((Sink(2), Segment(5), Window(12, 4)), "once", "query_head"),
+    ],
+    ids=str,
+)
+def test_presets(pattern, causal, kind):
+    documents = (
+        ((0, 23),),  # one document
+        ((0, 9), (9, 10), (10, 23)),  # packed
+        ((0, 17),),  # padded
+        ((2, 8), (11, 20)),  # gaps
+        (),  # padding alone
+        ((0, 9), (9, 10), (10, 23)),  # like the second: they share their tiles
+    )
+    for world_size in range(1, 5):
+        check(Problem(pattern, SequenceLayout(kind, 23, world_size), documents, 4, 2, causal))
+
+
+def test_wide_bands():
+    """Bands wider than 64 keys are tiled in steps narrower than they are."""
+    rng = fresh()
+    for causal, overlap in itertools.product([True, False], ["once", "count"]):
+        width = rng.randint(65, 110)
+        pattern = Pattern((Window(width), Window(2 * rng.randint(70, 110), 2)), overlap)
+        layout = SequenceLayout(rng.choice(["contiguous", "zigzag"]), rng.randint(200, 260), rng.randint(1, 2))
+        check(Problem(pattern, layout, (((3, layout.seq_len),),), 2, 2, causal))
+
+
+def test_phases_of_query_heads_are_planned_for_each_of_them():
+    problem = Problem(
+        Pattern((Window(1), Segment(None, 2)), "count", "query_head"),
+        SequenceLayout("contiguous", 8, 1),
+        (((0, 8),),),
+        4,
+        2,
+    )
+    batches = plan_rank(problem, 0).own
+    assert {batch.per_query_head for batch in batches} == {False, True}  # only the dilated branch has phases
+    heads = {head for batch in batches if batch.per_query_head for item in batch.items for head in item.heads}
+    assert heads == {0, 1, 2, 3}
+
+
+def test_batch_rows_with_equal_documents_share_items():
+    layout, pattern = SequenceLayout("contiguous", 12, 2), Pattern.exact()
+    row = ((0, 5), (5, 12))
+    one, three = (plan_rank(Problem(pattern, layout, (row,) * n, 2, 2), 1) for n in (1, 3))
+    assert [len(batch.items) for batch in one.own] == [len(batch.items) for batch in three.own]
+    assert {item.batch_rows for batch in three.own + three.remote for item in batch.items} == {(0, 1, 2)}
+    assert three.pairs == 3 * one.pairs
+
+
+def test_a_rank_of_padding_has_nothing_to_do():
+    problem = Problem(Pattern.exact(), SequenceLayout("contiguous", 5, 4), (((0, 5),),), 2, 2)  # pieces of 2
+    plan = plan_rank(problem, 3)
+    assert (plan.own, plan.remote, plan.pairs) == ((), (), 0)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [Pattern.longnet([2048, 8192, 32768], [1, 4, 16]), Pattern.pyramid(512, 3)],
+    ids=["longnet", "pyramid"],
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_few_batches_planned_quickly(pattern, causal):
+    """Kernel calls and planning must not eat what sparsity saves: tokens are never planned one at a time."""
+    problem = Problem(pattern, SequenceLayout("contiguous", 32768, 1), (((0, 32768),),), 32, 8, causal)
+    seconds = []
+    for _ in range(3):
+        plan_rank.cache_clear()
+        start = time.process_time()
+        plan = plan_rank(problem, 0)
+        seconds.append(time.process_time() - start)
+    assert len(plan.own) + len(plan.remote) <= 50
+    assert min(seconds) < 0.1
+    # An equal problem, made anew, finds it.
+    again = Problem(
+        Pattern.from_dict(pattern.to_dict()),
+        SequenceLayout("contiguous", 32768, 1),
+        (((0, 32768),),),
+        32,
+        8,
+        causal,
+    )
+    assert plan_rank(again, 0) is plan
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [Pattern.longnet([2048, 8192, 32768], [1, 4, 16]), Pattern.pyramid(512, 3)],
+    ids=["longnet", "pyramid"],
+)
+def test_few_batches_on_each_of_four_ranks(pattern):
+    problem = Problem(pattern, SequenceLayout("contiguous", 32768, 4), (((0, 32768),),), 32, 8)
+    for rank in range(4):
+        plan = plan_rank(problem, rank)
+        assert len(plan.own) + len(plan.remote) <= 50
+
+
+def test_pairs_of_long_plans():
+    """Counted in closed form, at a length that exhaustion cannot reach."""
+    n, heads = 32768, 32
+
+    def pairs(pattern, causal, layout):
+        problem = Problem(pattern, layout, (((0, n),),), heads, 8, causal)
+        return sum(plan_rank(problem, rank).pairs for rank in range(layout.world_size))
+
+    for layout in (SequenceLayout("contiguous", n, 1), SequenceLayout("zigzag", n, 4)):
+        assert pairs(Pattern.exact(), True, layout) == heads * n * (n + 1) // 2
+        assert pairs(Pattern.exact(), False, layout) == heads * n * n
+        longnet = Pattern.longnet([2048, 8192, n], [1, 4, 16])
+        # Of w tokens a segment, w / r take part, in n / w segments: a full square or a triangle each.
+        sizes = [(2048, n // 2048), (8192 // 4, n // 8192), (n // 16, 1)]
+        assert pairs(longnet, False, layout) == heads * sum(rows * rows * segments for rows, segments in sizes)
+        assert pairs(longnet, True, layout) == heads * sum(rows * (rows + 1) // 2 * s for rows, s in sizes)
+        # Rows before the window is full, and rows after.
+        assert pairs(Pattern((Window(512),)), True, layout) == heads * (512 * 513 // 2 + (n - 512) * 512)
+
+
+def problem(documents=(((0, 8),),), num_heads=4, num_kv_heads=2):
+    return Problem(Pattern.exact(), SequenceLayout("contiguous", 8, 2), documents, num_heads, num_kv_heads)
+
+
+@pytest.mark.parametrize("heads", [(3, 2), (2, 4), (0, 1), (0, 0), (4, 0), (-4, 2), (4, -2), (-4, -2)], ids=str)
+def test_refused_heads(heads):
+    message = f"query heads must be a multiple of the number of key/value heads, got {heads[0]} and {heads[1]}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        problem((((0, 8),),), *heads)
+
+
+@pytest.mark.parametrize(
+    ("row", "at"),
+    [
+        (((0, 9),), "(start, stop) = (0, 9) after 0 tokens"),  # beyond the row: 8 tokens, padded or not
+        (((-1, 4),), "(start, stop) = (-1, 4) after 0 tokens"),
+        (((3, 3),), "(start, stop) = (3, 3) after 0 tokens"),
+        (((5, 3),), "(start, stop) = (5, 3) after 0 tokens"),
+        (((0, 4), (3, 8)), "(start, stop) = (3, 8) after 4 tokens"),
+        (((4, 8), (0, 4)), "(start, stop) = (0, 4) after 8 tokens"),
+    ],
+    ids=str,
+)
+def test_refused_documents(row, at):
+    message = "documents of batch row 1 must be ascending, apart, not empty and within the row of 8 tokens, got " + at
+    with pytest.raises(ValueError, match=re.escape(message)):
+        problem((((0, 8),), row))
+
+
+def test_documents_may_touch_or_be_absent():
+    for documents in ((), ((),), (((0, 4), (4, 8)),), (((1, 2), (5, 6)),)):
+        assert problem(documents).documents == documents
+    assert plan_rank(problem(()), 0).pairs == 0
+    assert plan_rank(problem(((),)), 1).pairs == 0

@@ -1,0 +1,473 @@
+"""Rows travel where a visible pair asks for them, each as far as its last reader and once: against sets of rows."""
+
+import itertools
+from collections import Counter
+from functools import lru_cache
+
+import pytest
+
+from hf_ring_attention.plan import routes
+from hf_ring_attention.plan.choices import imbalance
+from hf_ring_attention.plan.layouts import SequenceLayout
+from hf_ring_attention.plan.patterns import Pattern, Segment, Sink, Window
+from hf_ring_attention.plan.plans import of_heads, tiles_from
+from hf_ring_attention.plan.problem import Problem
+from hf_ring_attention.plan.routes import KeyRows, needed, ring_laps, union
+from hf_ring_attention.plan.traffic import Bytes, RowBytes, collective_traffic, exchanged, ring_traffic
+from tests.plan.test_plans import as_tuples, expected, fresh, pairs_of
+from tests.support.cases import random_documents, random_pattern
+
+
+@pytest.fixture
+def head_groups(monkeypatch):
+    """Small problems go head by head: every payload is large, and any number of query rows will do for a group."""
+    monkeypatch.setattr(routes, "ROWS_OF_A_HEAD_GROUP", 1)
+    monkeypatch.setattr(routes, "LARGE_PAYLOAD", 10**9)
+    ring_laps.cache_clear()
+    yield
+    ring_laps.cache_clear()
+
+
+# The definition, row by row. A row is (batch row, key/value head, local index in its source).
+
+
+@lru_cache(maxsize=64)
+def needs_of(problem):
+    """{(reader, source): rows} of each pair of different ranks, as the visible pairs have them."""
+    layout, group = problem.layout, problem.num_heads // problem.num_kv_heads
+    ranks = range(layout.world_size)
+    home = {position: (rank, row) for rank in ranks for row, position in enumerate(layout.positions(rank))}
+    needs = {(reader, source): set() for reader, source in itertools.permutations(ranks, 2)}
+    for batch_row, head, query, key in expected(problem):
+        (reader, _), (source, row) = home[query], home[key]
+        if reader != source:
+            needs[reader, source].add((batch_row, head // group, row))
+    return needs
+
+
+def distances_of_readers(problem, source, direction, reach):
+    """{row: ascending distances of the ranks, at most `reach` away, that need it}."""
+    p = problem.layout.world_size
+    found = {}
+    for distance in range(1, reach + 1):
+        for row in needs_of(problem)[(source + distance * direction) % p, source]:
+            found.setdefault(row, []).append(distance)
+    return found
+
+
+def rows_of(problem, key_rows):
+    """`KeyRows` as a set of rows."""
+    heads = problem.num_kv_heads
+    assert key_rows.num_kv_heads == heads
+    assert len(key_rows.sets) == len(key_rows.weights) == len(problem.row_classes) * heads
+    found = set()
+    for number, bits in enumerate(key_rows.sets):
+        batch_rows = problem.row_classes[number // heads][1]
+        rows = [row for row in range(bits.bit_length()) if bits >> row & 1]
+        found |= set(itertools.product(batch_rows, [number % heads], rows))
+    assert len(key_rows) == len(found)
+    assert bool(key_rows) == bool(found)
+    return found
+
+
+def reach_of(problem):
+    """{direction: ranks it serves}: one way round, or the nearer half of the ranks each way."""
+    p = problem.layout.world_size
+    directions = {lap.direction for lap in ring_laps(problem)}
+    return {1: p // 2, -1: (p - 1) // 2} if directions == {1, -1} else {1: p - 1}
+
+
+# The checks of one problem.
+
+
+def check_needs(problem):
+    for (reader, source), rows in needs_of(problem).items():
+        assert rows_of(problem, needed(problem, reader, source)) == rows, (problem, reader, source)
+    for rank in range(problem.layout.world_size):
+        assert not needed(problem, rank, rank), (problem, rank)
+
+
+def check_arrivals(problem):
+    """Ranks hold what they pass on, and what they need comes to them once."""
+    layout, p = problem.layout, problem.layout.world_size
+    arrivals = Counter()
+    for lap in ring_laps(problem):
+        assert len(lap.routes) == p
+        assert 0 <= lap.steps < p
+        own = set(itertools.product(range(len(problem.documents)), lap.heads, range(layout.local_len)))
+        held = [own] * p
+        for step in range(1, lap.steps + 1):
+            arriving = []
+            for rank in range(p):
+                sender = (rank - lap.direction) % p
+                source = (rank - step * lap.direction) % p
+                assert lap.source(rank, step) == lap.source(sender, step - 1) == source
+                hop = lap.hop(rank, step)
+                assert hop is (lap.routes[source][step - 1] if step <= len(lap.routes[source]) else None)
+                rows = rows_of(problem, hop.rows) if hop else set()
+                assert rows <= held[sender], (problem, lap, rank, step)
+                arriving.append(rows)
+                if rank != source:
+                    arrivals.update((rank, source, row) for row in rows & needs_of(problem)[rank, source])
+            assert any(arriving), (problem, lap, step)
+            held = arriving
+        for rank in range(p):
+            assert lap.source(rank, 0) == rank
+            assert lap.hop(rank, 0) is lap.hop(rank, lap.steps + 1) is None
+    once = {(reader, source, row): 1 for (reader, source), rows in needs_of(problem).items() for row in rows}
+    assert arrivals == once, problem
+
+
+def check_hops(problem):
+    """Rows go as far as their last reader, their gradients from the first reader to the last and home."""
+    for lap in ring_laps(problem):
+        for source, route in enumerate(lap.routes):
+            readers = distances_of_readers(problem, source, lap.direction, len(route))
+            readers = {row: distances for row, distances in readers.items() if row[1] in lap.heads}
+            assert max((distances[-1] for distances in readers.values()), default=0) == len(route), (problem, lap)
+            finished = Counter()
+            for distance, hop in enumerate(route, 1):
+                where = (problem, lap, source, distance)
+                rows = {row for row, distances in readers.items() if distances[-1] >= distance}
+                assert rows_of(problem, hop.rows) == rows, where
+                used = {row for row in rows if readers[row][0] < distance}
+                assert rows_of(problem, hop.carried) == used, where
+                last = {row for row in rows if readers[row][-1] == distance}
+                assert rows_of(problem, hop.finished) == last, where
+                finished.update(rows_of(problem, hop.finished))
+            assert finished == dict.fromkeys(readers, 1), (problem, lap, source)
+
+
+def check_rounds(problem):
+    """Every direction takes every head once, and ranks compute with their own keys of every head once."""
+    heads, p = list(range(problem.num_kv_heads)), problem.layout.world_size
+    laps = ring_laps(problem)
+    assert [head for lap in laps if lap.with_own for head in lap.heads] == heads, problem
+    assert all(lap.with_own or lap.steps for lap in laps), problem
+    assert all(lap.direction == (1 if lap.with_own else -1) for lap in laps), problem
+    back = [head for lap in laps if lap.direction == -1 for head in lap.heads]
+    assert len(set(back)) == len(back), problem
+
+    def hops(direction, reach):
+        found = (distances_of_readers(problem, source, direction, reach) for source in range(p))
+        return sum(distances[-1] for readers in found for distances in readers.values())
+
+    # Both ways where much less moves so; where nothing does, there are none.
+    one_way, both_ways = hops(1, p - 1), hops(1, p // 2) + hops(-1, (p - 1) // 2)
+    assert (-1 in reach_of(problem)) == (p > 2 and 0 < both_ways <= routes.BOTH_WAYS_BELOW * one_way), problem
+
+
+def check_tiles(problem):
+    """The tiles of all ranks and steps are the definition, and need no row that has not come."""
+    layout, group = problem.layout, problem.num_heads // problem.num_kv_heads
+    total = Counter()
+    for lap, rank in itertools.product(ring_laps(problem), range(layout.world_size)):
+        mine = layout.positions(rank)
+        if lap.with_own:
+            for batch in of_heads(tiles_from(problem, rank, rank), lap.heads, group):
+                total.update(pairs_of(batch, problem, mine, mine))
+        for step in range(1, lap.steps + 1):
+            hop, source = lap.hop(rank, step), lap.source(rank, step)
+            if hop is None:
+                continue
+            theirs = layout.positions(source)
+            row_of = {position: row for row, position in enumerate(theirs)}
+            arrived = rows_of(problem, hop.rows)
+            for batch in of_heads(tiles_from(problem, rank, source), lap.heads, group):
+                pairs = pairs_of(batch, problem, mine, theirs)
+                used = {(batch_row, head // group, row_of[key]) for batch_row, head, _, key in pairs}
+                assert used <= arrived, (problem, lap, rank, step)
+                total.update(pairs)
+    assert total == expected(problem), problem
+
+
+def check_traffic(problem):
+    """Bytes are those of every row on every link it crosses."""
+    p, needs = problem.layout.world_size, needs_of(problem)
+    sent, received, grads_sent, grads_received = Counter(), Counter(), Counter(), Counter()
+    for (direction, reach), source in itertools.product(reach_of(problem).items(), range(p)):
+        for distances in distances_of_readers(problem, source, direction, reach).values():
+            first, last = distances[0], distances[-1]
+            ranks = [(source + distance * direction) % p for distance in range(last + 1)]
+            sent.update(ranks[:-1])
+            received.update(ranks[1:])
+            grads_sent.update([*ranks[first:-1], ranks[last]])
+            grads_received.update([*ranks[first + 1 :], source])
+    check_bytes(problem, ring_traffic, sent, received, grads_sent, grads_received)
+
+    sent, received = Counter(), Counter()
+    for (reader, source), rows in needs.items():
+        received[reader] += len(rows)
+        sent[source] += len(rows)
+    check_bytes(problem, collective_traffic, sent, received, received, sent)
+    assert exchanged(problem) == [
+        [len(needs[rank, source]) if rank != source else 0 for source in range(p)] for rank in range(p)
+    ], problem
+
+
+def check_bytes(problem, traffic_of, sent, received, grads_sent, grads_received):
+    ranks = range(problem.layout.world_size)
+    for row_bytes, grad_bytes in ((1, 0), (0, 1), (3, 5)):
+        traffic = [traffic_of(problem, rank, RowBytes(row_bytes, grad_bytes)) for rank in ranks]
+        for rank in ranks:
+            where = (problem, traffic_of.__name__, rank)
+            forward = Bytes(sent[rank] * row_bytes, received[rank] * row_bytes)
+            assert traffic[rank].forward == forward, where
+            grads = Bytes(grads_sent[rank] * grad_bytes, grads_received[rank] * grad_bytes)
+            assert traffic[rank].backward == tuple(map(sum, zip(forward, grads))), where
+        for name in ("forward", "backward"):
+            moved = [getattr(of_rank, name) for of_rank in traffic]
+            assert sum(of_rank.sent for of_rank in moved) == sum(of_rank.received for of_rank in moved), problem
+
+
+CHECKS = [check_needs, check_arrivals, check_hops, check_rounds, check_tiles, check_traffic]
+
+
+def check_all(problems):
+    """All checks of each problem, of which some send one way round and some both ways.
+
+    Returns how many are split by heads (True), and how many are not (False).
+    """
+    directions, split = Counter(), Counter()
+    for problem in problems:
+        for check in CHECKS:
+            check(problem)
+        tours = ring_laps(problem)
+        directions[frozenset(lap.direction for lap in tours if lap.steps)] += 1
+        split[sum(lap.with_own for lap in tours) > 1] += 1
+    assert directions[frozenset([1])], "no problem sends one way round"
+    assert directions[frozenset([1, -1])], "no problem sends both ways"
+    return split
+
+
+def random_problem(rng):
+    """Any pattern, and as often one that reaches near, which sends both ways."""
+    batch, seq_len, num_kv_heads = rng.randint(1, 3), rng.randint(1, 30), rng.randint(1, 3)
+    near = rng.choice([Window(rng.randint(1, 5)), Segment(rng.randint(1, 9))])
+    sinks = rng.choice([(), (Sink(1),)])
+    return Problem(
+        rng.choice([random_pattern(rng), Pattern((*sinks, near))]),
+        SequenceLayout(rng.choice(["contiguous", "zigzag"]), seq_len, rng.randint(1, 6)),
+        as_tuples(random_documents(rng, batch, seq_len), batch, seq_len),
+        num_kv_heads * rng.randint(1, 3),
+        num_kv_heads,
+        rng.random() < 0.6,
+    )
+
+
+def random_problems(count):
+    rng = fresh()
+    return (random_problem(rng) for _ in range(count))
+
+
+PATTERNS = [
+    Pattern.exact(),
+    Pattern.longnet([4, 12, None], [1, 2, 4]),
+    Pattern.pyramid(2, 3, ratio=2, sinks=2),
+    Pattern((Window(3),)),
+    # A phase for each query head, which its group does not share.
+    Pattern((Sink(2), Segment(5), Window(8, 4)), "once", "query_head"),
+]
+
+
+def preset_problems(lengths=(4, 13)):
+    for pattern, length, p in itertools.product(PATTERNS, lengths, range(1, 7)):
+        documents = (
+            ((0, length),),  # one document
+            ((0, 1), (1, length - 1)),  # packed and padded
+            (),  # padding alone
+            ((0, length),),  # like the first: they share their rows
+        )
+        for kind, causal in itertools.product(["contiguous", "zigzag"], [True, False]):
+            yield Problem(pattern, SequenceLayout(kind, length, p), documents, 4, 2, causal)
+
+
+def test_random_problems():
+    assert set(check_all(random_problems(200))) == {False}, "small problems are not split by heads"
+
+
+def test_presets():
+    check_all(preset_problems())
+
+
+@pytest.mark.usefixtures("head_groups")
+def test_random_problems_by_heads():
+    split = check_all(random_problems(150))
+    assert split[True]
+    assert split[False], "a single key/value head is not split, nor is what never travels"
+
+
+@pytest.mark.usefixtures("head_groups")
+def test_presets_by_heads():
+    assert check_all(preset_problems((13,)))[True]
+
+
+@pytest.mark.parametrize("sinks", [(), (Sink(1),)], ids=["window", "sink and window"])
+def test_every_window_and_number_of_ranks(sinks):
+    """By exhaustion: rows near their readers, and one that all ranks read, however the others go."""
+    check_all(
+        Problem(Pattern((*sinks, Window(length))), SequenceLayout(kind, 12, p), (((0, 12),),), 1, 1, causal)
+        for length, p in itertools.product(range(1, 13), range(1, 7))
+        for kind, causal in itertools.product(["contiguous", "zigzag"], [True, False])
+    )
+
+
+@pytest.mark.parametrize("p", [1, 3])
+@pytest.mark.parametrize("documents", [(), ((),), ((), ())], ids=str)
+def test_nothing_to_move(documents, p):
+    """Padding alone: one round, in which no row leaves its rank."""
+    problem = Problem(Pattern.exact(), SequenceLayout("zigzag", 8, p), documents, 2, 2)
+    (lap,) = ring_laps(problem)
+    assert (lap.heads, lap.with_own, lap.steps, lap.routes) == (range(2), True, 0, ((),) * p)
+    for check in CHECKS:
+        check(problem)
+
+
+# Rows as sets.
+
+
+def packed(rows, heads, weight_of_class):
+    """A set of (class of batch rows, head, row) as `KeyRows`."""
+    sets = [0] * (len(weight_of_class) * heads)
+    for number, head, row in rows:
+        sets[number * heads + head] |= 1 << row
+    return KeyRows(heads, tuple(weight for weight in weight_of_class for _ in range(heads)), tuple(sets))
+
+
+def test_key_rows_are_sets():
+    rng = fresh()
+    for _ in range(200):
+        heads, length, chance = rng.randint(1, 4), rng.choice([0, 1, 5, 70]), rng.choice([0.0, 0.05, 0.5, 1.0])
+        weight_of_class = [rng.randint(1, 3) for _ in range(rng.randint(0, 3))]
+        every = list(itertools.product(range(len(weight_of_class)), range(heads), range(length)))
+        sets = [{row for row in every if rng.random() < chance} for _ in range(3)]
+        (a, b, c), (x, y, z) = sets, (packed(rows, heads, weight_of_class) for rows in sets)
+        first, last = sorted(rng.choices(range(heads + 1), k=2))
+        of_heads_chosen = {row for row in a if first <= row[1] < last}
+        for got, rows in (
+            (x | y, a | b),
+            (x & y, a & b),
+            (x - y, a - b),
+            (x - x, set()),
+            (union([x]), a),
+            (union([x, y, z]), a | b | c),
+            (x.of_heads(range(first, last)), of_heads_chosen),
+        ):
+            assert got == packed(rows, heads, weight_of_class)
+            assert len(got) == sum(weight_of_class[number] for number, _, _ in rows)
+            assert bool(got) == bool(rows)
+
+
+# How calls are split by heads.
+
+
+def window_problem(num_kv_heads=8):
+    """2 batch rows, 16 tokens a rank: all of them are read by the next rank, 4 of them by the one after as well."""
+    layout = SequenceLayout("contiguous", 64, 4)
+    return Problem(Pattern((Window(21),)), layout, (((0, 64),),) * 2, 4 * num_kv_heads, num_kv_heads)
+
+
+def heads_of_rounds(problem):
+    ring_laps.cache_clear()
+    return [list(lap.heads) for lap in ring_laps(problem)]
+
+
+@pytest.mark.usefixtures("head_groups")
+def test_groups_of_heads(monkeypatch):
+    """As many as keep enough query rows each, all batch rows and query heads together."""
+    problem, query_rows = window_problem(), 2 * 8 * 4 * 16
+    for groups in (1, 2, 4, 8):
+        for rows in (query_rows // groups, query_rows // (groups + 1) + 1):
+            monkeypatch.setattr(routes, "ROWS_OF_A_HEAD_GROUP", rows)
+            assert heads_of_rounds(problem) == [
+                list(range(first, first + 8 // groups)) for first in range(0, 8, 8 // groups)
+            ]
+    monkeypatch.setattr(routes, "ROWS_OF_A_HEAD_GROUP", 1)
+    assert len(heads_of_rounds(window_problem(3))) == 3, "a group has a head at least"
+    for heads in (9, 12, 17):
+        groups = heads_of_rounds(window_problem(heads))
+        assert len(groups) == routes.HEAD_GROUPS
+        assert list(itertools.chain.from_iterable(groups)) == list(range(heads))
+        assert max(map(len, groups)) - min(map(len, groups)) <= 1
+
+
+@pytest.mark.usefixtures("head_groups")
+def test_small_payloads_go_in_one_round(monkeypatch):
+    problem = window_problem()  # its largest payload: a key row for every 4 query rows
+    monkeypatch.setattr(routes, "LARGE_PAYLOAD", 4)
+    assert len(heads_of_rounds(problem)) == 8
+    monkeypatch.setattr(routes, "LARGE_PAYLOAD", 3)
+    assert len(heads_of_rounds(problem)) == 1
+
+
+# Reference cases in closed form.
+
+TOKENS, RANKS, KV_HEADS = 131072, 8, 8
+LOCAL = TOKENS // RANKS
+#: Head size 128: a key and a value in bf16, their gradients in fp32.
+SIZES = RowBytes(2 * 128 * 2, 2 * 128 * 4)
+MIB = 2**20
+
+
+def long_problem(pattern, kind, causal=True):
+    return Problem(pattern, SequenceLayout(kind, TOKENS, RANKS), (((0, TOKENS),),), 32, KV_HEADS, causal)
+
+
+def received(problem, traffic_of):
+    """Bytes that come to each rank in forward."""
+    return [traffic_of(problem, rank, SIZES).forward.received for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_exact_attention(kind, causal):
+    problem = long_problem(Pattern.exact(), kind, causal)
+    ring, collective = (received(problem, traffic_of) for traffic_of in (ring_traffic, collective_traffic))
+    shard = LOCAL * KV_HEADS * SIZES.row_bytes
+    assert (RANKS - 1) * shard == 448 * MIB
+    assert max(ring + collective) <= 448 * MIB
+    if not causal:
+        assert ring == collective == [448 * MIB] * RANKS
+    elif kind == "contiguous":
+        assert ring == collective == [rank * shard for rank in range(RANKS)]
+    else:
+        # Of ranks before, the early piece; of ranks after, both.
+        assert collective == [rank * shard // 2 + (RANKS - 1 - rank) * shard for rank in range(RANKS)]
+    assert len(ring_laps(problem)) > 1, "payloads as large as these go by groups of heads"
+
+
+def test_longnet():
+    problem = long_problem(Pattern.longnet([2048, 16384, 131072], [1, 8, 64]), "contiguous")
+    # Only the last branch looks beyond a rank: 1 token in 64 of every rank before.
+    shard = LOCAL // 64 * KV_HEADS * SIZES.row_bytes
+    assert (RANKS - 1) * shard == 7 * MIB
+    for traffic_of in (ring_traffic, collective_traffic):
+        assert received(problem, traffic_of) == [rank * shard for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_window(causal):
+    problem = long_problem(Pattern((Window(4096),)), "contiguous", causal)
+    rows = KV_HEADS * 4095
+    for rank, source in itertools.product(range(RANKS), repeat=2):
+        near = source == rank - 1 or (source == rank + 1 and not causal)
+        assert len(needed(problem, rank, source)) == (rows if near else 0)
+    before = [0] + [rows] * (RANKS - 1)
+    after = [0] * RANKS if causal else before[::-1]
+    expected_bytes = [(a + b) * SIZES.row_bytes for a, b in zip(before, after)]
+    for traffic_of in (ring_traffic, collective_traffic):
+        assert received(problem, traffic_of) == expected_bytes
+    laps = ring_laps(problem)
+    assert [(lap.direction, lap.steps, lap.with_own) for lap in laps] == (
+        [(1, 1, True)] if causal else [(1, 1, True), (-1, 1, False)]
+    )
+    # The nearest rows of the neighbour before are its last, of the one after its first.
+    for rank in range(1, RANKS):
+        assert laps[0].hop(rank, 1).rows.sets == (((1 << 4095) - 1) << LOCAL - 4095,) * KV_HEADS
+    if not causal:
+        assert all(laps[1].hop(rank, 1).rows.sets == ((1 << 4095) - 1,) * KV_HEADS for rank in range(RANKS - 1))
+
+
+def test_zigzag_balances_causal_attention():
+    assert imbalance(long_problem(Pattern.exact(), "zigzag")) <= 1.02
+    assert imbalance(long_problem(Pattern.exact(), "contiguous")) > 1.5

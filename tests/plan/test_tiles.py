@@ -1,0 +1,135 @@
+"""The tiles of a document cover each (head, query, key) as often as the definition says: by exhaustion."""
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+
+from hf_ring_attention.plan.intervals import Run
+from hf_ring_attention.plan.layouts import SequenceLayout
+from hf_ring_attention.plan.patterns import Pattern, Segment, Sink, Window
+from hf_ring_attention.plan.tiles import tile_document
+from tests.support.cases import random_pattern
+
+
+def covered(tiles, num_heads, num_kv_heads):
+    """Counter of (query head, query row, key row), and the check that a part never repeats a query row of a head."""
+    pairs = Counter()
+    rows_of_part = Counter()
+    group = num_heads // num_kv_heads
+    for tile in tiles:
+        heads = tile.heads if tile.per_query_head else [kv * group + i for kv in tile.heads for i in range(group)]
+        assert len(tile.queries) > 0
+        assert len(tile.keys) > 0
+        if tile.causal:
+            assert len(tile.queries) == len(tile.keys)
+            assert tile.queries.step * tile.keys.step > 0
+        for head, copy in itertools.product(heads, range(tile.copies)):
+            moved = copy * tile.advance
+            for i, query in enumerate(tile.queries):
+                keys = tile.keys[: i + 1] if tile.causal else tile.keys
+                pairs.update((head, query + moved, key + moved) for key in keys)
+                kind = (tile.branch, tile.part, tile.causal, tile.queries.step > 0, head, query + moved)
+                rows_of_part[kind] += 1
+    assert max(rows_of_part.values(), default=1) == 1, "a part shares a query row between tiles of one shape"
+    return pairs
+
+
+def expected(pattern, length, queries, keys, num_heads, num_kv_heads, causal):
+    pairs = Counter()
+    for head, (query_row, query), (key_row, key) in itertools.product(range(num_heads), queries, keys):
+        times = pattern.multiplicity(
+            query, key, head=head, num_heads=num_heads, num_kv_heads=num_kv_heads, causal=causal
+        )
+        if times:
+            pairs[head, query_row, key_row] = times
+    return pairs
+
+
+def points(runs):
+    return [(row + i, position + i) for row, position, count in runs for i in range(count)]
+
+
+BRANCHES = [
+    Segment(),
+    Segment(length=4),
+    Segment(length=6, dilation=2),
+    Segment(length=6, dilation=3, queries="all"),
+    Segment(length=None, dilation=4),
+    Segment(length=None, dilation=2, queries="all"),
+    Window(1),
+    Window(5),
+    Window(8, dilation=2),
+    Window(12, dilation=4),
+    Window(6, dilation=2, queries="dilated"),
+    Window(24, dilation=8),
+    Sink(3),
+]
+
+
+def patterns():
+    for branch in BRANCHES:
+        for phase_by in ("kv_head", "query_head"):
+            yield Pattern((Window(1), branch), overlap="count", phase_by=phase_by)
+            yield Pattern((Window(4), branch), overlap="once", phase_by=phase_by)
+            yield Pattern((Segment(5), branch), overlap="once", phase_by=phase_by)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("pattern", list(patterns()), ids=str)
+def test_whole_document(pattern, causal):
+    for length, (num_heads, num_kv_heads) in itertools.product((1, 2, 3, 5, 8, 13, 17, 24, 33, 40), ((4, 2), (3, 3))):
+        runs = [Run(0, 0, length)]
+        tiles = tile_document(
+            pattern,
+            length=length,
+            queries=runs,
+            keys=runs,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            causal=causal,
+        )
+        want = expected(pattern, length, points(runs), points(runs), num_heads, num_kv_heads, causal)
+        assert covered(tiles, num_heads, num_kv_heads) == want, (length, num_heads, num_kv_heads)
+
+
+def test_random_patterns_with_rows_sharded_over_ranks():
+    """Queries of each rank against keys of each rank, rows numbered as the ranks store them."""
+    seed = random.randrange(2**32)
+    rng = random.Random(seed)
+    for case in range(400):
+        pattern = random_pattern(rng)
+        length = rng.randint(1, 40)
+        before, after = rng.choice([(0, 0), (3, 5), (7, 0)])  # other documents of the row
+        layout = SequenceLayout(rng.choice(["contiguous", "zigzag"]), before + length + after, rng.randint(1, 4))
+        num_kv_heads = rng.randint(1, 4)
+        num_heads = num_kv_heads * rng.randint(1, 3)
+        causal = rng.random() < 0.6
+
+        def runs_of(rank, layout=layout, before=before, length=length):
+            row, runs = 0, []
+            for piece in layout.pieces(rank):
+                start, stop = max(piece.start, before), min(piece.stop, before + length)
+                if start < stop:
+                    runs.append(Run(row + start - piece.start, start - before, stop - start))
+                row += len(piece)
+            return runs
+
+        for query_rank, key_rank in itertools.product(range(layout.world_size), repeat=2):
+            queries, keys = runs_of(query_rank), runs_of(key_rank)
+            tiles = tile_document(
+                pattern,
+                length=length,
+                queries=queries,
+                keys=keys,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                causal=causal,
+            )
+            want = expected(pattern, length, points(queries), points(keys), num_heads, num_kv_heads, causal)
+            got = covered(tiles, num_heads, num_kv_heads)
+            assert got == want, (
+                f"seed {seed}, case {case}: {pattern}, {layout}, document {before}+{length}, ranks {query_rank} <- "
+                f"{key_rank}, heads {num_heads}/{num_kv_heads}, causal {causal}"
+            )

@@ -1,0 +1,217 @@
+"""The house: folders that import only from those below them, no circle, no long module, no name in two rooms."""
+
+import ast
+import graphlib
+import subprocess
+import sys
+import textwrap
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import TIMEOUT
+
+PACKAGE = "hf_ring_attention"
+FOLDER = Path(__file__).parents[1] / PACKAGE
+#: From the ground up: each imports from itself and from those before it.
+FOLDERS = ("plan", "compute", "transport", "ring", "hf", "training", "evaluation", "tools")
+#: The one import upward: a ring prepares data loaders, and those who have none need not load Accelerate for it.
+UPWARD = {("ring.ring", "training.loaders")}
+#: The first folder that may import a library when it is imported itself.
+OPENS_AT = {"torch": "compute", "torch.distributed": "transport", "transformers": "hf", "accelerate": "training"}
+#: They meet in the engine.
+STRANGERS = ({"compute.kernels", "transport.transports"}, {"compute.kernels", "transport.communicators"})
+LONGEST = 400  # lines
+
+#: Every .py file, by its module name inside the package.
+SOURCES = {
+    path.relative_to(FOLDER).with_suffix("").as_posix().replace("/", "."): path.read_text(encoding="utf-8")
+    for path in sorted(FOLDER.rglob("*.py"))
+}
+#: Those in folders.
+MODULES = {name: source for name, source in SOURCES.items() if "." in name and not name.endswith("__init__")}
+
+
+def folder_of(module):
+    return module.partition(".")[0]
+
+
+def imports(source, module=""):
+    """(module, name, node) of every import, wherever it stands; relative modules with the package's name in front.
+
+    The name is None for `import module`. `torch.distributed` written out counts as its import.
+
+    Args:
+        module: whose source it is, in dots inside the package.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None, node) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = [PACKAGE, *module.split(".")][: -node.level] if node.level else []
+            assert not node.level or above, "a relative import that leaves the package"
+            yield from ((".".join([*above, *filter(None, [node.module])]), alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            yield "torch", "distributed", node
+
+
+def modules_imported(source, module=""):
+    """The modules of this package that a source imports; the package itself is "__init__"."""
+    names = set()
+    for imported, name, _ in imports(source, module):
+        root, _, inside = imported.partition(".")
+        if root == PACKAGE:
+            whole = ".".join(filter(None, [inside, name]))
+            names.add(whole if whole in SOURCES else inside or "__init__")
+    return names
+
+
+def libraries_imported(source, module=""):
+    """The names of `OPENS_AT` that a source imports, whole or in part."""
+    names = [f"{imported}.{name}." if name else f"{imported}." for imported, name, _ in imports(source, module)]
+    return {library for library in OPENS_AT if any(name.startswith(f"{library}.") for name in names)}
+
+
+@pytest.mark.parametrize(
+    ("source", "module", "modules", "libraries"),
+    [
+        ("from . import rows", "compute.kernels", {"compute.rows"}, set()),
+        ("from .rows import Rows", "compute.kernels", {"compute.rows"}, set()),
+        ("from ..plan.plans import Item", "compute.kernels", {"plan.plans"}, set()),
+        ("import hf_ring_attention.compute.rows as r", "", {"compute.rows"}, set()),
+        ("from hf_ring_attention.compute import rows", "", {"compute.rows"}, set()),
+        ("from hf_ring_attention.compute.rows import Rows", "", {"compute.rows"}, set()),
+        ("from hf_ring_attention import Ring", "", {"__init__"}, set()),
+        ("import hf_ring_attention", "", {"__init__"}, set()),
+        ("if TYPE_CHECKING:\n    from .engine import RingAttention", "ring.ring", {"ring.engine"}, set()),
+        ("def f():\n    from .ring import Ring", "ring.mesh", {"ring.ring"}, set()),
+        ("import torch.nn.functional as F", "", set(), {"torch"}),
+        ("from torch import distributed as dist", "", set(), {"torch", "torch.distributed"}),
+        ("from torch.distributed.device_mesh import f", "", set(), {"torch", "torch.distributed"}),
+        ("import torch\nx = torch.distributed.get_rank()", "", set(), {"torch", "torch.distributed"}),
+        ("import torchvision, transformers.utils", "", set(), {"transformers"}),
+    ],
+)
+def test_imports_are_found(source, module, modules, libraries):
+    assert modules_imported(source, module) == modules
+    assert libraries_imported(source, module) == libraries
+
+
+def test_every_file_is_in_a_folder():
+    assert {folder_of(module) for module in MODULES} == set(FOLDERS)
+    assert {name for name in SOURCES if "." not in name} == {"__init__", "__main__", "_version"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_import_from_their_folder_and_those_below(module):
+    imported = modules_imported(MODULES[module], module) - {"_version"}
+    assert "__init__" not in imported, f"{module} imports the whole package"
+    assert imported <= MODULES.keys(), f"{module} imports {imported - MODULES.keys()}"
+    floor = FOLDERS.index(folder_of(module))
+    above = {other for other in imported if FOLDERS.index(folder_of(other)) > floor}
+    assert above == {there for here, there in UPWARD if here == module}
+
+
+def test_no_circle():
+    graph = {module: modules_imported(source, module) for module, source in MODULES.items()}
+    for here, there in UPWARD:
+        graph[here] -= {there}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_strangers_never_meet(module):
+    imported = modules_imported(MODULES[module], module)
+    for strangers in STRANGERS:
+        if module in strangers:
+            assert not imported & strangers
+    assert "compute.reference" not in imported, "the reference is for tests"
+
+
+def test_the_package_does_not_import_the_reference():
+    assert "compute.reference" not in modules_imported(SOURCES["__init__"])
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_libraries_open_at_their_folder(module):
+    floor = FOLDERS.index(folder_of(module))
+    early = {name for name in libraries_imported(MODULES[module], module) if floor < FOLDERS.index(OPENS_AT[name])}
+    assert not early
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if folder_of(module) == "plan"])
+def test_plans_need_the_standard_library_alone(module):
+    roots = {name.split(".")[0] for name, _, _ in imports(MODULES[module], module)} - {PACKAGE}
+    assert roots <= sys.stdlib_module_names
+
+
+def test_plans_run_without_torch():
+    script = f"""
+        import sys
+
+        sys.modules["torch"] = None  # any import of it fails
+        from {PACKAGE}.plan import layouts, patterns, plans, problem
+        layout = layouts.SequenceLayout("zigzag", 64, 2)
+        call = problem.Problem(patterns.Pattern.exact(), layout, (((0, 64),),), num_heads=2, num_kv_heads=1)
+        print(sum(plans.plan_rank(call, rank).pairs for rank in range(2)))
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+        cwd=FOLDER.parent,
+    )
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, str(2 * 64 * 65 // 2), "")
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_modules_are_short(module):
+    assert len(SOURCES[module].splitlines()) <= LONGEST
+
+
+def defined(source):
+    """The names that a module defines at its top."""
+    for node in ast.parse(source).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            yield node.name
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+
+
+def test_no_name_is_in_two_rooms():
+    rooms = defaultdict(set)
+    for module, source in MODULES.items():
+        for name in defined(source):
+            rooms[name].add(module)
+    everywhere = {"logger"}
+    twice = {name: sorted(where) for name, where in rooms.items() if len(where) > 1 and name not in everywhere}
+    assert not twice
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_private_names_stay_in_their_module(module):
+    private = {
+        name
+        for imported, name, _ in imports(MODULES[module], module)
+        if imported.startswith(PACKAGE) and name and name.startswith("_") and name != "_version"
+    }
+    assert not private
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_no_error_is_swallowed_unnamed(module):
+    for node in ast.walk(ast.parse(SOURCES[module])):
+        if isinstance(node, ast.ExceptHandler):
+            caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            names = {None if kind is None else ast.unparse(kind) for kind in caught}
+            assert not names & {None, "Exception", "BaseException"}, f"{module}.py, line {node.lineno}: {names}"
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_no_global_is_rebound(module):
+    lines = [node.lineno for node in ast.walk(ast.parse(SOURCES[module])) if isinstance(node, ast.Global)]
+    assert not lines, f"{module}.py rebinds globals in lines {lines}"

