@@ -28,8 +28,6 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 import hf_ring_attention as ra
-from hf_ring_attention.plan.plans import plan_rank
-from hf_ring_attention.plan.problem import Problem
 from hf_ring_attention.tools.arguments import existing_file, missing_extra
 
 #: The model of the demo, and of a recipe that names none: SmolLM2-135M-Instruct, Apache-2.0.
@@ -305,17 +303,9 @@ def _meaning(size: int, processes: int) -> str:
 def flop_share(pattern: ra.Pattern, tokens: int, config: PretrainedConfig) -> float:
     """The pattern's attention FLOPs as a share of exact causal attention's."""
     config = config.get_text_config()
-    pairs = []
-    for candidate in (pattern, ra.Pattern.exact()):
-        problem = Problem(
-            candidate,
-            ra.SequenceLayout("contiguous", tokens, 1),
-            (((0, tokens),),),
-            config.num_attention_heads,
-            getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        )
-        pairs.append(plan_rank(problem, 0).pairs)
-    return pairs[0] / pairs[1]
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return pattern.flop_share(tokens, num_heads=heads, num_kv_heads=kv_heads)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,13 @@ class PerplexityReport:
         """exp(nll / tokens)."""
         return math.exp(self.nll / self.tokens)
 
+    def __repr__(self) -> str:
+        rows = len(self.token_nll)
+        return (
+            f"PerplexityReport(perplexity={self.perplexity:.4f}, nll={self.nll:.4f}, tokens={self.tokens}, rows={rows}, "
+            f"seconds={self.seconds:.2f})"
+        )
+
 
 @torch.no_grad()
 def perplexity(

@@ -6,10 +6,10 @@ import subprocess
 import sys
 
 import pytest
-from hf_ring_attention.tools.benchmarks.harness import CallShape
 
 from hf_ring_attention.plan.patterns import Pattern, Sink, Window
 from hf_ring_attention.tools import cli
+from hf_ring_attention.tools.benchmarks.harness import CallShape
 
 
 def test_explain(capsys):
