@@ -1,0 +1,124 @@
+"""Texts of patterns: what is written is read back, whatever the pattern; what cannot be read is said."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_ring_attention.plan.patterns import Pattern, Segment, Sink, Window, as_pattern
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ("exact", Pattern.exact()),
+        ("window:64", Pattern((Window(64),))),
+        ("window:64+4", Pattern((Sink(4), Window(64)))),
+        ("pyramid:64,3", Pattern.pyramid(64, 3)),
+        ("pyramid:64,3,2", Pattern.pyramid(64, 3, 2)),
+        ("pyramid:64,3,4,0", Pattern.pyramid(64, 3, sinks=0)),
+        ("longnet:64/1,256/4,all/8", Pattern.longnet([64, 256, None], [1, 4, 8])),
+        ("exact@query_head", Pattern((Segment(),), phase_by="query_head")),
+        ("longnet:64/1,256/4@once", Pattern((Segment(64), Segment(256, 4)), overlap="once")),
+        ("branches:window=8,window=16/4:dilated", Pattern((Window(8), Window(16, 4, "dilated")))),
+        ("branches:segment=8,segment=all/4:all@count", Pattern((Segment(8), Segment(None, 4, "all")), "count")),
+    ],
+)
+def test_texts_and_their_patterns(text, pattern):
+    assert Pattern.parse(text) == pattern
+    assert Pattern.parse(f" {text} ") == pattern
+    assert Pattern.parse(str(pattern)) == pattern
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        (Pattern.exact(), "exact"),
+        (Pattern((Window(512),)), "window:512"),
+        (Pattern((Sink(4), Window(512))), "window:512+4"),
+        (Pattern.pyramid(512, 3), "pyramid:512,3"),
+        (Pattern.pyramid(512, 3, 2, 0), "pyramid:512,3,2,0"),
+        (Pattern.pyramid(512, 3, 2), "pyramid:512,3,2"),
+        (Pattern.longnet([512, 2048, None], [1, 4, 8]), "longnet:512/1,2048/4,all/8"),
+        (Pattern((Segment(64), Segment(256, 4))), "branches:segment=64,segment=256/4"),
+        (Pattern((Segment(),), "count"), "longnet:all/1"),
+        (Pattern((Window(8), Sink(2)), phase_by="query_head"), "branches:window=8,sink=2@query_head"),
+    ],
+)
+def test_the_shortest_text_is_written(pattern, text):
+    assert str(pattern) == f"{pattern}" == text
+
+
+dilated = st.builds(
+    lambda kind, times, dilation, queries: kind(times * dilation, dilation, queries),
+    st.sampled_from([Segment, Window]),
+    st.integers(1, 99),
+    st.integers(1, 9),
+    st.sampled_from(["dilated", "all"]),
+)
+branches = st.lists(dilated | st.builds(Sink, st.integers(1, 9)) | st.just(Segment()), min_size=1, max_size=5)
+
+
+@st.composite
+def patterns(draw):
+    made = draw(branches)
+    overlap, phase_by = draw(st.sampled_from(["count", "once"])), draw(st.sampled_from(["kv_head", "query_head"]))
+    try:
+        return Pattern(tuple(made), overlap, phase_by)
+    except ValueError:  # it leaves queries without a key, or does not nest
+        return Pattern((Segment(), *made), "count", phase_by)
+
+
+@given(patterns())
+def test_what_is_written_is_read_back(pattern):
+    assert Pattern.parse(str(pattern)) == pattern
+    assert Pattern.from_dict(pattern.to_dict()) == pattern
+    assert as_pattern(str(pattern), "x") == as_pattern(pattern, "x") == pattern
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("typo", "pattern 'typo' is not known. A pattern is one of: exact"),
+        ("", "pattern '' is not known"),
+        ("exact:4", "'exact' takes nothing after it, got '4'"),
+        ("window:", "a number was expected, got ''"),
+        ("window:512+", "a number was expected, got ''"),
+        ("window:-4", "a number was expected, got '-4'"),
+        ("window:0", "length must be an integer of at least 1, got 0"),
+        ("pyramid:512", "a pyramid has 2 to 4 numbers, got 1"),
+        ("longnet:512", "a number was expected, got ''"),
+        ("longnet:512/2", "no branch of dilation 1"),
+        ("branches:sink=4/2", "a sink has a number of tokens and nothing else"),
+        ("branches:windows=4", "a branch such as sink=4, window=512 or segment=2048/4 was expected, got 'windows=4'"),
+        ("branches:window=8:every", "queries must be one of 'dilated', 'all', got 'every'"),
+        ("branches:window=6/4,window=8", "length must be a multiple of dilation, got 6 = 1 * 4 + 2"),
+        ("exact@often", "behind @ stands one of count, once, kv_head, query_head, got 'often'"),
+        ("exact@count@once", "two set the same"),
+    ],
+)
+def test_what_is_no_pattern_is_said(text, message):
+    with pytest.raises(ValueError) as refused:
+        Pattern.parse(text)
+    assert message in str(refused.value) and repr(text) in str(refused.value)
+
+
+def test_whoever_takes_a_pattern_says_what_came():
+    with pytest.raises(ValueError, match=r"patch_config: pattern must be a Pattern, or its text such as .*, got 512"):
+        as_pattern(512, "patch_config")
+
+
+@pytest.mark.parametrize("pattern", ["exact", "window:16+2", "pyramid:4,3,2", "longnet:8/1,all/4", "exact@query_head"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_flop_share_counts_pairs_by_the_definition(pattern, causal):
+    pattern, length, heads, kv_heads = Pattern.parse(pattern), 33, 4, 2
+    pairs, exact = (
+        sum(
+            made.multiplicity(q, k, head=h, num_heads=heads, num_kv_heads=kv_heads, causal=causal)
+            for h in range(heads)
+            for q in range(length)
+            for k in range(length)
+        )
+        for made in (pattern, Pattern.exact())
+    )
+    share = pattern.flop_share(length, num_heads=heads, num_kv_heads=kv_heads, causal=causal)
+    assert share == pytest.approx(pairs / exact, rel=1e-12)
