@@ -263,7 +263,8 @@ class Pattern:
         try:
             if maker == "branches":
                 return cls.from_dict({"branches": list(arguments), **settings})
-            return replace(getattr(cls, maker)(*arguments), **settings)
+            made: Pattern = getattr(cls, maker)(*arguments)
+            return replace(made, **settings)
         except ValueError as error:
             raise ValueError(f"pattern {text!r} cannot be made: {error}") from None
 
