@@ -39,7 +39,7 @@ class PatternText(NamedTuple):
 
     maker: str
     arguments: tuple[Any, ...]
-    settings: dict[str, str]
+    settings: dict[str, Any]
 
 
 def read(text: str) -> PatternText:
