@@ -32,7 +32,7 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/python recipes/benchmark.py
 
-# Runs a tiny model of every causal type of Transformers; writes hf_ring_attention/hf/models.json and README's table.
+# Runs a tiny model of every causal type of Transformers; writes models.json and MODELS.md in hf_ring_attention/hf.
 models: $(READY_TO_TEST)
 	$(BIN)/python -m tests.support.probe
 

@@ -9,8 +9,9 @@ from transformers import PretrainedConfig
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.support import check_config
+from hf_ring_attention.tools.model_table import models_page, types_by_reason
 
-from ..support.probe import ROOT, batch, survey, table
+from ..support.probe import HF, batch, survey
 from ..support.tiny_models import CAUSAL_TYPES, NOT_BUILT, tiny_model
 
 KNOWN = {model.model_type: model for model in ra.supported_models()}
@@ -28,7 +29,19 @@ def test_the_table():
     counts = {status: sum(model.status == status for model in KNOWN.values()) for status in ("supported", "untested")}
     assert counts["supported"] >= 120
     assert counts["untested"] == len(NOT_BUILT)
-    assert table(ra.supported_models()) in (ROOT / "README.md").read_text(encoding="utf-8"), "run `make models`"
+    assert models_page(ra.supported_models()) == (HF / "MODELS.md").read_text(encoding="utf-8"), "run `make models`"
+
+
+def test_the_page_names_each_type_once_and_joins_those_of_one_reason():
+    refused = [model for model in KNOWN.values() if model.status == "refused"]
+    groups = types_by_reason(refused)
+    assert sorted(name for _, types in groups for name in types) == sorted(model.model_type for model in refused)
+    together = dict.fromkeys(("bloom", "codegen", "mpt"))
+    for reason, types in groups:
+        assert not any(KNOWN[name].model_class in reason for name in types), reason
+        if together.keys() & {*types}:
+            assert together.keys() <= {*types}, "one reason, three classes"
+    assert len(groups) < len(refused) / 3
 
 
 @pytest.mark.parametrize("model", [m for m in KNOWN.values() if m.status == "refused"], ids=lambda m: m.model_type)
