@@ -94,23 +94,16 @@ def perplexity(
     """
     inner = whole_model(model, "perplexity")
     served = ring or attached_ring(inner) or Ring.alone()
-    error: ValueError | None = None
-    agreed: dict[str, Any] = {}
-    try:
+    with served.agreement() as call:
         check_predicts_next(inner, "perplexity")
         ids, mask = _rows_of(input_ids, attention_mask)
         _check_rows(inner, ids, mask)
         if logits_at_once < 1:
             raise ValueError(f"perplexity: logits_at_once must be at least 1, got {logits_at_once}")
-        agreed = {
-            "the shape of input_ids": tuple(ids.shape),
-            "a checksum of input_ids": digest(ids),
-            "a checksum of attention_mask": digest(mask),
-            "logits_at_once": logits_at_once,
-        }
-    except ValueError as refused:
-        error = refused
-    served.agree(agreed, error)
+        call.same("the shape of input_ids", tuple(ids.shape))
+        call.same("a checksum of input_ids", digest(ids))
+        call.same("a checksum of attention_mask", digest(mask))
+        call.same("logits_at_once", logits_at_once)
     if ring is not None and attached_ring(inner) is not ring:
         patch_model(inner, ring=ring)
 

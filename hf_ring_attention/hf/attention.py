@@ -86,7 +86,8 @@ def ring_dilated_attention(
     except (ValueError, NotImplementedError) as refused:
         if sharded:
             assert ring is not None
-            ring.agree_on_call({}, refused, query.device)  # the other ranks compare calls there
+            with ring.agreement(query.device):  # where the other ranks compare their calls of attention
+                raise refused
         raise
     query, key, value = _autocast(query, key, value)
     call: dict[str, Any] = {

@@ -44,26 +44,21 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
     inner = whole_model(model, "prefill")
     ring = attached_ring(inner) or Ring.alone()
     arguments = inspect.signature(inner.forward).parameters
-    error: Exception | None = None
-    if input_ids.dim() != 2 or 0 in input_ids.shape:
-        error = ValueError(f"prefill: input_ids must be [batch, tokens], got {tuple(input_ids.shape)}")
-    elif attention_mask is not None and attention_mask.shape != input_ids.shape:
-        error = ValueError(
-            f"prefill: attention_mask must be {tuple(input_ids.shape)} as input_ids, got {tuple(attention_mask.shape)}"
-        )
-    elif attention_mask is not None and not bool(attention_mask.all()) and "position_ids" not in arguments:
-        error = ValueError(
-            f"prefill: {type(model).__name__}.generate would number padded rows otherwise than prefill: it takes no "
-            f"position_ids; pass rows without padding"
-        )
-    ring.agree(
-        {
-            "the shape of input_ids": tuple(input_ids.shape),
-            "a checksum of input_ids": digest(input_ids),
-            "whether attention_mask is given": attention_mask is not None,
-        },
-        error,
-    )
+    with ring.agreement() as call:
+        if input_ids.dim() != 2 or 0 in input_ids.shape:
+            raise ValueError(f"prefill: input_ids must be [batch, tokens], got {tuple(input_ids.shape)}")
+        if attention_mask is not None and attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"prefill: attention_mask must be {tuple(input_ids.shape)} as input_ids, got {tuple(attention_mask.shape)}"
+            )
+        if attention_mask is not None and not bool(attention_mask.all()) and "position_ids" not in arguments:
+            raise ValueError(
+                f"prefill: {type(model).__name__}.generate would number padded rows otherwise than prefill: it takes no "
+                f"position_ids; pass rows without padding"
+            )
+        call.same("the shape of input_ids", tuple(input_ids.shape))
+        call.same("a checksum of input_ids", digest(input_ids))
+        call.same("whether attention_mask is given", attention_mask is not None)
     config = inner.config.get_text_config()
     layout = model_layout(config, ring, input_ids.shape[1])
     cache = ShardedCache(layout, config.num_hidden_layers)

@@ -104,16 +104,14 @@ def checked_step(
     module: nn.Module, ring: Ring, cache: ShardedCache, tokens: Tensor | None, kwargs: Mapping[str, Any]
 ) -> ForwardPass:
     """A step after a sharded prefill: every rank comes with the same tokens, positions and mask."""
-    said: dict[str, Any] = {}
-    error: Exception | None = None
     mask, length = kwargs.get("attention_mask"), 0
-    try:
+    with ring.agreement(torch.device("cpu")) as call:
         if tokens is None:
             raise ValueError("a forward pass needs input_ids or inputs_embeds")
         length, held = tokens.shape[1], cache.get_seq_length()
-        said["the tokens of a step"] = digest(tokens)
-        said["position_ids of a step"] = digest(kwargs.get("position_ids"))
-        said["attention_mask of a step"] = digest(mask)
+        call.same("the tokens of a step", digest(tokens))
+        call.same("position_ids of a step", digest(kwargs.get("position_ids")))
+        call.same("attention_mask of a step", digest(mask))
         masked = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else held + length
         if length == 0 or masked != held + length:
             raise ValueError(
@@ -123,9 +121,6 @@ def checked_step(
             )
         if isinstance(mask, Tensor):
             documents_from_mask(mask != 0)
-    except ValueError as refused:
-        error = refused
-    ring.agree_on_call(said, error, torch.device("cpu"))
     return ForwardPass(module.config, held=cache.held(ring.rank, length))
 
 
@@ -134,16 +129,14 @@ def checked_shard(
 ) -> ForwardPass:
     """Shards of whole rows: their positions say which documents there are."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    error: Exception | None = WRONG_LOSS.get()
+    wrong_loss = WRONG_LOSS.get()
     WRONG_LOSS.set(None)
-    agreed: dict[str, Any] = {}
-    told: tuple[list[list[ShardRun]], int] | None = None
     # Transformers' generate, which goes on from a sharded cache, numbers the tokens of all models from 0.
     first = first_position(module) if cache is None else 0
     ends: Tensor | None = kwargs.get("cu_seq_lens_q")
-    try:
-        if error is not None:
-            raise error
+    with ring.agreement() as call:
+        if wrong_loss is not None:
+            raise wrong_loss
         if tokens is None:
             raise ValueError("a sharded forward pass needs input_ids or inputs_embeds")
         given_up = None if cache is not None else _given_up_cache(module, tokens, kwargs)
@@ -155,22 +148,18 @@ def checked_shard(
                 f"cache = ra.prefill(model, input_ids), then call model.generate(longer_input_ids, past_key_values=cache)"
             )
         layout = model_layout(module.config, ring, tokens.shape[1] * ring.world_size) if cache is None else cache.layout
-        agreed = {
-            "the shape of the input": tuple(tokens.shape[:2]),
-            "layout": layout,
-            "whether attention_mask is given": mask is not None,
-            "whether the model trains": module.training,
-            "output_attentions": bool(kwargs.get("output_attentions")),
-        }
+        call.same("the shape of the input", tuple(tokens.shape[:2]))
+        call.same("layout", layout)
+        call.same("whether attention_mask is given", mask is not None)
+        call.same("whether the model trains", module.training)
+        call.same("output_attentions", bool(kwargs.get("output_attentions")))
         if 0 in tokens.shape[:2]:
             raise ValueError(f"a sharded forward pass needs tokens, got {tuple(tokens.shape)}")
         if ends is not None:
             packed_documents(1, int(ends[-1]), ends, None)
-            agreed["cu_seq_lens_q"] = tuple(ends.tolist())
-        told = runs_of_shard(positions, mask, kwargs.get("seq_idx"), layout, ring.rank, tokens.shape[0], first)
-    except (ValueError, TypeError, AttributeError, IndexError, RuntimeError) as refused:  # whatever one rank came with
-        error = refused
-    by_rank = ring.agree(agreed, error, tell=told)
+            call.same("cu_seq_lens_q", tuple(ends.tolist()))
+        call.told = runs_of_shard(positions, mask, kwargs.get("seq_idx"), layout, ring.rank, tokens.shape[0], first)
+    by_rank: list[tuple[list[list[ShardRun]], int]] = call.answers
     batch = len(by_rank[0][0])
     rows = [sorted(run for runs, _ in by_rank for run in runs[row]) for row in range(batch)]
     documents = tuple(documents_of_row(row, runs, mask is not None, layout, first) for row, runs in enumerate(rows))

@@ -16,6 +16,7 @@ from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
 from ..plan.problem import Documents, HeldKeys, Problem
 from ..plan.traffic import RowBytes
+from ..transport.agreement import Agreement
 from ..transport.transports import LocalTransport
 from .engine import RingAttention
 from .ring import Ring
@@ -84,16 +85,13 @@ def ring_attention(
     """
     check_not_traced()
     ring = _ALONE if ring is None else ring
-    problem: Problem | None = None
-    error: Exception | None = None
-    try:
+    with ring.agreement(_device_of_call(q)) as call:
         pattern = as_pattern(pattern, "ring_attention")
         _check_tensors(q, k, v, softcap, sinks)
         problem = _problem(q, k, pattern, ring, layout, causal, documents)
-    except (ValueError, NotImplementedError) as refused:
-        error = refused
-    scale = _agreed_scale(q, k, v, ring, problem, error, scale, softcap, sinks)
-    assert problem is not None
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if ring.world_size > 1:
+            _describe(call, q, k, v, ring, problem, scale, softcap, sinks)
     kernel = choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
     widths = q.shape[-1] + v.shape[-1]
     sizes = RowBytes(widths * q.element_size(), widths * accumulation_dtype(q.dtype).itemsize)
@@ -137,9 +135,7 @@ def cached_attention(
     """
     check_not_traced()
     ring = _ALONE if ring is None else ring
-    problem: Problem | None = None
-    error: Exception | None = None
-    try:
+    with ring.agreement(_device_of_call(q)) as call:
         pattern = as_pattern(pattern, "cached_attention")
         _check_tensors(q, k, v, softcap, sinks)
         if (q.shape[2], k.shape[2]) != (held.num_queries, held.num_rows):
@@ -150,11 +146,18 @@ def cached_attention(
         if ring.world_size > 1 and _recorded(q, k, v):
             raise ValueError("cached_attention: sharded keys have no gradient here: use torch.no_grad()")
         whole = _documents_of_call(documents, held.row_len, q.shape[0])
-        problem = Problem(pattern, held.layout, whole, q.shape[1], k.shape[1], bool(causal), held)
-    except (ValueError, NotImplementedError) as refused:
-        error = refused
-    scale = _agreed_scale(q, k, v, ring, problem, error, scale, softcap, sinks)
-    assert problem is not None
+        problem = Problem(
+            pattern=pattern,
+            layout=held.layout,
+            documents=whole,
+            num_heads=q.shape[1],
+            num_kv_heads=k.shape[1],
+            causal=bool(causal),
+            held=held,
+        )
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if ring.world_size > 1:
+            _describe(call, q, k, v, ring, problem, scale, softcap, sinks)
     kernel = choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
     transport = LocalTransport(bind_held(problem, q.device))
     if ring.world_size == 1:
@@ -168,48 +171,40 @@ def cached_attention(
     return (total if sinks is None else add_sinks(total, total_lse, sinks)[0]).to(q.dtype)
 
 
-def _agreed_scale(
+def _device_of_call(q: Any) -> torch.device:
+    """Where a call computes, also where q is no tensor and the call is about to be refused."""
+    return q.device if isinstance(q, Tensor) else torch.device("cpu")
+
+
+def _describe(
+    call: Agreement,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     ring: Ring,
-    problem: Problem | None,
-    error: Exception | None,
-    scale: float | None,
+    problem: Problem,
+    scale: float,
     softcap: float | None,
     sinks: Tensor | None,
-) -> float:
-    """The factor of the scores, once all ranks have come with the same call.
-
-    Raises:
-        ValueError: on every rank, if one refused its call or they differ.
-    """
-    scale = q.shape[-1] ** -0.5 if scale is None and isinstance(q, Tensor) and q.dim() else scale
-    if ring.world_size > 1:
-        described: dict[str, Any] = {}
-        if problem is not None:
-            described = {
-                "the call": "a forward pass of attention",
-                "the shape of q, (B, H, n, D)": tuple(q.shape),
-                "the number of key/value heads": problem.num_kv_heads,
-                "the width of v": v.shape[-1],
-                "dtype": q.dtype,
-                "pattern": problem.pattern,
-                "layout": problem.layout,
-                "whether keys come from a cache": problem.held is not None,
-                "transport": ring.transport,
-                "causal": problem.causal,
-                "scale": scale,
-                "softcap": softcap,
-                "whether sinks are given": sinks is not None,
-                "whether gradients are recorded": _recorded(q, k, v, sinks),
-                "documents": problem.documents,
-            }
-        ring.agree_on_call(described, error, q.device if isinstance(q, Tensor) else torch.device("cpu"))
-    if error is not None:
-        raise error
-    assert scale is not None
-    return scale
+) -> None:
+    """Names what must be equal on all ranks in a call of attention."""
+    call.values = {
+        "the call": "a forward pass of attention",
+        "the shape of q, (B, H, n, D)": tuple(q.shape),
+        "the number of key/value heads": problem.num_kv_heads,
+        "the width of v": v.shape[-1],
+        "dtype": q.dtype,
+        "pattern": problem.pattern,
+        "layout": problem.layout,
+        "whether keys come from a cache": problem.held is not None,
+        "transport": ring.transport,
+        "causal": problem.causal,
+        "scale": scale,
+        "softcap": softcap,
+        "whether sinks are given": sinks is not None,
+        "whether gradients are recorded": _recorded(q, k, v, sinks),
+        "documents": problem.documents,
+    }
 
 
 def _recorded(*tensors: Tensor | None) -> bool:
@@ -273,7 +268,14 @@ def _problem(
             f"tokens, got {n}: shard whole rows of {layout.seq_len} tokens with ring.shard(tensor, layout)"
         )
     whole = _documents_of_call(documents, layout.seq_len, q.shape[0])
-    return Problem(pattern, layout, whole, q.shape[1], k.shape[1], bool(causal))
+    return Problem(
+        pattern=pattern,
+        layout=layout,
+        documents=whole,
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        causal=bool(causal),
+    )
 
 
 def _documents_of_call(documents: Sequence[Sequence[tuple[int, int]]] | None, seq_len: int, batch: int) -> Documents:

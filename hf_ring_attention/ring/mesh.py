@@ -48,7 +48,9 @@ def mesh_of(accelerator: Any, size: int | None) -> Mesh:
     if everyone is None:
         return Mesh(None, None, 0, 1)
     mesh = init_device_mesh(accelerator.device.type, (world_size // size, size), mesh_dim_names=("dp", "ring"))
-    return Mesh(mesh.get_group("ring"), everyone, mesh.get_local_rank("dp"), world_size // size)
+    return Mesh(
+        group=mesh.get_group("ring"), everyone=everyone, dp_rank=mesh.get_local_rank("dp"), dp_size=world_size // size
+    )
 
 
 def check_alone(who: str, remedy: str) -> None:

@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +20,7 @@ from ..plan.layouts import LayoutKind, SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
 from ..plan.problem import Problem
 from ..plan.traffic import RowBytes
-from ..transport.agreement import agree
+from ..transport.agreement import Agreement, agree, agreement
 from ..transport.communicators import Communicator, ProcessGroupCommunicator
 from ..transport.schedules import bind_collective, bind_ring
 from ..transport.transports import CollectiveTransport, LocalTransport, RingTransport, Traffic, Transport
@@ -238,17 +239,15 @@ class Ring:
             ValueError: on every rank: another length along `dim`, a layout for another number of ranks, or ranks whose calls
                 differ.
         """
-        error: ValueError | None = None
-        try:
+        with self.agreement(local.device) as call:
             self.check_layout(layout)
             if local.shape[dim] != layout.local_len:
-                error = ValueError(
+                raise ValueError(
                     f"unshard: expected {layout.local_len} tokens along dim {dim}, got {local.shape[dim]} in "
                     f"{tuple(local.shape)}"
                 )
-        except ValueError as refused:
-            error = refused
-        whole = self._gathered("unshard", local, dim, error)
+            self._describe(call, "unshard", local, dim)
+        whole = self._side_by_side(local, dim)
         dim %= local.dim()
         parts = {}
         for rank in range(self.world_size):
@@ -260,23 +259,24 @@ class Ring:
 
     def first_token(self, local: Tensor) -> Tensor:
         """[B, 1, ...] the first token of whole rows, which rank 0 holds, of shards [B, n, ...]; differentiable."""
-        return self._gathered("first_token", local[:, :1], 1)[:, :1]
+        first = local[:, :1]
+        with self.agreement(local.device) as call:
+            self._describe(call, "first_token", first, 1)
+        return self._side_by_side(first, 1)[:, :1]
 
-    def _gathered(self, call: str, local: Tensor, dim: int, error: ValueError | None = None) -> Tensor:
-        """The tensors of all ranks side by side, once all ranks have come with the same call."""
+    def _describe(self, call: Agreement, name: str, local: Tensor, dim: int) -> None:
+        """Names what all ranks' tensors must have in common to be gathered."""
+        call.same("the call", name)
+        call.same("the shape of a rank's tensor", tuple(local.shape))
+        call.same("dtype", local.dtype)
+        call.same("dim", dim)
+        call.same("whether gradients are recorded", torch.is_grad_enabled() and local.requires_grad)
+
+    def _side_by_side(self, local: Tensor, dim: int) -> Tensor:
+        """The tensors of all ranks along `dim`, once the ranks have agreed; differentiable."""
         if self.world_size == 1:
-            if error is not None:
-                raise error
             return local
         recorded = torch.is_grad_enabled() and local.requires_grad
-        values = {
-            "the call": call,
-            "the shape of a rank's tensor": tuple(local.shape),
-            "dtype": local.dtype,
-            "dim": dim,
-            "whether gradients are recorded": recorded,
-        }
-        self.agree_on_call(values, error, local.device)
         before_backward = self.backward_check(local.device) if recorded else None
         whole: Tensor = _Gather.apply(local, self._communicator, dim % local.dim(), before_backward)
         return whole
@@ -324,9 +324,18 @@ class Ring:
         own = torch.tensor([number], device=self.device)
         return [int(theirs) for theirs in torch.cat(self._everyone.gather(own)).tolist()]
 
-    def agree_on_call(self, values: Mapping[str, Any], error: Exception | None, device: torch.device) -> None:
-        """`agree`, for what every call of every layer compares: see `Calls.agree`."""
-        self._calls.agree(values, error, device)
+    def agreement(self, device: torch.device | None = None) -> AbstractContextManager[Agreement]:
+        """A context in which this rank checks its part of a call, so that all ranks go on with equal ones or all raise.
+
+        See `transport.agreement.agreement`.
+
+        Args:
+            device: where the call computes, for calls that every layer makes, which compare as little as they can: see
+                `Calls.agree`. None to exchange everything once.
+        """
+        if device is None:
+            return agreement(self.agree)
+        return agreement(lambda values, error, told: self._calls.agree(values, error, device))
 
     def backward_check(self, device: torch.device) -> Callable[[], None] | None:
         """What the backward pass of a call that all ranks agreed on does first: see `Calls.backward_check`."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +19,51 @@ def digest(x: Any) -> str:
         return hashlib.sha256(repr(x).encode()).hexdigest()[:12]
     content = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return f"{list(x.shape)} {hashlib.sha256(content.tobytes()).hexdigest()[:12]}"
+
+
+class Agreement:
+    """What one rank brings to an agreement, and what it learns from it.
+
+    Attributes:
+        values: what must be equal on all ranks, by the name that an error gives it.
+        told: something for the other ranks, which may differ.
+        answers: what each rank told, once all have agreed.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.told: Any = None
+        self.answers: list[Any] = []
+
+    def same(self, name: str, value: Any) -> None:
+        """Asks all ranks to have this value."""
+        self.values[name] = value
+
+
+#: What a wrong call may end in on one rank, and what then ends all of them.
+_REFUSALS = (ValueError, TypeError, AttributeError, IndexError, KeyError, RuntimeError)
+
+
+@contextmanager
+def agreement(settle: Callable[[Mapping[str, Any], Exception | None, Any], list[Any]]) -> Iterator[Agreement]:
+    """Collects an error of this rank, lets all ranks compare what they came with, and raises on every rank or on none.
+
+        with ring.agreement() as call:
+            check(x)                                # an error here ends all ranks
+            call.same("the shape of x", x.shape)    # and so does a difference
+
+    Args:
+        settle: compares (values, error, told) of all ranks, and returns what each told: `agree`, or `Calls.agree`.
+
+    Raises:
+        ValueError: on every rank, if one came with an error or the ranks differ.
+    """
+    call, error = Agreement(), None
+    try:
+        yield call
+    except _REFUSALS as refused:
+        error = refused
+    call.answers = settle(call.values, error, call.told)
 
 
 def agree(
