@@ -58,9 +58,9 @@ WRONG_TENSORS = {
     "complex numbers": (tensors(dtype=torch.complex64), r"floating point tensors, got torch\.complex64"),
 }
 WRONG_OPTIONS = {
-    "pattern by name": ({"pattern": "exact"}, "pattern must be a Pattern, got 'exact'"),
-    "pattern as a dict": ({"pattern": EXACT.to_dict()}, "pattern must be a Pattern, got {'branches'"),
-    "a branch for a pattern": ({"pattern": ra.Window(4)}, r"pattern must be a Pattern, got Window\(length=4"),
+    "an unknown pattern": ({"pattern": "exactly"}, "ring_attention: pattern 'exactly' is not known"),
+    "pattern as a dict": ({"pattern": EXACT.to_dict()}, "pattern must be a Pattern, or its text .*, got {'branches'"),
+    "a branch for a pattern": ({"pattern": ra.Window(4)}, r"pattern must be a Pattern, or its text .*, got Window\(length=4"),
     "documents that overlap": (
         {"documents": [[(0, 6)], [(0, 4), (3, 6)]]},
         r"batch row 1 must be ascending, apart.*\(3, 6\) after 4 tokens",
@@ -135,7 +135,7 @@ DIFFERENT = {
     "dtype": (tensors(dtype=torch.float64), r"disagree on dtype: rank 0: torch\.float32, rank 1: torch\.float64"),
     "pattern": (
         {"pattern": ra.Pattern((ra.Window(3),)), "layout": "of rank 0"},
-        r"disagree on pattern: rank 0: Pattern\(.*Segment.*, rank 1: Pattern\(.*Window\(length=3",
+        "disagree on pattern: rank 0: exact, rank 1: window:3",
     ),
     "layout kind": (
         {"layout": ra.SequenceLayout("contiguous", 2 * TOKENS, 2)},
@@ -158,7 +158,7 @@ INVALID = {
     "head counts": ({"q": zeros(BATCH, 3, TOKENS, WIDTH)}, "multiple of .*got 3 and 2"),
     "mixed dtypes": ({"v": zeros(BATCH, KV_HEADS, TOKENS, WIDTH, dtype=torch.float64)}, "one dtype"),
     "integers": (tensors(dtype=torch.int64), r"floating point tensors, got torch\.int64"),
-    "pattern": ({"pattern": "exact"}, "pattern must be a Pattern, got 'exact'"),
+    "pattern": ({"pattern": "exactly"}, "ring_attention: pattern 'exactly' is not known"),
     "documents": ({"documents": [[(0, 13)], []]}, r"within the row of 12 tokens.*\(0, 13\)"),
     "layout": ({"layout": ra.SequenceLayout("zigzag", 12, 3)}, "layout is for 3 ranks, the ring has 2"),
     "tokens": (
