@@ -13,6 +13,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
+from ..ring.attention import UNTRACEABLE
+
 #: The name of the attention implementation, and of the config's attribute that holds the patterns.
 IMPLEMENTATION = "ring_dilated"
 
@@ -25,7 +27,7 @@ def register() -> None:
     register_module_module_registration_hook(_while_made)
 
 
-@torch.compiler.disable(reason="it loads modules")
+@torch.compiler.disable(reason=UNTRACEABLE)
 def _attention(*args: Any, **kwargs: Any) -> Any:
     from .attention import ring_dilated_attention
 
@@ -33,7 +35,7 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
     return ring_dilated_attention(*args, **kwargs)
 
 
-@torch.compiler.disable(reason="it loads modules")
+@torch.compiler.disable(reason=UNTRACEABLE)
 def _mask(*args: Any, **kwargs: Any) -> Any:
     from .masks import ring_dilated_mask
 

@@ -164,7 +164,7 @@ def test_patch_model_of_something_else():
         ({"dilation_rates": [1]}, "segment_lengths and dilation_rates go together, one is missing"),
         ({"segment_lengths": [4, 8], "dilation_rates": [1]}, "as many dilation_rates as segment_lengths .* 1 for 2"),
         ({"segment_lengths": [4], "dilation_rates": [2]}, "add a Window or Segment with dilation 1"),
-        ({"pattern": PATTERN.to_dict()}, "pattern must be a Pattern, got {'branches'"),
+        ({"pattern": PATTERN.to_dict()}, "pattern must be a Pattern, or its text .*, got {'branches'"),
         ({"pattern": PATTERN, "layers": [0, 2]}, r"layers must be among 0\.\.1, got 2 in \[0, 2\]"),
         ({"pattern": PATTERN, "layers": [-1]}, r"layers must be among 0\.\.1, got -1"),
         ({"pattern": PATTERN, "layers": []}, "layers is empty"),

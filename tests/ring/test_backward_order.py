@@ -109,7 +109,9 @@ def test_calls_of_unshard_that_differ_are_refused_on_every_rank():
 def test_beside_a_device_each_order_of_backward_passes_is_compared_once(monkeypatch):
     """The comparisons of training steps, where tensors are not on the CPU; orders as indices of calls."""
     ring, compared = ra.simulate(2)[0], []
-    monkeypatch.setattr(ring, "agree", lambda values, error: compared.append(values["the call"]))
+    monkeypatch.setattr(
+        "hf_ring_attention.ring.calls.agree", lambda ranks, who, values, error: compared.append(values["the call"])
+    )
 
     def step(order, evaluated=False):
         compared.clear()

@@ -60,7 +60,10 @@ WRONG_TENSORS = {
 WRONG_OPTIONS = {
     "an unknown pattern": ({"pattern": "exactly"}, "ring_attention: pattern 'exactly' is not known"),
     "pattern as a dict": ({"pattern": EXACT.to_dict()}, "pattern must be a Pattern, or its text .*, got {'branches'"),
-    "a branch for a pattern": ({"pattern": ra.Window(4)}, r"pattern must be a Pattern, or its text .*, got Window\(length=4"),
+    "a branch for a pattern": (
+        {"pattern": ra.Window(4)},
+        r"pattern must be a Pattern, or its text .*, got Window\(length=4",
+    ),
     "documents that overlap": (
         {"documents": [[(0, 6)], [(0, 4), (3, 6)]]},
         r"batch row 1 must be ascending, apart.*\(3, 6\) after 4 tokens",

@@ -103,7 +103,7 @@ def test_reference_case(pattern, received, kind, transport):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pattern": "exact"}, "pattern must be a Pattern, got 'exact'"),
+        ({"pattern": 512}, "pattern must be a Pattern, or its text such as .*, got 512"),
         ({"seq_len": 0}, "seq_len must be an integer of at least 1, got 0"),
         ({"world_size": 0}, "world_size must be an integer of at least 1, got 0"),
         ({"num_heads": 3, "num_kv_heads": 2}, "multiple of the number of key/value heads, got 3 and 2"),
