@@ -23,7 +23,7 @@ PROMPTLY = TIMEOUT / 10
 PATIENCE = 60
 #: Ranks are forked from a process that computed nothing, and imported what takes seconds once for all of them.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.support.training"])
+CONTEXT.set_forkserver_preload(["tests.support.preloaded"])
 
 
 def run_ranks(function, world_size, *args, timeout=TIMEOUT):
