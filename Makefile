@@ -30,7 +30,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/python recipes/benchmark.py
+	$(BIN)/hf-ring-attention bench
 
 # Runs a tiny model of every causal type of Transformers; writes models.json and MODELS.md in hf_ring_attention/hf.
 models: $(READY_TO_TEST)

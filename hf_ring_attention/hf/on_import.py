@@ -22,9 +22,8 @@ def register_with_transformers() -> None:
 
 
 def _register() -> None:
-    from .registration import register
-
-    register()
+    # It registers as its last act: now, or soon, where it is itself what imports Transformers.
+    from . import registration  # noqa: F401
 
 
 class _Finder(MetaPathFinder):

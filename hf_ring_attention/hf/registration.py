@@ -20,7 +20,7 @@ IMPLEMENTATION = "ring_dilated"
 
 
 def register() -> None:
-    """Registers the attention, the mask, and a look at the config of every model that is made."""
+    """Registers the attention, the mask, and a look at the config of every model that is made; done once, on import."""
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _mask)
     # Transformers has no place to ask before a model loads, and a pattern that is saved but not computed must not be silent.
@@ -55,3 +55,6 @@ def _is_set(config: Any) -> bool:
     """Whether a config, or that of a part, has settings for "ring_dilated"."""
     parts = (config, *(getattr(config, key, None) for key in config.sub_configs))
     return any(getattr(part, IMPLEMENTATION, None) is not None for part in parts)
+
+
+register()

@@ -14,7 +14,7 @@ from .traffic import RowBytes, exchanged
 #: Contiguous pieces are kept while the busiest rank does at most this much more than the mean.
 IMBALANCE_WORTH_A_ZIGZAG = 1.05
 
-#: Up to here one exchange is as fast as the ring's hops or faster, as `hf-ring-attention bench --transport` shows.
+#: Up to here one exchange is as fast as the ring's hops or faster, as `hf-ring-attention bench transport` shows.
 COLLECTIVE_BYTES = 8 << 20
 
 #: A rank that needs this share of its own keys from others, or less, holds little beside its own whatever the length.

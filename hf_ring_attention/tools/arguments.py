@@ -1,6 +1,6 @@
 """Arguments of command lines, for `hf-ring-attention` and the recipes: read strictly, before anything is loaded or started.
 
-The types say what was expected and what came; argparse puts the name of the argument in front, and ends the program.
+The types say what was expected and what came; argparse, or typer, puts the name of the argument in front and ends the program.
 """
 
 from __future__ import annotations
@@ -109,22 +109,53 @@ def check(parser: argparse.ArgumentParser, name: str, kind: Callable[[str], Any]
         parser.error(f"argument {name}: {error}")
 
 
-def check_heads(parser: argparse.ArgumentParser, heads: int, kv_heads: int | None) -> int:
+def key_value_heads(heads: int, kv_heads: int | None) -> int:
     """The number of key/value heads, by default that of query heads, which must be a multiple of it."""
     if kv_heads is None:
         return heads
     if heads % kv_heads:
         fitting = [str(number) for number in range(1, heads + 1) if heads % number == 0]
-        parser.error(
-            f"argument --kv-heads: the number of query heads must be a multiple of the number of key/value heads, got "
+        raise argparse.ArgumentTypeError(
+            f"the number of query heads must be a multiple of the number of key/value heads, got "
             f"{heads} and {kv_heads}: {heads} = {heads // kv_heads} * {kv_heads} + {heads % kv_heads}; take one of "
             f"{', '.join(fitting)}"
         )
     return kv_heads
 
 
+def token_count(least: int = 1, multiple_of: int = 1) -> Callable[[str], int]:
+    """The type of numbers of tokens: 4096, 128k (128 * 1024) or 1M (1024 * 1024)."""
+    number = at_least(least, multiple_of)
+
+    def count(text: str) -> int:
+        match = re.fullmatch(r"([0-9]+)([kKmM])", text.strip())
+        if match:
+            return number(str(int(match.group(1)) * (1024 if match.group(2) in "kK" else 1024**2)))
+        if re.fullmatch(r"[+-]?[0-9]+", text.strip()):
+            return number(text)
+        raise argparse.ArgumentTypeError(f"a number of tokens such as 4096, 128k or 1M was expected, got {text!r}")
+
+    return count
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    """The type of a choice among names."""
+
+    def name(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"one of {', '.join(names)} was expected, got {text!r}")
+        return text
+
+    return name
+
+
+def comma_list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """The type of one or several values with commas between them."""
+    return lambda text: [kind(part) for part in text.split(",")]
+
+
 #: What is needed for more than attention and training, by the name it is imported by: what `pip install` takes.
-EXTRAS = {"matplotlib": "'matplotlib>=3.8'", "rich": "'rich>=13'", "gguf": "'gguf>=0.10'"}
+EXTRAS = {"matplotlib": "'matplotlib>=3.8'", "rich": "'rich>=13'", "typer": "'typer>=0.12'", "gguf": "'gguf>=0.10'"}
 
 
 def missing_extra(purpose: str, *modules: str) -> str | None:

@@ -185,3 +185,20 @@ def test_settings_are_read_again_when_they_change():
     del model.config.ring_dilated
     assert torch.equal(logits(model, ids), exact)
     assert not torch.equal(dilated, exact) and not torch.equal(mixed, dilated) and not torch.equal(mixed, exact)
+
+
+@pytest.mark.parametrize(
+    "first", ["from transformers import LlamaConfig", "from hf_ring_attention.hf import registration"]
+)
+def test_a_config_is_patched_before_any_model_code_is_loaded(first):
+    """What registers may itself be what loads Transformers' attention interface, whose loading calls for it."""
+    script = """
+import hf_ring_attention as ra
+from transformers import LlamaConfig
+
+assert ra.patch_config(LlamaConfig(), "window:64+4").ring_dilated
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+assert "ring_dilated" in ALL_ATTENTION_FUNCTIONS.valid_keys()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert done.returncode == 0, done.stderr

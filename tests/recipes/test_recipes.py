@@ -290,18 +290,3 @@ def test_finetune_by_the_trainer(launcher, folder, by_the_trainer, tmp_path):
         pytest.importorskip("deepspeed", reason=NO_DEEPSPEED)
     run, bounds = by_the_trainer
     assert_equal_runs(train(folder, tmp_path, 2, launcher), run, launcher, bounds)
-
-
-def test_benchmark_prints_its_tables(folder, tmp_path):
-    file = tmp_path / "bench.json"
-    options = ["--tokens", 4096, "--heads", 4, "--kv-heads", 2, "--longnet", "128/1,1024/8", "--pyramid", "64,2"]
-    options += ["--repeats", 1, "--model-repeats", 1]
-    options += ["--model", folder / "model", "--decode-tokens", 100, "--decode-repeats", 1]
-    out = run("benchmark.py", *options, "--json", file)
-    figures = json.loads(file.read_text())
-    assert "of the floor" in out
-    assert [row["attention"] for row in figures["speed"]] == ["sdpa", "longnet:128/1,1024/8", "pyramid:64,2"]
-    assert all(row["bytes"] > 2**20 for row in figures["memory"])
-    assert figures["model_ratio"] > 0
-    assert [row["pattern"] for row in figures["decode"]] == ["longnet:128/1,1024/8", "pyramid:64,2", "exact"]
-    assert all(row["ratio"] > 0 for row in figures["decode"])

@@ -1,4 +1,4 @@
-"""The command line: what it prints, and that bad arguments end it with a reason."""
+"""The command line: what it loads, what it prints, and that what the library refuses ends it with one line."""
 
 import json
 import re
@@ -7,69 +7,159 @@ import sys
 
 import pytest
 
-from hf_ring_attention.plan.patterns import Pattern, Sink, Window
+from hf_ring_attention import __version__
+from hf_ring_attention.plan.patterns import Pattern
+from hf_ring_attention.ring.explain import explain
 from hf_ring_attention.tools import cli
-from hf_ring_attention.tools.benchmarks.harness import CallShape
+from hf_ring_attention.tools.output import layer_numbers, short_bytes, short_count, short_flops
+
+CALL = "--tokens 8k --ranks 4 --heads 8 --kv-heads 2 --head-dim 32"
 
 
-def test_explain(capsys):
-    cli.main(["explain", "--tokens", "131072", "--world-size", "8", "--heads", "32", "--kv-heads", "8"])
-    printed = capsys.readouterr().out
-    assert re.search(r"^transport  ring: the busiest of 8 ranks needs 448\.0 MiB", printed, re.MULTILINE)
-    assert re.search(r"^\| ring \| 448\.0 \| 448\.0 \|", printed, re.MULTILINE)
+def run(words, capsys):
+    """What a command writes to stdout; it must end well."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(words.split())
+    assert not end.value.code
+    return capsys.readouterr().out
 
 
-def test_what_the_library_refuses_ends_the_program_with_its_reason():
-    with pytest.raises(SystemExit, match=r"hf-ring-attention: .*serves 1 rank, got 8"):
-        cli.main("explain --tokens 64 --world-size 8 --heads 4 --transport local".split())
-
-
-@pytest.mark.parametrize(
-    ("text", "pattern"),
-    [
-        ("exact", Pattern.exact()),
-        ("window:64", Pattern((Window(64),))),
-        ("window:64+4", Pattern((Sink(4), Window(64)))),
-        ("pyramid:64,3", Pattern.pyramid(64, 3)),
-        ("longnet:64/1,256/4,all/8", Pattern.longnet([64, 256, None], [1, 4, 8])),
-    ],
-)
-def test_patterns_by_name(text, pattern):
-    assert Pattern.parse(text) == pattern
-
-
-def test_a_share_of_the_heads_keeps_whole_groups():
-    """The ideal of --speed computes some heads of all, in groups of the number of key/value heads that divides them."""
-    for heads, kv_heads, share in ((8, 2, 4), (8, 8, 4), (10, 5, 5), (12, 4, 3), (8, 2, 1)):
-        q, k, v, _ = CallShape(heads, kv_heads, 4).tensors(6, share)
-        assert q.shape == (1, share, 6, 4)
-        assert k.shape == v.shape and share % k.shape[1] == 0 and kv_heads % k.shape[1] == 0
-
-
-def test_bench(tmp_path):
-    """Every part at a size that takes seconds; figures are there and their table says the same."""
-    small = (
-        "--repeats 1 --heads 4 --head-dim 8 --lengths 64 128 --exact-tokens 256 --longnet-tokens 512 "
-        f"--tokens-per-rank 64 --memory-ranks 2 --json {tmp_path / 'figures.json'}"
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "hf_ring_attention", "bench", *small.split()],
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    figures = json.loads((tmp_path / "figures.json").read_text())
-    assert {(row["pattern"], row["tokens"]) for row in figures["transport"]} == {
-        (pattern, tokens) for pattern in ("exact", "longnet", "window") for tokens in (64, 128)
+@pytest.fixture
+def gemma(tmp_path):
+    """The folder of a config with layers of two kinds."""
+    config = {
+        "model_type": "gemma3_text",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "num_hidden_layers": 8,
+        "sliding_window": 512,
     }
-    good = sum(row["auto_over_best"] <= 1.1 for row in figures["transport"])
-    assert f"auto is within 10 % of the better one in {good} of 6 cells" in done.stdout
-    assert [row["pattern"].split(",")[0] for row in figures["speed"]] == ["exact", "longnet"]
-    assert all(row["both"] > 0 for row in figures["speed"])
-    assert set(figures["memory"]) == {"ring", "collective"}
-    assert set(figures["memory"]["ring"]) == {"2"}
-    # Two ranks: one hop of keys and values in each of the rounds, forward; as many of gradients in backward.
-    assert [row["share"] for row in figures["overlap"]] == [0.4, 0.8]
-    assert all(row["hops"] % 3 == 0 for row in figures["overlap"])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def test_nothing_heavy_is_loaded_for_help_version_explain_and_models():
+    script = """
+import sys
+from hf_ring_attention.tools import cli
+
+call = "--tokens 8k --ranks 4 --heads 8 --head-dim 32"
+for words in ("--version", "--help", "explain --help", "bench --help", "models llama", f"explain {call}"):
+    try:
+        cli.main(words.split())
+    except SystemExit as end:
+        assert not end.code, words
+    loaded = {"torch", "transformers"} & {*sys.modules}
+    assert not loaded, (words, loaded)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert __version__ in done.stdout
+
+
+@pytest.mark.parametrize("command", ["", "explain", "models", "bench"])
+def test_help_fits_80_columns_and_commands_have_examples(command, capsys):
+    text = run(f"{command} --help", capsys)
+    assert max(map(len, text.splitlines())) <= 80
+    assert not command or f"  hf-ring-attention {command}" in text.partition("Examples:")[2]
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_what_it_needs_the_pip_command_is_said(missing):
+    script = f"""
+import importlib.util, sys
+
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "{missing}" else find(name, *rest)
+sys.modules["{missing}"] = None  # any import of it fails
+from hf_ring_attention.tools import cli
+cli.main(["--version"])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1
+    assert re.fullmatch(rf"hf-ring-attention: .* needs {missing}, .*: pip install '{missing}>=[0-9.]+'\n", done.stderr)
+
+
+def test_what_the_library_refuses_ends_the_program_with_one_line(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(f"explain {CALL} --transport local".split())
+    assert end.value.code == 2
+    assert re.fullmatch(
+        r"hf-ring-attention explain: transport='local' serves 1 rank, got 4.*\n", capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("pattern", ["exact", "window:512+4", "pyramid:64,3"])
+def test_explain_says_in_json_what_the_library_says(pattern, capsys):
+    answer = json.loads(run(f"explain {CALL} --pattern {pattern} --layers 3 --json", capsys))
+    expected = explain(pattern, seq_len=8192, world_size=4, num_heads=8, num_kv_heads=2, head_dim=32)
+    (kind,), step = answer["layer_kinds"], answer["step"]
+    assert (answer["tokens"], answer["ranks"], answer["layout"]) == (8192, 4, expected.layout.kind)
+    assert (kind["pattern"], kind["layers"], kind["transport"]) == (pattern, [0, 1, 2], expected.decision.choice)
+    forward = max(share.forward_flops for share in expected.ranks)
+    assert (kind["forward_flops"], kind["backward_flops"]) == (forward, 2.5 * forward)
+    assert (step["forward_flops"], step["backward_flops"]) == (3 * forward, 3 * 2.5 * forward)
+    share = Pattern.parse(pattern).flop_share(8192, num_heads=8, num_kv_heads=2)
+    assert step["share_of_exact_flops"] == pytest.approx(share, rel=1e-12)
+    for name in ("ring", "collective"):
+        received = [getattr(rank, name).forward.received for rank in expected.ranks]
+        assert kind[f"{name}_bytes"]["forward_received"] == max(received)
+        assert step[f"{name}_bytes"]["forward_received"] == 3 * max(received)
+        assert step[f"{name}_bytes"]["buffers"] == kind[f"{name}_bytes"]["buffers"]
+    assert step["chosen_bytes"] == step[f"{expected.decision.choice}_bytes"]
+
+
+def test_explain_adds_up_layers_of_two_kinds(gemma, capsys):
+    answer = json.loads(run(f"explain --tokens 16k --ranks 4 --model {gemma} --json", capsys))
+    kinds = {kind["kind"]: kind for kind in answer["layer_kinds"]}
+    assert (kinds["sliding"]["pattern"], kinds["sliding"]["layers"]) == ("window:512", [0, 1, 2, 3, 4, 6, 7])
+    assert (kinds["full"]["pattern"], kinds["full"]["layers"]) == ("exact", [5])
+    assert answer["step"]["forward_flops_of_all_ranks"] == sum(
+        len(kind["layers"]) * kind["forward_flops_of_all_ranks"] for kind in kinds.values()
+    )
+    # All layers of a model are divided alike, as the pattern without a window asks for.
+    alike = explain(
+        "window:512", seq_len=16384, world_size=4, num_heads=8, num_kv_heads=4, head_dim=64, layout=answer["layout"]
+    )
+    assert answer["layout"] == "zigzag"
+    assert kinds["sliding"]["ring_bytes"]["forward_sent"] == max(share.ring.forward.sent for share in alike.ranks)
+
+
+def test_explain_prints_the_choices_with_their_reasons(gemma, capsys):
+    printed = run(f"explain --tokens 128k --ranks 8 --pattern pyramid:512,3 --model {gemma}", capsys)
+    assert "128k tokens over 8 ranks: 16384 each" in printed
+    assert re.search(r"^layout +contiguous: with contiguous pieces", printed, re.MULTILINE)
+    assert re.search(r"^transport, full +collective: the busiest of 8 ranks needs", printed, re.MULTILINE)
+    assert re.search(r"^ sliding +window:512 +0-4, 6-7 ", printed, re.MULTILINE)
+    assert re.search(r"^ full +pyramid:512,3 +5 ", printed, re.MULTILINE)
+    assert re.search(r"^ a step +all 8 ", printed, re.MULTILINE)
+
+
+def test_explain_refuses_a_model_that_is_not_computed(tmp_path, capsys):
+    config = {"model_type": "bloom", "n_head": 8, "hidden_size": 64, "n_layer": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit):
+        cli.main(f"explain --tokens 64 --ranks 2 --model {tmp_path}".split())
+    assert "models of type 'bloom' are not computed: BloomForCausalLM does not call" in capsys.readouterr().err
+
+
+def test_models_say_what_works_and_why_not(capsys):
+    (bloom,) = json.loads(run("models bloom --json", capsys))
+    assert (bloom["status"], bloom["ring"]) == ("refused", False)
+    assert "does not call Transformers' attention interface" in bloom["reason"]
+    printed = run("models llama bloom", capsys)
+    assert re.search(r"^ llama +supported +yes +yes", printed, re.MULTILINE)
+    assert re.search(r"^ bloom +refused +no +no +BloomForCausalLM", printed, re.MULTILINE)
+    refused = run("models --refused", capsys)
+    assert "bloom" in refused and "big_bird" in refused and "Supported" not in refused
+    assert json.loads(run("models --json", capsys))[0].keys() == bloom.keys()
+
+
+def test_numbers_are_short():
+    assert [short_count(n) for n in (131072, 1 << 20, 1000, 3 << 19)] == ["128k", "1M", "1000", "1536k"]
+    assert [short_bytes(n) for n in (12, 1536, 5 << 20, 3 << 30, 1 << 40)] == [
+        "12 B", "1.5 KiB", "5.0 MiB", "3.0 GiB", "1.0 TiB",
+    ]  # fmt: skip
+    assert [short_flops(n) for n in (999, 2.5e9, 1.5e15)] == ["999 FLOP", "2.5 GFLOP", "1.5 PFLOP"]
+    assert layer_numbers([0, 1, 2, 4, 6, 7]) == "0-2, 4, 6-7"

@@ -15,11 +15,11 @@ from ...plan.problem import Problem
 from ...plan.traffic import RowBytes
 from ...ring.attention import ring_attention
 from ...ring.ring import Ring
+from ..output import Sheet
 from .harness import (
     CallShape,
     forward_backward,
     progress,
-    table,
 )
 
 
@@ -85,36 +85,9 @@ def compare_transports(shape: CallShape, lengths: Sequence[int], repeats: int) -
     return rows
 
 
-def transport_report(rows: list[dict[str, Any]], world_size: int) -> str:
+def transport_report(rows: list[dict[str, Any]], world_size: int) -> Sheet:
     """The table, the crossover of each pattern, and how good the automatic choice was."""
-    lines = [
-        table(
-            (
-                "pattern",
-                "tokens",
-                "layout",
-                "ring ms",
-                "collective ms",
-                "paired collective / ring",
-                "auto",
-                "auto / better",
-            ),
-            (
-                (
-                    row["pattern"],
-                    row["tokens"],
-                    row["layout"],
-                    f"{1e3 * row['ring']:.1f}",
-                    f"{1e3 * row['collective']:.1f}",
-                    f"{row['collective_over_ring']:.2f}",
-                    row["auto"],
-                    f"{row['auto_over_best']:.2f}",
-                )
-                for row in rows
-            ),
-        ),
-        "",
-    ]
+    lines = []
     for name in dict.fromkeys(row["pattern"] for row in rows):
         mine = [row for row in rows if row["pattern"] == name]
         # From this length on the ring is never slower.
@@ -127,4 +100,30 @@ def transport_report(rows: list[dict[str, Any]], world_size: int) -> str:
         lines.append(f"{name}, {world_size} ranks: {where}")
     good = sum(row["auto_over_best"] <= 1.1 for row in rows)
     lines.append(f"auto is within 10 % of the better one in {good} of {len(rows)} cells")
-    return "\n".join(lines)
+    return Sheet(
+        f"ring against collective, forward + backward, {world_size} ranks",
+        (
+            "pattern",
+            "tokens",
+            "layout",
+            "ring ms",
+            "collective ms",
+            "paired collective / ring",
+            "auto",
+            "auto / better",
+        ),
+        [
+            (
+                row["pattern"],
+                row["tokens"],
+                row["layout"],
+                f"{1e3 * row['ring']:.1f}",
+                f"{1e3 * row['collective']:.1f}",
+                f"{row['collective_over_ring']:.2f}",
+                row["auto"],
+                f"{row['auto_over_best']:.2f}",
+            )
+            for row in rows
+        ],
+        lines,
+    )

@@ -1,4 +1,4 @@
-"""What the measurements share: tensors, processes of one thread (on a GPU machine: one per GPU), clocks, peaks and tables.
+"""What the measurements share: tensors, processes of one thread (on a GPU machine: one per GPU), clocks and peaks.
 
 Calls that are compared alternate within one run, and medians are shown.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import platform
 import resource
 import statistics
 import sys
@@ -30,7 +31,7 @@ TIMEOUT = timedelta(minutes=15)
 
 @dataclass(frozen=True)
 class CallShape:
-    """Of the tensors of a benchmark: heads, head size, dtype by name, and the kind of device."""
+    """What the tensors of a benchmark are like: heads, head size, dtype by name, and the kind of device."""
 
     heads: int = 8
     kv_heads: int = 8
@@ -78,22 +79,37 @@ def reset_peak_memory(device: torch.device) -> int:
     return peak_memory(device)
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """In Markdown, first column to the left."""
-    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+#: Loaded once by the server that the processes of a benchmark are forked from: each would need seconds for it.
+_LOADED_ONCE = ["hf_ring_attention.tools.benchmarks.loaded"]
 
 
-def launch(function: Callable[..., Any], world_size: int, *args: Any) -> Any:
-    """function(*args) on each of `world_size` ranks, processes of one thread; what rank 0 returns."""
+def launch(function: Callable[..., Any], world_size: int, shape: CallShape, *args: Any, threads: int | None = 1) -> Any:
+    """function(shape, *args) on each of `world_size` ranks, processes of their own; what rank 0 returns.
+
+    Args:
+        threads: of each process; None for as many as torch takes.
+    """
+    method = "spawn"
+    if "forkserver" in mp.get_all_start_methods():
+        method = "forkserver"
+        mp.get_context(method).set_forkserver_preload(_LOADED_ONCE)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (world_size, folder, function, args), nprocs=world_size)
+        arguments = (world_size, folder, threads, function, shape, args)
+        mp.start_processes(_rank, arguments, nprocs=world_size, start_method=method)
         return pickle.loads(Path(folder, "answer").read_bytes())
 
 
-def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    shape = next(x for x in args if isinstance(x, CallShape))
-    torch.set_num_threads(1)
+def _rank(
+    rank: int,
+    world_size: int,
+    folder: str,
+    threads: int | None,
+    function: Callable[..., Any],
+    shape: CallShape,
+    args: tuple[Any, ...],
+) -> None:
+    if threads is not None:
+        torch.set_num_threads(threads)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     if shape.device == "cuda":
         torch.cuda.set_device(rank)
@@ -104,24 +120,39 @@ def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any],
         world_size=world_size,
         timeout=TIMEOUT,
     )
-    answer = function(*args)
+    answer = function(shape, *args)
     if rank == 0:
         Path(folder, "answer").write_bytes(pickle.dumps(answer))
     dist.barrier()
     dist.destroy_process_group()
 
 
+def machine_name(device: str) -> str:
+    """What the figures were measured on."""
+    return torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU"
+
+
+def alternately(names: Sequence[str], number: int) -> list[str]:
+    """The names in an order that changes from run to run, so that none is always the first."""
+    return list(names)[:: 1 if number % 2 else -1]
+
+
 def timed(function: Callable[[], Any], device: str) -> tuple[float, Any]:
-    """Seconds from the moment all ranks begin to the moment all have done."""
-    dist.barrier()
+    """Seconds from the moment all ranks begin, where there are several, to the moment all have done."""
+    _barrier()
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
     result = function()
     if device == "cuda":
         torch.cuda.synchronize()
-    dist.barrier()
+    _barrier()
     return time.perf_counter() - start, result
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def forward_backward(
@@ -137,8 +168,11 @@ def forward_backward(
 
 
 def progress(numbers: Iterable[Any], what: str) -> Iterable[Any]:
-    return tqdm(numbers, desc=what, leave=False, disable=dist.get_rank() != 0)
+    """The numbers, with a bar on stderr where that is a terminal; rank 0 shows it for all."""
+    silent = True if dist.is_initialized() and dist.get_rank() else None  # None: where stderr is no terminal
+    return tqdm(numbers, desc=what, leave=False, disable=silent)
 
 
 def medians(times: list[tuple[float, float]]) -> tuple[float, float]:
+    """Of (forward, backward) seconds."""
     return statistics.median(f for f, _ in times), statistics.median(b for _, b in times)

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from ...plan.patterns import Pattern
 from ...ring.attention import ring_attention
 from ...ring.ring import Ring
+from ..output import Sheet
 from .harness import (
     CallShape,
     forward_backward,
     medians,
     progress,
-    table,
 )
 
 
@@ -86,9 +86,10 @@ def _ratios(
     }
 
 
-def ideal_report(rows: list[dict[str, Any]]) -> str:
+def ideal_report(rows: list[dict[str, Any]], world_size: int) -> Sheet:
     """Table of `compare_with_ideal`."""
-    return table(
+    return Sheet(
+        f"the ring against the same FLOPs without communication, {world_size} ranks",
         (
             "pattern",
             "tokens",
@@ -99,7 +100,7 @@ def ideal_report(rows: list[dict[str, Any]]) -> str:
             "of the ideal: forward",
             "forward + backward",
         ),
-        (
+        [
             (
                 row["pattern"],
                 row["tokens"],
@@ -108,5 +109,5 @@ def ideal_report(rows: list[dict[str, Any]]) -> str:
                 f"{row['both']:.2f}",
             )
             for row in rows
-        ),
+        ],
     )

@@ -12,11 +12,11 @@ from ...plan.patterns import Pattern
 from ...ring.attention import ring_attention
 from ...ring.ring import Ring
 from ...transport.communicators import Communicator, Message, Pending, ProcessGroupCommunicator
+from ..output import Sheet
 from .harness import (
     CallShape,
     medians,
     progress,
-    table,
     timed,
 )
 
@@ -84,11 +84,12 @@ def measure_overlap(shape: CallShape, tokens: int, shares: Sequence[float], repe
     return rows
 
 
-def overlap_report(rows: list[dict[str, Any]]) -> str:
+def overlap_report(rows: list[dict[str, Any]], world_size: int) -> Sheet:
     """Table of `measure_overlap`."""
-    return table(
+    return Sheet(
+        f"how much of a delay of every hop shows in exact attention, {world_size} ranks",
         ("delay of a hop, of a step", "ms", "hops", "of the delay visible: forward", "forward + backward"),
-        (
+        [
             (
                 f"{row['share']:.0%}",
                 f"{1e3 * row['delay']:.1f}",
@@ -97,5 +98,5 @@ def overlap_report(rows: list[dict[str, Any]]) -> str:
                 f"{row['both']:.0%}",
             )
             for row in rows
-        ),
+        ],
     )

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
-import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from ...plan.patterns import Pattern
 from ...plan.problem import Problem
 from ...ring.attention import ring_attention
 from ...ring.ring import Ring
 from ...transport.schedules import bind_collective, bind_ring
+from ..output import Sheet, mebibytes
 from .harness import (
     CallShape,
     launch,
     peak_memory,
+    progress,
     reset_peak_memory,
-    table,
 )
 
 
 def peak_of_call(shape: CallShape, tokens_per_rank: int, transport: str) -> list[int]:
     """Bytes that forward + backward of exact causal attention held at most, beyond its inputs; of each rank."""
+    _give_memory_back_at_once()
     device = torch.device(shape.device)
     ring = Ring(layout="zigzag", transport=transport if dist.get_world_size() > 1 else "auto")  # type: ignore[arg-type]
     pattern = Pattern.exact()
@@ -46,28 +48,33 @@ def peak_of_call(shape: CallShape, tokens_per_rank: int, transport: str) -> list
     return gathered
 
 
+def _give_memory_back_at_once() -> None:
+    """Tells glibc to return freed tensors to the system, so that the peak of a process is that of what it holds."""
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+        if mallopt is not None:
+            mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
+
+
 def measure_memory(shape: CallShape, tokens_per_rank: int, world_sizes: Sequence[int]) -> dict[str, dict[int, int]]:
     """{transport: {ranks: the largest `peak_of_call` of a rank}}, each in processes of its own."""
-    # glibc then gives freed tensors back at once, and the peak of a process is that of what it holds.
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
     cells = [(transport, p) for transport in ("ring", "collective") for p in world_sizes]
     peaks: dict[str, dict[int, int]] = {}
-    for transport, p in tqdm(cells, desc="memory", leave=False):
+    for transport, p in progress(cells, "ring memory"):
         peaks.setdefault(transport, {})[p] = max(launch(peak_of_call, p, shape, tokens_per_rank, transport))
-    del os.environ["MALLOC_MMAP_THRESHOLD_"]
     return peaks
 
 
-def memory_report(peaks: dict[str, dict[int, int]], tokens_per_rank: int) -> str:
+def memory_report(peaks: dict[str, dict[int, int]], tokens_per_rank: int) -> Sheet:
     """Table of peaks, {transport: {ranks: bytes}}."""
     ranks = list(next(iter(peaks.values())))
     rows = [
         (
             transport,
-            *(f"{by_ranks[p] / 2**20:.0f} MiB" for p in ranks),
+            *(f"{mebibytes(by_ranks[p])} MiB" for p in ranks),
             f"{by_ranks[ranks[-1]] / by_ranks[2]:.2f}" if by_ranks.get(2) else "",
         )
         for transport, by_ranks in peaks.items()
     ]
     headings = (f"{tokens_per_rank} tokens a rank", *(f"p = {p}" for p in ranks), f"p = {ranks[-1]} / p = 2")
-    return table(headings, rows)
+    return Sheet("peak memory of exact attention, forward + backward, of a rank", headings, rows)

@@ -1,0 +1,40 @@
+"""The commands of `hf-ring-attention`, put together. Nothing here or above loads torch or Transformers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .._version import __version__
+from .commands import bench, explain, models
+
+PROGRAM = "hf-ring-attention"
+
+app = typer.Typer(
+    name=PROGRAM,
+    help="Exact and dilated ring attention: what a call would do, pictures of it, and measurements.",
+    rich_markup_mode=None,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command("explain", epilog=explain.EXAMPLES_OF_EXPLAIN)(explain.explain_command)
+app.command("models", epilog=models.EXAMPLES_OF_MODELS)(models.models_command)
+app.command("bench", epilog=bench.EXAMPLES_OF_BENCH)(bench.bench_command)

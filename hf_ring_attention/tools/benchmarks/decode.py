@@ -1,0 +1,89 @@
+"""Seconds a token with many tokens in the cache of a model, against sdpa on a copy of the same cache.
+
+The floor is the bytes: all weights once, and of the cache the keys and values that the pattern shows; Transformers' dynamic
+cache copies itself at each token besides, for every implementation.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from ...hf.config import patch_config
+from ...hf.registration import IMPLEMENTATION
+from ..output import Sheet
+from .harness import CallShape, alternately, progress, timed
+from .speed import SDPA
+
+#: Steps of each that do not count.
+_UNCOUNTED_STEPS = 3
+
+
+def decoding_model(source: str | None, shape: CallShape) -> Any:
+    """The checkpoint of a folder or hub id; of None, a model of the size of SmolLM2-135M with random weights."""
+    if source is not None:
+        model: Any = AutoModelForCausalLM.from_pretrained(source, attn_implementation=SDPA)
+    else:
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=49152,
+                hidden_size=576,
+                intermediate_size=1536,
+                num_hidden_layers=30,
+                num_attention_heads=9,
+                num_key_value_heads=3,
+                max_position_embeddings=1 << 20,
+                tie_word_embeddings=True,
+            )
+        )
+    return model.to(shape.device, getattr(torch, shape.dtype)).eval()
+
+
+def measure_decoding(
+    shape: CallShape, model: Any, tokens: int, patterns: Sequence[str], repeats: int
+) -> list[dict[str, Any]]:
+    """Median seconds of a step by both implementations for each pattern, and the median of the paired ratios."""
+    rows = []
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary, (1, tokens + 1), generator=generator).to(shape.device)
+    with torch.inference_mode():
+        model.set_attn_implementation(SDPA)
+        cache = model.base_model(ids[:, :tokens], use_cache=True).past_key_values
+        for name in progress(patterns, "decode"):
+            patch_config(model.config, name)
+            caches = {implementation: copy.deepcopy(cache) for implementation in (SDPA, IMPLEMENTATION)}
+            seconds: dict[str, list[float]] = {implementation: [] for implementation in caches}
+            for number in range(repeats + _UNCOUNTED_STEPS):
+                for implementation in alternately([*seconds], number):
+                    model.set_attn_implementation(implementation)
+                    taken, _ = timed(
+                        partial(model, ids[:, -1:], past_key_values=caches[implementation], use_cache=True),
+                        shape.device,
+                    )
+                    if number >= _UNCOUNTED_STEPS:
+                        seconds[implementation].append(taken)
+            ratio = statistics.median(ring / sdpa for sdpa, ring in zip(*seconds.values()))
+            medians = {implementation: statistics.median(taken) for implementation, taken in seconds.items()}
+            rows.append({"pattern": name, **medians, "ratio": ratio})
+    return rows
+
+
+def decoding_report(rows: list[dict[str, Any]], source: str | None, tokens: int, repeats: int) -> Sheet:
+    """Table of `measure_decoding`."""
+    name = source or "a model of the size of SmolLM2-135M, random weights"
+    return Sheet(
+        f"a token with {tokens} in the cache, median of {repeats} paired steps: {name}",
+        ("pattern", "sdpa ms", "ring_dilated ms", "ratio"),
+        [
+            (row["pattern"], f"{1e3 * row[SDPA]:.1f}", f"{1e3 * row[IMPLEMENTATION]:.1f}", f"{row['ratio']:.3f}")
+            for row in rows
+        ],
+    )

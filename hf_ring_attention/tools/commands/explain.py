@@ -1,0 +1,366 @@
+"""`hf-ring-attention explain`: choices with their reasons, FLOPs, bytes and balance of a model's attention, before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from ...plan.patterns import Pattern
+from ...plan.traffic import RankTraffic
+from ...ring.explain import Explanation, explain
+from ..arguments import at_least, key_value_heads
+from ..model_config import ModelAttention, model_attention
+from ..options import (
+    DTYPES,
+    AsJson,
+    Bidirectional,
+    LayoutName,
+    RingRanks,
+    RowTokens,
+    checked,
+    choice_option,
+    number_option,
+    parsed,
+    pattern_text,
+    refuse,
+)
+from ..output import (
+    Sheet,
+    layer_numbers,
+    print_json,
+    print_sheet,
+    short_bytes,
+    short_count,
+    short_flops,
+    spinner,
+    terminal,
+)
+from .models import support_of
+
+#: Floating point operations of backward, in those of forward: five products of matrices against two.
+BACKWARD = 2.5
+
+EXAMPLES_OF_EXPLAIN = """\b
+Examples:
+  hf-ring-attention explain --tokens 128k --ranks 8 --model Qwen/Qwen3-8B
+  hf-ring-attention explain --tokens 1M --ranks 8 --pattern pyramid:512,3 \\
+      --heads 32 --kv-heads 8 --head-dim 128
+  hf-ring-attention explain --tokens 32k --ranks 4 --model ./folder --json
+"""
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers that do the same: their numbers, and what one of them does."""
+
+    name: str
+    layers: tuple[int, ...]
+    explanation: Explanation
+    share_of_exact: float
+
+
+def explain_command(
+    tokens: RowTokens,
+    ranks: RingRanks,
+    pattern: Annotated[
+        str | None,
+        typer.Option(
+            "--pattern",
+            parser=parsed(pattern_text),
+            metavar="TEXT",
+            help="Of the layers without a window of their own: window:512+4, pyramid:512,3, ... "
+            "Default: what the model has saved, else exact.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="ID_OR_FOLDER", help="Take heads and layers from its config.json."),
+    ] = None,
+    heads: Annotated[int | None, number_option("--heads", "Query heads, without --model.")] = None,
+    kv_heads: Annotated[
+        int | None, number_option("--kv-heads", "Key/value heads, without --model; default: as --heads.")
+    ] = None,
+    head_dim: Annotated[int | None, number_option("--head-dim", "Size of a head, without --model.")] = None,
+    layers: Annotated[
+        int, typer.Option("--layers", parser=parsed(at_least(1)), metavar="N", help="Layers, without --model.")
+    ] = 1,
+    dtype: Annotated[str, choice_option("--dtype", DTYPES, "Type of numbers")] = "bfloat16",
+    batch_size: Annotated[int, number_option("--batch-size", "Rows at once.")] = 1,
+    bidirectional: Bidirectional = False,
+    layout: LayoutName = "auto",
+    transport: Annotated[
+        str, choice_option("--transport", ("auto", "ring", "collective", "local"), "How keys travel")
+    ] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """What attention over a ring would do: layout, transport, FLOPs and bytes.
+
+    Nothing is computed and no weights are loaded.
+    """
+    wanted = None if pattern is None else Pattern.parse(pattern)
+    attention = _asked_attention(model, wanted, heads, kv_heads, head_dim, layers, ranks)
+
+    def explained(of_layer: Pattern, layout_kind: Any) -> Explanation:
+        try:
+            return explain(
+                of_layer,
+                seq_len=tokens,
+                world_size=ranks,
+                num_heads=attention.num_heads,
+                num_kv_heads=attention.num_kv_heads,
+                head_dim=attention.head_dim,
+                value_dim=attention.value_dim,
+                dtype=dtype,
+                batch_size=batch_size,
+                causal=not bidirectional,
+                layout=layout_kind,
+                transport=transport,  # type: ignore[arg-type]
+            )
+        except ValueError as error:
+            raise refuse(str(error)) from None
+
+    with spinner(f"planning {tokens} tokens over {ranks} ranks"):
+        base = explained(attention.base, layout)
+        pairs = tokens * tokens if bidirectional else tokens * (tokens + 1) // 2
+        exact = 2 * (attention.head_dim + attention.value_dim) * attention.num_heads * batch_size * pairs
+        kinds = _kinds(attention, base, explained, exact)
+    answer = _answer(attention, base, kinds, dtype=dtype, batch_size=batch_size, causal=not bidirectional)
+    if as_json:
+        print_json(answer)
+    else:
+        _print(attention, base, kinds, answer)
+
+
+def _asked_attention(
+    model: str | None,
+    pattern: Pattern | None,
+    heads: int | None,
+    kv_heads: int | None,
+    head_dim: int | None,
+    layers: int,
+    ranks: int,
+) -> ModelAttention:
+    if model is not None:
+        for option, value in (("--heads", heads), ("--kv-heads", kv_heads), ("--head-dim", head_dim)):
+            if value is not None:
+                raise refuse("--model says it already: leave one of them out", option)
+        attention = checked("--model", model_attention, model, pattern)
+        known = support_of(attention.model_type)
+        if known is not None and known.status == "refused":
+            raise refuse(f"models of type {known.model_type!r} are not computed: {known.reason}", "--model")
+        if known is not None and ranks > 1 and known.status == "supported" and not known.ring:
+            raise refuse(f"models of type {known.model_type!r} run on one rank only: {known.reason}", "--ranks")
+        return attention
+    if heads is None or head_dim is None:
+        raise refuse(
+            "needed are --heads and --head-dim (and --kv-heads, where they are fewer), or --model with the id or the folder "
+            "of a model, which says them"
+        )
+    base = pattern or Pattern.exact()
+    return ModelAttention(
+        name="",
+        model_type="",
+        num_heads=heads,
+        num_kv_heads=checked("--kv-heads", key_value_heads, heads, kv_heads),
+        head_dim=head_dim,
+        value_dim=head_dim,
+        base=base,
+        layers=(base,) * layers,
+        sliding=(False,) * layers,
+    )
+
+
+def _kinds(
+    attention: ModelAttention, base: Explanation, explained: Callable[[Pattern, Any], Explanation], exact: int
+) -> list[LayerKind]:
+    """Layers by their pattern; all have the layout of the base pattern, as in a model."""
+    numbers: dict[tuple[Pattern, bool], list[int]] = {}
+    for number, key in enumerate(zip(attention.layers, attention.sliding)):
+        numbers.setdefault(key, []).append(number)
+    kinds = []
+    for (pattern, sliding), layers in numbers.items():
+        answer = base if pattern == attention.base else explained(pattern, base.layout.kind)
+        flops = sum(share.forward_flops for share in answer.ranks)
+        name = "sliding" if sliding else "full"
+        kinds.append(LayerKind(name, tuple(layers), answer, flops / exact))
+    return kinds
+
+
+def _largest(traffic: Sequence[RankTraffic]) -> dict[str, int]:
+    """Bytes of the busiest rank."""
+    return {
+        "forward_sent": max(rank.forward.sent for rank in traffic),
+        "forward_received": max(rank.forward.received for rank in traffic),
+        "backward_sent": max(rank.backward.sent for rank in traffic),
+        "backward_received": max(rank.backward.received for rank in traffic),
+        "buffers": max(rank.buffers for rank in traffic),
+    }
+
+
+def _added(traffic: Sequence[tuple[int, RankTraffic]]) -> dict[str, int]:
+    """Bytes of one rank in layers one after the other: (how many, of each); buffers are held for one at a time."""
+    return {
+        "forward_sent": sum(count * one.forward.sent for count, one in traffic),
+        "forward_received": sum(count * one.forward.received for count, one in traffic),
+        "backward_sent": sum(count * one.backward.sent for count, one in traffic),
+        "backward_received": sum(count * one.backward.received for count, one in traffic),
+        "buffers": max(one.buffers for _, one in traffic),
+    }
+
+
+def _used(explanation: Explanation, rank: int, transport: str) -> RankTraffic:
+    """What a rank moves by a transport; "chosen" is the one that the call takes."""
+    choice = explanation.decision.choice if transport == "chosen" else transport
+    share = explanation.ranks[rank]
+    if choice == "local":  # nobody needs keys of others
+        return share.collective
+    return share.ring if choice == "ring" else share.collective
+
+
+def _answer(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerKind], **call: Any) -> dict[str, Any]:
+    """All figures, as JSON has them. Bytes and FLOPs are of the busiest rank, unless they say otherwise."""
+    ranks = range(base.layout.world_size)
+    layers = []
+    for kind in kinds:
+        flops = [share.forward_flops for share in kind.explanation.ranks]
+        layers.append(
+            {
+                "kind": kind.name,
+                "layers": list(kind.layers),
+                "pattern": str(kind.explanation.pattern),
+                "share_of_exact_flops": kind.share_of_exact,
+                "transport": kind.explanation.decision.choice,
+                "transport_reason": kind.explanation.decision.reason,
+                "imbalance": kind.explanation.imbalance,
+                "forward_flops": max(flops),
+                "backward_flops": BACKWARD * max(flops),
+                "forward_flops_of_all_ranks": sum(flops),
+                "ring_bytes": _largest([share.ring for share in kind.explanation.ranks]),
+                "collective_bytes": _largest([share.collective for share in kind.explanation.ranks]),
+            }
+        )
+    of_ranks = [sum(len(k.layers) * k.explanation.ranks[rank].forward_flops for k in kinds) for rank in ranks]
+    totals: dict[str, dict[str, int]] = {}
+    for transport in ("chosen", "ring", "collective"):
+        per_rank = [_added([(len(k.layers), _used(k.explanation, rank, transport)) for k in kinds]) for rank in ranks]
+        totals[f"{transport}_bytes"] = {name: max(one[name] for one in per_rank) for name in per_rank[0]}
+    count = len(attention.layers)
+    return {
+        "model": attention.name or None,
+        "model_type": attention.model_type or None,
+        "tokens": base.layout.seq_len,
+        "ranks": base.layout.world_size,
+        "tokens_of_a_rank": base.layout.local_len,
+        "padding": base.layout.padded_len - base.layout.seq_len,
+        "heads": attention.num_heads,
+        "kv_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "value_dim": attention.value_dim,
+        **call,
+        "layout": base.layout.kind,
+        "layout_reason": base.layout_decision.reason,
+        "layer_kinds": layers,
+        "step": {
+            "layers": count,
+            "share_of_exact_flops": sum(len(k.layers) * k.share_of_exact for k in kinds) / count,
+            "imbalance": max(of_ranks) * len(of_ranks) / (sum(of_ranks) or 1),
+            "forward_flops": max(of_ranks),
+            "backward_flops": BACKWARD * max(of_ranks),
+            "forward_flops_of_all_ranks": sum(of_ranks),
+            **totals,
+        },
+    }
+
+
+_BYTE_COLUMNS = ("forward_sent", "forward_received", "backward_sent", "backward_received", "buffers")
+
+
+def _print(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerKind], answer: dict[str, Any]) -> None:
+    from rich.text import Text
+
+    console = terminal()
+    layout, step = base.layout, answer["step"]
+    padding = f", {answer['padding']} of padding" if answer["padding"] else ""
+    shape = f"{attention.num_heads}/{attention.num_kv_heads} heads x {attention.head_dim}"
+    if attention.value_dim != attention.head_dim:
+        shape += f" (values {attention.value_dim})"
+    facts = [
+        (
+            "sequence",
+            f"{short_count(layout.seq_len)} tokens over {layout.world_size} ranks: {layout.local_len} each{padding}",
+        ),
+        ("attention", f"{_layers(step['layers'])}, {shape}, {answer['dtype']}, batch size {answer['batch_size']}"),
+        ("layout", f"{layout.kind}: {answer['layout_reason']}"),
+        *(
+            (f"transport, {row['kind']}", f"{row['transport']}: {row['transport_reason']}")
+            for row in answer["layer_kinds"]
+        ),
+    ]
+    if attention.name:
+        facts.insert(0, ("model", f"{attention.name} ({attention.model_type})"))
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2))
+    for name, text in facts:
+        grid.add_row(Text(name, style="bold"), Text(text))
+    console.print(grid)
+    console.print()
+    print_sheet(
+        Sheet(
+            "FLOPs of the busiest rank, a layer" + (" and a step of all layers" if step["layers"] > 1 else ""),
+            ("layers", "pattern", "number", "forward", "backward", "all ranks", "busiest / mean", "of exact"),
+            [
+                *(
+                    (row["kind"], row["pattern"], layer_numbers(row["layers"]), *_flop_cells(row))
+                    for row in answer["layer_kinds"]
+                ),
+                *([("a step", "", f"all {step['layers']}", *_flop_cells(step))] if step["layers"] > 1 else []),
+            ],
+            left=3,
+        ),
+        console,
+    )
+    rows: list[tuple[str, ...]] = []
+    for row in answer["layer_kinds"]:
+        for name in ("ring", "collective"):
+            mark = " (chosen)" if name == row["transport"] else ""
+            rows.append(
+                (row["kind"], f"{name}{mark}", *(short_bytes(row[f"{name}_bytes"][key]) for key in _BYTE_COLUMNS))
+            )
+    for name in ("chosen", "ring", "collective") if step["layers"] > 1 else ():
+        label = {"chosen": "as chosen"}.get(name, f"all by {name}")
+        rows.append(("a step", label, *(short_bytes(step[f"{name}_bytes"][key]) for key in _BYTE_COLUMNS)))
+    print_sheet(
+        Sheet(
+            "Bytes of the busiest rank, a layer" + (" and a step of all layers" if step["layers"] > 1 else ""),
+            (
+                "layers",
+                "transport",
+                "forward: sent",
+                "received",
+                "backward: sent",
+                "received",
+                "buffers",
+            ),
+            rows,
+            left=2,
+        ),
+        console,
+    )
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer" + ("s" if count > 1 else "")
+
+
+def _flop_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        short_flops(row["forward_flops"]),
+        short_flops(row["backward_flops"]),
+        short_flops(row["forward_flops_of_all_ranks"]),
+        f"{row['imbalance']:.3f}",
+        f"{row['share_of_exact_flops']:.2%}",
+    )

@@ -1,0 +1,93 @@
+"""`hf-ring-attention models`: which model types of Transformers work, and why others do not."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from ...hf.models import ModelSupport, supported_models
+from ..model_table import counts, types_by_reason
+from ..options import AsJson, refuse
+from ..output import Sheet, print_json, print_sheet, terminal
+
+EXAMPLES_OF_MODELS = """\b
+Examples:
+  hf-ring-attention models
+  hf-ring-attention models llama qwen3 bloom
+  hf-ring-attention models --refused
+"""
+
+
+def support_of(model_type: str) -> ModelSupport | None:
+    """What is known of a model type; None of one that is not in the table."""
+    return next((model for model in supported_models() if model.model_type == model_type), None)
+
+
+def models_command(
+    types: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TYPE]...", help="Model types, as config.json names them; default: all."),
+    ] = None,
+    refused: Annotated[bool, typer.Option("--refused", help="Only what does not work, by reason.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Which model types work, on one device, over a ring and with packed rows.
+
+    Each was found out by running a tiny model of the type.
+    """
+    known = {model.model_type: model for model in supported_models()}
+    for name in types or ():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            hint = f": did you mean {' or '.join(near)}?" if near else ""
+            raise refuse(
+                f"{name!r} is no model type of the Transformers release that was tested{hint} A type is the 'model_type' of a "
+                f"config.json, such as llama",
+                "TYPE",
+            )
+    chosen = [known[name] for name in types or known]
+    if refused:
+        chosen = [model for model in chosen if model.status != "supported"]
+    if as_json:
+        print_json([asdict(model) for model in chosen])
+        return
+    console = terminal()
+    if types and not refused:
+        _print_single(chosen, console)
+    else:
+        _print_all(chosen, console)
+
+
+def _print_single(models: list[ModelSupport], console: Any) -> None:
+    rows = [
+        (model.model_type, model.status, _yes(model.ring), _yes(model.packed), model.reason or "") for model in models
+    ]
+    print_sheet(Sheet("", ("type", "status", "ring", "packed rows", "reason"), rows, left=5), console)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _print_all(models: list[ModelSupport], console: Any) -> None:
+    console.print(counts(supported_models()) + "\n")
+    groups: dict[str, list[str]] = {}
+    for model in models:
+        if model.status == "supported":
+            groups.setdefault(_how_far(model), []).append(model.model_type)
+    working = [(name, len(types), ", ".join(types)) for name, types in sorted(groups.items(), key=lambda x: -len(x[1]))]
+    if working:
+        print_sheet(Sheet("Supported", ("where", "number", "types"), working, left=3), console)
+    for status in ("refused", "untested"):
+        grouped = types_by_reason([model for model in models if model.status == status])
+        rows = [(reason, len(types), ", ".join(types)) for reason, types in grouped]
+        if rows:
+            print_sheet(Sheet(status.capitalize(), ("why", "number", "types"), rows, left=3), console)
+
+
+def _how_far(model: ModelSupport) -> str:
+    where = "one device and rings" if model.ring else "one device only"
+    return f"{where}, {'packed rows too' if model.packed else 'no packed rows'}"

@@ -1,0 +1,193 @@
+"""What a model's config.json says of its attention, read without Transformers, which takes seconds to load."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..plan.patterns import Pattern, Window
+
+#: Types whose config.json may lack layer_types: every so many layers one has no window of its own, and the first such layer.
+_FULL_EVERY = {
+    "afmoe": (4, 3),
+    "cohere2": (4, 3),
+    "cohere2_moe": (4, 3),
+    "cohere_compass_text": (1, 0),
+    "cwm": (4, 0),
+    "exaone4": (4, 3),
+    "exaone_moe": (4, 3),
+    "gemma2": (2, 1),
+    "gemma3_text": (6, 5),
+    "gemma3n_text": (5, 4),
+    "gemma4_text": (6, 5),
+    "gemma4_unified_text": (6, 5),
+    "gpt_oss": (2, 1),
+    "granite_swa": (4, 0),
+    "granitemoe_swa": (4, 0),
+    "kolibri1": (5, 4),
+    "laguna": (1, 0),
+    "mellum": (1, 0),
+    "modernbert-decoder": (3, 0),
+    "olmo3": (4, 3),
+    "vaultgemma": (2, 1),
+}
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+_WIDTHS = ("hidden_size", "n_embd", "d_model")
+
+
+@dataclass(frozen=True)
+class ModelAttention:
+    """The attention of a model.
+
+    Attributes:
+        name: the id or folder that was asked for.
+        base: the pattern of layers without a window of their own; it also decides the layout.
+        layers: the pattern of each layer.
+        sliding: which layers have a window of their own.
+    """
+
+    name: str
+    model_type: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    base: Pattern
+    layers: tuple[Pattern, ...]
+    sliding: tuple[bool, ...]
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """The config.json of a folder, or of a model of the hub.
+
+    Raises:
+        argparse.ArgumentTypeError: there is none, or it cannot be fetched or read.
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        file = folder / "config.json"
+        if not file.is_file():
+            raise argparse.ArgumentTypeError(f"the folder {model!r} holds no model: there is no config.json in it")
+    elif folder.exists():
+        raise argparse.ArgumentTypeError(f"a folder or a hub id as 'owner/name' was expected, got the file {model!r}")
+    else:
+        file = _download(model)
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{file} is no JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise argparse.ArgumentTypeError(f"{file} is no config of a model: an object was expected, got {config!r:.80}")
+    return config
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # it tells of each new attempt
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        reason = re.split(r"(?<=[a-z)'])\. ", " ".join(str(error).split()))[0].rstrip(".")
+        raise argparse.ArgumentTypeError(
+            f"there is no folder {model!r} (from {Path.cwd()}), and the hub does not give its config.json: {reason}. "
+            f"Name a folder with a config.json, or give --heads, --kv-heads and --head-dim"
+        ) from None
+
+
+def model_attention(model: str, pattern: Pattern | None = None) -> ModelAttention:
+    """The attention of a model, with `pattern` in place of one that its config has for layers without a window.
+
+    Raises:
+        argparse.ArgumentTypeError: no config can be read, or it says too little.
+    """
+    whole = read_config(model)
+    config: Mapping[str, Any] = whole.get("text_config") or whole
+    _check_alike(model, config)
+    heads, layers = _first_number(model, config, _HEADS), _first_number(model, config, _LAYER_COUNTS)
+    kv_heads = config.get("num_key_value_heads") or (1 if config.get("multi_query") else heads)
+    if isinstance(config.get("attn_config"), Mapping):  # dbrx
+        kv_heads = config["attn_config"].get("kv_n_heads") or kv_heads
+    head_dim = value_dim = config.get("head_dim") or config.get("kv_channels")
+    if config.get("qk_nope_head_dim") and config.get("qk_rope_head_dim"):  # latent attention expands its keys
+        head_dim = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+        value_dim, kv_heads = config.get("v_head_dim") or head_dim, heads
+    if not head_dim:
+        head_dim = value_dim = _first_number(model, config, _WIDTHS) // heads
+    base, own = _saved_patterns(model, config, pattern)
+    windows = _windows(config, layers)
+    return ModelAttention(
+        name=model,
+        model_type=str(config.get("model_type") or whole.get("model_type") or "unknown"),
+        num_heads=heads,
+        num_kv_heads=int(kv_heads),
+        head_dim=int(head_dim),
+        value_dim=int(value_dim or head_dim),
+        base=base,
+        layers=tuple(
+            own.get(i) or (Pattern((Window(window),)) if window else base) for i, window in enumerate(windows)
+        ),
+        sliding=tuple(bool(window) and i not in own for i, window in enumerate(windows)),
+    )
+
+
+def _check_alike(model: str, config: Mapping[str, Any]) -> None:
+    """Refuses a model whose layers have heads of different numbers or sizes."""
+    own = [layer for layer in (config.get("per_layer_config") or {}).values() if isinstance(layer, Mapping)]
+    differing = sorted({key for layer in own for key in layer if key in ("head_dim", "num_key_value_heads", *_HEADS)})
+    differing += ["global_head_dim"] if config.get("global_head_dim") not in (None, config.get("head_dim")) else []
+    if differing:
+        raise argparse.ArgumentTypeError(
+            f"the layers of {model!r} differ in {', '.join(differing)}: ask for one kind of layer at a time, with --heads, "
+            f"--kv-heads, --head-dim and --layers in place of --model"
+        )
+
+
+def _first_number(model: str, config: Mapping[str, Any], names: Sequence[str]) -> int:
+    for name in names:
+        if isinstance(config.get(name), int) and config[name] >= 1:
+            return int(config[name])
+    raise argparse.ArgumentTypeError(
+        f"the config.json of {model!r} has none of {', '.join(names)}: give --heads, --kv-heads and --head-dim in its place"
+    )
+
+
+def _saved_patterns(
+    model: str, config: Mapping[str, Any], pattern: Pattern | None
+) -> tuple[Pattern, dict[int, Pattern]]:
+    """The pattern of layers without a window of their own, and those of single layers, that `patch_config` saved."""
+    saved = config.get("ring_dilated") or {}
+    try:
+        own = {int(number): Pattern.from_dict(written) for number, written in saved.get("layers", {}).items()}
+        base = Pattern.from_dict(saved["pattern"]) if "pattern" in saved else Pattern.exact()
+    except (ValueError, AttributeError, TypeError) as error:
+        raise argparse.ArgumentTypeError(
+            f"the config.json of {model!r} has a 'ring_dilated' that ra.patch_config did not write: {error}"
+        ) from None
+    return pattern or base, own
+
+
+def _windows(config: Mapping[str, Any], layers: int) -> list[int | None]:
+    """The window of each layer, None for a layer that has none of its own."""
+    window, types, model_type = config.get("sliding_window"), config.get("layer_types"), config.get("model_type")
+    if not isinstance(window, int) or window < 1 or config.get("use_sliding_window") is False:
+        return [None] * layers
+    if isinstance(types, list) and len(types) >= layers:
+        return [window if kind == "sliding_attention" else None for kind in types[:layers]]
+    every = config.get("sliding_window_pattern")
+    if model_type in _FULL_EVERY:
+        period, first = _FULL_EVERY[model_type]
+        if isinstance(every, int) and every > 0 and first == period - 1:
+            period, first = every, every - 1
+        return [None if number % period == first else window for number in range(layers)]
+    if isinstance(config.get("max_window_layers"), int):
+        return [window if number >= config["max_window_layers"] else None for number in range(layers)]
+    return [window] * layers

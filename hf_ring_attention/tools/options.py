@@ -1,0 +1,80 @@
+"""Options that several commands have, as typer reads them: the strict types of `arguments`, with their errors."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from .arguments import at_least, one_of, pattern_text, token_count
+
+Value = TypeVar("Value")
+
+#: Errors of click for wrong arguments, and for all that ends a command; some releases of typer bring click along.
+UsageError: Any = typer.BadParameter.__bases__[0]
+CommandError: Any = UsageError.__bases__[0]
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def parsed(kind: Callable[[str], Value]) -> Callable[[str], Value]:
+    """A type of `arguments` for typer, which also hands defaults to it."""
+
+    def read_value(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return kind(value)
+        except argparse.ArgumentTypeError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return read_value
+
+
+def refuse(message: str, option: str | None = None) -> Any:
+    """The error of an option, or of several that do not go together; to be raised."""
+    return UsageError(message) if option is None else typer.BadParameter(message, param_hint=f"'{option}'")
+
+
+def checked(option: str, kind: Callable[..., Value], *values: Any) -> Value:
+    """What a type of `arguments` makes of values; refuses them in the name of an option."""
+    try:
+        return kind(*values)
+    except argparse.ArgumentTypeError as error:
+        raise refuse(str(error), option) from None
+
+
+def number_option(name: str, text: str, least: int = 1) -> Any:
+    """An option that takes a whole number."""
+    return typer.Option(name, parser=parsed(at_least(least)), metavar="N", help=text)
+
+
+def choice_option(name: str, choices: tuple[str, ...], text: str) -> Any:
+    """An option that takes one of several names."""
+    return typer.Option(name, parser=parsed(one_of(*choices)), metavar="NAME", help=f"{text}: {', '.join(choices)}.")
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else there.")]
+OnePattern = Annotated[
+    str,
+    typer.Option(
+        "--pattern", parser=parsed(pattern_text), metavar="TEXT", help="A pattern, such as exact or window:512+4."
+    ),
+]
+SomePatterns = Annotated[
+    list[str],
+    typer.Option(
+        "--pattern", parser=parsed(pattern_text), metavar="TEXT", help="A pattern; may be given several times."
+    ),
+]
+RowTokens = Annotated[
+    int,
+    typer.Option(
+        "--tokens", parser=parsed(token_count()), metavar="N", help="Tokens of the whole row: 4096, 128k, 1M."
+    ),
+]
+RingRanks = Annotated[int, number_option("--ranks", "Ranks of the ring.")]
+LayoutName = Annotated[str, choice_option("--layout", ("auto", "contiguous", "zigzag"), "How the row is divided")]
+Bidirectional = Annotated[bool, typer.Option("--bidirectional", help="Queries also see keys after them.")]

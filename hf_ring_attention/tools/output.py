@@ -1,0 +1,123 @@
+"""What commands print: tables in the terminal, JSON for programs, and progress on stderr, where it is in nobody's way."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+
+#: Columns of a table where no terminal says how many there are: a file, or a pipe.
+WIDTH_OF_FILES = 120
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table to print: the first column to the left, the others to the right; then the notes, a line each."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    notes: Sequence[str] = ()
+    left: int = 1
+
+
+def terminal(stderr: bool = False) -> Any:
+    """A rich console for stdout or stderr."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else WIDTH_OF_FILES, highlight=False)
+
+
+def print_sheet(sheet: Sheet, console: Any) -> None:
+    """Prints a table and its notes."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    if sheet.title:
+        console.print(Text(sheet.title, style="bold"))
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, heading in enumerate(sheet.headings):
+        shown.add_column(heading, justify="left" if number < sheet.left else "right", overflow="fold")
+    for row in sheet.rows:
+        shown.add_row(*(Text(str(cell)) for cell in row))
+    console.print(shown)
+    for note in sheet.notes:
+        console.print(Text(note))
+    if sheet.notes:
+        console.print()
+
+
+@contextmanager
+def stdout_left_alone(active: bool = True) -> Iterator[None]:
+    """What libraries and other processes print to stdout meanwhile goes to stderr, where JSON is to stand alone on stdout."""
+    if not active:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def print_json(figures: Any) -> None:
+    """Prints figures as JSON to stdout."""
+    print(json.dumps(figures, indent=1))
+
+
+def spinner(text: str) -> AbstractContextManager[Any]:
+    """Shows on stderr, where that is a terminal, that something is being worked on."""
+    status: AbstractContextManager[Any] = terminal(stderr=True).status(text)
+    return status
+
+
+def short_count(tokens: int) -> str:
+    """128k for 131072 and 1M for 1048576; other numbers as they are."""
+    for size, letter in ((1024**2, "M"), (1024, "k")):
+        if tokens >= size and tokens % size == 0:
+            return f"{tokens // size}{letter}"
+    return str(tokens)
+
+
+def mebibytes(size: float) -> str:
+    """Bytes in MiB, with a decimal where there are few."""
+    return f"{size / 2**20:.{0 if size >= 10 * 2**20 else 1}f}"
+
+
+def short_bytes(size: float) -> str:
+    """Bytes in the unit that suits them."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB" if size < 1024 else f"{size / 1024:.1f} TiB"
+
+
+def short_flops(flops: float) -> str:
+    """Floating point operations in the unit that suits them."""
+    for unit in ("", "K", "M", "G", "T"):
+        if flops < 1000:
+            return f"{flops:.4g} {unit}FLOP"
+        flops /= 1000
+    return f"{flops:.4g} PFLOP"
+
+
+def layer_numbers(numbers: Sequence[int]) -> str:
+    """Layer numbers as ranges: 0-4, 6-10."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
