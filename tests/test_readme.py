@@ -1,0 +1,308 @@
+"""README.md: every snippet runs as it says, commands and links lead somewhere, names and quoted errors are the code's."""
+
+import ast
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from urllib.parse import urlparse
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import hf_ring_attention as ra
+from hf_ring_attention.tools import cli
+
+from .support.ranks import TIMEOUT
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = sorted(path for folder in ("", "hf_ring_attention", "recipes", "tests") for path in (ROOT / folder).rglob("*.md")
+               if not {".venv", "demo", "runs"} & {*path.relative_to(ROOT).parts})  # fmt: skip
+LONGEST = 1600
+#: Where a link may lead outside: public pages of projects and papers.
+HOSTS = {"github.com", "huggingface.co", "arxiv.org"}
+#: What stands in a snippet for what its reader has; the tests have a tiny model, few steps and short texts.
+MODEL = "HuggingFaceTB/SmolLM2-135M"
+STEPS = "max_steps=20"
+ROW = "8192"
+
+
+def blocks(page, *languages):
+    """The fenced blocks of a page in these languages, in order."""
+    text = page.read_text(encoding="utf-8")
+    found = re.findall(r"^```(\w+)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [body for language, body in found if language in languages]
+
+
+def section(title):
+    """The text below a heading of README.md, up to the next one of its level."""
+    return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", README.read_text("utf-8"), flags=re.M | re.S).group(1)
+
+
+def without_blocks(page):
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+# ---- Python
+
+
+QUICK_START, PREAMBLE, TRAINER, TRL, ACCELERATE, GENERATION = blocks(README, "python")
+#: What follows a snippet here: it tells what became of its model.
+TELL = "\nprint('weights', sum(x.double().sum().item() for x in model.parameters()))\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model with a tokenizer of letters, texts, and the README's programs."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("readme")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = {token: number for number, token in enumerate([*letters, "<end>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    made.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokens),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16384,
+        eos_token_id=tokens["<end>"],
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    (folder / "texts").mkdir()
+    for number in range(8):
+        (folder / "texts" / f"{number}.txt").write_text(f"Chapter {number}. " + "The quick brown fox jumps. " * 30)
+    (folder / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    programs = {
+        "quick_start": QUICK_START,
+        "trainer": PREAMBLE + TRAINER + TELL,
+        "trl": PREAMBLE + TRL + TELL,
+        "accelerate": PREAMBLE + ACCELERATE + TELL,
+        "generation": GENERATION,
+    }
+    for name, program in programs.items():
+        program = program.replace(MODEL, str(folder / "model")).replace(STEPS, "max_steps=2").replace(ROW, "1024")
+        (folder / f"{name}.py").write_text(program)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def printed(folder):
+    """What each program printed, by its file and rank: on two processes of torchrun, and the quick start also alone."""
+    files = [path.name for path in sorted(folder.glob("*.py"))]
+    scripts = [f"{file}:{port}" for file, port in zip(files, free_ports(len(files)))]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "tests" / "support" / "run_scripts.py"), *scripts, "alone:quick_start.py"]
+    settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, **settings}, timeout=TIMEOUT, capture_output=True, text=True
+    )
+    errors = {path.name: path.read_text()[-3000:] for path in folder.glob("*.err") if "Traceback" in path.read_text()}
+    assert done.returncode == 0, errors or done.stderr[-3000:]
+    return {tuple(path.stem.rsplit(".", 1)): path.read_text() for path in folder.glob("*.out")}
+
+
+def free_ports(count):
+    """Ports at which nobody listens now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for free in sockets:
+            free.bind(("127.0.0.1", 0))
+        return [free.getsockname()[1] for free in sockets]
+
+
+def test_what_the_tests_replace_stands_in_the_snippets():
+    assert all(MODEL in snippet for snippet in (PREAMBLE, GENERATION))
+    assert all(STEPS in snippet for snippet in (TRAINER, TRL))
+    assert all(ROW in snippet for snippet in (TRAINER, TRL, ACCELERATE))
+
+
+def test_the_quick_start_prints_what_the_page_says(printed):
+    alone, together = blocks(README, "text")
+    assert printed["quick_start.py", "alone"] == alone
+    assert printed["quick_start.py", "0"] == together
+    assert printed["quick_start.py", "1"] == ""
+    assert alone.replace("1 process", "") == together.replace("2 process", "")
+
+
+@pytest.mark.parametrize("way", ["trainer", "trl", "accelerate"])
+def test_each_way_of_training_trains_one_model_on_both_processes(printed, folder, way):
+    before = AutoModelForCausalLM.from_pretrained(folder / "model")
+    start = sum(x.double().sum().item() for x in before.parameters())
+    first, second = (float(printed[f"{way}.py", rank].split("weights ")[-1]) for rank in "01")
+    assert first == second
+    assert abs(first - start) > 1e-6
+
+
+def test_generation_reads_the_document_from_both_processes(printed, folder):
+    first, second = printed["generation.py", "0"], printed["generation.py", "1"]
+    told = r"perplexity=([\d.]+), .*tokens=(\d+)"
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="ring_dilated")
+    ra.patch_model(model, "window:512+4")
+    text = (folder / "book.txt").read_text()
+    alone = ra.perplexity(model, AutoTokenizer.from_pretrained(folder / "model")(text, return_tensors="pt"))
+    for output in (first, second):
+        perplexity, tokens = re.search(told, output).groups()
+        assert int(tokens) == alone.tokens
+        assert float(perplexity) == pytest.approx(alone.perplexity, rel=1e-4)
+    answers = [output.partition("\n")[2] for output in (first, second)]
+    assert answers[0] == answers[1]
+    assert answers[0].startswith(text + "Who jumps?")
+    assert len(answers[0]) > len(text + "Who jumps?")
+
+
+# ---- commands
+
+
+#: Programs that the README tells its readers to write.
+WRITTEN = {"quick_start.py", "train.py"}
+COMMANDS = ("python ", "torchrun ", "accelerate ", "hf-ring-attention", "make ", "pip ", "ACCELERATE_USE_CPU=")
+
+
+def commands(page):
+    """Every command of a page: lines of its shell blocks, and code inside its text."""
+    for block in blocks(page, "bash"):
+        yield from (line for line in block.replace("\\\n", " ").splitlines() if line.strip())
+    inside = re.findall(r"`([^`\n]+)`", without_blocks(page))
+    yield from (code for code in inside if code.startswith(COMMANDS) and "=" not in code.split()[-1])
+
+
+ALL_COMMANDS = [(page.relative_to(ROOT).as_posix(), command) for page in PAGES for command in commands(page)]
+
+
+def check_program(words):
+    """A program of Python is there and has the options."""
+    file, *arguments = words
+    if file in WRITTEN:
+        return
+    sources = "".join(path.read_text("utf-8") for path in ((ROOT / file), ROOT / "recipes" / "common.py"))
+    for option in (word.partition("=")[0] for word in arguments if word.startswith("--")):
+        assert f'"{option}"' in sources, f"{file} has no option {option}"
+
+
+@pytest.mark.parametrize(("page", "command"), ALL_COMMANDS)
+def test_commands_name_files_and_options_that_exist(page, command, capsys):
+    words = shlex.split(command, comments=True)
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    if not words or words[0] == "export":
+        return
+    program, *rest = words
+    if program == "python":
+        check_program(rest)
+    elif program == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        known = get_args_parser().parse_args(rest)
+        check_program([known.training_script, *known.training_script_args])
+    elif program == "accelerate":
+        from accelerate.commands.launch import launch_command_parser
+
+        assert rest[0] == "launch"
+        if not any(word.endswith(".py") for word in rest):  # the program and the name of a file are left out
+            rest = [*rest, *["FILE"] * (rest[-1] == "--config_file"), "train.py"]
+        known = launch_command_parser().parse_args(rest[1:])
+        assert known.config_file in (None, "FILE") or (ROOT / known.config_file).is_file()
+        check_program([known.training_script, *known.training_script_args])
+    elif program == "hf-ring-attention":
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*rest[:1], "--help"] if rest and not rest[0].startswith("-") else ["--help"])
+        assert not ended.value.code
+        told = capsys.readouterr().out
+        assert all(word in told for word in rest if word.startswith("--"))
+    elif program == "make":
+        targets = re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text("utf-8"), flags=re.MULTILINE)
+        assert {word for word in rest if "=" not in word} <= {*targets}
+    else:
+        assert [program, rest[0]] == ["pip", "install"]
+        told = (ROOT / "pyproject.toml").read_text("utf-8")
+        for extra in re.findall(r"\[([\w,]+)\]", " ".join(rest)):
+            assert all(re.search(rf"^{name} = \[", told, flags=re.MULTILINE) for name in extra.split(","))
+
+
+def test_there_are_commands_of_every_kind():
+    programs = {shlex.split(command, comments=True)[0] for _, command in ALL_COMMANDS}
+    assert {"python", "torchrun", "make", "pip", "hf-ring-attention", "export"} <= programs
+
+
+# ---- words, names, links
+
+
+def test_the_readme_is_short():
+    """Words are what has a letter or a digit in it, those of code and tables included."""
+    words = [word for word in README.read_text(encoding="utf-8").split() if any(map(str.isalnum, word))]
+    assert len(words) <= LONGEST, len(words)
+
+
+def test_every_public_name_is_in_the_list():
+    listed = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", section("API at a glance"), flags=re.MULTILINE)
+    names = [name for cell in listed for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(names) == sorted(ra.__all__)
+
+
+def texts_of_the_code():
+    """Every text in the package and the recipes, those of f-strings in parts."""
+    for folder in ("hf_ring_attention", "recipes"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value
+
+
+def test_errors_are_quoted_as_the_code_says_them():
+    quoted = re.findall(r"^\| `([^`]+)` \|", section("Troubleshooting"), flags=re.MULTILINE)
+    assert len(quoted) >= 8
+    texts = "\n".join(texts_of_the_code())
+    assert not [error for error in quoted if error not in texts]
+
+
+def slugs(page):
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", without_blocks(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_files_and_headings_or_to_public_pages(page):
+    text = without_blocks(page)
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    for link in links:
+        if "://" in link:
+            url = urlparse(link)
+            assert (url.scheme, url.netloc in HOSTS) == ("https", True), link
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert target.is_relative_to(ROOT), link
+        assert not anchor or anchor in slugs(target), link
+    assert {f"[^{name}]" for name in re.findall(r"\[\^(\w+)\](?!:)", text)} == {
+        f"[^{name}]" for name in re.findall(r"^\[\^(\w+)\]:", text, flags=re.MULTILINE)
+    }
+
+
+def test_files_and_names_on_the_map_are_there():
+    page = ROOT / "hf_ring_attention" / "README.md"
+    text = page.read_text(encoding="utf-8")
+    files = re.findall(r"`([\w/]+\.py)`", text)
+    assert len(files) > 20
+    for file in files:
+        assert any((root / file).is_file() for root in (page.parent, ROOT)), file
+    code = "\n".join(path.read_text("utf-8") for path in [*page.parent.rglob("*.py"), *(ROOT / "tests").rglob("*.py")])
+    recipe = text.split("## To add ...")[1].split("## Glossary")[0]
+    for name in re.findall(r"`(\w+)`", recipe):
+        assert re.search(rf"\b{name}\b", code), name
+    folders = {path.name for path in page.parent.iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+    assert {name for name in folders if f"[{name}]({name})" in text} == folders
