@@ -134,7 +134,7 @@ def test_the_quick_start_prints_what_the_page_says(printed):
     assert printed["quick_start.py", "alone"] == alone
     assert printed["quick_start.py", "0"] == together
     assert printed["quick_start.py", "1"] == ""
-    assert alone.replace("1 process", "") == together.replace("2 process", "")
+    assert alone.replace("ring of 1", "") == together.replace("ring of 2", "")
 
 
 @pytest.mark.parametrize("way", ["trainer", "trl", "accelerate"])
