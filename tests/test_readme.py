@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -221,7 +222,7 @@ def test_commands_name_files_and_options_that_exist(page, command, capsys):
             cli.main([*rest[:1], "--help"] if rest and not rest[0].startswith("-") else ["--help"])
         assert not ended.value.code
         told = capsys.readouterr().out
-        values = [word for option, word in zip(rest, rest[1:]) if option.startswith("--")]
+        values = [word for option, word in pairwise(rest) if option.startswith("--")]
         assert all(word in told for word in rest[1:] if word not in values)
     elif program == "make":
         targets = re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text("utf-8"), flags=re.MULTILINE)
