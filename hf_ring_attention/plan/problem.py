@@ -41,6 +41,25 @@ Documents = tuple[tuple[tuple[int, int], ...], ...]
 
 
 @dataclass(frozen=True)
+class RingSettings:
+    """How rows travel round a ring; the defaults were measured, and all ranks must have the same.
+
+    Attributes:
+        large_payload: a payload of at least one key or value row for this many query rows is large: it is sent head group
+            by head group.
+        rows_of_a_head_group: query rows, over heads and batch rows, that a head group keeps at least; with fewer, kernels
+            lose their speed.
+        head_groups: how many head groups there are at most; each has p - 1 hops of its own.
+        both_ways_below: rows travel both ways round the ring where that leaves at most this share of the bytes of one way.
+    """
+
+    large_payload: int = 8
+    rows_of_a_head_group: int = 1 << 12
+    head_groups: int = 8
+    both_ways_below: float = 0.5
+
+
+@dataclass(frozen=True)
 class Problem:
     """One attention call as all ranks see it: what decides the tiles, and nothing else.
 
@@ -57,6 +76,7 @@ class Problem:
     num_kv_heads: int
     causal: bool = True
     held: HeldKeys | None = None
+    settings: RingSettings = RingSettings()
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:

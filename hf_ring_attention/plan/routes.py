@@ -16,18 +16,6 @@ from typing import NamedTuple
 from .plans import Item, TileBatch, plan_rank
 from .problem import Problem
 
-#: A payload of at least one key or value row for this many query rows is large: it is sent head group by head group.
-LARGE_PAYLOAD = 8
-
-#: Query rows, over heads and batch rows, that a head group keeps, about, at least: with fewer, kernels lose their speed.
-ROWS_OF_A_HEAD_GROUP = 1 << 12
-
-#: Head groups at most: each has p - 1 hops of its own.
-HEAD_GROUPS = 8
-
-#: Rows travel both ways round the ring where that leaves at most this share of the bytes of one way.
-BOTH_WAYS_BELOW = 0.5
-
 
 @dataclass(frozen=True)
 class KeyRows:
@@ -213,13 +201,14 @@ def ring_laps(problem: Problem) -> tuple[Lap, ...]:
     if p > 2:
         both_ways = [_Way(1, p // 2), _Way(-1, (p - 1) // 2)]
         both = [_lap(problem, heads, way, i == 0) for i, way in enumerate(both_ways)]
-        if _row_hops(both) <= BOTH_WAYS_BELOW * _row_hops(laps):
+        if _row_hops(both) <= problem.settings.both_ways_below * _row_hops(laps):
             ways, laps = both_ways, both
 
+    settings = problem.settings
     query_rows = problem.num_heads * layout.local_len * len(problem.documents)
     payload = max((len(hop.rows) for lap in laps for route in lap.routes for hop in route), default=0)
-    groups = max(1, min(HEAD_GROUPS, len(heads), query_rows // ROWS_OF_A_HEAD_GROUP))
-    if groups > 1 and LARGE_PAYLOAD * payload >= query_rows:
+    groups = max(1, min(settings.head_groups, len(heads), query_rows // settings.rows_of_a_head_group))
+    if groups > 1 and settings.large_payload * payload >= query_rows:
         borders = [len(heads) * i // groups for i in range(groups + 1)]
         laps = [
             _lap(problem, range(first, last), way, i == 0)

@@ -198,6 +198,7 @@ def _describe(
         "layout": problem.layout,
         "whether keys come from a cache": problem.held is not None,
         "transport": ring.transport,
+        "settings of the ring": ring.settings,
         "causal": problem.causal,
         "scale": scale,
         "softcap": softcap,
@@ -275,6 +276,7 @@ def _problem(
         num_heads=q.shape[1],
         num_kv_heads=k.shape[1],
         causal=bool(causal),
+        settings=ring.settings,
     )
 
 

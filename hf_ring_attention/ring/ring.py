@@ -18,7 +18,7 @@ from ..compute.binding import bind_own
 from ..plan.choices import Decision, check_choices, choose_layout, choose_transport
 from ..plan.layouts import LayoutKind, SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
-from ..plan.problem import Problem
+from ..plan.problem import Problem, RingSettings
 from ..plan.traffic import RowBytes
 from ..transport.agreement import Agreement, agree, agreement
 from ..transport.communicators import Communicator, ProcessGroupCommunicator
@@ -119,6 +119,8 @@ class Ring:
         self.dp_rank, self.dp_size = 0, 1
         self.layout = layout
         self.transport = transport
+        #: How rows travel round this ring; the same on all ranks.
+        self.settings = RingSettings()
         self._communicator = communicator
         #: All processes that train together; those of the ring, where nothing tells of more.
         self._everyone = communicator

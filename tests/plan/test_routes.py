@@ -2,30 +2,23 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
 
-from hf_ring_attention.plan import routes
 from hf_ring_attention.plan.choices import imbalance
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.patterns import Pattern, Segment, Sink, Window
 from hf_ring_attention.plan.plans import of_heads, tiles_from
-from hf_ring_attention.plan.problem import Problem
+from hf_ring_attention.plan.problem import Problem, RingSettings
 from hf_ring_attention.plan.routes import KeyRows, needed, ring_laps, union
 from hf_ring_attention.plan.traffic import Bytes, RowBytes, collective_traffic, exchanged, ring_traffic
 from tests.plan.test_plans import as_tuples, expected, fresh, pairs_of
 from tests.support.cases import random_documents, random_pattern
 
-
-@pytest.fixture
-def head_groups(monkeypatch):
-    """Small problems go head by head: every payload is large, and any number of query rows will do for a group."""
-    monkeypatch.setattr(routes, "ROWS_OF_A_HEAD_GROUP", 1)
-    monkeypatch.setattr(routes, "LARGE_PAYLOAD", 10**9)
-    ring_laps.cache_clear()
-    yield
-    ring_laps.cache_clear()
+#: Small problems go head by head: every payload is large, and any number of query rows will do for a group.
+HEAD_BY_HEAD = RingSettings(rows_of_a_head_group=1, large_payload=10**9)
 
 
 # The definition, row by row. A row is (batch row, key/value head, local index in its source).
@@ -154,7 +147,7 @@ def check_rounds(problem):
 
     # Both ways where much less moves so; where nothing does, there are none.
     one_way, both_ways = hops(1, p - 1), hops(1, p // 2) + hops(-1, (p - 1) // 2)
-    assert (-1 in reach_of(problem)) == (p > 2 and 0 < both_ways <= routes.BOTH_WAYS_BELOW * one_way), problem
+    assert (-1 in reach_of(problem)) == (p > 2 and 0 < both_ways <= RingSettings().both_ways_below * one_way), problem
 
 
 def check_tiles(problem):
@@ -290,16 +283,18 @@ def test_presets():
     check_all(preset_problems())
 
 
-@pytest.mark.usefixtures("head_groups")
+def head_by_head(problems):
+    return (replace(problem, settings=HEAD_BY_HEAD) for problem in problems)
+
+
 def test_random_problems_by_heads():
-    split = check_all(random_problems(150))
+    split = check_all(head_by_head(random_problems(150)))
     assert split[True]
     assert split[False], "a single key/value head is not split, nor is what never travels"
 
 
-@pytest.mark.usefixtures("head_groups")
 def test_presets_by_heads():
-    assert check_all(preset_problems((13,)))[True]
+    assert check_all(head_by_head(preset_problems((13,))))[True]
 
 
 @pytest.mark.parametrize("sinks", [(), (Sink(1),)], ids=["window", "sink and window"])
@@ -367,37 +362,31 @@ def window_problem(num_kv_heads=8):
     return Problem(Pattern((Window(21),)), layout, (((0, 64),),) * 2, 4 * num_kv_heads, num_kv_heads)
 
 
-def heads_of_rounds(problem):
-    ring_laps.cache_clear()
+def heads_of_laps(problem, **settings):
+    problem = replace(problem, settings=replace(HEAD_BY_HEAD, **settings))
     return [list(lap.heads) for lap in ring_laps(problem)]
 
 
-@pytest.mark.usefixtures("head_groups")
-def test_groups_of_heads(monkeypatch):
+def test_groups_of_heads():
     """As many as keep enough query rows each, all batch rows and query heads together."""
     problem, query_rows = window_problem(), 2 * 8 * 4 * 16
     for groups in (1, 2, 4, 8):
         for rows in (query_rows // groups, query_rows // (groups + 1) + 1):
-            monkeypatch.setattr(routes, "ROWS_OF_A_HEAD_GROUP", rows)
-            assert heads_of_rounds(problem) == [
+            assert heads_of_laps(problem, rows_of_a_head_group=rows) == [
                 list(range(first, first + 8 // groups)) for first in range(0, 8, 8 // groups)
             ]
-    monkeypatch.setattr(routes, "ROWS_OF_A_HEAD_GROUP", 1)
-    assert len(heads_of_rounds(window_problem(3))) == 3, "a group has a head at least"
+    assert len(heads_of_laps(window_problem(3))) == 3, "a group has a head at least"
     for heads in (9, 12, 17):
-        groups = heads_of_rounds(window_problem(heads))
-        assert len(groups) == routes.HEAD_GROUPS
+        groups = heads_of_laps(window_problem(heads))
+        assert len(groups) == RingSettings().head_groups
         assert list(itertools.chain.from_iterable(groups)) == list(range(heads))
         assert max(map(len, groups)) - min(map(len, groups)) <= 1
 
 
-@pytest.mark.usefixtures("head_groups")
-def test_small_payloads_go_in_one_round(monkeypatch):
+def test_small_payloads_go_in_one_lap():
     problem = window_problem()  # its largest payload: a key row for every 4 query rows
-    monkeypatch.setattr(routes, "LARGE_PAYLOAD", 4)
-    assert len(heads_of_rounds(problem)) == 8
-    monkeypatch.setattr(routes, "LARGE_PAYLOAD", 3)
-    assert len(heads_of_rounds(problem)) == 1
+    assert len(heads_of_laps(problem, large_payload=4)) == 8
+    assert len(heads_of_laps(problem, large_payload=3)) == 1
 
 
 # Reference cases in closed form.

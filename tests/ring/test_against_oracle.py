@@ -10,8 +10,7 @@ import torch.distributed as dist
 import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import multiplicity_matrix, reference_attention
 from hf_ring_attention.plan import routes
-from hf_ring_attention.plan.problem import Problem
-from hf_ring_attention.transport import schedules
+from hf_ring_attention.plan.problem import Problem, RingSettings
 from tests.support.cases import EXACT_ATTENTION, check_random_cases, compare, random_case
 from tests.support.ranks import run_ranks, run_simulated
 from tests.support.tolerance import largest
@@ -24,7 +23,8 @@ LAYOUTS = ("contiguous", "zigzag")
 TRANSPORTS = ("ring", "collective")
 #: A transport, and whether in as many head groups as there can be.
 WAYS = {"ring": ("ring", False), "ring of head groups": ("ring", True), "collective": ("collective", False)}
-HEAD_GROUPS = {False: (routes.ROWS_OF_A_HEAD_GROUP, routes.LARGE_PAYLOAD), True: (1, 10**9)}
+#: The settings of rings whose payloads travel as usual; and in as many head groups as there can be, however small.
+SETTINGS = {False: RingSettings(), True: RingSettings(rows_of_a_head_group=1, large_payload=10**9)}
 #: The ranks of the rings that one launch of 8 processes forms, each with its number of cases.
 RINGS = (((0, 1), 16), ((2, 3, 4), 12), ((0, 5, 6, 7), 9), (tuple(range(8)), 2))
 
@@ -45,20 +45,6 @@ def test_local_on_cuda(dtype):
     check_random_cases(ra.Ring(), seed=fresh_seed(), count=100, tolerance=ON_CUDA[dtype], dtype=dtype, device="cuda")
 
 
-def set_head_groups(split):
-    """Whether all payloads, however small, travel in as many head groups as there can be."""
-    routes.ROWS_OF_A_HEAD_GROUP, routes.LARGE_PAYLOAD = HEAD_GROUPS[split]
-    routes.ring_laps.cache_clear()
-    schedules.bind_ring.cache_clear()
-
-
-@pytest.fixture
-def head_groups():
-    """`set_head_groups`, for this test only."""
-    yield set_head_groups
-    set_head_groups(False)
-
-
 def sharded(rank, seed):
     """Each case in all ways before the next one, so that they share its plans."""
     groups = [dist.new_group(list(ranks)) for ranks, _ in RINGS]
@@ -70,9 +56,9 @@ def sharded(rank, seed):
                 f"rank {rank}, {len(ranks)} ranks, case {number}", flush=True
             )  # where it hangs, pytest shows what it was at
             for transport, split in WAYS.values():
-                set_head_groups(split)
                 for layout, dtype in itertools.product(LAYOUTS, DTYPES):
                     ring = ra.Ring(group, layout=layout, transport=transport)
+                    ring.settings = SETTINGS[split]
                     name = f"{seed}-{len(ranks)}-{number}"
                     check_random_cases(ring, seed=name, count=1, dtype=dtype)
 
@@ -87,12 +73,12 @@ def test_sharded():
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("world_size", "count"), [(1, 6), (5, 6), (16, 2)])
-def test_simulated(world_size, count, layout, way, head_groups):
+def test_simulated(world_size, count, layout, way):
     transport, split = WAYS[way]
-    head_groups(split)
     seed = fresh_seed()
 
     def check(ring):
+        ring.settings = SETTINGS[split]
         for dtype in DTYPES:
             check_random_cases(ring, seed=seed, count=count, dtype=dtype)
 

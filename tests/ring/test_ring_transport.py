@@ -15,10 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import reference_attention
-from hf_ring_attention.plan import routes
-from hf_ring_attention.plan.problem import Problem
+from hf_ring_attention.plan.problem import Problem, RingSettings
 from hf_ring_attention.plan.traffic import RowBytes, collective_traffic, exchanged, ring_traffic
-from hf_ring_attention.transport import schedules
 from tests.support.cases import EXACT_ATTENTION, check_random_cases, random_case
 from tests.support.ranks import run_ranks, run_simulated
 from tests.support.tolerance import largest
@@ -107,6 +105,7 @@ def traffic_errors(ring, seed, count):
             case["num_heads"],
             case["num_kv_heads"],
             case["causal"],
+            settings=ring.settings,
         )
         width = case["head_dim"] + case["value_dim"]
         want = TRANSPORTS[ring.transport](problem, ring.rank, RowBytes(width * dtype.itemsize, width * 4))
@@ -327,20 +326,6 @@ def test_bytes_are_those_of_the_plan(answers, world_size, transport):
     check_traffic([answer["traffic", world_size, transport] for answer in found[:world_size]], seed)
 
 
-@pytest.fixture
-def head_groups():
-    """All payloads, however small, in as many head groups as there can be."""
-
-    def forget():
-        routes.ring_laps.cache_clear()
-        schedules.bind_ring.cache_clear()
-
-    forget()
-    with mock.patch.multiple(routes, ROWS_OF_A_HEAD_GROUP=1, LARGE_PAYLOAD=10**9):
-        yield
-    forget()
-
-
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_bytes_of_a_simulated_ring(transport, layout):
@@ -349,10 +334,15 @@ def test_bytes_of_a_simulated_ring(transport, layout):
     check_traffic(found, f"seed {seed}")
 
 
-@pytest.mark.usefixtures("head_groups")
 def test_bytes_of_head_groups():
+    """All payloads, however small, in as many head groups as there can be."""
     seed = random.randrange(2**32)
-    found = run_simulated(lambda ring: traffic_errors(ring, seed, 15), 5, transport="ring")
+
+    def errors(ring):
+        ring.settings = RingSettings(rows_of_a_head_group=1, large_payload=10**9)
+        return traffic_errors(ring, seed, 15)
+
+    found = run_simulated(errors, 5, transport="ring")
     check_traffic(found, f"seed {seed}")
 
 
