@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -139,17 +138,15 @@ class Binder:
         return first.unsqueeze(-1) + torch.arange(batch.num_keys, device=self.device) * batch.key_stride
 
 
-@lru_cache(maxsize=64)
 def bind_own(problem: Problem, rank: int, device: torch.device) -> OwnBinding:
-    """The tiles of `rank` with its own keys; cached by value."""
+    """The tiles of `rank` with its own keys."""
     binder, plan, heads = Binder(problem, device), plan_rank(problem, rank), range(problem.num_kv_heads)
     batches = tuple(binder.own(batch, heads) for batch in plan.own)
     return OwnBinding(batches, not plan.remote and binder.whole(batches))
 
 
-@lru_cache(maxsize=64)
 def bind_held(problem: Problem, device: torch.device) -> OwnBinding:
-    """The tiles of queries with held keys; cached by value, so that the layers of a step share it."""
+    """The tiles of queries with held keys."""
     binder, heads = Binder(problem, device), range(problem.num_kv_heads)
     batches = tuple(binder.own(batch, heads) for batch in held_tiles(problem))
     return OwnBinding(batches, binder.whole(batches))

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from . import merge as blocks
+from . import merge
 
 
 class Rows(Protocol):
@@ -34,7 +34,7 @@ class Rows(Protocol):
         """Adds [tiles, heads, L, ...] to the rows of x."""
 
     def merge_(self, out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-        """Merges partial results into the rows of out and lse (`blocks.merge_`); rows must not repeat."""
+        """Merges partial results into the rows of out and lse (`merge.merge_`); rows must not repeat."""
 
     def split(self, size: int) -> Iterator[Rows]:
         """The same rows in parts of at most `size` units."""
@@ -88,7 +88,7 @@ class ViewRows:
             part._window(x).add_(values[:, :, turn::turns])
 
     def merge_(self, out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-        blocks.merge_(self._window(out), self._window(lse), self._like_window(new_out), self._like_window(new_lse))
+        merge.merge_(self._window(out), self._window(lse), self._like_window(new_out), self._like_window(new_lse))
 
     def split(self, size: int) -> Iterator[ViewRows]:
         for first in range(0, self.copies, size):
@@ -139,7 +139,7 @@ class IndexRows:
         index = self.index()
         out, lse = out.flatten(0, 2), lse.flatten(0, 2)
         out_rows, lse_rows = out.index_select(0, index), lse.index_select(0, index)
-        blocks.merge_(out_rows, lse_rows, new_out.flatten(0, 2), new_lse.flatten(0, 2))
+        merge.merge_(out_rows, lse_rows, new_out.flatten(0, 2), new_lse.flatten(0, 2))
         out.index_copy_(0, index, out_rows)
         lse.index_copy_(0, index, lse_rows)
 

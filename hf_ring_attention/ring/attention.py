@@ -159,7 +159,7 @@ def cached_attention(
         if ring.world_size > 1:
             _describe(call, q, k, v, ring, problem, scale, softcap, sinks)
     kernel = choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
-    transport = LocalTransport(bind_held(problem, q.device))
+    transport = LocalTransport(ring.bindings.of(bind_held, problem, q.device))
     if ring.world_size == 1:
         return RingAttention.apply(q, k, v, sinks, transport, kernel, scale)[0]
     out, lse = RingAttention.apply(q, k, v, None, transport, kernel, scale)

@@ -24,6 +24,7 @@ from ..transport.agreement import Agreement, agree, agreement
 from ..transport.communicators import Communicator, ProcessGroupCommunicator
 from ..transport.schedules import bind_collective, bind_ring
 from ..transport.transports import CollectiveTransport, LocalTransport, RingTransport, Traffic, Transport
+from .bindings import Bindings
 from .calls import Calls
 from .mesh import check_alone, mesh_of
 
@@ -128,6 +129,8 @@ class Ring:
         #: The seed of data loaders that the accelerator has, if any.
         self.data_seed: int | None = None
         self._accelerator: Callable[[], Any] = lambda: None
+        #: Row numbers on devices, which all layers and steps share.
+        self.bindings = Bindings()
         self._traffic = Traffic()
         self._calls = Calls(communicator)
         self._logged: set[str] = set()
@@ -147,9 +150,8 @@ class Ring:
     def transport_for(self, problem: Problem, sizes: RowBytes, device: torch.device) -> Transport:
         with _PLANNING:
             decision = self.decide(problem, sizes)
-            binding: Any = {"local": bind_own, "collective": bind_collective, "ring": bind_ring}[decision.choice](
-                problem, self.rank, device
-            )
+            bind: Any = {"local": bind_own, "collective": bind_collective, "ring": bind_ring}[decision.choice]
+            binding: Any = self.bindings.of(bind, problem, self.rank, device)
         if self.rank == 0 and decision.choice not in self._logged:  # once, whatever the number of layers and calls
             self._logged.add(decision.choice)
             logger.info("ring of %d: transport %s, because %s", self.world_size, decision.choice, decision.reason)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -72,9 +71,8 @@ class RingBinding:
     whole: BoundBatch | None
 
 
-@lru_cache(maxsize=64)
 def bind_collective(problem: Problem, rank: int, device: torch.device) -> CollectiveBinding:
-    """The plan of `rank` for one exchange of the needed rows; cached by value."""
+    """The plan of `rank` for one exchange of the needed rows."""
     binder, layout, heads = Binder(problem, device), problem.layout, range(problem.num_kv_heads)
     others = [other for other in range(layout.world_size) if other != rank]
 
@@ -116,9 +114,8 @@ def _with_payload(binder: Binder, batch: TileBatch, heads: range, payload: Paylo
     return binder.with_keys(batch, payload.places(binder.key_numbers(batch, binder.key_rows)))
 
 
-@lru_cache(maxsize=64)
 def bind_ring(problem: Problem, rank: int, device: torch.device) -> RingBinding:
-    """The steps of `rank` round the ring; cached by value."""
+    """The steps of `rank` round the ring."""
     own, laps = bind_own(problem, rank, device), ring_laps(problem)
     steps = tuple(step for lap in laps for step in _lap_steps(problem, rank, device, lap))
     # A rank that needs nobody's keys may yet have to send its own.
