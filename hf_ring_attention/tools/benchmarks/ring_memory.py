@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from ...plan.patterns import Pattern
 from ...plan.problem import Problem
+from ...plan.traffic import RowBytes
 from ...ring.attention import ring_attention
 from ...ring.ring import Ring
-from ...transport.schedules import bind_collective, bind_ring
 from ..output import Sheet, mebibytes
 from .harness import (
     CallShape,
@@ -38,7 +38,7 @@ def peak_of_call(shape: CallShape, tokens_per_rank: int, transport: str) -> list
         seq_len = tokens * ring.world_size
         layout = ring.layout_for(seq_len, pattern)
         problem = Problem(pattern, layout, (((0, seq_len),),), shape.heads, shape.kv_heads)
-        (bind_collective if transport == "collective" else bind_ring)(problem, ring.rank, device)
+        ring.transport_for(problem, RowBytes(1, 1), device)
         gc.collect()
         before = reset_peak_memory(device)
         ring_attention(q, k, v, pattern=pattern, ring=ring).backward(dout)
