@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .training.losses import next_token_loss as next_token_loss
     from .training.losses import sliced_loss as sliced_loss
     from .training.next_tokens import count_tokens as count_tokens
+    from .training.packing import pack_documents as pack_documents
     from .training.shards import shard_batch as shard_batch
     from .training.trainer import RingTrainer as RingTrainer
     from .training.trainer import RingTrainerMixin as RingTrainerMixin
@@ -67,6 +68,7 @@ _HOMES = {
     "explain": "ring.explain",
     "naming_lost_processes": "transport.lost_processes",
     "next_token_loss": "training.losses",
+    "pack_documents": "training.packing",
     "patch_config": "hf.config",
     "patch_model": "hf.patch",
     "perplexity": "evaluation.perplexity",
@@ -101,6 +103,7 @@ __all__ = [
     "explain",
     "naming_lost_processes",
     "next_token_loss",
+    "pack_documents",
     "patch_config",
     "patch_model",
     "perplexity",
