@@ -1,8 +1,8 @@
 """Checkpoints of the recipes: whatever ends a run, and when, it goes on from a checkpoint that is whole.
 
 A checkpoint of `finetune.py` is written beside its name and renamed when all of it is there, so every folder
-`checkpoint-STEP` is whole; only then are older ones renamed away and deleted. Transformers' Trainer writes to the name
-itself, and its state last.
+`checkpoint-STEP` is whole; only then are those that are too many renamed away and deleted. Transformers' Trainer writes
+to the name itself, and its state last.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def refuse_earlier(output: Path, resume: str, option: str) -> None:
         )
 
 
-def save(accelerator: Accelerator, output: Path, step: int, settings: Mapping[str, Any]) -> None:
-    """Writes the checkpoint of a step, and deletes those before when all of it is there; to a disk that all machines share."""
+def save(accelerator: Accelerator, output: Path, step: int, settings: Mapping[str, Any], keep: int = 1) -> None:
+    """Writes the checkpoint of a step to a disk that all machines share; when all of it is there, the last `keep` stay."""
     whole = output / f"checkpoint-{step}"
     part = output / f"{whole.name}.part"
     if accelerator.is_main_process:
@@ -58,10 +58,9 @@ def save(accelerator: Accelerator, output: Path, step: int, settings: Mapping[st
     if accelerator.is_main_process:
         (part / _SETTINGS).write_text(json.dumps(dict(settings)))
         part.rename(whole)
-        for older in checkpoints(output):
-            if older != whole:
-                # A folder that is deleted piece by piece must not bear the name of a whole one meanwhile.
-                shutil.rmtree(older.rename(output / f"{older.name}.old"))
+        for older in checkpoints(output)[:-keep]:
+            # A folder that is deleted piece by piece must not bear the name of a whole one meanwhile.
+            shutil.rmtree(older.rename(output / f"{older.name}.old"))
 
 
 def last_saved(output: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What the recipes share: a model and a text from any source, and the FLOPs of a pattern."""
+"""What the recipes share: a model from any source, adapters beside it, the size of rings, and the FLOPs of a pattern."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 import hf_ring_attention as ra
-from hf_ring_attention.tools.arguments import existing_file, missing_extra
+from hf_ring_attention.tools.arguments import missing_extra
 
 #: The model of the demo, and of a recipe that names none: SmolLM2-135M-Instruct, Apache-2.0.
 BUNDLED = "smollm2-135m"
@@ -124,31 +124,17 @@ def model_source(text: str) -> str:
     return text
 
 
-def dataset_id(text: str) -> str:
-    """The type of arguments that name a data set of the hub, or a folder of one."""
-    if not Path(text).is_dir() and (Path(text).exists() or not _may_be_an_id(text)):
-        raise argparse.ArgumentTypeError(
-            f"a data set is a hub id as 'owner/name', or a folder, got {text!r}; a file of text is named by --text"
-        )
-    return text
-
-
 def _may_be_an_id(text: str) -> bool:
     parts = text.split("/")
     return len(parts) <= 2 and all(part and part[0].isalnum() for part in parts)
 
 
-def add_sources(parser: argparse.ArgumentParser) -> None:
-    """--model, --text and --dataset."""
-    parser.add_argument("--model", type=model_source, default=BUNDLED, help=MODEL_HELP)
-    text = parser.add_mutually_exclusive_group()
-    text.add_argument("--text", type=existing_file, metavar="FILE", help=TEXT_HELP)
-    text.add_argument("--dataset", type=dataset_id, metavar="ID", help=DATASET_HELP)
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Adds --model."""
+    parser.add_argument("--model", type=model_source, default=BUNDLED, help=f"{MODEL_HELP} (default {BUNDLED})")
 
 
-MODEL_HELP = f"folder or hub id of a causal language model, or one of {', '.join(INSTALLED)} (default {BUNDLED})"
-TEXT_HELP = "a text file; default: the topics of Python's manual"
-DATASET_HELP = "in place of --text: hub id or folder of a data set, of which the column 'text' of 'train' is read"
+MODEL_HELP = f"folder or hub id of a causal language model, or one of {', '.join(INSTALLED)}"
 
 
 def installed_model(name: str) -> Path:
@@ -232,28 +218,6 @@ def load(
     return load_model(model or BUNDLED, dtype), load_tokenizer(model or BUNDLED)
 
 
-def load_text(file: Path | str | None = None, dataset: str | None = None) -> str:
-    """A long text: of a file, the joined rows of a data set, or (neither) the reference topics of Python's own manual."""
-    if file is not None:
-        try:
-            return Path(file).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise SystemExit(f"{file} is not a text in UTF-8: {error.reason} at byte {error.start}") from None
-    if dataset is None:
-        from pydoc_data import topics
-
-        return "\n\n".join(text for _, text in sorted(topics.topics.items()))
-    from datasets import load_dataset
-
-    try:
-        rows = load_dataset(dataset, split="train")
-    except (OSError, ValueError) as error:  # the hub cannot be reached, or has no such data set, or it no such split
-        raise SystemExit(f"the data set {dataset!r} cannot be loaded: {error}") from None
-    if "text" not in rows.column_names:
-        raise SystemExit(f"the data set {dataset!r} has no column 'text', but {', '.join(rows.column_names)}")
-    return "\n\n".join(rows["text"])
-
-
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, count: int | None = None, skip: int = 0) -> torch.Tensor:
     """[1, n] token ids of a text, without special tokens: `count` of them (None: all) after the first `skip`."""
     # Tokens of a prefix are those of the text but for the last few; a text is cut long after the last token needed.
@@ -264,15 +228,21 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, count: int | None = 
     return ids[:, skip : None if count is None else skip + count]
 
 
-def rows_of(ids: torch.Tensor, seq_len: int, needed: int = 1) -> list[dict[str, torch.Tensor]]:
-    """Tokens [n] as a dataset of `needed` rows of `seq_len` or more; what does not fill a row is left out."""
-    rows = len(ids) // seq_len
-    if rows < needed:
-        raise SystemExit(
-            f"the text has {len(ids)} tokens to train on, which are {rows} row(s) of {seq_len}, and {needed} or more are "
-            f"needed: {needed} * {seq_len} = {needed * seq_len} tokens"
-        )
-    return [{"input_ids": row} for row in ids[: rows * seq_len].view(rows, seq_len)]
+def add_lora(model: PreTrainedModel, rank: int) -> PreTrainedModel:
+    """The model with adapters of this rank beside all its linear layers; they alone are trained and saved."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(
+        model, LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    )
+
+
+def how_to_load_adapters(folder: Path | str, pattern: str) -> str:
+    """A line for whoever uses saved adapters, which know the name of their model and not its pattern."""
+    return (
+        f"{folder} has adapters alone; to use them: model = peft.AutoPeftModelForCausalLM.from_pretrained('{folder}'); "
+        f"ra.patch_model(model, '{pattern}')"
+    )
 
 
 def ring_size(asked: int | None, processes: int, option: str = "--ring-size") -> int:

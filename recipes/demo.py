@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import common
+import documents
 import perplexity
 import torch
 
@@ -67,7 +68,7 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
 
     console.rule(f"1. perplexity of the first {args.tokens} tokens, one process")
-    ids = common.tokenize(common.load_tokenizer(), common.load_text(), args.tokens)
+    ids = common.tokenize(common.load_tokenizer(), documents.whole_text(documents.Sources()), args.tokens)
     model = common.load_model()
     one = perplexity.measure(model, ids, PATTERNS)
     console.print(perplexity.table(one, f"SmolLM2-135M, topics of Python's manual, {args.tokens} tokens"))

@@ -1,8 +1,17 @@
 """Fine-tunes a causal language model on long documents with Accelerate, each sequence sharded over --ring-size processes.
 
-One device:    python recipes/finetune.py --seq-len 2048
-Many devices:  accelerate launch --num_processes 8 recipes/finetune.py --model ID --text FILE --ring-size 4 --seq-len 131072
-Small CPU:     ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 recipes/finetune.py --ring-size 2
+One device:     python recipes/finetune.py --seq-len 2048
+Many devices:   accelerate launch --num_processes 8 recipes/finetune.py --model ID --text FILE --ring-size 4 --seq-len 131072
+With torchrun:  torchrun --nproc-per-node 8 recipes/finetune.py --model ID --dataset ID --split train --ring-size 8
+Small CPU:      ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/finetune.py --ring-size 2
+SLURM, 2 nodes of 8 GPUs, one ring of 16:
+    srun --nodes 2 --ntasks-per-node 1 bash -c 'torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --rdzv-backend c10d \\
+        --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500 \\
+        recipes/finetune.py --model ID --dataset ID --ring-size 16 --seq-len 524288 --checkpointing --dtype bf16'
+
+Chats, with adapters and a curve in TensorBoard:
+    python recipes/finetune.py --model ID --dataset chats.jsonl --lora 16 --lr 2e-4 --held-out 20000 --eval-every 50 \\
+        --steps 500 --save-every 100 --keep 3 --report-to tensorboard
 
 With 8 processes and --ring-size 4, two rings read different sequences and the four ranks of a ring share each of theirs.
 Files for --config_file of `accelerate launch`, with DDP, FSDP 2 or ZeRO-3: recipes/accelerate.
@@ -11,9 +20,9 @@ Files for --config_file of `accelerate launch`, with DDP, FSDP 2 or ZeRO-3: reci
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
 import json
+import math
 import time
 from collections import UserDict
 from contextlib import nullcontext
@@ -21,9 +30,11 @@ from pathlib import Path
 
 import checkpoints
 import common
+import documents
 import torch
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, set_seed
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import GradientAccumulationPlugin, LoggerType, broadcast_object_list, set_seed
 from torch.autograd.graph import save_on_cpu
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -45,11 +56,14 @@ SCHEDULES = (
     "constant_with_warmup",
     "constant",
 )
+TRACKERS = sorted({*LoggerType.list()} - {"all"})
 
 
 def parse_args(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_sources(parser)
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [option ...]", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    common.add_model(parser)
     parser.add_argument("--pattern", type=pattern_text, default="pyramid:512,3", help=FORMS)
     parser.add_argument(
         "--ring-size",
@@ -57,48 +71,74 @@ def parse_args(argv=None) -> argparse.Namespace:
         help="processes that share a sequence; several processes need it: their number for one ring of all, 1 for sequences "
         "of their own",
     )
-    parser.add_argument("--seq-len", type=at_least(2), default=1024, help="tokens of a sequence")
-    parser.add_argument("--batch-size", type=at_least(1), default=1, help="sequences a ring reads at once")
-    parser.add_argument("--steps", type=at_least(1), default=20, help="optimizer steps")
-    parser.add_argument("--accumulate", type=at_least(1), default=1, help="batches of a step")
-    parser.add_argument("--lr", type=positive, default=5e-5, help="highest learning rate")
-    parser.add_argument("--schedule", choices=SCHEDULES, default="cosine", help="of the learning rate")
-    parser.add_argument(
+    documents.add_arguments(parser)
+
+    training = parser.add_argument_group("training")
+    training.add_argument(
+        "--batch-size", type=at_least(1), default=1, help="rows that a ring reads at once (default 1)"
+    )
+    training.add_argument("--steps", type=at_least(1), default=20, help="optimizer steps (default 20)")
+    training.add_argument("--accumulate", type=at_least(1), default=1, help="batches of an optimizer step (default 1)")
+    training.add_argument("--lr", type=positive, default=5e-5, help="highest learning rate (default 5e-5)")
+    training.add_argument(
+        "--schedule", choices=SCHEDULES, default="cosine", help="how the learning rate changes (default cosine)"
+    )
+    training.add_argument(
         "--warmup",
         type=at_least(0),
         help="steps of rising learning rate, the first with 0; default: 2, or 0 of one step",
     )
-    parser.add_argument("--clip", type=positive, default=1.0, help="largest norm of the gradient")
-    parser.add_argument(
-        "--held-out", type=at_least(0), default=0, help="first tokens of the text kept for perplexity, not trained on"
+    training.add_argument("--clip", type=positive, default=1.0, help="largest norm of the gradient (default 1)")
+    training.add_argument(
+        "--lora", type=at_least(0), default=0, metavar="RANK", help="train adapters of this rank; 0: all weights"
     )
-    parser.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
-    parser.add_argument(
+    training.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
+    training.add_argument(
         "--offload", action="store_true", help="keep in host memory what --checkpointing leaves on the device"
     )
-    parser.add_argument(
+    training.add_argument(
         "--dtype", choices=["no", "bf16", "fp16"], help="mixed precision; default: what Accelerate was launched with"
     )
-    parser.add_argument("--seed", type=at_least(0, most=2**32 - 1), default=0)
-    parser.add_argument("--save-every", type=at_least(0), default=0, help="steps between checkpoints, 0: none")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
-    parser.add_argument(
+    training.add_argument("--seed", type=at_least(0, most=2**32 - 1), default=0)
+
+    output = parser.add_argument_group("evaluation, checkpoints and reports")
+    output.add_argument(
+        "--eval-every",
+        type=at_least(0),
+        default=0,
+        help="steps between evaluations on what --held-out keeps; 0: before and after the run",
+    )
+    output.add_argument("--save-every", type=at_least(0), default=0, help="steps between checkpoints, 0: none")
+    output.add_argument(
+        "--keep", type=at_least(1), default=1, help="how many checkpoints are kept, the last ones (default 1)"
+    )
+    output.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
+    output.add_argument(
         "--output",
         type=new_folder,
         default=Path("runs/finetune"),
-        help="folder for model, checkpoints and curve, shared by all machines",
+        help="folder for model, checkpoints, logs and curve, shared by all machines",
     )
-    parser.add_argument(
+    output.add_argument(
+        "--report-to",
+        nargs="+",
+        choices=TRACKERS,
+        default=[],
+        metavar="TRACKER",
+        help=f"trackers of the run: {', '.join(TRACKERS)}",
+    )
+    output.add_argument(
         "--plot", action="store_true", help="draw the losses to loss.png in --output (needs matplotlib)"
     )
-    parser.add_argument("--json", type=new_file, help="file for the figures")
+    output.add_argument("--json", type=new_file, help="file for the figures")
     args = parser.parse_args(argv)
+    documents.check_arguments(parser, args)
     check_args(parser, args)
     return args
 
 
 def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuses arguments that do not go together."""
+    """Refuses arguments that do not go together, and what is not installed."""
     if args.warmup is None:
         args.warmup = min(2, args.steps - 1)
     if args.warmup >= args.steps and args.schedule != "constant":
@@ -106,9 +146,15 @@ def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
             f"argument --warmup: the learning rate would rise for {args.warmup} of {args.steps} steps and never be --lr: "
             f"take at most {args.steps - 1}, or more --steps"
         )
-    if args.held_out == 1:
-        parser.error("argument --held-out: the first token of a text is not predicted: take 0, or 2 and more")
+    if args.eval_every and not args.held_out:
+        parser.error(
+            "argument --eval-every: there is nothing to evaluate on: say with --held-out how many tokens to keep"
+        )
+    for tracker in args.report_to:
+        if tracker not in get_available_trackers():
+            parser.error(f"argument --report-to: {tracker} is not installed: pip install {tracker.replace('_', '-')}")
     missing = missing_extra("argument --plot:", "matplotlib") if args.plot else None
+    missing = missing or (missing_extra("argument --lora:", "peft") if args.lora else None)
     if missing:
         parser.error(missing)
 
@@ -120,7 +166,12 @@ def main() -> None:
         checkpoints.refuse_earlier(args.output, "--resume", "--output")
     # Steps end where this recipe's end, and not with an epoch.
     accumulation = GradientAccumulationPlugin(args.accumulate, sync_with_dataloader=False)
-    accelerator = Accelerator(mixed_precision=args.dtype, gradient_accumulation_plugin=accumulation)
+    accelerator = Accelerator(
+        mixed_precision=args.dtype,
+        gradient_accumulation_plugin=accumulation,
+        log_with=args.report_to or None,
+        project_dir=args.output,
+    )
     if accelerator.state.deepspeed_plugin is not None:  # it clips and counts batches itself
         accelerator.state.deepspeed_plugin.deepspeed_config.update(
             train_micro_batch_size_per_gpu=args.batch_size,
@@ -131,13 +182,13 @@ def main() -> None:
     set_seed(args.seed)
 
     tokenizer = common.load_tokenizer(args.model)
-    ids = common.tokenize(tokenizer, common.load_text(args.text, args.dataset))[0]
-    held_out, rest = ids[: args.held_out], ids[args.held_out :]
-    dataset = common.rows_of(rest, args.seq_len, needed=args.batch_size * ring.dp_size)
+    sources = documents.sources_of(args)
+    data = documents.prepare(sources, tokenizer, seed=args.seed, needed=args.batch_size * ring.dp_size)
+    accelerator.print(data.description)
     # What a run must not change when it goes on: the data and their order, the pattern, and what the optimizer remembers.
-    names = ("pattern", "seq_len", "batch_size", "accumulate", "held_out", "lr", "seed")
+    names = ("pattern", "seq_len", "batch_size", "accumulate", "held_out", "lora", "lr", "seed")
     settings = {name: getattr(args, name) for name in names}
-    settings |= {"rings": ring.dp_size, "tokens": hashlib.sha256(ids.numpy().tobytes()).hexdigest()}
+    settings |= {"rings": ring.dp_size, "documents": data.digest}
     if resumed:
         (resumed,) = broadcast_object_list([resumed])  # all go on from the same
         checkpoints.check_settings(resumed, settings)
@@ -146,32 +197,46 @@ def main() -> None:
             raise SystemExit(f"--steps {args.steps}: {resumed} was written after step {done}: take {done} or more")
 
     model = common.load_model(args.model)
-    ra.patch_model(model, ra.Pattern.parse(args.pattern), ring=ring)
     if args.checkpointing:
         model.gradient_checkpointing_enable()
+    if args.lora:
+        model = common.add_lora(model, args.lora)
+    ra.patch_model(model, args.pattern, ring=ring)
+    # A fixed number of rows a step; a stream comes in an order of its own.
+    order = {"shuffle": True} if hasattr(data.rows, "__len__") else {}
+    collate = documents.collator(sources, tokenizer)
     loader = ring.prepare_data_loader(
-        DataLoader(dataset, args.batch_size, shuffle=True, drop_last=True, collate_fn=ra.PaddingCollator())
+        DataLoader(data.rows, args.batch_size, drop_last=True, collate_fn=collate, **order)
     )
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=0.1)
     schedule = get_scheduler(args.schedule, optimizer, args.warmup, args.steps)
     raw_model = model
     model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.init_trackers("finetune", config=settings)
 
     figures = Figures(world_size=accelerator.num_processes, ring_size=ring.world_size, pattern=args.pattern)
     # What a checkpoint has besides the model, its optimizer and the random states.
     accelerator.register_for_checkpointing(schedule, loader, figures)
+
+    def evaluate(step: int) -> float:
+        figures["held_out"][step] = loss = data.held_out.loss(raw_model, ring)
+        accelerator.log({"held_out/loss": loss, "held_out/perplexity": math.exp(loss)}, step=step)
+        if accelerator.is_main_process:
+            tqdm.write(f"held-out perplexity after {step} steps: {math.exp(loss):.3f}")
+        return math.exp(loss)
+
     if resumed:
         accelerator.load_state(str(resumed))
         accelerator.print(f"going on after step {len(figures.steps)}, from {resumed}")
-    elif args.held_out:
-        figures["perplexity_before"] = ra.perplexity(raw_model, held_out, ring=ring).perplexity
-        accelerator.print(f"held-out perplexity before: {figures['perplexity_before']:.3f}")
+    elif data.held_out:
+        figures["perplexity_before"] = evaluate(0)
 
     model.train()
     batches = epochs(loader)
     bar = tqdm(
-        range(len(figures.steps), args.steps),
+        range(len(figures.steps) + 1, args.steps + 1),
         initial=len(figures.steps),
         total=args.steps,
         disable=not accelerator.is_main_process,
@@ -196,37 +261,49 @@ def main() -> None:
         optimizer.zero_grad()
         # Every process scales its share by the number of processes, over which gradients are averaged.
         loss = float(accelerator.reduce(total, "mean"))
+        masks = [shard["attention_mask"] for shard in shards]
+        slots = torch.stack(
+            [sum(mask.sum() for mask in masks), torch.tensor(sum(map(torch.numel, masks))).to(masks[0])]
+        )
+        filled, slots = accelerator.reduce(slots, "sum").tolist()
         seconds = time.perf_counter() - start
         figures.steps.append(
             {
                 "loss": loss,
                 "grad_norm": float(norm),
                 "tokens": int(tokens),
+                "fill": filled / slots,
                 "seconds": seconds,
                 "lr": schedule.get_last_lr()[0],
             }
         )
+        accelerator.log(figures.steps[-1], step=step)
         bar.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{int(tokens) / seconds:.0f}")
-        if args.save_every and (step + 1) % args.save_every == 0:
-            checkpoints.save(accelerator, args.output, step + 1, settings)
-    if args.held_out:
-        figures["perplexity_after"] = ra.perplexity(raw_model, held_out, ring=ring).perplexity
-        accelerator.print(f"held-out perplexity after: {figures['perplexity_after']:.3f}")
+        if args.eval_every and step % args.eval_every == 0 and step < args.steps:
+            evaluate(step)
+        if args.save_every and step % args.save_every == 0:
+            checkpoints.save(accelerator, args.output, step, settings, args.keep)
+    if data.held_out:
+        figures["perplexity_after"] = evaluate(args.steps)
 
     memory = torch.tensor([peak_memory(accelerator.device)], device=accelerator.device)
     figures["peak_memory_bytes"] = accelerator.gather(memory).tolist()
     speed = sum(step["tokens"] for step in figures.steps) / sum(step["seconds"] for step in figures.steps)
+    fill = sum(step["fill"] for step in figures.steps) / len(figures.steps)
     figures["tokens_per_second"] = speed
     weights = accelerator.get_state_dict(model)  # by all processes, which may have a part each
-    accelerator.print(f"loss {figures.steps[0]['loss']:.3f} -> {figures.steps[-1]['loss']:.3f}, {speed:.0f} tokens/s")
+    losses = [step["loss"] for step in figures.steps]
+    accelerator.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {speed:.0f} tokens/s, rows {fill:.1%} full")
     for rank, peak in enumerate(figures["peak_memory_bytes"]):
         accelerator.print(f"rank {rank}: peak memory {peak / 2**30:.2f} GiB")
     if accelerator.is_main_process:
         raw_model.save_pretrained(args.output, state_dict=weights)
         tokenizer.save_pretrained(args.output)
         if args.plot:
-            plot_training([step["loss"] for step in figures.steps], args.output / "loss.png")
+            plot_training(losses, args.output / "loss.png", held_out=figures["held_out"])
         print(f"saved to {args.output}" + (", with loss.png" if args.plot else ""))
+        if args.lora:
+            print(common.how_to_load_adapters(args.output, args.pattern))
         if args.json:
             args.json.write_text(json.dumps(figures.data))
     accelerator.wait_for_everyone()
@@ -234,10 +311,10 @@ def main() -> None:
 
 
 class Figures(UserDict):
-    """What a run reports; a part of its checkpoints."""
+    """What a run reports; a part of its checkpoints. `held_out` has the loss after each step that was evaluated."""
 
     def __init__(self, **figures) -> None:
-        super().__init__(figures, steps=[])
+        super().__init__(figures, steps=[], held_out={})
 
     @property
     def steps(self) -> list[dict]:
@@ -253,7 +330,14 @@ class Figures(UserDict):
 def epochs(loader):
     """The batches of a loader, again and again, each time in another order."""
     while True:
-        yield from loader
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            raise SystemExit(
+                "the data do not fill one batch: take more of them, or a smaller --batch-size or --seq-len"
+            )
 
 
 if __name__ == "__main__":

@@ -1,50 +1,52 @@
 """Fine-tunes a causal language model on long documents with Transformers' Trainer, over rings of --ring_size processes.
 
-One device:    python recipes/finetune_trainer.py --seq_len 2048
-Many devices:  accelerate launch --num_processes 8 recipes/finetune_trainer.py --model ID --text FILE --ring_size 4
-Small CPU:     ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 recipes/finetune_trainer.py --ring_size 2
+One device:     python recipes/finetune_trainer.py --seq_len 2048
+Many devices:   accelerate launch --num_processes 8 recipes/finetune_trainer.py --model ID --text FILE --ring_size 4
+With torchrun:  torchrun --nproc-per-node 8 recipes/finetune_trainer.py --model ID --dataset ID --ring_size 8
+Small CPU:      ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/finetune_trainer.py --ring_size 2
+SLURM, 2 nodes of 8 GPUs, one ring of 16:
+    srun --nodes 2 --ntasks-per-node 1 bash -c 'torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --rdzv-backend c10d \\
+        --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500 \\
+        recipes/finetune_trainer.py --model ID --dataset ID --ring_size 16 --seq_len 524288 --bf16 true'
 
-Every option of Transformers' TrainingArguments is one here: --gradient_checkpointing, --bf16, --fsdp, --deepspeed FILE,
---save_strategy steps, --resume_from_checkpoint true, --use_liger_kernel.
+Chats, with adapters, evaluation and the last three checkpoints:
+    python recipes/finetune_trainer.py --model ID --dataset chats.jsonl --lora 16 --learning_rate 2e-4 --max_steps 500 \\
+        --held_out 20000 --eval_strategy steps --eval_steps 50 --save_strategy steps --save_steps 100 --save_total_limit 3
+
+TRL's SFTTrainer works over a ring as well, with its own chats, packing and LoRA:
+    class RingSFTTrainer(ra.RingTrainerMixin, SFTTrainer): pass
+    args = SFTConfig(max_length=32768, packing=True, assistant_only_loss=True)
+    RingSFTTrainer(model, args, train_dataset=chats, peft_config=LoraConfig(), ring_size=4).train()
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
+import textwrap
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 
 import checkpoints
 import common
+import documents
 import torch
 from accelerate.utils import broadcast_object_list
 from transformers import HfArgumentParser
 
 import hf_ring_attention as ra
 from hf_ring_attention.plan.notation import FORMS
-from hf_ring_attention.tools.arguments import (
-    at_least,
-    check,
-    existing_file,
-    missing_extra,
-    new_folder,
-    pattern_text,
-    positive,
-)
+from hf_ring_attention.tools.arguments import at_least, check, missing_extra, new_folder, pattern_text, positive
 from hf_ring_attention.tools.benchmarks.harness import peak_memory
 from hf_ring_attention.tools.plots import plot_training
 
 
 @dataclass
-class Arguments:
-    """What is trained, on which text."""
+class Arguments(documents.Sources):
+    """What is trained, on which documents."""
 
     model: str = field(default=common.BUNDLED, metadata={"help": common.MODEL_HELP})
-    text: str | None = field(default=None, metadata={"help": common.TEXT_HELP})
-    dataset: str | None = field(default=None, metadata={"help": common.DATASET_HELP})
     pattern: str = field(default="pyramid:512,3", metadata={"help": FORMS})
-    seq_len: int = field(default=1024, metadata={"help": "tokens of a sequence"})
-    held_out: int = field(default=0, metadata={"help": "sequences for evaluation, not trained on"})
+    lora: int = field(default=0, metadata={"help": "rank of adapters, which alone are trained; 0: all weights"})
     plot: bool = field(
         default=False, metadata={"help": "draw the losses to loss.png in --output_dir (needs matplotlib)"}
     )
@@ -61,40 +63,100 @@ class TrainingArguments(ra.RingTrainingArguments):
     learning_rate: float = field(default=5e-5)
     logging_steps: float = field(default=1)
     save_strategy: str = field(default="no")
-    report_to: str = field(default="none")
+    report_to: list[str] = field(default_factory=lambda: ["none"])
 
 
-class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+#: What --help says of TrainingArguments; all of them are under --help-all.
+OFTEN = {
+    "ring_size": "processes that share each sequence; several processes need it",
+    "max_steps": "optimizer steps; -1: as many as --num_train_epochs",
+    "num_train_epochs": "passes over the data, with --max_steps -1",
+    "per_device_train_batch_size": "rows that a ring reads at once",
+    "gradient_accumulation_steps": "batches of an optimizer step",
+    "learning_rate": "highest learning rate",
+    "lr_scheduler_type": "linear, cosine, constant_with_warmup, ...",
+    "warmup_steps": "steps of rising learning rate",
+    "bf16": "mixed precision: true",
+    "gradient_checkpointing": "recompute activations in backward: true",
+    "offload_activations": "keep in host memory what that leaves on the device: true",
+    "fsdp": "share parameters, gradients and optimizer: full_shard; or --deepspeed FILE",
+    "eval_strategy": "steps: evaluate on --held_out every --eval_steps",
+    "eval_steps": "steps between evaluations",
+    "save_strategy": "steps: a checkpoint every --save_steps",
+    "save_steps": "steps between checkpoints",
+    "save_total_limit": "how many checkpoints are kept, the last ones",
+    "resume_from_checkpoint": "true: go on from the last checkpoint; or the folder of one",
+    "report_to": "trackers: tensorboard, wandb, trackio, ...; several with spaces between",
+    "seed": "seed of the order of rows and of dropout",
+    "output_dir": "folder for model, checkpoints, logs and curve",
+}
+
+
+class AllHelp(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """The docstring as it stands, and defaults."""
+
+
+class Help(argparse.Action):
+    """Prints the docstring, the options of this recipe, and those of Trainer that most runs need."""
+
+    def __call__(self, parser, *_):
+        print(__doc__)
+        print("options of this recipe:")
+        first = ("model", "pattern")
+        for entry in sorted(fields(Arguments), key=lambda entry: entry.name not in first):
+            name = f"no_{entry.name}" if entry.default is True else entry.name
+            text = f"do not {entry.metadata['help']}" if entry.default is True else entry.metadata["help"]
+            print(_described(name, text.replace("%%", "%"), entry))
+        print("\noptions of Transformers' TrainingArguments (all of them: --help-all):")
+        entries = {entry.name: entry for entry in fields(TrainingArguments)}
+        for name, text in OFTEN.items():
+            print(_described(name, text, entries[name]))
+        parser.exit()
+
+
+def _described(name: str, text: str, entry) -> str:
+    value = entry.default_factory() if entry.default is MISSING else entry.default
+    unsaid = value is None or value == "" or isinstance(value, bool)
+    default = "" if unsaid else f" (default {getattr(value, 'value', value)})"
+    if isinstance(value, list):
+        default = f" (default {' '.join(value)})"
+    lines = textwrap.wrap(text + default, 80)
+    return f"  --{name:<28} " + f"\n{'':33}".join(lines)
 
 
 def parse_args(argv=None) -> tuple[Arguments, TrainingArguments]:
     parser = HfArgumentParser(
         (Arguments, TrainingArguments),
         description=__doc__,
-        usage="%(prog)s [--model ID] [--text FILE] [--pattern PATTERN] [--ring_size N] [--seq_len N] ...; all: --help",
-        formatter_class=Help,
+        usage="%(prog)s [--model ID] [--text FILE] [--pattern PATTERN] [--ring_size N] [--seq_len N] ...; see --help",
+        formatter_class=AllHelp,
+        add_help=False,
     )
+    parser.add_argument(
+        "-h", "--help", action=Help, nargs=0, default=argparse.SUPPRESS, help="the options that most runs need"
+    )
+    parser.add_argument("--help-all", action="help", help="all options")
     args, training = parser.parse_args_into_dataclasses(argv)
     check(parser, "--model", common.model_source, args.model)
     check(parser, "--pattern", pattern_text, args.pattern)
+    documents.check_arguments(parser, args, "_")
     check(parser, "--seq_len", at_least(2), args.seq_len)
-    check(parser, "--held_out", at_least(0), args.held_out)
+    check(parser, "--buffer", at_least(1), args.buffer)
+    check(parser, "--lora", at_least(0), args.lora)
     if training.ring_size is not None:
         check(parser, "--ring_size", at_least(1), training.ring_size)
     check(parser, "--learning_rate", positive, training.learning_rate)
     check(parser, "--output_dir", new_folder, training.output_dir)
-    if args.text is not None:
-        check(parser, "--text", existing_file, args.text)
-    if args.dataset is not None:
-        check(parser, "--dataset", common.dataset_id, args.dataset)
-    if args.text is not None and args.dataset is not None:
-        parser.error("argument --dataset: not allowed with argument --text")
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
         check(parser, f"--{name}", at_least(1), getattr(training, name))
     if training.max_steps == 0:
         parser.error("argument --max_steps: 1 or more was expected, or -1 for --num_train_epochs, got 0")
+    if training.eval_strategy != "no" and not args.held_out:
+        parser.error(
+            "argument --eval_strategy: there is nothing to evaluate on: say with --held_out how many tokens to keep"
+        )
     missing = missing_extra("argument --plot:", "matplotlib") if args.plot else None
+    missing = missing or (missing_extra("argument --lora:", "peft") if args.lora else None)
     if missing:
         parser.error(missing)
     return args, training
@@ -117,24 +179,25 @@ def main() -> None:
     args, training = parse_args()
     training.ring_size = common.ring_size(training.ring_size, training.world_size, "--ring_size")
     resume = resumed(training)
+    training.eval_on_start = bool(args.held_out) and resume is None
     tokenizer = common.load_tokenizer(args.model)
-    rows = common.rows_of(
-        common.tokenize(tokenizer, common.load_text(args.text, args.dataset))[0],
-        args.seq_len,
-        needed=args.held_out + 1,
-    )
+    data = documents.prepare(args, tokenizer, seed=training.seed)
     model = common.load_model(args.model)
-    ra.patch_config(model.config, ra.Pattern.parse(args.pattern))
+    ra.patch_config(model.config, args.pattern)
+    if args.lora:
+        model = common.add_lora(model, args.lora)
     trainer = ra.RingTrainer(
         model,
         training,
-        train_dataset=rows[args.held_out :],
-        eval_dataset=rows[: args.held_out] or None,
-        data_collator=ra.PaddingCollator(),
+        train_dataset=data.rows,
+        eval_dataset=data.held_out_rows,
+        data_collator=documents.collator(args, tokenizer),
         processing_class=tokenizer,
     )
+    trainer.accelerator.print(data.description)
     trainer.train(resume_from_checkpoint=resume)
-    if args.held_out:
+    evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    if args.held_out and trainer.state.global_step not in evaluated:
         trainer.evaluate()
     if trainer.is_fsdp_enabled:  # checkpoints are of parts; the model is saved whole
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
@@ -144,9 +207,13 @@ def main() -> None:
         for rank, memory in enumerate(peak.tolist()):
             print(f"rank {rank}: peak memory {memory / 2**30:.2f} GiB")
         if args.plot:
-            losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-            plot_training(losses, Path(training.output_dir) / "loss.png")
+            history = trainer.state.log_history
+            losses = [entry["loss"] for entry in history if "loss" in entry]
+            held_out = {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
+            plot_training(losses, Path(training.output_dir) / "loss.png", held_out)
         print(f"saved to {training.output_dir}" + (", with loss.png" if args.plot else ""))
+        if args.lora:
+            print(common.how_to_load_adapters(training.output_dir, args.pattern))
     trainer.accelerator.end_training()
 
 

@@ -14,6 +14,7 @@ import argparse
 import json
 
 import common
+import documents
 import torch
 from accelerate import Accelerator
 
@@ -65,7 +66,8 @@ def table(figures, title):
 
 def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_sources(parser)
+    common.add_model(parser)
+    documents.add_arguments(parser, ["text", "dataset", "config", "split", "columns"])
     parser.add_argument(
         "--tokens", type=at_least(2), default=4096, help="first tokens of the text to read (default 4096)"
     )
@@ -79,6 +81,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--json", type=new_file, help="file for the figures, with the loss of every token")
     args = parser.parse_args(argv)
+    documents.check_arguments(parser, args)
     missing = missing_extra("the table", "rich")
     if missing:
         parser.error(missing)
@@ -90,7 +93,8 @@ def main() -> None:
     from rich.console import Console
 
     accelerator = Accelerator()
-    ids = common.tokenize(common.load_tokenizer(args.model), common.load_text(args.text, args.dataset), args.tokens)
+    text = documents.whole_text(documents.sources_of(args))
+    ids = common.tokenize(common.load_tokenizer(args.model), text, args.tokens)
     model = common.load_model(args.model, getattr(torch, args.dtype)).to(accelerator.device)
     ring = ra.Ring()
     progress = print if accelerator.is_main_process else lambda line: None

@@ -155,7 +155,13 @@ def comma_list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 
 #: What is needed for more than attention and training, by the name it is imported by: what `pip install` takes.
-EXTRAS = {"matplotlib": "'matplotlib>=3.8'", "rich": "'rich>=13'", "typer": "'typer>=0.12'", "gguf": "'gguf>=0.10'"}
+EXTRAS = {
+    "matplotlib": "'matplotlib>=3.8'",
+    "rich": "'rich>=13'",
+    "typer": "'typer>=0.12'",
+    "gguf": "'gguf>=0.10'",
+    "peft": "'peft>=0.18'",
+}
 
 
 def missing_extra(purpose: str, *modules: str) -> str | None:

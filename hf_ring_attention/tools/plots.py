@@ -87,15 +87,28 @@ def plot_losses(losses: Mapping[str, Sequence[float]], path: Path, window: int =
     figure.savefig(path, dpi=120)
 
 
-def plot_training(losses: Sequence[float], path: Path) -> None:
-    """Writes a PNG: the loss of each optimizer step, in nats a token."""
+def plot_training(losses: Sequence[float], path: Path, held_out: Mapping[int, float] | None = None) -> None:
+    """Writes a PNG: the loss of each optimizer step, in nats a token, its running mean, and losses of held-out data.
+
+    Args:
+        losses: of steps 1, 2, ...; their mean is that of the steps before, a tenth of all at most.
+        held_out: losses after steps; 0 is before the first one.
+    """
     figure = _figure(7, 4)
     from matplotlib.ticker import MaxNLocator
 
     axis = figure.subplots()
-    axis.plot(range(1, len(losses) + 1), losses, marker="o" if len(losses) <= 50 else None, markersize=3, linewidth=1)
+    steps, width = range(1, len(losses) + 1), max(1, len(losses) // 10)
+    axis.plot(steps, losses, color="C0", alpha=0.35, linewidth=1, label="training, each step")
+    if width > 1:
+        mean = [sum(losses[max(0, stop - width) : stop]) / min(width, stop) for stop in steps]
+        axis.plot(steps, mean, color="C0", linewidth=1.8, label=f"training, mean of the last {width} steps")
+    if held_out:
+        points = sorted(held_out.items())
+        axis.plot(*zip(*points), color="C1", marker="o", markersize=4, linewidth=1.8, label="held out")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_xlabel("optimizer step")
     axis.set_ylabel("loss (nats a token)")
     axis.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=9, frameon=False)
     figure.savefig(path, dpi=120)

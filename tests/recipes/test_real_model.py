@@ -9,6 +9,7 @@ import os
 from dataclasses import replace
 
 import common
+import documents
 import pytest
 import torch
 
@@ -43,7 +44,7 @@ def real():
     # Beside tests of another worker, threads would wait for each other.
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else os.cpu_count() or 1)
     model, tokenizer = common.load(None)
-    yield model, common.tokenize(tokenizer, common.load_text(None), 5120)
+    yield model, common.tokenize(tokenizer, documents.whole_text(documents.Sources()), 5120)
     torch.set_num_threads(threads)
 
 
@@ -146,7 +147,7 @@ def test_gemma_with_sliding_and_full_layers(tmp_path):
     """Exact equals sdpa, on one process and on two; windows of 512 of the 600 tokens."""
     model, tokenizer = common.load("gemma3-270m")
     assert {"sliding_attention", "full_attention"} == set(model.config.layer_types)
-    ids = common.tokenize(tokenizer, common.load_text(None), 600)
+    ids = common.tokenize(tokenizer, documents.whole_text(documents.Sources()), 600)
     file = tmp_path / "two.json"
     options = ["--model", "gemma3-270m", "--tokens", 600, "--patterns", "exact", "--json", file]
     run("perplexity.py", *options, launcher="torchrun")

@@ -4,7 +4,7 @@ import argparse
 import builtins
 import importlib
 import importlib.util
-import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -118,14 +118,35 @@ REFUSED = [
     ("finetune", "--pattern window:0", "pattern 'window:0' cannot be made"),
     ("finetune", "--text nofile.txt", "--text: there is no file 'nofile.txt'"),
     ("finetune", "--text .", "--text: a file was expected, got the folder '.'"),
-    ("finetune", "--dataset {file}", "--dataset: a data set is a hub id as 'owner/name', or a folder, got '{file}'"),
-    ("finetune", "--dataset a/b --text {file}", "--text: not allowed with argument --dataset"),
+    (
+        "finetune",
+        "--dataset {file}",
+        "--dataset: a data set is a hub id as 'owner/name', a folder, or a file that ends in",
+    ),
+    ("finetune", "--dataset {file}", "got '{file}'; a file of text is named by --text"),
+    ("finetune", "--dataset a/b/c", "--dataset: there is no folder and no file 'a/b/c'"),
+    ("finetune", "--dataset ./none.jsonl", "--dataset: there is no folder and no file './none.jsonl'"),
+    ("finetune", "--dataset a/b --text {file}", "--dataset: not allowed with argument --text"),
+    ("finetune", "--streaming", "--streaming: it is about a data set: name one with --dataset"),
+    ("finetune", "--columns text", "--columns: it is about a data set: name one with --dataset"),
+    ("finetune", "--config en", "--config: it is about a data set: name one with --dataset"),
+    ("finetune", "--long-documents fold", "--long-documents: invalid choice: 'fold'"),
+    ("finetune", "--buffer 0", "--buffer: a whole number of at least 1 was expected, got 0"),
+    ("finetune", "--lora -1", "--lora: a whole number of at least 0 was expected, got -1"),
+    ("finetune", "--keep 0", "--keep: a whole number of at least 1 was expected, got 0"),
+    (
+        "finetune",
+        "--eval-every 5",
+        "--eval-every: there is nothing to evaluate on: say with --held-out how many tokens",
+    ),
+    ("finetune", "--report-to paper", "--report-to: invalid choice: 'paper'"),
     ("finetune", "--model ./none", "--model: there is no folder './none'"),
     ("finetune", "--model a/b/c", "--model: there is no folder 'a/b/c'"),
     ("finetune", "--model {file}", "--model: there is no folder '{file}'"),
     ("finetune", "--model {empty}", "--model: the folder '{empty}' holds no model: there is no config.json in it"),
     ("perplexity", "--tokens 1", "--tokens: a whole number of at least 2 was expected, got 1"),
     ("perplexity", "--text nofile.txt", "--text: there is no file 'nofile.txt'"),
+    ("perplexity", "--columns text", "--columns: it is about a data set: name one with --dataset"),
     ("perplexity", "--model {empty}", "--model: the folder '{empty}' holds no model"),
     ("perplexity", "--patterns exact longnet:100/3", "multiple of dilation"),
     ("perplexity", "--dtype float64", "--dtype: invalid choice: 'float64'"),
@@ -147,6 +168,15 @@ REFUSED = [
     ),
     ("finetune_trainer", "--text nofile.txt", "--text: there is no file 'nofile.txt'"),
     ("finetune_trainer", "--dataset {file}", "--dataset: a data set is a hub id"),
+    ("finetune_trainer", "--held_out 1", "--held_out: the first token of a text is not predicted"),
+    ("finetune_trainer", "--streaming", "--streaming: it is about a data set: name one with --dataset"),
+    ("finetune_trainer", "--long_documents fold", "--long-documents: invalid choice: 'fold'"),
+    ("finetune_trainer", "--lora -1", "--lora: a whole number of at least 0 was expected, got -1"),
+    (
+        "finetune_trainer",
+        "--eval_strategy steps",
+        "--eval_strategy: there is nothing to evaluate on: say with --held_out",
+    ),
     ("finetune_trainer", "--dataset a/b --text {file}", "--dataset: not allowed with argument --text"),
     ("finetune_trainer", "--model {empty}", "--model: the folder '{empty}' holds no model"),
     ("finetune_trainer", "--pattern ring", "--pattern: pattern 'ring' is not known"),
@@ -235,32 +265,6 @@ def test_types_take_what_they_say(kind, text, value):
     for bad in ("", "x", "-4", "nan", "inf"):
         with pytest.raises(argparse.ArgumentTypeError, match="was expected, got"):
             kind(bad)
-
-
-def test_a_text_too_short_says_the_arithmetic():
-    with pytest.raises(
-        SystemExit, match=r"10 tokens to train on, which are 2 row\(s\) of 4, and 3 or more .* 3 \* 4 = 12"
-    ):
-        common.rows_of(torch.arange(10), 4, needed=3)
-    assert len(common.rows_of(torch.arange(10), 4, needed=2)) == 2
-
-
-def test_a_text_that_is_not_utf8_is_named(tmp_path):
-    (tmp_path / "text").write_bytes(b"caf\xe9 au lait")
-    with pytest.raises(SystemExit, match=r"text is not a text in UTF-8: .* at byte 3"):
-        common.load_text(tmp_path / "text")
-
-
-def test_a_data_set_is_read_from_a_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    (tmp_path / "data").mkdir()
-    rows = [{"text": "one"}, {"text": "two"}]
-    (tmp_path / "data" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert common.load_text(dataset=str(tmp_path / "data")) == "one\n\ntwo"
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "rows.jsonl").write_text(json.dumps({"words": "one"}) + "\n")
-    with pytest.raises(SystemExit, match="has no column 'text', but words"):
-        common.load_text(dataset=str(tmp_path / "other"))
 
 
 def test_a_model_that_the_hub_does_not_give_is_named(monkeypatch):
@@ -372,6 +376,43 @@ for recipe in recipes:
     except SystemExit as end:
         assert not end.code, recipe
 """
+
+
+def test_the_trainer_recipe_s_help_is_short_and_its_options_exist(capsys):
+    import finetune_trainer
+
+    for option in ("--help", "-h"):
+        with pytest.raises(SystemExit) as end:
+            finetune_trainer.parse_args([option])
+        assert not end.value.code
+        shown = capsys.readouterr().out
+        assert len(shown.splitlines()) < 90 and max(map(len, shown.splitlines())) <= 125
+    with pytest.raises(SystemExit):
+        finetune_trainer.parse_args(["--help-all"])
+    everything = capsys.readouterr().out
+    assert len(everything.splitlines()) > 300
+    options = [line.split()[0] for line in shown.splitlines() if line.startswith("  --")]
+    assert len(options) > 30
+    assert set(options) <= set(re.findall(r"--[\w-]+", everything))
+    assert "--per_device_train_batch_size  rows that a ring reads at once (default 1)" in shown
+
+
+def test_trackers_that_are_not_installed_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(common, "obstacle", lambda name: None)
+    monkeypatch.setattr(finetune, "get_available_trackers", lambda: ["tensorboard"])
+    assert finetune.parse_args(["--report-to", "tensorboard"]).report_to == ["tensorboard"]
+    with pytest.raises(SystemExit):
+        finetune.parse_args(["--report-to", "tensorboard", "comet_ml"])
+    assert "--report-to: comet_ml is not installed: pip install comet-ml" in capsys.readouterr().err
+
+
+def test_adapters_without_peft_say_what_to_install(monkeypatch, capsys):
+    without(monkeypatch, "peft")
+    monkeypatch.setattr(common, "obstacle", lambda name: None)
+    assert finetune.parse_args([]).lora == 0
+    with pytest.raises(SystemExit):
+        finetune.parse_args(["--lora", "8"])
+    assert "argument --lora: needs peft, which is not installed: pip install 'peft>=0.18'" in capsys.readouterr().err
 
 
 def test_recipes_explain_themselves_without_extras():

@@ -1,0 +1,443 @@
+"""Documents to learn from: texts or a data set, chats through the model's own template, packed into rows.
+
+`prepare` does all of it, in the order of this file: load, tokenize, hold some out, pack the rest. Documents of a row never see
+each other, and of a chat only the assistant's turns are learned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from accelerate import PartialState
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import hf_ring_attention as ra
+from hf_ring_attention.tools.arguments import at_least, check, existing_file
+
+LONG = ("split", "truncate", "drop")
+#: How a local file is read, by the end of its name.
+BUILDERS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+    ".md": "text",
+}
+
+
+@dataclass
+class Sources:
+    """Where documents come from, and how they become rows. The recipes have an option for each field."""
+
+    text: list[str] | None = field(
+        default=None, metadata={"help": "text files, a document each; default: the topics of Python's manual"}
+    )
+    dataset: str | None = field(
+        default=None,
+        metadata={
+            "help": "instead of texts: a data set, by its hub id, its folder, or a .jsonl, .csv or .parquet file"
+        },
+    )
+    config: str | None = field(default=None, metadata={"help": "the data set's configuration, where it has several"})
+    split: str = field(default="train", metadata={"help": "the data set's split; 'train[:1%%]' is its beginning"})
+    columns: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "columns of texts, joined by an empty line, or the column of chats; default: 'messages' if there is one, "
+            "else 'text'"
+        },
+    )
+    streaming: bool = field(default=False, metadata={"help": "read the data set as it is trained on, and not before"})
+    buffer: int = field(
+        default=1000, metadata={"help": "documents among which rows are packed, and a stream is shuffled"}
+    )
+    seq_len: int = field(default=1024, metadata={"help": "tokens of a row"})
+    packing: bool = field(
+        default=True, metadata={"help": "pack several documents into a row, none of which sees another"}
+    )
+    long_documents: str = field(
+        default="split",
+        metadata={"help": "split, truncate or drop a document that is longer than a row", "choices": LONG},
+    )
+    held_out: int = field(
+        default=0, metadata={"help": "tokens of the first documents that are kept for evaluation, and not trained on"}
+    )
+
+
+# ---- options
+
+
+def add_arguments(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
+    """Adds the options of `Sources` to a command line with hyphens; all of them, or those named."""
+    group = parser.add_argument_group("data")
+    kinds = {"buffer": at_least(1), "seq_len": at_least(2), "held_out": at_least(0), "dataset": dataset_id}
+    metavars = {"text": "FILE", "dataset": "NAME", "columns": "NAME", "config": "NAME"}
+    for entry in fields(Sources):
+        if names is not None and entry.name not in names:
+            continue
+        how: dict[str, Any] = {"default": entry.default, "help": entry.metadata["help"]}
+        if isinstance(entry.default, bool):
+            how["action"] = argparse.BooleanOptionalAction if entry.default else "store_true"
+        else:
+            how["type"] = kinds.get(entry.name, str)
+            how["choices"] = entry.metadata.get("choices")
+            how["metavar"] = metavars.get(entry.name)
+            how["nargs"] = "+" if entry.name in ("text", "columns") else None
+        if entry.default not in (None, False, True):
+            how["help"] += " (default %(default)s)"
+        group.add_argument(f"--{entry.name.replace('_', '-')}", **how)
+
+
+def check_arguments(parser: argparse.ArgumentParser, args: Any, hyphen: str = "-") -> None:
+    """Refuses options of `add_arguments` that no data can be loaded with; `hyphen` is what their names are written with."""
+    for name in args.text or ():
+        check(parser, "--text", existing_file, name)
+    if args.dataset is not None:
+        check(parser, "--dataset", dataset_id, args.dataset)
+        if args.text is not None:
+            parser.error("argument --dataset: not allowed with argument --text")
+    for name in ("config", "columns", "streaming"):
+        if getattr(args, name, None) and args.dataset is None:
+            parser.error(f"argument --{name}: it is about a data set: name one with --dataset")
+    held_out = getattr(args, "held_out", 0)
+    check(parser, f"--held{hyphen}out", at_least(0), held_out)
+    if held_out == 1:
+        parser.error(f"argument --held{hyphen}out: the first token of a text is not predicted: take 0, or 2 and more")
+
+
+def dataset_id(text: str) -> str:
+    """The type of arguments that name a data set: a hub id, a folder, or a file that can be read as one."""
+    path = Path(text)
+    if path.is_file() and path.suffix not in BUILDERS:
+        raise argparse.ArgumentTypeError(
+            f"a data set is a hub id as 'owner/name', a folder, or a file that ends in {', '.join(BUILDERS)}, got {text!r}; "
+            f"a file of text is named by --text"
+        )
+    parts = text.split("/")
+    if not path.exists() and (len(parts) > 2 or not all(part and part[0].isalnum() for part in parts)):
+        raise argparse.ArgumentTypeError(
+            f"there is no folder and no file {text!r} (from {Path.cwd()}), and a hub id is written as 'owner/name'"
+        )
+    return text
+
+
+def sources_of(args: Any) -> Sources:
+    """What was asked for by the options of `add_arguments`."""
+    return Sources(**{entry.name: getattr(args, entry.name, entry.default) for entry in fields(Sources)})
+
+
+# ---- from options to rows
+
+
+@dataclass
+class HeldOut:
+    """Documents to evaluate on: input_ids [documents, longest], and which of these are tokens, and are to be predicted."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    learned: torch.Tensor
+
+    def loss(self, model: PreTrainedModel, ring: ra.Ring) -> float:
+        """The mean loss in nats of the tokens to be predicted; each document is read whole, over the ring."""
+        report = ra.perplexity(model, self.input_ids, ring=ring, attention_mask=self.attention_mask)
+        predicted = report.token_nll[self.learned & ~report.token_nll.isnan()]
+        if not len(predicted):
+            raise SystemExit("the documents held out have no token to predict: hold out more")
+        return float(predicted.double().mean())
+
+
+@dataclass
+class Data:
+    """What a recipe trains on, and evaluates on: `held_out` as documents, and as rows for Trainer.
+
+    `digest` is a checksum, by which a run that goes on knows its documents again.
+    """
+
+    rows: Dataset | IterableDataset
+    held_out: HeldOut | None
+    held_out_rows: Dataset | None
+    description: str
+    digest: str
+
+
+def prepare(sources: Sources, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0, needed: int = 1) -> Data:
+    """Rows of `sources`, `needed` of them or more; a stream is shuffled by `seed`.
+
+    Of several processes on a machine one goes first, and the others find in its cache what it has tokenized and packed.
+    """
+    with _one_process_first():
+        documents = tokenize(load(sources), tokenizer, sources.columns, sources.dataset)
+        checksum, names = digest(documents), _names_of(documents)
+        kept, documents = hold_out(documents, sources.held_out)
+        if isinstance(documents, IterableDataset):
+            documents = documents.shuffle(seed=seed, buffer_size=sources.buffer)
+        rows = pack(documents, sources, names)
+        held_out_rows = pack(Dataset.from_list(kept), sources, names) if kept else None
+    return Data(
+        rows=rows,
+        held_out=_as_tensors(kept) if kept else None,
+        held_out_rows=held_out_rows,
+        description=describe(rows, sources, needed),
+        digest=checksum,
+    )
+
+
+@contextmanager
+def _one_process_first() -> Iterator[None]:
+    state = PartialState()
+    if not state.is_local_main_process:
+        datasets.disable_progress_bars()
+        state.wait_for_everyone()
+    try:
+        yield
+    finally:  # where the first one fails, the others are to fail for the same reason, and not to wait
+        if state.is_local_main_process:
+            state.wait_for_everyone()
+
+
+# ---- loading
+
+
+def load(sources: Sources) -> Dataset | IterableDataset:
+    """The data set as it is, with the columns that it has; texts are one of a column "text"."""
+    if sources.dataset is None:
+        return Dataset.from_dict({"text": texts(sources.text)})
+    path, streaming = Path(sources.dataset), sources.streaming
+    try:
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            saved = datasets.load_from_disk(str(path))
+            if isinstance(saved, dict):
+                if sources.split not in saved:
+                    raise ValueError(f"it has no split {sources.split!r}, only {', '.join(saved)}.")
+                saved = saved[sources.split]
+            return saved.to_iterable_dataset() if streaming else saved
+        files = (
+            [path] if path.is_file() else sorted(x for x in path.rglob("*") if x.is_file() and x.name != "README.md")
+        )
+        all_texts = bool(files) and all(BUILDERS.get(file.suffix) == "text" for file in files)
+        if sources.config and (all_texts or path.is_file()):
+            raise ValueError("files have no configurations: leave --config out.")
+        if all_texts:  # which would be read as lines
+            how = {"path": "text", "data_files": [str(file) for file in files], "sample_by": "document"}
+        elif path.is_file():
+            how = {"path": BUILDERS[path.suffix], "data_files": str(path)}
+        else:
+            how = {"path": sources.dataset, "name": sources.config}
+        return datasets.load_dataset(**how, split=sources.split, streaming=streaming)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = " ".join(str(error).split())
+        raise SystemExit(
+            f"the data set {sources.dataset!r} cannot be loaded: {reason} Name it with --dataset, and what it has with "
+            f"--config and --split."
+        ) from None
+
+
+def texts(files: Iterable[str] | None) -> list[str]:
+    """The contents of files; without files the reference topics of Python's own manual, as one text."""
+    if files is None:
+        from pydoc_data import topics
+
+        return ["\n\n".join(text for _, text in sorted(topics.topics.items()))]
+    contents = []
+    for file in files:
+        try:
+            contents.append(Path(file).read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise SystemExit(f"{file} is not a text in UTF-8: {error.reason} at byte {error.start}") from None
+    return contents
+
+
+def whole_text(sources: Sources) -> str:
+    """All texts of `sources` as one, with empty lines between them."""
+    dataset = load(sources)
+    columns, chat = _columns_to_learn(dataset, sources.columns, sources.dataset)
+    if chat:
+        raise SystemExit(
+            f"the column {columns[0]!r} of {sources.dataset!r} has chats, and texts are needed: name --columns"
+        )
+    return "\n\n".join(row[name] for row in dataset for name in columns)
+
+
+# ---- tokens
+
+
+def tokenize(
+    dataset: Dataset | IterableDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    columns: Sequence[str] | None = None,
+    name: str | None = None,
+) -> Dataset | IterableDataset:
+    """input_ids of each document, and of chats assistant_masks; those that teach nothing are left out."""
+    columns, chat = _columns_to_learn(dataset, columns, name)
+    tokens = partial(_chats, tokenizer, columns[0]) if chat else partial(_texts, tokenizer, columns)
+    return dataset.map(tokens, batched=True, batch_size=100, remove_columns=_names_of(dataset))
+
+
+def _names_of(dataset: Dataset | IterableDataset) -> list[str]:
+    return list(dataset.column_names or next(iter(dataset)))  # a stream may know of its columns by its rows alone
+
+
+def _columns_to_learn(
+    dataset: Dataset | IterableDataset, asked: Sequence[str] | None, name: str | None
+) -> tuple[list[str], bool]:
+    """The columns that documents are made of, and whether it is one of chats."""
+    first = next(iter(dataset), None)
+    if first is None:
+        raise SystemExit(f"the data set {name!r} has no rows in this split")
+    columns = list(asked or [next((x for x in ("messages", "text") if x in first), "text")])
+    missing = [column for column in columns if column not in first]
+    if missing:
+        raise SystemExit(
+            f"the data set {name!r} has no column {missing[0]!r}, but {', '.join(first)}: name one of them with --columns"
+        )
+    chats = [x for x in columns if isinstance(first[x], list) and first[x] and isinstance(first[x][0], dict)]
+    wrong = [x for x in columns if x not in chats and not isinstance(first[x], str)]
+    if wrong or (chats and len(columns) > 1):
+        column = (wrong or chats)[0]
+        raise SystemExit(
+            f"the column {column!r} of {name!r} has {type(first[column]).__name__}: texts are needed, or one column alone of "
+            f"chats, which are lists of messages with 'role' and 'content'"
+        )
+    return columns, bool(chats)
+
+
+def _texts(tokenizer: PreTrainedTokenizerBase, columns: Sequence[str], batch: Any) -> dict[str, list]:
+    """Tokens of texts, with an end token after each, where the tokenizer has one."""
+    documents = ["\n\n".join(parts) for parts in zip(*(batch[name] for name in columns), strict=True)]
+    ids = tokenizer(documents, return_attention_mask=False, verbose=False).input_ids
+    end = tokenizer.eos_token_id
+    ids = [x if end is None or x[-1:] == [end] else [*x, end] for x in ids]
+    return {"input_ids": [x for x in ids if len(x) > 1]}
+
+
+def _chats(tokenizer: PreTrainedTokenizerBase, column: str, batch: Any) -> dict[str, list]:
+    tokens = [chat_tokens(tokenizer, messages) for messages in batch[column]]
+    kept = [(ids, mask) for ids, mask in tokens if any(mask[1:])]
+    return {"input_ids": [ids for ids, _ in kept], "assistant_masks": [mask for _, mask in kept]}
+
+
+def chat_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
+    """The tokens of a chat, and which of them the assistant says, its end of turn included.
+
+    A template tells that by {% generation %}. Of others, a turn is what the template adds to the turns before it and the
+    beginning of an answer; an assistant's turn that opens the chat is not learned.
+    """
+    template = tokenizer.get_chat_template()
+    if "generation %}" in template or "generation -%}" in template:
+        made = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return made["input_ids"], made["assistant_masks"]
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    turns = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant" or number == 0:
+            continue
+        before = tokenizer.apply_chat_template(messages[:number], tokenize=False, add_generation_prompt=True)
+        after = tokenizer.apply_chat_template(messages[: number + 1], tokenize=False)
+        if not (after.startswith(before) and whole.startswith(after)):
+            raise SystemExit(
+                "the chat template of this tokenizer writes a turn differently when others follow, so it cannot be told what "
+                "the assistant says: give the tokenizer a template with {% generation %} around it, such as "
+                "trl.chat_template_utils.get_training_chat_template(tokenizer) gives, and save both in a folder"
+            )
+        turns.append((len(before), len(after)))
+    made = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    mask = [int(any(start <= a < stop for start, stop in turns)) for a, _ in made.offset_mapping]
+    return made.input_ids, mask
+
+
+# ---- rows
+
+
+def hold_out(
+    documents: Dataset | IterableDataset, tokens: int
+) -> tuple[list[dict[str, Any]], Dataset | IterableDataset]:
+    """The first documents, of so many tokens together, and the others.
+
+    Of a document that is cut, the rest is trained on; but not of a stream, which goes on with the next document.
+    """
+    kept: list[dict[str, Any]] = []
+    left, rest = tokens, None
+    for document in documents if tokens else ():
+        kept.append({name: values[:left] for name, values in document.items()})
+        rest = {name: values[left:] for name, values in document.items()}
+        left -= len(kept[-1]["input_ids"])
+        if left == 0:
+            break
+    if left > 0:
+        raise SystemExit(f"the data have {tokens - left} tokens, and {tokens} are to be held out: hold out fewer")
+    if isinstance(documents, IterableDataset):
+        return kept, documents.skip(len(kept))
+    others = []
+    if rest is not None and len(rest["input_ids"]) > 1:
+        others.append(Dataset.from_list([rest], features=documents.features))
+    if len(kept) < len(documents):
+        others.append(documents.select(range(len(kept), len(documents))))
+    if not others:
+        raise SystemExit(f"the data have {tokens} tokens, all of which are held out: none is left to train on")
+    return kept, datasets.concatenate_datasets(others)
+
+
+def pack(documents: Dataset | IterableDataset, sources: Sources, names: Sequence[str]) -> Dataset | IterableDataset:
+    """Rows of `seq_len` tokens or fewer; without packing, the documents as they are, which a collator cuts."""
+    if not sources.packing:
+        return documents
+    into_rows = partial(ra.pack_documents, row_length=sources.seq_len, excess_length_strategy=sources.long_documents)
+    return documents.map(into_rows, batched=True, batch_size=sources.buffer, remove_columns=[*names])
+
+
+def collator(sources: Sources, tokenizer: PreTrainedTokenizerBase) -> ra.PaddingCollator:
+    """Makes batches of rows, or of documents that are not packed, a row each."""
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return ra.PaddingCollator(
+        pad_token_id=pad or 0, row_length=sources.seq_len, excess_length_strategy=sources.long_documents
+    )
+
+
+def describe(rows: Dataset | IterableDataset, sources: Sources, needed: int = 1) -> str:
+    """One line about what is trained on; ends the program where there are fewer than `needed` rows."""
+    if isinstance(rows, IterableDataset):
+        return f"a stream of documents, packed into rows of {sources.seq_len} by {sources.buffer}"
+    tokens = sum(map(len, rows["input_ids"]))
+    if len(rows) < needed:
+        raise SystemExit(
+            f"the data have {tokens} tokens to train on, which are {len(rows)} row(s) of {sources.seq_len}, and {needed} or "
+            f"more are needed: about {needed} * {sources.seq_len} = {needed * sources.seq_len} tokens"
+        )
+    if not sources.packing:
+        return f"{len(rows)} documents of {tokens} tokens, in rows of {sources.seq_len} of their own"
+    pieces = sum(map(len, rows["seq_lengths"]))
+    return (
+        f"{pieces} documents, or pieces of long ones, of {tokens} tokens in {len(rows)} rows of {sources.seq_len}, which are "
+        f"{tokens / (len(rows) * sources.seq_len):.1%} full"
+    )
+
+
+def digest(documents: Dataset | IterableDataset) -> str:
+    """A checksum of the first documents, and of their number where they tell it."""
+    first = [document["input_ids"] for document in itertools.islice(documents, 10)]
+    count = None if isinstance(documents, IterableDataset) else len(documents)
+    return hashlib.sha256(repr((count, first)).encode()).hexdigest()
+
+
+def _as_tensors(documents: list[dict[str, Any]]) -> HeldOut:
+    shape = (len(documents), max(2, *(len(x["input_ids"]) for x in documents)))
+    made = HeldOut(*(torch.zeros(shape, dtype=dtype) for dtype in (torch.int64, torch.int64, torch.bool)))
+    for row, document in enumerate(documents):
+        count = len(document["input_ids"])
+        made.input_ids[row, :count] = torch.tensor(document["input_ids"])
+        made.attention_mask[row, :count] = 1
+        made.learned[row, :count] = torch.tensor(document.get("assistant_masks", [1] * count), dtype=torch.bool)
+    return made

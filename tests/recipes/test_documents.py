@@ -1,0 +1,266 @@
+"""The recipes' data: from texts, files and data sets to rows whose documents never see each other."""
+
+import json
+
+import documents
+import pytest
+import torch
+from datasets import Dataset, DatasetDict, IterableDataset
+from documents import Sources
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import hf_ring_attention as ra
+from tests.support.training import tiny_llama
+
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
+#: The same, and it says what the assistant says.
+MARKED = (
+    "{% for m in messages %}<s>{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>\n"
+    "{% endgeneration %}{% else %}{{ m.content }}</s>\n{% endif %}{% endfor %}"
+)
+#: What was thought is left out when other turns follow.
+FORGETFUL = TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.last else m.content.split(';')[-1] }}")
+CHAT = [
+    {"role": "user", "content": "one and one?"},
+    {"role": "assistant", "content": "hm; two"},
+    {"role": "user", "content": "sure?"},
+    {"role": "assistant", "content": "yes"},
+]
+
+
+@pytest.fixture
+def tokenizer():
+    """A token for each letter, and two for the ends of turns."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={x: n for n, x in enumerate([*letters, "<s>", "</s>"])}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", additional_special_tokens=["<s>"])
+    made.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def write_rows(file, rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def said(tokenizer, data):
+    """The texts of documents."""
+    return [tokenizer.decode(document["input_ids"]) for document in data]
+
+
+def loaded(tokenizer, **sources):
+    sources = Sources(**sources)
+    return documents.tokenize(documents.load(sources), tokenizer, sources.columns, sources.dataset)
+
+
+# ---- from sources to tokens
+
+
+def test_texts_are_documents_with_an_end(tokenizer, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(f"text\n\n{name}")
+    data = loaded(tokenizer, text=[str(tmp_path / "a"), str(tmp_path / "b")])
+    assert said(tokenizer, data) == ["text\n\na</s>", "text\n\nb</s>"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_file_of_rows_is_a_data_set_of_its_text_column(streaming, tokenizer, tmp_path):
+    file = write_rows(
+        tmp_path / "rows.jsonl", [{"n": 1, "text": "one"}, {"n": 2, "text": ""}, {"n": 3, "text": "three"}]
+    )
+    data = loaded(tokenizer, dataset=file, streaming=streaming)
+    assert isinstance(data, IterableDataset) == streaming
+    assert said(tokenizer, data) == ["one</s>", "three</s>"]
+
+
+def test_columns_are_joined(tokenizer, tmp_path):
+    file = write_rows(tmp_path / "rows.jsonl", [{"title": "A", "body": "a"}, {"title": "B", "body": "b"}])
+    assert said(tokenizer, loaded(tokenizer, dataset=file, columns=["title", "body"])) == ["A\n\na</s>", "B\n\nb</s>"]
+
+
+def test_files_in_a_folder_of_texts_are_documents_and_not_lines(tokenizer, tmp_path):
+    (tmp_path / "README.md").write_text("About these texts.")
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"first line of {name}\nsecond line")
+    assert said(tokenizer, loaded(tokenizer, dataset=str(tmp_path))) == [
+        "first line of a.txt\nsecond line</s>",
+        "first line of b.txt\nsecond line</s>",
+    ]
+
+
+def test_a_split_is_chosen_and_a_saved_data_set_is_read(tokenizer, tmp_path):
+    splits = {"train": Dataset.from_list([{"text": "one"}]), "test": Dataset.from_list([{"text": "two"}])}
+    DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    assert said(tokenizer, loaded(tokenizer, dataset=str(tmp_path / "saved"), split="test")) == ["two</s>"]
+    write_rows(tmp_path / "rows.jsonl", [{"text": str(n)} for n in range(10)])
+    data = loaded(tokenizer, dataset=str(tmp_path / "rows.jsonl"), split="train[:2]")
+    assert said(tokenizer, data) == ["0</s>", "1</s>"]
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ({"split": "test"}, r"cannot be loaded: Unknown split \"test\"\. Should be one of \['train'\]\. Name it with"),
+        ({"config": "en"}, "cannot be loaded: files have no configurations: leave --config out"),
+        ({"columns": ["words"]}, "has no column 'words', but text, n, chat: name one of them with --columns"),
+        ({"columns": ["n"]}, "the column 'n' of .* has int: texts are needed, or one column alone of chats"),
+        (
+            {"columns": ["text", "chat"]},
+            "the column 'chat' of .* has list: texts are needed, or one column alone of chats",
+        ),
+        ({"split": "train[:0]"}, "cannot be loaded: .* corresponds to no data"),
+    ],
+)
+def test_what_a_data_set_does_not_have_is_said_with_what_it_has(sources, message, tokenizer, tmp_path):
+    file = write_rows(tmp_path / "rows.jsonl", [{"text": "one", "n": 1, "chat": CHAT}])
+    with pytest.raises(SystemExit, match=message):
+        loaded(tokenizer, dataset=file, **sources)
+
+
+def test_an_empty_data_set_is_told(tokenizer):
+    with pytest.raises(SystemExit, match="the data set 'empty' has no rows in this split"):
+        documents.tokenize(Dataset.from_dict({"text": []}), tokenizer, name="empty")
+
+
+def test_a_data_set_that_the_hub_does_not_give_is_named(tokenizer):
+    with pytest.raises(SystemExit, match=r"the data set 'nobody/nothing' cannot be loaded: .* Name it with --dataset"):
+        loaded(tokenizer, dataset="nobody/nothing")
+
+
+def test_a_text_that_is_not_utf8_is_named(tmp_path):
+    (tmp_path / "text").write_bytes(b"caf\xe9 au lait")
+    with pytest.raises(SystemExit, match=r"text is not a text in UTF-8: .* at byte 3"):
+        documents.texts([str(tmp_path / "text")])
+
+
+def test_perplexity_reads_all_texts_as_one(tmp_path):
+    file = write_rows(tmp_path / "rows.jsonl", [{"text": "one"}, {"text": "two"}])
+    assert documents.whole_text(Sources(dataset=file)) == "one\n\ntwo"
+    file = write_rows(tmp_path / "chats.jsonl", [{"messages": CHAT}])
+    with pytest.raises(SystemExit, match=r"the column 'messages' .* has chats, and texts are needed: name --columns"):
+        documents.whole_text(Sources(dataset=file))
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["plain", "marked"])
+def test_of_a_chat_the_assistant_s_turns_are_learned(template, tokenizer, tmp_path):
+    tokenizer.chat_template = template
+    file = write_rows(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"messages": CHAT[:1]}])
+    (chat,) = loaded(tokenizer, dataset=file)  # in the other one there is nothing to learn
+    whole = "<s>user: one and one?</s>\n<s>assistant: hm; two</s>\n<s>user: sure?</s>\n<s>assistant: yes</s>\n"
+    assert said(tokenizer, [chat]) == [whole]
+    learned = [x for x, mask in zip(chat["input_ids"], chat["assistant_masks"]) if mask]
+    assert tokenizer.decode(learned) == "hm; two</s>\nyes</s>\n"
+
+
+def test_a_template_that_rewrites_turns_is_refused(tokenizer):
+    tokenizer.chat_template = FORGETFUL
+    with pytest.raises(SystemExit, match=r"writes a turn differently when others follow.*get_training_chat_template"):
+        documents.chat_tokens(tokenizer, CHAT)
+    assert documents.chat_tokens(tokenizer, CHAT[:2])[1][-6:] == [1] * 6
+
+
+# ---- from tokens to rows
+
+
+def tokens_of(*lengths):
+    ids = [[100 * number + place for place in range(length)] for number, length in enumerate(lengths)]
+    return Dataset.from_dict({"input_ids": ids})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kept", "others"),
+    [(0, [], [5, 4, 6]), (5, [5], [4, 6]), (7, [5, 2], [2, 6]), (8, [5, 3], [6]), (13, [5, 4, 4], [2])],
+)
+def test_the_first_tokens_are_held_out_and_the_others_left(tokens, kept, others):
+    held_out, rest = documents.hold_out(tokens_of(5, 4, 6), tokens)
+    assert [len(x["input_ids"]) for x in held_out] == kept
+    assert [len(x["input_ids"]) for x in rest] == others
+    assert not {t for x in held_out for t in x["input_ids"]} & {t for x in rest for t in x["input_ids"]}
+
+
+def test_a_stream_goes_on_with_the_next_document():
+    held_out, rest = documents.hold_out(tokens_of(5, 4, 6).to_iterable_dataset(), 7)
+    assert [len(x["input_ids"]) for x in held_out] == [5, 2]
+    assert [x["input_ids"][0] for x in rest] == [200]
+
+
+def test_more_than_there_is_cannot_be_held_out():
+    with pytest.raises(SystemExit, match="the data have 15 tokens, and 16 are to be held out: hold out fewer"):
+        documents.hold_out(tokens_of(5, 4, 6), 16)
+    with pytest.raises(
+        SystemExit, match="the data have 15 tokens, all of which are held out: none is left to train on"
+    ):
+        documents.hold_out(tokens_of(5, 4, 6), 15)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_are_packed_and_their_fill_is_told(streaming, tokenizer, tmp_path):
+    file = write_rows(tmp_path / "rows.jsonl", [{"text": "x" * length} for length in (30, 59, 19, 9, 39, 130)])
+    sources = Sources(dataset=file, streaming=streaming, seq_len=60, held_out=31)
+    data = documents.prepare(sources, tokenizer, needed=5)
+    if streaming:
+        assert data.description == "a stream of documents, packed into rows of 60 by 1000"
+    else:
+        assert "of 261 tokens in 5 rows of 60, which are 87.0% full" in data.description
+    # The long document is cut into 60 + 60 + 11, and the first one is held out.
+    assert sorted(sorted(row["seq_lengths"]) for row in data.rows) == [[10, 11], [20, 40], [60], [60], [60]]
+    assert data.held_out.attention_mask.sum() == 31 and [len(x["input_ids"]) for x in data.held_out_rows] == [31]
+
+
+def test_documents_are_left_in_rows_of_their_own_where_that_is_asked_for(tokenizer, tmp_path):
+    file = write_rows(tmp_path / "rows.jsonl", [{"text": "x" * length} for length in (5, 9)])
+    sources = Sources(dataset=file, packing=False, seq_len=16)
+    data = documents.prepare(sources, tokenizer)
+    assert data.description == "2 documents of 16 tokens, in rows of 16 of their own"
+    batch = documents.collator(sources, tokenizer)(list(data.rows))
+    assert batch["attention_mask"].sum(1).tolist() == [6, 10]
+
+
+def test_too_few_rows_are_told_with_the_arithmetic(tokenizer):
+    sources = Sources(seq_len=4)
+    rows = documents.pack(tokens_of(10), sources, ["input_ids"])
+    with pytest.raises(SystemExit, match=r"which are 3 row\(s\) of 4, and 5 or more are needed: about 5 \* 4 = 20"):
+        documents.describe(rows, sources, needed=5)
+
+
+def test_other_data_have_another_digest():
+    assert documents.digest(tokens_of(5, 4)) == documents.digest(tokens_of(5, 4))
+    assert len({documents.digest(x) for x in (tokens_of(5, 4), tokens_of(4, 5), tokens_of(5, 4, 3))}) == 3
+
+
+def test_packed_documents_teach_what_each_alone_does(tokenizer, tmp_path):
+    """The loss of a packed row is that of its documents, each read whole and by itself; also of chats."""
+    chats = [{"messages": [{"role": "user", "content": "u" * n}, *CHAT[1:2]]} for n in (3, 8, 13, 1)]
+    file = write_rows(tmp_path / "chats.jsonl", chats)
+    model = tiny_llama(vocab_size=300).eval()
+    ring = ra.Ring.alone()
+    ra.patch_model(model, ring=ring)
+    data = documents.prepare(Sources(dataset=file, seq_len=160, held_out=10**2), tokenizer)
+    assert not data.held_out.learned.all()
+    (row,) = data.held_out_rows
+    assert len(row["seq_lengths"]) == 3
+    batch = documents.collator(Sources(seq_len=160), tokenizer)([row])
+    shard = ra.shard_batch(batch, ring)
+    with torch.no_grad():
+        packed = ra.next_token_loss(model, shard, ra.count_tokens([shard]))
+    assert abs(float(packed) / data.held_out.loss(model, ring) - 1) < 1e-5
+
+
+def test_held_out_documents_without_anything_to_predict_are_refused():
+    held_out = documents.HeldOut(
+        torch.ones(1, 4, dtype=torch.int64), torch.ones(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.bool)
+    )
+    with pytest.raises(SystemExit, match="have no token to predict: hold out more"):
+        held_out.loss(tiny_llama(), ra.Ring.alone())
