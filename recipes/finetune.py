@@ -151,7 +151,7 @@ def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
             "argument --eval-every: there is nothing to evaluate on: say with --held-out how many tokens to keep"
         )
     for tracker in args.report_to:
-        if tracker not in get_available_trackers():
+        if LoggerType(tracker) not in get_available_trackers():
             parser.error(f"argument --report-to: {tracker} is not installed: pip install {tracker.replace('_', '-')}")
     missing = missing_extra("argument --plot:", "matplotlib") if args.plot else None
     missing = missing or (missing_extra("argument --lora:", "peft") if args.lora else None)

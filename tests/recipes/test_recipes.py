@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import checkpoints
+import finetune as finetune_recipe
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import hf_ring_attention  # noqa: F401  (a model that a recipe saved asks for "ring_dilated")
@@ -70,9 +72,11 @@ for plugin in ("fsdp2", "zero3"):
     LAUNCHERS[plugin] = [*ACCELERATE, "--config_file", str(file), "--mixed_precision", "no", str(AS_GPUS)]
 
 
-def launch(recipe, *arguments, launcher=None, timeout=1200):
-    """What became of a recipe, on one process or on two."""
+def launch(recipe, *arguments, launcher=None, timeout=1200, path=None):
+    """What became of a recipe, on one process or on two; a folder of modules for it comes before others."""
     environment = dict(os.environ, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    if path is not None:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, *LAUNCHERS.get(launcher, []), str(RECIPES / recipe), *map(str, arguments)]
     return subprocess.run(command, env=environment, timeout=timeout, capture_output=True, text=True)
 
@@ -130,24 +134,117 @@ FINETUNE = ["--pattern", "pyramid:32,3,2", "--steps", 5, "--seq-len", 250, "--ac
 FINETUNE += ["--lr", "1e-2", "--warmup", 1]
 
 
-def finetune(folder, output, *options, launcher=None):
+def finetune(folder, output, *options, **how):
     """Its figures, and what it prints."""
     file = output / "figures.json"
     options = ["--model", folder / "model", "--text", folder / "text.txt", *FINETUNE, *options]
-    out = run("finetune.py", *options, "--output", output, "--json", file, launcher=launcher)
+    out = run("finetune.py", *options, "--output", output, "--json", file, **how)
     assert LlamaForCausalLM.from_pretrained(output).config.ring_dilated["pattern"]["branches"]
     return json.loads(file.read_text()), out
 
 
+#: In place of the tracker of this name: it writes what it is told to a file in the current folder.
+TRACKIO = """
+import json
+
+
+class Run:
+    def log(self, values, step=None):
+        with open("tracked.jsonl", "a") as file:
+            file.write(json.dumps({"step": step} | values) + chr(10))
+
+    def finish(self):
+        pass
+
+
+def init(project):
+    assert project == "finetune"
+    return Run()
+
+
+config = type("Config", (), {"update": lambda self, values, **_: Run().log({"settings": values})})()
+"""
+
+
 @pytest.fixture(scope="module")
 def by_one_process(folder):
-    output = folder / "one"
-    output.mkdir()
-    figures, out = finetune(folder, output, "--plot")
+    output, modules = folder / "one", folder / "modules"
+    for made in (output, modules, modules / "trackio-1.0.dist-info"):
+        made.mkdir()
+    (modules / "trackio.py").write_text(TRACKIO)
+    (modules / "trackio-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: trackio\nVersion: 1.0\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(output)  # where the tracker writes
+        figures, out = finetune(folder, output, "--plot", "--report-to", "trackio", "--eval-every", 2, path=modules)
+    assert "pieces of long ones, of 24500 tokens in 98 rows of 250, which are 100.0% full" in out
     assert "rank 0: peak memory" in out
     assert (output / "loss.png").stat().st_size > 1000
     assert figures["perplexity_after"] < 0.9 * figures["perplexity_before"]
     return figures
+
+
+def test_finetune_evaluates_and_reports_while_it_trains(folder, by_one_process):
+    tracked = [json.loads(line) for line in (folder / "one" / "tracked.jsonl").read_text().splitlines()]
+    assert tracked[0]["settings"]["pattern"] == "pyramid:32,3,2" and tracked[0]["settings"]["lr"] == 1e-2
+    losses = {entry["step"]: entry["loss"] for entry in tracked if "loss" in entry}
+    assert losses == {number: step["loss"] for number, step in enumerate(by_one_process["steps"], start=1)}
+    held_out = {str(entry["step"]): entry["held_out/loss"] for entry in tracked if "held_out/loss" in entry}
+    assert held_out == by_one_process["held_out"] and [*held_out] == ["0", "2", "4", "5"]
+    assert held_out["5"] < held_out["2"] < held_out["0"]
+    assert all(step["fill"] == 1 for step in by_one_process["steps"])
+
+
+def test_finetune_learns_adapters_from_a_stream_of_chats(folder, tmp_path, monkeypatch, capsys):
+    """In this process; only what the assistant says is learned, and a run that goes on takes the steps of a whole one."""
+    model = tmp_path / "model"
+    shutil.copytree(folder / "model", model)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    (model / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}assistant: {% endif %}")
+    chats = [
+        [{"role": "user", "content": "?" * (5 + n % 40)}, {"role": "assistant", "content": "yes"}] for n in range(60)
+    ]
+    lines = [json.dumps({"messages": chat}) + "\n" for chat in chats]
+    (tmp_path / "chats.jsonl").write_text("".join(lines))
+    options = ["--model", model, "--dataset", tmp_path / "chats.jsonl", "--streaming", "--buffer", 20, "--seq-len", 128]
+    options += [
+        "--pattern",
+        "window:32+2",
+        "--lora",
+        4,
+        "--lr",
+        "1e-2",
+        "--warmup",
+        1,
+        "--held-out",
+        200,
+        "--save-every",
+        2,
+    ]
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+    def figures_of(output, *more):
+        words = [*options, "--output", output, "--json", tmp_path / "figures.json", *more]
+        monkeypatch.setattr("sys.argv", ["finetune.py", *map(str, words)])
+        finetune_recipe.main()
+        return json.loads((tmp_path / "figures.json").read_text())
+
+    whole = figures_of(tmp_path / "run", "--steps", 6, "--schedule", "constant", "--keep", 2)
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    for step in whole["steps"]:
+        assert 0.1 < step["fill"] <= 1
+        assert step["tokens"] % len("yes\n") == 0 and 0 < step["tokens"] < 128 * step["fill"] / 4
+    assert whole["perplexity_after"] < whole["perplexity_before"]
+    assert "has adapters alone; to use them: model = peft.AutoPeftModel" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "run" / "checkpoint-6")
+    again = figures_of(tmp_path / "run", "--steps", 6, "--schedule", "constant", "--resume")
+    assert "going on after step 4" in capsys.readouterr().out
+    assert [step["loss"] for step in again["steps"]] == pytest.approx(
+        [step["loss"] for step in whole["steps"]], rel=1e-5
+    )
+    saved = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run")
+    trained = {name for name, x in saved.named_parameters() if "lora_B" in name and bool(x.any())}
+    assert len(trained) == 2 * 7  # layers, and linear layers of each
 
 
 def finetuned(output):

@@ -14,6 +14,7 @@ import common
 import finetune
 import pytest
 import torch
+from accelerate.utils import LoggerType
 
 from hf_ring_attention.tools import arguments, cli, plots
 from hf_ring_attention.tools.commands import bench, explain
@@ -399,7 +400,7 @@ def test_the_trainer_recipe_s_help_is_short_and_its_options_exist(capsys):
 
 def test_trackers_that_are_not_installed_are_refused(monkeypatch, capsys):
     monkeypatch.setattr(common, "obstacle", lambda name: None)
-    monkeypatch.setattr(finetune, "get_available_trackers", lambda: ["tensorboard"])
+    monkeypatch.setattr(finetune, "get_available_trackers", lambda: [LoggerType.TENSORBOARD])
     assert finetune.parse_args(["--report-to", "tensorboard"]).report_to == ["tensorboard"]
     with pytest.raises(SystemExit):
         finetune.parse_args(["--report-to", "tensorboard", "comet_ml"])

@@ -156,8 +156,9 @@ def in_bfloat16(rank, folder, ring_size):
     return trainer(rank, folder, ring_size=ring_size, bf16=True, **DATA)[0]
 
 
-def sft(rank, folder, ring_size, packing=False):
+def sft(rank, folder, ring_size, packing=False, chats=False):
     from datasets import Dataset
+    from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
     class RingSFTTrainer(ra.RingTrainerMixin, SFTTrainer):
@@ -168,6 +169,7 @@ def sft(rank, folder, ring_size, packing=False):
         str(folder),
         max_length=64,
         packing=packing,
+        assistant_only_loss=chats,
         per_device_train_batch_size=2,
         max_steps=5,  # an epoch, whose last batch is short
         use_cpu=True,
@@ -182,9 +184,18 @@ def sft(rank, folder, ring_size, packing=False):
         seed=1,
     )
     model = tiny_llama()
-    data = Dataset.from_list([{"input_ids": row["input_ids"]} for row in ROWS])
+    data = Dataset.from_list([chat_of(row) if chats else {"input_ids": row["input_ids"]} for row in ROWS])
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if chats else None
+    torch.manual_seed(3)
     with contextlib.redirect_stdout(None):
-        made = RingSFTTrainer(model, args, train_dataset=data, processing_class=byte_tokenizer(), ring_size=ring_size)
+        made = RingSFTTrainer(
+            model,
+            args,
+            train_dataset=data,
+            processing_class=byte_tokenizer(),
+            peft_config=adapters,
+            ring_size=ring_size,
+        )
         made.train()
     steps = [entry for entry in made.state.log_history if "loss" in entry]
     return {
@@ -195,20 +206,37 @@ def sft(rank, folder, ring_size, packing=False):
     }
 
 
+def chat_of(row):
+    """A question of the first tokens of a row, and an answer of the others."""
+    words = [f"w{token}" for token in row["input_ids"]]
+    question, answer = " ".join(words[:9]), " ".join(words[9:])
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
 def byte_tokenizer():
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = {f"w{number}": number for number in range(97)}
     tokenizer = Tokenizer(models.WordLevel(vocab=words, unk_token="w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w1")
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w1")
+    made.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }} w1 {% endgeneration %}"
+        "{% else %}{{ m.content }} w2 {% endif %}{% endfor %}"
+    )
+    return made
 
 
 def sft_packed(rank, folder, ring_size):
     return sft(rank, folder, ring_size, packing=True)
 
 
-KINDS = (with_own_loss, adapted, sft, sft_packed, in_bfloat16)
+def sft_chats_with_adapters(rank, folder, ring_size):
+    return sft(rank, folder, ring_size, packing=True, chats=True)
+
+
+KINDS = (with_own_loss, adapted, sft, sft_packed, sft_chats_with_adapters, in_bfloat16)
 
 
 def run_kinds(rank, folder):
