@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .._version import __version__
-from .commands import bench, explain, models
+from .commands import bench, explain, models, recipes
 
 PROGRAM = "hf-ring-attention"
 
@@ -38,3 +38,4 @@ def _program(
 app.command("explain", epilog=explain.EXAMPLES_OF_EXPLAIN)(explain.explain_command)
 app.command("models", epilog=models.EXAMPLES_OF_MODELS)(models.models_command)
 app.command("bench", epilog=bench.EXAMPLES_OF_BENCH)(bench.bench_command)
+app.command("recipes", epilog=recipes.EXAMPLES_OF_RECIPES)(recipes.recipes_command)
