@@ -158,7 +158,7 @@ def comma_list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 EXTRAS = {
     "matplotlib": "'matplotlib>=3.8'",
     "rich": "'rich>=13'",
-    "typer": "'typer>=0.12'",
+    "typer": "'typer>=0.15'",
     "gguf": "'gguf>=0.10'",
     "peft": "'peft>=0.18'",
 }
