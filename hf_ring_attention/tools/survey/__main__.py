@@ -1,0 +1,40 @@
+"""`python -m hf_ring_attention.tools.survey`: see `hf_ring_attention.tools.survey.probe`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from ...hf import models as read_by
+from ..model_table import models_page
+from .precision import float64
+from .probe import survey
+from .tiny_models import CAUSAL_TYPES
+
+
+def run_survey(types: list[str]) -> None:
+    """Surveys these types, or all of them, whose table it then writes."""
+    unknown = [name for name in types if name not in CAUSAL_TYPES]
+    if unknown:
+        sys.exit(
+            f"Transformers has no causal model type {', '.join(unknown)}: a type is what config.json calls model_type"
+        )
+    torch.set_num_threads(1)
+    models = []
+    for model_type in types or CAUSAL_TYPES:
+        with float64():
+            models.append(survey(model_type))
+        print(model_type, models[-1].status, models[-1].reason if types else "", flush=True)
+    if not types:
+        folder = Path(read_by.__file__).parent
+        text = json.dumps([asdict(model) for model in models], indent=1) + "\n"
+        (folder / "models.json").write_text(text, encoding="utf-8")
+        (folder / "MODELS.md").write_text(models_page(models), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run_survey(sys.argv[1:])

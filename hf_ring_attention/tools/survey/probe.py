@@ -1,0 +1,195 @@
+"""What "ring_dilated" makes of a model type: equal to eager attention, on one device and sharded, or refused with a reason.
+
+python -m hf_ring_attention.tools.survey              writes models.json and MODELS.md (make models)
+python -m hf_ring_attention.tools.survey llama qwen3  prints what becomes of these types, and writes nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ...hf.models import ModelSupport
+from ...hf.patch import patch_model
+from ...hf.positions import first_position
+from ...hf.wrappers import runner_of
+from ...plan.patterns import Pattern
+from ...ring.ring import Ring
+from ...ring.simulation import run_simulated
+from .precision import EXACT, distance, float64, is_float64, largest
+from .tiny_models import NOT_BUILT, VOCAB, tiny_model
+
+TOKENS = 20
+BATCHES = ("plain", "left", "right", "packed")
+#: Bounds in float64, relative to the largest entry.
+LOGITS = GRADIENTS = EXACT
+
+
+class Answer(NamedTuple):
+    """What a model computed: logits of the tokens that have labels, [tokens, VOCAB], and gradients by parameter."""
+
+    logits: Tensor
+    gradients: dict[str, Tensor]
+
+
+class Errors(NamedTuple):
+    """How far two answers are apart, in their logits and in their gradients."""
+
+    logits: float
+    gradients: float
+
+
+def batch(kind: str, first: int = 0) -> tuple[dict[str, Tensor], Tensor]:
+    """Inputs and labels: two rows of TOKENS tokens, the second padded, or one row of three documents.
+
+    Args:
+        kind: one of `BATCHES`.
+        first: the position of a document's first token.
+    """
+    ids = torch.randint(3, VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    if kind == "packed":
+        positions = torch.cat([torch.arange(n) for n in (7, 9, 4)])[None]
+        labels = ids[:1].clone()
+        labels[positions == 0] = -100
+        return {"input_ids": ids[:1], "position_ids": positions + first}, labels
+    if kind == "left":
+        mask[1, :7] = 0
+    elif kind == "right":
+        mask[1, -7:] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    inputs = {"input_ids": ids, "position_ids": positions + first}
+    if kind != "plain":
+        inputs["attention_mask"] = mask
+    return inputs, ids.masked_fill(mask == 0, -100)
+
+
+def logits_and_gradients(model: PreTrainedModel, inputs: Mapping[str, Tensor], labels: Tensor) -> Answer:
+    """The answer to whole rows; the gradients are those of the sum of the losses."""
+    model.zero_grad()
+    logits = model(**inputs, use_cache=False).logits
+    valid = labels != -100
+    torch.nn.functional.cross_entropy(logits[valid], labels[valid], reduction="sum").backward()
+    return Answer(logits.detach()[valid], {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+
+
+def errors(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> Errors:
+    """How far two answers are apart; each gradient relative to its own largest entry.
+
+    Some gradients should be zero, such as those of the biases of keys: they count relative to a hundredth of the largest
+    entry of all gradients.
+    """
+    (logits, gradients), (logits_, gradients_) = found, expected
+    assert gradients.keys() >= gradients_.keys()
+    floor = 1e-2 * max(float(g.abs().max()) for g in gradients_.values())
+    worst = largest(
+        float((g - gradients_[n]).abs().max() / gradients_[n].abs().max().clamp_min(floor))
+        for n, g in gradients.items()
+        if n in gradients_
+    )
+    return Errors(distance(logits, logits_), worst)
+
+
+def alone(model: PreTrainedModel, inputs: Mapping[str, Tensor], labels: Tensor) -> Answer:
+    """The answer to a packed row, from a forward pass of its own for each document."""
+    starts = (inputs["position_ids"][0] == inputs["position_ids"][0, 0]).nonzero().flatten().tolist()
+    found = []
+    for start, stop in zip(starts, [*starts[1:], TOKENS]):
+        document = {name: x[:, start:stop] for name, x in inputs.items()}
+        logits, gradients = logits_and_gradients(model, document, labels[:, start:stop])
+        found.append(Answer(logits, {name: gradient.clone() for name, gradient in gradients.items()}))
+    names = {name for answer in found for name in answer.gradients}
+    return Answer(
+        torch.cat([answer.logits for answer in found]),
+        {
+            name: torch.stack([answer.gradients[name] for answer in found if name in answer.gradients]).sum(0)
+            for name in names
+        },
+    )
+
+
+def on_one_device(model_type: str, kind: str, **changes: Any) -> Errors:
+    """ "ring_dilated" against eager attention, which computes packed documents one by one."""
+    inputs, labels = batch(kind)
+    eager = tiny_model(model_type, "eager", **changes)
+    ours = patch_model(tiny_model(model_type, "eager", **changes))
+    expected = (alone if kind == "packed" else logits_and_gradients)(eager, inputs, labels)
+    return errors(logits_and_gradients(ours, inputs, labels), expected)
+
+
+def of_shards(model: PreTrainedModel, ring: Ring, inputs: Mapping[str, Tensor], labels: Tensor) -> Answer:
+    """The answer of a model that is sharded over the ring, to whole rows."""
+    layout = ring.layout_for(TOKENS, Pattern.exact())
+    model.zero_grad()
+    shards = {name: ring.shard(x, layout) for name, x in inputs.items()}
+    logits = model(**shards, use_cache=False).logits
+    local = ring.shard(labels, layout, fill=-100)
+    (
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), local.flatten(), reduction="sum", ignore_index=-100)
+    ).backward()
+    gradients = {n: torch.stack(ring.gather(p.grad)).sum(0) for n, p in model.named_parameters() if p.grad is not None}
+    return Answer(ring.unshard(logits.detach(), layout)[labels != -100], gradients)
+
+
+def on_two_ranks(model_type: str, kind: str, layout: str, transport: str, **changes: Any) -> Errors:
+    """Two simulated ranks against one device."""
+    models = [tiny_model(model_type, "eager", **changes) for _ in range(2)]
+    inputs, labels = batch(kind, first_position(runner_of(models[0])))
+    expected = logits_and_gradients(patch_model(tiny_model(model_type, "eager", **changes)), inputs, labels)
+    in_float64 = is_float64()  # a matter of each thread
+
+    def work(ring: Ring) -> Errors:
+        with float64(in_float64):
+            model = patch_model(models[ring.rank], ring=ring)
+            return errors(of_shards(model, ring, inputs, labels), expected)
+
+    found = run_simulated(work, 2, layout=layout, transport=transport)
+    return Errors(largest(error.logits for error in found), largest(error.gradients for error in found))
+
+
+def survey(model_type: str) -> ModelSupport:
+    """What is known of a type after running it, in float64 (`float64`).
+
+    Raises:
+        AssertionError: its results are not those of eager attention.
+    """
+
+    def entry(
+        status: Literal["supported", "refused", "untested"], reason: str, ring: bool = False, packed: bool = False
+    ) -> ModelSupport:
+        names: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+        return ModelSupport(model_type, names if isinstance(names, str) else names[0], status, ring, packed, reason)
+
+    def refusal(run: Callable[..., Errors], *args: str) -> str | None:
+        """What a run says when it refuses; None if it computes what eager attention does."""
+        try:
+            found = run(model_type, *args)
+        except (ValueError, NotImplementedError) as refused:
+            return str(refused)
+        assert found.logits <= LOGITS and found.gradients <= GRADIENTS, (model_type, args, found)
+        return None
+
+    if model_type in NOT_BUILT:
+        return entry("untested", NOT_BUILT[model_type])
+    refused = refusal(on_one_device, "plain")
+    if refused:
+        return entry("refused", refused)
+    for padding in ("left", "right"):
+        assert refusal(on_one_device, padding) is None
+    packed = refusal(on_one_device, "packed") is None
+    refused = refusal(on_two_ranks, "plain", "zigzag", "ring")
+    if refused:
+        return entry("supported", refused, packed=packed)
+    assert packed
+    for kind, layout, transport in (
+        ("left", "contiguous", "collective"),
+        ("right", "zigzag", "ring"),
+        ("packed", "contiguous", "ring"),
+    ):
+        assert refusal(on_two_ranks, kind, layout, transport) is None
+    return entry("supported", "", ring=True, packed=packed)

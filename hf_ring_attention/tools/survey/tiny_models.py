@@ -1,0 +1,238 @@
+"""A tiny model of every causal language model type of Transformers, with the same large weights at every call.
+
+The config of a type is the default config of its class with small numbers in place of the large ones (`_SIZES`), as few
+layers as show every kind of layer (`_PER_LAYER`), and what the odd types need besides (`_CHANGES`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.pytorch_utils import Conv1D
+
+CAUSAL_TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+
+# Types without a tiny model, and the reasons.
+NOT_BUILT: dict[str, str] = {
+    "gemma3n": "its vision tower needs timm",
+    "gemma4_assistant": "attends to the keys and values of another model only",
+    "gemma4_unified_assistant": "attends to the keys and values of another model only",
+    "musicgen": "AutoModelForCausalLM hands its decoder the config of the whole model",
+    "musicgen_melody": "AutoModelForCausalLM hands its decoder the config of the whole model",
+    "reformer": "has no backward pass in evaluation mode, and its hashed attention is not causal",
+}
+
+# The sizes of all models, for a test to refer to.
+VOCAB, POSITIONS, WINDOW = 97, 128, 6
+WIDTH, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 32, 64, 2, 4, 2, 8
+EXPERTS, EXPERTS_PER_TOKEN, EXPERT_WIDTH = 4, 2, 16
+
+# What an attribute becomes in every config where it is not None by default.
+_SIZES = {
+    name: size
+    for size, names in (
+        (VOCAB, "vocab_size"),
+        (POSITIONS, "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length"),
+        (POSITIONS, "max_target_positions max_source_positions position_bias_max_distance rel_extent"),
+        (WINDOW, "sliding_window sliding_window_size window_size attention_window_size attention_chunk_size"),
+        (WINDOW, "local_attention_window_len keep_window_size"),
+        (2 * WINDOW, "local_attention"),  # both sides
+        (WIDTH, "hidden_size d_model n_embd emb_dim embedding_dim word_embed_proj_dim lru_width"),
+        (WIDTH // 2, "embedding_size input_embedding_size output_embedding_size"),
+        (INNER, "intermediate_size intermediate_size_mlp dense_intermediate_size ffn_dim ffn_hidden_size"),
+        (INNER, "decoder_ffn_dim encoder_ffn_dim d_inner dff dim_ff mlp_dim mamba_d_ssm"),
+        (LAYERS, "num_hidden_layers num_layers n_layer n_layers num_blocks num_layers_per_stack"),
+        (LAYERS, "decoder_layers encoder_layers num_decoder_layers num_encoder_layers"),
+        (HEADS, "num_attention_heads n_head n_heads num_heads attention_heads swa_num_attention_heads"),
+        (HEADS, "decoder_attention_heads encoder_attention_heads linear_num_heads linear_num_value_heads"),
+        (HEADS, "num_decoder_attention_heads num_encoder_attention_heads"),
+        (KV_HEADS, "num_kv_heads num_query_groups kv_n_heads swa_num_key_value_heads linear_num_key_heads"),
+        (HEAD_DIM, "swa_head_dim d_head dim_head kv_channels query_pre_attn_scalar linear_head_dim"),
+        (HEAD_DIM, "linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim index_head_dim"),
+        # Latent attention, with values narrower than the keys.
+        (8, "kv_lora_rank q_lora_rank o_lora_rank qk_nope_head_dim"),
+        (6, "v_head_dim"),
+        (4, "qk_rope_head_dim rotary_dim"),
+        # Selected keys: so few that most are left out.
+        (8, "index_topk"),
+        (4, "index_block_size"),
+        (2, "index_n_heads index_topk_blocks"),
+        (EXPERTS, "num_experts num_local_experts n_routed_experts moe_num_experts"),
+        (EXPERTS_PER_TOKEN, "num_experts_per_tok num_experts_per_token moe_k moe_topk zero_expert_num"),
+        (EXPERT_WIDTH, "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size"),
+        (EXPERT_WIDTH, "moe_shared_expert_intermediate_size shared_experts_intermediate_size"),
+        (EXPERT_WIDTH, "expert_ffn_hidden_size router_hidden_size"),
+        (1, "n_group topk_group num_expert_group n_shared_experts first_k_dense_replace"),
+        # State space layers.
+        (8, "mamba_d_state ssm_state_size state_size mamba_n_heads mamba_num_heads mamba_chunk_size chunk_size"),
+        (4, "mamba_dt_rank time_step_rank"),
+        (1, "n_groups mamba_n_groups mamba_ngroups"),
+        # Types that are encoders by default become decoders; no decoder attends to another model.
+        (True, "is_decoder"),
+        (False, "add_cross_attention"),
+    )
+    for name in names.split()
+}
+# These become so even where they are None by default.
+_TINY_HEADS = {"num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
+# Every config gets these tokens.
+_SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+# These attributes are lists with an entry for each layer.
+_PER_LAYER = (
+    "layer_types", "mlp_layer_types", "layers_block_type", "indexer_types", "no_rope_layers", "layer_rope_theta",
+)  # fmt: skip
+
+_PER_LAYER_INPUTS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
+_DOTS3_NOTE = {
+    "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": HEADS, "swa_q_lora_rank": 8, "swa_kv_lora_rank": 8,
+    "swa_head_dim": 12, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 6,
+}  # fmt: skip
+_QWEN4_EXP = {
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4,
+}  # fmt: skip
+# Odd types need these changes besides, nested as their configs are.
+_CHANGES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},  # by default without attention
+    "blt": {
+        "encoder_hash_byte_group_size": [3],
+        "encoder_hash_byte_group_vocab": VOCAB,
+        "encoder_config": {"hidden_size_global": WIDTH},
+        "decoder_config": {"hidden_size_global": WIDTH},
+    },
+    "cohere_compass_text": {  # the default has no rotary embedding
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+            "full_attention": None,
+        },
+    },
+    "dbrx": {"attn_config": {"clip_qkv": 8.0, "rope_theta": 10000.0}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "deepseek_v4": {  # several compressed keys among a few tokens, not all of them selected
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}, "index_topk": 3,
+    },
+    "dots1": {"n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "dots3_note": {
+        "text_config": _DOTS3_NOTE,
+        "vision_config": {"adapter_in_dim": WIDTH, "adapter_out_dim": WIDTH},
+        "audio_config": {"adapter_input_size": WIDTH, "adapter_out_dim": WIDTH},
+    },
+    "dots3_note_text": _DOTS3_NOTE,
+    "gemma3n_text": {
+        **_PER_LAYER_INPUTS,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+        "num_kv_shared_layers": 2,  # the last layers take the keys of the first
+    },
+    "gemma4": {"text_config": {**_PER_LAYER_INPUTS, "global_head_dim": 16}},
+    "gemma4_text": {**_PER_LAYER_INPUTS, "global_head_dim": 16},
+    "gemma4_unified": {"text_config": {"global_head_dim": 16}},
+    "gemma4_unified_text": {"global_head_dim": 16},
+    "got_ocr2": {"vision_config": {"image_size": 32, "output_channels": 8}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},  # by default without attention
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},  # attention in the second of two layers
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "mamba2": {"num_heads": 8},
+    "phi4_multimodal": {
+        "audio_config": {
+            "ext_pw_out_channel": WIDTH, "depthwise_separable_out_channel": WIDTH, "nemo_conv_channels": WIDTH,
+        },
+    },
+    "qwen4_exp": {"text_config": _QWEN4_EXP},
+    "qwen4_exp_text": _QWEN4_EXP,
+    "recurrent_gemma": {"num_hidden_layers": 3},  # the third has attention
+    "roc_bert": {
+        "pronunciation_vocab_size": VOCAB, "pronunciation_embed_dim": 8, "shape_vocab_size": VOCAB, "shape_embed_dim": 8,
+    },
+    "xlm": {"causal": True},
+    "xmod": {"default_language": "en_XX"},
+    # Needs two hybrid layers, which share weights.
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+
+
+def tiny_config(model_type: str, **changes: Any) -> PretrainedConfig:
+    """The config of a tiny model of the type, with `changes` of it, or of its text config where it has one."""
+    default = CONFIG_MAPPING[model_type]()
+    own = _CHANGES.get(model_type, {})
+    if default.get_text_config() is default:
+        return tiny(default, {**own, **changes})
+    return tiny(default, {**own, "text_config": {**own.get("text_config", {}), **changes}})
+
+
+def tiny(default: PretrainedConfig, changes: dict[str, Any]) -> PretrainedConfig:
+    """A config like the default one with small numbers, down to its sub-configs; `changes` are nested likewise."""
+    values = default.to_dict()
+    settings: dict[str, Any] = {name: size for name, size in _SIZES.items() if values.get(name) is not None}
+    settings |= {name: size for name, size in _TINY_HEADS.items() if name in values}
+    if "kv_lora_rank" in values:  # latent attention: a key head for each query head
+        settings |= {"num_key_value_heads": HEADS, "head_dim": settings["qk_rope_head_dim"]}
+    settings |= {name: 0.0 for name, value in values.items() if "drop" in name and isinstance(value, float)}
+    settings |= _few_layers(values, settings)
+    for name in default.sub_configs:
+        if getattr(default, name) is not None:
+            changes = {**changes, name: tiny(getattr(default, name), changes.get(name, {}))}
+    return type(default)(**{**settings, **_SPECIAL_TOKENS, **changes})
+
+
+def _few_layers(values: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """The lists of `_PER_LAYER` for only the layers that show something new, and the number of these layers."""
+    lists = {key: values[key] for key in _PER_LAYER if isinstance(values.get(key), list)}
+    kept: list[int] = []
+    seen: set[tuple[str, Any]] = set()
+    for layer in range(len(next(iter(lists.values()), []))):
+        kinds = {(key, entries[layer]) for key, entries in lists.items()}
+        if not kinds <= seen:
+            kept.append(layer)
+            seen |= kinds
+    if len(kept) < LAYERS:
+        kept = list(range(LAYERS))
+    counts: dict[str, Any] = {
+        key: len(kept) for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if key in settings
+    }
+    return {**counts, **{key: [entries[layer] for layer in kept] for key, entries in lists.items()}}
+
+
+def tiny_model(model_type: str, attn_implementation: str, **changes: Any) -> PreTrainedModel:
+    """The model of `tiny_config`, in evaluation mode and the default dtype: the same weights at every call for a config.
+
+    The weights are so large that attention is far from uniform; a wrong key then shows. Norms keep their scales.
+    """
+    config = tiny_config(model_type, **changes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(
+            config,
+            attn_implementation=attn_implementation,
+            dtype=torch.get_default_dtype(),
+            experts_implementation="eager",  # torch's grouped products of matrices take no float64
+        )
+    draw(model)
+    return model.eval()
+
+
+def draw(model: PreTrainedModel, seed: int = 5) -> None:
+    """Large weights; noise on all vectors, since some are zero at first (biases, attention sinks)."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            owner, _, kind = name.rpartition(".")
+            module = model.get_submodule(owner)
+            scales_a_norm = "Norm" in type(module).__name__ and kind == "weight"
+            if scales_a_norm or not parameter.requires_grad:
+                continue
+            noise = torch.randn(parameter.shape, generator=generator)
+            if isinstance(module, torch.nn.Embedding):
+                parameter.copy_(0.5 * noise)
+            elif parameter.dim() > 1:
+                inputs = parameter.shape[0 if isinstance(module, Conv1D) else -1]
+                parameter.copy_(1.5 * noise / inputs**0.5)
+            else:
+                parameter.add_(0.5 * noise)
