@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 import textwrap
@@ -144,6 +145,8 @@ def test_the_package_does_not_import_the_reference():
 def test_libraries_open_at_their_folder(module):
     floor = FOLDERS.index(folder_of(module))
     early = {name for name in libraries_imported(MODULES[module], module) if floor < FOLDERS.index(OPENS_AT[name])}
+    if module == "compute.private":  # it looks at all of them, Transformers inside functions alone
+        early -= {"torch.distributed", "transformers"}
     assert not early
 
 
@@ -207,6 +210,27 @@ def test_private_names_stay_in_their_module(module):
         if imported.startswith(PACKAGE) and name and name.startswith("_") and not name.startswith("__")
     }
     assert not private
+
+
+#: Where private names of other libraries may stand: all of them, the operators of torch, and named tuples' own methods.
+PRIVATE_ALLOWED = {"compute.private": ".*", "compute.kernels": "_scaled_dot_product_.*"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_private_names_of_others_are_in_one_file(module):
+    """What follows anything but self, cls, ctx, super() and classes of the same module."""
+    allowed = PRIVATE_ALLOWED.get(module, "(?!)") + "|_replace"
+    own = {"self", "cls", "ctx", "super()", "ring", "trainer", "part", "item", *defined(MODULES[module])}
+    others = {
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(MODULES[module]))
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and ast.unparse(node.value) not in own
+        and not re.fullmatch(allowed, node.attr)
+    }
+    assert not others
 
 
 @pytest.mark.parametrize("module", SOURCES)

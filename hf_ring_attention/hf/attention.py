@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import output_capturing
 
+from ..compute.private import attentions_are_collected
 from ..plan.patterns import Pattern, Window
 from ..plan.problem import HeldKeys
 from ..ring.attention import UNTRACEABLE, cached_attention, check_not_traced, ring_attention
@@ -154,7 +154,7 @@ def _check_call(module: nn.Module, attention_mask: Any, dropout: float, kwargs: 
             f"{name}: attention dropout {dropout} was asked for, and ring_dilated has none: set the config's attention "
             f"dropout to 0 (attention_dropout, attn_pdrop) or call model.eval()"
         )
-    if kwargs.get("output_attentions") or _collects_attentions():
+    if kwargs.get("output_attentions") or attentions_are_collected():
         raise ValueError(
             f"{name}: output_attentions=True was asked for, but ring_dilated never forms the attention weights: "
             f"use attn_implementation='eager' to look at them"
@@ -175,12 +175,6 @@ def _check_call(module: nn.Module, attention_mask: Any, dropout: float, kwargs: 
             f"{name}: ring_dilated takes padding as a mask [batch, tokens], got {got}: pass the 2-D attention_mask of "
             f"the tokenizer; patterns are set with patch_config"
         )
-
-
-def _collects_attentions() -> bool:
-    """Whether the running forward pass was called with output_attentions=True, where a model does not pass that on."""
-    collector = getattr(output_capturing, "_active_collector", None)
-    return bool(collector is not None and "attentions" in (collector.get() or ()))
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

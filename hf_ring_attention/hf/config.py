@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from ..compute.private import implementation_of, set_implementation
 from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern, Window, as_pattern
 from ..ring.ring import Ring
@@ -106,7 +107,7 @@ class _Implementation:
         if copied is not None:  # the config itself is copied, and keeps such an attribute
             return _Implementation(copied)
         text_config = self.config.get_text_config()
-        if text_config._attn_implementation != IMPLEMENTATION or getattr(text_config, IMPLEMENTATION, None) is None:
+        if implementation_of(text_config) != IMPLEMENTATION or getattr(text_config, IMPLEMENTATION, None) is None:
             return None  # whoever loads the config chooses
         keys = [key for key in self.config.sub_configs if getattr(self.config, key, None) is text_config]
         return {keys[0]: IMPLEMENTATION} if keys else IMPLEMENTATION
@@ -137,7 +138,7 @@ def check_made(config: PretrainedConfig, name: str) -> None:
         _patterns(text_config)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    implementation = text_config._attn_implementation
+    implementation = implementation_of(text_config)
     if implementation == IMPLEMENTATION:
         keep_implementation(config)
     else:
@@ -208,6 +209,6 @@ def patch_config(
                 raise ValueError(f"patch_config: layers must be among 0..{count - 1}, got {number!r} in {numbers}")
         settings["layers"] = {**settings.get("layers", {}), **{str(n): pattern.to_dict() for n in numbers}}
     setattr(text_config, IMPLEMENTATION, settings)
-    text_config._attn_implementation = IMPLEMENTATION
+    set_implementation(text_config, IMPLEMENTATION)
     keep_implementation(config)
     return config

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ..compute.private import version_of
 from ..plan.problem import Documents
 
 #: Attribute of a collator's tensor that keeps what was read from it, and of which version and shape.
@@ -114,12 +115,12 @@ def _ends_of(cu_seq_lens: Tensor) -> list[int]:
 def _kept(x: Tensor | None, batch: int, tokens: int) -> Documents | None:
     """What all layers but the first find with a collator's tensor, unless it was written to since."""
     kept = getattr(x, _DOCUMENTS, None)
-    return kept[1] if x is not None and kept is not None and kept[0] == (x._version, batch, tokens) else None
+    return kept[1] if x is not None and kept is not None and kept[0] == (version_of(x), batch, tokens) else None
 
 
 def _keep(x: Tensor | None, batch: int, tokens: int, documents: Documents) -> None:
     if isinstance(x, Tensor) and not x.is_inference():  # such tensors do not count their versions
-        setattr(x, _DOCUMENTS, ((x._version, batch, tokens), documents))
+        setattr(x, _DOCUMENTS, ((version_of(x), batch, tokens), documents))
 
 
 def documents_of_rows(batch: int, positions: Tensor | None, mask: Tensor | None, first: int = 0) -> Documents | None:

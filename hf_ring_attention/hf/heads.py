@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from ..compute.private import remove_hooks, version_of
+
 #: A function of hidden states [..., width] that gives logits [..., vocabulary].
 Head = Callable[[Tensor], Tensor]
 
@@ -68,7 +70,7 @@ class HeadCall:
         """Keeps what the output layer made, to be compared with the model's logits."""
         # Tensors of inference mode count no changes, so that a copy is compared instead.
         self.plain = plain.clone() if plain.is_inference() else plain
-        self._version = 0 if plain.is_inference() else plain._version
+        self._version = version_of(plain)
 
     def head(self, logits: Tensor, config: PretrainedConfig) -> Head | None:
         """What makes the model's logits of hidden states; None if that cannot be told.
@@ -80,7 +82,7 @@ class HeadCall:
         output, plain = self.output, self.plain
         if output is None or plain is None or self.unsuited is not None:
             return None
-        if not plain.is_inference() and plain._version != self._version:  # the model wrote into it
+        if version_of(plain) != self._version:  # the model wrote into it
             return None
         change = _unchanged if logits is plain else change_of(plain, logits, config)
         if change is None:
@@ -177,9 +179,7 @@ def remover(*handles: Any) -> Callable[[], None]:
 
 def without_hooks(module: nn.Module, *functions: Callable[..., Any]) -> None:
     """Removes hooks that a copy of a module brought along, if the module was copied while they were installed."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for number in [number for number, hook in hooks.items() if hook in functions]:
-            del hooks[number]
+    remove_hooks(module, lambda hook: hook in functions)
 
 
 @torch.compiler.disable(reason="it asks what is watched in this thread")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..compute.private import implementation_of, remove_hooks
 from ..plan.problem import Documents
 from ..ring.attention import UNTRACEABLE, check_not_traced
 from ..ring.ring import Ring
@@ -43,14 +44,7 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
     runner = runner_of(model)
     serve(ring, model)
     for module in model.modules():
-        for hooks, marks in (
-            (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
-            (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
-        ):
-            for number in [number for number, hook in hooks.items() if getattr(hook, "__module__", None) == __name__]:
-                del hooks[number]
-                for marked in marks:
-                    marked.pop(number, None)
+        remove_hooks(module, lambda hook: getattr(hook, "__module__", None) == __name__)
         set_ring(module, None)
     remember_prefill(runner, None)
     remember_places(runner)
@@ -124,7 +118,7 @@ def _after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Non
     if output is None:  # an error is on its way
         return
     sharded = ring is not None and ring.world_size > 1
-    name, implementation = type(module).__name__, getattr(module.config, "_attn_implementation", None)
+    name, implementation = type(module).__name__, implementation_of(module.config)
     if not forward_pass.attended and sharded:
         raise RuntimeError(
             f"no layer of {name} attended by ring_dilated ({implementation!r} is set), so each rank saw nothing but its "

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from transformers.configuration_utils import PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
+from ..compute.private import check_transformers
 from ..ring.attention import UNTRACEABLE
 
 #: The name of the attention implementation, and of the config's attribute that holds the patterns.
@@ -21,6 +23,7 @@ IMPLEMENTATION = "ring_dilated"
 
 def register() -> None:
     """Registers the attention, the mask, and a look at the config of every model that is made; done once, on import."""
+    check_transformers(PreTrainedModel, PretrainedConfig)
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _mask)
     # Transformers has no place to ask before a model loads, and a pattern that is saved but not computed must not be silent.

@@ -15,6 +15,7 @@ from transformers import (
 )
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from ..compute.private import calls_the_interface, is_stateful
 from .wrappers import decoder_of, runner_of
 
 #: What the layers of a model may be.
@@ -126,12 +127,12 @@ def check_class(model_class: type[Any], name: str) -> None:
     Raises:
         ValueError, NotImplementedError: as `check_config`.
     """
-    if not model_class._can_set_attn_implementation():
+    if not calls_the_interface(model_class):
         raise ValueError(
             f"{name} does not call Transformers' attention interface, so it would ignore ring_dilated and compute "
             f"attention of its own: use it with 'eager', or a model class that calls the interface"
         )
-    if getattr(model_class, "_is_stateful", False):
+    if is_stateful(model_class):
         raise NotImplementedError(
             f"{name} has recurrent, linear-attention or convolutional layers; of such a layer, {_STATE}: use 'sdpa' or "
             f"'eager'"

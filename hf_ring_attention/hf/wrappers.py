@@ -12,13 +12,15 @@ from transformers import (
     PreTrainedModel,
 )
 
+from ..compute.private import compiled_module
+
 
 def wrapped_modules(model: Any) -> list[Any]:
     """A model with what torch.compile, PEFT, DDP, FSDP and DeepSpeed put around it, from the outside in."""
     modules = [model]
     while not isinstance(model, PreTrainedModel):
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod
+        if compiled_module(model) is not None:
+            model = compiled_module(model)
         elif isinstance(getattr(model, "module", None), nn.Module):
             model = model.module
         elif hasattr(model, "get_base_model"):

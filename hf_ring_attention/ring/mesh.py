@@ -42,7 +42,7 @@ def mesh_of(accelerator: Any, size: int | None) -> Mesh:
         )
     everyone = None
     if dist.is_available() and dist.is_initialized():
-        everyone = ProcessGroupCommunicator(dist.distributed_c10d._get_default_group())
+        everyone = ProcessGroupCommunicator(dist.group.WORLD)
     agree(everyone, "process", {"the size of rings": size}, wrong_accelerator(accelerator, size))
     assert size is not None  # it was refused
     if everyone is None:

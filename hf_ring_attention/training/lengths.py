@@ -12,6 +12,7 @@ import pyarrow.compute
 from datasets import Dataset as Table
 from torch.utils.data import ConcatDataset, Subset
 
+from ..compute.private import selected_rows
 from .collators import REMEDY, PackingCollator, PaddingCollator, is_longer
 
 #: Documents that seem too long are read to see what their attention_mask leaves of them; so many at most.
@@ -73,5 +74,5 @@ def _of_table(table: Table) -> np.ndarray | None:
     if not (pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type)):
         return None
     counts = pyarrow.compute.list_value_length(column).fill_null(0).to_numpy()
-    indices = table._indices  # of what select, filter or shuffle left
+    indices = selected_rows(table)  # of what select, filter or shuffle left
     return counts if indices is None else counts[indices.column(0).to_numpy()]

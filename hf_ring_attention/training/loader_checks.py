@@ -9,6 +9,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from datasets import Dataset as Table
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, IterDataPipe
 
+from ..compute.private import is_prepared, part_of_stream, schedules_of
 from ..ring.ring import Ring
 from .lengths import check_lengths
 from .samplers import (
@@ -27,7 +28,7 @@ def check_schedules(ring: Ring) -> None:
         ValueError: a schedule that was prepared by it, where rings have several ranks.
     """
     accelerator, ring_size = ring.accelerator, ring.world_size
-    for schedule in getattr(accelerator, "_schedulers", ()):
+    for schedule in schedules_of(accelerator):
         by_process = (
             type(schedule) is AcceleratedScheduler and schedule.step_with_optimizer and not schedule.split_batches
         )
@@ -55,7 +56,7 @@ def _wrong_kind(loader: Any) -> ValueError | None:
         return ValueError(
             f"the loader dispatches batches from one process, so ranks of a ring would not get the same rows: {remedy}"
         )
-    if isinstance(loader, DataLoaderShard) or getattr(loader, "_is_accelerate_prepared", False):
+    if isinstance(loader, DataLoaderShard) or is_prepared(loader):
         return ValueError(
             f"the loader was prepared already, by Accelerate, so each process would read other rows: {remedy}"
         )
@@ -103,7 +104,7 @@ def drops_last(loader: Any) -> bool:
 
 
 def _wrong_stream(loader: Any, ring: Ring) -> ValueError | None:
-    divided = getattr(loader.dataset, "_distributed", None)
+    divided = part_of_stream(loader.dataset)
     if divided is not None and divided.world_size > 1 and ring.world_size * ring.dp_size > 1:
         return ValueError(
             f"the loader's dataset was divided already (split_dataset_by_node, part {divided.rank} of {divided.world_size}), "

@@ -16,6 +16,7 @@ from datasets import IterableDataset as StreamedDataset
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset
 
+from ..compute.private import mark_prepared
 from ..hf.rings import untrainable_model
 from ..plan.patterns import Pattern, as_pattern
 from ..ring.ring import Ring
@@ -104,7 +105,7 @@ def _loader_of_rows(loader: DataLoader, source: RingBatchSampler | RingStream) -
     else:
         arguments |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         rows = DataLoaderShard(source, collate_fn=CollatedRows(collate), **arguments)
-    rows._is_accelerate_prepared = True
+    mark_prepared(rows)
     return rows
 
 
@@ -239,7 +240,7 @@ class RingDataLoader(DataLoaderStateMixin):
         self._one_at_a_time = loader.persistent_workers or streamed
         #: The pass begun last, or the one that begins next.
         self._pass, self._begun = _Pass(0), False
-        self._is_accelerate_prepared = True
+        mark_prepared(self)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

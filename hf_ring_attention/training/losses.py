@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from ..compute.private import version_of
 from ..hf.heads import (
     RUNNING,
     Head,
@@ -204,7 +205,7 @@ class _LossCall(HeadCall):
         # Of a few tokens; a model that goes on to use them finds no numbers.
         logits.detach().fill_(torch.nan)
         self.hidden, self.plain, self._logits = None, None, tuple(logits.shape)
-        self.made, self._made_version = loss, 0 if loss.is_inference() else loss._version
+        self.made, self._made_version = loss, version_of(loss)
         return loss
 
     def _known_head(self, logits: Tensor) -> Head:
@@ -231,7 +232,7 @@ class _LossCall(HeadCall):
             return output
         self._withheld = True
         loss: Tensor = output["loss"] if isinstance(output, Mapping) else output[0]
-        changed = loss is not self.made or (not loss.is_inference() and loss._version != self._made_version)
+        changed = loss is not self.made or version_of(loss) != self._made_version
         if changed and not bool(torch.isfinite(loss).all()) and bool(torch.isfinite(self.made).all()):
             raise self._unsliceable("adds to its loss a term of its logits, which slices do not have")
         return _without_logits(output, self._logits)

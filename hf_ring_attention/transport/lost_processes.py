@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from ..compute.private import default_store
+
 #: In the messages of torch.distributed and its backends, and of this package's transports.
 _OF_COMMUNICATION = re.compile(
     r"gloo|nccl|c10d|socket|connection|timed out|timeout|did not end|did not begin|\b(tcp|file|hash|prefix)?store\b",
@@ -54,7 +56,7 @@ def naming_lost_processes(seconds: float = 5.0) -> Iterator[None]:
 
 def _silent(seconds: float) -> list[int]:
     """The processes that leave no word within `seconds`."""
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     own, world_size = dist.get_rank(), dist.get_world_size()
     silent = [rank for rank in range(world_size) if rank != own]
     try:
