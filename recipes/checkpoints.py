@@ -50,7 +50,8 @@ def save(accelerator: Accelerator, output: Path, step: int, settings: Mapping[st
     part = output / f"{whole.name}.part"
     if accelerator.is_main_process:
         output.mkdir(parents=True, exist_ok=True)
-        for left in [*output.glob("checkpoint-*.part"), *output.glob("checkpoint-*.old")]:  # of runs that were killed
+        # Runs that were killed left these folders.
+        for left in [*output.glob("checkpoint-*.part"), *output.glob("checkpoint-*.old")]:
             shutil.rmtree(left)
     accelerator.wait_for_everyone()
     accelerator.save_state(str(part))

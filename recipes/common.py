@@ -144,7 +144,7 @@ def installed_model(name: str) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(f"{folder}.lock").acquire()  # of several processes one converts
+        lock = FileLock(f"{folder}.lock").acquire()  # one process converts while the others wait
     except OSError as error:
         raise SystemExit(
             f"the converted {name} cannot be kept in {folder.parent} ({error.strerror}): name a folder that can be written "
@@ -154,9 +154,9 @@ def installed_model(name: str) -> Path:
         why = obstacle(name)
         if why:
             raise SystemExit(why)
-        for left in folder.parent.glob(f"{name}.part-*"):  # of a conversion that was killed
+        for left in folder.parent.glob(f"{name}.part-*"):  # a conversion that was killed left it
             shutil.rmtree(left)
-        # In a process of its own: this one may shard whatever it loads, under ZeRO-3.
+        # A process of its own converts, since this one may shard whatever it loads, under ZeRO-3.
         if _lacking(folder) and subprocess.run([sys.executable, __file__, name]).returncode:
             raise SystemExit(f"{name} was not converted, for the reason above")
     return folder
@@ -182,7 +182,7 @@ def _convert(name: str) -> None:
         model.save_pretrained(building)
         AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(building)
         os.rename(building, folder)
-        os.mkdir(building)  # for the context manager to remove
+        os.mkdir(building)  # the context manager removes a folder of this name
 
 
 @contextmanager

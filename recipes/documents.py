@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_ring_attention as ra
 from hf_ring_attention.tools.arguments import at_least, check, existing_file
+from hf_ring_attention.training.lengths import token_counts
 
 LONG = ("split", "truncate", "drop")
 #: How a local file is read, by the end of its name.
@@ -203,7 +204,7 @@ def _one_process_first() -> Iterator[None]:
         state.wait_for_everyone()
     try:
         yield
-    finally:  # where the first one fails, the others are to fail for the same reason, and not to wait
+    finally:  # if this process fails, the others must not wait for it, but fail for the same reason
         if state.is_local_main_process:
             state.wait_for_everyone()
 
@@ -230,7 +231,7 @@ def load(sources: Sources) -> Dataset | IterableDataset:
         all_texts = bool(files) and all(BUILDERS.get(file.suffix) == "text" for file in files)
         if sources.config and (all_texts or path.is_file()):
             raise ValueError("files have no configurations: leave --config out.")
-        if all_texts:  # which would be read as lines
+        if all_texts:  # a file would be read as many lines
             how = {"path": "text", "data_files": [str(file) for file in files], "sample_by": "document"}
         elif path.is_file():
             how = {"path": BUILDERS[path.suffix], "data_files": str(path)}
@@ -410,7 +411,7 @@ def describe(rows: Dataset | IterableDataset, sources: Sources, needed: int = 1)
     """One line about what is trained on; ends the program where there are fewer than `needed` rows."""
     if isinstance(rows, IterableDataset):
         return f"a stream of documents, packed into rows of {sources.seq_len} by {sources.buffer}"
-    tokens = sum(map(len, rows["input_ids"]))
+    tokens = int(token_counts(rows).sum())
     if len(rows) < needed:
         raise SystemExit(
             f"the data have {tokens} tokens to train on, which are {len(rows)} row(s) of {sources.seq_len}, and {needed} or "

@@ -46,7 +46,7 @@ from hf_ring_attention.tools.arguments import at_least, missing_extra, new_file,
 from hf_ring_attention.tools.benchmarks.harness import peak_memory
 from hf_ring_attention.tools.plots import plot_training
 
-#: Those of transformers.get_scheduler that need nothing but the number of steps.
+#: The schedules of transformers.get_scheduler that need nothing but the number of steps.
 SCHEDULES = (
     "linear",
     "cosine",
@@ -190,7 +190,7 @@ def main() -> None:
     settings = {name: getattr(args, name) for name in names}
     settings |= {"rings": ring.dp_size, "documents": data.digest}
     if resumed:
-        (resumed,) = broadcast_object_list([resumed])  # all go on from the same
+        (resumed,) = broadcast_object_list([resumed])  # every process goes on from the same checkpoint
         checkpoints.check_settings(resumed, settings)
         done = checkpoints.step_of(resumed)
         if done > args.steps:
@@ -202,7 +202,7 @@ def main() -> None:
     if args.lora:
         model = common.add_lora(model, args.lora)
     ra.patch_model(model, args.pattern, ring=ring)
-    # A fixed number of rows a step; a stream comes in an order of its own.
+    # Rows are drawn in a random order; a stream was shuffled where it was prepared.
     order = {"shuffle": True} if hasattr(data.rows, "__len__") else {}
     collate = documents.collator(sources, tokenizer)
     loader = ring.prepare_data_loader(
@@ -217,7 +217,7 @@ def main() -> None:
     accelerator.init_trackers("finetune", config=settings)
 
     figures = Figures(world_size=accelerator.num_processes, ring_size=ring.world_size, pattern=args.pattern)
-    # What a checkpoint has besides the model, its optimizer and the random states.
+    # A checkpoint has these besides the model, its optimizer and the random states.
     accelerator.register_for_checkpointing(schedule, loader, figures)
 
     def evaluate(step: int) -> float:
@@ -252,7 +252,7 @@ def main() -> None:
             with accelerator.accumulate(model):
                 with save_on_cpu(pin_memory=accelerator.device.type != "cpu") if args.offload else nullcontext():
                     loss = ra.next_token_loss(model, shard, tokens)
-                # A share of the whole step's loss already, where Accelerate takes the mean of batches.
+                # It is a share of the whole step's loss already; Accelerate would take the mean of batches.
                 accelerator.backward(loss * args.accumulate)
             total += loss.detach()
         norm = accelerator.clip_grad_norm_(model.parameters(), args.clip)
@@ -291,7 +291,7 @@ def main() -> None:
     speed = sum(step["tokens"] for step in figures.steps) / sum(step["seconds"] for step in figures.steps)
     fill = sum(step["fill"] for step in figures.steps) / len(figures.steps)
     figures["tokens_per_second"] = speed
-    weights = accelerator.get_state_dict(model)  # by all processes, which may have a part each
+    weights = accelerator.get_state_dict(model)  # every process must call it: each may hold a part of them
     losses = [step["loss"] for step in figures.steps]
     accelerator.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {speed:.0f} tokens/s, rows {fill:.1%} full")
     for rank, peak in enumerate(figures["peak_memory_bytes"]):

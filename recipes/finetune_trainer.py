@@ -170,7 +170,7 @@ def resumed(training: TrainingArguments) -> str | None:
         return None
     if asked in ("true", "True", True):
         last = [checkpoints.last_of_trainer(output, training.world_size)]
-        return str(broadcast_object_list(last)[0])  # all go on from the same
+        return str(broadcast_object_list(last)[0])  # every process goes on from the same checkpoint
     checkpoints.check_trainer(Path(asked), output)
     return asked
 
@@ -199,7 +199,7 @@ def main() -> None:
     evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
     if args.held_out and trainer.state.global_step not in evaluated:
         trainer.evaluate()
-    if trainer.is_fsdp_enabled:  # checkpoints are of parts; the model is saved whole
+    if trainer.is_fsdp_enabled:  # its checkpoints hold parts of the model, which is saved whole
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()
     peak = trainer.accelerator.gather(torch.tensor([peak_memory(training.device)], device=training.device))

@@ -81,6 +81,9 @@ class PaddingCollator:
 class PackingCollator:
     """Packs documents into rows of `row_length` tokens, each into the first row that has room for it.
 
+    It packs the documents of a batch: with a batch size of few short documents, rows stay mostly empty, and the number of
+    rows changes from step to step. `pack_documents` packs a whole data set ahead of time, into rows that are nearly full.
+
     Args:
         row_length: tokens of a row; None for a single row as long as all documents together.
         pad_token_id: what fills the end of a row.
