@@ -41,7 +41,7 @@ def mesh_of(accelerator: Any, size: int | None) -> Mesh:
             "--multi_gpu --num_processes N, or torchrun --nproc-per-node N",
         )
     everyone = None
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_available() and dist.is_initialized() and dist.group.WORLD is not None:
         everyone = ProcessGroupCommunicator(dist.group.WORLD)
     agree(everyone, "process", {"the size of rings": size}, wrong_accelerator(accelerator, size))
     assert size is not None  # it was refused
