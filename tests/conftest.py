@@ -1,7 +1,9 @@
 """Small tensors on one thread: more threads only wait for each other, above all on a busy machine. Nothing is compiled."""
 
 import os
+import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +12,39 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(CC="no-compiler", CXX="no-compiler", TORCH_EXTENSIONS_DIR=os.path.join(os.devnull, "extensions"))
 
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--seed", type=int, help="of the inputs that tests draw; a fresh one, which is printed, by default"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before the options are sent to the workers
+def pytest_configure(config):
+    if config.option.seed is None:
+        config.option.seed = random.SystemRandom().randrange(10**6)
+
+
+def pytest_report_header(config):
+    return f"seed {config.option.seed}: draws the same inputs again with --seed {config.option.seed}"
+
+
+@pytest.fixture(autouse=True)
+def fresh_inputs(request):
+    """Each test draws from generators of its own seed, whatever ran before it."""
+    generator = random.Random(f"{request.config.option.seed} {request.node.nodeid}")
+    random.seed(generator.random())
+    np.random.seed(generator.randrange(2**32))  # noqa: NPY002
+    torch.manual_seed(generator.randrange(2**63))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter):
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        names = " ".join(report.nodeid for report in terminalreporter.stats.get("failed", [])[:1])
+        seed = terminalreporter.config.option.seed
+        terminalreporter.write_line(f"repeat with the same inputs: python -m pytest -n 0 --seed {seed} {names}")
 
 
 @pytest.fixture
