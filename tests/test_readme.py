@@ -196,14 +196,31 @@ def options_of(recipe):
     return set(re.findall(r"--[\w-]+", shown.getvalue().partition("options:")[2]))
 
 
-def check_program(words):
+def help_of(recipe, capsys):
+    """What a recipe's --help prints."""
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(recipe).parse_args(["--help"])
+    assert not ended.value.code
+    return capsys.readouterr().out
+
+
+def check_program(words, capsys):
     """A program of Python is there and has the options."""
     file, *arguments = words
     if file in WRITTEN:
         return
-    assert (ROOT / file).is_file()
+    assert (ROOT / file).parent == ROOT / "recipes"
+    told = help_of(Path(file).stem, capsys)
     for option in (word.partition("=")[0] for word in arguments if word.startswith("--")):
-        assert option in options_of(Path(file).stem), f"{file} has no option {option}"
+        assert re.search(rf"{option}\b(?!-)", told), f"{file} has no option {option}"
+
+
+def test_options_in_the_text_are_those_of_finetune(capsys):
+    told = help_of("finetune", capsys)
+    options = {*re.findall(r"--[a-z]+(?:-[a-z]+)*\b(?!_)", without_blocks(ROOT / "recipes" / "README.md"))}
+    assert {"--dataset", "--lora", "--eval-every"} <= options
+    of_launchers = {"--cpu"}
+    assert not [name for name in options - of_launchers if not re.search(rf"{name}\b(?!-)", told)]
 
 
 @pytest.mark.parametrize(("page", "command"), ALL_COMMANDS)
@@ -215,12 +232,12 @@ def test_commands_name_files_and_options_that_exist(page, command, capsys):
         return
     program, *rest = words
     if program == "python":
-        check_program(rest)
+        check_program(rest, capsys)
     elif program == "torchrun":
         from torch.distributed.run import get_args_parser
 
         known = get_args_parser().parse_args(rest)
-        check_program([known.training_script, *known.training_script_args])
+        check_program([known.training_script, *known.training_script_args], capsys)
     elif program == "accelerate":
         from accelerate.commands.launch import launch_command_parser
 
@@ -229,7 +246,7 @@ def test_commands_name_files_and_options_that_exist(page, command, capsys):
             rest = [*rest, *["FILE"] * (rest[-1] == "--config_file"), "train.py"]
         known = launch_command_parser().parse_args(rest[1:])
         assert known.config_file in (None, "FILE") or (ROOT / known.config_file).is_file()
-        check_program([known.training_script, *known.training_script_args])
+        check_program([known.training_script, *known.training_script_args], capsys)
     elif program == "hf-ring-attention":
         with pytest.raises(SystemExit) as ended:
             cli.main([*rest[:1], "--help"] if rest and not rest[0].startswith("-") else ["--help"])
