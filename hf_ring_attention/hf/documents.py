@@ -119,7 +119,7 @@ def _kept(x: Tensor | None, batch: int, tokens: int) -> Documents | None:
 
 
 def _keep(x: Tensor | None, batch: int, tokens: int, documents: Documents) -> None:
-    if isinstance(x, Tensor) and not x.is_inference():  # such tensors do not count their versions
+    if isinstance(x, Tensor) and not x.is_inference():  # inference tensors have no ._version
         setattr(x, _DOCUMENTS, ((version_of(x), batch, tokens), documents))
 
 

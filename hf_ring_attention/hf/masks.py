@@ -25,8 +25,14 @@ from .support import check_config, class_name
 #: Attribute of a mask that keeps what was read from it: one reading serves all layers, and recomputation.
 _TOKENS = "_ring_dilated_tokens"
 
-#: Slots of a static cache that hold no token yet. Padding is 0; other tokens have their document's number in the low
-#: 32 bits and, above, what is true of the whole mask, so that a copied or moved mask says what it said.
+#: The slots of a static cache that hold no token yet. The other entries of a mask are laid out in bits:
+#:
+#:     bit    63        36   35        34        33       32       31            0
+#:            [ window   ]   sharded   dropped   causal   known    [ document    ]
+#:
+#: A padding token is 0. Any other token has the number of its document, from 1, in the low 32 bits and, above, what is
+#: true of the whole mask, so that a mask that was copied or moved still says it. For example 2 | 1 << 32 | 1 << 33 |
+#: 512 << 36 is a token of the second document of a row, in a causal layer with a window of 512 tokens.
 _UNWRITTEN = -1
 
 _KNOWN, _CAUSAL, _DROPPED, _SHARDED = (1 << bit for bit in (32, 33, 34, 35))

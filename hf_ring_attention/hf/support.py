@@ -54,7 +54,7 @@ _HEADS_OF_WHOLE_ROWS = (
 #: Model types that are decoders, although their config has is_decoder=False.
 _DECODERS_ALL_THE_SAME = ("gpt_neox", "gpt_neox_japanese")
 
-#: Configs that were let through, by what decides.
+#: A cache: the configs that passed, keyed by the fields that the check reads.
 _passed: set[tuple[Any, ...]] = set()
 
 

@@ -2,6 +2,17 @@
 
 A set of rows is an integer whose bit i stands for row i, so that unions and differences of any strides are one
 operation each. Needs are read off the tiles, hence exact: a row is needed where some tile has it, and nowhere else.
+
+A window of 6 tokens over 16 tokens on 4 ranks, of which each holds 4 (rows 0 to 3 of its own):
+
+    rank 0        rank 1        rank 2        rank 3
+    0 1 2 3       4 5 6 7       8 9 10 11     12 13 14 15
+          |--->   needs all     needs the     needs none
+                  4 of them     last one      of rank 0
+
+So the rows of rank 0 make two hops. The first takes 0b1111 to rank 1, which is the last to use 0b0111: in backward it
+sends the gradients of those three home. The second takes 0b1000 on to rank 2; in backward its gradient, which rank 1 has
+begun (it is `carried`), goes along, and rank 2 sends it home. The rows of rank 3 make no hop: nobody needs them.
 """
 
 from __future__ import annotations

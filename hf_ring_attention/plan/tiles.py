@@ -6,6 +6,16 @@ order, 0, 1, 2, ...; the keys a query sees are then one interval of key numbers 
 query's number, are made of flat pieces and pieces of slope one. Cutting where either end changes slope leaves
 rectangles, triangles and bands, and a band is two triangles and a rectangle for every few of its rows. No other mask
 exists anywhere in the package.
+
+A window of 3 tokens over 6 tokens is six tiles, here a to f; what is a triangle is written as one:
+
+    key        0 1 2 3 4 5
+    query 0    a . . . . .     a: queries 0 to 1, keys 0 to 1, a lower triangle: the rows whose window is not full yet
+    query 1    a a . . . .
+    query 2    c c b . . .     b: queries 2 to 4, keys 2 to 4, a lower triangle: the last three keys of a band
+    query 3    . c b b . .     c: queries 3 down to 2, keys 1 down to 0: a lower triangle with both ranges reversed
+    query 4    . . b b b .
+    query 5    . . . f e d     d, e, f: the row that is left of the band, in the same three parts
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class RingAttention(torch.autograd.Function):
             lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
             for step in transport.forward(k, v):
                 _forward_step(step, q, total, lse, kernel, scale)
-                del step  # its payload goes when the next one has come
+                del step  # Drop its payload before the next one arrives: only two buffers exist.
             out = total.to(q.dtype)
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)

@@ -63,8 +63,8 @@ def unsuited(trainer: Any, mixin: type[Any]) -> ValueError | None:
     ):
         if wrong:
             return ValueError(
-                f"{what} works with whole rows, of which a process has a shard, or a row of padding where its ring has "
-                f"none left: {remedy}"
+                f"{what} would be computed from the shard of a row that each process has, and not from the whole row, so "
+                f"its result would be wrong: {remedy}"
             )
     return None
 

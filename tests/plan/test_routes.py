@@ -460,3 +460,11 @@ def test_window(causal):
 def test_zigzag_balances_causal_attention():
     assert imbalance(long_problem(Pattern.exact(), "zigzag")) <= 1.02
     assert imbalance(long_problem(Pattern.exact(), "contiguous")) > 1.5
+
+
+def test_the_example_of_the_module_is_what_is_computed():
+    problem = Problem(Pattern((Window(6),)), SequenceLayout("contiguous", 16, 4), (((0, 16),),), 1, 1)
+    (lap,) = ring_laps(problem)
+    hops = [[tuple(rows.sets[0] for rows in hop) for hop in route] for route in lap.routes]
+    assert hops[0] == [(0b1111, 0, 0b0111), (0b1000, 0b1000, 0b1000)]
+    assert hops[3] == []

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from hf_ring_attention.plan import tiles
 from hf_ring_attention.plan.intervals import Run
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.patterns import Pattern, Segment, Sink, Window
@@ -133,3 +134,22 @@ def test_random_patterns_with_rows_sharded_over_ranks():
                 f"seed {seed}, case {case}: {pattern}, {layout}, document {before}+{length}, ranks {query_rank} <- "
                 f"{key_rank}, heads {num_heads}/{num_kv_heads}, causal {causal}"
             )
+
+
+def test_the_example_of_the_module_is_what_is_computed():
+    """Each letter of the picture is a tile, in their order."""
+    lines = [line.split() for line in tiles.__doc__.splitlines() if line.strip().startswith("query ")]
+    picture = {(row, column): letter for row, words in enumerate(lines) for column, letter in enumerate(words[2:8])}
+    runs = [Run(0, 0, 6)]
+    pairs = {}
+    for letter, tile in zip(
+        "abcdef",
+        tile_document(
+            Pattern((Window(3),)), length=6, queries=runs, keys=runs, num_heads=1, num_kv_heads=1, causal=True
+        ),
+        strict=True,
+    ):
+        for number, query in enumerate(tile.queries):
+            for key in tile.keys[: number + 1] if tile.causal else tile.keys:
+                pairs[query, key] = letter
+    assert pairs == {pair: letter for pair, letter in picture.items() if letter != "."}

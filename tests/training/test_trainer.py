@@ -333,12 +333,12 @@ def without_labels(rows):
 
 
 REFUSED = {
-    "label smoothing": "label_smoothing_factor works with whole rows",
-    "token counts": "average_tokens_across_devices=False works with whole rows",
+    "label smoothing": "label_smoothing_factor would be computed from the shard of a row",
+    "token counts": "average_tokens_across_devices=False would be computed from the shard of a row",
     "ring size": "2 processes cannot form rings of 3",
-    "metrics of losses": "include_for_metrics=['loss'] works with whole rows",
-    "noise": "neftune_noise_alpha works with whole rows",
-    "counts of padding": "include_num_input_tokens_seen='all' works with whole rows",
+    "metrics of losses": "include_for_metrics=['loss'] would be computed from the shard of a row",
+    "noise": "neftune_noise_alpha would be computed from the shard of a row",
+    "counts of padding": "include_num_input_tokens_seen='all' would be computed from the shard of a row",
     "masked": "ModernBertForMaskedLM does not compute the loss of next tokens",
     "classifier": "Qwen3ForTokenClassification does not compute the loss of next tokens",
     "prompts": "virtual tokens",
