@@ -2,7 +2,12 @@
 
 One device:    python recipes/perplexity.py --tokens 4096
 Many devices:  torchrun --nproc-per-node 8 recipes/perplexity.py --model ID --text FILE --tokens 131072
+A data set:    python recipes/perplexity.py --model ID --dataset ID --split test --patterns exact window:512+4
 Small CPU:     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/perplexity.py --tokens 2048
+SLURM, 2 nodes of 8 GPUs, one ring of 16:
+    srun --nodes 2 --ntasks-per-node 1 bash -c 'torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --rdzv-backend c10d \\
+        --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500 \\
+        recipes/perplexity.py --model ID --text FILE --tokens 524288'
 
 `accelerate launch` does as well as torchrun. Without --model and --text it reads the model and the text that install
 with the demo extra.
