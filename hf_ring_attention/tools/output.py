@@ -112,6 +112,14 @@ def short_flops(flops: float) -> str:
     return f"{flops:.4g} PFLOP"
 
 
+def short_seconds(seconds: float) -> str:
+    """A time in the unit that suits it."""
+    for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
 def layer_numbers(numbers: Sequence[int]) -> str:
     """Layer numbers as ranges: 0-4, 6-10."""
     ranges: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Pictures of patterns, of losses along a document and of training. Only drawing them needs matplotlib."""
+"""Pictures: patterns, layouts, a ring's steps, losses along a document and of training. Only drawing them needs matplotlib."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from ..plan.intervals import Run
+from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern
-from ..plan.tiles import tile_document
 from .arguments import missing_extra
+from .output import short_count, short_seconds
+from .timeline import Timeline
+from .visible import VisiblePairs, visible_pairs
+
+#: What is not seen, the future, and sinks; what is seen is brighter the more of it is seen.
+UNSEEN, FUTURE, SINKS = "#12121f", "#d8d8dc", "#19d3f3"
+#: Shares of a square below this are drawn as this one.
+FAINTEST = 1 / 64
+COMPUTE, SEND, WAIT = ("#3b6fb6", "#7fa8dc"), "#f0a030", "#d9534f"
 
 
 def _figure(width: float, height: float) -> Any:
@@ -23,47 +31,174 @@ def _figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def visible_keys(pattern: Pattern, length: int, bins: int, head: int = 0, num_kv_heads: int = 1) -> np.ndarray:
-    """[bins, bins] share of query-key pairs that a head sees, over squares of a document of `length` tokens (causal)."""
-    runs = [Run(0, 0, length)]
-    tiles = tile_document(
-        pattern, length=length, queries=runs, keys=runs, num_heads=num_kv_heads, num_kv_heads=num_kv_heads, causal=True
-    )
-    seen = np.zeros((length, length), dtype=np.uint8)
-    for tile in tiles:
-        if head not in tile.heads:
-            continue
-        for copy in range(tile.copies):
-            rows = np.asarray(tile.queries) + copy * tile.advance
-            columns = np.asarray(tile.keys) + copy * tile.advance
-            pairs = np.tri(len(rows), dtype=np.uint8) if tile.causal else np.uint8(1)
-            seen[np.ix_(rows, columns)] |= pairs
-    edges = np.linspace(0, length, bins + 1).astype(int)[:-1]
-    total = np.add.reduceat(np.add.reduceat(seen.astype(np.float64), edges, axis=0), edges, axis=1)
-    sizes = np.diff([*edges, length])
-    return total / np.outer(sizes, sizes)
+def _token_ticks(length: int) -> list[int]:
+    """Ticks of a document: quarters where they are whole."""
+    return [length * i // 4 for i in range(5)] if length % 4 == 0 else [0, length]
 
 
-def plot_patterns(patterns: Mapping[str, Pattern], length: int, path: Path, bins: int = 256) -> None:
-    """Writes a PNG: who attends to whom under each pattern, for the first head, as the share of pairs seen."""
-    figure = _figure(4.2 * len(patterns), 4.8)
-    from matplotlib.colors import LogNorm
+def plot_patterns(
+    patterns: Mapping[str, Pattern],
+    length: int,
+    path: Path,
+    bins: int = 256,
+    *,
+    head: int | None = None,
+    num_heads: int = 8,
+    num_kv_heads: int | None = None,
+) -> None:
+    """Draws who attends to whom under each pattern, in a document of any length, to a file.
 
-    axes = figure.subplots(1, len(patterns), squeeze=False)[0]
+    Args:
+        bins: squares along a side.
+        head: whose keys are drawn; None for what any of the heads sees.
+        num_kv_heads: None for `num_heads`.
+    """
+    panels = len(patterns)
+    figure = _figure(1.6 + 3.6 * panels, 4.9)
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm
+    from matplotlib.patches import Patch, Polygon, Rectangle
+
+    colours = LinearSegmentedColormap.from_list("seen", ["#5b2a86", "#b5367a", "#f1605d", "#feb078", "#fcfdbf"])
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    image, any_sinks = None, False
     for axis, (name, pattern) in zip(axes, patterns.items()):
-        share = visible_keys(pattern, length, min(bins, length))
-        image = axis.imshow(
-            np.where(share > 0, share, np.nan), norm=LogNorm(1 / 64, 1), cmap="viridis_r", extent=(0, length, length, 0)
+        seen = visible_pairs(
+            pattern, length, bins, head=head, num_heads=num_heads, num_kv_heads=num_kv_heads or num_heads
         )
-        axis.set_title(f"{name}\n{share.sum() / np.tri(len(share)).sum():.0%} of the causal pairs", fontsize=10)
+        share = seen.share / np.where(seen.possible > 0, seen.possible, 1)
+        axis.set_facecolor(UNSEEN)
+        axis.add_patch(Polygon([(0, 0), (length, 0), (length, length)], color=FUTURE, linewidth=0))
+        image = axis.imshow(
+            np.where(share > 0, np.clip(share, FAINTEST, 1), np.nan),
+            norm=LogNorm(FAINTEST, 1),
+            cmap=colours,
+            extent=(0, length, length, 0),
+            interpolation="nearest",
+            zorder=2,
+        )
+        if seen.sinks:
+            any_sinks = True
+            width = max(seen.sinks, length / 120)  # a few pixels, however long the document is
+            axis.add_patch(Rectangle((0, 0), width, length, color=SINKS, linewidth=0, zorder=3))
+        axis.set_title(f"{name}\n{shares_seen(pattern, seen, head, num_heads, num_kv_heads)}", fontsize=9)
+        ticks = _token_ticks(length)
+        for one in (axis.xaxis, axis.yaxis):
+            one.set_ticks(ticks, [short_count(tick) for tick in ticks])
         axis.set_xlabel("key position")
     axes[0].set_ylabel("query position")
-    figure.colorbar(image, ax=list(axes), shrink=0.8, label="share of pairs seen, head 0")
+    whose = f"any of {num_heads} heads sees" if head is None else f"head {head} of {num_heads} sees"
+    bar = figure.colorbar(image, ax=list(axes), shrink=0.8, label=f"share of pairs that {whose}")
+    bar.set_ticks([1 / 64, 1 / 16, 1 / 4, 1], labels=["1/64 or less", "1/16", "1/4", "all"])
+    bar.minorticks_off()
+    handles = [Patch(color=UNSEEN, label="not seen"), Patch(color=FUTURE, label="the future")]
+    if any_sinks:
+        handles.insert(0, Patch(color=SINKS, label="sinks, seen by all (drawn wide enough to see)"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=9, frameon=False)
     figure.savefig(path, dpi=120)
 
 
+def shares_seen(
+    pattern: Pattern, seen: VisiblePairs, head: int | None, num_heads: int, num_kv_heads: int | None
+) -> str:
+    """How much of the causal pairs a head sees, and how much all heads see together."""
+    if head is not None:
+        return f"head {head} sees {seen.share_of_causal:.1%} of the pairs"
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads or num_heads}
+    one = visible_pairs(pattern, seen.length, len(seen.edges) - 1, head=0, **heads).share_of_causal
+    return f"one head sees {one:.1%} of the pairs, {num_heads} heads {seen.share_of_causal:.1%}"
+
+
+def plot_layout(layout: SequenceLayout, work: Sequence[float], pattern: Pattern, path: Path) -> None:
+    """Draws which tokens of a row each rank holds, and how much work a pattern gives it.
+
+    Args:
+        work: query-key pairs of each rank over the mean.
+    """
+    p = layout.world_size
+    figure = _figure(9, 1.6 + 0.36 * min(p, 24))
+    left, right = figure.subplots(1, 2, width_ratios=[3, 1], sharey=True)
+    from matplotlib import colormaps
+
+    colours = colormaps["viridis"](np.linspace(0.1, 0.9, p))
+    for rank in range(p):
+        pieces = [(piece.start, len(piece)) for piece in layout.pieces(rank)]
+        left.broken_barh(pieces, (rank - 0.4, 0.8), color=colours[rank])
+        right.barh(rank, work[rank], height=0.8, color=colours[rank])
+    if layout.padded_len > layout.seq_len:
+        left.axvspan(layout.seq_len, layout.padded_len, color="#bbbbbb", alpha=0.7, label="padding")
+        figure.legend(loc="outside lower center", frameon=False)
+    left.set_ylim(p - 0.4, -0.6)
+    left.set_yticks(range(p))
+    left.set_xlim(0, layout.padded_len)
+    ticks = _token_ticks(layout.seq_len)
+    left.set_xticks(ticks, [short_count(tick) for tick in ticks])
+    left.set_ylabel("rank")
+    left.set_xlabel("position in the row (tokens)")
+    left.set_title(f"{layout.kind}: {short_count(layout.seq_len)} tokens over {p} ranks", fontsize=10)
+    right.axvline(1, color="black", linewidth=0.8, linestyle=":")
+    right.set_xlabel("work over the mean")
+    right.set_title(f"{pattern}: busiest {max(work):.2f}", fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
+def plot_ring(timeline: Timeline, title: str, path: Path) -> None:
+    """Draws a ring's forward pass as a Gantt chart: what each rank computes, sends and waits for."""
+    p = timeline.ranks
+    figure = _figure(10, 1.8 + 0.5 * min(p, 24))
+    from matplotlib.patches import Patch
+
+    axis = figure.subplots()
+    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+    unit, name = next(((size, unit) for size, unit in units if timeline.seconds >= size), (1e-9, "ns"))
+    # The rank whose keys they are stands in the bars, where there is room for it.
+    longest = max((span.stop - span.start for span in timeline.spans if span.kind == "compute"), default=0.0)
+    numbered = p <= 24 and longest > 0.012 * timeline.seconds
+    lanes = {"compute": (-0.42, 0.5), "wait": (-0.42, 0.5), "send": (0.12, 0.26)}
+    for span in timeline.spans:
+        low, height = lanes[span.kind]
+        colour = COMPUTE[span.step % 2] if span.kind == "compute" else SEND if span.kind == "send" else WAIT
+        style = (
+            {"hatch": "///", "facecolor": "white", "edgecolor": colour} if span.kind == "wait" else {"color": colour}
+        )
+        bar = [(span.start / unit, (span.stop - span.start) / unit)]
+        axis.broken_barh(bar, (span.rank + low, height), linewidth=0.4, **style)
+        if span.kind == "compute" and numbered and span.stop - span.start > 0.012 * timeline.seconds:
+            middle = (span.start + span.stop) / 2 / unit
+            axis.text(middle, span.rank - 0.17, str(span.source), ha="center", va="center", fontsize=7, color="white")
+    axis.set_ylim(p - 0.45, -0.6)
+    axis.set_yticks(range(p))
+    axis.set_xlim(0, timeline.seconds / unit or 1)
+    axis.set_ylabel("rank")
+    axis.set_xlabel(f"time ({name})")
+    axis.set_title(f"{title}\n{timeline_summary(timeline)}", fontsize=10)
+    handles = [
+        Patch(color=COMPUTE[0], label="compute" + (", with the keys of the rank that is named" if numbered else "")),
+        Patch(color=SEND, label="send"),
+        Patch(facecolor="white", edgecolor=WAIT, hatch="///", label="wait"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def timeline_summary(timeline: Timeline) -> str:
+    """How long a timeline is, and the share of it that is computing."""
+    return (
+        f"{short_seconds(timeline.seconds)} in all: ranks compute for {timeline.share('compute'):.0%} of it and wait for keys "
+        f"for {timeline.share('wait'):.0%}"
+    )
+
+
+def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """The mean of each value and those before it, `window` of them where there are so many."""
+    sums = np.cumsum(np.insert(values, 0, 0.0))
+    stops = np.arange(1, len(values) + 1)
+    starts = np.maximum(stops - window, 0)
+    mean: np.ndarray = (sums[stops] - sums[starts]) / (stops - starts)
+    return mean
+
+
 def plot_losses(losses: Mapping[str, Sequence[float]], path: Path, window: int = 256) -> None:
-    """Writes a PNG: loss along the document for each pattern, in nats, as a running mean over `window` tokens.
+    """Draws the loss along the document for each pattern, in nats, as a running mean over the last `window` tokens.
 
     Below it the same as differences from the first pattern.
     """
@@ -73,17 +208,17 @@ def plot_losses(losses: Mapping[str, Sequence[float]], path: Path, window: int =
     for name, values in losses.items():
         known = np.nan_to_num(np.asarray(values[1:], dtype=np.float64))  # the first token is not predicted
         width = min(window, len(known))
-        mean = np.convolve(known, np.ones(width) / width, mode="valid")
+        mean = _trailing_mean(known, width)[width - 1 :]
         position = np.arange(len(mean)) + width
         top.plot(position, mean, label=name, linewidth=1)
         first = mean if first is None else first
-        bottom.plot(position, mean - first, label=name, linewidth=1)
-    top.set_ylabel(f"loss, mean of {width} tokens (nats)")
-    top.legend(fontsize=9)
+        bottom.plot(position, mean - first, linewidth=1)
+    top.set_ylabel(f"loss (nats, mean of {width} tokens)")
     bottom.set_ylabel(f"difference from {next(iter(losses))} (nats)")
     bottom.set_xlabel("position in the document (tokens)")
     for axis in (top, bottom):
         axis.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=min(4, len(losses)), fontsize=9, frameon=False)
     figure.savefig(path, dpi=120)
 
 

@@ -101,7 +101,7 @@ def explain_command(
     Nothing is computed and no weights are loaded.
     """
     wanted = None if pattern is None else Pattern.parse(pattern)
-    attention = _asked_attention(model, wanted, heads, kv_heads, head_dim, layers, ranks)
+    attention = asked_attention(model, wanted, heads, kv_heads, head_dim, layers, ranks)
 
     def explained(of_layer: Pattern, layout_kind: Any) -> Explanation:
         try:
@@ -134,7 +134,7 @@ def explain_command(
         _print(attention, base, kinds, answer)
 
 
-def _asked_attention(
+def asked_attention(
     model: str | None,
     pattern: Pattern | None,
     heads: int | None,
@@ -143,6 +143,7 @@ def _asked_attention(
     layers: int,
     ranks: int,
 ) -> ModelAttention:
+    """The attention that options ask for: a model's, or heads in numbers."""
     if model is not None:
         for option, value in (("--heads", heads), ("--kv-heads", kv_heads), ("--head-dim", head_dim)):
             if value is not None:

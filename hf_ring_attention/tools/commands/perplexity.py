@@ -1,0 +1,153 @@
+"""`hf-ring-attention perplexity`: how well a checkpoint predicts texts under several patterns, without training."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ...plan.patterns import Pattern
+from ..arguments import device, existing_file, token_count
+from ..model_config import read_config
+from ..options import AsJson, SomePatterns, checked, choice_option, parsed, refuse
+from ..output import Sheet, print_json, print_sheet, spinner, stdout_left_alone, terminal
+
+EXAMPLES_OF_PERPLEXITY = """\b
+Examples:
+  hf-ring-attention perplexity HuggingFaceTB/SmolLM2-135M book.txt
+  hf-ring-attention perplexity ./folder *.txt --tokens 8k \\
+      --pattern exact --pattern window:512+4 --pattern longnet:512/1,all/8
+  hf-ring-attention perplexity ./folder book.txt --tokens 4k --json
+"""
+
+
+def perplexity_command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A causal language model: hub id or folder.")],
+    texts: Annotated[
+        list[Path], typer.Argument(metavar="TEXT_FILE...", parser=parsed(existing_file), help="Texts in UTF-8.")
+    ],
+    pattern: SomePatterns = ["exact", "window:512+4", "pyramid:512,3"],  # noqa: B006
+    tokens: Annotated[
+        int, typer.Option("--tokens", parser=parsed(token_count(2)), metavar="N", help="First tokens of each text.")
+    ] = "4k",  # type: ignore[assignment]
+    dtype: Annotated[str, choice_option("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers")] = "float32",
+    device_name: Annotated[
+        str | None,
+        typer.Option(
+            "--device", parser=parsed(device), metavar="NAME", help="cpu or cuda; default: cuda if there is one."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Perplexity of texts under attention patterns, each text in one pass.
+
+    Nothing is trained: it shows what a pattern costs a checkpoint as it is.
+    """
+    checked("MODEL", read_config, model)
+    contents = {str(path): _read(path) for path in texts}
+    with stdout_left_alone(as_json):
+        ids, loaded = _load(model, contents, tokens, dtype, device_name)
+        rows = _measure(loaded, ids, list(dict.fromkeys(pattern)))
+    if as_json:
+        print_json({"model": model, "dtype": dtype, "rows": rows})
+        return
+    first = {row["text"]: row["perplexity"] for row in reversed(rows)}
+    cells = [
+        (
+            row["text"],
+            row["pattern"],
+            f"{row['perplexity']:.3f}",
+            f"{row['perplexity'] / first[row['text']] - 1:+.1%}",
+            f"{row['share_of_exact_flops']:.1%}",
+            row["tokens"],
+            f"{row['seconds']:.1f}",
+        )
+        for row in rows
+    ]
+    headings = ("text", "pattern", "perplexity", "change", "attention FLOPs of exact's", "tokens scored", "seconds")
+    print_sheet(Sheet(f"{model}, {dtype}", headings, cells, left=2), terminal())
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise refuse(f"{path} is not a text in UTF-8: {error.reason} at byte {error.start}", "TEXT_FILE") from None
+
+
+def _load(
+    source: str, contents: dict[str, str], tokens: int, dtype: str, device_name: str | None
+) -> tuple[dict[str, Any], Any]:
+    """The tokens of each text, and the model; refuses a text of a single token."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    where = device_name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        with spinner("loading the model"):
+            tokenizer = AutoTokenizer.from_pretrained(source)
+            ids = {}
+            for name, text in contents.items():
+                # Tokens of a prefix are those of the text but for the last few; a text is cut long after the last one needed.
+                part = text[: 40 * tokens + 1000]
+                ids[name] = tokenizer(part, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids
+                ids[name] = ids[name][:, :tokens]
+                if ids[name].shape[1] < 2:
+                    raise refuse(f"{name} has {ids[name].shape[1]} token(s), 2 or more are needed", "TEXT_FILE")
+            model = AutoModelForCausalLM.from_pretrained(
+                source, attn_implementation="ring_dilated", dtype=getattr(torch, dtype)
+            )
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise refuse(f"{source!r} cannot be loaded: {error}", "MODEL") from None
+    return ids, model.to(where)
+
+
+def _measure(model: Any, ids: dict[str, Any], patterns: list[str]) -> list[dict[str, Any]]:
+    """A row for each text and pattern; of several texts also one of all their tokens."""
+    from ...evaluation.perplexity import perplexity
+    from ...hf.patch import patch_model
+
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    rows = []
+    for text in patterns:
+        for name, row in ids.items():
+            try:
+                with spinner(f"{text}: {name}"):
+                    patch_model(model, text)
+                    report = perplexity(model, row)
+            except (ValueError, NotImplementedError) as error:
+                raise refuse(str(error)) from None
+            share = Pattern.parse(text).flop_share(row.shape[1], num_heads=heads, num_kv_heads=kv_heads)
+            rows.append(
+                {
+                    "text": name,
+                    "pattern": text,
+                    "perplexity": report.perplexity,
+                    "nll": report.nll,
+                    "tokens": report.tokens,
+                    "share_of_exact_flops": share,
+                    "seconds": report.seconds,
+                }
+            )
+    if len(ids) > 1:
+        rows += [_of_all(text, [row for row in rows if row["pattern"] == text]) for text in patterns]
+    return sorted(rows, key=lambda row: [*ids, "all"].index(row["text"]))
+
+
+def _of_all(pattern: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    nll, tokens = (sum(row[name] for row in rows) for name in ("nll", "tokens"))
+    return {
+        "text": "all",
+        "pattern": pattern,
+        "perplexity": math.exp(nll / tokens),
+        "nll": nll,
+        "tokens": tokens,
+        "share_of_exact_flops": sum(row["share_of_exact_flops"] * row["tokens"] for row in rows) / tokens,
+        "seconds": sum(row["seconds"] for row in rows),
+    }

@@ -1,0 +1,257 @@
+"""`hf-ring-attention plot`: who attends to whom, who holds what, and what a ring does when; a picture, or text."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ...plan.choices import choose_layout
+from ...plan.layouts import SequenceLayout
+from ...plan.patterns import Pattern
+from ...plan.plans import plan_rank
+from ...plan.problem import Problem
+from ..arguments import key_value_heads, missing_extra, new_file, pattern_text, positive, token_count
+from ..options import (
+    AsJson,
+    LayoutName,
+    OnePattern,
+    RingRanks,
+    RowTokens,
+    checked,
+    choice_option,
+    number_option,
+    parsed,
+    refuse,
+)
+from ..output import print_json, short_count, spinner, terminal
+from .explain import asked_attention
+
+FORMATS = (".png", ".svg", ".pdf")
+
+
+def picture_file(text: str) -> Path:
+    """The type of files that a picture is written to."""
+    path = new_file(text)
+    if path.suffix not in FORMATS:
+        raise argparse.ArgumentTypeError(f"a file that ends in one of {', '.join(FORMATS)} was expected, got {text!r}")
+    missing = missing_extra("a picture", "matplotlib")
+    if missing:
+        raise argparse.ArgumentTypeError(missing)
+    return path
+
+
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", parser=parsed(picture_file), metavar="FILE.png", help="Where to write a picture; without it, text."
+    ),
+]
+
+EXAMPLES_OF_PLOT = """\b
+Examples:
+  hf-ring-attention plot pattern pyramid:512,3 window:512+4 --tokens 8k
+  hf-ring-attention plot pattern pyramid:512,3 --tokens 128k --output pattern.png
+  hf-ring-attention plot layout --tokens 128k --ranks 8
+  hf-ring-attention plot ring --tokens 128k --ranks 8 --model ./folder \\
+      --tflops 400 --gbps 400 --output ring.png
+"""
+
+plot_commands = typer.Typer(
+    help="Pictures of patterns, layouts and rings.", rich_markup_mode=None, epilog=EXAMPLES_OF_PLOT
+)
+
+
+@plot_commands.command("pattern", epilog=EXAMPLES_OF_PLOT)
+def plot_pattern_command(
+    patterns: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PATTERN...", parser=parsed(pattern_text), help="Such as exact, window:512+4, pyramid:512,3."
+        ),
+    ],
+    tokens: Annotated[
+        int, typer.Option("--tokens", parser=parsed(token_count()), metavar="N", help="Tokens of the document.")
+    ] = "4k",  # type: ignore[assignment]
+    heads: Annotated[int, number_option("--heads", "Query heads.")] = 8,
+    kv_heads: Annotated[int | None, number_option("--kv-heads", "Key/value heads; default: as --heads.")] = None,
+    head: Annotated[
+        int | None, number_option("--head", "What this head sees; default: what any of them sees.", 0)
+    ] = None,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Who attends to whom under patterns, in a causal document of any length."""
+    groups = checked("--kv-heads", key_value_heads, heads, kv_heads)
+    if head is not None and head >= heads:
+        raise refuse(f"heads are numbered 0 to {heads - 1}, got {head}", "--head")
+    from ..plots import plot_patterns, shares_seen
+    from ..text_plots import COLUMNS, PATTERN_LEGEND, pattern_lines
+    from ..visible import visible_pairs
+
+    parsed_patterns = {text: Pattern.parse(text) for text in patterns}
+    if output is not None:
+        with spinner("drawing"):
+            plot_patterns(parsed_patterns, tokens, output, head=head, num_heads=heads, num_kv_heads=groups)
+    seen = {
+        text: visible_pairs(pattern, tokens, COLUMNS, head=head, num_heads=heads, num_kv_heads=groups)
+        for text, pattern in parsed_patterns.items()
+    }
+    if as_json:
+        rows = [
+            {
+                "pattern": text,
+                "tokens": tokens,
+                "head": head,
+                "heads": heads,
+                "kv_heads": groups,
+                "share_of_causal_pairs": one.share_of_causal,
+                "sinks": one.sinks,
+                "edges": one.edges.tolist(),
+                "share_of_squares": one.share.round(6).tolist(),
+            }
+            for text, one in seen.items()
+        ]
+        print_json(rows)
+    elif output is None:
+        console = terminal()
+        for text, one in seen.items():
+            shares = shares_seen(parsed_patterns[text], one, head, heads, groups)
+            title = f"{text}, {short_count(tokens)} tokens: {shares}"
+            _print_lines([title, *pattern_lines(one), ""], console)
+        _print_lines([PATTERN_LEGEND], console)
+    else:
+        print(f"wrote {output}")
+
+
+@plot_commands.command("layout", epilog=EXAMPLES_OF_PLOT)
+def plot_layout_command(
+    tokens: RowTokens,
+    ranks: RingRanks,
+    pattern: OnePattern = "exact",
+    layout: LayoutName = "auto",
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Which tokens of a row each rank holds, and the work that a pattern gives it."""
+    with spinner("planning"):
+        of_row, chosen, reason = _layout(tokens, ranks, Pattern.parse(pattern), layout)
+        problem = Problem(of_row, chosen, (((0, tokens),),), 1, 1)
+        pairs = [plan_rank(problem, rank).pairs for rank in range(ranks)]
+    work = [count * ranks / sum(pairs) for count in pairs]
+    from ..plots import plot_layout
+    from ..text_plots import layout_lines
+
+    if output is not None:
+        plot_layout(chosen, work, of_row, output)
+    if as_json:
+        pieces = [[[piece.start, piece.stop] for piece in chosen.pieces(rank)] for rank in range(ranks)]
+        print_json(
+            {
+                "tokens": tokens,
+                "layout": chosen.kind,
+                "reason": reason,
+                "padded_tokens": chosen.padded_len,
+                "ranks": [{"pieces": held, "work": share} for held, share in zip(pieces, work)],
+            }
+        )
+    elif output is None:
+        _print_lines([f"{chosen.kind}: {reason}", *layout_lines(chosen, work)], terminal())
+    else:
+        print(f"wrote {output}")
+
+
+@plot_commands.command("ring", epilog=EXAMPLES_OF_PLOT)
+def plot_ring_command(
+    tokens: RowTokens,
+    ranks: RingRanks,
+    tflops: Annotated[
+        float,
+        typer.Option("--tflops", parser=parsed(positive), metavar="X", help="10^12 operations a second of a device."),
+    ],
+    gbps: Annotated[
+        float,
+        typer.Option(
+            "--gbps", parser=parsed(positive), metavar="X", help="Gigabits a second from a rank to the next one."
+        ),
+    ],
+    pattern: Annotated[
+        str | None,
+        typer.Option(
+            "--pattern", parser=parsed(pattern_text), metavar="TEXT", help="Default: the model's, else exact."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="ID_OR_FOLDER", help="Take heads from its config.json."),
+    ] = None,
+    heads: Annotated[int | None, number_option("--heads", "Query heads, without --model.")] = None,
+    kv_heads: Annotated[int | None, number_option("--kv-heads", "Key/value heads; default: as --heads.")] = None,
+    head_dim: Annotated[int | None, number_option("--head-dim", "Size of a head, without --model.")] = None,
+    dtype: Annotated[str, choice_option("--dtype", ("bfloat16", "float16", "float32"), "Type of numbers")] = "bfloat16",
+    layout: LayoutName = "auto",
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """When each rank computes, sends and waits in one layer's forward pass.
+
+    Arithmetic from the plan and the two speeds that you state, no measurement.
+    """
+    if ranks < 2:
+        raise refuse(f"a ring needs 2 ranks or more, got {ranks}", "--ranks")
+    wanted = None if pattern is None else Pattern.parse(pattern)
+    attention = asked_attention(model, wanted, heads, kv_heads, head_dim, 1, ranks)
+    from ..plots import plot_ring, timeline_summary
+    from ..text_plots import RING_LEGEND, ring_lines
+    from ..timeline import ring_timeline
+
+    widths = attention.head_dim + attention.value_dim
+    with spinner("planning"):
+        of_layer, chosen, _ = _layout(tokens, ranks, attention.base, layout)
+        timeline = ring_timeline(
+            Problem(of_layer, chosen, (((0, tokens),),), attention.num_heads, attention.num_kv_heads),
+            pair_flops=2 * widths,
+            row_bytes=widths * (4 if dtype == "float32" else 2),
+            flops=tflops * 1e12,
+            bandwidth=gbps * 1e9 / 8,
+        )
+    title = (
+        f"{of_layer} over {short_count(tokens)} tokens, {ranks} ranks, {chosen.kind}, {tflops:g} TFLOP/s, {gbps:g} Gbit/s: one "
+        f"layer forward"
+    )
+    if output is not None:
+        plot_ring(timeline, title, output)
+    if as_json:
+        print_json(
+            {
+                "title": title,
+                "seconds": timeline.seconds,
+                "share_computing": timeline.share("compute"),
+                "share_waiting": timeline.share("wait"),
+                "spans": [asdict(span) for span in timeline.spans],
+            }
+        )
+    elif output is None:
+        _print_lines([title, timeline_summary(timeline), "", *ring_lines(timeline), "", RING_LEGEND], terminal())
+    else:
+        print(f"wrote {output}")
+
+
+def _layout(tokens: int, ranks: int, pattern: Pattern, kind: str) -> tuple[Pattern, SequenceLayout, str]:
+    decision = choose_layout(tokens, ranks, pattern) if kind == "auto" else None
+    chosen: Any = kind if decision is None else decision.choice
+    reason = "it was asked for" if decision is None else decision.reason
+    return pattern, SequenceLayout(chosen, tokens, ranks), reason
+
+
+def _print_lines(lines: list[str], console: Any) -> None:
+    """Prints lines as they are; sinks in their colour."""
+    from rich.text import Text
+
+    for line in lines:
+        text = Text(line)
+        text.highlight_regex("┃", "bold cyan")
+        console.print(text, soft_wrap=True)

@@ -1,0 +1,159 @@
+"""How much of each square of a picture a pattern shows, from the intervals that queries see: any length, no n x n matrix.
+
+In a branch, the keys that a query sees are those of its residue inside one interval. The interval is dense in the picture; the
+residues, of keys and of queries, count as the share of a square's rows and columns that have them. Where a square is one pair
+of tokens, all of this is exact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..plan.intervals import Border, Region, regions_of
+from ..plan.patterns import Pattern, Segment, Sink, Window
+
+#: Queries of a row of squares whose intervals are looked at, at most; the ends of intervals are straight lines.
+QUERIES_OF_A_ROW = 128
+
+
+@dataclass(frozen=True)
+class VisiblePairs:
+    """A causal document as squares, [bins, bins]: queries from above, keys from the left.
+
+    Attributes:
+        share: of the pairs in a square, those that are seen, sinks left out.
+        sinks: first tokens that every query sees.
+        possible: of the pairs in a square, those that causality allows.
+        edges: where squares begin and end, in tokens.
+    """
+
+    length: int
+    share: np.ndarray
+    sinks: int
+    possible: np.ndarray
+    edges: np.ndarray
+
+    @property
+    def share_of_causal(self) -> float:
+        """Pairs seen, sinks included, as a share of those of exact attention."""
+        sizes = np.outer(np.diff(self.edges), np.diff(self.edges))
+        of_sinks = self.sinks * self.length - self.sinks * (self.sinks - 1) / 2
+        return float(((self.share * sizes).sum() + of_sinks) / (self.possible * sizes).sum())
+
+
+def visible_pairs(
+    pattern: Pattern, length: int, bins: int, *, head: int | None = None, num_heads: int = 1, num_kv_heads: int = 1
+) -> VisiblePairs:
+    """What one head sees, or all heads together where `head` is None.
+
+    Branches that `overlap="once"` cannot nest are added up, to all pairs of a square at most.
+    """
+    if pattern.overlap == "count":
+        with contextlib.suppress(ValueError):
+            pattern = replace(pattern, overlap="once")  # a picture shows whether, not how often
+    bins = min(bins, length)
+    edges = np.linspace(0, length, bins + 1).astype(np.int64)
+    heads = range(num_heads) if head is None else [head]
+    phases = {pattern.phase(one, num_heads=num_heads, num_kv_heads=num_kv_heads) for one in heads}
+    share, sinks = np.zeros((bins, bins)), 0
+    for number, branch in enumerate(pattern.branches):
+        if isinstance(branch, Sink):
+            sinks = max(sinks, min(branch.tokens, length))
+        else:
+            share += _of_branch(pattern, number, branch, {phase % branch.dilation for phase in phases}, length, edges)
+    exact = Region([Border("at", 0)], [Border("from_query", 1)], [], [])
+    return VisiblePairs(length, np.minimum(share, 1), sinks, _dense([exact], edges), edges)
+
+
+def _of_branch(
+    pattern: Pattern, number: int, branch: Segment | Window, residues: Iterable[int], length: int, edges: np.ndarray
+) -> np.ndarray:
+    """[bins, bins] share of pairs that a branch adds to those before it, over heads of these residues."""
+    dilation = branch.dilation
+    total = np.zeros((len(edges) - 1, len(edges) - 1))
+    kinds: dict[tuple[object, ...], np.ndarray] = {}
+    for residue in residues:
+        keys = _share_of_residue(edges, dilation, residue)
+        for query_residue, queries in _query_classes(pattern, number, branch, residue, edges):
+            regions = regions_of(pattern, number, query_residue, residue, length, True)
+            key = tuple(map(_frozen, regions))
+            if key not in kinds:
+                kinds[key] = _dense(regions, edges)
+            total += kinds[key] * np.outer(queries, keys)
+    return total
+
+
+def _frozen(region: Region) -> tuple[object, ...]:
+    first, beyond, before, after = region
+    return tuple(first), tuple(beyond), tuple(map(tuple, before)), tuple(map(tuple, after))
+
+
+def _query_classes(
+    pattern: Pattern, number: int, branch: Segment | Window, residue: int, edges: np.ndarray
+) -> Iterable[tuple[int, np.ndarray]]:
+    """(a residue of queries, their share of each row of squares), for queries that earlier branches leave the same keys."""
+    if branch.queries == "dilated":
+        yield residue, _share_of_residue(edges, branch.dilation, residue)
+        return
+    choosy = [
+        earlier.dilation
+        for earlier in pattern.branches[:number]
+        if not isinstance(earlier, Sink) and earlier.queries == "dilated" and earlier.dilation > 1
+    ]
+    if not choosy or pattern.overlap == "count":
+        yield residue, np.ones(len(edges) - 1)
+        return
+    classes: dict[tuple[bool, ...], list[int]] = {}
+    for query in range(branch.dilation):
+        classes.setdefault(tuple(query % d == residue % d for d in choosy), []).append(query)
+    for queries in classes.values():
+        yield queries[0], np.sum([_share_of_residue(edges, branch.dilation, query) for query in queries], axis=0)
+
+
+def _share_of_residue(edges: np.ndarray, dilation: int, residue: int) -> np.ndarray:
+    """Of the tokens between the edges, the share that has this residue."""
+    below = (edges - residue + dilation - 1) // dilation
+    return np.diff(np.maximum(below, 0)) / np.diff(edges)
+
+
+def _dense(regions: Iterable[Region], edges: np.ndarray) -> np.ndarray:
+    """[bins, bins] share of the pairs of each square that lie in the intervals of the regions, whatever their residue."""
+    rows = []
+    for first, last in itertools.pairwise(edges):
+        count = min(int(last - first), QUERIES_OF_A_ROW)
+        queries = first + (2 * np.arange(count) + 1) * (last - first) // (2 * count)
+        keys = np.zeros(len(edges) - 1)
+        for region in regions:
+            start, stop = _ends(region, queries)
+            stop = np.maximum(start, stop)
+            below = [np.clip(ends[:, None], edges[:-1], edges[1:]).mean(0) for ends in (start, stop)]
+            keys += below[1] - below[0]
+        rows.append(keys / np.diff(edges))
+    return np.array(rows)
+
+
+def _ends(region: Region, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first visible position of each query, and the first one beyond."""
+
+    def at(terms: Iterable[Border]) -> list[np.ndarray]:
+        values = []
+        for term in terms:
+            if term.kind == "from_query":
+                values.append(queries + term.value)
+            elif term.kind == "block":
+                values.append((queries // term.value + term.blocks) * term.value)
+            else:
+                values.append(np.full_like(queries, term.value))
+        return values
+
+    start, stop = np.max(at(region.first), 0), np.min(at(region.beyond), 0)
+    if region.before_all:
+        stop = np.minimum(stop, np.min([np.max(at(group), 0) for group in region.before_all], 0))
+    if region.after_all:
+        start = np.maximum(start, np.max([np.min(at(group), 0) for group in region.after_all], 0))
+    return start, stop
