@@ -98,7 +98,7 @@ def _load(
                 ids[name] = ids[name][:, :tokens]
                 if ids[name].shape[1] < 2:
                     raise refuse(f"{name} has {ids[name].shape[1]} token(s), 2 or more are needed", "TEXT_FILE")
-            model = AutoModelForCausalLM.from_pretrained(
+            model: Any = AutoModelForCausalLM.from_pretrained(
                 source, attn_implementation="ring_dilated", dtype=getattr(torch, dtype)
             )
     except (OSError, ValueError, NotImplementedError) as error:
@@ -108,7 +108,7 @@ def _load(
 
 def _measure(model: Any, ids: dict[str, Any], patterns: list[str]) -> list[dict[str, Any]]:
     """A row for each text and pattern; of several texts also one of all their tokens."""
-    from ...evaluation.perplexity import perplexity
+    from ...evaluation.perplexity import perplexity as measure
     from ...hf.patch import patch_model
 
     config = model.config.get_text_config()
@@ -120,7 +120,7 @@ def _measure(model: Any, ids: dict[str, Any], patterns: list[str]) -> list[dict[
             try:
                 with spinner(f"{text}: {name}"):
                     patch_model(model, text)
-                    report = perplexity(model, row)
+                    report: Any = measure(model, row)
             except (ValueError, NotImplementedError) as error:
                 raise refuse(str(error)) from None
             share = Pattern.parse(text).flop_share(row.shape[1], num_heads=heads, num_kv_heads=kv_heads)
