@@ -72,6 +72,7 @@ def main() -> None:
     model = common.load_model()
     one = perplexity.measure(model, ids, PATTERNS)
     console.print(perplexity.table(one, f"SmolLM2-135M, topics of Python's manual, {args.tokens} tokens"))
+    heads = {"num_heads": model.config.num_attention_heads, "num_kv_heads": model.config.num_key_value_heads}
     del model
 
     console.rule("2. the same from two processes, the sequence sharded")
@@ -101,7 +102,7 @@ def main() -> None:
     tuning_file.unlink()
 
     patterns = {name: ra.Pattern.parse(name) for name in PATTERNS}
-    plot_patterns(patterns, args.tokens, args.output / "patterns.png")
+    plot_patterns(patterns, args.tokens, args.output / "patterns.png", **heads)
     plot_losses({row["pattern"]: row.pop("token_nll") for row in one}, args.output / "losses.png")
     for row in two:
         row.pop("token_nll")

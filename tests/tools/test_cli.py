@@ -45,7 +45,8 @@ import sys
 from hf_ring_attention.tools import cli
 
 call = "--tokens 8k --ranks 4 --heads 8 --head-dim 32"
-for words in ("--version", "--help", "explain --help", "bench --help", "models llama", f"explain {call}"):
+for words in ("--version", "--help", "explain --help", "bench --help", "models llama", "plot ring --help", "plot pattern exact",
+              f"explain {call}", "plot layout --tokens 1k --ranks 2"):
     try:
         cli.main(words.split())
     except SystemExit as end:
@@ -58,11 +59,13 @@ for words in ("--version", "--help", "explain --help", "bench --help", "models l
     assert __version__ in done.stdout
 
 
-@pytest.mark.parametrize("command", ["", "explain", "models", "bench"])
+@pytest.mark.parametrize(
+    "command", ["", "explain", "models", "bench", "perplexity", "plot pattern", "plot layout", "plot ring"]
+)
 def test_help_fits_80_columns_and_commands_have_examples(command, capsys):
     text = run(f"{command} --help", capsys)
     assert max(map(len, text.splitlines())) <= 80
-    assert not command or f"  hf-ring-attention {command}" in text.partition("Examples:")[2]
+    assert not command or f"  hf-ring-attention {command} " in text.partition("Examples:")[2]
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])

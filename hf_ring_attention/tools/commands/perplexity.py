@@ -46,7 +46,7 @@ def perplexity_command(
     Nothing is trained: it shows what a pattern costs a checkpoint as it is.
     """
     checked("MODEL", read_config, model)
-    contents = {str(path): _read(path) for path in texts}
+    contents = {str(path): _read_text(path) for path in texts}
     with stdout_left_alone(as_json):
         ids, loaded = _load(model, contents, tokens, dtype, device_name)
         rows = _measure(loaded, ids, list(dict.fromkeys(pattern)))
@@ -70,7 +70,7 @@ def perplexity_command(
     print_sheet(Sheet(f"{model}, {dtype}", headings, cells, left=2), terminal())
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -54,7 +54,7 @@ Output = Annotated[
 EXAMPLES_OF_PLOT = """\b
 Examples:
   hf-ring-attention plot pattern pyramid:512,3 window:512+4 --tokens 8k
-  hf-ring-attention plot pattern pyramid:512,3 --tokens 128k --output pattern.png
+  hf-ring-attention plot pattern pyramid:512,3 --tokens 128k --output a.png
   hf-ring-attention plot layout --tokens 128k --ranks 8
   hf-ring-attention plot ring --tokens 128k --ranks 8 --model ./folder \\
       --tflops 400 --gbps 400 --output ring.png

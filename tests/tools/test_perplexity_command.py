@@ -1,0 +1,84 @@
+"""The perplexity command, on a tiny model."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import hf_ring_attention as ra
+from hf_ring_attention.tools import cli
+
+
+@pytest.fixture
+def model(tmp_path):
+    """The folder of a tiny model with a tokenizer of words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = "the quick brown fox jumps over lazy dog".split()
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="the"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(words), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "fox.txt").write_text("the quick brown fox jumps over the lazy dog " * 8)
+    (tmp_path / "dog.txt").write_text("lazy dog over the quick fox " * 5)
+    return tmp_path
+
+
+def run(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(words.split())
+    assert not end.value.code
+    return capsys.readouterr().out
+
+
+def test_figures_are_those_of_the_library(model, capsys):
+    words = f"perplexity {model / 'model'} {model / 'fox.txt'} {model / 'dog.txt'} --tokens 64 --pattern exact"
+    rows = json.loads(run(f"{words} --pattern window:4+1 --device cpu --json", capsys))["rows"]
+    fox, dog = str(model / "fox.txt"), str(model / "dog.txt")
+    assert [(row["text"], row["pattern"]) for row in rows] == [
+        (text, pattern) for text in (fox, dog, "all") for pattern in ("exact", "window:4+1")
+    ]
+    checkpoint = AutoModelForCausalLM.from_pretrained(model / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model / "model")
+    by_pattern = {}
+    for row in rows[:4]:
+        with open(row["text"]) as text:
+            ids = tokenizer(text.read(), return_tensors="pt").input_ids[:, :64]
+        report = ra.perplexity(ra.patch_model(checkpoint, row["pattern"]), ids)
+        assert (row["nll"], row["tokens"]) == (pytest.approx(report.nll), ids.shape[1] - 1)
+        assert row["perplexity"] == pytest.approx(report.perplexity)
+        nll, tokens = by_pattern.get(row["pattern"], (0, 0))
+        by_pattern[row["pattern"]] = nll + report.nll, tokens + report.tokens
+    for row in rows[4:]:
+        nll, tokens = by_pattern[row["pattern"]]
+        assert row["perplexity"] == pytest.approx(math.exp(nll / tokens))
+    assert rows[0]["perplexity"] != rows[1]["perplexity"]
+    assert rows[1]["share_of_exact_flops"] < rows[0]["share_of_exact_flops"] == 1
+
+
+def test_the_table_has_the_change_from_the_first_pattern(model, capsys):
+    words = (
+        f"perplexity {model / 'model'} {model / 'dog.txt'} --pattern exact --pattern window:2 --tokens 1k --device cpu"
+    )
+    printed = run(words, capsys)
+    assert "+0.0%" in printed and "window:2" in printed and "all" not in printed.split()
+
+
+def test_what_cannot_be_read_is_one_line(model, capsys):
+    (model / "short.txt").write_text("fox")
+    (model / "bytes.txt").write_bytes(b"caf\xe9 au lait")
+    for name, message in (
+        ("short.txt", "has 1 token(s), 2 or more are needed"),
+        ("bytes.txt", "is not a text in UTF-8: "),
+    ):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["perplexity", str(model / "model"), str(model / name), "--device", "cpu"])
+        error = capsys.readouterr().err
+        assert end.value.code == 2
+        assert message in error.splitlines()[-1]

@@ -1,0 +1,77 @@
+"""The Gantt chart of a ring: its work is that of the plan, and nobody computes with keys that have not arrived."""
+
+import itertools
+
+import pytest
+
+from hf_ring_attention.plan.layouts import SequenceLayout
+from hf_ring_attention.plan.patterns import Pattern
+from hf_ring_attention.plan.plans import plan_rank
+from hf_ring_attention.plan.problem import Problem
+from hf_ring_attention.plan.traffic import RowBytes, ring_traffic
+from hf_ring_attention.tools.text_plots import ring_lines
+from hf_ring_attention.tools.timeline import ring_timeline
+
+
+def problem_of(text, layout, ranks, length=4096, heads=4, kv_heads=2):
+    return Problem(Pattern.parse(text), SequenceLayout(layout, length, ranks), (((0, length),),), heads, kv_heads)
+
+
+CASES = [
+    ("exact", "zigzag", 4),
+    ("exact", "contiguous", 3),
+    ("window:300+4", "contiguous", 4),
+    ("window:300", "zigzag", 4),  # rows travel both ways
+    ("pyramid:64,3", "contiguous", 5),
+    ("longnet:256/1,1024/4,all/16", "zigzag", 3),
+]
+
+
+@pytest.mark.parametrize(("text", "layout", "ranks"), CASES)
+def test_work_and_bytes_are_those_of_the_plan(text, layout, ranks):
+    problem = problem_of(text, layout, ranks)
+    timeline = ring_timeline(problem, pair_flops=3, row_bytes=7, flops=2.0, bandwidth=5.0)
+    for rank in range(ranks):
+        spent = {
+            kind: sum(span.stop - span.start for span in timeline.spans if (span.rank, span.kind) == (rank, kind))
+            for kind in ("compute", "send")
+        }
+        assert spent["compute"] == pytest.approx(plan_rank(problem, rank).pairs * 3 / 2)
+        assert spent["send"] == pytest.approx(ring_traffic(problem, rank, RowBytes(7, 0)).forward.sent / 5)
+
+
+@pytest.mark.parametrize(("text", "layout", "ranks"), CASES)
+def test_keys_arrive_before_they_are_computed_with(text, layout, ranks):
+    timeline = ring_timeline(problem_of(text, layout, ranks), pair_flops=3, row_bytes=7, flops=2e4, bandwidth=5.0)
+    computed = 0
+    for span in timeline.spans:
+        if span.kind == "compute" and span.source != span.rank:
+            arrivals = [
+                sent.stop
+                for sent in timeline.spans
+                if (sent.kind, sent.step, sent.source) == ("send", span.step, span.source)
+            ]
+            assert arrivals and min(arrivals) <= span.start
+            computed += 1
+    assert computed
+    for rank in range(ranks):
+        mine = sorted((s.start, s.stop) for s in timeline.spans if s.rank == rank and s.kind != "send")
+        assert all(after[0] >= before[1] - 1e-9 for before, after in itertools.pairwise(mine))
+
+
+def test_a_slow_link_is_waited_for_and_a_fast_one_is_not():
+    problem = problem_of("exact", "zigzag", 4)
+    fast = ring_timeline(problem, pair_flops=256, row_bytes=256, flops=1e9, bandwidth=1e12)
+    slow = ring_timeline(problem, pair_flops=256, row_bytes=256, flops=1e12, bandwidth=1e6)
+    assert fast.share("wait") == 0 and fast.share("compute") > 0.99
+    assert slow.share("wait") > 0.9 and slow.share("compute") < 0.1
+    assert fast.seconds == pytest.approx(plan_rank(problem, 0).pairs * 256 / 1e9)
+
+
+def test_text_has_a_line_of_work_and_one_of_messages_a_rank():
+    lines = ring_lines(
+        ring_timeline(problem_of("exact", "zigzag", 2), pair_flops=4, row_bytes=4, flops=1e6, bandwidth=1e3)
+    )
+    assert [line[:8].strip() for line in lines] == ["rank   0", "", "rank   1", ""]
+    assert {*lines[0][9:]} >= {"█", "▓"}
+    assert "─" in lines[1]
