@@ -1,0 +1,110 @@
+"""What an import loads: nothing but itself at first, and Trainer, datasets and peft only for those who use them."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import TIMEOUT
+
+HEAVY = ("torch", "transformers", "accelerate", "datasets", "peft", "transformers.trainer")
+
+
+def loaded_by(script):
+    """What a fresh Python that runs a script has loaded at its end: modules of this package, and of the heavy ones."""
+    script = textwrap.dedent(script) + textwrap.dedent(
+        f"""
+        import json, sys
+        own = sorted(name for name in sys.modules if name.split(".")[0] == "hf_ring_attention")
+        print(json.dumps([own, [name for name in {HEAVY!r} if name in sys.modules]]))
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+        cwd=Path(__file__).parents[1],
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_package_loads_nothing_but_itself():
+    own, heavy = loaded_by("import hf_ring_attention")
+    assert heavy == []
+    assert own == [
+        "hf_ring_attention",
+        "hf_ring_attention._version",
+        "hf_ring_attention.hf",
+        "hf_ring_attention.hf.on_import",
+    ]
+
+
+def test_patterns_and_plans_need_neither_torch_nor_transformers():
+    own, heavy = loaded_by(
+        """
+        import hf_ring_attention as ra
+
+        pattern = ra.Pattern.parse("pyramid:64,3")
+        assert 0 < pattern.flop_share(4096) < 1
+        ra.explain(pattern, seq_len=4096, world_size=4, num_heads=8, head_dim=64)
+        ra.SequenceLayout("zigzag", 64, 2), ra.supported_models(), dir(ra)
+        """
+    )
+    assert heavy == []
+    assert "hf_ring_attention.plan.plans" in own
+
+
+def test_who_evaluates_a_model_does_not_load_what_trains_one():
+    _, heavy = loaded_by(
+        """
+        import hf_ring_attention as ra
+
+        ra.patch_model, ra.patch_config, ra.Ring, ra.perplexity, ra.prefill, ra.ring_attention
+        """
+    )
+    assert not {"datasets", "peft", "transformers.trainer"} & {*heavy}
+    assert {"torch", "transformers"} <= {*heavy}
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("hf_ring_attention", "import transformers.models.llama.modeling_llama"),
+        ("transformers", "from transformers import AutoModel"),
+        ("transformers.modeling_utils", "import transformers"),
+    ],
+)
+def test_the_implementation_is_registered_whichever_is_imported_first(first, then):
+    loaded_by(
+        f"""
+        import {first}
+        import hf_ring_attention
+        {then}
+        from transformers import LlamaConfig, LlamaModel
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        assert "ring_dilated" in ALL_ATTENTION_FUNCTIONS.valid_keys()
+        assert "ring_dilated" in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
+        config = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+        import torch
+        model = LlamaModel._from_config(config, attn_implementation="ring_dilated")
+        assert model(torch.ones(1, 4, dtype=torch.int64)).last_hidden_state.shape == (1, 4, 8)
+        """
+    )
+
+
+def test_names_that_do_not_exist_are_said():
+    import hf_ring_attention as ra
+
+    with pytest.raises(AttributeError, match="module 'hf_ring_attention' has no attribute 'Patern'"):
+        ra.Patern  # noqa: B018
+    assert {*ra.__all__} <= {*dir(ra)}
+    for name in ra.__all__:
+        assert getattr(ra, name) is not None
