@@ -12,6 +12,8 @@ from typing import Any
 
 #: Columns of a table where no terminal says how many there are: a file, or a pipe.
 WIDTH_OF_FILES = 120
+#: Cells of a table up to this many columns stand on one line, where the terminal is wide enough for the words of all.
+LONGEST_UNBROKEN = 16
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,32 @@ def print_sheet(sheet: Sheet, console: Any) -> None:
 
     if sheet.title:
         console.print(Text(sheet.title, style="bold"))
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    narrow = [_unbroken(heading, [str(row[i]) for row in sheet.rows]) for i, heading in enumerate(sheet.headings)]
+    fits = sum(narrow) + 2 * len(narrow) <= console.width
     for number, heading in enumerate(sheet.headings):
-        shown.add_column(heading, justify="left" if number < sheet.left else "right", overflow="fold")
+        widest = max((len(str(row[number])) for row in sheet.rows), default=0)
+        shown.add_column(
+            heading,
+            justify="left" if number < sheet.left else "right",
+            overflow="fold",
+            width=narrow[number] if fits and widest <= LONGEST_UNBROKEN else None,
+        )
     for row in sheet.rows:
         shown.add_row(*(Text(str(cell)) for cell in row))
     console.print(shown)
+    console.print()
     for note in sheet.notes:
         console.print(Text(note))
     if sheet.notes:
         console.print()
+
+
+def _unbroken(heading: str, cells: Sequence[str]) -> int:
+    """Columns that a column of a table needs for no word, and no short cell, to be broken."""
+    words = [word for text in (heading, *cells) for word in text.split()]
+    short = [len(cell) for cell in cells if len(cell) <= LONGEST_UNBROKEN]
+    return max((*short, *(min(len(word), LONGEST_UNBROKEN) for word in words)), default=1)
 
 
 @contextmanager
@@ -101,15 +119,6 @@ def short_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} GiB" if size < 1024 else f"{size / 1024:.1f} TiB"
-
-
-def short_flops(flops: float) -> str:
-    """Floating point operations in the unit that suits them."""
-    for unit in ("", "K", "M", "G", "T"):
-        if flops < 1000:
-            return f"{flops:.4g} {unit}FLOP"
-        flops /= 1000
-    return f"{flops:.4g} PFLOP"
 
 
 def short_seconds(seconds: float) -> str:

@@ -87,7 +87,7 @@ def compare_transports(shape: CallShape, lengths: Sequence[int], repeats: int) -
 
 def transport_report(rows: list[dict[str, Any]], world_size: int) -> Sheet:
     """The table, the crossover of each pattern, and how good the automatic choice was."""
-    lines = []
+    lines = ["paired ratio: collective / ring"]
     for name in dict.fromkeys(row["pattern"] for row in rows):
         mine = [row for row in rows if row["pattern"] == name]
         # From this length on the ring is never slower.
@@ -108,7 +108,7 @@ def transport_report(rows: list[dict[str, Any]], world_size: int) -> Sheet:
             "layout",
             "ring ms",
             "collective ms",
-            "paired collective / ring",
+            "paired ratio",
             "auto",
             "auto / better",
         ),

@@ -34,7 +34,6 @@ from ..output import (
     print_sheet,
     short_bytes,
     short_count,
-    short_flops,
     spinner,
     terminal,
 )
@@ -294,6 +293,11 @@ def _print(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerKi
             f"{short_count(layout.seq_len)} tokens over {layout.world_size} ranks: {layout.local_len} each{padding}",
         ),
         ("attention", f"{_layers(step['layers'])}, {shape}, {answer['dtype']}, batch size {answer['batch_size']}"),
+        *(
+            (f"layers, {row['kind']}", layer_numbers(row["layers"]))
+            for row in answer["layer_kinds"]
+            if len(answer["layer_kinds"]) > 1
+        ),
         ("layout", f"{layout.kind}: {answer['layout_reason']}"),
         *(
             (f"transport, {row['kind']}", f"{row['transport']}: {row['transport_reason']}")
@@ -309,48 +313,46 @@ def _print(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerKi
         grid.add_row(Text(name, style="bold"), Text(text))
     console.print(grid)
     console.print()
-    print_sheet(
-        Sheet(
-            "FLOPs of the busiest rank, a layer" + (" and a step of all layers" if step["layers"] > 1 else ""),
-            ("layers", "pattern", "number", "forward", "backward", "all ranks", "busiest / mean", "of exact"),
-            [
-                *(
-                    (row["kind"], row["pattern"], layer_numbers(row["layers"]), *_flop_cells(row))
-                    for row in answer["layer_kinds"]
-                ),
-                *([("a step", "", f"all {step['layers']}", *_flop_cells(step))] if step["layers"] > 1 else []),
-            ],
-            left=3,
-        ),
-        console,
+    several = " and of a step of all layers" if step["layers"] > 1 else ""
+    rows: list[tuple[str, ...]] = [
+        (row["kind"], row["pattern"], str(len(row["layers"])), *_flop_cells(row)) for row in answer["layer_kinds"]
+    ]
+    if step["layers"] > 1:
+        rows.append(("a step", "", str(step["layers"]), *_flop_cells(step)))
+    headings: tuple[str, ...] = (
+        "layers",
+        "pattern",
+        "number",
+        "forward",
+        "backward",
+        "all ranks",
+        "imbalance",
+        "of exact",
     )
-    rows: list[tuple[str, ...]] = []
+    notes = (
+        "forward, backward: of the busiest rank; all ranks: forward; imbalance: busiest / mean; of exact: the share of exact "
+        "attention's FLOPs",
+    )
+    print_sheet(Sheet(f"TFLOP of one layer{several}", headings, rows, notes, left=2), console)
+    rows = []
     for row in answer["layer_kinds"]:
         for name in ("ring", "collective"):
-            mark = " (chosen)" if name == row["transport"] else ""
-            rows.append(
-                (row["kind"], f"{name}{mark}", *(short_bytes(row[f"{name}_bytes"][key]) for key in _BYTE_COLUMNS))
-            )
+            mark = "* " if name == row["transport"] else "  "
+            rows.append((row["kind"], mark + name, *(short_bytes(row[f"{name}_bytes"][key]) for key in _BYTE_COLUMNS)))
     for name in ("chosen", "ring", "collective") if step["layers"] > 1 else ():
-        label = {"chosen": "as chosen"}.get(name, f"all by {name}")
+        label = {"chosen": "* as chosen"}.get(name, f"  {name}")
         rows.append(("a step", label, *(short_bytes(step[f"{name}_bytes"][key]) for key in _BYTE_COLUMNS)))
-    print_sheet(
-        Sheet(
-            "Bytes of the busiest rank, a layer" + (" and a step of all layers" if step["layers"] > 1 else ""),
-            (
-                "layers",
-                "transport",
-                "forward: sent",
-                "received",
-                "backward: sent",
-                "received",
-                "buffers",
-            ),
-            rows,
-            left=2,
-        ),
-        console,
+    headings = (
+        "layers",
+        "transport",
+        "forward sent",
+        "forward received",
+        "backward sent",
+        "backward received",
+        "buffers",
     )
+    notes = ("* what the call takes",)
+    print_sheet(Sheet(f"Bytes of the busiest rank in one layer{several}", headings, rows, notes, left=2), console)
 
 
 def _layers(count: int) -> str:
@@ -359,9 +361,9 @@ def _layers(count: int) -> str:
 
 def _flop_cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
-        short_flops(row["forward_flops"]),
-        short_flops(row["backward_flops"]),
-        short_flops(row["forward_flops_of_all_ranks"]),
+        f"{row['forward_flops'] / 1e12:.4g}",
+        f"{row['backward_flops'] / 1e12:.4g}",
+        f"{row['forward_flops_of_all_ranks'] / 1e12:.4g}",
         f"{row['imbalance']:.3f}",
         f"{row['share_of_exact_flops']:.2%}",
     )
