@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..plan.patterns import Pattern
@@ -12,10 +15,10 @@ from .registration import IMPLEMENTATION
 from .support import check_model
 from .wrappers import unwrapped
 
+Model = TypeVar("Model", bound=nn.Module)
 
-def patch_model(
-    model: PreTrainedModel, pattern: Pattern | str | None = None, ring: Ring | None = None
-) -> PreTrainedModel:
+
+def patch_model(model: Model, pattern: Pattern | str | None = None, ring: Ring | None = None) -> Model:
     """Makes a loaded model compute with "ring_dilated".
 
     Of a model that also sees or hears, the text model is patched. A model that PEFT or torch.compile has wrapped is

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import concatenate, recursively_apply, send_to_device
@@ -78,7 +78,13 @@ class _LoaderPreparer:
         return self.ring.prepare_data_loader(loader)
 
 
-class RingTrainerMixin:
+if TYPE_CHECKING:
+    _Trainer = Trainer  # what the mixin is mixed into
+else:
+    _Trainer = object
+
+
+class RingTrainerMixin(_Trainer):
     """Makes a Trainer shard its sequences over rings: `class RingSFTTrainer(RingTrainerMixin, SFTTrainer)`.
 
     Its model is patched to "ring_dilated" with the pattern of its config. Batches are made by the Trainer's own collator
@@ -104,7 +110,7 @@ class RingTrainerMixin:
     ring: Ring
     _SETTINGS = ("ring_size", "ring_layout", "ring_transport", "loss_tokens_at_once", "offload_activations")
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.ring_settings = {name: kwargs.pop(name) for name in self._SETTINGS if name in kwargs}
         self._shards: Shards | None = None
         self._training_loader: RingDataLoader | None = None
@@ -120,19 +126,19 @@ class RingTrainerMixin:
         for name in ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"):
             setattr(self, name, partial(self._loader_of_ring, getattr(self, name), name == "get_train_dataloader"))
 
-    def ring_setting(self: Any, name: str) -> Any:
+    def ring_setting(self, name: str) -> Any:
         """As given to this Trainer, or by its arguments."""
         default = getattr(RingTrainingArguments, name)
         return self.ring_settings.get(name, getattr(self.args, name, default))
 
-    def _ring_size(self: Any) -> int | None:
+    def _ring_size(self) -> int | None:
         """As given; a process alone need not say it, and of several `Ring.from_accelerator` refuses that."""
         size: int | None = self.ring_setting("ring_size")
         return 1 if size is None and self.accelerator.num_processes == 1 else size
 
-    def create_accelerator_and_postprocess(self: Any) -> None:
+    def create_accelerator_and_postprocess(self) -> None:
         """Also makes the ring, and patches the model."""
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        super().create_accelerator_and_postprocess()
         self.ring = Ring.from_accelerator(
             self.accelerator,
             self._ring_size(),
@@ -142,27 +148,22 @@ class RingTrainerMixin:
         if self.model is not None:
             patch_model(self.model, ring=self.ring)
 
-    def call_model_init(self: Any, trial: Any = None) -> nn.Module:
+    def call_model_init(self, trial: Any = None) -> nn.Module:
         """Also patches the model."""
-        return patch_model(super().call_model_init(trial), ring=self.ring)  # type: ignore[misc]
+        return patch_model(super().call_model_init(trial), ring=self.ring)
 
     # ---- batches
 
-    def _get_dataloader(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's own loader, but prepared by the ring."""
         with self._preparing_by_the_ring():
-            return super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
+            return super()._get_dataloader(*args, **kwargs)
 
-    @contextmanager
-    def _preparing_by_the_ring(self: Any) -> Iterator[None]:
-        accelerator = self.accelerator
-        self.accelerator = _LoaderPreparer(accelerator, self.ring)
-        try:
-            yield
-        finally:
-            self.accelerator = accelerator
+    def _preparing_by_the_ring(self) -> AbstractContextManager[None]:
+        """A context in which Trainer's own methods prepare loaders by the ring."""
+        return _swapped(self, accelerator=_LoaderPreparer(self.accelerator, self.ring))
 
-    def _loader_of_ring(self: Any, getter: Callable[..., Any], training: bool, *args: Any, **kwargs: Any) -> Any:
+    def _loader_of_ring(self, getter: Callable[..., Any], training: bool, *args: Any, **kwargs: Any) -> Any:
         """What a user's `get_..._dataloader` gives, prepared by the ring where it is not.
 
         Trainer's loop gets whole rows, which may have to be skipped first; all others get shards.
@@ -174,13 +175,14 @@ class RingTrainerMixin:
         self._training_loader = loader
         return loader.rows
 
-    def _set_signature_columns_if_needed(self: Any) -> None:
+    def _set_signature_columns_if_needed(self) -> None:
         """Also those columns that this package's collators read, and no model does."""
-        super()._set_signature_columns_if_needed()  # type: ignore[misc]
+        super()._set_signature_columns_if_needed()
         if isinstance(self.data_collator, (PaddingCollator, PackingCollator)):
-            self._signature_columns += [name for name in TOKEN_COLUMNS if name not in self._signature_columns]
+            columns: Any = self._signature_columns
+            columns += [name for name in TOKEN_COLUMNS if name not in columns]
 
-    def get_batch_samples(self: Any, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
         """The shards of the next batches, and how many labels they have on all processes together."""
         if self._shards is None or self._shards.source is not epoch_iterator:
             if self._training_loader is None:
@@ -189,7 +191,7 @@ class RingTrainerMixin:
                     f"subclass, where it may return a torch DataLoader"
                 )
             self._shards = self._training_loader.shards(epoch_iterator)
-        taken = super().get_batch_samples(self._shards, num_batches, device)  # type: ignore[misc]
+        taken = super().get_batch_samples(self._shards, num_batches, device)
         loader = self.accelerator.gradient_state.active_dataloader
         if loader is not None:  # an epoch's last batch is of shards, not rows, of which Accelerate would leave out some
             loader.remainder = -1
@@ -197,11 +199,11 @@ class RingTrainerMixin:
         # A step without any label changes nothing.
         return batches, max(items, 1) if isinstance(items, int) else None if items is None else items.clamp(min=1)
 
-    def get_total_train_batch_size(self: Any, args: Any) -> int:
+    def get_total_train_batch_size(self, args: Any) -> int:
         """Rows of an optimizer step: those of all rings."""
-        return super().get_total_train_batch_size(args) // self.ring.world_size  # type: ignore[misc]
+        return super().get_total_train_batch_size(args) // self.ring.world_size
 
-    def _track_num_input_tokens(self: Any, inputs: dict[str, Any]) -> None:
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """Counts tokens, without what fills a row up to its layout."""
         if self.args.include_num_input_tokens_seen == "no":
             return
@@ -212,7 +214,7 @@ class RingTrainerMixin:
     # ---- losses
 
     def compute_loss(
-        self: Any,
+        self,
         model: nn.Module,
         inputs: dict[str, Any],
         return_outputs: bool = False,
@@ -223,23 +225,23 @@ class RingTrainerMixin:
         by_logits = return_outputs or self.label_smoother is not None or self.compute_loss_func is not None
         at_once = 0 if by_logits else self.ring_setting("loss_tokens_at_once")
         with sliced_loss(model, at_once) if at_once else nullcontext():
-            return super().compute_loss(  # type: ignore[misc]
+            return super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
 
-    def compute_loss_context_manager(self: Any) -> ExitStack:
+    def compute_loss_context_manager(self) -> ExitStack:
         """Trainer's, and where it is asked for the offloading of activations."""
-        stack: ExitStack = super().compute_loss_context_manager()  # type: ignore[misc]
+        stack: ExitStack = super().compute_loss_context_manager()
         if self.ring_setting("offload_activations"):
             stack.enter_context(save_on_cpu(pin_memory=self.args.device.type != "cpu"))
         return stack
 
-    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's; where communication fails, the error names the processes that are gone."""
         self._in_training_loop = True
         try:
             with naming_lost_processes():
-                return super().train(*args, **kwargs)  # type: ignore[misc]
+                return super().train(*args, **kwargs)
         finally:
             self._in_training_loop = False
             self._shards = None  # with the loader's workers, where the last epoch was not read to its end
@@ -248,7 +250,7 @@ class RingTrainerMixin:
     # ---- evaluation
 
     def prediction_step(
-        self: Any,
+        self,
         model: nn.Module,
         inputs: dict[str, Any],
         prediction_loss_only: bool,
@@ -282,9 +284,10 @@ class RingTrainerMixin:
         logits, labels = recursively_apply(lambda x: self._whole_rows(x)[rows], (logits, labels))
         return loss, logits, labels
 
-    def _preprocessed(self: Any, logits: Tensor, labels: Tensor) -> Any:
+    def _preprocessed(self, logits: Tensor, labels: Tensor) -> Any:
         """What the user's function makes of a shard; at first it must show that it makes each token's from that token."""
-        preprocess, sharded = self._shard_preprocess, self.ring.world_size > 1
+        preprocess: Any = self._shard_preprocess
+        sharded = self.ring.world_size > 1
         if not sharded or self._preprocess_checked:
             return preprocess(logits, labels)
         error, half = None, labels.shape[1] // 2
@@ -307,36 +310,36 @@ class RingTrainerMixin:
         self._preprocess_checked = True
         return made
 
-    def _whole_rows(self: Any, shards: Tensor) -> Tensor:
+    def _whole_rows(self, shards: Tensor) -> Tensor:
         if self.ring.world_size == 1:
             return shards.detach()
         layout, _ = layout_of_rows(self.ring, shards.shape[1] * self.ring.world_size)
         whole: Tensor = self.ring.unshard(shards.detach(), layout)
         return whole
 
-    def _gather_rows(self: Any, x: Any) -> Any:
+    def _gather_rows(self, x: Any) -> Any:
         """What each ring has, one after the other; all ranks of a ring have the same."""
         told = self.ring.agree_everywhere({}, tell=send_to_device(x, "cpu") if self.ring.rank == 0 else None)
         return concatenate([rows for rows in told if rows is not None])
 
-    def log(self: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Trainer's, but for an evaluation's steps per second, which it counts as if each process read rows of its own."""
         self._leave_out_steps(logs)
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+        super().log(logs, *args, **kwargs)
 
-    def predict(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, of data with labels; but for its steps per second, see `log`."""
-        output = super().predict(*args, **kwargs)  # type: ignore[misc]
+        output = super().predict(*args, **kwargs)
         self._leave_out_steps(output.metrics)
         return output
 
-    def _leave_out_steps(self: Any, figures: dict[str, Any]) -> None:
-        if self.ring.world_size > 1:
+    def _leave_out_steps(self, figures: dict[str, Any] | None) -> None:
+        if figures is not None and self.ring.world_size > 1:
             for name in [x for x in figures if x.endswith("_steps_per_second") and not x.startswith("train_")]:
                 del figures[name]
 
     def evaluation_loop(
-        self: Any,
+        self,
         dataloader: DataLoader | RingDataLoader,
         description: str,
         prediction_loss_only: bool | None = None,
@@ -346,27 +349,38 @@ class RingTrainerMixin:
         """Trainer's; its loss is the sum over all tokens divided by their number, however short the last batch is."""
         dataloader = self.ring.prepare_data_loader(dataloader)
         self._nll, self._scored = torch.zeros((), dtype=torch.float64, device=self.args.device), 0
-        self._shard_preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
         self._preprocess_checked = False
         self.gather_function = self._gather_rows  # which Trainer puts back
-        try:
-            with naming_lost_processes():
-                output = super().evaluation_loop(  # type: ignore[misc]
-                    dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-                )
-                nll, tokens = float(self.accelerator.gather(self._nll).sum()), int(self._scored)
-        finally:
-            self._shard_preprocess, self.preprocess_logits_for_metrics = None, self._shard_preprocess
+        own = self.preprocess_logits_for_metrics
+        with _swapped(self, preprocess_logits_for_metrics=None, _shard_preprocess=own), naming_lost_processes():
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+            nll, tokens = float(self.accelerator.gather(self._nll).sum()), int(self._scored)
         if tokens == 0:
             raise ValueError(f"{description}: no token has a label: every label is -100")
         loss = nll / tokens
-        output.metrics[f"{metric_key_prefix}_loss"] = loss
-        output.metrics[f"{metric_key_prefix}_perplexity"] = math.exp(loss) if loss < 700 else math.inf
-        output.metrics[f"{metric_key_prefix}_tokens"] = tokens
+        metrics: Any = output.metrics
+        metrics[f"{metric_key_prefix}_loss"] = loss
+        metrics[f"{metric_key_prefix}_perplexity"] = math.exp(loss) if loss < 700 else math.inf
+        metrics[f"{metric_key_prefix}_tokens"] = tokens
         return output
 
 
-class RingTrainer(RingTrainerMixin, Trainer):  # type: ignore[misc]
+@contextmanager
+def _swapped(owner: Any, **values: Any) -> Iterator[None]:
+    """Gives attributes other values for the time of a call."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+class RingTrainer(RingTrainerMixin, Trainer):
     """Transformers' Trainer with sequences sharded over rings of `args.ring_size` processes; see `RingTrainerMixin`."""
 
     def __init__(self, model: Any = None, args: RingTrainingArguments | None = None, **kwargs: Any) -> None:
