@@ -296,14 +296,11 @@ def test_finetune_takes_the_same_steps_on_two_processes(folder, bounds, tmp_path
     )
 
 
-@pytest.mark.parametrize(
-    ("recipe", "option", "output"),
-    [("finetune.py", "--ring-size", "--output"), ("finetune_trainer.py", "--ring_size", "--output_dir")],
-)
-def test_several_processes_must_be_told_their_ring(recipe, option, output, folder, tmp_path):
-    said = refused(recipe, "--model", folder / "model", output, tmp_path / "run", launcher="torchrun")
-    assert f"2 processes were started, and {option} is not given. {option} 1: data parallel" in said
-    assert f"{option} 2: one ring, each sequence over all processes" in said
+def test_several_processes_must_be_told_their_ring(folder, tmp_path):
+    """A Trainer's are in tests/training/test_set_up.py."""
+    said = refused("finetune.py", "--model", folder / "model", "--output", tmp_path / "run", launcher="torchrun")
+    assert "2 processes were started, and --ring-size is not given. --ring-size 1: data parallel" in said
+    assert "--ring-size 2: one ring, each sequence over all processes" in said
     assert not (tmp_path / "run").exists()
 
 
