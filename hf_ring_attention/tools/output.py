@@ -44,18 +44,22 @@ def print_sheet(sheet: Sheet, console: Any) -> None:
     if sheet.title:
         console.print(Text(sheet.title, style="bold"))
     shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    narrow = [_unbroken(heading, [str(row[i]) for row in sheet.rows]) for i, heading in enumerate(sheet.headings)]
-    fits = sum(narrow) + 2 * len(narrow) <= console.width
-    for number, heading in enumerate(sheet.headings):
-        widest = max((len(str(row[number])) for row in sheet.rows), default=0)
+    cells = [[str(row[i]) for row in sheet.rows] for i in range(len(sheet.headings))]
+    narrow = [_unbroken(heading, column) for heading, column in zip(sheet.headings, cells)]
+    wide = [max(map(len, (heading, *column))) for heading, column in zip(sheet.headings, cells)]
+    seams = 2 * len(narrow)
+    # Where not all stands on one line, headings are broken first, and words only where nothing else helps.
+    broken = sum(wide) + seams > console.width >= sum(narrow) + seams
+    for number, (heading, column) in enumerate(zip(sheet.headings, cells)):
+        short = max(map(len, column), default=0) <= LONGEST_UNBROKEN
         shown.add_column(
             heading,
             justify="left" if number < sheet.left else "right",
             overflow="fold",
-            width=narrow[number] if fits and widest <= LONGEST_UNBROKEN else None,
+            width=narrow[number] if broken and short else None,
         )
-    for row in sheet.rows:
-        shown.add_row(*(Text(str(cell)) for cell in row))
+    for row in zip(*cells):
+        shown.add_row(*map(Text, row))
     console.print(shown)
     console.print()
     for note in sheet.notes:
