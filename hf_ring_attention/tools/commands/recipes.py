@@ -31,7 +31,7 @@ def recipe_files() -> dict[str, Path]:
         raise FileNotFoundError(
             f"there are no recipes in {' or '.join(map(str, RECIPE_FOLDERS))}: install the package again"
         )
-    kinds = (".py", ".yaml", ".txt", ".md")
+    kinds = (".py", ".yaml", ".txt", ".md", ".png")
     files = sorted(path for path in folder.rglob("*") if path.suffix in kinds and path.is_file())
     return {path.relative_to(folder).as_posix(): path for path in files}
 
