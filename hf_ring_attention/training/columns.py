@@ -1,4 +1,4 @@
-"""TODO: docstring."""
+"""The columns of one document, as a data set has them: read, checked, and cut to what is no padding."""
 
 from __future__ import annotations
 
