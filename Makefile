@@ -16,10 +16,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install
 demo: $(READY)
 	$(BIN)/python recipes/demo.py
 
-# Two workers: most tests are the work of one thread. Files stay whole, since their tests share launches of processes, and in
-# order, or those with few and long tests would come last.
+# Three workers for two cores: most tests are the work of one thread, and some wait for processes that begin or end. Files
+# stay whole, since their tests share launches of processes, and in order, or those with few and long tests would come last.
 test: $(READY_TO_TEST)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(READY_TO_TEST)
 	$(BIN)/python -m pytest -m slow
