@@ -26,8 +26,10 @@ from .support.ranks import TIMEOUT
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = sorted(path for folder in ("", "hf_ring_attention", "recipes", "tests") for path in (ROOT / folder).rglob("*.md")
-               if not {".venv", "demo", "runs"} & {*path.relative_to(ROOT).parts})  # fmt: skip
+PAGES = [
+    README,
+    *(page for folder in ("hf_ring_attention", "recipes", "tests") for page in sorted((ROOT / folder).rglob("*.md"))),
+]
 LONGEST = 1600
 #: Where a link may lead outside: public pages of projects and papers.
 HOSTS = {"github.com", "huggingface.co", "arxiv.org"}
