@@ -89,7 +89,7 @@ def ring_dilated_mask(
 
     Raises:
         ValueError: a mask that only a square could express.
-        NotImplementedError: a model that `gate.check_config` refuses.
+        NotImplementedError: a model that `support.check_config` refuses.
     """
     check_not_traced()
     if config is not None:

@@ -32,9 +32,10 @@ def set_ring(module: nn.Module, ring: Ring | None) -> None:
 
 
 def serve(ring: Ring | None, model: PreTrainedModel) -> None:
-    """Makes this the ring that divides the model's rows, and no other one; None for a model whose rows stay whole."""
-    for models in _MODELS.values():
-        models.discard(model)
+    """Makes this the ring that divides the model's rows in place of the attached one; None for rows that stay whole."""
+    before = attached_ring(model)
+    if before is not None and before in _MODELS:
+        _MODELS[before].discard(model)
     if ring is not None:
         _MODELS.setdefault(ring, weakref.WeakSet()).add(model)
 
@@ -64,7 +65,7 @@ def layout_of_rows(ring: Ring, seq_len: int, pattern: Pattern | str | None = Non
         for model in models_of(ring)
     }
     if pattern is not None:
-        chosen = as_pattern(pattern, "pattern")
+        chosen = as_pattern(pattern, "the pattern of rows")
         rules = {(chosen, first) for _, first in rules} or {(chosen, 0)}
     if not rules and (ring.layout != "auto" or ring.world_size == 1):
         rules = {(Pattern.exact(), 0)}

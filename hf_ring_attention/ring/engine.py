@@ -17,7 +17,7 @@ from ..transport.transports import BackwardStep, ForwardStep, Transport
 class RingAttention(torch.autograd.Function):
     """q [B, H, n, D], k [B, Hkv, n, D], v [B, Hkv, n, Dv] of this rank -> out [B, H, n, Dv], lse [B, H, n].
 
-    `sinks`, [H] or None, are logits of a column of value 0 in every softmax (`blocks.add_sinks`).
+    `sinks`, [H] or None, are logits of a column of value 0 in every softmax (`merge.add_sinks`).
     Saves q, k, v, out and lse only. The backward of a tile with the merged out and lse is its exact share of the
     gradient, so tiles are visited once more and nothing of the forward pass is kept for them. lse has no gradient.
     `before_backward` is called first in backward, where it compares the ranks' calls; None for one rank.

@@ -148,6 +148,7 @@ class Ring:
         return choose_transport(problem, sizes)
 
     def transport_for(self, problem: Problem, sizes: RowBytes, device: torch.device) -> Transport:
+        """What moves the rows of a call, by the choice of `decide`, with the call's row numbers on the device."""
         with _PLANNING:
             decision = self.decide(problem, sizes)
             bind: Any = {"local": bind_own, "collective": bind_collective, "ring": bind_ring}[decision.choice]
@@ -200,6 +201,7 @@ class Ring:
         return prepare_data_loader(loader, self, pattern)
 
     def check_layout(self, layout: SequenceLayout) -> None:
+        """Raises ValueError for what is no layout, or one for another number of ranks."""
         if not isinstance(layout, SequenceLayout):
             raise ValueError(f"layout must be a SequenceLayout, such as ring.layout_for gives, got {layout!r}")
         if layout.world_size != self.world_size:
