@@ -10,7 +10,7 @@ from transformers import (
 )
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.rings import attached_ring, models_of
+from hf_ring_attention.hf.rings import attached_ring
 from tests.support.neighbours import (
     DYNAMIC_ROPE,
     ENCODER,
@@ -132,12 +132,3 @@ def test_saved_and_loaded(tmp_path, ring):
         other = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=implementation).eval()
         assert other.config._attn_implementation == implementation
         assert distance(logits_of(other, *rows), exact) <= LOGITS
-
-
-def test_a_model_is_divided_by_the_ring_it_was_patched_with_last():
-    model, rings = tiny_model("llama", "eager"), [ra.Ring.alone() for _ in range(2)]
-    for ring in rings:
-        ra.patch_model(model, ring=ring)
-        assert [models_of(other) for other in rings] == [[model] if other is ring else [] for other in rings]
-    ra.patch_model(model)
-    assert [models_of(ring) for ring in rings] == [[], []]

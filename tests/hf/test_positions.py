@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.rings import layout_of_rows
+from hf_ring_attention.hf.rings import layout_of_rows, models_of
 from tests.support.probe import distance
 from tests.support.ranks import run_simulated
 from tests.support.tiny_models import POSITIONS, VOCAB, tiny_model
@@ -181,3 +181,12 @@ def test_a_row_beyond_the_table_of_positions_is_refused_on_every_rank(model_type
                 model(ring.shard(row, layout), position_ids=positions, use_cache=False)
 
     run_simulated(work, 2, layout="contiguous")
+
+
+def test_a_model_is_divided_by_the_ring_it_was_patched_with_last():
+    model, rings = tiny_model("llama", "eager"), [ra.Ring.alone() for _ in range(2)]
+    for ring in rings:
+        ra.patch_model(model, ring=ring)
+        assert [models_of(other) for other in rings] == [[model] if other is ring else [] for other in rings]
+    ra.patch_model(model)
+    assert [models_of(ring) for ring in rings] == [[], []]
