@@ -1,4 +1,4 @@
-"""Collators of tokenized documents: a row each, padded; or several packed into a row, none of which sees another."""
+"""Collators of tokenized documents: one pads each to a row, the other packs several into a row, unseen by each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from .columns import Document, is_integer, read_all, read_document
 from .shards import IGNORED, fill_of
 
-#: What becomes of documents longer than a row; the name and three of the words are axolotl's.
+#: The treatment of documents longer than a row; the name and three of the words are axolotl's.
 Strategy = Literal["raise", "truncate", "split", "drop"]
 
 _STRATEGIES = ("raise", "truncate", "split", "drop")
@@ -24,28 +24,37 @@ class PaddingCollator:
     """Makes a row of each document, padded to the longest, or to `row_length`.
 
     Args:
-        pad_token_id: what padding is; it is never seen, nor learned from.
-        row_length: tokens of a row; None for those of the longest document.
+        pad_token_id: the token that fills rows up; it is never seen, nor learned from.
+        row_length: tokens of a row; None for the length of the batch's longest document.
         padding_side: "right" or "left".
-        excess_length_strategy: what becomes of a document longer than `row_length`. "raise" refuses it, when a loader is
-            prepared where the dataset tells its lengths (a list, a `datasets.Dataset`; see `Ring.prepare_data_loader`).
-            "truncate" keeps its first tokens. "split" makes documents of its pieces: each counts its positions from 0,
-            and nothing predicts its first token. "drop" leaves it out; a batch of which nothing is left is padding.
+        excess_length_strategy: the treatment of a document longer than `row_length`. "raise" refuses it, as early as a
+            loader is prepared if the dataset tells its lengths (a list, a `datasets.Dataset`; see
+            `Ring.prepare_data_loader`). "truncate" keeps its first tokens. "split" makes documents of its pieces: each
+            counts its positions from 0, and nothing predicts its first token. "drop" leaves it out; a batch whose
+            documents are all left out is a row of padding.
 
     A document is a mapping of columns, lists or arrays with a value for each token:
 
-    - input_ids.
-    - labels, where they differ from these; -100 is not learned. Labels of tokens that equal `pad_token_id`, such as an
-      end token, are kept.
-    - attention_mask, 0 for padding at its ends, which is cut off.
-    - completion_mask and assistant_masks, 0 for tokens that are not learned, as TRL makes them.
-    - position_ids, where they do not count the tokens from 0.
-    - seq_lengths (TRL's packing), seq_idx, or position_ids that restart: a row that was packed before, of several
-      documents.
-    - others, such as weights, token_type_ids or special_tokens_mask: they are columns of the batch, [B, n, ...].
+    - input_ids: the tokens.
+    - labels: needed where they differ from input_ids; a token with label -100 is not learned. Labels that equal
+      `pad_token_id`, such as an end token, are kept.
+    - attention_mask: 0 for padding at the ends, which is cut off.
+    - completion_mask and assistant_masks: 0 for tokens that are not learned, as TRL makes them.
+    - position_ids: needed where they do not count the tokens from 0.
+    - seq_lengths (TRL's packing), seq_idx, or position_ids that restart: they mark the documents of a row that was
+      packed before.
+    - others, such as weights, token_type_ids or special_tokens_mask: they become columns of the batch, [B, n, ...].
 
-    What is not of tokens, such as a text, a number, or what a tokenizer tells of a text (length), is left out; but a
-    list of numbers, fewer or more than the tokens, is refused, since it may be a column of tokens that went wrong.
+    Columns that are not of tokens, such as a text, a number, or a tokenizer's `length` of a text, are left out. A list of
+    numbers that is shorter or longer than the tokens is refused, since it may be a column of tokens that went wrong.
+
+    Example:
+        >>> collate = ra.PaddingCollator(row_length=4)
+        >>> batch = collate([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [-100, 9]}])
+        >>> batch["input_ids"].tolist()
+        [[5, 6, 7, 0], [8, 9, 0, 0]]
+        >>> batch["labels"].tolist()
+        [[5, 6, 7, -100], [-100, 9, -100, -100]]
     """
 
     pad_token_id: int = 0
@@ -60,21 +69,24 @@ class PaddingCollator:
         _check_settings(self)
 
     def __call__(self, documents: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """[B, n] input_ids, attention_mask and labels of B documents, and what they have besides.
+        """Returns input_ids, attention_mask and labels [B, n] of B documents, and their other columns of tokens.
 
-        Several documents in a row are told by position_ids that restart and by seq_idx, the number of each token's
-        document in its row (-1 for padding).
+        A row of several documents also has position_ids, which restart with each document, and seq_idx, the number of
+        each token's document in its row (-1 for padding).
 
         Raises:
-            ValueError: a document longer than a row, or without tokens; a column that is not as the others.
+            ValueError: a document longer than a row or without tokens, a column that is not as long as its tokens, or
+                documents whose columns differ.
         """
-        read = read_all(documents, type(self).__name__)
-        fitting = _as_short_as_rows(read, self.row_length, self.excess_length_strategy)
+        uncut = read_all(documents, type(self).__name__)
+        fitting = _as_short_as_rows(uncut, self.row_length, self.excess_length_strategy)
         length = self.row_length or max(map(len, fitting))
         rows = [[(length - len(x) if self.padding_side == "left" else 0, x)] for x in fitting] or [[]]
-        several = any(len(x.lengths) > 1 for x in read)
-        own = any("position_ids" in x.columns for x in read)
-        return _batch(rows, length, self.pad_token_id, _carried(read), positions=several or own, numbers=several)
+        several = any(len(x.lengths) > 1 for x in uncut)
+        own_positions = any("position_ids" in x.columns for x in uncut)
+        return _batch(
+            rows, length, self.pad_token_id, _other_columns(uncut), positions=several or own_positions, numbers=several
+        )
 
 
 @dataclass(frozen=True)
@@ -86,11 +98,19 @@ class PackingCollator:
 
     Args:
         row_length: tokens of a row; None for a single row as long as all documents together.
-        pad_token_id: what fills the end of a row.
-        excess_length_strategy: see `PaddingCollator`; "split" packs pieces as documents.
+        pad_token_id: the token that fills the end of a row.
+        excess_length_strategy: as in `PaddingCollator`; "split" packs the pieces as documents.
 
-    Documents are those of `PaddingCollator`. Their borders are told by position_ids that restart and by seq_idx, the
-    number of each token's document in its row.
+    Documents are mappings as for `PaddingCollator`. A batch marks their borders by position_ids, which restart with each
+    document, and by seq_idx, the number of each token's document in its row.
+
+    Example:
+        >>> documents = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6, 7, 8]}]
+        >>> batch = ra.PackingCollator(row_length=6)(documents)
+        >>> batch["input_ids"].tolist()
+        [[1, 2, 3, 4, 5, 0], [6, 7, 8, 0, 0, 0]]
+        >>> batch["position_ids"].tolist()
+        [[0, 1, 2, 0, 1, 0], [0, 1, 2, 0, 0, 0]]
     """
 
     row_length: int | None = None
@@ -102,24 +122,25 @@ class PackingCollator:
         _check_settings(self)
 
     def __call__(self, documents: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """[rows, n] input_ids, attention_mask, labels, position_ids and seq_idx (-1 for padding), and what they have besides.
+        """Returns input_ids, attention_mask, labels, position_ids and seq_idx [rows, n], and other columns of tokens.
 
         Raises:
-            ValueError: a document longer than a row, or without tokens; a column that is not as the others.
+            ValueError: a document longer than a row or without tokens, a column that is not as long as its tokens, or
+                documents whose columns differ.
         """
-        read = read_all(documents, type(self).__name__)
-        fitting = _as_short_as_rows(read, self.row_length, self.excess_length_strategy)
+        uncut = read_all(documents, type(self).__name__)
+        fitting = _as_short_as_rows(uncut, self.row_length, self.excess_length_strategy)
         length = self.row_length or sum(map(len, fitting))
         rows: list[list[tuple[int, Document]]] = [[]]
-        taken = [0]
+        stops = [0]  # how far each row is filled
         for document in fitting:
-            row = next((row for row, stop in enumerate(taken) if stop + len(document) <= length), len(taken))
-            if row == len(taken):
+            row = next((row for row, stop in enumerate(stops) if stop + len(document) <= length), len(stops))
+            if row == len(stops):
                 rows.append([])
-                taken.append(0)
-            rows[row].append((taken[row], document))
-            taken[row] += len(document)
-        return _batch(rows, length, self.pad_token_id, _carried(read), positions=True, numbers=True)
+                stops.append(0)
+            rows[row].append((stops[row], document))
+            stops[row] += len(document)
+        return _batch(rows, length, self.pad_token_id, _other_columns(uncut), positions=True, numbers=True)
 
 
 def _check_settings(collator: PaddingCollator | PackingCollator) -> None:
@@ -135,14 +156,16 @@ def _check_settings(collator: PaddingCollator | PackingCollator) -> None:
     if strategy not in _STRATEGIES:
         raise ValueError(f"{name}: excess_length_strategy must be one of {_STRATEGIES}, got {strategy!r}")
     if row_length is None and strategy != "raise":
-        raise ValueError(f"{name}: excess_length_strategy={strategy!r} needs a row_length, without which all fits")
+        raise ValueError(
+            f"{name}: excess_length_strategy={strategy!r} needs a row_length: without one, no document is too long"
+        )
 
 
 # ---- making rows
 
 
 def _as_short_as_rows(documents: list[Document], row_length: int | None, strategy: Strategy) -> list[Document]:
-    """Documents that fit into a row."""
+    """Returns documents that fit into a row, made from longer ones by the strategy."""
     fitting = []
     for number, document in enumerate(documents):
         if row_length is None or len(document) <= row_length:
@@ -155,16 +178,16 @@ def _as_short_as_rows(documents: list[Document], row_length: int | None, strateg
             first = document.cut(0, row_length)
             if bool((first.columns["labels"] == IGNORED).all()) and bool((document.columns["labels"] != IGNORED).any()):
                 warnings.warn(
-                    "documents that were truncated to the length of a row have nothing to learn in what is left: their "
-                    "labels come later; make rows longer, or leave such documents out",
+                    "documents that were truncated to the length of a row have nothing to learn: all their labels stood "
+                    "behind the cut; make rows longer, or leave such documents out",
                     stacklevel=2,
                 )
             fitting.append(first)
         elif strategy == "split":
             if "position_ids" in document.columns:
                 raise ValueError(
-                    f"document {number} has {len(document)} tokens with position_ids of its own, and pieces of {row_length} "
-                    f"tokens would count from 0: make rows longer, or truncate or drop such documents"
+                    f"document {number} has {len(document)} tokens with position_ids of its own, and a row has {row_length}: "
+                    f"pieces would count from 0: make rows longer, or truncate or drop such documents"
                 )
             fitting += [
                 document.cut(x, min(x + row_length, len(document))) for x in range(0, len(document), row_length)
@@ -173,40 +196,42 @@ def _as_short_as_rows(documents: list[Document], row_length: int | None, strateg
 
 
 def is_longer(document: Any, collator: PaddingCollator | PackingCollator) -> bool:
-    """Whether a document, without its padding, is longer than a row."""
+    """Returns whether a document, without its padding, is longer than a row of the collator."""
     return (
         collator.row_length is not None
         and len(read_document(document, "a document of the dataset")) > collator.row_length
     )
 
 
-#: What can be done about a document that is longer than a row.
+#: The remedies for a document that is longer than a row.
 REMEDY = (
     "make rows longer, or choose the collator's excess_length_strategy: 'truncate' keeps the first tokens, 'split' makes "
     "several documents, 'drop' leaves it out"
 )
 
 
-def _carried(documents: list[Document]) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Type and shape, per token, of the columns that all documents have besides those of every batch.
+def _other_columns(documents: list[Document]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Returns type and shape, per token, of the columns that all documents have besides the collators' own.
 
     Raises:
-        ValueError: documents that differ in them.
+        ValueError: documents with different columns, or columns of different shapes.
     """
-    own = ("input_ids", "labels", "position_ids")
-    kinds = {name: (x.dtype, x.shape[1:]) for name, x in documents[0].columns.items() if name not in own}
+    collators_own = ("input_ids", "labels", "position_ids")
+    kinds = {name: (x.dtype, x.shape[1:]) for name, x in documents[0].columns.items() if name not in collators_own}
     for number, document in enumerate(documents):
-        names = document.columns.keys() - {*own}
+        names = document.columns.keys() - {*collators_own}
         if names != kinds.keys():
             name = min(names ^ kinds.keys())
-            which = (f"document {number}", "document 0") if name in kinds else ("document 0", f"document {number}")
-            raise ValueError(f"{which[0]} of a batch has no {name}, which {which[1]} has: all need the same columns")
+            without, other = (number, 0) if name in kinds else (0, number)
+            raise ValueError(
+                f"document {without} of a batch has no {name}, which document {other} has: all need the same columns"
+            )
         for name, (dtype, shape) in kinds.items():
             x = document.columns[name]
             if x.shape[1:] != shape:
                 raise ValueError(
-                    f"document {number} of a batch has {name} of {tuple(x.shape[1:])} for each token, document 0 of "
-                    f"{tuple(shape)}"
+                    f"document {number} of a batch has {name} of shape {tuple(x.shape[1:])} for each token, and document 0 "
+                    f"of shape {tuple(shape)}: all need the same shape"
                 )
             kinds[name] = torch.promote_types(dtype, x.dtype), shape
     return kinds
@@ -216,19 +241,19 @@ def _batch(
     rows: list[list[tuple[int, Document]]],
     length: int,
     pad_token_id: int,
-    carried: dict[str, tuple[torch.dtype, torch.Size]],
+    other_columns: dict[str, tuple[torch.dtype, torch.Size]],
     *,
     positions: bool,
     numbers: bool,
 ) -> dict[str, Tensor]:
-    """Rows of (start, document)."""
+    """Returns a batch of rows, each of which is a list of (start, document)."""
     shape = (len(rows), length)
     batch = {
         "input_ids": torch.full(shape, int(pad_token_id)),
         "attention_mask": torch.zeros(shape, dtype=torch.int64),
         "labels": torch.full(shape, IGNORED),
     }
-    for name, (dtype, trailing) in carried.items():
+    for name, (dtype, trailing) in other_columns.items():
         batch[name] = torch.full((*shape, *trailing), fill_of(name, dtype), dtype=dtype)
     if positions:
         batch["position_ids"] = torch.zeros(shape, dtype=torch.int64)
