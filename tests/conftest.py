@@ -39,6 +39,21 @@ def fresh_inputs(request):
     torch.manual_seed(generator.randrange(2**63))
 
 
+@pytest.fixture
+def rng():
+    """A generator of its own for a test's inputs, from the seed of the run."""
+    return random.Random(random.random())
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Processes that stay, for functions that leave nothing behind: `ranks.run(function, world_size, *args)`."""
+    from tests.support.ranks import RankPool
+
+    with RankPool() as pool:
+        yield pool
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter):
     if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):

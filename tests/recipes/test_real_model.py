@@ -83,7 +83,7 @@ def test_two_processes_equal_one(real, tmp_path):
     model, ids = real
     patterns = {"exact": ra.Pattern.exact(), "pyramid:32,3": ra.Pattern.pyramid(32, levels=3)}
     file = tmp_path / "two.json"
-    run("perplexity.py", "--tokens", 384, "--patterns", *patterns, "--json", file, launcher="torchrun")
+    run("perplexity.py", "--tokens", 384, "--patterns", *patterns, "--json", file, processes=2)
     for row in json.loads(file.read_text())["figures"]:
         ra.patch_model(model, patterns[row["pattern"]])
         other = nudge_(copy.deepcopy(model))

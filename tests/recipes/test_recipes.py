@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import hf_ring_attention  # noqa: F401  (a model that a recipe saved asks for "ring_dilated")
 from tests.support.as_gpus import NO_DEEPSPEED
+from tests.support.programs import run_program
 from tests.support.tolerance import allowed, distance, nudge_
 from tests.support.training import assert_equal_runs, differences
 
@@ -72,12 +73,15 @@ for plugin in ("fsdp2", "zero3"):
     LAUNCHERS[plugin] = [*ACCELERATE, "--config_file", str(file), "--mixed_precision", "no", str(AS_GPUS)]
 
 
-def launch(recipe, *arguments, launcher=None, timeout=1200, path=None):
-    """What became of a recipe, on one process or on two; a folder of modules for it comes before others."""
+def launch(recipe, *arguments, launcher=None, processes=1, timeout=1200, path=None):
+    """What became of a recipe, from a launcher or from none; a folder of modules for it comes before others."""
     environment = dict(os.environ, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     if path is not None:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, *LAUNCHERS.get(launcher, []), str(RECIPES / recipe), *map(str, arguments)]
+    if launcher is None:
+        options = {"processes": processes, "environment": environment, "timeout": timeout}
+        return run_program(RECIPES / recipe, *arguments, **options)
+    command = [sys.executable, *LAUNCHERS[launcher], str(RECIPES / recipe), *map(str, arguments)]
     return subprocess.run(command, env=environment, timeout=timeout, capture_output=True, text=True)
 
 
@@ -110,13 +114,9 @@ def test_perplexity_is_the_same_from_two_processes(folder, nudged, tmp_path):
     options = ["--text", folder / "text.txt", "--tokens", 515]
     options += ["--patterns", "exact", "pyramid:32,3,2", "longnet:64/1,256/4"]
     figures = {}
-    for name, model, processes, launcher in (
-        (1, folder, 1, None),
-        (2, folder, 2, "torchrun"),
-        ("nudged", nudged, 1, None),
-    ):
+    for name, model, processes in ((1, folder, 1), (2, folder, 2), ("nudged", nudged, 1)):
         file = tmp_path / f"{name}.json"
-        out = run("perplexity.py", *options, "--model", model / "model", "--json", file, launcher=launcher)
+        out = run("perplexity.py", *options, "--model", model / "model", "--json", file, processes=processes)
         assert f"{processes} process(es)" in out
         figures[name] = json.loads(file.read_text())
     assert figures[2]["world_size"] == 2
@@ -285,7 +285,7 @@ def test_finetune_takes_the_same_steps_on_two_processes(folder, bounds, tmp_path
     assert_same_steps(tmp_path, folder, bounds)
     # The checkpoint is that of the third step.
     assert [path.name for path in tmp_path.glob("checkpoint*")] == ["checkpoint-3"]
-    _, out = finetune(folder, tmp_path, "--ring-size", 2, "--resume", launcher="accelerate")
+    _, out = finetune(folder, tmp_path, "--ring-size", 2, "--resume", processes=2)
     assert "going on after step 3" in out and "loss.png" not in out
     assert_same_steps(tmp_path, folder, bounds)
     # One ring of one process is one ring too, but goes on with nothing else than the run had.
@@ -298,7 +298,7 @@ def test_finetune_takes_the_same_steps_on_two_processes(folder, bounds, tmp_path
 
 def test_several_processes_must_be_told_their_ring(folder, tmp_path):
     """A Trainer's are in tests/training/test_set_up.py."""
-    said = refused("finetune.py", "--model", folder / "model", "--output", tmp_path / "run", launcher="torchrun")
+    said = refused("finetune.py", "--model", folder / "model", "--output", tmp_path / "run", processes=2)
     assert "2 processes were started, and --ring-size is not given. --ring-size 1: data parallel" in said
     assert "--ring-size 2: one ring, each sequence over all processes" in said
     assert not (tmp_path / "run").exists()

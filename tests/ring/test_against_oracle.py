@@ -1,7 +1,7 @@
 """Outputs, log-sum-exps and all gradients equal the dense oracle: random patterns, lengths, heads, documents, layouts."""
 
 import itertools
-import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from hf_ring_attention.compute.reference import multiplicity_matrix, reference_a
 from hf_ring_attention.plan import routes
 from hf_ring_attention.plan.problem import Problem, RingSettings
 from tests.support.cases import EXACT_ATTENTION, check_random_cases, compare, random_case
-from tests.support.ranks import run_ranks, run_simulated
+from tests.support.ranks import run_simulated
 from tests.support.tolerance import largest
 
 DTYPES = (torch.float64, torch.float32)
@@ -29,20 +29,16 @@ SETTINGS = {False: RingSettings(), True: RingSettings(rows_of_a_head_group=1, la
 RINGS = (((0, 1), 16), ((2, 3, 4), 12), ((0, 5, 6, 7), 9), (tuple(range(8)), 2))
 
 
-def fresh_seed():
-    return random.randrange(2**32)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_local(dtype):
-    check_random_cases(ra.Ring(), seed=fresh_seed(), count=300, dtype=dtype)
+def test_local(dtype, rng):
+    check_random_cases(ra.Ring(), seed=rng.random(), count=300, dtype=dtype)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_local_on_cuda(dtype):
-    check_random_cases(ra.Ring(), seed=fresh_seed(), count=100, tolerance=ON_CUDA[dtype], dtype=dtype, device="cuda")
+def test_local_on_cuda(dtype, rng):
+    check_random_cases(ra.Ring(), seed=rng.random(), count=100, tolerance=ON_CUDA[dtype], dtype=dtype, device="cuda")
 
 
 def sharded(rank, seed):
@@ -63,19 +59,17 @@ def sharded(rank, seed):
                     check_random_cases(ring, seed=name, count=1, dtype=dtype)
 
 
-def test_sharded():
+def test_sharded(rng, ranks):
     """Rings of 2, 3, 4 and 8 processes: with the default head groups, and with as many as can be."""
-    seed = fresh_seed()
-    print(f"seed {seed}")
-    run_ranks(sharded, 8, seed)
+    ranks.run(sharded, 8, rng.random())
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("world_size", "count"), [(1, 6), (5, 6), (16, 2)])
-def test_simulated(world_size, count, layout, way):
+def test_simulated(world_size, count, layout, way, rng):
     transport, split = WAYS[way]
-    seed = fresh_seed()
+    seed = rng.random()
 
     def check(ring):
         ring.settings = SETTINGS[split]
@@ -85,29 +79,24 @@ def test_simulated(world_size, count, layout, way):
     run_simulated(check, world_size, layout=layout, transport=transport)
 
 
-def plan_once(world_size, layout, *, pattern, seq_len, num_heads, num_kv_heads, documents, causal, **_):
+def plan_once(problem):
     """Makes what ranks share before they do: each of 64 threads would find it missing, and make it."""
-    documents = tuple(map(tuple, documents))
-    layout = ra.SequenceLayout(layout, seq_len, world_size)
-    for start, stop in {document for row in documents for document in row}:
-        multiplicity_matrix(pattern, stop - start, num_heads, num_kv_heads, causal)
-    routes.ring_laps(Problem(pattern, layout, documents, num_heads, num_kv_heads, causal))
+    for start, stop in {document for row in problem.documents for document in row}:
+        multiplicity_matrix(problem.pattern, stop - start, problem.num_heads, problem.num_kv_heads, problem.causal)
+    routes.ring_laps(problem)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_simulated_on_64_ranks(layout):
+def test_simulated_on_64_ranks(layout, rng):
     """Rows of several tokens a rank, and few heads: every rank computes the whole oracle."""
-    seed = fresh_seed()
-    rng = random.Random(seed)
-    case = random_case(rng, max_len=200)
     seq_len = rng.randint(130, 200)
-    case |= {"batch": 2, "seq_len": seq_len, "num_heads": 4, "num_kv_heads": 2}
-    case["documents"] = [[(0, seq_len)], [(0, 70), (71, seq_len)]]
-    plan_once(64, layout, **case)
+    documents = [[(0, seq_len)], [(0, 70), (71, seq_len)]]
+    case = replace(random_case(rng), batch=2, seq_len=seq_len, num_heads=4, num_kv_heads=2, documents=documents)
+    plan_once(case.problem(ra.SequenceLayout(layout, seq_len, 64)))
     for transport in TRANSPORTS:
-        found = run_simulated(lambda ring: compare(ring, **case), 64, layout=layout, transport=transport)
-        for errors, _ in found:
-            assert largest(errors.values()) <= EXACT_ATTENTION, f"seed {seed}, {transport}: {errors} in {case}"
+        errors_of_ranks = run_simulated(lambda ring: compare(ring, case), 64, layout=layout, transport=transport)
+        for errors, _ in errors_of_ranks:
+            assert largest(errors.values()) <= EXACT_ATTENTION, f"{transport}: {errors} in {case}"
 
 
 @pytest.mark.cuda
@@ -115,9 +104,9 @@ def test_simulated_on_64_ranks(layout):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_simulated_on_cuda(world_size, transport, dtype):
+def test_simulated_on_cuda(world_size, transport, dtype, rng):
     for layout in LAYOUTS:
-        seed = fresh_seed()
+        seed = rng.random()
         run_simulated(
             lambda ring, seed=seed: check_random_cases(
                 ring, seed=seed, count=10, tolerance=ON_CUDA[dtype], dtype=dtype, device="cuda"
@@ -147,16 +136,8 @@ def root_mean_square_errors(pattern, tensors, want, world_size, transport):
         squares = [(x.double() - ring.shard(y, layout, dim=2)).square().sum() for x, y in zip(local, want, strict=True)]
         return torch.stack(squares)
 
-    plan_once(
-        world_size,
-        "zigzag",
-        pattern=pattern,
-        seq_len=BFLOAT16_TOKENS,
-        num_heads=q.shape[1],
-        num_kv_heads=k.shape[1],
-        documents=[[(0, BFLOAT16_TOKENS)]],
-        causal=True,
-    )
+    layout = ra.SequenceLayout("zigzag", BFLOAT16_TOKENS, world_size)
+    plan_once(Problem(pattern, layout, (((0, BFLOAT16_TOKENS),),), q.shape[1], k.shape[1], causal=True))
     squares = sum(run_simulated(attention, world_size, transport=transport))
     return (squares / torch.tensor([x.numel() for x in want])).sqrt()
 
@@ -168,11 +149,9 @@ def test_bfloat16(name):
     By root mean square errors: over some 10,000 numbers they hardly depend on the seed, where the largest error is that
     of a single rounding and may double by chance.
     """
-    seed, pattern = fresh_seed(), BFLOAT16_PATTERNS[name]
-    generator = torch.Generator().manual_seed(seed)
+    pattern = BFLOAT16_PATTERNS[name]
     q, k, v, dout = (
-        torch.randn(1, heads, BFLOAT16_TOKENS, 32, generator=generator, dtype=torch.float64).bfloat16()
-        for heads in (4, 2, 2, 4)
+        torch.randn(1, heads, BFLOAT16_TOKENS, 32, dtype=torch.float64).bfloat16() for heads in (4, 2, 2, 4)
     )
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     out, _ = reference_attention(*exact, pattern=pattern)
@@ -185,10 +164,7 @@ def test_bfloat16(name):
     alone = errors(1)
     assert torch.all(alone > 0)
     for transport in TRANSPORTS:
-        found = {world_size: errors(world_size, transport) for world_size in BFLOAT16_RANKS[name]}
-        print(name, transport, alone.tolist(), found)
-        for world_size, error in found.items():
-            assert torch.all(error <= 2 * alone), (
-                f"seed {seed}, {transport}, {world_size} ranks: {error}, alone {alone}"
-            )
-        assert torch.all(found[BFLOAT16_RANKS[name][-1]] <= 1.5 * found[2]), f"seed {seed}, {transport}: {found}"
+        on_ranks = {world_size: errors(world_size, transport) for world_size in BFLOAT16_RANKS[name]}
+        for world_size, error in on_ranks.items():
+            assert torch.all(error <= 2 * alone), f"{transport}, {world_size} ranks: {error}, alone {alone}"
+        assert torch.all(on_ranks[BFLOAT16_RANKS[name][-1]] <= 1.5 * on_ranks[2]), f"{transport}: {on_ranks}"

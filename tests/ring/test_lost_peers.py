@@ -1,9 +1,7 @@
 """A rank that stalls or dies ends the others in time, with an error that names it."""
 
 import os
-import pickle
 import re
-import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +13,7 @@ import torch.distributed as dist
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.kernels import CpuFlash
-from tests.support.ranks import CONTEXT, PROMPTLY, TIMEOUT, _rank
+from tests.support.ranks import PROMPTLY, TIMEOUT, run_ranks
 
 TRANSPORTS = ("ring", "collective")
 SECONDS_OF_A_STALL = 5
@@ -61,32 +59,9 @@ def with_lost_peers(rank, folder):
 
 
 @pytest.fixture(scope="module")
-def lost_peers():
-    """What ranks 0 and 1 learnt. Rank 2 leaves no answer, which `run_ranks` would not have; no process stays here either."""
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            CONTEXT.Process(
-                target=_rank, args=(with_lost_peers, rank, 3, folder, TIMEOUT, False, (folder,)), daemon=True
-            )
-            for rank in range(3)
-        ]
-        for process in processes:
-            process.start()
-        paths = [Path(folder, f"{rank}.pickle") for rank in range(2)]
-        deadline = time.monotonic() + TIMEOUT
-        try:
-            while not all(path.exists() for path in paths) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            processes[2].join(PROMPTLY)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-        assert all(path.exists() for path in paths), "a rank did not end"
-        answers = [pickle.loads(path.read_bytes()) for path in paths]
-    assert all(ok for ok, _ in answers), answers
-    assert processes[2].exitcode == 0, "rank 2 did not end by itself"
-    return [found for _, found in answers]
+def lost_peers(tmp_path_factory):
+    """What ranks 0 and 1 learnt; rank 2 ends by itself."""
+    return run_ranks(with_lost_peers, 3, tmp_path_factory.mktemp("lost"), lost=[2])
 
 
 def test_a_peer_that_stalls(lost_peers):

@@ -1,6 +1,5 @@
 """All ranks in one process: results in order, errors at once and as they are, and the numbers that processes compute."""
 
-import random
 import threading
 import time
 
@@ -9,7 +8,7 @@ import torch
 
 import hf_ring_attention as ra
 from tests.support.cases import random_case
-from tests.support.ranks import PROMPTLY, TIMEOUT, run_ranks
+from tests.support.ranks import PROMPTLY, TIMEOUT
 
 EXACT = ra.Pattern.exact()
 TRANSPORTS = ("ring", "collective")
@@ -174,38 +173,29 @@ def test_ranks_that_disagree(name, values, transport):
         assert all(value in said for value in shown), said
 
 
-def results(ring, seed, count):
-    """The local outs, log-sum-exps and gradients of random cases."""
-    found = []
-    for number in range(count):
-        case = random_case(random.Random(f"{seed}-{number}"))
-        generator = torch.Generator().manual_seed(case["seed"])
-        layout = ring.layout_for(case["seq_len"], case["pattern"])
-        widths = (("num_heads", "head_dim"), ("num_kv_heads", "head_dim"), ("num_kv_heads", "value_dim"))
-        leaves = []
-        for heads, width in widths:
-            shape = case["batch"], case[heads], case["seq_len"], case[width]
-            whole = torch.randn(shape, generator=generator, dtype=torch.float64)
-            leaves.append(ring.shard(whole, layout, dim=2).requires_grad_())
-        options = {name: case[name] for name in ("pattern", "causal", "scale", "documents")}
-        out, lse = ra.ring_attention(*leaves, **options, ring=ring, layout=layout, return_lse=True)
+def results(ring, cases):
+    """The local outs, log-sum-exps and gradients."""
+    by_case = []
+    for case in cases:
+        layout = ring.layout_for(case.seq_len, case.pattern)
+        leaves = [ring.shard(x, layout, dim=2).requires_grad_() for x in case.tensors()[:3]]
+        out, lse = ra.ring_attention(*leaves, **case.options, ring=ring, layout=layout, return_lse=True)
         out.backward(torch.cos(torch.arange(out.numel(), dtype=torch.float64)).view_as(out))
-        found.append([out.detach(), lse, *(x.grad for x in leaves)])
-    return found
+        by_case.append([out.detach(), lse, *(x.grad for x in leaves)])
+    return by_case
 
 
-def results_of_processes(rank, seed, count):
-    return {transport: results(ra.Ring(transport=transport), seed, count) for transport in TRANSPORTS}
+def results_of_processes(rank, cases):
+    return {transport: results(ra.Ring(transport=transport), cases) for transport in TRANSPORTS}
 
 
-def test_the_numbers_of_processes():
+def test_the_numbers_of_processes(rng, ranks):
     """Bit for bit."""
-    seed, count = random.randrange(2**32), 5
-    print(f"seed {seed}")
-    processes = run_ranks(results_of_processes, 3, seed, count)
+    cases = [random_case(rng) for _ in range(5)]
+    processes = ranks.run(results_of_processes, 3, cases)
     for transport in TRANSPORTS:
-        simulated = ra.run_simulated(lambda ring: results(ring, seed, count), 3, transport=transport, timeout=TIMEOUT)
-        for rank, (got, process) in enumerate(zip(simulated, processes, strict=True)):
-            for number, (ours, theirs) in enumerate(zip(got, process[transport], strict=True)):
-                equal = [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)]
-                assert all(equal), f"seed {seed}, case {number}, {transport}, rank {rank}: {equal}"
+        simulated = ra.run_simulated(lambda ring: results(ring, cases), 3, transport=transport, timeout=TIMEOUT)
+        for rank, (by_case, process) in enumerate(zip(simulated, processes, strict=True)):
+            for case, tensors, same in zip(cases, by_case, process[transport], strict=True):
+                equal = [torch.equal(a, b) for a, b in zip(tensors, same, strict=True)]
+                assert all(equal), f"{case}, {transport}, rank {rank}: {equal}"

@@ -2,11 +2,13 @@
 
 import itertools
 import random
+from dataclasses import dataclass
 
 import torch
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import reference_attention
+from hf_ring_attention.plan.problem import Problem
 from tests.support.tolerance import allowed, largest
 
 #: Of attention alone, in float64: some thousand of its roundings.
@@ -49,89 +51,118 @@ def random_documents(rng, batch, seq_len):
     return rows
 
 
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """An attention problem of whole sequences, the same on every rank.
+
+    Attributes:
+        documents: as `ra.ring_attention` takes them; None for rows of one document.
+        sinks: whether there is a learned sink logit for each head.
+        seed: of the numbers in its tensors.
+    """
+
+    pattern: ra.Pattern
+    batch: int
+    seq_len: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    causal: bool
+    documents: list | None
+    scale: float | None
+    softcap: float | None
+    sinks: bool
+    dtype: torch.dtype
+    seed: int
+
+    @property
+    def options(self):
+        """What both `ra.ring_attention` and the definition are told beside tensors."""
+        names = ("pattern", "causal", "scale", "documents", "softcap")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def rows(self):
+        """The documents [(start, stop)] of each batch row."""
+        return self.documents or [[(0, self.seq_len)]] * self.batch
+
+    def problem(self, layout, settings=None):
+        """The same in integers, as plans are made of it."""
+        return Problem(
+            self.pattern,
+            layout,
+            tuple(map(tuple, self.rows)),
+            self.num_heads,
+            self.num_kv_heads,
+            self.causal,
+            **({} if settings is None else {"settings": settings}),
+        )
+
+    def tensors(self):
+        """q [B, H, n, D], k [B, Hkv, n, D], v [B, Hkv, n, Dv], the gradient of the output [B, H, n, Dv], and the sinks [H] or
+        None.
+        """
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def draw(*shape):
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
+
+        shapes = (
+            (self.num_heads, self.head_dim),
+            (self.num_kv_heads, self.head_dim),
+            (self.num_kv_heads, self.value_dim),
+            (self.num_heads, self.value_dim),
+        )
+        tensors = [draw(self.batch, heads, self.seq_len, width) for heads, width in shapes]
+        return *tensors, draw(self.num_heads) if self.sinks else None
+
+
 def random_case(rng, dtype=torch.float64, max_len=40):
-    """Keyword arguments of `compare`."""
-    batch, seq_len = rng.randint(1, 3), rng.randint(1, max_len)
-    num_kv_heads = rng.randint(1, 4)
-    head_dim = rng.choice([4, 7, 8, 16])
-    return {
-        "pattern": random_pattern(rng),
-        "batch": batch,
-        "seq_len": seq_len,
-        "num_kv_heads": num_kv_heads,
-        "num_heads": num_kv_heads * rng.randint(1, 3),
-        "head_dim": head_dim,
-        "value_dim": rng.choice([head_dim, head_dim, 3, 9]),
-        "causal": rng.random() < 0.6,
-        "documents": random_documents(rng, batch, seq_len),
-        "scale": rng.choice([None, 0.3]),
-        "softcap": rng.choice([None, None, 1.5]),
-        "with_sinks": rng.random() < 0.3,
-        "dtype": dtype,
-        "seed": rng.randrange(2**31),
-    }
+    """Any case, with sequences of at most `max_len` tokens."""
+    num_kv_heads, head_dim, seq_len = rng.randint(1, 4), rng.choice([4, 7, 8, 16]), rng.randint(1, max_len)
+    batch = rng.randint(1, 3)
+    return Case(
+        pattern=random_pattern(rng),
+        batch=batch,
+        seq_len=seq_len,
+        num_heads=num_kv_heads * rng.randint(1, 3),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        value_dim=rng.choice([head_dim, head_dim, 3, 9]),
+        causal=rng.random() < 0.6,
+        documents=random_documents(rng, batch, seq_len),
+        scale=rng.choice([None, 0.3]),
+        softcap=rng.choice([None, None, 1.5]),
+        sinks=rng.random() < 0.3,
+        dtype=dtype,
+        seed=rng.randrange(2**31),
+    )
 
 
-def compare(
-    ring,
-    *,
-    pattern,
-    batch,
-    seq_len,
-    num_heads,
-    num_kv_heads,
-    head_dim,
-    value_dim,
-    causal,
-    documents,
-    scale,
-    dtype,
-    seed,
-    softcap=None,
-    with_sinks=False,
-    device="cpu",
-):
+def compare(ring, case, device="cpu"):
     """The largest error of out, lse, dq, dk, dv and the sinks' gradient, relative to the largest value (of any gradient);
-    and of the definition itself, computed in `dtype`.
+    and of the definition itself, computed in the dtype of the case.
 
     Every rank makes the same whole tensors, keeps its part, and compares the unsharded results.
     """
-    generator = torch.Generator().manual_seed(seed)
-
-    def tensor(heads, width):
-        return torch.randn(batch, heads, seq_len, width, generator=generator, dtype=torch.float64).to(dtype)
-
-    whole = [tensor(num_heads, head_dim), tensor(num_kv_heads, head_dim), tensor(num_kv_heads, value_dim)]
-    dout = tensor(num_heads, value_dim)
-    layout = ring.layout_for(seq_len, pattern)
+    *whole, dout, logits = case.tensors()
+    layout = ring.layout_for(case.seq_len, case.pattern)
     local = [ring.shard(x, layout, dim=2).to(device).requires_grad_() for x in whole]
-    logits = torch.randn(num_heads, generator=generator, dtype=torch.float64).to(dtype) if with_sinks else None
     sinks = None if logits is None else logits.to(device, copy=True).requires_grad_()
-    out, lse = ra.ring_attention(
-        *local,
-        pattern=pattern,
-        ring=ring,
-        layout=layout,
-        causal=causal,
-        scale=scale,
-        documents=documents,
-        softcap=softcap,
-        sinks=sinks,
-        return_lse=True,
-    )
-    assert out.dtype == dtype
+    out, lse = ra.ring_attention(*local, **case.options, sinks=sinks, ring=ring, layout=layout, return_lse=True)
+    assert out.dtype == case.dtype
     out.backward(ring.shard(dout, layout, dim=2).to(device))
-    assert all(x.grad.dtype == dtype for x in local)
+    assert all(x.grad.dtype == case.dtype for x in local)
     got = [ring.unshard(x.detach().cpu(), layout, dim=2) for x in (out, lse, *(x.grad for x in local))]
     if sinks is not None:
         got.append(torch.stack(ring.gather(sinks.grad.cpu())).double().sum(0))
 
-    options = {"pattern": pattern, "documents": documents, "causal": causal, "scale": scale, "softcap": softcap}
-    want = by_definition(whole, logits, dout, torch.float64, **options)
+    want = by_definition(whole, logits, dout, torch.float64, **case.options)
     empty = want[1] == -torch.inf
     assert torch.equal(got[1] == -torch.inf, empty), "queries without a key"
     assert torch.all(got[0][empty] == 0), "output of queries without a key"
-    low = want if dtype == torch.float64 else by_definition(whole, logits, dout, dtype, **options)
+    low = want if case.dtype == torch.float64 else by_definition(whole, logits, dout, case.dtype, **case.options)
     return relative_errors(got, want), relative_errors(low, want)
 
 
@@ -162,7 +193,7 @@ def check_random_cases(ring, *, seed, count, tolerance=None, dtype=torch.float64
     for number in range(count):
         rng = random.Random(f"{seed}-{number}")
         case = random_case(rng, dtype, max_len)
-        errors, of_definition = compare(ring, **case, device=device)
+        errors, of_definition = compare(ring, case, device)
         bound = tolerance
         if bound is None:
             bound = EXACT_ATTENTION if dtype == torch.float64 else allowed(largest(of_definition.values()), dtype)

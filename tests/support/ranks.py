@@ -1,13 +1,17 @@
 """Runs a function on several ranks, gloo processes of one thread or simulated ones, and brings back what they return."""
 
+import contextlib
 import multiprocessing
 import os
 import pickle
+import random
 import tempfile
 import time
 import traceback
 from datetime import timedelta
+from multiprocessing.connection import wait
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -26,49 +30,75 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.support.preloaded"])
 
 
-def run_ranks(function, world_size, *args, timeout=TIMEOUT):
-    """[function(rank, *args) for each rank], run side by side, in float64 where the caller computes in it.
+class RankPool:
+    """Processes that stay for one call after another, each call with a process group of its own.
 
-    A rank that raises ends all of them, and its traceback is the error; so does `timeout` (seconds). No process stays.
+    They are started when a call first needs them, and anew after a call that failed. What a function leaves behind in its
+    process, such as an Accelerator, is there at the next call: functions that do that are for `run_ranks`.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            CONTEXT.Process(target=_rank, args=(function, rank, world_size, folder, timeout, is_float64(), args))
-            for rank in range(world_size)
-        ]
-        for process in processes:
+
+    def __init__(self):
+        self._ranks = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def close(self):
+        """Leaves no process."""
+        for process, connection in self._ranks:
+            process.kill()
+            process.join()
+            connection.close()
+        self._ranks = []
+
+    def run(self, function, world_size, *args, timeout=TIMEOUT, lost=()):
+        """[function(rank, *args) for each rank], run side by side, in float64 where the caller computes in it.
+
+        A rank that raises ends all of them, and its traceback is the error; so does `timeout` (seconds). The ranks `lost`
+        end on their own without an answer, and are left out.
+        """
+        while len(self._ranks) < world_size:
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(len(self._ranks), theirs), daemon=True)
             process.start()
-        deadline = time.monotonic() + timeout
-        try:
-            while any(process.is_alive() for process in processes):
-                if any(process.exitcode not in (None, 0) for process in processes):
-                    end = time.monotonic() + PATIENCE
-                    while any(process.is_alive() for process in processes) and time.monotonic() < end:
-                        time.sleep(0.1)
-                    break
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(0.02)
-        finally:
-            alive = [process.is_alive() for process in processes]
-            for process in processes:
-                process.kill()
-                process.join()
-        answers = []
-        errors = []
-        for rank in range(world_size):
-            path = os.path.join(folder, f"{rank}.pickle")
-            if not os.path.exists(path):
-                errors.append(f"rank {rank}: " + ("still running" if alive[rank] else "ended without an answer"))
-                continue
-            with open(path, "rb") as file:
-                ok, answer = pickle.load(file)
-            answers.append(answer)
-            if not ok:
-                errors.append(f"rank {rank}:\n{answer}")
+            theirs.close()
+            self._ranks.append((process, ours))
+        answers, errors = {}, {}
+        with tempfile.TemporaryDirectory() as folder:
+            seed = random.randrange(2**32)
+            call = pickle.dumps((function, world_size, f"{folder}/store", timeout, is_float64(), seed, args))
+            pending = {connection: rank for rank, (_, connection) in enumerate(self._ranks[:world_size])}
+            try:
+                for connection in pending:
+                    connection.send_bytes(call)
+                deadline = time.monotonic() + timeout
+                while pending and (left := deadline - time.monotonic()) > 0:
+                    for connection in wait(pending, left):
+                        rank = pending.pop(connection)
+                        try:
+                            ok, answer = pickle.loads(connection.recv_bytes())
+                        except (EOFError, ConnectionError):
+                            ok, answer = rank in lost, "ended without an answer"
+                        (answers if ok else errors)[rank] = answer
+                        if errors:
+                            deadline = min(deadline, time.monotonic() + PATIENCE)
+                errors |= dict.fromkeys(pending.values(), "still running")
+            finally:
+                if pending or errors or lost:
+                    self.close()
         if errors:
-            raise AssertionError(f"of {world_size} ranks, after at most {timeout} s:\n" + "\n".join(errors))
-        return answers
+            told = "\n".join(f"rank {rank}:\n{error}" for rank, error in sorted(errors.items()))
+            raise AssertionError(f"of {world_size} ranks, after at most {timeout} s:\n{told}")
+        return [answers[rank] for rank in range(world_size) if rank not in lost]
+
+
+def run_ranks(function, world_size, *args, **options):
+    """`RankPool.run` in processes of this call alone."""
+    with RankPool() as ranks:
+        return ranks.run(function, world_size, *args, **options)
 
 
 def run_simulated(function, world_size, *, timeout=TIMEOUT, **settings):
@@ -82,25 +112,26 @@ def run_simulated(function, world_size, *, timeout=TIMEOUT, **settings):
     return ra.run_simulated(run, world_size, timeout=timeout, **settings)
 
 
-def _rank(function, rank, world_size, folder, timeout, in_float64, args):
+def _serve(rank, connection):
+    """Answers calls until the pool ends this process."""
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout),
-    )
-    try:
-        with float64(in_float64):
-            answer = (True, function(rank, *args))
-    except BaseException:
-        answer = (False, traceback.format_exc())
-    with open(os.path.join(folder, f"{rank}.part"), "wb") as file:
-        pickle.dump(answer, file)
-    os.replace(os.path.join(folder, f"{rank}.part"), os.path.join(folder, f"{rank}.pickle"))
-    if not answer[0]:
-        os._exit(1)
-    dist.barrier()
-    dist.destroy_process_group()
+    while True:
+        function, world_size, store, timeout, in_float64, seed, args = pickle.loads(connection.recv_bytes())
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        torch.manual_seed(seed)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+        limit = timedelta(seconds=timeout)
+        try:
+            dist.init_process_group("gloo", f"file://{store}", limit, world_size, rank)
+            with float64(in_float64):
+                answer = (True, function(rank, *args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        if answer[0]:
+            with contextlib.suppress(RuntimeError):  # of a rank that failed, which tells it
+                dist.barrier()
+                dist.destroy_process_group()
+        connection.send_bytes(pickle.dumps(answer))
+        if not answer[0]:
+            os._exit(1)  # the others learn from their connections that it is gone

@@ -1,0 +1,261 @@
+"""Calls on rings beside what else PyTorch does: calls that interleave, checkpointing, no gradients or a few, compilers."""
+
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+import hf_ring_attention as ra
+from hf_ring_attention.compute.reference import reference_attention
+from tests.support.cases import EXACT_ATTENTION, check_random_cases
+from tests.support.tolerance import largest
+
+TRANSPORTS = ("ring", "collective")
+PATTERN = ra.Pattern.pyramid(window=3, levels=3, ratio=2, sinks=2)
+HEADS, KV_HEADS, WIDTH = 4, 2, 8
+
+
+class Call:
+    """A call on whole sequences made from a seed: this rank's part of it, and of what the oracle says."""
+
+    def __init__(self, ring, seed, seq_len):
+        self.ring, self.layout = ring, ring.layout_for(seq_len, PATTERN)
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v, dout = (
+            torch.randn(2, heads, seq_len, WIDTH, generator=generator, dtype=torch.float64)
+            for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+        )
+        exact = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, _ = reference_attention(*exact, pattern=PATTERN)
+        out.backward(dout)
+        self.leaves = dict(zip("qkv", (self.shard(x).requires_grad_() for x in (q, k, v))))
+        self.dout = self.shard(dout)
+        self.want = {"out": out.detach(), **dict(zip("qkv", (x.grad for x in exact)))}
+
+    def shard(self, x):
+        return self.ring.shard(x, self.layout, dim=2)
+
+    def forward(self):
+        self.out = ra.ring_attention(*self.leaves.values(), pattern=PATTERN, ring=self.ring, layout=self.layout)
+        return self
+
+    def backward(self):
+        self.out.backward(self.dout)
+        return self
+
+    def error(self, *names):
+        """The largest of "out" and of the gradients of "q", "k" and "v"; of all of them, where none is named."""
+        got = {"out": self.out.detach(), **{name: x.grad for name, x in self.leaves.items()}}
+        return largest(
+            float((got[name] - self.shard(self.want[name])).abs().max() / self.want[name].abs().max())
+            for name in names or got
+        )
+
+
+def assert_exact(errors):
+    for error in errors:
+        assert error <= EXACT_ATTENTION
+
+
+# ---- calls at once
+
+#: The rings of two calls at once, by name, and the lengths of their sequences.
+CALLS = {
+    "one ring": (("ring", "ring"), (17, 23)),
+    "one ring, equal shapes": (("ring", "ring"), (17, 17)),
+    "one exchange each": (("collective", "collective"), (17, 17)),
+    "two transports": (("ring", "collective"), (17, 17)),
+    "two groups": (("ring", "other group"), (17, 23)),
+}
+ORDERS = ("first in, first out", "first in, last out")
+
+
+def two_calls_at_once(rank, rings, lengths, seed, order):
+    """The error of two calls, both forward and then both backward."""
+    by_name = {name: ra.Ring(transport=name) for name in TRANSPORTS}
+    by_name["other group"] = ra.Ring(dist.new_group(), transport="ring")
+    calls = [Call(by_name[name], seed + i, length) for i, (name, length) in enumerate(zip(rings, lengths, strict=True))]
+    for call in calls:
+        call.forward()
+    for call in calls if order == ORDERS[0] else reversed(calls):
+        call.backward()
+    return largest(call.error() for call in calls)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("calls", CALLS)
+def test_two_calls_at_once(ranks, rng, calls, order):
+    assert_exact(ranks.run(two_calls_at_once, 3, *CALLS[calls], rng.randrange(2**32), order))
+
+
+def two_rings_side_by_side(rank, seed):
+    """Each ring has cases of its own, one of them longer ones."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    number = rank // 2
+    ring = ra.Ring(pairs[number], transport="ring")
+    check_random_cases(ring, seed=f"{seed}-{number}", count=10, max_len=(25, 60)[number])
+
+
+def test_two_rings_side_by_side(ranks, rng):
+    ranks.run(two_rings_side_by_side, 4, rng.random())
+
+
+# ---- without gradients, or with some
+
+MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+
+
+def without_gradients(ring, seed, mode):
+    """The larger error of a call that records no gradients, and of one of the same shapes after it that does."""
+    call = Call(ring, seed, 19 + len(mode))
+    with MODES[mode]():
+        call.forward()
+        assert not call.out.requires_grad
+        error = call.error("out")
+    return max(error, call.forward().backward().error())
+
+
+def without_gradients_in_a_process(rank, seed, mode):
+    return max(without_gradients(ra.Ring(transport=transport), seed, mode) for transport in TRANSPORTS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_without_gradients(ranks, rng, world_size, mode):
+    """And what was planned there serves calls with gradients."""
+    assert_exact(ranks.run(without_gradients_in_a_process, world_size, rng.randrange(2**32), mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_gradients_on_one_rank(mode, rng):
+    assert_exact([without_gradients(ra.Ring(), rng.randrange(2**32), mode)])
+
+
+GRADIENTS = [names for count in (1, 2) for names in itertools.combinations("qkv", count)]
+
+
+def some_gradients(ring, seed, names):
+    """The error where only these of q, k and v take gradients."""
+    call = Call(ring, seed, 20)
+    for name, x in call.leaves.items():
+        x.requires_grad_(name in names)
+    call.forward().backward()
+    assert all((x.grad is None) == (name not in names) for name, x in call.leaves.items())
+    return call.error("out", *names)
+
+
+def some_gradients_in_a_process(rank, seed, names):
+    return max(some_gradients(ra.Ring(transport=transport), seed, names) for transport in TRANSPORTS)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("names", GRADIENTS, ids="".join)
+def test_some_gradients(ranks, rng, names, world_size):
+    assert_exact(ranks.run(some_gradients_in_a_process, world_size, rng.randrange(2**32), names))
+
+
+@pytest.mark.parametrize("names", GRADIENTS, ids="".join)
+def test_some_gradients_on_one_rank(names, rng):
+    assert_exact([some_gradients(ra.Ring(), rng.randrange(2**32), names)])
+
+
+# ---- checkpointing and compilers
+
+
+class Layer(torch.nn.Module):
+    """Projections about an attention, in float64; the same weights on every rank."""
+
+    def __init__(self, ring, layout, width=16):
+        super().__init__()
+        self.ring, self.layout = ring, layout
+        self.queries = torch.nn.Linear(width, HEADS * WIDTH).double()
+        self.keys, self.values = (torch.nn.Linear(width, KV_HEADS * WIDTH).double() for _ in "kv")
+        self.outputs = torch.nn.Linear(HEADS * WIDTH, width).double()
+
+    def forward(self, x):
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2)
+            for projection in (self.queries, self.keys, self.values)
+        )
+        out = ra.ring_attention(q, k, v, pattern=PATTERN, ring=self.ring, layout=self.layout)
+        return x + self.outputs(out.transpose(1, 2).flatten(2))
+
+
+def layers_and_rows(ring, seed, count):
+    torch.manual_seed(seed)
+    layout = ra.SequenceLayout("zigzag", 23, ring.world_size)
+    layers = torch.nn.ModuleList(Layer(ring, layout) for _ in range(count))
+    return layers, ring.shard(torch.randn(2, 23, 16, dtype=torch.float64), layout)
+
+
+def outputs_and_gradients(function, layers, x):
+    """[output, gradients of x and of all weights]."""
+    x = x.detach().clone().requires_grad_()
+    layers.zero_grad()
+    y = function(x)
+    (y * torch.cos(torch.arange(y.numel())).view_as(y)).sum().backward()
+    return [y.detach(), x.grad, *(parameter.grad.clone() for parameter in layers.parameters())]
+
+
+def difference(got, want):
+    return largest(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want, strict=True))
+
+
+def checkpointing(rank, transport, seed, use_reentrant):
+    """The error of two layers whose activations are computed again in backward, against the same two as they are."""
+    layers, x = layers_and_rows(ra.Ring(transport=transport), seed, 2)
+    again = mock.Mock(side_effect=ra.ring_attention)
+
+    def plain(x):
+        return layers[1](layers[0](x))
+
+    def checkpointed(x):
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=use_reentrant)
+        return x
+
+    want = outputs_and_gradients(plain, layers, x)
+    with mock.patch.object(ra, "ring_attention", again):
+        got = outputs_and_gradients(checkpointed, layers, x)
+    assert again.call_count == 4
+    return difference(got, want)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradient_checkpointing(ranks, rng, world_size, transport, use_reentrant):
+    assert_exact(ranks.run(checkpointing, world_size, transport, rng.randrange(2**32), use_reentrant))
+
+
+def check_compiled(ring, seed):
+    """The break is at the attention: there are graphs on both sides of it, and one graph for all is refused."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    (layer,), x = layers, _ = layers_and_rows(ring, seed, 1)
+    want = outputs_and_gradients(layer, layers, x)
+    backend = CompileCounterWithBackend("aot_eager")
+    got = outputs_and_gradients(torch.compile(layer, backend=backend), layers, x)
+    assert difference(got, want) <= EXACT_ATTENTION
+    assert backend.frame_count == 2
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="ring_attention"):
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+
+
+def check_compiled_in_a_process(rank, seed):
+    check_compiled(ra.Ring(transport="ring"), seed)
+
+
+# Dynamo asks every tensor that comes in for its gradient, and warns of it.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_on_one_rank(rng):
+    check_compiled(ra.Ring(), rng.randrange(2**32))
+
+
+def test_compiled_on_two_ranks(ranks, rng):
+    ranks.run(check_compiled_in_a_process, 2, rng.randrange(2**32))

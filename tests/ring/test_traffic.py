@@ -1,0 +1,178 @@
+"""What a ring sends: as many bytes as its plan says, each request waited for once, and nothing that waits for all ranks."""
+
+import ast
+import random
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_ring_attention as ra
+from hf_ring_attention.plan.problem import RingSettings
+from hf_ring_attention.plan.traffic import RowBytes, collective_traffic, exchanged, ring_traffic
+from tests.support.cases import random_case
+from tests.support.ranks import run_simulated
+
+TRANSPORTS = {"ring": ring_traffic, "collective": collective_traffic}
+
+
+# ---- bytes
+
+
+def other_traffic(ring, case):
+    """What differs from the plan in the traffic of a case, or None; and whether this rank sent anything in its forward pass."""
+    layout = ring.layout_for(case.seq_len, case.pattern)
+    leaves = [ring.shard(x, layout, dim=2).requires_grad_() for x in case.tensors()[:3]]
+    ring.reset_traffic()
+    out = ra.ring_attention(*leaves, **case.options, ring=ring, layout=layout)
+    traffic = ring.traffic()
+    forward, hops, waited = (traffic.sent_bytes, traffic.received_bytes), traffic.hops, traffic.waited_seconds
+    out.sum().backward()
+    traffic = ring.traffic()
+    both = (traffic.sent_bytes, traffic.received_bytes)
+
+    problem = case.problem(layout, ring.settings)
+    width = case.head_dim + case.value_dim
+    planned = TRANSPORTS[ring.transport](problem, ring.rank, RowBytes(width * case.dtype.itemsize, width * 4))
+    planned_both = tuple(a + b for a, b in zip(planned.forward, planned.backward))
+    # Every rank takes part in a collective, also one that has nothing to send and needs nothing.
+    used = any(planned.forward) if ring.transport == "ring" else any(map(sum, exchanged(problem)))
+    right = forward == planned.forward and both == planned_both and (hops > 0) == used == (traffic.hops > 0)
+    right = right and 0 <= waited <= traffic.waited_seconds and (used or not traffic.waited_seconds)
+    return None if right else f"{ring}: {forward}, {both}, {hops} hops, {traffic}, not {planned}: {case}", sum(
+        forward
+    ) > 0
+
+
+def traffic_of_cases(ring, seed, count):
+    """The differences of the cases that a seed decides, and how many of them moved anything on this rank."""
+    rng = random.Random(seed)
+    cases = [random_case(rng, rng.choice([torch.float32, torch.bfloat16])) for _ in range(count)]
+    differences, sent = zip(*(other_traffic(ring, case) for case in cases))
+    return [text for text in differences if text is not None], sum(sent)
+
+
+def traffic_of_a_process(rank, transport, seed):
+    return traffic_of_cases(ra.Ring(transport=transport), seed, 25)
+
+
+def assert_as_planned(by_rank):
+    for differences, _ in by_rank:
+        assert not differences
+    assert sum(moved for _, moved in by_rank) > 0, "no case moved anything"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bytes_are_those_of_the_plan(ranks, rng, world_size, transport):
+    assert_as_planned(ranks.run(traffic_of_a_process, world_size, transport, rng.random()))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_bytes_of_a_simulated_ring(transport, layout, rng):
+    seed = rng.random()
+    by_rank = run_simulated(lambda ring: traffic_of_cases(ring, seed, 15), 5, layout=layout, transport=transport)
+    assert_as_planned(by_rank)
+
+
+def test_bytes_of_head_groups(rng):
+    """All payloads, however small, in as many head groups as there can be."""
+    seed = rng.random()
+
+    def traffic(ring):
+        ring.settings = RingSettings(rows_of_a_head_group=1, large_payload=10**9)
+        return traffic_of_cases(ring, seed, 15)
+
+    assert_as_planned(run_simulated(traffic, 5, transport="ring"))
+
+
+# ---- requests
+
+
+class CountedWork:
+    """A work of torch.distributed that counts how often it is waited for."""
+
+    def __init__(self, work):
+        self.work, self.waits = work, 0
+
+    def wait(self):
+        self.waits += 1
+        if self.waits == 1:  # gloo's would wait for another message
+            self.work.wait()
+
+
+@contextmanager
+def counted_works():
+    """Yields the works begun inside, and the rows that torch.distributed is given to send."""
+    works, sent = [], []
+
+    def exchange(operations, begin=dist.batch_isend_irecv):
+        # What is not floating point belongs to the comparison of calls, which is no traffic.
+        sent.extend(x.tensor for x in operations if x.op is dist.isend and x.tensor.is_floating_point())
+        begun = [CountedWork(work) for work in begin(operations)]
+        works.extend(begun)
+        return begun
+
+    def all_to_all(received, rows, *args, begin=dist.all_to_all_single, **options):
+        sent.append(rows)
+        works.append(CountedWork(begin(received, rows, *args, **options)))
+        return works[-1]
+
+    with (
+        mock.patch.object(dist, "batch_isend_irecv", exchange),
+        mock.patch.object(dist, "all_to_all_single", all_to_all),
+    ):
+        yield works, sent
+
+
+def waits_of_a_process(rank, transport):
+    """How often each work of a forward pass was waited for there, and each work of both passes by their end; then the bytes
+    that torch.distributed was handed and the traffic does not tell.
+    """
+    ring = ra.Ring(transport=transport)
+    pattern = ra.Pattern.pyramid(window=3, levels=3, ratio=2, sinks=2)
+    layout = ring.layout_for(31, pattern)
+    q, k, v = (torch.randn(2, heads, layout.local_len, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    with counted_works() as (works, sent):
+        out = ra.ring_attention(q.requires_grad_(), k, v, pattern=pattern, ring=ring, layout=layout)
+        in_forward = [work.waits for work in works]
+        out.sum().backward()
+        in_both = [work.waits for work in works]
+    return in_forward, in_both, sum(x.nbytes for x in sent) - ring.traffic().sent_bytes
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_request_is_waited_for_once(ranks, world_size, transport):
+    """In the pass that began it; and what torch.distributed was handed is what `traffic` says."""
+    for in_forward, in_both, more_bytes in ranks.run(waits_of_a_process, world_size, transport):
+        assert 0 < len(in_forward) < len(in_both)
+        assert set(in_forward) == set(in_both) == {1}
+        assert more_bytes == 0
+
+
+# ---- what waits for all
+
+
+def waiting_calls(source):
+    """Names of calls that wait for all ranks or for a device."""
+    calls = (node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    names = (call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", None) for call in calls)
+    return [name for name in names if name in ("barrier", "monitored_barrier", "synchronize")]
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("compute/kernels", "compute/rows", "compute/binding", "compute/merge"),
+        *("transport/transports", "transport/communicators", "transport/schedules", "transport/row_sets"),
+        *("ring/engine", "ring/attention", "ring/calls"),
+    ],
+)
+def test_nothing_waits_for_all_ranks_or_for_the_device(module):
+    assert waiting_calls("dist.barrier(); x.cuda.synchronize(); barrier()") == ["barrier", "synchronize", "barrier"]
+    assert waiting_calls((Path(ra.__file__).parent / f"{module}.py").read_text()) == []

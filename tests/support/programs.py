@@ -1,0 +1,61 @@
+"""Runs a script as a process or as several ranks, forked from the process that imported the libraries already."""
+
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from tests.support.ranks import CONTEXT
+
+
+def run_program(script, *arguments, processes=1, environment, timeout):
+    """What `python script arguments` prints and ends with, as `subprocess.run` tells it; each rank's where there are several.
+
+    Seconds of imports are saved: tests of the launchers themselves, and of what is imported, start Python anew.
+    """
+    if processes > 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            environment = environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+            environment |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    command = [str(script), *map(str, arguments)]
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        for rank in range(processes):
+            of_rank = environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {})
+            ranks.append(CONTEXT.Process(target=_program, args=(command, of_rank, os.getcwd(), f"{folder}/{rank}")))
+        for rank in ranks:
+            rank.start()
+        try:
+            for rank in ranks:
+                rank.join(timeout)
+            if any(rank.is_alive() for rank in ranks):
+                raise subprocess.TimeoutExpired(command, timeout)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+        out, err = (
+            "".join(Path(f"{folder}/{n}.{kind}").read_text() for n in range(processes)) for kind in ("out", "err")
+        )
+    return subprocess.CompletedProcess(command, max(abs(rank.exitcode) for rank in ranks), out, err)
+
+
+def _program(command, environment, folder, output):
+    """Has the process itself print to files, and not Python's streams alone, since libraries write to the former."""
+    for stream, kind in ((sys.stdout, "out"), (sys.stderr, "err")):
+        file = os.open(f"{output}.{kind}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, stream.fileno())
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    path = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:0] = [os.path.dirname(command[0]), *path]
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")
