@@ -36,15 +36,15 @@ def ring_dilated_attention(
     seq_idx: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that Transformers calls for "ring_dilated".
+    """Computes the attention of a layer; Transformers calls this function for "ring_dilated".
 
     Args:
         query: [B, H, m, D]; key: [B, Hkv, n, D]; value: [B, Hkv, n, Dv]. The queries are the last m of the n tokens.
-        attention_mask: what `ring_dilated_mask` returned; also a plain [B, n] mask, or None for rows of one document.
+        attention_mask: the mask of `ring_dilated_mask`, a plain [B, n] mask, or None for rows of one document.
         sliding_window: the layer's own window, in tokens, where the mask does not say.
         softcap: scores s become softcap * tanh(s / softcap).
-        s_aux: [H] logits of one more column of the softmax, of value 0.
-        cu_seq_lens_q, seq_idx: packed rows, as Transformers' collators describe them.
+        s_aux: [H] the logits of one more column of the softmax, whose value is 0.
+        cu_seq_lens_q, seq_idx: the documents of packed rows, as Transformers' collators describe them.
 
     Returns:
         out [B, m, H, Dv], and None for the weights that are never formed.
@@ -67,8 +67,8 @@ def ring_dilated_attention(
             raise ValueError(sharded_without_documents(module))
         if attention_mask is None and forward_pass is not None and forward_pass.documents is not None:
             raise ValueError(
-                f"{type(module).__name__} was given packed rows by position_ids, but its model makes masks itself, and none "
-                f"for them: pass one document a row, padded"
+                f"{type(module).__name__} was given packed rows by position_ids, but its model makes its masks itself, and "
+                f"made none for these rows: pass one document a row, padded"
             )
         causal = tokens.causal
         if causal is None:
@@ -86,7 +86,7 @@ def ring_dilated_attention(
     except (ValueError, NotImplementedError) as refused:
         if sharded:
             assert ring is not None
-            with ring.agreement(query.device):  # where the other ranks compare their calls of attention
+            with ring.agreement(query.device):  # The other ranks compare their calls of attention here.
                 raise refused
         raise
     query, key, value = _autocast(query, key, value)
@@ -102,20 +102,20 @@ def ring_dilated_attention(
     if held is not None:
         out = cached_attention(query, key, value, held=held, **call)
     else:
-        made = ring_attention(query, key, value, layout=tokens.layout, **call)
-        assert isinstance(made, Tensor)
-        out = made
+        result = ring_attention(query, key, value, layout=tokens.layout, **call)
+        assert isinstance(result, Tensor)
+        out = result
     return out.transpose(1, 2).contiguous(), None
 
 
 def _held(
     module: nn.Module, query: Tensor, key: Tensor, tokens: Tokens, causal: bool, pattern: Pattern
 ) -> HeldKeys | None:
-    """What the cache holds, where the queries are not all of the keys' tokens.
+    """Returns what the cache holds; None where the queries are all of the keys' tokens.
 
     Raises:
         NotImplementedError: queries of one sequence and keys of another.
-        ValueError: a cache without all the keys that the pattern reaches, or a mask of other tokens.
+        ValueError: a cache that lacks keys which the pattern reaches, or a mask of other tokens.
     """
     if tokens.layout is not None:
         return None
@@ -140,14 +140,14 @@ def _held(
     ):
         raise ValueError(
             f"{name}: layer {getattr(module, 'layer_idx', None)} has the pattern {pattern}, and its cache keeps only the "
-            f"last tokens ({tokens.window or 'no'} tokens are the layer's own window): pass past_key_values=DynamicCache(), "
+            f"last tokens (the layer's own window has {tokens.window or 'no'} tokens): pass past_key_values=DynamicCache(), "
             f"made without the config, which keeps all"
         )
     return None if num_queries == written == num_rows else HeldKeys.whole(written, num_queries, num_rows)
 
 
 def _check_call(module: nn.Module, attention_mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
-    """Refuses what `ring_dilated_attention` says it refuses."""
+    """Refuses dropout, a request for attention weights, and inputs that would change the scores or the keys."""
     name = type(module).__name__
     if dropout:
         raise ValueError(
@@ -159,12 +159,12 @@ def _check_call(module: nn.Module, attention_mask: Any, dropout: float, kwargs: 
             f"{name}: output_attentions=True was asked for, but ring_dilated never forms the attention weights: "
             f"use attn_implementation='eager' to look at them"
         )
-    for feature, given in {
+    for feature, present in {
         "position_bias": kwargs.get("position_bias") is not None,
         "head_mask": kwargs.get("head_mask") is not None,
         "a paged cache": kwargs.get("cache") is not None,
     }.items():
-        if given:
+        if present:
             raise NotImplementedError(
                 f"{name}: layer {getattr(module, 'layer_idx', None)} came with {feature}, which would change the scores "
                 f"or the keys and which ring_dilated does not compute: use 'eager' or 'sdpa'"

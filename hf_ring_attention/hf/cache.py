@@ -1,4 +1,4 @@
-"""A key/value cache of which every rank of a ring holds its shard, and each the tokens that came after it."""
+"""A key/value cache over a ring: each rank holds its shard of the prefilled row, and all tokens that came after it."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ class _ShardedLayer(DynamicLayer):
 
     @property
     def later(self) -> int:
-        """Tokens after the prefilled row."""
+        """The number of tokens after the prefilled row."""
         return 0 if self.keys is None else max(0, self.keys.shape[-2] - self.layout.local_len)
 
     def get_seq_length(self) -> int:
-        """Tokens of the whole row."""
+        """Returns the number of tokens of the whole row."""
         return 0 if self.keys is None else self.layout.seq_len + self.later
 
     def reset(self) -> None:
         raise ValueError("a sharded cache cannot be filled again: make another one with ra.prefill")
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last tokens: so many if negative; down to so many, if positive, as earlier Transformers had it."""
-        if self.keys is None:  # a layer that takes the keys of another
+        """Removes the last `-tokens_to_remove` tokens. A positive number is the length to keep, as in earlier Transformers."""
+        if self.keys is None:  # This layer takes the keys of another one.
             return
         count = -tokens_to_remove if tokens_to_remove <= 0 else self.get_seq_length() - tokens_to_remove
         if count > self.later:
             raise ValueError(
                 f"a sharded cache keeps the {self.layout.seq_len} tokens it was filled with: {count} tokens cannot be "
-                f"removed, {self.later} came after them"
+                f"removed, because only {self.later} came after them"
             )
         if count > 0 and self.values is not None:
             self.keys, self.values = self.keys[..., :-count, :], self.values[..., :-count, :]
@@ -48,7 +48,7 @@ class ShardedCache(Cache):
     """The cache that `prefill` returns. Its length is that of the whole row; `crop` goes back to it.
 
     Attributes:
-        layout: of the prefilled row.
+        layout: the layout of the prefilled row.
     """
 
     def __init__(self, layout: SequenceLayout, num_layers: int) -> None:
@@ -56,9 +56,9 @@ class ShardedCache(Cache):
         self.layout = layout
 
     def held(self, rank: int, new_tokens: int) -> HeldKeys:
-        """What `rank` holds once a step of `new_tokens` tokens has come: its shard, and the last rank what came later.
+        """Returns what `rank` holds after a step of `new_tokens` tokens: its shard, and on the last rank all later tokens.
 
-        All ranks store later tokens, and one computes with them.
+        All ranks store the later tokens, but only the last rank computes with them.
         """
         layout, first = self.layout, 0
         row_len = self.get_seq_length() + new_tokens
@@ -76,7 +76,7 @@ class ShardedCache(Cache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         if self.get_seq_length(layer_idx) == 0 and key_states.shape[-2] != self.layout.local_len:
             raise ValueError(
-                f"a sharded cache is filled by prefill, with {self.layout.local_len} tokens a rank, got "
-                f"{key_states.shape[-2]}"
+                f"a sharded cache is filled by prefill, with {self.layout.local_len} tokens on each rank, got "
+                f"{key_states.shape[-2]}: call ra.prefill(model, input_ids)"
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)

@@ -27,14 +27,14 @@ _IMPLEMENTATION = "attn_implementation"
 
 @dataclass(frozen=True)
 class _Patterns:
-    """What a config's `ring_dilated` says: a pattern for all layers, if there is one, and those of single layers."""
+    """The patterns in a config's `ring_dilated`: one for all layers, if there is one, and those of single layers."""
 
     pattern: Pattern | None
     layers: Mapping[int, Pattern]
 
 
 def layer_pattern(config: Any, layer: int | None, window: int | None = None) -> Pattern:
-    """The pattern of a layer: what `patch_config` set for it, its own window, or what was set for all layers.
+    """Returns the pattern of a layer: what `patch_config` set for it, its own window, or what was set for all layers.
 
     Raises:
         ValueError: the config's `ring_dilated` is not what `patch_config` writes.
@@ -48,8 +48,8 @@ def layer_pattern(config: Any, layer: int | None, window: int | None = None) -> 
     return patterns.pattern or Pattern.exact()
 
 
-#: What was read, by the identity of a config's attribute, with a copy that tells whether it has changed since: each layer
-#: asks at every token that is generated, and comparing is far cheaper than reading.
+#: Cache: parsed patterns, keyed by the identity of a config's attribute, with a copy that tells whether it has changed.
+#: Each layer asks at every token that is generated, and comparing is far cheaper than parsing.
 _read: dict[int, tuple[Any, int | None, _Patterns]] = {}
 
 
@@ -67,7 +67,7 @@ def _patterns(config: Any) -> _Patterns:
 
 
 def _parsed(settings: Any, num_layers: int | None) -> _Patterns:
-    """Reads every key, because one that were passed over would mean exact attention where a pattern was asked for."""
+    """Parses every key: a key that was ignored would mean exact attention where a pattern was asked for."""
     wrong = f"config.{IMPLEMENTATION} must be what ra.patch_config(config, pattern, layers=...) writes, "
     remedy = "call ra.patch_config, or delete the attribute for exact attention"
     if not isinstance(settings, Mapping):
@@ -94,7 +94,7 @@ def _parsed(settings: Any, num_layers: int | None) -> _Patterns:
 
 
 class _Implementation:
-    """What a config writes of its implementation: what its model computes when it is saved, and not when it was patched.
+    """The implementation that a config writes: the one that its model has when it is saved, not when it was patched.
 
     Transformers writes a config as a deep copy of its attributes, without the implementation itself.
     """
@@ -104,11 +104,11 @@ class _Implementation:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self.config))
-        if copied is not None:  # the config itself is copied, and keeps such an attribute
+        if copied is not None:  # The config itself is copied, and its copy keeps such an attribute.
             return _Implementation(copied)
         text_config = self.config.get_text_config()
         if implementation_of(text_config) != IMPLEMENTATION or getattr(text_config, IMPLEMENTATION, None) is None:
-            return None  # whoever loads the config chooses
+            return None  # Whoever loads the config chooses.
         keys = [key for key in self.config.sub_configs if getattr(self.config, key, None) is text_config]
         return {keys[0]: IMPLEMENTATION} if keys else IMPLEMENTATION
 
@@ -122,13 +122,13 @@ def keep_implementation(config: PretrainedConfig) -> None:
 
 
 def check_made(config: PretrainedConfig, name: str) -> None:
-    """Looks at the config of a model that is being made, as it may have been saved or written by hand.
+    """Checks the config of a model that is being made, since it may have been saved or written by hand.
 
     A pattern under another implementation has no effect, which is logged once. One under "ring_dilated" stays so when
     the model is saved again.
 
     Args:
-        name: of the model's class.
+        name: the name of the model's class.
 
     Raises:
         ValueError: a `ring_dilated` that is not understood.
@@ -155,7 +155,7 @@ def _warn_once(text: str) -> None:
 
 
 def model_layout(config: Any, ring: Ring, seq_len: int) -> SequenceLayout:
-    """The layout of a model's rows: the same for all its layers, decided by the pattern set for all of them."""
+    """Returns the layout of a model's rows: the same for all its layers, decided by the pattern set for all of them."""
     return ring.layout_for(seq_len, layer_pattern(config, None))
 
 
@@ -173,9 +173,9 @@ def patch_config(
     loaded with; so does a model that is loaded from where this one was saved, unless another implementation is asked for.
 
     Args:
-        pattern: what the layers compute, as a `Pattern` or its text; instead, `segment_lengths` and `dilation_rates` give
-            `Pattern.longnet`.
-        layers: numbers of the layers; None for every layer without a window of its own.
+        pattern: what the layers compute, as a `Pattern` or its text.
+        layers: the numbers of the layers; None for every layer without a window of its own.
+        segment_lengths, dilation_rates: the arguments of `Pattern.longnet`, in place of `pattern`.
 
     Returns:
         The config.
@@ -184,13 +184,25 @@ def patch_config(
         ValueError: no pattern, two of them, layers the model does not have, or a model that does not call the attention
             interface.
         NotImplementedError: a model that ring_dilated does not compute.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> config = ra.patch_config(LlamaConfig(num_hidden_layers=4), "pyramid:512,3")
+        >>> config = ra.patch_config(config, "exact", layers=[0])  # the first layer sees all tokens
+        >>> sorted(config.to_dict()["ring_dilated"])  # saved with the config, and loaded with it
+        ['layers', 'pattern']
     """
     longnet = segment_lengths is not None or dilation_rates is not None
     if (pattern is not None) == longnet:
-        raise ValueError("patch_config: pass either pattern=, or segment_lengths= and dilation_rates=")
+        raise ValueError(
+            "patch_config: pass either pattern=, or segment_lengths= and dilation_rates=, not "
+            f"{'both' if longnet else 'neither'}"
+        )
     if longnet:
         if segment_lengths is None or dilation_rates is None:
-            raise ValueError("patch_config: segment_lengths and dilation_rates go together, one is missing")
+            raise ValueError(
+                "patch_config: segment_lengths and dilation_rates go together, and one is missing: pass both"
+            )
         pattern = Pattern.longnet(segment_lengths, dilation_rates)
     pattern = as_pattern(pattern, "patch_config")  # type: ignore[arg-type]
     text_config = config.get_text_config()

@@ -1,4 +1,4 @@
-"""What the running forward pass of a patched model knows before its masks are made."""
+"""The running forward pass of a patched model, for its masks and attention layers to look up."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from ..plan.problem import Documents, HeldKeys
 class ForwardPass:
     """What the forward pass of a patched model knows before its masks are made.
 
-    Either `documents`, and for shards of a row also `layout` and `last_position`, the greatest position id of all ranks;
-    or `held`, for a row's last tokens against a sharded cache. `told`: a collator told the documents, which otherwise were
-    read from positions. `config`: of the model, whose masks alone are meant; `outer`: the pass inside which this one runs.
-    `attended`: a layer has attended by ring_dilated.
+    Attributes:
+        config: the config of the model; the masks of other models are not concerned.
+        documents: the documents of each batch row, in the whole row where it is sharded.
+        from_collator: whether a collator described the documents; otherwise they were read from positions.
+        layout: how the sequence is sharded, if it is.
+        held: what the cache of this rank holds, where the tokens are the last ones against a sharded cache.
+        last_position: the greatest position id of all ranks, for shards.
+        attended: whether a layer has attended by ring_dilated.
+        outer: the forward pass inside which this one runs.
     """
 
     config: Any
 
     documents: Documents | None = None
-    told: bool = False
+    from_collator: bool = False
     layout: SequenceLayout | None = None
     held: HeldKeys | None = None
     last_position: int | None = None
@@ -31,11 +36,14 @@ class ForwardPass:
     outer: ForwardPass | None = None
 
 
-#: The one that runs in this thread; None outside of patched models.
+#: The forward pass that runs in this thread; None outside of patched models.
 FORWARD_PASS: ContextVar[ForwardPass | None] = ContextVar("ring_dilated_forward_pass", default=None)
 
 
 def forward_pass_of(config: Any) -> ForwardPass | None:
-    """The running forward pass, if it is that of a model with this config: one that was broken off leaves its own behind."""
+    """Returns the running forward pass, if it is that of a model with this config; else None.
+
+    A pass that an error broke off stays behind, and is not that of the next model.
+    """
     running = FORWARD_PASS.get()
     return running if running is not None and running.config is config else None

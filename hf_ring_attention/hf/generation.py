@@ -22,24 +22,33 @@ logger = logging.getLogger(__name__)
 
 @torch.no_grad()
 def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None = None) -> ShardedCache:
-    """The keys and values of whole rows, computed by all ranks of the model's ring, each of which keeps its shard.
+    """Computes the keys and values of whole rows on all ranks of the model's ring; each rank keeps its shard of them.
 
-    The cache then serves `generate` on every rank, which must be called alike on all of them (sampling: with equal
-    seeds). `input_ids` of that call are these tokens and at least one more:
-
-        cache = ra.prefill(model, document)
-        answer = model.generate(torch.cat([document, question], 1), past_key_values=cache, max_new_tokens=100)
-
-    Afterwards `cache.crop(document.shape[1] - cache.get_seq_length())` makes it ready for another question.
+    The cache then serves `generate`, which every rank must call alike (with equal seeds, if it samples). The `input_ids`
+    of that call are these tokens and at least one more. Afterwards
+    `cache.crop(document.shape[1] - cache.get_seq_length())` makes the cache ready for another question.
 
     Args:
-        model: with a ring, of `patch_model(model, ring=ring)`; without one this process has whole rows.
+        model: a model with the ring of `patch_model(model, ring=ring)`; without a ring, this process computes whole rows.
         input_ids: [B, n], the same on every rank.
         attention_mask: [B, n], 0 for padding; None for rows without padding. `generate` needs it too.
+
+    Returns:
+        The cache, for `past_key_values` of `generate` on this rank.
 
     Raises:
         ValueError: a model with virtual tokens of PEFT, tokens that are not [B, n] or differ between ranks, or a mask of
             another shape, or with padding for a model that numbers its tokens itself.
+
+    Example:
+        >>> row = torch.arange(1, 43)[None]  # a document of 40 tokens, and a question of 2
+        >>> models = [tiny_llama(), tiny_llama()]  # the same on each rank
+        >>> def answer(ring):
+        ...     cache = ra.prefill(ra.patch_model(models[ring.rank], ring=ring), row[:, :40])
+        ...     return models[ring.rank].generate(row, past_key_values=cache, max_new_tokens=3, do_sample=False)
+        >>> whole = tiny_llama().generate(row, max_new_tokens=3, do_sample=False)  # on one device
+        >>> [torch.equal(answer_of_rank, whole) for answer_of_rank in ra.run_simulated(answer, 2)]
+        [True, True]
     """
     inner = whole_model(model, "prefill")
     ring = attached_ring(inner) or Ring.alone()
@@ -49,12 +58,12 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
             raise ValueError(f"prefill: input_ids must be [batch, tokens], got {tuple(input_ids.shape)}")
         if attention_mask is not None and attention_mask.shape != input_ids.shape:
             raise ValueError(
-                f"prefill: attention_mask must be {tuple(input_ids.shape)} as input_ids, got {tuple(attention_mask.shape)}"
+                f"prefill: attention_mask must be {tuple(input_ids.shape)} like input_ids, got {tuple(attention_mask.shape)}"
             )
         if attention_mask is not None and not bool(attention_mask.all()) and "position_ids" not in arguments:
             raise ValueError(
-                f"prefill: {type(model).__name__}.generate would number padded rows otherwise than prefill: it takes no "
-                f"position_ids; pass rows without padding"
+                f"prefill: {type(model).__name__}.generate would number padded rows differently from prefill, because "
+                f"it takes no position_ids: pass rows without padding"
             )
         call.same("the shape of input_ids", tuple(input_ids.shape))
         call.same("a checksum of input_ids", digest(input_ids))
@@ -77,8 +86,8 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
         longest = switching_length(config)
         if longest is not None and input_ids.shape[1] <= longest and ring.rank == 0:
             logger.warning(
-                "%s rotates keys otherwise in rows of more than %d tokens: with this cache of %d tokens, generation can go on "
-                "up to %d tokens in all; for more, prefill more than that",
+                "%s rotates keys differently in rows of more than %d tokens: with this cache of %d tokens, generation can go "
+                "on up to %d tokens in all; for more, prefill more than that",
                 type(inner).__name__, longest, input_ids.shape[1], longest,
             )  # fmt: skip
     return cache

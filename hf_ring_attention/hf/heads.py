@@ -1,8 +1,8 @@
-"""The heads of language models: leaving a call of the model a few logits only, and telling what it does to them.
+"""The heads of language models: forms only a few logits in a call of the model, and infers what it does to them.
 
 A head makes logits [B, n, vocabulary], which are often the largest tensor of all. So a call may be watched: its output
-layer is given one token of each row, the hidden states of all tokens are kept, and whoever watches forms the logits in
-slices. What the model does to the logits behind its output layer is told from those few.
+layer is given one or two tokens of each batch row, the hidden states of all tokens are stored, and the watcher forms the
+logits in slices. The few logits of the call tell what the model does to logits after its output layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..compute.private import remove_hooks, version_of
 #: A function of hidden states [..., width] that gives logits [..., vocabulary].
 Head = Callable[[Tensor], Tensor]
 
-#: Names in configs of what logits are multiplied with or divided by, and of what tanh caps them at.
+#: The names in configs for a number that multiplies or divides logits, and for a number at which tanh caps them.
 _SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -33,11 +33,11 @@ class HeadCall:
     """A call of a model that is watched.
 
     Attributes:
-        output: the model's output layer; None, if it has none, watches nothing.
-        active: whether the output layer is to be left one token of each row.
+        output: the model's output layer; None if it has none, and then nothing is watched.
+        active: whether the output layer is to be given only a few tokens of each batch row.
         hidden: [B, n, width] what the output layer was called with; None before that.
-        plain: [B, 1 or 2, rows of the output layer] what the output layer made of the tokens that it was left.
-        unsuited: what the model does otherwise than a causal language model, if it does.
+        plain: [B, 1 or 2, rows of the output layer] what the output layer returned for these tokens.
+        unsuited: what the model does that a causal language model does not; None if nothing.
         outer: the watched call inside which this one runs.
     """
 
@@ -50,7 +50,7 @@ class HeadCall:
         self._autocast: torch.dtype | None = None
 
     def keep(self, hidden: Tensor) -> Tensor:
-        """Keeps all hidden states, and returns those that the model may go on with."""
+        """Stores all hidden states, and returns those of the few tokens that the model goes on with."""
         if self.hidden is not None or self.unsuited is not None:
             self.refuse("calls its output layer several times")
             return hidden
@@ -63,26 +63,26 @@ class HeadCall:
         return probe_of(hidden)
 
     def refuse(self, reason: str) -> None:
-        """Says that logits of this call cannot be formed from its hidden states."""
+        """Notes why the logits of this call cannot be formed from its hidden states."""
         self.unsuited = reason
 
     def keep_plain(self, plain: Tensor) -> None:
-        """Keeps what the output layer made, to be compared with the model's logits."""
-        # Tensors of inference mode count no changes, so that a copy is compared instead.
+        """Stores what the output layer returned, to be compared with the model's logits."""
+        # Tensors made in inference mode do not count their changes, so a copy is compared instead.
         self.plain = plain.clone() if plain.is_inference() else plain
         self._version = version_of(plain)
 
     def head(self, logits: Tensor, config: PretrainedConfig) -> Head | None:
-        """What makes the model's logits of hidden states; None if that cannot be told.
+        """Returns the function that makes the model's logits of hidden states; None if it cannot be inferred.
 
         Args:
-            logits: the model's own, of the tokens that it was left.
-            config: the model's.
+            logits: the logits that the model returned for its few tokens.
+            config: the config of the model.
         """
         output, plain = self.output, self.plain
         if output is None or plain is None or self.unsuited is not None:
             return None
-        if version_of(plain) != self._version:  # the model wrote into it
+        if version_of(plain) != self._version:  # The model wrote into it.
             return None
         change = _unchanged if logits is plain else change_of(plain, logits, config)
         if change is None:
@@ -102,7 +102,7 @@ RUNNING: ContextVar[HeadCall | None] = ContextVar("ring_dilated_head_call", defa
 
 @contextmanager
 def running(call: HeadCall | None) -> Iterator[None]:
-    """Inside, this is the watched call of this thread or task; None: there is none."""
+    """Makes this the watched call of this thread or task, while the context lasts; None for no call."""
     outer = RUNNING.get()
     RUNNING.set(call)
     try:
@@ -112,9 +112,9 @@ def running(call: HeadCall | None) -> Iterator[None]:
 
 
 def probe_of(hidden: Tensor) -> Tensor:
-    """[B, 1 or 2, width] of hidden states [B, n, width] those of each row's two largest tokens.
+    """Returns [B, 1 or 2, width]: of hidden states [B, n, width], the two largest of each batch row.
 
-    Those of padding may be 0, of which every head makes the same; and a scale that differs between two tokens is none.
+    Hidden states of padding may be 0, of which every head makes the same. Two tokens show whether all have one scale.
     """
     hidden = hidden.detach()
     largest = hidden.norm(dim=-1).topk(min(2, hidden.shape[1]), dim=1).indices
@@ -126,16 +126,16 @@ def probe_of(hidden: Tensor) -> Tensor:
 
 _LOCK = threading.Lock()
 
-#: By what was installed: how many use it, and what removes it. Nothing stays once the last one has left.
+#: How many threads use an installed thing, and what removes it when the last one leaves; keyed by the thing.
 _INSTALLED: dict[Any, tuple[int, Callable[[], None]]] = {}
 
 
 @contextmanager
 def installed(key: Any, install: Callable[[], Callable[[], None]]) -> Iterator[None]:
-    """Inside, what `install` does is done: by the first of all threads that come, until the last has left.
+    """Calls `install` for the first thread that enters, and undoes it when the last one leaves.
 
     Args:
-        install: returns what undoes it.
+        install: returns the function that undoes it.
     """
     with _LOCK:
         users, remove = _INSTALLED.get(key) or (0, install())
@@ -152,7 +152,7 @@ def installed(key: Any, install: Callable[[], Callable[[], None]]) -> Iterator[N
 
 
 def watching(output: nn.Module | None) -> Any:
-    """A context in which calls of an output layer obey the watched call of their own thread or task, if there is one."""
+    """Returns a context in which calls of an output layer obey the watched call of their thread or task, if there is one."""
     if output is None:
         return nullcontext()
     return installed((output, "head"), partial(_watch, output))
@@ -160,7 +160,7 @@ def watching(output: nn.Module | None) -> Any:
 
 def _watch(output: nn.Module) -> Callable[[], None]:
     without_hooks(output, _before_output, _after_output)
-    # The first and the last of its hooks: calls for slices run the other hooks again.
+    # These are its first and last hooks, because the calls for slices run all its other hooks again.
     return remover(
         output.register_forward_pre_hook(_before_output, prepend=True),
         output.register_forward_hook(_after_output),
@@ -168,7 +168,7 @@ def _watch(output: nn.Module) -> Callable[[], None]:
 
 
 def remover(*handles: Any) -> Callable[[], None]:
-    """Removes hooks."""
+    """Returns a function that removes hooks."""
 
     def remove() -> None:
         for handle in handles:
@@ -205,34 +205,34 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 def change_of(plain: Tensor, logits: Tensor, config: PretrainedConfig) -> Head | None:
-    """What a model does to the logits of its output layer; None if that is neither a scale nor a cap.
+    """Returns what a model does to the logits of its output layer; None if that is neither a scale nor a cap.
 
-    What the config names is tried first, and must give the same bits. A scale that the config does not name is estimated
-    from all logits together. Logits beyond a model's vocabulary may be left out.
+    The scales and caps that the config names are tried first, and must give the same bits. A scale that the config does
+    not name is estimated from all logits together. Logits beyond a model's vocabulary may be left out.
 
     Args:
-        plain: [..., rows of the output layer] what that made; logits: [..., vocabulary] the model's own.
+        plain: [..., rows of the output layer] what that returned; logits: [..., vocabulary] the model's own.
     """
     width = logits.shape[-1]
     if plain.shape[:-1] != logits.shape[:-1] or width > plain.shape[-1]:
         return None
     with torch.no_grad():
-        cut, found = plain.detach()[..., :width], logits.detach()
+        cut, expected = plain.detach()[..., :width], logits.detach()
         scaled, capped = _named(config, plain.dtype, logits.dtype)
-        named: list[Head] = [*capped, *scaled, partial(_cast, dtype=logits.dtype)]
-        change: Head | None = next((change for change in named if _equal(change(cut), found)), None)
-        change = change or _nearly(capped, cut, found) or _estimated(cut, found, plain, logits)
+        candidates: list[Head] = [*capped, *scaled, partial(_cast, dtype=logits.dtype)]
+        change: Head | None = next((change for change in candidates if _equal(change(cut), expected)), None)
+        change = change or _nearly(capped, cut, expected) or _estimated(cut, expected, plain, logits)
     if change is None or width == plain.shape[-1]:
         return change
     return lambda x: change(x[..., :width])
 
 
 def _named(config: PretrainedConfig, computed: torch.dtype, wanted: torch.dtype) -> tuple[list[Head], list[Head]]:
-    """Scales that a config names, and caps, with the scales first: a small logit hardly shows its cap."""
+    """Returns the scales that a config names, and the caps, those after a scale first: a small logit hardly shows its cap."""
     scales, caps = _numbers_of(config, _SCALES), _numbers_of(config, _CAPS)
     scaled: list[Head] = [partial(way, by=scale) for scale in scales for way in (_divided, _multiplied)]
     capped: list[Head] = [partial(_capped, at=cap, first=first) for first in (*scaled, _unchanged) for cap in caps]
-    # Models compute them in their own dtype or in that of their logits; compiled ones in float32.
+    # Models scale and cap in their own dtype or in that of their logits; compiled models do it in float32.
     kinds = dict.fromkeys((computed, wanted, torch.promote_types(computed, torch.float32)))
 
     def in_kinds(changes: list[Head]) -> list[Head]:
@@ -242,7 +242,7 @@ def _named(config: PretrainedConfig, computed: torch.dtype, wanted: torch.dtype)
 
 
 def _numbers_of(config: PretrainedConfig, names: tuple[str, ...]) -> list[float]:
-    """The values of those names that a config has, without those that say that there is none."""
+    """Returns the values that a config has for these names, without those that mean that there is none."""
     values = [getattr(config.get_text_config(), name, None) for name in names]
     return [float(x) for x in values if isinstance(x, (int, float)) and not isinstance(x, bool) and x != 0]
 
@@ -272,8 +272,10 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 
 
 def _nearly(changes: list[Head], plain: Tensor, logits: Tensor) -> Head | None:
-    """The change that comes closest, if all logits are those of the model but for their last bit, and most of them
-    without that: compiled models round at other places."""
+    """Returns the change that gives all logits up to their last bit, and most of them almost exactly; None if none does.
+
+    Compiled models round at other places, so that even the right change is off by a bit in some logits.
+    """
     eps = torch.finfo(logits.dtype).eps
     rounding = 16 * min(eps, torch.finfo(torch.float32).eps)
     best, most = None, 0.9
@@ -285,33 +287,33 @@ def _nearly(changes: list[Head], plain: Tensor, logits: Tensor) -> Head | None:
     return best
 
 
-def _estimated(cut: Tensor, found: Tensor, plain: Tensor, logits: Tensor) -> Head | None:
-    """A scale that gives all logits up to their rounding; None if no number does, or where a tensor that is trained did."""
-    rounded = _equal(found.to(plain.dtype).to(logits.dtype), found)
+def _estimated(cut: Tensor, expected: Tensor, plain: Tensor, logits: Tensor) -> Head | None:
+    """Returns a scale that gives all logits up to their rounding; None if no number does, or if trained tensors did."""
+    rounded = _equal(expected.to(plain.dtype).to(logits.dtype), expected)
     computed = plain.dtype if rounded else logits.dtype
     eps, tiny = torch.finfo(computed).eps, torch.finfo(computed).tiny
-    x, y = cut.double().flatten(), found.double().flatten()
-    told = x.isfinite() & y.isfinite() & (x != 0) & (y.abs() >= tiny)
-    if not bool(told.any()) or _depends_on_parameters(logits, plain):
+    x, y = cut.double().flatten(), expected.double().flatten()
+    usable = x.isfinite() & y.isfinite() & (x != 0) & (y.abs() >= tiny)
+    if not bool(usable.any()) or _depends_on_parameters(logits, plain):
         return None
-    # For each logit there are scales whose product with it is rounded to the model's: those that all logits share. A logit
-    # is off by half a unit of its last bit, and in float64 these sums are off by as much.
-    last_bit = torch.ldexp(torch.full_like(y[told], eps), torch.frexp(y[told]).exponent - 1)
-    off = last_bit * (1.5 if computed is torch.float64 else 0.5001) / x[told].abs()
-    ratio = y[told] / x[told]
+    # Each logit allows an interval of scales whose product is rounded to the model's; the scale lies in all intervals. A
+    # logit is off by half a unit of its last bit, and in float64 the sums here add errors of their own.
+    last_bit = torch.ldexp(torch.full_like(y[usable], eps), torch.frexp(y[usable]).exponent - 1)
+    off = last_bit * (1.5 if computed is torch.float64 else 0.5001) / x[usable].abs()
+    ratio = y[usable] / x[usable]
     least, most = (ratio - off).max(), (ratio + off).min()
     if not bool(least <= most):
         return None
     change = partial(_in, change=_scaled(float(least), float(most), computed), dtype=computed, wanted=logits.dtype)
-    # The others say nothing of the scale (0, infinite, or too small to be exact), but must not contradict it.
-    a, b = change(cut).flatten()[~told].double(), y[~told]
+    # Other logits (0, infinite, or too small to be exact) do not tell the scale, but must not contradict it.
+    a, b = change(cut).flatten()[~usable].double(), y[~usable]
     fits = (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= eps * tiny)
     return change if bool(fits.all()) else None
 
 
 def _scaled(least: float, most: float, computed: torch.dtype) -> Head:
-    """A product with, or a division by, the number of the fewest digits that is between these two."""
-    held_in = torch.promote_types(computed, torch.float32)  # torch rounds the numbers that it scales with
+    """Returns a product with, or a division by, the number of the fewest digits between `least` and `most`."""
+    held_in = torch.promote_types(computed, torch.float32)  # torch rounds a scale to this dtype.
     ways: list[tuple[Callable[..., Tensor], float, float]] = [(_multiplied, least, most)]
     if least * most > 0:
         ways.append((_divided, 1 / most, 1 / least))
@@ -324,15 +326,15 @@ def _scaled(least: float, most: float, computed: torch.dtype) -> Head:
 
 
 def _depends_on_parameters(logits: Tensor, plain: Tensor) -> bool:
-    """Whether the model made its logits by tensors that are trained, besides those of the output layer."""
-    waiting, seen = [logits.grad_fn], {None, plain.grad_fn}
+    """Returns whether trained tensors other than those of the output layer had a part in the logits."""
+    waiting, visited = [logits.grad_fn], {None, plain.grad_fn}
     while waiting:
         node = waiting.pop()
-        if node in seen:
+        if node in visited:
             continue
         if hasattr(node, "variable"):
             return True
-        seen.add(node)
+        visited.add(node)
         waiting += [inner for inner, _ in node.next_functions]  # type: ignore[union-attr]
     return False
 
@@ -343,7 +345,7 @@ def _depends_on_parameters(logits: Tensor, plain: Tensor) -> bool:
 class LogitsNotFormedError(RuntimeError, AttributeError):
     """Logits were asked for where a loss was computed in slices, so that there are none.
 
-    An AttributeError too, so that libraries that look whether an output has a method of tensors find none.
+    It is an AttributeError too, so that libraries which look for the methods of a tensor find none.
     """
 
 

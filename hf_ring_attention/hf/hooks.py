@@ -1,7 +1,7 @@
-"""The forward passes of a patched model: what they must be given, above all where rows are sharded over a ring.
+"""The hooks around the forward passes of a patched model.
 
-Hooks tell the masks where documents begin and end in the whole row. On a ring they compare the calls of all ranks before
-anything is computed, and correct the few modules that would take a shard for a row.
+They tell the masks where documents begin and end in the whole row. On a ring they also compare the calls of all ranks
+before anything is computed, and correct the few modules that would take a shard for a row.
 """
 
 from __future__ import annotations
@@ -75,47 +75,48 @@ def _depends_on_length(module: nn.Module) -> bool:
 
 @torch.compiler.disable(reason=UNTRACEABLE)
 def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Says what the masks of a forward pass need, and checks a sharded one.
+    """Sets the `ForwardPass` that the masks read, and checks the calls of a sharded model.
 
-    Packed rows that come without positions are given some that count each document, which a model would number on from
-    one document to the next.
+    Packed rows without positions get positions that count each document; the model itself would count on from one
+    document to the next.
 
     Raises:
-        ValueError: on every rank, where any rank's call contradicts its layout, or the ranks' calls each other.
+        ValueError: on every rank, if the call of any rank contradicts its layout or the calls of other ranks.
     """
     check_not_traced()
     if args:
         kwargs = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
     tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
     ring, cache = attached_ring(module), kwargs.get("past_key_values")
-    numbered: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    new_arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     if ring is None or ring.world_size == 1:
-        documents, told = _packed_rows(module, tokens, kwargs)
-        begun = ForwardPass(module.config, documents, told)
+        documents, from_collator = _packed_rows(module, tokens, kwargs)
+        forward_pass = ForwardPass(module.config, documents=documents, from_collator=from_collator)
         if tokens is not None and documents is not None and _packed(documents) and kwargs.get("position_ids") is None:
             positions = positions_of_documents(documents, tokens.shape[1], first_position(module))
-            numbered = (), {**kwargs, "position_ids": positions.to(tokens.device)}
+            new_arguments = (), {**kwargs, "position_ids": positions.to(tokens.device)}
     elif isinstance(cache, ShardedCache) and cache.get_seq_length() > 0:
-        begun = checked_step(module, ring, cache, tokens, kwargs)
+        forward_pass = checked_step(module, ring, cache, tokens, kwargs)
     else:
-        begun = checked_shard(module, ring, tokens, cache, kwargs)
-    begun.outer = FORWARD_PASS.get()
-    FORWARD_PASS.set(begun)
-    return numbered
+        forward_pass = checked_shard(module, ring, tokens, cache, kwargs)
+    forward_pass.outer = FORWARD_PASS.get()
+    FORWARD_PASS.set(forward_pass)
+    return new_arguments
 
 
 @torch.compiler.disable(reason="it belongs to _before_forward")
 def _after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Ends what `_before_forward` began.
+    """Takes back the `ForwardPass` that `_before_forward` set, and checks that ring_dilated took part.
 
     Raises:
-        RuntimeError: a model whose layers never attended by ring_dilated, so that each rank saw its shard alone.
+        RuntimeError: no layer attended by ring_dilated, so that each rank saw its shard alone.
+        NotImplementedError: an output that the model made from a token of its shard alone.
     """
     forward_pass, ring = forward_pass_of(module.config), attached_ring(module)
     if forward_pass is None:
         return
     FORWARD_PASS.set(forward_pass.outer)
-    if output is None:  # an error is on its way
+    if output is None:  # The forward pass raised an error, which must not be replaced.
         return
     sharded = ring is not None and ring.world_size > 1
     name, implementation = type(module).__name__, implementation_of(module.config)
@@ -137,10 +138,10 @@ def _after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Non
 
 
 def _before_head(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Finds losses of a shard alone. `_before_forward` raises what is found, on every rank.
+    """Looks for a loss of the shard alone, whose error `_before_forward` raises on every rank.
 
     Raises:
-        ValueError: on a ring of one, of shift_labels that the model would not look at.
+        ValueError: on a ring of one rank, if the model would ignore its shift_labels.
     """
     if args:
         kwargs = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
@@ -152,12 +153,12 @@ def _before_head(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _packed_rows(module: nn.Module, tokens: Tensor | None, kwargs: Mapping[str, Any]) -> tuple[Documents | None, bool]:
-    """The documents of whole rows, where positions restart or a collator tells them, and whether it was a collator.
+    """Returns the documents of whole rows, where positions restart or a collator tells them, and whether one does.
 
-    Not every model looks for them itself.
+    Not every model looks for documents itself.
 
     Raises:
-        ValueError: packed rows for a model that numbers its tokens itself, or told in two ways that differ.
+        ValueError: packed rows for a model that numbers its tokens itself, or documents told in two ways that differ.
     """
     if tokens is None or kwargs.get("past_key_values") is not None:
         return None, False
@@ -168,12 +169,12 @@ def _packed_rows(module: nn.Module, tokens: Tensor | None, kwargs: Mapping[str, 
         _check_ready_masks(module, mask, batch, positions, first)
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         return None, False
-    told = packed_documents(batch, length, ends, numbers)
-    if _packed(told) and isinstance(positions, Tensor) and positions.dim() == 2:
-        assert told is not None
-        check_beginnings(told, positions, first)
+    by_collator = packed_documents(batch, length, ends, numbers)
+    if _packed(by_collator) and isinstance(positions, Tensor) and positions.dim() == 2:
+        assert by_collator is not None
+        check_beginnings(by_collator, positions, first)
     documents = documents_of_rows(batch, positions, mask, first)
-    if told is not None:
+    if by_collator is not None:
         by_mask = None if mask is None else documents_from_mask(mask != 0)
         documents = documents_of_collator(batch, length, ends, numbers, (documents, by_mask))
     if _packed(documents) and not _takes_positions(module):
@@ -181,16 +182,16 @@ def _packed_rows(module: nn.Module, tokens: Tensor | None, kwargs: Mapping[str, 
             f"{type(module).__name__} was given packed rows, and takes no position_ids: it numbers the tokens of a row itself, "
             f"so it would number documents wrongly: pass one document a row, padded"
         )
-    return documents, told is not None
+    return documents, by_collator is not None
 
 
 def _check_ready_masks(
     module: nn.Module, masks: Mapping[str, Any], batch: int, positions: Tensor | None, first: int
 ) -> None:
-    """Refuses packed rows whose masks the model around this one has made already, without their documents.
+    """Refuses packed rows if the model around this one has made their masks already, without their documents.
 
     Raises:
-        ValueError: documents, as the positions tell them, that the masks do not keep apart.
+        ValueError: masks that do not keep the documents apart that positions tell.
     """
     for mask in masks.values():
         if not isinstance(mask, Tensor) or mask.dim() != 2:
@@ -222,10 +223,10 @@ def _with_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     if sharded is None or (sharded.layout is None and sharded.held is None):
         raise RuntimeError(
             f"{type(module).__name__} depends on the length of the whole row, and was called outside the forward pass of "
-            f"the sharded model"
+            f"the sharded model: call the model, not its parts"
         )
     if sharded.last_position is None:
-        return None  # a step, whose positions all ranks have
+        return None  # In a step after a prefill, all ranks have all positions.
     positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
     column = torch.full_like(positions[..., :1], sharded.last_position)
     positions = torch.cat([positions, column], -1)
@@ -246,8 +247,8 @@ def _without_last_position(module: nn.Module, args: tuple[Any, ...], output: Any
 def _with_first_token(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Gives a pooler, which reads the first token [B, D] of [B, n, D], that of the whole row: the first one of rank 0."""
     ring = attached_ring(module)
-    assert ring is not None  # such hooks are registered on rings
+    assert ring is not None  # This hook is registered on rings only.
     states: Tensor = args[0]
-    taken = states.dim() == 2
-    first = ring.first_token(states.unsqueeze(1) if taken else states)
-    return (first.squeeze(1) if taken else first, *args[1:])
+    one_token = states.dim() == 2
+    first = ring.first_token(states.unsqueeze(1) if one_token else states)
+    return (first.squeeze(1) if one_token else first, *args[1:])

@@ -1,8 +1,8 @@
-"""Masks as ring_dilated knows them: which tokens are documents, never a square.
+"""The masks of ring_dilated, which say what document each token is in, and are never squares.
 
 Transformers calls `ring_dilated_mask` once for each kind of layer, and hands what it returns to every attention layer
-of that kind. It carries everything that eager attention would read from a square mask: documents, causality, the
-window, and which slots of a static cache are written.
+of that kind. This mask carries everything that eager attention would read from a square mask: documents, causality,
+the window, and which slots of a static cache are written.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from .documents import document_numbers, documents_from_mask
 from .forward_pass import ForwardPass, forward_pass_of
 from .support import check_config, class_name
 
-#: Attribute of a mask that keeps what was read from it: one reading serves all layers, and recomputation.
+#: The attribute of a mask that caches what was read from it, for all layers and for recomputation in backward.
 _TOKENS = "_ring_dilated_tokens"
 
-#: The slots of a static cache that hold no token yet. The other entries of a mask are laid out in bits:
+#: The entry for a slot of a static cache that holds no token yet. All other entries of a mask are laid out in bits:
 #:
 #:     bit    63        36   35        34        33       32       31            0
 #:            [ window   ]   sharded   dropped   causal   known    [ document    ]
 #:
-#: A padding token is 0. Any other token has the number of its document, from 1, in the low 32 bits and, above, what is
-#: true of the whole mask, so that a mask that was copied or moved still says it. For example 2 | 1 << 32 | 1 << 33 |
-#: 512 << 36 is a token of the second document of a row, in a causal layer with a window of 512 tokens.
+#: A padding token is 0. Any other token has the number of its document, from 1, in the low 32 bits. The bits
+#: above say what is true of the whole mask, so that a copied or moved mask still says it. For example, the entry
+#: 2 | 1 << 32 | 1 << 33 | 512 << 36 is a token of the second document of a batch row, in a causal layer with a window of
+#: 512 tokens.
 _UNWRITTEN = -1
 
 _KNOWN, _CAUSAL, _DROPPED, _SHARDED = (1 << bit for bit in (32, 33, 34, 35))
 
 _WINDOW_BIT = 36
 
-#: The longest window that the bits above leave room for; one that is longer than its row shows the same keys.
+#: The longest window that fits into its bits. In rows that are no longer than this, any longer window shows the same keys.
 _LONGEST_WINDOW = (1 << 63 - _WINDOW_BIT) - 1
 
 
@@ -48,14 +49,14 @@ class Tokens:
     """What a mask says of the keys of a layer.
 
     Attributes:
-        documents: per batch row its documents; in the whole row, where the row is sharded. None: of all tokens, one.
-        length: key rows; None where there is no mask.
-        written: those that hold a token.
-        causal: None where the mask does not say.
-        window: of the layer, in tokens, as `Window` counts them.
-        dropped: the cache has dropped keys before these.
-        layout: how the row is sharded.
-        held: what a rank's cache holds of the row.
+        documents: the documents of each batch row, in the whole row where it is sharded; None if all tokens are one.
+        length: the number of key rows; None where there is no mask.
+        written: the number of key rows that hold a token.
+        causal: whether queries see no later keys; None where the mask does not say.
+        window: the window of the layer, in tokens, as `Window` counts them.
+        dropped: whether the cache has dropped keys before these.
+        layout: how the sequence is sharded; None if it is whole.
+        held: what the cache of this rank holds of the sequence; None if it holds all.
     """
 
     documents: Documents | None = None
@@ -82,10 +83,10 @@ def ring_dilated_mask(
     device: torch.device | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """The mask function that Transformers calls for "ring_dilated".
+    """Makes the mask of one kind of layer; Transformers calls this function for "ring_dilated".
 
     Returns:
-        [B, kv_length] int64, for `tokens_of`.
+        [B, kv_length] int64, which `tokens_of` reads.
 
     Raises:
         ValueError: a mask that only a square could express.
@@ -114,18 +115,17 @@ def ring_dilated_mask(
                 f"{class_name(config)}: ring_dilated cannot express this mask ({kind}): its tiles know causal and "
                 f"bidirectional attention, windows, padding and packing: use 'eager' or 'sdpa'"
             )
-    known = forward_pass_of(config) or ForwardPass(config)
-    sharded = known.layout is not None or known.held is not None
+    forward_pass = forward_pass_of(config) or ForwardPass(config)
+    sharded = forward_pass.layout is not None or forward_pass.held is not None
     flags = _KNOWN | causal * _CAUSAL | (kv_offset > 0) * _DROPPED | sharded * _SHARDED
     flags |= _window_bits(window, kv_length) << _WINDOW_BIT
-    # Where there is no mask, Transformers reads documents from positions by a rule of its own, for the models that it does
-    # it for; that is what the model computes under any other implementation.
-    if known.documents is not None and not sharded and (known.told or packed is None):
-        numbers = (document_numbers(known.documents, kv_length) + 1).to(
-            device
-        )  # a mask of ones, if any, is the model's own
+    # For some models without a mask, Transformers reads documents from positions by a rule of its own (`packed`). It wins
+    # over documents that were read here, since the model computes it under any other implementation.
+    if forward_pass.documents is not None and not sharded and (forward_pass.from_collator or packed is None):
+        # An attention_mask adds nothing here: the documents were read from it too, or the model itself made it of ones.
+        numbers = (document_numbers(forward_pass.documents, kv_length) + 1).to(device)
     elif attention_mask is not None:
-        # `generate` with a static cache comes with what this function returned for it, where the cut is made.
+        # With a static cache, `generate` passes a mask that this function returned before, and that is cut already.
         cut = kv_offset if attention_mask.shape[1] > kv_length else 0
         numbers = attention_mask[:, cut : cut + kv_length].to(torch.int64)
     elif packed is not None and not sharded:
@@ -138,25 +138,33 @@ def ring_dilated_mask(
     mask = torch.where(numbers == 0, 0, numbers | flags)
     mask[:, written:] = _UNWRITTEN
     if sharded:
-        documents = known.documents if known.held is None else documents_from_mask(numbers)
-        setattr(mask, _TOKENS, Tokens(documents, kv_length, written, causal, window, False, known.layout, known.held))
+        tokens = Tokens(
+            documents=forward_pass.documents if forward_pass.held is None else documents_from_mask(numbers),
+            length=kv_length,
+            written=written,
+            causal=causal,
+            window=window,
+            layout=forward_pass.layout,
+            held=forward_pass.held,
+        )
+        setattr(mask, _TOKENS, tokens)
     return mask
 
 
 def _window_bits(window: int | None, length: int) -> int:
-    """A window as the mask's bits can say it; 0 for none."""
+    """Returns a window as the bits of a mask hold it; 0 for no window."""
     if window is None or window <= _LONGEST_WINDOW:
         return window or 0
     if length > _LONGEST_WINDOW:
         raise ValueError(
-            f"a sliding window of {window} tokens in rows of {length}: where rows are longer than {_LONGEST_WINDOW} tokens, "
-            f"windows can be {_LONGEST_WINDOW} at most"
+            f"a mask cannot hold a sliding window of {window} tokens in rows of {length} tokens: where rows are longer than "
+            f"{_LONGEST_WINDOW} tokens, a window can have {_LONGEST_WINDOW} at most"
         )
     return _LONGEST_WINDOW
 
 
 def _mask_parts(mask_function: Callable[..., Any] | None) -> Iterable[tuple[str, Callable[..., Any]]]:
-    """The simple mask functions that Transformers combined into this one, each with the name of its maker."""
+    """Yields the simple mask functions that Transformers combined into this one, each with the name of its maker."""
     if mask_function is None:
         return
     kind = mask_function.__qualname__.partition(".")[0]
@@ -174,11 +182,11 @@ def _closure(function: Callable[..., Any], name: str) -> Any:
 
 
 def tokens_of(mask: Tensor | None) -> Tokens:
-    """What a mask [B, n] says: one of `ring_dilated_mask`, or a plain one of zeros for padding and ones.
+    """Reads a mask [B, n]: one that `ring_dilated_mask` made, or a plain one with 0 for padding and 1 for tokens.
 
     Raises:
-        ValueError: a document with a gap.
-        RuntimeError: the mask of a sharded model that was copied on its way to the layer.
+        ValueError: padding inside a document.
+        RuntimeError: a mask of a sharded model that was copied on its way to the layer.
     """
     if mask is None:
         return Tokens()

@@ -22,7 +22,7 @@ def register_with_transformers() -> None:
 
 
 def _register() -> None:
-    # It registers as its last act: now, or soon, where it is itself what imports Transformers.
+    # The last line of this module registers. It is still to come where the module itself is importing Transformers.
     from . import registration  # noqa: F401
 
 

@@ -21,24 +21,33 @@ Model = TypeVar("Model", bound=nn.Module)
 def patch_model(model: Model, pattern: Pattern | str | None = None, ring: Ring | None = None) -> Model:
     """Makes a loaded model compute with "ring_dilated".
 
-    Of a model that also sees or hears, the text model is patched. A model that PEFT or torch.compile has wrapped is
-    patched inside. Models that share one config object share its pattern.
+    In a model that also sees or hears, the text model is patched. Where PEFT or torch.compile has wrapped a model, the
+    model inside is patched. Models that share one config object share its pattern.
 
     Args:
-        pattern: for `patch_config`; None keeps what the config has.
+        pattern: passed to `patch_config`; None keeps what the config has.
         ring: the ranks over which the model's rows will be sharded; each forward pass then takes this rank's shard and
-            its `position_ids`. None for whole rows on this process.
+            its `position_ids`. None: this process computes whole rows.
 
     Returns:
         The model.
 
     Raises:
         ValueError: no Transformers model, or one that does not call the attention interface.
-        NotImplementedError: a model that ring_dilated does not compute, or not over a ring.
+        NotImplementedError: a model that ring_dilated does not compute, or does not compute over a ring.
+
+    Example:
+        >>> model = ra.patch_model(tiny_llama(), "window:4+2")  # each token sees itself, 3 before it, and the first 2
+        >>> ids = torch.arange(1, 33)[None]
+        >>> logits = model(ids).logits
+        >>> ids[0, 5] = 77
+        >>> changed = (model(ids).logits != logits).any(-1)[0]  # through 2 layers, token 5 reaches 6 tokens after it
+        >>> changed.nonzero().flatten().tolist()
+        [5, 6, 7, 8, 9, 10, 11]
     """
     inner = unwrapped(model)
     if not isinstance(inner, PreTrainedModel):
-        raise ValueError(f"patch_model: expected a Transformers model, got {type(model).__name__}")
+        raise ValueError(f"patch_model: expected a Transformers model, or a wrapper of one, got {type(model).__name__}")
     check_model(inner, sharded=ring is not None and ring.world_size > 1)
     if pattern is not None:
         patch_config(inner.config, pattern)

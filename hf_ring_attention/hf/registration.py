@@ -1,6 +1,6 @@
-"""What Transformers and torch are given to call; what they call is loaded when they first do.
+"""Registers with Transformers and torch what they are to call; the code behind it is loaded at the first call.
 
-This module is loaded while Transformers still is, and so imports nothing that needs all of it.
+Transformers is still being loaded when this module is imported, so it imports nothing that needs all of Transformers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ IMPLEMENTATION = "ring_dilated"
 
 
 def register() -> None:
-    """Registers the attention, the mask, and a look at the config of every model that is made; done once, on import."""
+    """Registers the attention, the mask, and a check of the config of every new model; it runs once, on import."""
     check_transformers(PreTrainedModel, PretrainedConfig)
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _mask)
-    # Transformers has no place to ask before a model loads, and a pattern that is saved but not computed must not be silent.
+    # Transformers calls nothing before a model loads, and a saved pattern that is not computed must not go unnoticed.
     register_module_module_registration_hook(_while_made)
 
 
@@ -47,7 +47,7 @@ def _mask(*args: Any, **kwargs: Any) -> Any:
 
 
 def _while_made(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    """torch calls this when a module is given a submodule, which for a Transformers model is while it is made."""
+    """Checks the config of a Transformers model while it is made: torch calls this whenever a module gets a submodule."""
     if isinstance(module, PreTrainedModel) and submodule is not None and _is_set(module.config):
         from .config import check_made
 
@@ -55,7 +55,7 @@ def _while_made(module: nn.Module, name: str, submodule: nn.Module | None) -> No
 
 
 def _is_set(config: Any) -> bool:
-    """Whether a config, or that of a part, has settings for "ring_dilated"."""
+    """Returns whether a config, or the config of one of its parts, has settings for "ring_dilated"."""
     parts = (config, *(getattr(config, key, None) for key in config.sub_configs))
     return any(getattr(part, IMPLEMENTATION, None) is not None for part in parts)
 

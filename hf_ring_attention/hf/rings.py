@@ -1,4 +1,4 @@
-"""Which ring a model has, which models a ring divides the rows of, and how."""
+"""Remembers which ring a model has, and finds how the models of a ring divide their rows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .positions import first_position
 from .support import untrainable
 from .wrappers import runner_of
 
-#: Attribute of a model's modules that holds their ring.
+#: The attribute of a model's modules that holds their ring.
 _RING = "_ring_dilated_ring"
-#: The models of each ring; neither is kept alive for that.
+#: The models of each ring; it keeps neither of them alive.
 _MODELS: weakref.WeakKeyDictionary[Ring, weakref.WeakSet[PreTrainedModel]] = weakref.WeakKeyDictionary()
 
 
 def attached_ring(module: nn.Module) -> Ring | None:
-    """The ring that `patch_model` gave to a model, or to one of its modules."""
+    """Returns the ring that `patch_model` gave to a model, or to one of its modules."""
     return getattr(module, _RING, None)
 
 
@@ -41,24 +41,24 @@ def serve(ring: Ring | None, model: PreTrainedModel) -> None:
 
 
 def models_of(ring: Ring) -> list[PreTrainedModel]:
-    """The models that were patched with this ring and are still there."""
+    """Returns the models that were patched with this ring and still exist."""
     return list(_MODELS.get(ring, ()))
 
 
 def untrainable_model(ring: Ring) -> ValueError | None:
-    """Why a model that was patched with this ring cannot be trained; None if all can."""
+    """Returns the error of a model that was patched with this ring and cannot be trained; None if all can."""
     errors = (untrainable(model) for model in models_of(ring))
     return next((error for error in errors if error is not None), None)
 
 
 def layout_of_rows(ring: Ring, seq_len: int, pattern: Pattern | str | None = None) -> tuple[SequenceLayout, int]:
-    """The layout of rows of `seq_len` tokens, and the position id of their first token.
+    """Returns the layout of rows of `seq_len` tokens, and the position id of their first token.
 
     Args:
-        pattern: None for that of the model that was patched with this ring.
+        pattern: the pattern that decides the layout; None for that of the model that was patched with this ring.
 
     Raises:
-        ValueError: no pattern where the layout depends on one, or models that differ.
+        ValueError: no pattern where the layout depends on one, or models whose layouts differ.
     """
     rules = {
         (layer_pattern(model.config.get_text_config(), None), first_position(runner_of(model)))
@@ -78,6 +78,7 @@ def layout_of_rows(ring: Ring, seq_len: int, pattern: Pattern | str | None = Non
     layouts = {(ring.layout_for(seq_len, pattern), first) for pattern, first in rules}
     if len(layouts) > 1:
         raise ValueError(
-            f"models of one ring divide rows of {seq_len} tokens in different ways: {sorted(map(str, layouts))}"
+            f"models of one ring divide rows of {seq_len} tokens in different ways: {sorted(map(str, layouts))}: "
+            f"patch each of them with a ring of its own"
         )
     return layouts.pop()

@@ -1,4 +1,4 @@
-"""What a forward pass over shards must be given: compared among all ranks before anything is computed."""
+"""Checks what a forward pass over shards is given: all ranks compare it before anything is computed."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from .positions import first_position, remembered_places
 from .shard_documents import ShardRun, check_not_local, documents_of_row, runs_of_shard
 from .support import takes_shift_labels
 
-#: Attribute of a model's runner: a weak reference to the cache that `prefill` filled last.
+#: The attribute of a model's runner that holds a weak reference to the cache that `prefill` filled last.
 _PREFILLED = "_ring_dilated_prefilled"
 
-#: What is wrong with the losses that the running call of a head asked for.
+#: The error of the loss that the running call of a head asked for; None if the loss is right.
 WRONG_LOSS: ContextVar[ValueError | None] = ContextVar("ring_dilated_wrong_loss", default=None)
 
 
@@ -39,14 +39,14 @@ def remember_prefill(runner: nn.Module, cache: ShardedCache | None) -> None:
 
 
 def switching_length(config: Any) -> int | None:
-    """The length beyond which a model rotates all keys otherwise than up to it, so that a cache is of no use; or None."""
+    """Returns the row length beyond which a model rotates all keys differently, so that no cache serves; None if none."""
     length = getattr(config, "original_max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     return length if isinstance(length, int) and rope.get("rope_type") == "longrope" else None
 
 
 def _given_up_cache(module: nn.Module, tokens: Tensor, kwargs: Mapping[str, Any]) -> ValueError | None:
-    """What to say of a whole row in place of a step: Transformers' generate came without the cache it was given."""
+    """Returns the error of a whole row in place of a step, where Transformers' generate gave up its cache; else None."""
     length, reference = switching_length(module.config), getattr(module, _PREFILLED, None)
     cache = None if reference is None else reference()
     if length is None or cache is None or kwargs.get("use_cache") is not True:
@@ -54,23 +54,24 @@ def _given_up_cache(module: nn.Module, tokens: Tensor, kwargs: Mapping[str, Any]
     if not cache.get_seq_length() <= length < tokens.shape[1]:
         return None
     return ValueError(
-        f"{type(module).__name__} rotates keys otherwise once a row is longer than original_max_position_embeddings = {length} "
-        f"tokens, and generate gives up the sharded cache there to compute the whole row of {tokens.shape[1]} tokens again: "
-        f"fill another cache with cache = ra.prefill(model, row), where row has all tokens so far, {length + 1} at least, and "
-        f"go on from it"
+        f"{type(module).__name__} rotates keys differently once a row is longer than original_max_position_embeddings = "
+        f"{length} tokens, and generate gives up the sharded cache there to compute the whole row of {tokens.shape[1]} tokens "
+        f"again: fill another cache with cache = ra.prefill(model, row), where row has all tokens so far, {length + 1} at "
+        f"least, and go on from it"
     )
 
 
-def _labels_given(kwargs: Mapping[str, Any]) -> str:
+def _label_names(kwargs: Mapping[str, Any]) -> str:
     return " and ".join(n for n in ("labels", "start_positions", "end_positions") if kwargs.get(n) is not None)
 
 
 def ignored_labels(module: PreTrainedModel, kwargs: Mapping[str, Any]) -> ValueError | None:
-    given = _labels_given(kwargs)
-    if not given or kwargs.get("shift_labels") is None or takes_shift_labels(module):
+    """Returns the error of a model that would ignore its shift_labels; else None."""
+    labels = _label_names(kwargs)
+    if not labels or kwargs.get("shift_labels") is None or takes_shift_labels(module):
         return None
     return ValueError(
-        f"{type(module).__name__} was given shift_labels, and computes a loss of its own from {given} alone, neither shifted "
+        f"{type(module).__name__} was given shift_labels, and computes a loss of its own from {labels} alone, neither shifted "
         f"nor divided by num_items_in_batch: call it without labels, and compute the loss from its logits: the sum of their "
         f"cross entropy with shift_labels, divided by the number of labels of all processes (ra.count_tokens) and multiplied "
         f"by the number of processes"
@@ -78,20 +79,21 @@ def ignored_labels(module: PreTrainedModel, kwargs: Mapping[str, Any]) -> ValueE
 
 
 def loss_of_shard(module: nn.Module, kwargs: Mapping[str, Any]) -> ValueError | None:
-    name, given, routers = type(module).__name__, _labels_given(kwargs), kwargs.get("output_router_logits")
+    """Returns the error of a loss that the model would compute from its shard alone; None if it would not."""
+    name, labels, routers = type(module).__name__, _label_names(kwargs), kwargs.get("output_router_logits")
     if routers if routers is not None else getattr(module.config, "output_router_logits", False):
         return ValueError(
             f"{name} was asked for output_router_logits, and would balance its experts by the shard alone: "
             f"set config.output_router_logits = False"
         )
-    if given and kwargs.get("shift_labels") is None:
+    if labels and kwargs.get("shift_labels") is None:
         return ValueError(
-            f"{name} was given {given} for a shard of each row, and would shift and average "
+            f"{name} was given {labels} for a shard of each row, and would shift and average "
             f"them in the shard alone: cut batches with ring.prepare_data_loader or ra.shard_batch, which shift labels before "
             f"they cut, and compute the loss with ra.next_token_loss; or shift labels first and pass them as shift_labels too"
         )
-    # TRL's forward, which this argument asks for, leaves the loss to its caller.
-    if given and kwargs.get("num_items_in_batch") is None and not kwargs.get("fused_lm_head"):
+    # fused_lm_head asks for TRL's forward, which leaves the loss to its caller.
+    if labels and kwargs.get("num_items_in_batch") is None and not kwargs.get("fused_lm_head"):
         return ValueError(
             f"{name} was given labels of a shard without num_items_in_batch, and would average the shard "
             f"alone: compute the loss with ra.next_token_loss, or pass the number of labels of all processes "
@@ -103,7 +105,7 @@ def loss_of_shard(module: nn.Module, kwargs: Mapping[str, Any]) -> ValueError | 
 def checked_step(
     module: nn.Module, ring: Ring, cache: ShardedCache, tokens: Tensor | None, kwargs: Mapping[str, Any]
 ) -> ForwardPass:
-    """A step after a sharded prefill: every rank comes with the same tokens, positions and mask."""
+    """Checks a step after a sharded prefill: all ranks must have the same tokens, positions and mask."""
     mask, length = kwargs.get("attention_mask"), 0
     with ring.agreement(torch.device("cpu")) as call:
         if tokens is None:
@@ -112,11 +114,11 @@ def checked_step(
         call.same("the tokens of a step", digest(tokens))
         call.same("position_ids of a step", digest(kwargs.get("position_ids")))
         call.same("attention_mask of a step", digest(mask))
-        masked = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else held + length
-        if length == 0 or masked != held + length:
+        mask_len = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else held + length
+        if length == 0 or mask_len != held + length:
             raise ValueError(
                 f"the cache holds {held} tokens, and {length} new ones came, so an attention_mask has {held} + {length} = "
-                f"{held + length}, not {masked}, and there must be new ones: generate takes the whole row, the tokens of the "
+                f"{held + length}, not {mask_len}, and there must be new ones: generate takes the whole row, the tokens of the "
                 f"cache and those after it: model.generate(torch.cat([document, question], 1), past_key_values=cache)"
             )
         if isinstance(mask, Tensor):
@@ -127,7 +129,7 @@ def checked_step(
 def checked_shard(
     module: nn.Module, ring: Ring, tokens: Tensor | None, cache: Any, kwargs: Mapping[str, Any]
 ) -> ForwardPass:
-    """Shards of whole rows: their positions say which documents there are."""
+    """Checks the shards of whole rows, and finds their documents by their positions."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     wrong_loss = WRONG_LOSS.get()
     WRONG_LOSS.set(None)
@@ -139,9 +141,9 @@ def checked_shard(
             raise wrong_loss
         if tokens is None:
             raise ValueError("a sharded forward pass needs input_ids or inputs_embeds")
-        given_up = None if cache is not None else _given_up_cache(module, tokens, kwargs)
-        if given_up is not None:
-            raise given_up
+        cache_error = None if cache is not None else _given_up_cache(module, tokens, kwargs)
+        if cache_error is not None:
+            raise cache_error
         if cache is not None and not isinstance(cache, ShardedCache):
             raise ValueError(
                 f"a sharded forward pass takes no {type(cache).__name__}: to generate, fill a sharded cache with "
@@ -165,7 +167,7 @@ def checked_shard(
     documents = tuple(documents_of_row(row, runs, mask is not None, layout, first) for row, runs in enumerate(rows))
     if ends is not None:
         _check_ends(ends, documents, layout)
-        length = int(ends[-1])  # where the row ends that was padded to its layout
+        length = int(ends[-1])  # The row ends here; the rest fills it up to its layout.
         documents = tuple(tuple((start, stop) for start, stop in row if start < length) for row in documents)
     elif kwargs.get("seq_idx") is None:
         check_not_local(documents, layout)
@@ -176,7 +178,7 @@ def checked_shard(
             f"{last_position}, where the first one is at {first}: cut rows to {places} tokens, or take a model with rotary "
             f"positions"
         )
-    return ForwardPass(module.config, documents, layout=layout, last_position=last_position)
+    return ForwardPass(module.config, documents=documents, layout=layout, last_position=last_position)
 
 
 def _check_ends(ends: Tensor, documents: Documents, layout: SequenceLayout) -> None:
@@ -195,7 +197,7 @@ def _check_ends(ends: Tensor, documents: Documents, layout: SequenceLayout) -> N
 
 
 def sharded_without_documents(module: nn.Module) -> str:
-    """What to say of a layer that was not given a mask of a sharded forward pass."""
+    """Returns the error text for a layer that was not given the mask of a sharded forward pass."""
     return (
         f"{type(module).__name__} of a sharded model was called without the mask that ring_dilated made for it, so the "
         f"documents of the whole row are unknown: call the model, not its layers; a model that makes its masks itself "

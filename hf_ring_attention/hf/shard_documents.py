@@ -11,13 +11,13 @@ from torch import Tensor
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents
 
-# ---- shards of rows
-
 
 class ShardRun(NamedTuple):
-    """Tokens [start, stop) of a row that are neighbours in position too.
+    """Tokens [start, stop) of the whole row that are neighbours in position too.
 
-    `origin`: index of their position 0. `number`: the document by seq_idx, where that is given.
+    Attributes:
+        origin: the index in the whole row at which their positions would be 0.
+        number: the number of their document in seq_idx; None without seq_idx.
     """
 
     start: int
@@ -44,10 +44,10 @@ def runs_of_shard(
     batch: int,
     first: int,
 ) -> tuple[list[list[ShardRun]], int]:
-    """Per batch row the runs of a shard's tokens, without padding; and the shard's last position.
+    """Returns the runs of a shard's tokens in each batch row, without padding, and the shard's last position.
 
     Raises:
-        ValueError: positions that are missing, or a tensor of another shape.
+        ValueError: missing positions, or a tensor of another shape.
     """
     if positions is None:
         raise ValueError(
@@ -58,12 +58,12 @@ def runs_of_shard(
         if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) not in shapes):
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
-                f"{name} must be a tensor [{batch}, {layout.local_len}], as many as the shard has tokens, got {got}: "
+                f"{name} must be a tensor [{batch}, {layout.local_len}], one entry for each token of the shard, got {got}: "
                 f"{_remedy(layout)}"
             )
     if mask is not None and tuple(mask.shape) != (batch, layout.local_len):
         raise ValueError(
-            f"a sharded forward pass takes a mask [{batch}, {layout.local_len}], sharded as input_ids, got "
+            f"a sharded forward pass takes a mask [{batch}, {layout.local_len}], sharded like input_ids, got "
             f"{tuple(mask.shape)}"
         )
     index = torch.tensor(layout.positions(rank))
@@ -96,7 +96,7 @@ def runs_of_shard(
 def documents_of_row(
     row: int, runs: Iterable[ShardRun], masked: bool, layout: SequenceLayout, first: int
 ) -> tuple[tuple[int, int], ...]:
-    """The documents of a whole row, from the runs of all ranks.
+    """Returns the documents of a whole batch row, from the runs of all ranks.
 
     Raises:
         ValueError: positions that do not count each document from its first token, or that seq_idx contradicts.
@@ -108,7 +108,7 @@ def documents_of_row(
         in_tail = not masked and run.start > layout.padded_len - layout.num_pieces
         if last is not None and adjacent and run.number is not None and last.number is not None:
             if in_tail and run.origin != last.origin and run.number <= last.number:
-                break  # what fills a row up to its layout
+                break  # The rest fills the row up to its layout.
             if (run.origin == last.origin) != (run.number == last.number):
                 raise ValueError(
                     f"seq_idx goes from {last.number} to {run.number} at token {run.start} of the whole row (batch row {row}), "
@@ -126,10 +126,10 @@ def documents_of_row(
                 f"batch row {row} of the attention mask has padding inside a document: tokens {merged[number - 1].stop} to "
                 f"{run.start - 1} of the whole row; ring_dilated takes padding before and after a document"
             )
-        # Padding on the left of a row may have been counted.
+        # The positions of a row may also count the padding on its left.
         counts_padding = masked and number == 0 and 0 <= run.origin <= run.start
-        # A row that was padded to its layout ends in fewer tokens than it has pieces, numbered below its first one. (Those
-        # that have its number are documents of one token, which nobody else sees.)
+        # The tokens that fill a row up to its layout are fewer than its pieces, and their positions are below `first`. (Those
+        # at position `first` are documents of one token, which no other token sees.)
         if not masked and run.start > layout.padded_len - layout.num_pieces and run.origin > run.start:
             merged = merged[:number]
             break
@@ -146,10 +146,10 @@ def check_not_local(documents: Documents, layout: SequenceLayout) -> None:
     """Refuses rows in which every rank has one document: they look the same as positions that every rank counts from 0.
 
     Raises:
-        ValueError: a row like that.
+        ValueError: such a row.
     """
     for row, runs in enumerate(documents):
-        # What fills a row up to its layout may be documents of one token.
+        # The tokens that fill a row up to its layout may look like documents of one token.
         tail = layout.padded_len - layout.num_pieces
         runs = tuple((start, stop) for start, stop in runs if start <= tail or stop - start > 1)
         shards = [start // layout.local_len for start, _ in runs]

@@ -18,7 +18,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from ..compute.private import calls_the_interface, is_stateful
 from .wrappers import decoder_of, runner_of
 
-#: What the layers of a model may be.
+#: The types of layers that are computed.
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 _STATE = "it passes a state from token to token, which neither patterns nor shards have"
@@ -29,7 +29,7 @@ _REASONS = {
     **dict.fromkeys(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "moe_mamba"), _STATE),
 }
 
-#: Model types whose attention or positions depend on more than the interface is given, seen by running them.
+#: Model types whose attention or positions depend on more than the interface is given, as running them showed.
 _BEYOND_THE_INTERFACE = {
     "doge": "it adds a learned mask of its own to the square mask, and so chooses keys that no pattern knows",
     "blt": "it attends from bytes to patches and back, which is cross-attention",
@@ -43,10 +43,10 @@ _MIX_TOKENS = {
     "esm": "it scales embeddings by the share of mask tokens in the row (token_dropout)",
 }
 
-#: Modules that make tokens of images and sound, not of a row's tokens.
+#: Words in the paths of modules that read images and sound, not the tokens of a row.
 _SENSES = ("vision", "visual", "audio", "speech", "image")
 
-#: Heads that read one token of a row, by what their class names end with.
+#: The ends of the class names of heads that read one token of a row.
 _HEADS_OF_WHOLE_ROWS = (
     "ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining", "DoubleHeadsModel",
 )  # fmt: skip
@@ -62,10 +62,10 @@ def check_config(config: PretrainedConfig, name: str | None = None) -> None:
     """Refuses the config of a model that ring_dilated does not compute.
 
     Args:
-        name: of the model's class, where it is known.
+        name: the name of the model's class; None to take it from the config.
 
     Raises:
-        ValueError: its model does not call the attention interface.
+        ValueError: a model that does not call the attention interface.
         NotImplementedError: attention, layers or an architecture that ring_dilated does not compute.
     """
     layer_types = tuple(getattr(config, "layer_types", None) or ())
@@ -78,10 +78,10 @@ def check_config(config: PretrainedConfig, name: str | None = None) -> None:
 
 
 def _check_config(
-    config: PretrainedConfig, layer_types: tuple[str, ...], crossing: bool, indexed: bool, known: str | None
+    config: PretrainedConfig, layer_types: tuple[str, ...], crossing: bool, indexed: bool, name: str | None
 ) -> None:
-    model_class, name = _model_class(config), known or class_name(config)
-    if model_class is not None and config.get_text_config() is config:  # of others, the text model counts
+    model_class, name = _model_class(config), name or class_name(config)
+    if model_class is not None and config.get_text_config() is config:  # Elsewhere, the text model is checked.
         check_class(model_class, name)
     if crossing:
         raise NotImplementedError(
@@ -96,7 +96,7 @@ def _check_config(
             f"{name}: layer {others[0]} is of type {kind!r} (of this or another such type are layers {others}): "
             f"{reason}: ring_dilated computes layers of {' and '.join(LAYER_TYPES)}: use 'sdpa' or 'eager'"
         )
-    if indexed:  # before Transformers had a type for such layers
+    if indexed:  # Earlier releases of Transformers have no type for such layers.
         raise NotImplementedError(
             f"{name} selects keys by an indexer, which no branch of a pattern is: use 'sdpa' or 'eager'"
         )
@@ -105,7 +105,7 @@ def _check_config(
 
 
 def class_name(config: PretrainedConfig | None) -> str:
-    """What to call the model of a config: its class, as far as the config tells."""
+    """Returns the name of a config's model: that of its class, as far as the config tells."""
     if config is None:
         return "the model"
     names = getattr(config, "architectures", None)
@@ -113,16 +113,16 @@ def class_name(config: PretrainedConfig | None) -> str:
 
 
 def _model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """The base model of a config in Transformers, where it has one."""
+    """Returns the base model that Transformers has for a config; None if it has none."""
     for mapping in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING):
-        found = mapping.get(type(config), None)
-        if found is not None:
-            return found[0] if isinstance(found, (tuple, list)) else found
+        classes = mapping.get(type(config), None)
+        if classes is not None:
+            return classes[0] if isinstance(classes, (tuple, list)) else classes
     return None
 
 
 def check_class(model_class: type[Any], name: str) -> None:
-    """Refuses a class whose attention is not, or not all, that of the interface.
+    """Refuses a class that computes attention without the interface, in all layers or in some.
 
     Raises:
         ValueError, NotImplementedError: as `check_config`.
@@ -140,7 +140,7 @@ def check_class(model_class: type[Any], name: str) -> None:
 
 
 def check_model(model: PreTrainedModel, sharded: bool) -> None:
-    """Refuses a model that ring_dilated does not compute, or, if its rows are to be sharded, not on shards.
+    """Refuses a model that ring_dilated does not compute, or does not compute on shards where rows are sharded.
 
     Raises:
         ValueError, NotImplementedError: as `check_config`.
@@ -182,7 +182,7 @@ def check_predicts_next(model: PreTrainedModel, caller: str) -> None:
     """Refuses a model that is made for something else than predicting each token from those before it.
 
     Raises:
-        ValueError: of another loss, or one whose tokens attend to those that they are to predict.
+        ValueError: a model with another loss, or one whose tokens attend to the tokens that they are to predict.
     """
     name, config = type(model).__name__, model.config.get_text_config()
     if LOSS_MAPPING.get(model.loss_type or "ForCausalLM", ForCausalLMLoss) is not ForCausalLMLoss:
@@ -201,8 +201,10 @@ def check_predicts_next(model: PreTrainedModel, caller: str) -> None:
 
 
 def calls_loss_function(model_class: type[Any]) -> bool:
-    """Whether a class, or one that it is made from, computes its loss by `loss_function`: decoders of encoder-decoder
-    models neither shift labels nor take those that are shifted."""
+    """Returns whether a class, or a base class of it, computes its loss by `loss_function`.
+
+    Decoders of encoder-decoder models do not: they neither shift labels nor take shifted ones.
+    """
     forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in model_class.__mro__ if "forward" in vars(kind)]
     return any("loss_function" in getattr(forward, "__code__", _NO_CODE).co_names for forward in forwards)
 
@@ -211,7 +213,7 @@ _NO_CODE = compile("", "", "exec")
 
 
 def takes_shift_labels(model: PreTrainedModel) -> bool:
-    """Whether the loss of a model is the sum over shift_labels, divided by num_items_in_batch, where both are given."""
+    """Returns whether a model that is given shift_labels and num_items_in_batch divides the sum of the one by the other."""
     if "shift_labels" in inspect.signature(model.forward).parameters:
         return True
     causal = LOSS_MAPPING.get(model.loss_type or "ForCausalLM", ForCausalLMLoss) is ForCausalLMLoss
@@ -219,7 +221,7 @@ def takes_shift_labels(model: PreTrainedModel) -> bool:
 
 
 def untrainable(model: PreTrainedModel) -> ValueError | None:
-    """Why a model cannot be trained under ring_dilated, as its config tells: it would drop attention weights at random."""
+    """Returns the error of a model that its config keeps from training, because it drops attention weights; else None."""
     dropout = [
         f"{name}={value}"
         for name, value in vars(model.config.get_text_config()).items()

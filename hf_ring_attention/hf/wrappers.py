@@ -1,4 +1,4 @@
-"""The Transformers model inside its wrappers, the parts of it that matter here, and evaluation mode."""
+"""Finds the Transformers model inside its wrappers and the parts of it that matter here, and sets evaluation mode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..compute.private import compiled_module
 
 
 def wrapped_modules(model: Any) -> list[Any]:
-    """A model with what torch.compile, PEFT, DDP, FSDP and DeepSpeed put around it, from the outside in."""
+    """Returns a model with all that torch.compile, PEFT, DDP, FSDP and DeepSpeed put around it, from the outside in."""
     modules = [model]
     while not isinstance(model, PreTrainedModel):
         if compiled_module(model) is not None:
@@ -34,19 +34,19 @@ def wrapped_modules(model: Any) -> list[Any]:
 
 
 def unwrapped(model: Any) -> Any:
-    """The Transformers model inside what torch.compile, PEFT, DDP, FSDP and DeepSpeed put around it."""
+    """Returns the Transformers model inside what torch.compile, PEFT, DDP, FSDP and DeepSpeed put around it."""
     return wrapped_modules(model)[-1]
 
 
 def whole_model(model: Any, caller: str) -> PreTrainedModel:
-    """`unwrapped`, for a caller that runs the inner model alone.
+    """Returns the `unwrapped` model, for a caller that runs the inner model alone.
 
     Raises:
         ValueError: no Transformers model, or one to which PEFT adds tokens of its own.
     """
     inner = unwrapped(model)
     if not isinstance(inner, PreTrainedModel):
-        raise ValueError(f"{caller}: expected a Transformers model, got {type(model).__name__}")
+        raise ValueError(f"{caller}: expected a Transformers model, or a wrapper of one, got {type(model).__name__}")
     peft_config: Any = getattr(model, "active_peft_config", None)
     if getattr(peft_config, "is_prompt_learning", False):
         raise ValueError(
@@ -56,7 +56,7 @@ def whole_model(model: Any, caller: str) -> PreTrainedModel:
     return inner
 
 
-#: Models that are evaluated now: by how many threads, and which modules are to train again.
+#: The models that are being evaluated: by how many threads, and which of their modules were in training mode before.
 _EVALUATED: dict[nn.Module, tuple[int, set[nn.Module]]] = {}
 
 _EVALUATING = threading.Lock()
@@ -64,7 +64,7 @@ _EVALUATING = threading.Lock()
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; when the last thread that evaluates the model has left, each module is in its own mode again."""
+    """Sets evaluation mode; when the last thread that evaluates the model leaves, each module returns to its own mode."""
     with _EVALUATING:
         users, training = _EVALUATED.get(model, (0, set()))
         _EVALUATED[model] = users + 1, training | {module for module in model.modules() if module.training}
@@ -82,14 +82,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def runner_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The module that every forward pass over tokens runs and that makes the masks; some heads pass by the base model."""
+    """Returns the module that every forward pass over tokens runs and that makes the masks; some heads skip the base model."""
     base: Any = model.base_model
     runner: PreTrainedModel = base.get_decoder() if hasattr(base, "get_decoder") else base
     return runner
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The part of a model whose rows are tokens: all of it, or the text model of one that also sees or hears."""
+    """Returns the part of a model whose rows are tokens: all of it, or the text model of one that also sees or hears."""
     config = model.config.get_text_config()
     if config is model.config:
         return model

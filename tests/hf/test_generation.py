@@ -153,7 +153,7 @@ def test_a_sliding_cache_with_a_pattern_that_reaches_further():
     ra.patch_config(model.config, PATTERNS["pyramid"], layers=[1])
     ids, mask = prompt(padded=False)
     with pytest.raises(
-        ValueError, match=r"MistralAttention: layer 1 .*keeps only the last tokens \(6 tokens.*DynamicCache\(\)"
+        ValueError, match=r"MistralAttention: layer 1 .*keeps only the last tokens \(.*own window has 6 tokens.*DynamicCache\(\)"
     ):
         generate(model, ids, mask, do_sample=False)
     expected = generate(model, ids, mask, do_sample=False, use_cache=False)
@@ -276,7 +276,7 @@ def test_sharded_keys_of_odd_types(model_type):
                 assert same(generate(model, whole, rows, past_key_values=cache, do_sample=False), expected)
                 cache.crop(PROMPT - cache.get_seq_length())
         if model_type == "whisper":
-            with pytest.raises(ValueError, match="would number padded rows otherwise"):
+            with pytest.raises(ValueError, match="would number padded rows differently"):
                 ra.prefill(model, ids, prompt()[1])
         with pytest.raises(ValueError, match=r"make another one with ra\.prefill"):
             cache.reset()

@@ -148,7 +148,7 @@ def test_encoder_decoders():
 
 
 def test_patch_model_of_something_else():
-    with pytest.raises(ValueError, match="expected a Transformers model, got Linear"):
+    with pytest.raises(ValueError, match="expected a Transformers model, or a wrapper of one, got Linear"):
         ra.patch_model(torch.nn.Linear(2, 2), PATTERN)
 
 
@@ -160,8 +160,8 @@ def test_patch_model_of_something_else():
             {"pattern": PATTERN, "segment_lengths": [4], "dilation_rates": [1]},
             "pass either pattern=, or segment_lengths=",
         ),
-        ({"segment_lengths": [4]}, "segment_lengths and dilation_rates go together, one is missing"),
-        ({"dilation_rates": [1]}, "segment_lengths and dilation_rates go together, one is missing"),
+        ({"segment_lengths": [4]}, "segment_lengths and dilation_rates go together, and one is missing"),
+        ({"dilation_rates": [1]}, "segment_lengths and dilation_rates go together, and one is missing"),
         ({"segment_lengths": [4, 8], "dilation_rates": [1]}, "as many dilation_rates as segment_lengths .* 1 for 2"),
         ({"segment_lengths": [4], "dilation_rates": [2]}, "add a Window or Segment with dilation 1"),
         ({"pattern": PATTERN.to_dict()}, "pattern must be a Pattern, or its text .*, got {'branches'"),
