@@ -1,4 +1,4 @@
-"""The choices the program makes for a call, each with its reason: layout and transport."""
+"""The choices that the program makes for a call, each with its reason: layout and transport."""
 
 from __future__ import annotations
 
@@ -11,26 +11,34 @@ from .plans import plan_rank
 from .problem import Problem
 from .traffic import RowBytes, exchanged
 
-#: Contiguous pieces are kept while the busiest rank does at most this much more than the mean.
+#: Contiguous pieces are kept while the busiest rank does at most this many times the mean work.
 IMBALANCE_WORTH_A_ZIGZAG = 1.05
 
-#: Up to here one exchange is as fast as the ring's hops or faster, as `hf-ring-attention bench transport` shows.
+#: One exchange of at most this many bytes is as fast as the ring's hops, or faster: `hf-ring-attention bench transport`
+#: measures it.
 COLLECTIVE_BYTES = 8 << 20
 
-#: A rank that needs this share of its own keys from others, or less, holds little beside its own whatever the length.
+#: A rank whose remote keys are at most this share of its own keys holds little beside its own, whatever the length.
 COLLECTIVE_SHARE = 0.25
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was chosen and why."""
+    """A choice of the program, with its reason.
+
+    Example:
+        >>> call = ra.explain("exact", seq_len=8192, world_size=4, num_heads=8, head_dim=64)
+        >>> call.layout_decision
+        Decision(choice='zigzag',
+                 reason='with contiguous pieces the busiest rank does 1.75 times the mean work, in zigzag 1.00')
+    """
 
     choice: str
     reason: str
 
 
 def imbalance(problem: Problem) -> float:
-    """Query-key pairs of the busiest rank over the mean of all ranks."""
+    """Returns the query-key pairs of the busiest rank, divided by the mean of all ranks."""
     pairs = [plan_rank(problem, rank).pairs for rank in range(problem.layout.world_size)]
     return max(pairs) * len(pairs) / (sum(pairs) or 1)
 
@@ -39,7 +47,7 @@ def check_choices(layout: str, transport: str, world_size: int) -> None:
     """Refuses names of layouts and transports that do not exist, or cannot serve this many ranks.
 
     Raises:
-        ValueError: naming what was expected.
+        ValueError: the message names what was expected.
     """
     if layout not in ("auto", "contiguous", "zigzag"):
         raise ValueError(f"layout must be 'auto', 'contiguous' or 'zigzag', got {layout!r}")
@@ -51,33 +59,33 @@ def check_choices(layout: str, transport: str, world_size: int) -> None:
 
 @lru_cache(maxsize=256)
 def choose_layout(seq_len: int, world_size: int, pattern: Pattern) -> Decision:
-    """Zigzag where a causal row of one document would leave contiguous pieces with unequal work."""
+    """Chooses zigzag where a causal sequence of one document would leave contiguous pieces with unequal work."""
     if world_size == 1:
         return Decision("contiguous", "one rank holds the whole sequence")
-    # By the length that both layouts pad to, so that a row and its padded self are divided alike.
+    # Both layouts are compared at a length that both pad to, so that a sequence and its padded form are divided alike.
     unit = 2 * world_size
     length = -(-seq_len // unit) * unit
 
-    def of(kind: LayoutKind) -> float:
+    def imbalance_in(kind: LayoutKind) -> float:
         layout = SequenceLayout(kind, length, world_size)
         return imbalance(Problem(pattern, layout, (((0, length),),), num_heads=1, num_kv_heads=1))
 
-    contiguous = of("contiguous")
-    busiest = f"with contiguous pieces the busiest rank does {contiguous:.2f} of the mean work"
+    contiguous = imbalance_in("contiguous")
+    busiest = f"with contiguous pieces the busiest rank does {contiguous:.2f} times the mean work"
     if contiguous <= IMBALANCE_WORTH_A_ZIGZAG:
         return Decision("contiguous", busiest)
-    zigzag = of("zigzag")
+    zigzag = imbalance_in("zigzag")
     choice = "contiguous" if contiguous <= zigzag else "zigzag"
     return Decision(choice, f"{busiest}, in zigzag {zigzag:.2f}")
 
 
 @lru_cache(maxsize=256)
 def choose_transport(problem: Problem, sizes: RowBytes) -> Decision:
-    """Local, collective or ring for a call of this problem; the same on all ranks.
+    """Chooses local, collective or ring for a call of this problem; all ranks choose alike.
 
-    The collective waits once and holds all that a rank needs of others; the ring hides its hops behind the computation
-    and holds a few payloads, whatever the number of ranks. So the collective is taken where what it holds is little: in
-    bytes (`COLLECTIVE_BYTES`) or beside the rank's own keys (`COLLECTIVE_SHARE`).
+    The collective waits once and holds all rows that a rank needs of others; the ring hides its hops behind the
+    computation and holds a few payloads, whatever the number of ranks. So the collective is chosen where it holds little:
+    in bytes (`COLLECTIVE_BYTES`) or beside the rank's own keys (`COLLECTIVE_SHARE`).
     """
     p = problem.layout.world_size
     if p == 1:
@@ -89,13 +97,13 @@ def choose_transport(problem: Problem, sizes: RowBytes) -> Decision:
     size, own = rows * sizes.row_bytes, shard * sizes.row_bytes
     needs = f"the busiest of {p} ranks needs {_mib(size)} of keys and values of others"
     if size <= COLLECTIVE_BYTES:
-        return Decision("collective", f"{needs}, at most {_mib(COLLECTIVE_BYTES)}: one exchange is as fast as hops")
-    share = f"{rows / shard:.2f} of its own {_mib(own)}"
+        return Decision(
+            "collective", f"{needs}, at most {_mib(COLLECTIVE_BYTES)}: one exchange is as fast as hops, or faster"
+        )
+    share = f"{rows / shard:.2f} times its own {_mib(own)}"
     if rows <= COLLECTIVE_SHARE * shard:
-        return Decision("collective", f"{needs}, {share}: one exchange of little")
-    return Decision(
-        "ring", f"{needs}, {share}: neighbour to neighbour it holds a payload at a time, behind computation"
-    )
+        return Decision("collective", f"{needs}, {share}: one exchange holds little")
+    return Decision("ring", f"{needs}, {share}: the ring holds a few payloads, and moves them behind the computation")
 
 
 def _mib(size: int) -> str:

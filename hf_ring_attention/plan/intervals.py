@@ -1,4 +1,4 @@
-"""What one query sees, as intervals: the runs of positions that rows hold, and the borders of what a branch adds."""
+"""The keys that one query sees, as intervals: runs of positions that rows hold, and borders of what a branch adds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Run(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Numbers `number`, ... of a progression hold positions `position`, `position` + stride, ..."""
+    """`length` rows of a progression, the first of which is number `number`; positions go up from `position` by its stride."""
 
     number: int
     position: int
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
 
 
 class Progression(NamedTuple):
-    """Rows of one residue that are one range, with the positions they hold."""
+    """One range of rows whose positions have one residue, with these positions."""
 
     row: int
     stride: int
@@ -33,7 +33,7 @@ class Progression(NamedTuple):
     pieces: tuple[Piece, ...]
 
     def number_below(self, position: int) -> int:
-        """How many of the rows hold a position below `position`."""
+        """Returns how many of the rows hold a position below `position`."""
         below = 0
         for number, first, count in self.pieces:
             if position <= first:
@@ -43,35 +43,39 @@ class Progression(NamedTuple):
 
 
 def progressions(runs: Sequence[Run], stride: int, residue: int) -> list[Progression]:
-    """The rows whose position has this residue, in as few ranges as the runs allow."""
-    found: list[Progression] = []
+    """Returns the rows whose position has this residue, in as few ranges as the runs allow."""
+    ranges: list[Progression] = []
     for row, position, count in runs:
         skip = (residue - position) % stride
         if skip >= count:
             continue
         row, position, count = row + skip, position + skip, -((skip - count) // stride)
-        if found and found[-1].row + stride * found[-1].length == row:
-            last, end = found[-1], found[-1].pieces[-1]
-            if end.position + stride * end.length == position:  # rows and positions go on together: still one piece
+        if ranges and ranges[-1].row + stride * ranges[-1].length == row:
+            last, end = ranges[-1], ranges[-1].pieces[-1]
+            if end.position + stride * end.length == position:  # rows and positions both go on
                 pieces = (*last.pieces[:-1], end._replace(length=end.length + count))
             else:
                 pieces = (*last.pieces, Piece(last.length, position, count))
-            found[-1] = Progression(last.row, stride, last.length + count, pieces)
+            ranges[-1] = Progression(last.row, stride, last.length + count, pieces)
         else:
-            found.append(Progression(row, stride, count, (Piece(0, position, count),)))
-    return found
+            ranges.append(Progression(row, stride, count, (Piece(0, position, count),)))
+    return ranges
 
 
-# An end of the interval a query sees is the largest (first visible key) or smallest (first key beyond) of some terms:
-# ("at", c): position c.  ("from_query", c): q + c.  ("block", w, e): (q // w + e) * w.
 class Border(NamedTuple):
+    """A term of an end of the interval that query q sees.
+
+    The first visible key is the largest of some terms, and the first key beyond the interval the smallest of others.
+    A term ("at", c) is position c, ("from_query", c) is q + c, and ("block", w, e) is (q // w + e) * w.
+    """
+
     kind: str
     value: int
     blocks: int = 0
 
 
 def _borders(branch: Branch, length: int, causal: bool) -> tuple[list[Border], list[Border]]:
-    """The terms of the first visible position (their maximum) and of the first one beyond (their minimum)."""
+    """Returns the terms of the first visible position (their maximum) and of the first one beyond (their minimum)."""
     first, beyond = [Border("at", 0)], [Border("at", length)]
     if isinstance(branch, Segment) and branch.length is not None and branch.length < length:
         first, beyond = [Border("block", branch.length, 0)], [Border("block", branch.length, 1), *beyond]
@@ -86,18 +90,18 @@ def _borders(branch: Branch, length: int, causal: bool) -> tuple[list[Border], l
 
 
 class Region(NamedTuple):
-    """Keys from max(first) (or, of several groups of terms, from the largest of their minima) up to min(beyond)."""
+    """The keys from max(first) up to min(beyond), without those that the two lists of groups of terms exclude."""
 
     first: list[Border]
     beyond: list[Border]
-    #: Keys before the smallest of these maxima only ...
+    #: A key must lie before the maximum of every group.
     before_all: list[list[Border]]
-    #: ... or keys from the largest of these minima on.
+    #: A key must lie at or beyond the minimum of every group.
     after_all: list[list[Border]]
 
 
 def regions_of(pattern: Pattern, number: int, residue: int, phase: int, length: int, causal: bool) -> list[Region]:
-    """What branch `number` adds, for queries of this residue modulo its dilation, to the branches before it."""
+    """Returns what branch `number` adds to those before it, for queries of this residue modulo its dilation."""
     branch = pattern.branches[number]
     first, beyond = _borders(branch, length, causal)
     if pattern.overlap == "count":
@@ -112,7 +116,7 @@ def regions_of(pattern: Pattern, number: int, residue: int, phase: int, length: 
     for earlier in pattern.branches[:number]:
         if isinstance(earlier, Sink):
             continue
-        # Each dilation divides the next, so the residue of a query modulo ours decides whether it took part earlier.
+        # Each dilation divides the next, so the residue modulo this one tells whether a query took part earlier.
         if earlier.queries == "all" or residue % earlier.dilation == phase % earlier.dilation:
             covers.append(_borders(earlier, length, causal))
     if not covers:

@@ -5,10 +5,10 @@
     pyramid:512,3                 `Pattern.pyramid(512, 3)`; then ratio and sinks: pyramid:512,3,2,0
     longnet:512/1,2048/4,all/8    `Pattern.longnet([512, 2048, None], [1, 4, 8])`
     branches:sink=4,window=512,window=2048/4:dilated,segment=all/8@count@query_head
-                                  any other one: each branch with its length, its dilation and its queries, where they are
-                                  not the usual ones; then the overlap and whose heads' phases count
+                                  any other pattern: each branch with its length, its dilation and its queries, where they
+                                  are not the usual ones; then the overlap, and which heads' numbers set the phases
 
-This module knows the texts, and `Pattern` what they mean.
+This module reads and writes the texts; `Pattern` knows their meaning.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ FORMS = (
     "document; branches:sink=TOKENS,window=LENGTH[/DILATION][:QUERIES],segment=LENGTH[/DILATION][:QUERIES]. Behind each may "
     "stand @count or @once, and @query_head or @kv_head. For example window:512+4, pyramid:512,3 or longnet:512/1,2048/4,all/8"
 )
-#: What stands behind an @, and the setting that it is a value of.
+#: The words that may stand behind an @, each with the setting whose value it is.
 _SETTINGS = {"count": "overlap", "once": "overlap", "kv_head": "phase_by", "query_head": "phase_by"}
-#: Which queries take part in a branch where its text does not say so, by the branch's type.
+#: The queries that take part in a branch whose text does not name them, by the branch's type.
 _USUAL_QUERIES = {"segment": "dilated", "window": "all"}
 
 
 class PatternText(NamedTuple):
-    """What a text says.
+    """The content of a pattern's text.
 
     Attributes:
-        maker: "exact", "pyramid" or "longnet", of `Pattern`; "branches" for a list of branches.
-        arguments: of the maker; for "branches" the dicts that `Pattern.from_dict` reads.
-        settings: overlap and phase_by, where they are said.
+        maker: the class method of `Pattern`, "exact", "pyramid" or "longnet"; "branches" for a list of branches.
+        arguments: the arguments of the maker; for "branches" the dicts that `Pattern.from_dict` reads.
+        settings: overlap and phase_by, where the text has them.
     """
 
     maker: str
@@ -43,13 +43,13 @@ class PatternText(NamedTuple):
 
 
 def read(text: str) -> PatternText:
-    """What the text of a pattern says.
+    """Reads the text of a pattern.
 
     Raises:
-        ValueError: a text that is not of one of the forms, with what was wrong and the forms.
+        ValueError: a text that has none of the forms; the message says what is wrong with it, and lists the forms.
     """
     if not isinstance(text, str):
-        raise ValueError(f"a pattern was expected, or its text, got {text!r}. A text is one of: {FORMS}")
+        raise ValueError(f"a pattern or its text was expected, got {text!r}. A text is one of: {FORMS}")
     body, *settings = text.strip().split("@")
     name, colon, rest = body.partition(":")
     readers = {"exact": _exact, "window": _window, "pyramid": _pyramid, "longnet": _longnet, "branches": _branches}
@@ -68,7 +68,7 @@ def _settings(words: Sequence[str]) -> dict[str, str]:
         raise ValueError(f"behind @ stands one of {', '.join(_SETTINGS)}, got {unknown[0]!r}")
     settings = {_SETTINGS[word]: word for word in words}
     if len(settings) < len(words):
-        raise ValueError(f"of @{' and @'.join(words)}, two set the same")
+        raise ValueError(f"two of @{' and @'.join(words)} set the same thing: write one of them")
     return settings
 
 
@@ -131,7 +131,7 @@ def _number(text: str) -> int:
 
 
 def write(pattern: Mapping[str, Any]) -> str:
-    """The shortest text of a pattern, given as `Pattern.to_dict` gives it; `read` reads it back."""
+    """Returns the shortest text of a pattern in the form of `Pattern.to_dict`; `read` reads it back."""
     branches: list[dict[str, Any]] = pattern["branches"]
     overlap, usual_overlap = pattern["overlap"], "once"
     text = _as_window(branches) or _as_pyramid(branches) if overlap == "once" else None
@@ -148,7 +148,7 @@ def write(pattern: Mapping[str, Any]) -> str:
 
 
 def _split_sinks(branches: Sequence[Mapping[str, Any]]) -> tuple[int, Sequence[Mapping[str, Any]]]:
-    """The tokens of a sink in front, 0 without one, and the branches behind it."""
+    """Returns the tokens of the sink in front (0 if there is none) and the branches behind it."""
     if branches[0]["type"] == "sink":
         return branches[0]["tokens"], branches[1:]
     return 0, branches

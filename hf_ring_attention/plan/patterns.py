@@ -1,4 +1,4 @@
-"""Attention patterns: which keys a query sees, defined on token positions alone.
+"""Attention patterns: the keys that a query sees, defined on token positions alone.
 
 A position is a token's index inside its document. A `Pattern` is a tuple of branches; `Pattern.multiplicity` is the
 definition that every other module executes and that the reference implementation evaluates directly.
@@ -52,6 +52,12 @@ class Segment:
 
     Raises:
         ValueError: a length or dilation below 1, or a length that is not a multiple of the dilation.
+
+    Example:
+        >>> [key for key in range(12) if ra.Segment(length=8, dilation=2).shows(query=4, key=key, phase=0)]
+        [0, 2, 4, 6]
+        >>> [key for key in range(12) if ra.Segment(length=8, dilation=2).shows(query=5, key=key, phase=0)]
+        []
     """
 
     length: int | None = None
@@ -77,6 +83,13 @@ class Window:
 
     Raises:
         ValueError: a length or dilation below 1, or a length that is not a multiple of the dilation.
+
+    Example:
+        >>> [key for key in range(12) if ra.Window(length=4, dilation=2).shows(query=5, key=key, phase=0)]
+        [2, 4, 6, 8]
+        >>> ra.Window(length=5, dilation=2)
+        Traceback (most recent call last):
+        ValueError: Window: length must be a multiple of dilation, got 5 = 2 * 2 + 1; use length=4
     """
 
     length: int
@@ -101,6 +114,12 @@ class Sink:
 
     Raises:
         ValueError: fewer than 1 token.
+
+    Example:
+        >>> ra.Sink(4).shows(query=900, key=3, phase=0)
+        True
+        >>> ra.Pattern([ra.Sink(4), ra.Window(512)]) == ra.Pattern.parse("window:512+4")
+        True
     """
 
     tokens: int
@@ -120,7 +139,7 @@ _BRANCHES: dict[str, type[Segment] | type[Window] | type[Sink]] = {"segment": Se
 
 @dataclass(frozen=True)
 class Pattern:
-    """What a query sees: the keys of every branch, as often as branches show them or once.
+    """The keys that a query sees: those of every branch, each as often as branches show it or once.
 
     With m(q, k, h) = `multiplicity` and s = scale * q.k, a head computes
 
@@ -129,14 +148,24 @@ class Pattern:
     Args:
         branches: `Segment`, `Window` and `Sink` objects, at least one of them a segment or window of dilation 1, so
             that every query sees itself.
-        overlap: "count" takes a key as often as branches show it: mixing the branches by their softmax denominators,
-            as LongNet does. "once" takes each visible key once; it asks for nested branches, each dilation dividing
-            the next.
-        phase_by: what sets a head's phase: the index of its key/value head, or that of the query head.
+        overlap: "count" takes a key as often as branches show it, which mixes the branches by their softmax
+            denominators, as LongNet does. "once" takes each visible key once; it asks for nested branches, each dilation
+            dividing the next.
+        phase_by: a head's phase is the index of its key/value head, or that of the query head.
 
     Raises:
         ValueError: no branches, a branch of another type, a pattern that leaves queries without a key, or branches
             that `overlap="once"` cannot nest.
+
+    Example:
+        >>> pattern = ra.Pattern([ra.Sink(1), ra.Window(3)])
+        >>> for query in range(5):
+        ...     print([pattern.multiplicity(query, key, head=0, num_heads=1, num_kv_heads=1) for key in range(5)])
+        [1, 0, 0, 0, 0]
+        [1, 1, 0, 0, 0]
+        [1, 1, 1, 0, 0]
+        [1, 1, 1, 1, 0]
+        [1, 0, 1, 1, 1]
     """
 
     branches: tuple[Branch, ...]
@@ -174,16 +203,21 @@ class Pattern:
 
     @classmethod
     def exact(cls) -> Pattern:
-        """Ordinary full attention."""
+        """Makes ordinary full attention."""
         return cls((Segment(),))
 
     @classmethod
     def longnet(cls, segment_lengths: Sequence[int | None], dilation_rates: Sequence[int]) -> Pattern:
-        """LongNet's dilated attention: one `Segment` a pair, counted (arXiv 2307.02486, section 2).
+        """Makes LongNet's dilated attention: a `Segment` for each pair, with overlap "count" (arXiv 2307.02486, section 2).
 
         Args:
-            segment_lengths: tokens a segment; None for the whole document.
+            segment_lengths: tokens of a segment; None for the whole document.
             dilation_rates: one for each segment length; one of them is 1.
+
+        Example:
+            >>> longnet = ra.Pattern.longnet([2048, 8192, None], [1, 4, 16])
+            >>> print(longnet)
+            longnet:2048/1,8192/4,all/16
         """
         lengths, rates = list(segment_lengths), list(dilation_rates)
         if len(lengths) != len(rates):
@@ -195,13 +229,17 @@ class Pattern:
 
     @classmethod
     def pyramid(cls, window: int, levels: int, ratio: int = 4, sinks: int = 4) -> Pattern:
-        """Near keys all, far keys ever sparser: windows of `window * ratio**i` tokens at dilation `ratio**i`, each key once.
+        """Makes windows of `window * ratio**i` tokens at dilation `ratio**i`: all near keys, and ever fewer of the far ones.
 
         Args:
             window: tokens of the nearest, dense window.
             levels: number of windows.
             ratio: growth of length and dilation from one window to the next.
             sinks: first tokens of the document that every query sees; 0 for none.
+
+        Example:
+            >>> ra.Pattern.pyramid(512, levels=2).branches
+            (Sink(tokens=4), Window(length=512, dilation=1, queries='all'), Window(length=2048, dilation=4, queries='all'))
         """
         _check_count("Pattern.pyramid", "window", window)
         _check_count("Pattern.pyramid", "levels", levels)
@@ -212,16 +250,16 @@ class Pattern:
         return cls(((Sink(sinks),) if sinks else ()) + windows)
 
     def phase(self, head: int, *, num_heads: int, num_kv_heads: int) -> int:
-        """The phase of a query head: its key/value head's index or its own, by `phase_by`."""
+        """Returns the phase of a query head: its key/value head's index or its own, by `phase_by`."""
         return head // (num_heads // num_kv_heads) if self.phase_by == "kv_head" else head
 
     def multiplicity(
         self, query: int, key: int, *, head: int, num_heads: int, num_kv_heads: int, causal: bool = True
     ) -> int:
-        """How often the key at position `key` counts for the query at position `query` of the same document.
+        """Returns how often the key at position `key` counts for the query at position `query` of the same document.
 
-        The definition, by brute force: the number of branches that show the key (`overlap="count"`) or 1 if any does
-        (`"once"`); 0 for a later key under `causal`.
+        This is the definition, by brute force: the number of branches that show the key (`overlap="count"`) or 1 if any
+        does (`"once"`); 0 for a later key under `causal`.
         """
         if causal and key > query:
             return 0
@@ -232,51 +270,60 @@ class Pattern:
     def flop_share(
         self, seq_len: int, *, num_heads: int = 1, num_kv_heads: int | None = None, causal: bool = True
     ) -> float:
-        """How many floating point operations attention takes, as a share of those of exact attention.
+        """Returns the floating point operations of attention, as a share of those of exact attention.
 
         Args:
-            seq_len: tokens of a row of one document.
+            seq_len: tokens of a sequence of one document.
             num_kv_heads: None for `num_heads`. Heads have different phases, and so may differ a little.
 
         Raises:
             ValueError: numbers below 1, or heads that do not divide.
+
+        Example:
+            >>> round(ra.Pattern.parse("window:512+4").flop_share(32768), 4)
+            0.0312
         """
-        from .plans import pairs_of_row  # plans are made of patterns, and this counts them
+        # A module-level import would be a circle: plans import patterns.
+        from .plans import pairs_of_row
 
         heads = num_heads, num_heads if num_kv_heads is None else num_kv_heads
         return pairs_of_row(self, seq_len, *heads, causal) / pairs_of_row(Pattern.exact(), seq_len, *heads, causal)
 
     def __str__(self) -> str:
-        """The pattern's text, such as "pyramid:512,3"; `parse` reads it back."""
+        """Returns the pattern's text, such as "pyramid:512,3"; `parse` reads it back."""
         return notation.write(self.to_dict())
 
     @classmethod
     def parse(cls, text: str) -> Pattern:
-        """The pattern of a text: "exact", "window:512+4" (512 tokens and 4 sinks), "pyramid:512,3", "longnet:512/1,all/8".
+        """Reads a text: "exact", "window:512+4" (512 tokens and 4 sinks), "pyramid:512,3", "longnet:512/1,all/8".
 
-        The forms are those of `hf_ring_attention.plan.notation`. Wherever a pattern is taken, its text is too.
+        `hf_ring_attention.plan.notation` lists the forms. Every function that takes a pattern takes its text too.
 
         Raises:
-            ValueError: a text that names no pattern, with the forms that do.
+            ValueError: a text that names no pattern; the message lists the forms.
+
+        Example:
+            >>> ra.Pattern.parse("window:512+4").branches
+            (Sink(tokens=4), Window(length=512, dilation=1, queries='all'))
         """
         maker, arguments, settings = notation.read(text)
         try:
             if maker == "branches":
                 return cls.from_dict({"branches": list(arguments), **settings})
-            made: Pattern = getattr(cls, maker)(*arguments)
-            return replace(made, **settings)
+            pattern: Pattern = getattr(cls, maker)(*arguments)
+            return replace(pattern, **settings)
         except ValueError as error:
             raise ValueError(f"pattern {text!r} cannot be made: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; `from_dict` reads them back."""
+        """Returns the pattern in plain JSON types; `from_dict` reads it back."""
         names = {kind: name for name, kind in _BRANCHES.items()}
         branches = [{"type": names[type(branch)], **asdict(branch)} for branch in self.branches]
         return {"branches": branches, "overlap": self.overlap, "phase_by": self.phase_by}
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Pattern:
-        """The pattern that `to_dict` wrote.
+        """Returns the pattern that `to_dict` wrote.
 
         Raises:
             ValueError: unknown or missing keys or branch types, and whatever `Pattern` itself refuses.
@@ -304,18 +351,18 @@ def _check_keys(where: str, d: object, required: tuple[str, ...], optional: tupl
     unknown = sorted(str(key) for key in d if key not in required + optional)
     missing = sorted(key for key in required if key not in d)
     if unknown or missing:
-        known = sorted({*required, *optional})
-        raise ValueError(f"{where}: unknown keys {unknown}, missing keys {missing}; known keys are {known}")
+        allowed = sorted({*required, *optional})
+        raise ValueError(f"{where}: unknown keys {unknown}, missing keys {missing}; known keys are {allowed}")
 
 
 def as_pattern(pattern: Pattern | str, caller: str) -> Pattern:
-    """A pattern that was given as itself or as its text.
+    """Returns a pattern that is given as itself or as its text.
 
     Args:
-        caller: whom an error names.
+        caller: the name that an error message begins with.
 
     Raises:
-        ValueError: something else, or a text that names no pattern.
+        ValueError: neither a pattern nor a text, or a text that names no pattern.
     """
     if isinstance(pattern, Pattern):
         return pattern

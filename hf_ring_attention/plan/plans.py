@@ -1,4 +1,4 @@
-"""Who computes and who moves what: the tiles of every rank, as batches of equal shape, from ints alone.
+"""The tiles of every rank, in batches of one shape, from integers alone.
 
 Every rank can compute every rank's plan, so nothing is negotiated: what one sends is what the other expects.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,8 +18,9 @@ from .problem import Problem
 from .tiles import Tile, tile_document
 
 
-class Item(NamedTuple):
-    """Tiles of a batch that start at these rows, in all these batch rows and heads; `copies` of them along a diagonal."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Item:
+    """Tiles of a batch in all these batch rows and heads: `copies` of them, from these rows on, `advance` rows apart."""
 
     batch_rows: tuple[int, ...]
     heads: tuple[int, ...]
@@ -29,8 +30,9 @@ class Item(NamedTuple):
     advance: int
 
 
-class TileBatch(NamedTuple):
-    """Tiles of one shape: one kernel call. No two of them share a query row of a head."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TileBatch:
+    """Tiles of one shape, which make one kernel call; no two of them share a query row of a head."""
 
     per_query_head: bool
     causal: bool
@@ -41,7 +43,7 @@ class TileBatch(NamedTuple):
     items: tuple[Item, ...]
 
     def pairs(self, group: int) -> int:
-        """Query-key pairs over all batch rows and query heads; `group` query heads share a key/value head."""
+        """Returns the query-key pairs over all batch rows and query heads; `group` of these share a key/value head."""
         n = self.num_queries
         tile = n * (n + 1) // 2 if self.causal else n * self.num_keys
         tiles = sum(len(item.batch_rows) * len(item.heads) * item.copies for item in self.items)
@@ -52,8 +54,12 @@ class TileBatch(NamedTuple):
 class RankPlan:
     """The tiles of one rank.
 
-    `own`: keys of the rank itself; key rows are local indices. `remote`: keys of other ranks; key rows are indices in
-    the whole row. Query rows are local indices in both. `pairs`: query-key pairs over all batch rows and query heads.
+    Query rows are local indices.
+
+    Attributes:
+        own: tiles with keys of the rank itself; key rows are local indices.
+        remote: tiles with keys of other ranks; key rows are indices in the whole sequence.
+        pairs: query-key pairs over all batch rows and query heads.
     """
 
     rank: int
@@ -62,13 +68,13 @@ class RankPlan:
     pairs: int
 
     def flops(self, head_dim: int, value_dim: int | None = None) -> int:
-        """Floating point operations of the forward pass: 2 (D + Dv) a pair."""
+        """Returns the floating point operations of the forward pass: 2 (D + Dv) for each pair."""
         return 2 * (head_dim + (value_dim or head_dim)) * self.pairs
 
 
 @lru_cache(maxsize=256)
 def plan_rank(problem: Problem, rank: int) -> RankPlan:
-    """The tiles of `rank`; cached by value."""
+    """Returns the tiles of `rank`; plans are cached by value."""
     layout = problem.layout
     elsewhere = sorted(
         (piece for other in range(layout.world_size) if other != rank for piece in layout.pieces(other)),
@@ -81,12 +87,12 @@ def plan_rank(problem: Problem, rank: int) -> RankPlan:
 
 @lru_cache(maxsize=256)
 def tiles_from(problem: Problem, rank: int, source: int) -> tuple[TileBatch, ...]:
-    """The tiles of `rank` whose keys are those of rank `source`; key rows are local indices there."""
+    """Returns the tiles of `rank` with keys of rank `source`; key rows are local indices of `source`."""
     return _batches(problem, _local(problem.layout.pieces(rank)), _local(problem.layout.pieces(source)))
 
 
 def held_tiles(problem: Problem) -> tuple[TileBatch, ...]:
-    """The tiles of a problem with held keys: its queries against the keys that this rank holds."""
+    """Returns the tiles of a problem with held keys: its queries against the keys that this rank holds."""
     held = problem.held
     assert held is not None
     queries = [(0, range(held.row_len - held.num_queries, held.row_len))]
@@ -94,22 +100,22 @@ def held_tiles(problem: Problem) -> tuple[TileBatch, ...]:
 
 
 def of_heads(batches: tuple[TileBatch, ...], kv_heads: range, group: int) -> tuple[TileBatch, ...]:
-    """What these key/value heads, `group` query heads each, have of the batches."""
+    """Returns the batches without tiles of other key/value heads; each has `group` query heads."""
 
-    def kept(batch: TileBatch) -> TileBatch:
+    def with_these_heads(batch: TileBatch) -> TileBatch:
         size = group if batch.per_query_head else 1
         items = (
-            item._replace(heads=tuple(head for head in item.heads if head // size in kv_heads)) for item in batch.items
+            replace(item, heads=tuple(head for head in item.heads if head // size in kv_heads)) for item in batch.items
         )
-        return batch._replace(items=tuple(item for item in items if item.heads))
+        return replace(batch, items=tuple(item for item in items if item.heads))
 
-    return tuple(batch for batch in map(kept, batches) if batch.items)
+    return tuple(batch for batch in map(with_these_heads, batches) if batch.items)
 
 
 def _batches(
     problem: Problem, queries: list[tuple[int, range]], keys: list[tuple[int, range]]
 ) -> tuple[TileBatch, ...]:
-    """The tiles of the queries against the keys, both given as (first row, piece) pairs."""
+    """Returns the tiles of the queries against the keys; both are (first row, piece) pairs."""
     batches: dict[_BatchShape, list[Item]] = {}
     for documents, batch_rows in problem.row_classes:
         for start, stop in documents:
@@ -126,24 +132,31 @@ def _batches(
                 causal=problem.causal,
             ):
                 batches.setdefault(_shape(tile), []).append(
-                    Item(batch_rows, tile.heads, tile.queries[0], tile.keys[0], tile.copies, tile.advance)
+                    Item(
+                        batch_rows=batch_rows,
+                        heads=tile.heads,
+                        query_row=tile.queries[0],
+                        key_row=tile.keys[0],
+                        copies=tile.copies,
+                        advance=tile.advance,
+                    )
                 )
     return tuple(
         TileBatch(
-            shape.per_query_head,
-            shape.causal,
-            shape.num_queries,
-            shape.num_keys,
-            shape.query_stride,
-            shape.key_stride,
-            tuple(items),
+            per_query_head=shape.per_query_head,
+            causal=shape.causal,
+            num_queries=shape.num_queries,
+            num_keys=shape.num_keys,
+            query_stride=shape.query_stride,
+            key_stride=shape.key_stride,
+            items=tuple(items),
         )
         for shape, items in batches.items()
     )
 
 
 class _BatchShape(NamedTuple):
-    """What the tiles of a batch have in common; branch and part keep two tiles on the same query rows apart."""
+    """The numbers that the tiles of a batch share; branch and part keep tiles with the same query rows apart."""
 
     branch: int
     part: int
@@ -157,24 +170,24 @@ class _BatchShape(NamedTuple):
 
 def _shape(tile: Tile) -> _BatchShape:
     return _BatchShape(
-        tile.branch,
-        tile.part,
-        tile.per_query_head,
-        tile.causal,
-        len(tile.queries),
-        len(tile.keys),
-        tile.queries.step,
-        tile.keys.step,
+        branch=tile.branch,
+        part=tile.part,
+        per_query_head=tile.per_query_head,
+        causal=tile.causal,
+        num_queries=len(tile.queries),
+        num_keys=len(tile.keys),
+        query_stride=tile.queries.step,
+        key_stride=tile.keys.step,
     )
 
 
 def _local(pieces: tuple[range, ...]) -> list[tuple[int, range]]:
-    """(local index of its first token, piece) of a rank's pieces."""
+    """Returns (local index of its first token, piece) for each of a rank's pieces."""
     return list(zip(itertools.accumulate((len(piece) for piece in pieces), initial=0), pieces))
 
 
 def _runs(pieces: list[tuple[int, range]], start: int, stop: int) -> Iterator[Run]:
-    """The parts of (first row, piece) pairs that lie in the document [start, stop)."""
+    """Yields the parts of (first row, piece) pairs that lie in the document [start, stop)."""
     for row, piece in pieces:
         low, high = max(piece.start, start), min(piece.stop, stop)
         if low < high:
@@ -182,6 +195,6 @@ def _runs(pieces: list[tuple[int, range]], start: int, stop: int) -> Iterator[Ru
 
 
 def pairs_of_row(pattern: Pattern, seq_len: int, num_heads: int, num_kv_heads: int, causal: bool) -> int:
-    """Query-key pairs of a row of one document on one rank, over all query heads."""
+    """Returns the query-key pairs of a sequence of one document on one rank, over all query heads."""
     layout = SequenceLayout("contiguous", seq_len, 1)
     return plan_rank(Problem(pattern, layout, (((0, seq_len),),), num_heads, num_kv_heads, causal), 0).pairs

@@ -1,4 +1,4 @@
-"""One attention call in integers: what decides the tiles, and nothing else."""
+"""One attention call in integers: all that decides its tiles, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .patterns import Pattern
 
 @dataclass(frozen=True)
 class HeldKeys:
-    """What a rank holds of a row whose last tokens ask: a cache of keys, and queries that every rank has.
+    """The keys of a sequence that a rank holds in a cache, for queries that are the sequence's last tokens on every rank.
 
     Attributes:
-        row_len: tokens of the row so far.
-        num_queries: of its last tokens; they are the queries.
+        row_len: tokens of the sequence so far.
+        num_queries: number of its last tokens that are queries.
         num_rows: rows of the key tensor.
-        keys: (first row in the key tensor, start, stop): runs of the row's tokens.
+        keys: runs of the sequence's tokens: (first row in the key tensor, start, stop).
     """
 
     row_len: int
@@ -27,16 +27,16 @@ class HeldKeys:
 
     @classmethod
     def whole(cls, row_len: int, num_queries: int, num_rows: int) -> HeldKeys:
-        """All tokens of the row, in the first rows of the key tensor."""
+        """Returns all tokens of the sequence, in the first rows of the key tensor."""
         return cls(row_len, num_queries, num_rows, ((0, 0, row_len),))
 
     @property
     def layout(self) -> SequenceLayout:
-        """Of the whole row, in which documents are numbered."""
+        """The layout of the whole sequence, by whose tokens documents are given."""
         return SequenceLayout("contiguous", self.row_len, 1)
 
 
-#: Per batch row, the (start, stop) of each document in the whole row.
+#: The (start, stop) of each document in its sequence, for each batch row.
 Documents = tuple[tuple[tuple[int, int], ...], ...]
 
 
@@ -47,9 +47,9 @@ class RingSettings:
     Attributes:
         large_payload: a payload of at least one key or value row for this many query rows is large: it is sent head group
             by head group.
-        rows_of_a_head_group: query rows, over heads and batch rows, that a head group keeps at least; with fewer, kernels
-            lose their speed.
-        head_groups: how many head groups there are at most; each has p - 1 hops of its own.
+        rows_of_a_head_group: the fewest query rows of a head group, over heads and batch rows; kernels are slower with
+            fewer.
+        head_groups: the most head groups there are; each has p - 1 hops of its own.
         both_ways_below: rows travel both ways round the ring where that leaves at most this share of the bytes of one way.
     """
 
@@ -61,12 +61,13 @@ class RingSettings:
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention call as all ranks see it: what decides the tiles, and nothing else.
+    """One attention call as all ranks see it: all that decides the tiles, and nothing else.
 
-    `held`: None where queries and keys are the same tokens, sharded alike; else what a rank has of a cache.
+    Attributes:
+        held: None where queries and keys are the same tokens, sharded alike; else the keys of a cache that a rank holds.
 
     Raises:
-        ValueError: head counts that do not divide, or documents that are empty, overlap or leave the row.
+        ValueError: head counts that do not divide, or documents that are empty, overlap or leave the sequence.
     """
 
     pattern: Pattern
@@ -89,14 +90,14 @@ class Problem:
             for start, stop in documents:
                 if not end <= start < stop <= self.layout.seq_len:
                     raise ValueError(
-                        f"documents of batch row {row} must be ascending, apart, not empty and within the row of "
+                        f"documents of batch row {row} must be ascending, apart, not empty and within the sequence of "
                         f"{self.layout.seq_len} tokens, got (start, stop) = ({start}, {stop}) after {end} tokens"
                     )
                 end = stop
 
     @cached_property
     def row_classes(self) -> tuple[tuple[tuple[tuple[int, int], ...], tuple[int, ...]], ...]:
-        """(documents, the batch rows that have them): batch rows with equal documents share everything."""
+        """Pairs of documents and the batch rows that have them: batch rows with equal documents share all tiles."""
         rows_of: dict[tuple[tuple[int, int], ...], list[int]] = {}
         for batch_row, documents in enumerate(self.documents):
             rows_of.setdefault(documents, []).append(batch_row)
@@ -104,5 +105,5 @@ class Problem:
 
     @property
     def group(self) -> int:
-        """Query heads that share a key/value head."""
+        """The number of query heads that share a key/value head."""
         return self.num_heads // self.num_kv_heads

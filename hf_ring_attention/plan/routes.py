@@ -1,7 +1,7 @@
-"""Which key rows travel where: what each rank needs of the others, the hops of the ring, and their bytes. Ints alone.
+"""The ways of key rows, in integers alone: the rows that each rank needs of the others, and the hops of the ring.
 
 A set of rows is an integer whose bit i stands for row i, so that unions and differences of any strides are one
-operation each. Needs are read off the tiles, hence exact: a row is needed where some tile has it, and nowhere else.
+operation each. Needs are exact, as they come from the tiles: a row is needed where some tile has it, and nowhere else.
 
 A window of 6 tokens over 16 tokens on 4 ranks, of which each holds 4 (rows 0 to 3 of its own):
 
@@ -30,10 +30,11 @@ from .problem import Problem
 
 @dataclass(frozen=True)
 class KeyRows:
-    """Rows of key/value heads: `sets` has one for each class of batch rows and head, as bits of an integer.
+    """Rows of key/value heads.
 
     Attributes:
-        weights: how many batch rows the set of the same number stands for.
+        weights: the number of batch rows that each set stands for.
+        sets: the rows of each class of batch rows and each head in it, as bits of an integer.
     """
 
     num_kv_heads: int
@@ -41,7 +42,7 @@ class KeyRows:
     sets: tuple[int, ...]
 
     def __len__(self) -> int:
-        """Rows over all batch rows and heads."""
+        """Returns the number of rows over all batch rows and heads."""
         return sum(weight * rows.bit_count() for weight, rows in zip(self.weights, self.sets))
 
     def __bool__(self) -> bool:
@@ -57,17 +58,17 @@ class KeyRows:
         return replace(self, sets=tuple(a & ~b for a, b in zip(self.sets, other.sets)))
 
     def of_heads(self, heads: range) -> KeyRows:
-        """The same without the rows of other heads."""
+        """Returns these rows without those of other heads."""
         return replace(self, sets=tuple(x if i % self.num_kv_heads in heads else 0 for i, x in enumerate(self.sets)))
 
 
 class Hop(NamedTuple):
-    """What goes from one rank to the next, a number of steps behind the rank whose rows they are.
+    """The rows that go from one rank to the next.
 
     Attributes:
         rows: keys and values that the next rank or a later one needs.
-        carried: rows among them that a rank before this hop has used: in backward, their gradients go along.
-        finished: rows that the rank at the end of the hop is the last to use: in backward, it sends their gradients home.
+        carried: those that a rank before this hop has used: in backward, their gradients go along.
+        finished: those that the rank at the end of the hop is the last to use: in backward, it sends their gradients home.
     """
 
     rows: KeyRows
@@ -77,12 +78,12 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True)
 class Lap:
-    """A way of some heads' rows round the ring, in one direction.
+    """One way round the ring, in one direction, for the rows of some heads.
 
     Attributes:
         heads: key/value heads.
-        direction: 1: rank i sends to i + 1, -1: to i - 1.
-        with_own: whether ranks compute with their own keys of these heads in this round.
+        direction: 1 where rank i sends to rank i + 1, -1 where it sends to rank i - 1.
+        with_own: whether ranks compute with their own keys of these heads in this lap.
         routes: for each source rank the hops that its rows make; they end at the last rank that needs one.
     """
 
@@ -93,26 +94,26 @@ class Lap:
 
     @property
     def steps(self) -> int:
-        """Hops of the longest route."""
+        """The number of hops of the longest route."""
         return max(map(len, self.routes))
 
     def source(self, rank: int, step: int) -> int:
-        """The rank whose rows `rank` holds at a step; its own at step 0."""
+        """Returns the rank whose rows `rank` holds at a step: itself at step 0."""
         return (rank - step * self.direction) % len(self.routes)
 
     def hop(self, rank: int, step: int) -> Hop | None:
-        """What arrives at `rank` for a step; None if nothing does."""
+        """Returns the hop that arrives at `rank` for a step; None if there is none."""
         route = self.routes[self.source(rank, step)]
         return route[step - 1] if 1 <= step <= len(route) else None
 
 
 def _repeat(rows: int, advance: int, copies: int) -> int:
-    """The union of rows, and rows moved on by 1, 2, ... copies - 1 times `advance`."""
-    have = 1
-    while have < copies:
-        more = min(have, copies - have)
+    """Returns the union of the rows and of their copies, moved on by 1, 2, ... copies - 1 times `advance`."""
+    count = 1
+    while count < copies:
+        more = min(count, copies - count)
         rows |= rows << more * advance
-        have += more
+        count += more
     return rows
 
 
@@ -122,7 +123,7 @@ def _comb(stride: int, count: int) -> int:
 
 
 def _key_rows(batch: TileBatch, item: Item) -> int:
-    """The key rows of all copies of an item's tiles."""
+    """Returns the key rows of all copies of an item's tiles."""
     stride, count = batch.key_stride, batch.num_keys
     first = item.key_row if stride > 0 else item.key_row + (count - 1) * stride
     return _repeat(_comb(abs(stride), count), item.advance, item.copies) << first
@@ -130,7 +131,7 @@ def _key_rows(batch: TileBatch, item: Item) -> int:
 
 @lru_cache(maxsize=64)
 def _needed(problem: Problem, rank: int) -> tuple[int, ...]:
-    """Rows of other ranks that `rank` needs, by index in the whole row."""
+    """Returns the rows of other ranks that `rank` needs, by index in the whole sequence."""
     number = {rows: i for i, (_, rows) in enumerate(problem.row_classes)}
     sets = [0] * (len(number) * problem.num_kv_heads)
     for batch in plan_rank(problem, rank).remote:
@@ -142,7 +143,7 @@ def _needed(problem: Problem, rank: int) -> tuple[int, ...]:
 
 
 def needed(problem: Problem, rank: int, source: int) -> KeyRows:
-    """Rows of `source`, by local index, that `rank` needs."""
+    """Returns the rows of `source`, by local index, that `rank` needs."""
     pieces = problem.layout.pieces(source)
     length = problem.layout.piece_len
     mask = (1 << length) - 1
@@ -155,7 +156,7 @@ def needed(problem: Problem, rank: int, source: int) -> KeyRows:
 
 
 def union(rows: Sequence[KeyRows]) -> KeyRows:
-    """All of them; at least one."""
+    """Returns the union of one or more sets of rows."""
     result = rows[0]
     for other in rows[1:]:
         result = result | other
@@ -163,7 +164,7 @@ def union(rows: Sequence[KeyRows]) -> KeyRows:
 
 
 def _route(needs: list[KeyRows]) -> tuple[Hop, ...]:
-    """Hops that take rows to readers 1, 2, ... steps away."""
+    """Returns the hops that take rows to readers 1, 2, ... steps away."""
     hops: list[Hop] = []
     later: KeyRows | None = None
     for i in reversed(range(len(needs))):
@@ -185,7 +186,7 @@ def _lap(problem: Problem, heads: range, way: _Way, with_own: bool) -> Lap:
 
 
 class _Way(NamedTuple):
-    """Round the ring in one direction, up to the rank `reach` steps away."""
+    """A direction round the ring, up to the rank `reach` steps away."""
 
     direction: int
     reach: int
@@ -197,11 +198,11 @@ def _row_hops(laps: Sequence[Lap]) -> int:
 
 @lru_cache(maxsize=8)
 def ring_laps(problem: Problem) -> tuple[Lap, ...]:
-    """The laps of a call, one after the other; the same on all ranks.
+    """Returns the laps of a call in their order; they are the same on all ranks.
 
     Rows that are near to their readers both ways (windows that look ahead, or pieces in zigzag) go both ways. Payloads
-    that weigh against the queries go head group by head group: buffers are that much smaller, and the gradients of a
-    group travel home behind the computation of the next.
+    that are large beside the queries go head group by head group: buffers are smaller by the number of groups, and the
+    gradients of a group travel home while the next group is computed.
     """
     layout = problem.layout
     p, heads = layout.world_size, range(problem.num_kv_heads)

@@ -1,13 +1,13 @@
-"""From a pattern and one document to tiles: rectangles and plain lower triangles of query and key rows.
+"""The tiles of a pattern in one document: rectangles and plain lower triangles of query and key rows.
 
-A *row* is a token in some storage order (a rank's local index, or the index in the whole row); a *run* ties a range of
-rows to consecutive positions. For one branch, one residue of queries and one residue of keys, rows are numbered in
+A *row* is a token in some storage order (a rank's local index, or the index in the whole sequence); a *run* ties a
+range of rows to consecutive positions. For one branch, one residue of queries and one residue of keys, rows are numbered in
 order, 0, 1, 2, ...; the keys a query sees are then one interval of key numbers whose two ends, as functions of the
 query's number, are made of flat pieces and pieces of slope one. Cutting where either end changes slope leaves
 rectangles, triangles and bands, and a band is two triangles and a rectangle for every few of its rows. No other mask
 exists anywhere in the package.
 
-A window of 3 tokens over 6 tokens is six tiles, here a to f; what is a triangle is written as one:
+A window of 3 tokens over 6 tokens is six tiles, here a to f; a triangle may be a single pair:
 
     key        0 1 2 3 4 5
     query 0    a . . . . .     a: queries 0 to 1, keys 0 to 1, a lower triangle: the rows whose window is not full yet
@@ -15,20 +15,22 @@ A window of 3 tokens over 6 tokens is six tiles, here a to f; what is a triangle
     query 2    c c b . . .     b: queries 2 to 4, keys 2 to 4, a lower triangle: the last three keys of a band
     query 3    . c b b . .     c: queries 3 down to 2, keys 1 down to 0: a lower triangle with both ranges reversed
     query 4    . . b b b .
-    query 5    . . . f e d     d, e, f: the row that is left of the band, in the same three parts
+    query 5    . . . f e d     d, e, f: the last row of the band, in the same parts
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from .intervals import Border, Progression, Region, Run, progressions, regions_of
 from .patterns import Pattern, Sink
 
 
-class Tile(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
     """Query rows x key rows of some heads: all pairs, or (causal) key i for query i and later ones.
 
     Ranges may run backwards: a triangle that opens the other way is a lower one with both ranges reversed. A band is
@@ -50,7 +52,7 @@ class Tile(NamedTuple):
 
 
 def _cells(queries: Progression, region: Region) -> Iterator[tuple[int, int, int]]:
-    """(number, position, count): stretches of queries inside one piece and one block of every segment length involved."""
+    """Yields (number, position, count) of stretches of queries inside one piece and one block of every segment length."""
     groups = [region.first, region.beyond, *region.before_all, *region.after_all]
     lengths = sorted({term.value for group in groups for term in group if term.kind == "block"})
     stride = queries.stride
@@ -65,7 +67,7 @@ def _cells(queries: Progression, region: Region) -> Iterator[tuple[int, int, int
 
 
 class _Cell:
-    """Queries of one cell against the keys: every end of what they see is flat or has slope one between `borders`."""
+    """Queries against keys: between two of the `borders`, both ends of what the queries see are flat or have slope one."""
 
     def __init__(self, keys: Progression, region: Region, position: int, count: int) -> None:
         self.keys = keys
@@ -75,7 +77,7 @@ class _Cell:
         ends = [end for group in (self.first, self.beyond, *self.before_all, *self.after_all) for end in group]
         flat = {0, keys.length, *(keys.number_below(at) for at, moves in ends if not moves)}
         cuts = {0, count}
-        # Where an end that moves with the query enters or leaves a piece of the keys, or meets a flat end.
+        # A slope may change where an end that moves with the query enters or leaves a piece of the keys, or meets a flat end.
         for at in (at for at, moves in ends if moves):
             for number, piece_position, piece_length in keys.pieces:
                 meets = -((piece_position - at) // keys.stride)  # the end's number in the piece, for the first query
@@ -85,7 +87,7 @@ class _Cell:
 
     @staticmethod
     def _resolve(terms: list[Border], position: int) -> list[tuple[int, bool]]:
-        """(position of each end for the cell's first query, whether it moves with the query)."""
+        """Returns (position for the cell's first query, whether it moves with the query) for each term."""
         return [
             (position + term.value, True)
             if term.kind == "from_query"
@@ -94,7 +96,7 @@ class _Cell:
         ]
 
     def ends(self, query: int) -> tuple[int, int]:
-        """Numbers of the first key seen by a query of the cell and of the first one beyond."""
+        """Returns the numbers of the first key that a query of the cell sees, and of the first key beyond."""
         moved = query * self.keys.stride
 
         def numbers(group: list[tuple[int, bool]]) -> list[int]:
@@ -119,7 +121,7 @@ class _Trapezoid(NamedTuple):
     slopes: tuple[int, int] | None
 
     def joined(self, after: _Trapezoid) -> _Trapezoid | None:
-        """The two as one, if the ends of `after`, the next queries, continue these straight."""
+        """Returns both as one if the ends of `after`, the next queries, continue these straight; else None."""
         step = self.slopes or after.slopes or (after.a - self.a, after.b - self.b)
         continues = (after.a, after.b) == (self.a + step[0] * self.rows, self.b + step[1] * self.rows)
         if not continues or after.slopes not in (None, step) or max(step) > 1:
@@ -128,15 +130,15 @@ class _Trapezoid(NamedTuple):
 
 
 def _trapezoids(queries: Progression, keys: Progression, region: Region) -> Iterator[_Trapezoid]:
-    """As few trapezoids as make up what these queries see, without rows that see nothing."""
-    held: _Trapezoid | None = None
-    for found in _straight_stretches(queries, keys, region):
-        joined = held.joined(found) if held is not None else None
-        if held is not None and joined is None:
-            yield from _rows_with_keys(held)
-        held = joined or found
-    if held is not None:
-        yield from _rows_with_keys(held)
+    """Yields as few trapezoids as make up what these queries see, without rows that see nothing."""
+    current: _Trapezoid | None = None
+    for stretch in _straight_stretches(queries, keys, region):
+        longer = current.joined(stretch) if current is not None else None
+        if current is not None and longer is None:
+            yield from _rows_with_keys(current)
+        current = longer or stretch
+    if current is not None:
+        yield from _rows_with_keys(current)
 
 
 def _straight_stretches(queries: Progression, keys: Progression, region: Region) -> Iterator[_Trapezoid]:
@@ -149,27 +151,27 @@ def _straight_stretches(queries: Progression, keys: Progression, region: Region)
             yield _Trapezoid(start + low, rows, a, b, slopes)
 
 
-def _rows_with_keys(found: _Trapezoid) -> Iterator[_Trapezoid]:
-    """The rows of a trapezoid that see a key."""
-    u, rows, a, b, slopes = found
+def _rows_with_keys(trapezoid: _Trapezoid) -> Iterator[_Trapezoid]:
+    """Yields the rows of a trapezoid that see a key, as one trapezoid or none."""
+    u, rows, a, b, slopes = trapezoid
     a_slope, b_slope = slopes or (0, 0)
-    if b <= a:  # rows before the first that sees one
+    if b <= a:  # the first rows see no key
         if not b_slope or a_slope:
             return
         u, rows, b = u + a - b + 1, rows - (a - b + 1), a + 1
-    elif b + b_slope * (rows - 1) <= a + a_slope * (rows - 1):  # rows after the last that sees one
+    elif b + b_slope * (rows - 1) <= a + a_slope * (rows - 1):  # the last rows see no key
         rows = b - a
     if rows > 0:
         yield _Trapezoid(u, rows, a, b, (a_slope, b_slope))
 
 
 def band_rows(width: int) -> int:
-    """Rows of a band, `width` keys each, that are tiled together: fewer waste less on triangles but merge more often."""
+    """Returns how many rows of `width` keys are tiled together: fewer waste less on triangles, but merge more often."""
     return width if width <= 64 else max(64, width // 4)
 
 
 class _TileShape(NamedTuple):
-    """A rectangle or lower triangle in numbers, and its copies along the diagonal."""
+    """A rectangle or lower triangle of query and key numbers, with its copies along the diagonal."""
 
     queries: range
     keys: range
@@ -179,7 +181,7 @@ class _TileShape(NamedTuple):
 
 
 def _shapes(trapezoid: _Trapezoid) -> Iterator[_TileShape]:
-    """Rectangles and lower triangles that make up a trapezoid."""
+    """Yields the rectangles and lower triangles that make up a trapezoid."""
     u, rows, a, b, slopes = trapezoid
     a_slope, b_slope = slopes or (0, 0)
     if a_slope and b_slope:
@@ -202,7 +204,7 @@ def _shapes(trapezoid: _Trapezoid) -> Iterator[_TileShape]:
 
 
 def _band(u: int, rows: int, a: int, width: int) -> Iterator[_TileShape]:
-    """At most `width` rows of a band: row i sees key numbers [a + i, a + i + width)."""
+    """Yields the shapes of at most `width` rows of a band: row i sees key numbers [a + i, a + i + width)."""
     yield _TileShape(range(u, u + rows), range(a + width - 1, a + width - 1 + rows), True)
     opening = min(rows, width - 1)  # row width - 1 sees nothing below the triangle
     if opening:
@@ -225,12 +227,12 @@ def tile_document(
     num_kv_heads: int,
     causal: bool,
 ) -> list[Tile]:
-    """The tiles that cover, as often as `Pattern.multiplicity` says, the pairs of these queries and keys of a document.
+    """Returns tiles that cover each pair of these queries and keys as often as `Pattern.multiplicity` says.
 
     Args:
         length: tokens of the document.
         queries: runs of the document's tokens that are queries here, by ascending position; their rows ascend too.
-        keys: likewise for the keys; rows number another storage.
+        keys: runs of the tokens that are keys here, in the same order; their rows number another storage.
 
     Returns:
         Tiles by ascending branch.
@@ -247,22 +249,22 @@ def tile_document(
             dilated = not isinstance(branch, Sink) and branch.queries == "dilated"
             key_groups = progressions(keys, dilation, residue)
             for query_residue in (residue,) if dilated else range(dilation):
-                # `residue` stands for any phase that has it: `regions_of` reduces it by dilations that divide ours.
+                # `residue` stands for any phase that has it: `regions_of` reduces it by dilations that divide this one.
                 regions = regions_of(pattern, number, query_residue, residue, length, causal)
                 for query_group in progressions(queries, dilation, query_residue):
                     for part, (region, key_group) in enumerate((r, k) for r in regions for k in key_groups):
                         for trapezoid in _trapezoids(query_group, key_group, region):
                             tiles.extend(
                                 Tile(
-                                    number,
-                                    part,
-                                    tuple(heads),
-                                    per_query_head,
-                                    _slice(query_group, shape.queries),
-                                    _slice(key_group, shape.keys),
-                                    shape.causal,
-                                    shape.copies,
-                                    shape.advance * dilation,
+                                    branch=number,
+                                    part=part,
+                                    heads=tuple(heads),
+                                    per_query_head=per_query_head,
+                                    queries=_slice(query_group, shape.queries),
+                                    keys=_slice(key_group, shape.keys),
+                                    causal=shape.causal,
+                                    copies=shape.copies,
+                                    advance=shape.advance * dilation,
                                 )
                                 for shape in _shapes(trapezoid)
                             )

@@ -34,7 +34,7 @@ def test_layout(pattern, kind):
     decision = choose_layout(131072, 8, pattern)
     assert decision.choice == kind
     contiguous, zigzag = (imbalance(problem(pattern, 131072, 8, k, (1, 1))) for k in ("contiguous", "zigzag"))
-    assert f"{contiguous:.2f} of the mean work" in decision.reason
+    assert f"{contiguous:.2f} times the mean work" in decision.reason
     if kind == "zigzag":
         assert f"in zigzag {zigzag:.2f}" in decision.reason
         assert zigzag < contiguous
@@ -58,18 +58,23 @@ def test_zigzag_balances_exact_attention(world_size):
         ("one rank", problem(Pattern.exact(), 131072, 1), "local", "one rank"),
         ("no row crosses", problem(Pattern((Segment(1024),)), 8192, 8), "local", "no rank needs a key of another"),
         # The last of 8 ranks needs 7 x 1024 rows of 8 heads: 28 MiB; of 8 x 128 tokens, 3.5 MiB.
-        ("much", problem(Pattern.exact(), 8192, 8), "ring", r"8 ranks needs 28\.0 MiB .*, 7\.00 of its own 4\.0 MiB"),
+        (
+            "much",
+            problem(Pattern.exact(), 8192, 8),
+            "ring",
+            r"8 ranks needs 28\.0 MiB .*, 7\.00 times its own 4\.0 MiB",
+        ),
         ("little", problem(Pattern.exact(), 1024, 8), "collective", r"3\.5 MiB .*at most 8\.0 MiB"),
         # 4095 of 16384 rows.
         (
             "a neighbour's rows",
             problem(Pattern((Window(4096),)), 131072, 8),
             "collective",
-            r"16\.0 MiB .*, 0\.25 of its own 64\.0 MiB",
+            r"16\.0 MiB .*, 0\.25 times its own 64\.0 MiB",
         ),
-        ("many rows of a neighbour", problem(Pattern((Window(8192),)), 131072, 8), "ring", r"0\.50 of its own"),
+        ("many rows of a neighbour", problem(Pattern((Window(8192),)), 131072, 8), "ring", r"0\.50 times its own"),
         ("a batch", problem(Pattern.exact(), 1024, 8, batch=4), "ring", r"14\.0 MiB"),
-        ("two ranks", problem(Pattern.exact(), 131072, 2), "ring", r"1\.00 of its own 256\.0 MiB"),
+        ("two ranks", problem(Pattern.exact(), 131072, 2), "ring", r"1\.00 times its own 256\.0 MiB"),
     ],
     ids=lambda x: x if isinstance(x, str) and x.isidentifier() else None,
 )

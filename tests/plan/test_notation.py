@@ -93,7 +93,7 @@ def test_what_is_written_is_read_back(pattern):
         ("branches:window=8:every", "queries must be one of 'dilated', 'all', got 'every'"),
         ("branches:window=6/4,window=8", "length must be a multiple of dilation, got 6 = 1 * 4 + 2"),
         ("exact@often", "behind @ stands one of count, once, kv_head, query_head, got 'often'"),
-        ("exact@count@once", "two set the same"),
+        ("exact@count@once", "two of @count and @once set the same thing"),
     ],
 )
 def test_what_is_no_pattern_is_said(text, message):

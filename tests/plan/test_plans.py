@@ -264,7 +264,9 @@ def test_refused_heads(heads):
     ids=str,
 )
 def test_refused_documents(row, at):
-    message = "documents of batch row 1 must be ascending, apart, not empty and within the row of 8 tokens, got " + at
+    message = (
+        "documents of batch row 1 must be ascending, apart, not empty and within the sequence of 8 tokens, got " + at
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         problem((((0, 8),), row))
 

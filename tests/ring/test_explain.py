@@ -112,7 +112,7 @@ def test_reference_case(pattern, received, kind, transport):
         ({"value_dim": 0}, "value_dim must be an integer of at least 1, got 0"),
         ({"layout": "striped"}, "layout must be"),
         ({"transport": "local"}, "serves 1 rank, got 4"),
-        ({"documents": [[(0, 65)]]}, "within the row of 64 tokens"),
+        ({"documents": [[(0, 65)]]}, "within the sequence of 64 tokens"),
     ],
     ids=str,
 )
