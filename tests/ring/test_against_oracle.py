@@ -1,6 +1,7 @@
 """Outputs, log-sum-exps and all gradients equal the dense oracle: random patterns, lengths, heads, documents, layouts."""
 
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,8 @@ import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import multiplicity_matrix, reference_attention
 from hf_ring_attention.plan import routes
 from hf_ring_attention.plan.problem import Problem, RingSettings
-from tests.support.cases import EXACT_ATTENTION, check_random_cases, compare, random_case
+from tests.support.cases import EXACT_ATTENTION, check_cases, random_case, random_cases
 from tests.support.ranks import run_simulated
-from tests.support.tolerance import largest
 
 DTYPES = (torch.float64, torch.float32)
 #: Where kernels sum in another order than the CPU's, and those of bfloat16, which keeps 8 bits, round the weights of
@@ -31,14 +31,14 @@ RINGS = (((0, 1), 16), ((2, 3, 4), 12), ((0, 5, 6, 7), 9), (tuple(range(8)), 2))
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_local(dtype, rng):
-    check_random_cases(ra.Ring(), seed=rng.random(), count=300, dtype=dtype)
+    check_cases(ra.Ring(), random_cases(rng, 300, dtype))
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_local_on_cuda(dtype, rng):
-    check_random_cases(ra.Ring(), seed=rng.random(), count=100, tolerance=ON_CUDA[dtype], dtype=dtype, device="cuda")
+    check_cases(ra.Ring(), random_cases(rng, 100, dtype), tolerance=ON_CUDA[dtype], device="cuda")
 
 
 def sharded(rank, seed):
@@ -47,16 +47,13 @@ def sharded(rank, seed):
     for group, (ranks, count) in zip(groups, RINGS):
         if rank not in ranks:
             continue
-        for number in range(count):
-            print(
-                f"rank {rank}, {len(ranks)} ranks, case {number}", flush=True
-            )  # where it hangs, pytest shows what it was at
-            for transport, split in WAYS.values():
-                for layout, dtype in itertools.product(LAYOUTS, DTYPES):
-                    ring = ra.Ring(group, layout=layout, transport=transport)
-                    ring.settings = SETTINGS[split]
-                    name = f"{seed}-{len(ranks)}-{number}"
-                    check_random_cases(ring, seed=name, count=1, dtype=dtype)
+        rng = random.Random(f"{seed} {ranks}")
+        for case in random_cases(rng, count):
+            in_dtypes = [replace(case, dtype=dtype) for dtype in DTYPES]
+            for (transport, split), layout in itertools.product(WAYS.values(), LAYOUTS):
+                ring = ra.Ring(group, layout=layout, transport=transport)
+                ring.settings = SETTINGS[split]
+                check_cases(ring, in_dtypes)
 
 
 def test_sharded(rng, ranks):
@@ -69,12 +66,11 @@ def test_sharded(rng, ranks):
 @pytest.mark.parametrize(("world_size", "count"), [(1, 6), (5, 6), (16, 2)])
 def test_simulated(world_size, count, layout, way, rng):
     transport, split = WAYS[way]
-    seed = rng.random()
+    cases = [case for dtype in DTYPES for case in random_cases(rng, count, dtype)]
 
     def check(ring):
         ring.settings = SETTINGS[split]
-        for dtype in DTYPES:
-            check_random_cases(ring, seed=seed, count=count, dtype=dtype)
+        check_cases(ring, cases)
 
     run_simulated(check, world_size, layout=layout, transport=transport)
 
@@ -93,10 +89,9 @@ def test_simulated_on_64_ranks(layout, rng):
     documents = [[(0, seq_len)], [(0, 70), (71, seq_len)]]
     case = replace(random_case(rng), batch=2, seq_len=seq_len, num_heads=4, num_kv_heads=2, documents=documents)
     plan_once(case.problem(ra.SequenceLayout(layout, seq_len, 64)))
+    assert case.definition  # computed once for all ranks
     for transport in TRANSPORTS:
-        errors_of_ranks = run_simulated(lambda ring: compare(ring, case), 64, layout=layout, transport=transport)
-        for errors, _ in errors_of_ranks:
-            assert largest(errors.values()) <= EXACT_ATTENTION, f"{transport}: {errors} in {case}"
+        run_simulated(lambda ring: check_cases(ring, [case]), 64, layout=layout, transport=transport)
 
 
 @pytest.mark.cuda
@@ -106,11 +101,9 @@ def test_simulated_on_64_ranks(layout, rng):
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_simulated_on_cuda(world_size, transport, dtype, rng):
     for layout in LAYOUTS:
-        seed = rng.random()
+        cases = random_cases(rng, 10, dtype)
         run_simulated(
-            lambda ring, seed=seed: check_random_cases(
-                ring, seed=seed, count=10, tolerance=ON_CUDA[dtype], dtype=dtype, device="cuda"
-            ),
+            lambda ring, cases=cases: check_cases(ring, cases, tolerance=ON_CUDA[dtype], device="cuda"),
             world_size,
             layout=layout,
             transport=transport,

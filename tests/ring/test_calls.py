@@ -1,6 +1,7 @@
 """Calls on rings beside what else PyTorch does: calls that interleave, checkpointing, no gradients or a few, compilers."""
 
 import itertools
+import random
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import reference_attention
-from tests.support.cases import EXACT_ATTENTION, check_random_cases
+from tests.support.cases import EXACT_ATTENTION, check_cases, random_cases
 from tests.support.tolerance import largest
 
 TRANSPORTS = ("ring", "collective")
@@ -96,7 +97,7 @@ def two_rings_side_by_side(rank, seed):
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     number = rank // 2
     ring = ra.Ring(pairs[number], transport="ring")
-    check_random_cases(ring, seed=f"{seed}-{number}", count=10, max_len=(25, 60)[number])
+    check_cases(ring, random_cases(random.Random(f"{seed}-{number}"), 10, max_len=(25, 60)[number]))
 
 
 def test_two_rings_side_by_side(ranks, rng):

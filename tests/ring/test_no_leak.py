@@ -19,7 +19,7 @@ class DrawnCase:
         case = random_case(rng, rng.choice(DTYPES), max_len=rng.choice([40, 40, 200]))
         self.case = case if causal is None else replace(case, causal=causal)
         self.rng, self.seq_len, self.documents = rng, case.seq_len, case.rows
-        self.whole = self.case.tensors()[:3]
+        self.whole = self.case.tensors[:3]
 
     def draw(self, *shape):
         return torch.randn(shape, dtype=torch.float64).to(self.case.dtype)

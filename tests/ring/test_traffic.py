@@ -25,7 +25,7 @@ TRANSPORTS = {"ring": ring_traffic, "collective": collective_traffic}
 def other_traffic(ring, case):
     """What differs from the plan in the traffic of a case, or None; and whether this rank sent anything in its forward pass."""
     layout = ring.layout_for(case.seq_len, case.pattern)
-    leaves = [ring.shard(x, layout, dim=2).requires_grad_() for x in case.tensors()[:3]]
+    leaves = [ring.shard(x, layout, dim=2).requires_grad_() for x in case.tensors[:3]]
     ring.reset_traffic()
     out = ra.ring_attention(*leaves, **case.options, ring=ring, layout=layout)
     traffic = ring.traffic()

@@ -1,8 +1,8 @@
 """Random attention problems, and the comparison of outputs and all gradients with the oracle."""
 
 import itertools
-import random
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -99,6 +99,7 @@ class Case:
             **({} if settings is None else {"settings": settings}),
         )
 
+    @cached_property
     def tensors(self):
         """q [B, H, n, D], k [B, Hkv, n, D], v [B, Hkv, n, Dv], the gradient of the output [B, H, n, Dv], and the sinks [H] or
         None.
@@ -116,6 +117,34 @@ class Case:
         )
         tensors = [draw(self.batch, heads, self.seq_len, width) for heads, width in shapes]
         return *tensors, draw(self.num_heads) if self.sinks else None
+
+    @cached_property
+    def definition(self):
+        """[out, lse, dq, dk, dv, and the sinks' gradient if there are sinks] by the oracle, in float64."""
+        return self.by_definition(torch.float64)
+
+    @cached_property
+    def rounding(self):
+        """The errors of the oracle itself where it is computed in the dtype of the case."""
+        if self.dtype == torch.float64:
+            return relative_errors(self.definition, self.definition)
+        return relative_errors(self.by_definition(self.dtype), self.definition)
+
+    def by_definition(self, dtype):
+        *whole, dout, logits = self.tensors
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (*whole, *([] if logits is None else [logits]))]
+        sinks = None if logits is None else leaves[3]
+        out, lse = reference_attention(*leaves[:3], sinks=sinks, dtype=dtype, **self.options)
+        out.backward(dout.to(dtype))
+        return [out.detach(), lse.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)]
+
+
+def random_cases(rng, count, dtype=torch.float64, max_len=40):
+    """With all that the ranks of a simulated ring share, which its threads would each compute at once."""
+    cases = [random_case(rng, dtype, max_len) for _ in range(count)]
+    for case in cases:
+        assert case.definition and case.rounding
+    return cases
 
 
 def random_case(rng, dtype=torch.float64, max_len=40):
@@ -140,15 +169,14 @@ def random_case(rng, dtype=torch.float64, max_len=40):
     )
 
 
-def compare(ring, case, device="cpu"):
-    """The largest error of out, lse, dq, dk, dv and the sinks' gradient, relative to the largest value (of any gradient);
-    and of the definition itself, computed in the dtype of the case.
+def errors_of(ring, case, device="cpu"):
+    """The largest error of out, lse, dq, dk, dv and the sinks' gradient, relative to the largest value (of any gradient).
 
-    Every rank makes the same whole tensors, keeps its part, and compares the unsharded results.
+    Every rank has the same whole tensors, keeps its part, and compares the unsharded results.
     """
-    *whole, dout, logits = case.tensors()
+    *whole, dout, logits = case.tensors
     layout = ring.layout_for(case.seq_len, case.pattern)
-    local = [ring.shard(x, layout, dim=2).to(device).requires_grad_() for x in whole]
+    local = [ring.shard(x, layout, dim=2).to(device).detach().requires_grad_() for x in whole]
     sinks = None if logits is None else logits.to(device, copy=True).requires_grad_()
     out, lse = ra.ring_attention(*local, **case.options, sinks=sinks, ring=ring, layout=layout, return_lse=True)
     assert out.dtype == case.dtype
@@ -157,21 +185,10 @@ def compare(ring, case, device="cpu"):
     got = [ring.unshard(x.detach().cpu(), layout, dim=2) for x in (out, lse, *(x.grad for x in local))]
     if sinks is not None:
         got.append(torch.stack(ring.gather(sinks.grad.cpu())).double().sum(0))
-
-    want = by_definition(whole, logits, dout, torch.float64, **case.options)
-    empty = want[1] == -torch.inf
-    assert torch.equal(got[1] == -torch.inf, empty), "queries without a key"
-    assert torch.all(got[0][empty] == 0), "output of queries without a key"
-    low = want if case.dtype == torch.float64 else by_definition(whole, logits, dout, case.dtype, **case.options)
-    return relative_errors(got, want), relative_errors(low, want)
-
-
-def by_definition(whole, logits, dout, dtype, **options):
-    """out, lse, dq, dk, dv and the sinks' gradient, if there are sinks, by the oracle, computed in `dtype`."""
-    leaves = [x.to(dtype, copy=True).requires_grad_() for x in (*whole, *([] if logits is None else [logits]))]
-    out, lse = reference_attention(*leaves[:3], sinks=None if logits is None else leaves[3], dtype=dtype, **options)
-    out.backward(dout.to(dtype))
-    return [out.detach(), lse.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)]
+    without_keys = case.definition[1] == -torch.inf
+    assert torch.equal(got[1] == -torch.inf, without_keys), "queries without a key"
+    assert torch.all(got[0][without_keys] == 0), "output of queries without a key"
+    return relative_errors(got, case.definition)
 
 
 def relative_errors(got, want):
@@ -184,20 +201,15 @@ def relative_errors(got, want):
     return found
 
 
-def check_random_cases(ring, *, seed, count, tolerance=None, dtype=torch.float64, max_len=40, device="cpu"):
-    """Compares `count` random cases; the seed decides them, the same on every rank. Returns the largest error.
+def check_cases(ring, cases, tolerance=None, device="cpu"):
+    """Compares each case with the oracle on this ring, whose ranks all have the same cases.
 
-    Without a tolerance: `EXACT_ATTENTION` in float64, and what `allowed` gives in other dtypes.
+    Without a tolerance the bound is `EXACT_ATTENTION` in float64, and what `allowed` gives in other dtypes.
     """
-    found = []
-    for number in range(count):
-        rng = random.Random(f"{seed}-{number}")
-        case = random_case(rng, dtype, max_len)
-        errors, of_definition = compare(ring, case, device)
+    for case in cases:
+        errors = errors_of(ring, case, device)
         bound = tolerance
         if bound is None:
-            bound = EXACT_ATTENTION if dtype == torch.float64 else allowed(largest(of_definition.values()), dtype)
-        worst = largest(errors.values())
-        assert worst <= bound, f"seed {seed}, case {number}, {ring}: {errors}, of {bound}, in {case}"
-        found.append(worst)
-    return largest(found)
+            exact = case.dtype == torch.float64
+            bound = EXACT_ATTENTION if exact else allowed(largest(case.rounding.values()), case.dtype)
+        assert largest(errors.values()) <= bound, f"{ring}: {errors}, of {bound}, in {case}"
