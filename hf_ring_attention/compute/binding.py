@@ -15,14 +15,14 @@ from .rows import IndexRows, Rows, ViewRows
 
 @dataclass(frozen=True)
 class BoundBatch:
-    """One kernel call's rows."""
+    """The rows of one kernel call."""
 
     queries: Rows
     keys: Rows
     causal: bool
 
     def parts(self, max_rows: int) -> list[BoundBatch]:
-        """The batch in parts of about `max_rows` query and key rows, so that what a call holds stays small."""
+        """Returns the batch in parts of about `max_rows` query and key rows, so that one call holds little memory."""
         size = max(1, max_rows // (self.queries.rows_per_unit + self.keys.rows_per_unit))
         if size >= self.queries.units:
             return [self]
@@ -32,14 +32,18 @@ class BoundBatch:
 
 @dataclass(frozen=True)
 class OwnBinding:
-    """A rank's tiles with its own keys; `whole`: one tile is the whole of the rank's work, every query once."""
+    """A rank's tiles with its own keys.
+
+    Attributes:
+        whole: whether one tile is all work of the rank, with every query once.
+    """
 
     batches: tuple[BoundBatch, ...]
     whole: bool
 
 
 class Binder:
-    """Makes row numbers on a device of the tiles of one problem."""
+    """Turns tiles of one problem into rows of tensors on a device."""
 
     def __init__(self, problem: Problem, device: torch.device) -> None:
         self.problem = problem
@@ -47,16 +51,16 @@ class Binder:
         self.batch = len(problem.documents)
         self.group = problem.group
         held = problem.held
-        #: Rows a head of this rank's query and key tensors.
+        #: The number of rows that each head has in this rank's tensors of queries and of keys.
         self.query_rows = problem.layout.local_len if held is None else held.num_queries
         self.key_rows = problem.layout.local_len if held is None else held.num_rows
 
     def own(self, batch: TileBatch, heads: range) -> BoundBatch:
-        """Tiles of these heads with keys of this rank."""
+        """Returns the rows of tiles of these heads with keys of this rank."""
         view = self.view(batch, heads, self.problem.num_kv_heads, heads.start, 0)
         if view is not None:
             return view
-        if self.problem.held is not None:  # few queries: their rows are written out, once for all layers
+        if self.problem.held is not None:  # queries are few: their numbers are kept, once for all layers
             queries = IndexRows(None, 0, batch.num_queries, self._queries(batch).numbers())
             return BoundBatch(
                 queries, IndexRows(None, 0, batch.num_keys, self.key_numbers(batch, self.key_rows)), batch.causal
@@ -65,7 +69,7 @@ class Binder:
         return BoundBatch(self._queries(batch), keys, batch.causal)
 
     def whole(self, batches: tuple[BoundBatch, ...]) -> bool:
-        """Whether one tile, of views, is all queries with all keys."""
+        """Returns whether one tile, of views, is all queries with all keys."""
         if len(batches) != 1 or not isinstance(batches[0].queries, ViewRows):
             return False
         rows = batches[0].queries.rows_per_unit, batches[0].keys.rows_per_unit
@@ -73,7 +77,7 @@ class Binder:
         return rows == (per_key_head * self.group * self.query_rows, per_key_head * self.key_rows)
 
     def with_keys(self, batch: TileBatch, keys: Tensor) -> BoundBatch:
-        """Tiles with the keys at these rows [tiles, 1, L] of whatever holds them."""
+        """Returns the rows of tiles with keys at these row numbers, [tiles, 1, L], of a tensor of any source."""
         return BoundBatch(self._queries(batch), IndexRows(None, 0, batch.num_keys, keys), batch.causal)
 
     def _queries(self, batch: TileBatch) -> IndexRows:
@@ -82,7 +86,7 @@ class Binder:
     def view(
         self, batch: TileBatch, heads: range, key_heads: int, first_key_head: int, first_key: int
     ) -> BoundBatch | None:
-        """Rows as views, where the tiles take all batch rows and these heads and lie at equal distances.
+        """Returns rows as views where the tiles take all batch rows and these heads at equal distances; else None.
 
         The keys are heads `first_key_head` and on of a tensor whose rows begin with row `first_key`.
         """
@@ -106,47 +110,63 @@ class Binder:
         (query, key), copies = starts[0], len(starts)
         first_head, num_heads = heads.start * self.group, len(heads) * self.group
         return BoundBatch(
-            ViewRows(self.batch, num_heads, query, batch.num_queries, copies, advance, first_head),
-            ViewRows(self.batch, len(heads), key - first_key, batch.num_keys, copies, advance, first_key_head),
+            ViewRows(
+                batch=self.batch,
+                heads=num_heads,
+                start=query,
+                length=batch.num_queries,
+                copies=copies,
+                advance=advance,
+                first_head=first_head,
+            ),
+            ViewRows(
+                batch=self.batch,
+                heads=len(heads),
+                start=key - first_key,
+                length=batch.num_keys,
+                copies=copies,
+                advance=advance,
+                first_head=first_key_head,
+            ),
             batch.causal,
         )
 
     def _units(self, batch: TileBatch, item: Item) -> tuple[Tensor, Tensor, Tensor]:
-        """(batch row, head, copy) of every tile of an item."""
+        """Returns the batch row, the head and the copy of every tile of an item."""
         tensors = (torch.tensor(item.batch_rows), torch.tensor(item.heads), torch.arange(item.copies))
         grid = torch.meshgrid(*tensors, indexing="ij")
         return grid[0].flatten(), grid[1].flatten(), grid[2].flatten()
 
     def _first_rows(self, batch: TileBatch, length: int, side: str) -> Tensor:
-        """[tiles, heads of a tile] number of the first row in a [B, H, length] tensor of queries or of keys."""
+        """Returns the first row, [tiles, heads of a tile], as its number in a [B, H, length] tensor of queries or keys."""
         problem, first = self.problem, []
         for item in batch.items:
             row, head, copy = self._units(batch, item)
-            moved = copy * item.advance
+            shift = copy * item.advance
             if side == "queries":
                 heads = head[:, None] if batch.per_query_head else head[:, None] * self.group + torch.arange(self.group)
                 number, count, start = heads, problem.num_heads, item.query_row
             else:
                 kv_head = head // self.group if batch.per_query_head else head
                 number, count, start = kv_head[:, None], problem.num_kv_heads, item.key_row
-            first.append((row[:, None] * count + number) * length + (start + moved)[:, None])
+            first.append((row[:, None] * count + number) * length + (start + shift)[:, None])
         return torch.cat(first).to(self.device)
 
     def key_numbers(self, batch: TileBatch, length: int) -> Tensor:
-        """[tiles, 1, L] key rows, numbered in a [B, Hkv, length] tensor."""
+        """Returns the key rows, [tiles, 1, L], as their numbers in a [B, Hkv, length] tensor."""
         first = self._first_rows(batch, length, "keys")
         return first.unsqueeze(-1) + torch.arange(batch.num_keys, device=self.device) * batch.key_stride
 
 
 def bind_own(problem: Problem, rank: int, device: torch.device) -> OwnBinding:
-    """The tiles of `rank` with its own keys."""
+    """Binds the tiles of `rank` with its own keys."""
     binder, plan, heads = Binder(problem, device), plan_rank(problem, rank), range(problem.num_kv_heads)
     batches = tuple(binder.own(batch, heads) for batch in plan.own)
     return OwnBinding(batches, not plan.remote and binder.whole(batches))
 
 
 def bind_held(problem: Problem, device: torch.device) -> OwnBinding:
-    """The tiles of queries with held keys."""
+    """Binds the tiles of queries with held keys."""
     binder, heads = Binder(problem, device), range(problem.num_kv_heads)
     batches = tuple(binder.own(batch, heads) for batch in held_tiles(problem))
     return OwnBinding(batches, binder.whole(batches))

@@ -21,29 +21,29 @@ aten = torch.ops.aten
 
 
 class Kernel(Protocol):
-    """One implementation of a tile batch."""
+    """An implementation of attention for a batch of tiles."""
 
     name: str
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """out [T, H, Lq, Dv] in q's dtype and lse [T, H, Lq] in the accumulation dtype."""
+        """Returns out [T, H, Lq, Dv] in q's dtype and lse [T, H, Lq] in the accumulation dtype."""
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv, shaped like q, k, v."""
+        """Returns dq, dk and dv, in the shapes of q, k and v."""
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """A kernel and why it was taken."""
+    """A kernel, with the reason for its choice."""
 
     kernel: Kernel
     reason: str
 
 
 def _pad(x: Tensor, width: int) -> Tensor:
-    """Zero columns up to `width`: they add nothing to scores, and outputs there are dropped."""
+    """Adds zero columns up to `width`: they change no score, and outputs there are dropped."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
@@ -52,7 +52,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class CpuFlash:
-    """torch's flash attention for CPU; takes grouped heads as they are."""
+    """torch's flash attention for CPU, which takes grouped heads as they are."""
 
     name = "cpu_flash"
 
@@ -74,7 +74,7 @@ class CpuFlash:
 
 
 class CudaFlash:
-    """torch's FlashAttention-2 for CUDA: float16 and bfloat16."""
+    """torch's FlashAttention-2 for CUDA, for float16 and bfloat16."""
 
     name = "cuda_flash"
 
@@ -90,7 +90,7 @@ class CudaFlash:
         head_dim, value_dim = q.shape[-1], v.shape[-1]
         width = _round_up(max(head_dim, value_dim), 8)
         dout, q, k, v, out = (_rows(_pad(x, width)) for x in (dout, q, k, v, out))
-        unused = q.new_empty((), dtype=torch.int64)  # random state of a dropout that is off
+        unused = q.new_empty((), dtype=torch.int64)  # the random state of dropout, which is off
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
             dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused,
             scale=scale,
@@ -99,9 +99,9 @@ class CudaFlash:
 
 
 class CudaEfficient:
-    """torch's memory-efficient attention for CUDA: float32 too, and any head size.
+    """torch's memory-efficient attention for CUDA, also for float32, and for any head size.
 
-    It knows no grouped heads: it runs once for each member of the groups, on the same keys.
+    The operator has no grouped heads, so it runs once for each member of the groups, on the same keys.
     """
 
     name = "cuda_efficient"
@@ -141,14 +141,14 @@ class CudaEfficient:
 
 
 class Math:
-    """Plain matrix products, a slice of query rows at a time: every dtype, device and width.
+    """Plain matrix products, a slice of query rows at a time, for every dtype, device and width.
 
     Args:
         softcap: scores s become softcap * tanh(s / softcap), as in Gemma 2 (arXiv 2408.00118).
     """
 
     name = "math"
-    #: Scores held at once, in elements.
+    #: The most elements of scores that are held at once.
     budget = 1 << 24
 
     def __init__(self, softcap: float | None = None) -> None:
@@ -161,7 +161,7 @@ class Math:
             yield start, stop, stop if causal else k.shape[2]
 
     def _scores(self, q: Tensor, k: Tensor, start: int, causal: bool, scale: float) -> tuple[Tensor, Tensor | None]:
-        """[T, Hkv, g, rows, keys] for q [T, Hkv, g, rows, D] that start at row `start`; tanh, where they are capped."""
+        """Returns scores [T, Hkv, g, rows, keys] of q [T, Hkv, g, rows, D] from row `start` on, and their tanh if capped."""
         scores, tanh = q @ k.unsqueeze(2).mT * scale, None
         if self.softcap is not None:
             tanh = torch.tanh(scores / self.softcap)
@@ -177,11 +177,11 @@ class Math:
         out = q.new_empty(*q.shape[:3], v.shape[-1])
         lse = q.new_empty(q.shape[:3], dtype=dtype)
         k, v, grouped = k.to(dtype), v.to(dtype), (k.shape[1], q.shape[1] // k.shape[1])
-        for start, stop, seen in self._slices(q, k, causal):
+        for start, stop, num_keys in self._slices(q, k, causal):
             rows = q[:, :, start:stop].to(dtype).unflatten(1, grouped)
-            scores, _ = self._scores(rows, k[:, :, :seen], start, causal, scale)
+            scores, _ = self._scores(rows, k[:, :, :num_keys], start, causal, scale)
             lse_rows = torch.logsumexp(scores, -1)
-            out[:, :, start:stop] = (torch.exp(scores - lse_rows[..., None]) @ v[:, :, None, :seen]).flatten(1, 2)
+            out[:, :, start:stop] = (torch.exp(scores - lse_rows[..., None]) @ v[:, :, None, :num_keys]).flatten(1, 2)
             lse[:, :, start:stop] = lse_rows.flatten(1, 2)
         return out, lse
 
@@ -192,17 +192,17 @@ class Math:
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
         key_dtype, grouped = k.dtype, (k.shape[1], q.shape[1] // k.shape[1])
         k, v = k.to(dtype), v.to(dtype)
-        for start, stop, seen in self._slices(q, k, causal):
+        for start, stop, num_keys in self._slices(q, k, causal):
             rows, dout_rows, out_rows = (x[:, :, start:stop].to(dtype).unflatten(1, grouped) for x in (q, dout, out))
-            scores, tanh = self._scores(rows, k[:, :, :seen], start, causal, scale)
+            scores, tanh = self._scores(rows, k[:, :, :num_keys], start, causal, scale)
             p = torch.exp(scores - lse[:, :, start:stop].unflatten(1, grouped)[..., None])
-            dp = dout_rows @ v[:, :, None, :seen].mT
+            dp = dout_rows @ v[:, :, None, :num_keys].mT
             ds = p * (dp - (dout_rows * out_rows).sum(-1, keepdim=True)) * scale
             if tanh is not None:
                 ds *= 1 - tanh.square()
-            dq[:, :, start:stop] = (ds @ k[:, :, None, :seen]).flatten(1, 2)
-            dk[:, :, :seen] += (ds.mT @ rows).sum(2)
-            dv[:, :, :seen] += (p.mT @ dout_rows).sum(2)
+            dq[:, :, start:stop] = (ds @ k[:, :, None, :num_keys]).flatten(1, 2)
+            dk[:, :, :num_keys] += (ds.mT @ rows).sum(2)
+            dv[:, :, :num_keys] += (p.mT @ dout_rows).sum(2)
         return dq, dk.to(key_dtype), dv.to(key_dtype)
 
 
@@ -211,7 +211,7 @@ def _round_up(n: int, multiple: int) -> int:
 
 
 def _members(x: Tensor, group: int) -> list[Tensor]:
-    """[T, Hkv * group, ...] -> of each group its i-th head, [T, Hkv, ...], for each i: keys serve a group unrepeated."""
+    """Returns `group` tensors [T, Hkv, ...] of x [T, Hkv * group, ...]: the i-th has the i-th head of each group."""
     return [x[:, member::group] for member in range(group)]
 
 
@@ -219,7 +219,7 @@ def _members(x: Tensor, group: int) -> list[Tensor]:
 def choose_kernel(
     device_type: str, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: float | None = None
 ) -> KernelChoice:
-    """The fastest kernel that computes this, with the reason.
+    """Returns the fastest kernel that computes this, with the reason.
 
     Raises:
         ValueError: a dtype other than float64, float32, bfloat16 and float16.

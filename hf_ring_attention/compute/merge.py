@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 for float16, bfloat16 and float32; float64 for float64."""
+    """Returns float32 for float16, bfloat16 and float32, and float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -28,14 +28,14 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """
     new_lse = new_lse.to(lse.dtype)
     weight = torch.sigmoid(new_lse - lse)
-    # -inf - -inf: neither row has a key, and both outs are 0
+    # -inf - -inf is NaN where neither row has a key; there both outs are 0.
     weight.nan_to_num_(nan=0.0)
     out.lerp_(new_out.to(out.dtype), weight.unsqueeze(-1))
     torch.logaddexp(lse, new_lse, out=lse) if lse.is_contiguous() else lse.copy_(torch.logaddexp(lse, new_lse))
 
 
 def add_sinks(out: Tensor, lse: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The softmax with one more column, of value 0 (gpt-oss, arXiv 2508.10925): (out, lse) of rows that have a key.
+    """Returns (out, lse) with one more column of value 0 in the softmax (gpt-oss, arXiv 2508.10925), in rows with a key.
 
     Args:
         out: [B, H, L, D]; lse: [B, H, L].
@@ -48,6 +48,6 @@ def add_sinks(out: Tensor, lse: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]
 
 
 def sinks_grad(dout: Tensor, out: Tensor, lse: Tensor, logits: Tensor) -> Tensor:
-    """[H] gradient of `add_sinks`' logits, from its results: the column's weight times (0 - dout . out)."""
+    """Returns the [H] gradient of `add_sinks`' logits, from its results: the column's weight times (0 - dout . out)."""
     weight = torch.where(torch.isneginf(lse), 0.0, torch.exp(logits.to(lse.dtype)[None, :, None] - lse))
     return -(weight * (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 2)).to(logits.dtype)

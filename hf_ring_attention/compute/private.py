@@ -1,7 +1,7 @@
 """Every private name of other libraries that this package uses, but for the operators in `kernels`; each in one function.
 
-Other libraries may rename these in any release. What is looked up here exists in the releases that pyproject.toml allows;
-`check_torch` and `check_transformers` look when the package is loaded, and say what is missing by its name and version.
+Other libraries may rename these in any release. All of them exist in the releases that pyproject.toml allows;
+`check_torch` and `check_transformers` look when the package is loaded, and name what is missing and the library's version.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def check_torch() -> None:
 
 
 def version_of(x: Tensor) -> int:
-    """How often a tensor was written to; 0 for an inference tensor, which does not count that."""
+    """Returns how often a tensor was written to; 0 for an inference tensor, which has no ._version."""
     return 0 if x.is_inference() else x._version
 
 
 def remove_hooks(module: nn.Module, unwanted: Callable[[Any], bool]) -> None:
-    """Takes away a module's hooks before and after its forward for which `unwanted` says so, without their handles."""
+    """Removes a module's `unwanted` hooks, before and after its forward, without their handles."""
     for kind, *marks in (_HOOKS_BEFORE, _HOOKS_AFTER):
         hooks = getattr(module, kind)
         for number in [number for number, hook in hooks.items() if unwanted(hook)]:
@@ -46,12 +46,12 @@ def remove_hooks(module: nn.Module, unwanted: Callable[[Any], bool]) -> None:
 
 
 def compiled_module(model: Any) -> Any:
-    """The module inside a result of torch.compile; None for other modules."""
+    """Returns the module inside a result of torch.compile; None for other modules."""
     return getattr(model, "_orig_mod", None)
 
 
 def default_store() -> Any:
-    """The key-value store by which the processes of the default process group found each other."""
+    """Returns the key-value store by which the processes of the default process group found each other."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -72,28 +72,28 @@ def check_transformers(model_class: Any, config_class: Any) -> None:
 
 
 def implementation_of(config: Any) -> str | None:
-    """The attention implementation of a config; it also names the one of a model that has this config."""
+    """Returns the attention implementation of a config, and so of a model that has this config."""
     name: str | None = getattr(config, "_attn_implementation", None)
     return name
 
 
 def set_implementation(config: Any, name: str) -> None:
-    """Makes this the attention implementation of a config, and of a model that has it."""
+    """Sets the attention implementation of a config, and so of a model that has this config."""
     config._attn_implementation = name
 
 
 def calls_the_interface(model_class: Any) -> bool:
-    """Whether a model class calls Transformers' attention interface."""
+    """Returns whether a model class calls Transformers' attention interface."""
     return bool(model_class._can_set_attn_implementation())
 
 
 def is_stateful(model_class: Any) -> bool:
-    """Whether a model class passes a state from token to token."""
+    """Returns whether a model class passes a state from token to token."""
     return bool(getattr(model_class, "_is_stateful", False))
 
 
 def attentions_are_collected() -> bool:
-    """Whether the running forward pass was called with output_attentions=True, where a model does not pass that on."""
+    """Returns whether the running forward pass has output_attentions=True, also where the model does not pass it on."""
     from transformers.utils import output_capturing
 
     collector = getattr(output_capturing, "_active_collector", None)
@@ -104,12 +104,12 @@ def attentions_are_collected() -> bool:
 
 
 def schedules_of(accelerator: Any) -> list[Any]:
-    """The learning rate schedules that an accelerator has prepared."""
+    """Returns the learning rate schedules that an accelerator has prepared."""
     return list(getattr(accelerator, "_schedulers", ()))
 
 
 def is_prepared(loader: Any) -> bool:
-    """Whether Accelerate has prepared a data loader, or takes it for one that it has."""
+    """Returns whether Accelerate has prepared a data loader, or takes it for a prepared one."""
     return bool(getattr(loader, "_is_accelerate_prepared", False))
 
 
@@ -119,12 +119,12 @@ def mark_prepared(loader: Any) -> None:
 
 
 def part_of_stream(dataset: Any) -> Any:
-    """The part (rank, world_size) of a streamed data set that `split_dataset_by_node` left of it; None for all of it."""
+    """Returns the part (rank, world_size) of a streamed data set that `split_dataset_by_node` left; None for all of it."""
     return getattr(dataset, "_distributed", None)
 
 
 def selected_rows(table: Any) -> Any:
-    """The table of row numbers that select, filter or shuffle left of a `datasets.Dataset`; None for all rows."""
+    """Returns the row numbers that select, filter or shuffle left of a `datasets.Dataset`; None for all rows."""
     return table._indices
 
 

@@ -1,6 +1,6 @@
 """The dense oracle: the definition of `Pattern`, evaluated with n x n matrices in float64.
 
-For tests; the engine never imports it.
+It is for tests; the engine never imports it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..plan.patterns import Pattern
 
 @lru_cache(maxsize=64)
 def multiplicity_matrix(pattern: Pattern, length: int, num_heads: int, num_kv_heads: int, causal: bool) -> Tensor:
-    """[H, length, length] float64: `Pattern.multiplicity` of every head, query position and key position."""
+    """Returns `Pattern.multiplicity` of every head, query position and key position: [H, length, length] float64."""
     by_phase = {}
     for head in range(num_heads):
         phase = pattern.phase(head, num_heads=num_heads, num_kv_heads=num_kv_heads)
@@ -47,17 +47,17 @@ def reference_attention(
     sinks: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of whole rows by the definition, differentiable by autograd.
+    """Computes attention of whole sequences by the definition; autograd can differentiate it.
 
     Args:
         q: [B, H, n, D]; k: [B, Hkv, n, D]; v: [B, Hkv, n, Dv].
-        documents: per batch row the (start, stop) of its documents; None for one document of n tokens.
+        documents: the (start, stop) of the documents of each batch row; None for one document of n tokens.
         softcap: scores s become softcap * tanh(s / softcap).
         sinks: [H] logits of one more column of the softmax, of value 0.
-        dtype: what all of it is computed in; a lower one than float64 shows what that dtype rounds away.
+        dtype: the dtype of the whole computation; one below float64 shows what that dtype rounds away.
 
     Returns:
-        out [B, H, n, Dv] and lse [B, H, n], of that dtype.
+        out [B, H, n, Dv] and lse [B, H, n], in `dtype`.
     """
     batch, num_heads, n, head_dim = q.shape
     num_kv_heads = k.shape[1]

@@ -21,14 +21,14 @@ class Rows(Protocol):
 
     @property
     def units(self) -> int:
-        """Equal parts along which `split` can cut."""
+        """The number of equal parts along which `split` can cut."""
 
     @property
     def rows_per_unit(self) -> int:
-        """Rows in each part, over all its heads."""
+        """The number of rows in each part, over all its heads."""
 
     def take(self, x: Tensor) -> Tensor:
-        """[B, H, n, ...] -> [tiles, heads, L, ...]."""
+        """Returns the rows of x [B, H, n, ...] as [tiles, heads, L, ...]."""
 
     def add_(self, x: Tensor, values: Tensor) -> None:
         """Adds [tiles, heads, L, ...] to the rows of x."""
@@ -37,12 +37,12 @@ class Rows(Protocol):
         """Merges partial results into the rows of out and lse (`merge.merge_`); rows must not repeat."""
 
     def split(self, size: int) -> Iterator[Rows]:
-        """The same rows in parts of at most `size` units."""
+        """Yields the same rows in parts of at most `size` units."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ViewRows:
-    """All batch rows, `heads` heads from `first_head` on; `copies` stretches of `length` rows, `advance` rows apart."""
+    """`copies` stretches of `length` rows, `advance` apart, in all batch rows and `heads` heads from `first_head` on."""
 
     batch: int
     heads: int
@@ -64,7 +64,7 @@ class ViewRows:
         return x[:, self.first_head : self.first_head + self.heads]
 
     def _window(self, x: Tensor) -> Tensor:
-        """[B, H, copies, length, ...] view."""
+        """Returns the rows as a view [B, H, copies, length, ...]."""
         stop = self.start + (self.copies - 1) * self.advance + self.length
         window = self._heads_of(x)[:, :, self.start : stop].unfold(2, self.length, max(1, self.advance))
         return window.movedim(-1, 3)
@@ -75,7 +75,7 @@ class ViewRows:
         return self._window(x).transpose(1, 2).flatten(0, 1)
 
     def _like_window(self, values: Tensor) -> Tensor:
-        """[B * copies, H, length, ...] -> [B, H, copies, length, ...]."""
+        """Returns [B * copies, H, length, ...] as [B, H, copies, length, ...]."""
         return values.unflatten(0, (-1, self.copies)).transpose(1, 2)
 
     def add_(self, x: Tensor, values: Tensor) -> None:
@@ -97,7 +97,7 @@ class ViewRows:
 
 @dataclass(frozen=True)
 class IndexRows:
-    """Rows by number in x.flatten(0, 2): `first` [tiles, heads] plus multiples of `stride`, or all of them, `rows`."""
+    """Rows by their numbers in x.flatten(0, 2): `first` [tiles, heads] plus multiples of `stride`, or all numbers, `rows`."""
 
     first: Tensor | None
     stride: int
@@ -119,14 +119,14 @@ class IndexRows:
         return self._shape[1] * self.length
 
     def numbers(self) -> Tensor:
-        """[tiles, heads, L] row numbers."""
+        """Returns the row numbers, [tiles, heads, L]."""
         if self.rows is not None:
             return self.rows
         assert self.first is not None
         return self.first.unsqueeze(-1) + torch.arange(self.length, device=self.first.device) * self.stride
 
     def index(self) -> Tensor:
-        """[tiles * heads * L] row numbers."""
+        """Returns the row numbers, [tiles * heads * L]."""
         return self.numbers().flatten()
 
     def take(self, x: Tensor) -> Tensor:

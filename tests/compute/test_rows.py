@@ -38,7 +38,8 @@ def view_case(rng, apart):
         (row, [(head, [start + copy * advance + i for i in range(length)]) for head in range(heads)])
         for row, copy in itertools.product(range(batch), range(copies))
     ]
-    return ViewRows(batch, heads, start, length, copies, advance), (batch, heads), tiles
+    rows = ViewRows(batch=batch, heads=heads, start=start, length=length, copies=copies, advance=advance)
+    return rows, (batch, heads), tiles
 
 
 def index_case(rng, apart, explicit):
@@ -101,7 +102,7 @@ def test_take(rng):
 
 def test_one_stretch_is_taken_as_a_view(rng):
     x = tensor(rng, 2, 3, N, 5)
-    taken = ViewRows(2, 3, 4, 7, 1, 0).take(x)
+    taken = ViewRows(batch=2, heads=3, start=4, length=7, copies=1, advance=0).take(x)
     assert taken.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
@@ -162,7 +163,8 @@ def test_every_overlap_of_stretches():
         for copy in range(copies):
             want[0, :, 2 + copy * advance : 2 + copy * advance + length] += values[copy]
         with EachElementIsWrittenOnce() as watch:
-            ViewRows(1, 2, 2, length, copies, advance).add_(x, values)
+            rows = ViewRows(batch=1, heads=2, start=2, length=length, copies=copies, advance=advance)
+            rows.add_(x, values)
         assert watch.writes
         assert torch.equal(x, want), (length, advance, copies)
 
@@ -241,8 +243,8 @@ def test_parts_of_a_split_add_up_to_the_whole(rng):
 def test_counts_of_units_and_rows(rng):
     for rows, _, tiles in cases(rng):
         assert rows.units * rows.rows_per_unit == sum(1 for _ in each_row(tiles))
-    assert ViewRows(2, 3, 0, 5, 4, 5).units == 4
-    assert ViewRows(2, 3, 0, 5, 4, 5).rows_per_unit == 2 * 3 * 5
+    view = ViewRows(batch=2, heads=3, start=0, length=5, copies=4, advance=5)
+    assert (view.units, view.rows_per_unit) == (4, 2 * 3 * 5)
     assert IndexRows(torch.zeros(6, 2, dtype=torch.int64), 1, 5).units == 6
     assert IndexRows(torch.zeros(6, 2, dtype=torch.int64), 1, 5).rows_per_unit == 2 * 5
 
