@@ -1,12 +1,13 @@
-"""What "ring_dilated" makes of a model type: equal to eager attention, on one device and sharded, or refused with a reason.
+"""Finds out whether "ring_dilated" equals eager attention for a model type, on one device and sharded, or refuses the type.
 
 python -m hf_ring_attention.tools.survey              writes models.json and MODELS.md (make models)
-python -m hf_ring_attention.tools.survey llama qwen3  prints what becomes of these types, and writes nothing
+python -m hf_ring_attention.tools.survey llama qwen3  prints the results of these types, and writes nothing
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from .tiny_models import NOT_BUILT, VOCAB, tiny_model
 
 TOKENS = 20
 BATCHES = ("plain", "left", "right", "packed")
-#: Bounds in float64, relative to the largest entry.
+#: The bounds of errors in float64, relative to the largest entry.
 LOGITS = GRADIENTS = EXACT
 
 
@@ -45,7 +46,7 @@ class Errors(NamedTuple):
 
 
 def batch(kind: str, first: int = 0) -> tuple[dict[str, Tensor], Tensor]:
-    """Inputs and labels: two rows of TOKENS tokens, the second padded, or one row of three documents.
+    """Returns inputs and labels: two rows of TOKENS tokens, the second padded, or one row of three documents.
 
     Args:
         kind: one of `BATCHES`.
@@ -70,7 +71,7 @@ def batch(kind: str, first: int = 0) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def logits_and_gradients(model: PreTrainedModel, inputs: Mapping[str, Tensor], labels: Tensor) -> Answer:
-    """The answer to whole rows; the gradients are those of the sum of the losses."""
+    """Returns the answer to whole rows; its gradients are those of the sum of the losses."""
     model.zero_grad()
     logits = model(**inputs, use_cache=False).logits
     valid = labels != -100
@@ -78,13 +79,13 @@ def logits_and_gradients(model: PreTrainedModel, inputs: Mapping[str, Tensor], l
     return Answer(logits.detach()[valid], {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
 
 
-def errors(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> Errors:
-    """How far two answers are apart; each gradient relative to its own largest entry.
+def errors(answer: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> Errors:
+    """Returns how far two answers are apart; each gradient counts relative to its own largest entry.
 
     Some gradients should be zero, such as those of the biases of keys: they count relative to a hundredth of the largest
     entry of all gradients.
     """
-    (logits, gradients), (logits_, gradients_) = found, expected
+    (logits, gradients), (logits_, gradients_) = answer, expected
     assert gradients.keys() >= gradients_.keys()
     floor = 1e-2 * max(float(g.abs().max()) for g in gradients_.values())
     worst = largest(
@@ -96,34 +97,25 @@ def errors(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict
 
 
 def alone(model: PreTrainedModel, inputs: Mapping[str, Tensor], labels: Tensor) -> Answer:
-    """The answer to a packed row, from a forward pass of its own for each document."""
+    """Returns the answer to a packed row, from a forward pass of its own for each document."""
     starts = (inputs["position_ids"][0] == inputs["position_ids"][0, 0]).nonzero().flatten().tolist()
-    found = []
+    answers = []
     for start, stop in zip(starts, [*starts[1:], TOKENS]):
         document = {name: x[:, start:stop] for name, x in inputs.items()}
         logits, gradients = logits_and_gradients(model, document, labels[:, start:stop])
-        found.append(Answer(logits, {name: gradient.clone() for name, gradient in gradients.items()}))
-    names = {name for answer in found for name in answer.gradients}
+        answers.append(Answer(logits, {name: gradient.clone() for name, gradient in gradients.items()}))
+    names = {name for answer in answers for name in answer.gradients}
     return Answer(
-        torch.cat([answer.logits for answer in found]),
+        torch.cat([answer.logits for answer in answers]),
         {
-            name: torch.stack([answer.gradients[name] for answer in found if name in answer.gradients]).sum(0)
+            name: torch.stack([answer.gradients[name] for answer in answers if name in answer.gradients]).sum(0)
             for name in names
         },
     )
 
 
-def on_one_device(model_type: str, kind: str, **changes: Any) -> Errors:
-    """ "ring_dilated" against eager attention, which computes packed documents one by one."""
-    inputs, labels = batch(kind)
-    eager = tiny_model(model_type, "eager", **changes)
-    ours = patch_model(tiny_model(model_type, "eager", **changes))
-    expected = (alone if kind == "packed" else logits_and_gradients)(eager, inputs, labels)
-    return errors(logits_and_gradients(ours, inputs, labels), expected)
-
-
 def of_shards(model: PreTrainedModel, ring: Ring, inputs: Mapping[str, Tensor], labels: Tensor) -> Answer:
-    """The answer of a model that is sharded over the ring, to whole rows."""
+    """Returns the answer to whole rows of a model that is sharded over the ring."""
     layout = ring.layout_for(TOKENS, Pattern.exact())
     model.zero_grad()
     shards = {name: ring.shard(x, layout) for name, x in inputs.items()}
@@ -136,24 +128,54 @@ def of_shards(model: PreTrainedModel, ring: Ring, inputs: Mapping[str, Tensor], 
     return Answer(ring.unshard(logits.detach(), layout)[labels != -100], gradients)
 
 
-def on_two_ranks(model_type: str, kind: str, layout: str, transport: str, **changes: Any) -> Errors:
-    """Two simulated ranks against one device."""
-    models = [tiny_model(model_type, "eager", **changes) for _ in range(2)]
-    inputs, labels = batch(kind, first_position(runner_of(models[0])))
-    expected = logits_and_gradients(patch_model(tiny_model(model_type, "eager", **changes)), inputs, labels)
-    in_float64 = is_float64()  # a matter of each thread
+class TypeModels:
+    """The tiny models of one type, equal in their weights; each is built when it is first needed.
 
-    def work(ring: Ring) -> Errors:
-        with float64(in_float64):
-            model = patch_model(models[ring.rank], ring=ring)
-            return errors(of_shards(model, ring, inputs, labels), expected)
+    Attributes:
+        eager: computes with eager attention.
+        patched: computes with "ring_dilated" on one device.
+        ranks: one for each of two simulated ranks.
+    """
 
-    found = run_simulated(work, 2, layout=layout, transport=transport)
-    return Errors(largest(error.logits for error in found), largest(error.gradients for error in found))
+    def __init__(self, model_type: str) -> None:
+        self.model_type = model_type
+
+    @cached_property
+    def eager(self) -> PreTrainedModel:
+        return tiny_model(self.model_type, "eager")
+
+    @cached_property
+    def patched(self) -> PreTrainedModel:
+        return patch_model(tiny_model(self.model_type, "eager"))
+
+    @cached_property
+    def ranks(self) -> tuple[PreTrainedModel, PreTrainedModel]:
+        return tiny_model(self.model_type, "eager"), tiny_model(self.model_type, "eager")
+
+    def on_one_device(self, kind: str) -> Errors:
+        """How far "ring_dilated" is from eager attention, which computes packed documents one by one."""
+        inputs, labels = batch(kind)
+        expected = (alone if kind == "packed" else logits_and_gradients)(self.eager, inputs, labels)
+        return errors(logits_and_gradients(self.patched, inputs, labels), expected)
+
+    def on_two_ranks(self, kind: str, layout: str, transport: str) -> Errors:
+        """How far two simulated ranks are from one device."""
+        inputs, labels = batch(kind, first_position(runner_of(self.eager)))
+        expected = logits_and_gradients(self.patched, inputs, labels)
+        models = self.ranks
+        in_float64 = is_float64()  # Each thread has a mode of its own.
+
+        def work(ring: Ring) -> Errors:
+            with float64(in_float64):
+                model = patch_model(models[ring.rank], ring=ring)
+                return errors(of_shards(model, ring, inputs, labels), expected)
+
+        by_rank = run_simulated(work, 2, layout=layout, transport=transport)
+        return Errors(largest(error.logits for error in by_rank), largest(error.gradients for error in by_rank))
 
 
 def survey(model_type: str) -> ModelSupport:
-    """What is known of a type after running it, in float64 (`float64`).
+    """Runs a tiny model of a type in float64 (`float64`), and returns the line of the table.
 
     Raises:
         AssertionError: its results are not those of eager attention.
@@ -166,23 +188,24 @@ def survey(model_type: str) -> ModelSupport:
         return ModelSupport(model_type, names if isinstance(names, str) else names[0], status, ring, packed, reason)
 
     def refusal(run: Callable[..., Errors], *args: str) -> str | None:
-        """What a run says when it refuses; None if it computes what eager attention does."""
+        """Returns the error of a run that refuses; None if it computes what eager attention does."""
         try:
-            found = run(model_type, *args)
+            error = run(*args)
         except (ValueError, NotImplementedError) as refused:
             return str(refused)
-        assert found.logits <= LOGITS and found.gradients <= GRADIENTS, (model_type, args, found)
+        assert error.logits <= LOGITS and error.gradients <= GRADIENTS, (model_type, args, error)
         return None
 
     if model_type in NOT_BUILT:
         return entry("untested", NOT_BUILT[model_type])
-    refused = refusal(on_one_device, "plain")
+    models = TypeModels(model_type)
+    refused = refusal(models.on_one_device, "plain")
     if refused:
         return entry("refused", refused)
     for padding in ("left", "right"):
-        assert refusal(on_one_device, padding) is None
-    packed = refusal(on_one_device, "packed") is None
-    refused = refusal(on_two_ranks, "plain", "zigzag", "ring")
+        assert refusal(models.on_one_device, padding) is None
+    packed = refusal(models.on_one_device, "packed") is None
+    refused = refusal(models.on_two_ranks, "plain", "zigzag", "ring")
     if refused:
         return entry("supported", refused, packed=packed)
     assert packed
@@ -191,5 +214,5 @@ def survey(model_type: str) -> ModelSupport:
         ("right", "zigzag", "ring"),
         ("packed", "contiguous", "ring"),
     ):
-        assert refusal(on_two_ranks, kind, layout, transport) is None
+        assert refusal(models.on_two_ranks, kind, layout, transport) is None
     return entry("supported", "", ring=True, packed=packed)
