@@ -1,4 +1,4 @@
-"""What keeps a loader of whole rows, or a schedule beside it, from being used over rings."""
+"""Checks of loaders of whole rows, and of learning rate schedules beside them, before rings use them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, It
 from ..compute.private import is_prepared, part_of_stream, schedules_of
 from ..ring.ring import Ring
 from .lengths import check_lengths
-from .samplers import (
-    checksum,
-    layers_of,
-)
+from .samplers import checksum, layers_of
 
-#: What a sampler that divides rows by processes calls their number.
+#: Attributes in which samplers that divide rows by processes keep the number of processes.
 _DIVIDING = ("num_replicas", "num_processes", "dp_size", "world_size")
 
 
@@ -25,7 +22,7 @@ def check_schedules(ring: Ring) -> None:
     """Refuses schedules that the accelerator of `Ring.from_accelerator` would step once for each process.
 
     Raises:
-        ValueError: a schedule that was prepared by it, where rings have several ranks.
+        ValueError: the accelerator has prepared a schedule, and rings have several ranks.
     """
     accelerator, ring_size = ring.accelerator, ring.world_size
     for schedule in schedules_of(accelerator):
@@ -37,13 +34,13 @@ def check_schedules(ring: Ring) -> None:
             raise ValueError(
                 f"the schedule {type(schedule.scheduler).__name__} was prepared by Accelerate, which takes {processes} of its "
                 f"steps for each step of the optimizer, one a process; {ring_size} processes share their rows here, so it "
-                f"would be over {ring_size} times too early: leave it out of accelerator.prepare, and call its step() once "
-                f"after each optimizer.step()"
+                f"would end {ring_size} times too early: leave it out of accelerator.prepare, and call its step() once after "
+                f"each optimizer.step()"
             )
 
 
 def wrong_loader(loader: Any, ring: Ring) -> ValueError | None:
-    """What is wrong with a loader of whole rows that a ring is to divide; None if nothing is."""
+    """Returns the error of a loader of whole rows that a ring is to divide; None if the loader is right."""
     error = _wrong_kind(loader)
     if error is not None:
         return error
@@ -64,13 +61,13 @@ def _wrong_kind(loader: Any) -> ValueError | None:
         return ValueError(f"prepare_data_loader expected a torch DataLoader, got {type(loader).__name__}")
     if type(loader).__iter__ is not DataLoader.__iter__ and not type(loader).__module__.startswith("torchdata."):
         return ValueError(
-            f"the loader is a {type(loader).__name__} with an __iter__ of its own, of which the ring's loader would know "
-            f"nothing: pass a torch DataLoader, and do in its dataset, sampler or collate_fn what __iter__ does"
+            f"the loader is a {type(loader).__name__} with an __iter__ of its own, which the ring's loader would not call: "
+            f"pass a torch DataLoader, and do in its dataset, sampler or collate_fn what __iter__ does"
         )
     if loader.num_workers and not loader.in_order:
         return ValueError(
-            "the loader has in_order=False, and gives batches in whichever order its workers end, so ranks of a ring would "
-            "not get the same, and no run could go on from a checkpoint: leave it out"
+            "the loader has in_order=False, and gives batches in the order in which its workers finish them, so ranks of a "
+            "ring would not get the same batches, and no run could go on from a checkpoint: leave in_order out"
         )
     return None
 
@@ -85,7 +82,7 @@ def _wrong_rows(loader: Any, ring: Ring) -> ValueError | None:
         if divides:
             return ValueError(
                 f"the loader's {type(sampler).__name__} divides rows by processes, so ranks of a ring would not get the "
-                f"same: leave the sampler out, or pass shuffle=True; the ring divides the rows"
+                f"same rows: leave the sampler out, or pass shuffle=True; the ring divides the rows"
             )
     batch_sampler: Any = loader.batch_sampler
     batches = length_of(batch_sampler)
@@ -99,37 +96,38 @@ def _wrong_rows(loader: Any, ring: Ring) -> ValueError | None:
 
 
 def drops_last(loader: Any) -> bool:
-    """As the loader or the batch sampler it was given has it."""
+    """Returns drop_last of a loader, or of the batch sampler that it was made with."""
     return bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
 
 
 def _wrong_stream(loader: Any, ring: Ring) -> ValueError | None:
-    divided = part_of_stream(loader.dataset)
-    if divided is not None and divided.world_size > 1 and ring.world_size * ring.dp_size > 1:
+    part = part_of_stream(loader.dataset)
+    if part is not None and part.world_size > 1 and ring.world_size * ring.dp_size > 1:
         return ValueError(
-            f"the loader's dataset was divided already (split_dataset_by_node, part {divided.rank} of {divided.world_size}), "
+            f"the loader's dataset was divided already (split_dataset_by_node, part {part.rank} of {part.world_size}), "
             f"and the ring's loader would divide that part again, and never read the rest: pass the whole dataset"
         )
     if isinstance(loader.dataset, IterDataPipe) and loader.num_workers:
         return ValueError(
-            f"the loader's dataset is a datapipe, which torch divides among {loader.num_workers} workers in a way of its own: "
-            f"use num_workers=0, or a torch IterableDataset"
+            f"the loader's dataset is a datapipe, which torch itself divides among {loader.num_workers} workers, beside the "
+            f"ring's loader: use num_workers=0, or a torch IterableDataset"
         )
     return None
 
 
 def first_row(dataset: Any) -> int | None:
-    """A checksum of the first row, of a dataset that gives it at once; rings that have other datasets learn of it.
+    """Returns a checksum of the first row, by which rings notice that they have different datasets.
 
-    A transform that makes the rows of a `datasets.Dataset` may draw random numbers, which say nothing of the dataset.
+    It is None for a dataset whose rows may be costly to read, and for a `datasets.Dataset` with a transform, which may
+    draw random numbers, so that the row differs where the dataset does not.
     """
     at_hand = isinstance(dataset, (list, tuple)) or (isinstance(dataset, Table) and dataset.format["type"] != "custom")
     return checksum(dataset[0]) if at_hand and len(dataset) else None
 
 
 def length_of(x: Any) -> int | None:
-    """How many items x has; None where it cannot tell."""
+    """Returns how many items x has; None if x does not know it."""
     try:
         return len(x)
-    except TypeError:  # of what has none, or whose source has none
+    except TypeError:  # x has no length, or its source has none
         return None

@@ -1,4 +1,4 @@
-"""The loss of shards, equal to one device's, for a slice of tokens at a time."""
+"""The loss of shards: it equals that of one device, and is computed for a slice of tokens at a time."""
 
 from __future__ import annotations
 
@@ -47,21 +47,30 @@ from .shards import IGNORED
 def next_token_loss(
     model: nn.Module, shard: Mapping[str, Any], tokens: Tensor | int, *, tokens_at_once: int = 1024
 ) -> Tensor:
-    """This process's share of the mean loss over all `tokens`, for gradients that are averaged over the world.
+    """Returns this process's share of the mean loss over all `tokens`, for gradients that are averaged over the world.
 
-    DDP and FSDP average gradients over all processes, so a share is (sum of its losses / tokens) * world size; the mean
-    of all shares is the loss. Where Accelerate or DeepSpeed accumulates gradients, it divides what `backward` is given by
-    the number of batches of a step: multiply by that number, since `tokens` are those of all of them already.
+    DDP and FSDP average gradients over all processes, so a share is (sum of its losses / tokens) * world size, and the
+    mean of all shares is the loss. Where Accelerate or DeepSpeed accumulates gradients, it divides the loss of each
+    `backward` by the number of batches of a step: multiply the share by that number, since `tokens` are those of all
+    these batches already.
 
     Args:
         model: a causal language model, as `accelerator.prepare` or `fully_shard` returned it.
-        shard: what a ring's loader or `shard_batch` made.
-        tokens: what `count_tokens` returned for the whole optimizer step.
-        tokens_at_once: see `sliced_loss`; 0 forms all logits of the shard at once.
+        shard: a shard that a ring's loader or `shard_batch` made.
+        tokens: the number that `count_tokens` returned for the whole optimizer step.
+        tokens_at_once: as in `sliced_loss`; 0 forms all logits of the shard at once.
 
     Raises:
         ValueError: a model whose loss is not that of next tokens, or a batch that no ring's loader made.
-        NotImplementedError: see `sliced_loss`.
+        NotImplementedError: as `sliced_loss`.
+
+    Example:
+        >>> model, ids = tiny_llama(), torch.arange(1, 9)[None]
+        >>> shard = ra.shard_batch({"input_ids": ids, "labels": ids}, ra.Ring.alone())
+        >>> loss = ra.next_token_loss(model, shard, ra.count_tokens(shard))
+        >>> loss.backward()
+        >>> torch.allclose(loss, model(input_ids=ids, labels=ids).loss)
+        True
     """
     check_next_token_loss(model)
     shift_labels_of(shard, "next_token_loss")
@@ -77,28 +86,38 @@ def next_token_loss(
 # ---- a loss in slices
 
 
-#: What is asked for in this thread or task.
+#: The innermost `sliced_loss` of this thread or task.
 _SLICES: ContextVar[_Slices | None] = ContextVar("ring_dilated_slices", default=None)
 
 
 @contextmanager
 def sliced_loss(model: nn.Module, tokens_at_once: int = 1024) -> Iterator[None]:
-    """Inside, a causal language model that is given labels computes its loss for a slice of tokens at a time.
+    """Makes a causal language model that is given labels compute its loss for a slice of tokens at a time, inside.
 
-    Logits of `tokens_at_once` tokens exist at any time, in backward too, where they are computed again; the output has an
-    object in place of its logits that raises an error when it is used. The loss is that of the model's own head, scaled or
-    capped as the model does it. A call without labels has all its logits. Other threads, and tasks of asyncio, are not
-    affected. Liger's and TRL's fused losses are left alone: they form no logits.
+    No more than the logits of `tokens_at_once` tokens exist at any time, also in backward, where they are computed again.
+    The output has an object in place of its logits that raises an error when it is used. The loss is that of the model's
+    own head, scaled or capped as the model does it. A call without labels has all its logits. Other threads, and other
+    tasks of asyncio, are not affected. Liger's and TRL's fused losses are left alone: they form no logits.
 
     Args:
         model: a causal language model, bare or wrapped by DDP, FSDP, DeepSpeed, PEFT or torch.compile.
-        tokens_at_once: of all rows together; 0 computes the loss as the model does, also inside of another such context.
+        tokens_at_once: counts the tokens of all rows together; 0 computes the loss as the model does, also inside of
+            another such context.
 
     Raises:
         ValueError: a negative number, no Transformers model, or one with a loss function of its own, which slices would
             replace.
         NotImplementedError: in the forward pass: a head that this function does not know, or a loss that has other terms
             of the logits; use tokens_at_once=0.
+
+    Example:
+        >>> model, ids = tiny_llama(), torch.arange(64)[None]
+        >>> with ra.sliced_loss(model, tokens_at_once=16):
+        ...     output = model(input_ids=ids, labels=ids)
+        >>> torch.allclose(output.loss, model(input_ids=ids, labels=ids).loss)
+        True
+        >>> output.logits
+        LogitsNotFormed(...)
     """
     if tokens_at_once < 0:
         raise ValueError(f"sliced_loss: tokens_at_once must be at least 0, got {tokens_at_once}")
@@ -112,24 +131,24 @@ def sliced_loss(model: nn.Module, tokens_at_once: int = 1024) -> Iterator[None]:
             for module in wrapped_modules(model):
                 stack.enter_context(installed((module, "calls"), partial(_watch_calls, module)))
             stack.enter_context(installed((inner, "loss"), partial(_take_loss_function, inner)))
-        opened, running_before = _Slices(inner, tokens_at_once, _SLICES.get()), RUNNING.get()
-        _SLICES.set(opened)
+        slices, call_before = _Slices(inner, tokens_at_once, _SLICES.get()), RUNNING.get()
+        _SLICES.set(slices)
         try:
             yield
         finally:
-            _SLICES.set(opened.outer)
-            RUNNING.set(running_before)  # also where an interrupt left a call running
+            _SLICES.set(slices.outer)
+            RUNNING.set(call_before)  # an interrupt may have left a call running
 
 
 class _Slices:
-    """What one `sliced_loss` asks for."""
+    """The settings of one `sliced_loss`; `outer` are those of the one around it."""
 
     def __init__(self, model: PreTrainedModel, tokens_at_once: int, outer: _Slices | None) -> None:
         self.model, self.tokens_at_once, self.outer = model, tokens_at_once, outer
 
 
 def _slices_of(model: nn.Module) -> _Slices | None:
-    """What is asked for a model in this thread or task; None if it is to compute its loss itself."""
+    """Returns the innermost settings for a model in this thread or task; None if it is to compute its loss itself."""
     slices = _SLICES.get()
     while slices is not None and slices.model is not model:
         slices = slices.outer
@@ -140,16 +159,16 @@ class _LossCall(HeadCall):
     """A call of a model whose loss is computed in slices, if it is given labels.
 
     Attributes:
-        begun_by: the outermost of the modules wrapped around the model, which ends it.
-        made: the loss.
+        begun_by: the outermost module around the model, with whose call this one begins and ends.
+        result: the loss; None before it is computed.
     """
 
     def __init__(self, slices: _Slices, begun_by: nn.Module, outer: HeadCall | None) -> None:
         super().__init__(slices.model.get_output_embeddings(), outer, active=False)
         self.slices, self.begun_by, self.model = slices, begun_by, slices.model
-        self.made: Tensor | None = None
-        self._logits: tuple[int, ...] = ()
-        self._made_version = 0
+        self.result: Tensor | None = None
+        self._logits_shape: tuple[int, ...] = ()
+        self._result_version = 0
         self._withheld = False
 
     def refuse(self, reason: str) -> None:
@@ -171,7 +190,7 @@ class _LossCall(HeadCall):
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """In place of the model's loss function, whose arguments these are (`ForCausalLMLoss`)."""
+        """Computes the loss in place of the model's loss function, `ForCausalLMLoss`, with its arguments."""
         hidden = self.hidden
         assert hidden is not None
         if shift_labels is None:
@@ -187,25 +206,25 @@ class _LossCall(HeadCall):
             head = self._known_head(logits)
             output = self.output
             if torch.is_grad_enabled() and output is not None and _sharded_by_fsdp2(output):
-                # FSDP2 may hold the head in a group with the norm before it, whose pass ends with the model's own call of
-                # the head. It frees the group's weights when the first call after that has its gradients, and the norm
-                # needs them later in backward: so the first call is one without gradients.
+                # FSDP2 may hold the head in one group of weights with the norm before it. The group's forward pass ends
+                # with the model's own call of the head. FSDP2 frees the weights in backward once the first call after that
+                # has its gradients, and the norm needs them later. So the first call is one without gradients.
                 with torch.no_grad():
                     output(probe_of(hidden))
             total = hidden.new_zeros((), dtype=torch.float32)
-            how: Any = {"use_reentrant": False, "preserve_rng_state": False}
+            options: Any = {"use_reentrant": False, "preserve_rng_state": False}
             count = self._count(len(targets), hidden.device)
             for part, target in zip(hidden.flatten(0, 1).tensor_split(count), targets.tensor_split(count), strict=True):
                 if torch.is_grad_enabled():
-                    total = total + checkpoint(_part, head, part, target, ignore_index, **how)
+                    total = total + checkpoint(_part, head, part, target, ignore_index, **options)
                 else:
                     total = total + _part(head, part, target, ignore_index)
         items = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         loss = total / (items.to(total.device) if isinstance(items, Tensor) else items)
-        # Of a few tokens; a model that goes on to use them finds no numbers.
+        # These logits are of a few tokens only: a model that computes more from them must get no usable numbers.
         logits.detach().fill_(torch.nan)
-        self.hidden, self.plain, self._logits = None, None, tuple(logits.shape)
-        self.made, self._made_version = loss, version_of(loss)
+        self.hidden, self.plain, self._logits_shape = None, None, tuple(logits.shape)
+        self.result, self._result_version = loss, version_of(loss)
         return loss
 
     def _known_head(self, logits: Tensor) -> Head:
@@ -215,7 +234,7 @@ class _LossCall(HeadCall):
         return head
 
     def _count(self, tokens: int, device: torch.device) -> int:
-        """How many slices: as many on all processes, where each call of the head gathers its weights from them."""
+        """Returns the number of slices, equal on all processes if each call of the head gathers its weights from them."""
         count = -(-tokens // self.slices.tokens_at_once)
         if dist.is_available() and dist.is_initialized() and _gathered_by_call(self.output):
             most = torch.tensor(count, device=device)
@@ -224,22 +243,22 @@ class _LossCall(HeadCall):
         return count
 
     def finished(self, output: Any) -> Any:
-        """The output of the call, without the logits of a few tokens."""
+        """Returns the output of the call, without the logits of a few tokens."""
         if self.hidden is not None:
             self.hidden = None
             raise self._unsliceable("was given labels, and computed no loss of them by model.loss_function")
-        if self.made is None or self._withheld:
+        if self.result is None or self._withheld:
             return output
         self._withheld = True
         loss: Tensor = output["loss"] if isinstance(output, Mapping) else output[0]
-        changed = loss is not self.made or version_of(loss) != self._made_version
-        if changed and not bool(torch.isfinite(loss).all()) and bool(torch.isfinite(self.made).all()):
+        changed = loss is not self.result or version_of(loss) != self._result_version
+        if changed and not bool(torch.isfinite(loss).all()) and bool(torch.isfinite(self.result).all()):
             raise self._unsliceable("adds to its loss a term of its logits, which slices do not have")
-        return _without_logits(output, self._logits)
+        return _without_logits(output, self._logits_shape)
 
 
 def _without_logits(output: Any, shape: tuple[int, ...]) -> Any:
-    """An output with an object that refuses to be used in place of logits of this shape."""
+    """Returns an output in which an object that refuses to be used stands in place of logits of this shape."""
 
     def are_logits(x: Any) -> bool:
         return isinstance(x, Tensor) and tuple(x.shape) == shape
@@ -252,7 +271,7 @@ def _without_logits(output: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _part(head: Head, hidden: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    with running(None):  # in backward, too, which may run while a call is watched
+    with running(None):  # in backward, this function runs again, perhaps while another call is watched
         return F.cross_entropy(head(hidden[None])[0].float(), labels, ignore_index=ignore_index, reduction="sum")
 
 
@@ -261,21 +280,21 @@ def _sharded_by_fsdp2(module: nn.Module) -> bool:
 
 
 def _gathered_by_call(module: nn.Module | None) -> bool:
-    """Whether FSDP or ZeRO-3 holds a module's weights apart, so that a call of it is one of all processes."""
+    """Returns whether FSDP or ZeRO-3 divides a module's weights, so that all processes must call it together."""
     if module is None:
         return False
     sharded = any(isinstance(inner, (FSDPModule, FullyShardedDataParallel)) for inner in module.modules())
     return sharded or any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
-# ---- hooks and the loss function, which all threads share
+# ---- hooks and the loss function of a model, which all threads share
 
 
 def _watch_calls(module: nn.Module) -> Callable[[], None]:
     without_hooks(module, _before_call, _after_call)
     return remover(
         module.register_forward_pre_hook(_before_call, with_kwargs=True),
-        # The first one: others may cast the loss.
+        # This hook must be the first: others may cast the loss.
         module.register_forward_hook(_after_call, with_kwargs=True, always_call=True, prepend=True),
     )
 
@@ -286,27 +305,27 @@ def _before_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     slices, call = _slices_of(unwrapped(module)), RUNNING.get()
     if slices is None:
         return
-    labelled = _labelled(module, args, kwargs)
+    has_labels = _has_labels(module, args, kwargs)
     if not isinstance(call, _LossCall) or call.slices is not slices:
         call = _LossCall(slices, module, call)
-    elif call.begun_by is module:  # an interrupt has ended that one
+    elif call.begun_by is module:  # an interrupt ended the call that was running
         call = _LossCall(slices, module, call.outer)
     RUNNING.set(call)
     call.hidden = call.plain = None
-    if labelled is not None:
-        call.active = labelled
+    if has_labels is not None:
+        call.active = has_labels
 
 
-def _labelled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
-    """Whether a call has labels; None if a module is given more by position than it has names for."""
+def _has_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
+    """Returns whether a call has labels; None if the module takes arguments by position that it has no names for."""
     if not args:
         return kwargs.get("labels") is not None
     signature = inspect.signature(module.forward)
-    given = signature.bind_partial(*args, **kwargs).arguments
+    arguments = signature.bind_partial(*args, **kwargs).arguments
     kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
-    if kwargs.get("labels") is not None or given.get("labels") is not None:
+    if kwargs.get("labels") is not None or arguments.get("labels") is not None:
         return True
-    return None if any(kinds[name] is inspect.Parameter.VAR_POSITIONAL for name in given) else False
+    return None if any(kinds[name] is inspect.Parameter.VAR_POSITIONAL for name in arguments) else False
 
 
 @torch.compiler.disable(reason="it belongs to _before_call")
@@ -317,11 +336,11 @@ def _after_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return None
     if call.begun_by is module:
         RUNNING.set(call.outer)
-    return None if output is None else call.finished(output)  # None: an error is on its way
+    return None if output is None else call.finished(output)  # the output is None if the call raised
 
 
 class _SlicedLossFunction:
-    """A model's loss function, while some thread computes its loss in slices."""
+    """A loss function that stands in place of a model's own while some thread computes the loss in slices."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.own_loss_function = model, loss_function_of(model)
@@ -335,12 +354,13 @@ class _SlicedLossFunction:
 
 
 def _take_loss_function(model: PreTrainedModel) -> Callable[[], None]:
-    made = _SlicedLossFunction(model)
-    model.loss_function = made
+    """Puts a `_SlicedLossFunction` in place of a model's loss function; returns what puts the model's own back."""
+    replacement = _SlicedLossFunction(model)
+    model.loss_function = replacement
 
     def give_back() -> None:
-        # Not deleted: another thread may just have found that the attribute is there.
-        if model.loss_function is made:
-            model.loss_function = made.own_loss_function
+        # The attribute is not deleted: another thread may just have seen that it is there.
+        if model.loss_function is replacement:
+            model.loss_function = replacement.own_loss_function
 
     return give_back

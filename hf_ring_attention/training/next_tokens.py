@@ -1,4 +1,4 @@
-"""Labels of next tokens: how many there are, and which models have a loss of them."""
+"""Labels of next tokens: counts them, and checks that a model computes the loss of them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,19 @@ _NO_PREPARED_LOADER = (
 
 
 def count_tokens(shards: Iterable[Mapping[str, Any]] | Mapping[str, Any]) -> Tensor:
-    """How many labels the shards of all processes of the world have together: the divisor of an optimizer step's loss.
+    """Returns how many labels the shards of all processes have together: the divisor of an optimizer step's loss.
 
     Args:
-        shards: of this process, all that the step accumulates; or the only one.
+        shards: all shards of this process that the step accumulates, or a single one.
 
     Raises:
         ValueError: on every process: no shards, shards without shift_labels, or no label at all.
+
+    Example:
+        >>> batch = ra.PaddingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+        >>> shard = ra.shard_batch(batch, ra.Ring.alone())
+        >>> int(ra.count_tokens(shard))  # the first token of a document is not predicted
+        3
     """
     shards = [shards] if isinstance(shards, Mapping) else list(shards)
     error: ValueError | None = None
@@ -39,41 +45,44 @@ def count_tokens(shards: Iterable[Mapping[str, Any]] | Mapping[str, Any]) -> Ten
         if not shards:
             raise ValueError("count_tokens: got no shards: pass all shards of this process for one optimizer step")
         counts = [(shift_labels_of(shard, "count_tokens") != IGNORED).sum() for shard in shards]
-    except ValueError as refused:
-        error = refused
+    except ValueError as refusal:
+        error = refusal
     device = counts[0].device if counts else _device(shards)
     total = torch.stack([*counts, torch.zeros((), dtype=torch.int64, device=device)]).sum()
-    told = torch.stack([total, torch.tensor(int(error is not None), device=device)])
+    sums = torch.stack([total, torch.tensor(int(error is not None), device=device)])
     if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(told)
+        dist.all_reduce(sums)
     if error is not None:
         raise error
-    total, failed = told
-    if failed > 0:
-        raise ValueError(f"count_tokens: {int(failed)} other processes refused their shards, and say why")
+    total, failures = sums
+    if failures > 0:
+        raise ValueError(
+            f"count_tokens: {int(failures)} other processes refused their shards; their own errors say why"
+        )
     if total == 0:
         raise ValueError(
-            "no token of this step has a label: every label is -100, and the mean of no losses is no number"
+            "count_tokens: no token of this step has a label: every label is -100, and the mean of no losses is no number: "
+            "leave out documents of which nothing is learned"
         )
     return total
 
 
 def _device(shards: Iterable[Any]) -> torch.device:
-    """Where processes can compare numbers, when none of the shards has labels."""
+    """Returns a device on which processes can exchange numbers, for shards without labels."""
     tensors = (x for shard in shards if isinstance(shard, Mapping) for x in shard.values() if isinstance(x, Tensor))
-    found = next(tensors, None)
-    if found is not None:
-        return found.device
+    tensor = next(tensors, None)
+    if tensor is not None:
+        return tensor.device
     if dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def shift_labels_of(shard: Any, caller: str) -> Tensor:
-    """The labels of the next tokens that a shard has.
+    """Returns the labels of next tokens that a shard has.
 
     Raises:
-        ValueError: none, so that it was not made by a ring's loader.
+        ValueError: the shard has none, so that no ring's loader has made it.
     """
     if not isinstance(shard, Mapping):
         raise ValueError(f"{caller}: a shard must be a mapping of tensors, got {type(shard).__name__}")
@@ -86,7 +95,7 @@ def shift_labels_of(shard: Any, caller: str) -> Tensor:
 
 
 def loss_function_of(model: PreTrainedModel) -> Any:
-    """A model's own loss function, also while some thread computes its loss in slices (`losses._SlicedLossFunction`)."""
+    """Returns a model's own loss function, also while `losses._SlicedLossFunction` stands in its place."""
     function = model.loss_function
     return getattr(function, "own_loss_function", function)
 
@@ -95,10 +104,10 @@ def loss_function_of(model: PreTrainedModel) -> Any:
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """The Transformers model inside its wrappers.
+    """Returns the Transformers model inside its wrappers.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no Transformers model inside.
     """
     inner = unwrapped(model)
     if not isinstance(inner, PreTrainedModel):
@@ -107,10 +116,10 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
 
 def check_loss_function(model: PreTrainedModel, caller: str) -> None:
-    """Refuses a model whose loss function somebody has replaced.
+    """Refuses a model whose loss function was replaced.
 
     Raises:
-        ValueError: another one than that of next tokens.
+        ValueError: the loss function is not that of next tokens.
     """
     function = loss_function_of(model)
     if function is not ForCausalLMLoss:
@@ -128,7 +137,7 @@ def check_next_token_loss(model: nn.Module) -> None:
     """Refuses a model whose own loss is not that of next tokens, divided by the number of tokens of all processes.
 
     Raises:
-        ValueError: no Transformers model, or another loss.
+        ValueError: no Transformers model, or a model with another loss.
     """
     inner = transformers_model(model)
     name = type(inner).__name__

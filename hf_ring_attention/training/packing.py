@@ -1,7 +1,7 @@
-"""Packing ahead of time: documents of a whole data set, or of a stream's buffer, into rows that are nearly full.
+"""Packs documents ahead of time, those of a whole data set or of a stream's buffer, into rows that are nearly full.
 
-A collator packs only what a batch happens to hold. Here the best row is chosen among those of a buffer, and a loader then
-reads a fixed number of rows a step.
+A collator can pack only the documents of its batch. Here the best row is chosen for the documents of a buffer, and a loader
+then reads a fixed number of rows a step.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 
 from .collators import REMEDY, Strategy
 
-#: Columns of documents that were packed before, or whose values depend on where a document begins.
+#: Columns of documents that were packed before, or that have positions of their own.
 _OF_ROWS = ("seq_lengths", "seq_idx", "position_ids")
 
 
 def best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
-    """Rows as lists of document numbers: each document goes, longest first, into the fullest row that has room for it.
+    """Packs documents, longest first, each into the fullest row that has room for it.
 
     Args:
         lengths: tokens of each document; none is longer than a row.
         row_length: tokens of a row.
 
     Returns:
-        Rows in the order of their first documents, and the documents of each row in their own order, so that the order
-        of the documents is kept as far as packing allows.
+        The document numbers of each row. Rows are in the order of their first documents, and the documents of a row in
+        their own order, so that the order of the documents is kept as far as packing allows.
     """
     rows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (tokens left, number of the row), in ascending order
@@ -54,10 +54,10 @@ def pack_documents(
     call, as it is read.
 
     Args:
-        columns: input_ids, a list of tokens for each document, and what else has a value for each token, such as labels or
-            assistant_masks. A column that has no list for each document, such as its text, is left out.
+        columns: input_ids, a list of tokens for each document, and other columns with a value for each token, such as
+            labels or assistant_masks. A column that has no list for each document, such as its text, is left out.
         row_length: tokens of a row.
-        excess_length_strategy: what becomes of a document longer than a row, as in `PaddingCollator`.
+        excess_length_strategy: the treatment of a document longer than a row, as in `PaddingCollator`.
 
     Returns:
         The same columns for rows, each of `row_length` tokens or fewer, and seq_lengths, the lengths of the documents in
@@ -66,13 +66,18 @@ def pack_documents(
     Raises:
         ValueError: a document longer than a row under "raise", a column that is not as long as its tokens, or documents
             that were packed before.
+
+    Example:
+        >>> columns = {"input_ids": [[1, 2, 3, 4], [5, 6, 7], [8, 9]]}
+        >>> ra.pack_documents(columns, row_length=6)
+        {'input_ids': [[1, 2, 3, 4, 8, 9], [5, 6, 7]], 'seq_lengths': [[4, 2], [3]]}
     """
     if "input_ids" not in columns:
         raise ValueError(f"pack_documents: documents need input_ids, got the columns {', '.join(columns)}")
-    packed = [name for name in _OF_ROWS if name in columns]
-    if packed:
+    row_columns = [name for name in _OF_ROWS if name in columns]
+    if row_columns:
         raise ValueError(
-            f"pack_documents: the column {packed[0]} says that these documents were packed before, or have positions of "
+            f"pack_documents: the column {row_columns[0]} says that these documents were packed before, or have positions of "
             f"their own: leave it out, or give the rows to a PaddingCollator as they are"
         )
     names = [name for name, values in columns.items() if len(values) and isinstance(values[0], (list, tuple))]
@@ -88,14 +93,14 @@ def pack_documents(
                 )
         documents += _pieces(document, number, row_length, excess_length_strategy)
     rows = best_fit([len(document["input_ids"]) for document in documents], row_length)
-    made = {name: [list(itertools.chain(*(documents[x][name] for x in row))) for row in rows] for name in names}
-    return made | {"seq_lengths": [[len(documents[x]["input_ids"]) for x in row] for row in rows]}
+    packed = {name: [list(itertools.chain(*(documents[x][name] for x in row))) for row in rows] for name in names}
+    return packed | {"seq_lengths": [[len(documents[x]["input_ids"]) for x in row] for row in rows]}
 
 
 def _pieces(
     document: dict[str, Sequence[Any]], number: int, row_length: int, strategy: Strategy
 ) -> list[dict[str, Sequence[Any]]]:
-    """A document as what fits into rows; one without tokens is nothing."""
+    """Returns the pieces of a document that fit into rows; a document without tokens has none."""
     length = len(document["input_ids"])
     if strategy == "raise" and length > row_length:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Which rows of a dataset are those of a ring: every batch is one ring's, and all processes agree whose.
+"""Divides the batches of a dataset among rings: each batch goes to one ring, and all processes know to which.
 
-What is random about a batch (its rows, what a dataset and a collator draw from Python's, numpy's and torch's global
-generators, or from those that they keep as attributes) follows from a seed, the epoch and the number of the batch: it is the
-same on all ranks of a ring, whoever reads the batch, and when a run goes on from a checkpoint.
+A batch's rows, and the numbers that its dataset and collator draw from Python's, numpy's and torch's global generators or from
+generators among their attributes, follow from a seed, the epoch and the number of the batch. So they are the same on all ranks
+of a ring, in whichever process the batch is read, and when a run continues from a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampl
 
 _Random = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
 
-#: Attributes by which samplers, datasets and collators are made around others.
+#: Attributes in which samplers, datasets and collators keep the object that they are wrapped around.
 _INNER = ("batch_sampler", "sampler", "dataset", "data_collator")
 
 
 def seed_of(*parts: int) -> int:
-    """A seed that differs wherever a part does."""
+    """Returns a seed that differs where any part differs."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
 
 
 class Draws:
-    """Random numbers that depend on a seed alone: inside, generators go on from where this was left.
+    """A context whose random numbers depend on a seed alone; each time it is entered, they go on where it was left.
 
-    They are the global ones of Python, numpy and torch, and those given.
+    It holds for the global generators of Python, numpy and torch, and for `generators`. They are restored when it is left.
     """
 
     def __init__(self, seed: int, generators: Iterable[_Random] = ()) -> None:
-        # Of the last two, what their modules offer for the global ones.
+        # The modules random and numpy.random have the methods of their global generators.
         self._generators: list[Any] = [*generators, torch.default_generator, random, np.random]
         outside = self._states()
         for generator in self._generators:
@@ -92,28 +92,29 @@ def _is_python(generator: Any) -> bool:
 
 
 def layers_of(x: Any) -> list[Any]:
-    """A sampler, dataset or collator, and those of its kind that it is made around."""
-    found: list[Any] = []
-    while x is not None and not any(x is other for other in found):
-        found.append(x)
+    """Returns a sampler, dataset or collator, and the objects that it is wrapped around, the outermost first."""
+    layers: list[Any] = []
+    while x is not None and not any(x is other for other in layers):
+        layers.append(x)
         attributes = getattr(x, "__dict__", {})
         x = next((attributes[name] for name in _INNER if attributes.get(name) is not None), None)
-    return found
+    return layers
 
 
-def generators_in(*given: Any) -> list[_Random]:
-    """Those that samplers, datasets or collators keep as attributes."""
-    layers = [layer for x in given for layer in layers_of(x)]
-    kept = [x for layer in layers for x in getattr(layer, "__dict__", {}).values()]
-    # That of the system is one that nobody can seed.
-    return list({id(x): x for x in kept if isinstance(x, _Random) and not isinstance(x, random.SystemRandom)}.values())
+def generators_in(*objects: Any) -> list[_Random]:
+    """Returns the random generators that samplers, datasets or collators keep as attributes."""
+    layers = [layer for x in objects for layer in layers_of(x)]
+    attributes = [x for layer in layers for x in getattr(layer, "__dict__", {}).values()]
+    # The operating system's generator cannot be seeded.
+    seedable = (x for x in attributes if isinstance(x, _Random) and not isinstance(x, random.SystemRandom))
+    return list({id(x): x for x in seedable}.values())
 
 
 # ---- datasets with a length
 
 
 class Batch(NamedTuple):
-    """Which rows make a batch, and what its random numbers follow from."""
+    """The rows of a batch, and the seed and epoch that its random numbers follow from."""
 
     rows: Any
     seed: int
@@ -121,11 +122,11 @@ class Batch(NamedTuple):
 
 
 class RingBatchSampler(Sampler[Batch]):
-    """Of a batch sampler's batches those of one ring: the first of each `dp_size`, the second of each, and so on.
+    """Selects one ring's batches from those of a batch sampler: ring i has number i of each group of `dp_size` batches.
 
-    The last ones may be fewer than rings; its length is that of the longest, and with `drop_last` that of the shortest.
-    All processes draw the same batches: whatever is random about them comes from `seed` and the epoch, since the random
-    states of processes part as soon as their rows differ.
+    The last group may have fewer batches than there are rings. The length is the number of groups, and with `drop_last`
+    the number of whole groups. All processes draw the same batches, by `seed` and the epoch alone, since the states of
+    their global generators differ as soon as their rows do.
     """
 
     def __init__(self, batch_sampler: Any, dp_rank: int, dp_size: int, drop_last: bool, seed: int) -> None:
@@ -134,14 +135,14 @@ class RingBatchSampler(Sampler[Batch]):
         self.seed, self.epoch = seed, 0
         self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
         self.drop_last = drop_last
-        #: Of the pass begun last, after each round of the rings a checksum of the rows so far, those of all rings.
+        #: Checksums of the last pass: number i is that of all rings' rows in its first i + 1 groups of batches.
         self.order: list[int] = []
         self._skip = 0
         self._expected: int | None = None
 
     @property
     def sampler(self) -> RingBatchSampler:
-        """Itself, whose epoch Accelerate sets where it skips batches: it looks for a sampler in the sampler."""
+        """The object itself: where Accelerate skips batches, it sets the epoch of the batch sampler's `sampler`."""
         return self
 
     def __len__(self) -> int:
@@ -149,15 +150,15 @@ class RingBatchSampler(Sampler[Batch]):
         return batches // self.dp_size if self.drop_last else -(-batches // self.dp_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next pass."""
+        """Sets the epoch of the next pass."""
         self.epoch = epoch
 
     def begin(self, epoch: int, skip: int, expected: int | None) -> None:
-        """What the next pass is.
+        """Sets where the next pass begins.
 
         Args:
             skip: how many batches of each ring are left out at its beginning.
-            expected: the checksum of their rows, where they were read before.
+            expected: the checksum of the rows left out, if an earlier run has read them; None without a check.
         """
         self.epoch, self._skip, self._expected = epoch, skip, expected
 
@@ -188,25 +189,28 @@ class RingBatchSampler(Sampler[Batch]):
                 yield Batch(group[self.dp_rank], seed_of(self.seed, epoch, first + self.dp_rank), epoch)
 
     def _after(self, batches: Iterator[Batch], order: list[int], skip: int, expected: int | None) -> Iterator[Batch]:
-        self._skip, self._expected = 0, None  # not before: torch makes iterators that it does not use
+        self._skip, self._expected = 0, None  # here and not in __iter__: torch also makes iterators that it never uses
         skipped = len(list(itertools.islice(batches, skip)))
         if expected is not None and order[skip - 1 : skip] != [expected]:
-            what = "others" if len(order) >= skip else f"only {skipped}"
-            raise ValueError(f"{another_order('sampler')}: its first {skip} batches are {what}")
+            reason = "have other rows" if len(order) >= skip else f"are only {skipped}"
+            raise ValueError(f"{another_order('sampler')} (its first {skip} batches {reason})")
         yield from batches
 
 
-def another_order(what: str) -> str:
-    """That rows cannot be read again as they were, and what to do."""
+def another_order(source: str) -> str:
+    """Returns the message of an error: a run cannot continue, since a sampler or dataset gives rows in another order."""
     return (
-        f"the {what} gives rows in another order than in the run that goes on here, so some would be read twice, and others "
-        f"not at all; go on with the same dataset and sampler, whose order must follow from set_epoch(epoch), from Python's, "
-        f"numpy's or torch's global generators, or from a generator that the {what} keeps as an attribute"
+        f"the {source} gives rows in another order than in the run that goes on here, so some rows would be read twice, and "
+        f"others not at all; go on with the same dataset and sampler, whose order must follow from set_epoch(epoch), from "
+        f"Python's, numpy's or torch's global generators, or from a generator that the {source} keeps as an attribute"
     )
 
 
 def _shuffled_by_epoch(batch_sampler: Any) -> tuple[Any, SeedableRandomSampler | None]:
-    """Where a loader was made with shuffle=True, the same with Accelerate's order of rows, and what draws it."""
+    """Returns a batch sampler, and what draws its order: Accelerate's sampler in place of torch's by shuffle=True.
+
+    Other batch samplers are returned as they are, with None.
+    """
     sampler = getattr(batch_sampler, "sampler", None)
     if type(batch_sampler) is not BatchSampler or type(sampler) is not RandomSampler:
         return batch_sampler, None
@@ -217,7 +221,7 @@ def _shuffled_by_epoch(batch_sampler: Any) -> tuple[Any, SeedableRandomSampler |
 
 
 def _names(batch: Any) -> list[Any]:
-    """What tells rows apart; nothing where a batch is not a list of numbers or names."""
+    """Returns the numbers or names of a batch's rows; nothing if the batch is not a list of such."""
     if not isinstance(batch, (list, tuple, range, Tensor, np.ndarray)):
         return []
     try:
@@ -227,7 +231,7 @@ def _names(batch: Any) -> list[Any]:
 
 
 class BatchesOfRows(Dataset):
-    """A dataset of rows that gives whole batches, collated, to a loader whose batch sampler gives `Batch`es."""
+    """A dataset that gives whole collated batches to a loader whose batch sampler gives `Batch`es."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset, self.collate = dataset, collate
@@ -240,17 +244,17 @@ class BatchesOfRows(Dataset):
         return self.dataset[index]
 
     def __getitems__(self, batch: Batch) -> Any:
-        """In the process that reads: the loader's, or one of its workers, whose copy of a dataset learns its epoch here."""
+        """Reads and collates a batch, in the loader's process or in a worker, whose copy of the dataset learns the epoch."""
         if self._epoch != batch.epoch and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(batch.epoch)
         self._epoch = batch.epoch
-        several = getattr(self.dataset, "__getitems__", None)
+        get_rows = getattr(self.dataset, "__getitems__", None)
         with Draws(batch.seed, generators_in(self.dataset, self.collate)):
-            return self.collate(several(batch.rows) if several else [self.dataset[index] for index in batch.rows])
+            return self.collate(get_rows(batch.rows) if get_rows else [self.dataset[index] for index in batch.rows])
 
 
 def as_it_is(batch: Any) -> Any:
-    """Collates what is collated already."""
+    """Returns a batch that is collated already, where a loader needs a collate_fn."""
     return batch
 
 
@@ -258,19 +262,19 @@ def as_it_is(batch: Any) -> Any:
 
 
 class Row(NamedTuple):
-    """A row of an iterable dataset, and what the random numbers of its batch follow from."""
+    """A row of an iterable dataset, and the seed that the random numbers of its batch follow from."""
 
     content: Any
     seed: int
 
 
 class RingStream(IterableDataset):
-    """Of an iterable dataset's rows those of one ring, batch by batch.
+    """Selects one ring's rows from those of an iterable dataset, batch by batch.
 
     Args:
-        divided: the dataset gives this ring's rows alone, and tells its epoch to its copies in workers.
-        workers: processes that read it, each a part or all of it.
-        persistent: they live as long as the loader, and learn of an epoch by memory that they share.
+        divided: whether the dataset gives the rows of this ring alone, and tells its epoch to its copies in workers.
+        workers: how many processes read it; each reads a part of it, or all of it.
+        persistent: whether the workers live as long as the loader, so that they learn of an epoch by shared memory.
     """
 
     def __init__(
@@ -291,15 +295,15 @@ class RingStream(IterableDataset):
         self.drop_last, self.seed, self.epoch = drop_last, seed, 0
         self.divided = divided
         self._shared = torch.zeros(2, dtype=torch.int64).share_memory_() if persistent else None
-        #: By worker, a checksum of the first row that it saw, whichever ring's it is.
+        #: A checksum of the first row that each worker has read, of whichever ring the row is.
         self.first = torch.zeros(max(workers, 1), dtype=torch.int64).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next pass."""
+        """Sets the epoch of the next pass."""
         self.begin(epoch, self.seed)
 
     def begin(self, epoch: int, seed: int) -> None:
-        """What the next pass is."""
+        """Sets the epoch and the seed of the next pass."""
         self.epoch, self.seed = epoch, seed
         if self.divided and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -315,9 +319,9 @@ class RingStream(IterableDataset):
         worker = 0 if info is None else info.id
         if not self.divided and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-        # Rings that divide a dataset's rows must see the same; rings that have rows of their own draw other numbers.
-        of_ring = self.dp_rank if self.divided else 0
-        draws = Draws(seed_of(seed, epoch, worker, of_ring), generators_in(self.dataset))
+        # Rings that take their rows from one stream must draw the same stream; rings with parts of their own draw apart.
+        part = self.dp_rank if self.divided else 0
+        draws = Draws(seed_of(seed, epoch, worker, part), generators_in(self.dataset))
         with draws:
             source = iter(self.dataset)
         for number in itertools.count():
@@ -328,17 +332,17 @@ class RingStream(IterableDataset):
             if number == 0 and not self.divided:
                 self.first[worker] = checksum(rows[0])
             if self.divided or number % self.dp_size == self.dp_rank:
-                yield from (Row(row, seed_of(seed, epoch, worker, of_ring, number)) for row in rows)
+                yield from (Row(row, seed_of(seed, epoch, worker, part, number)) for row in rows)
 
 
 def checksum(row: Any) -> int:
-    """Of a row's tokens; 0 where it has none."""
+    """Returns a checksum of a row's tokens; 0 for a row without any."""
     ids = row.get("input_ids") if hasattr(row, "get") else row if isinstance(row, (Tensor, np.ndarray)) else None
     return 0 if ids is None else zlib.crc32(repr(np.asarray(ids).tolist()).encode())
 
 
 class SizedRingStream(RingStream):
-    """The same of a dataset that knows its length; the length is that of the first ring's rows, which are the most."""
+    """A `RingStream` of a dataset that knows its length; its own length is that of the first ring, which has most rows."""
 
     def __len__(self) -> int:
         rounds, rest = divmod(len(self.dataset), self.batch_size * self.dp_size)
@@ -346,13 +350,13 @@ class SizedRingStream(RingStream):
 
 
 class CollatedRows:
-    """Collates the rows of `RingStream`, or takes one where a loader makes no batches."""
+    """Collates the rows of `RingStream`, or a single row where a loader makes no batches."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
     def __call__(self, rows: Row | list[Row]) -> Any:
-        """The batch."""
+        """Returns the batch."""
         seed = rows.seed if isinstance(rows, Row) else rows[0].seed
         content = rows.content if isinstance(rows, Row) else [row.content for row in rows]
         with Draws(seed, generators_in(self.collate)):

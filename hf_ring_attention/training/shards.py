@@ -1,4 +1,4 @@
-"""Batches of whole rows, and a rank's shard of them: tokens, global positions, documents, and labels shifted before the cut."""
+"""Cuts batches of whole rows into the ranks' shards, with the positions and documents of whole rows and shifted labels."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from ..transport.agreement import digest
 #: Label of tokens that are not predicted, as in Transformers.
 IGNORED = -100
 
-#: What tokenizers tell of a text that is not of its tokens.
+#: Columns in which tokenizers describe a text, and not its tokens.
 ASIDE = ("length", "overflow_to_sample_mapping", "num_truncated_tokens", "overflowing_tokens")
 
-#: How collators describe documents to flash kernels; the shard says it by positions and seq_idx.
+#: Keys by which collators describe documents to flash kernels; a shard has position_ids and seq_idx instead.
 _KERNEL_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
-#: What padding has, where it is not 0.
+#: The values of padding that are not 0.
 _FILL = {"labels": IGNORED, "shift_labels": IGNORED, "seq_idx": -1, "special_tokens_mask": 1}
 
 
 def fill_of(name: str, dtype: torch.dtype) -> int:
-    """What padding has in a tensor of tokens: nothing to learn in all that is called labels, 0 in what is unknown."""
+    """Returns the value of padding in a tensor of tokens: -100 in integers whose name ends with "labels", 0 in others."""
     labels = name.endswith("labels") and dtype != torch.bool and not dtype.is_floating_point
     return _FILL.get(name, IGNORED if labels else 0)
 
@@ -44,26 +44,34 @@ def fill_of(name: str, dtype: torch.dtype) -> int:
 def shard_batch(
     batch: Mapping[str, Any], ring: Ring, pattern: Pattern | str | None = None, *, device: torch.device | None = None
 ) -> dict[str, Any]:
-    """This rank's part of a batch of whole rows, for `model(**shard, num_items_in_batch=...)`.
+    """Returns this rank's part of a batch of whole rows, for `model(**shard, num_items_in_batch=...)`.
 
     Args:
-        batch: as a collator makes it, the same on every rank of the ring: input_ids [B, n] and labels [B, n] (-100 where
-            nothing is to be learned), and what it may have besides: attention_mask [B, n] with 0 for padding;
-            position_ids, seq_idx or cu_seq_lens_q that say where packed documents begin; shift_labels instead of labels;
-            other tensors [B, n, ...], which are cut too, but not shifted: what belongs to a label, such as its weight,
-            must stand where shift_labels have it, one token earlier. What is not of that shape is passed on.
+        batch: what a collator makes, the same on every rank of the ring. It has input_ids [B, n] and labels [B, n] (-100
+            for tokens that are not learned), or shift_labels instead of labels. It may have attention_mask [B, n], 0 for
+            padding, and position_ids, seq_idx or cu_seq_lens_q, which say where packed documents begin. Other tensors
+            [B, n, ...] are cut but not shifted: a value of a label, such as its weight, must stand where shift_labels has
+            the label, one token earlier. Values of other shapes are passed on.
         pattern: the model's, which decides an "auto" layout; None for that of the model that was patched with this ring.
-        device: where the shard goes; None leaves it.
+        device: where the shard goes; None leaves it where the batch is.
 
     Returns:
-        input_ids, position_ids that count each document from 0, labels and shift_labels [B, n local]; attention_mask
-        where the batch has one, or rows are filled up to their layout; seq_idx, the number of each token's document, where a
+        input_ids, position_ids that count each document from 0, labels and shift_labels [B, n local]; attention_mask if
+        the batch has one, or if rows are filled up to their layout; seq_idx, the number of each token's document, if a
         row has several. Labels are shifted before the row is cut, so that the last token of a shard predicts the first
         of the next; the last token of a document predicts nothing.
 
     Raises:
         ValueError: no labels, rows shorter than the ring, tensors that contradict each other, or padding inside a
             document.
+
+    Example:
+        >>> ids = torch.arange(1, 9)[None]
+        >>> batch = {"input_ids": ids, "labels": ids}
+        >>> for shard in ra.run_simulated(lambda ring: ra.shard_batch(batch, ring, "exact"), 2):
+        ...     print(shard["input_ids"].tolist(), shard["position_ids"].tolist(), shard["shift_labels"].tolist())
+        [[1, 2, 7, 8]] [[0, 1, 6, 7]] [[2, 3, 8, -100]]
+        [[3, 4, 5, 6]] [[2, 3, 4, 5]] [[4, 5, 6, 7]]
     """
     tokens = _tokens(batch)
     batch = {name: x for name, x in batch.items() if x is not None}
@@ -71,7 +79,7 @@ def shard_batch(
     if length < ring.world_size:
         raise ValueError(
             f"rows of {length} tokens cannot be sharded over a ring of {ring.world_size}: each rank needs one token at "
-            f"least: use longer rows, a smaller ring, or pad to {ring.world_size}"
+            f"least: use longer rows, a smaller ring, or pad rows to {ring.world_size} tokens"
         )
     layout, first = layout_of_rows(ring, length, pattern)
     documents = _documents_of_batch(batch, size, length, first)
@@ -101,7 +109,7 @@ def shard_batch(
 
 
 def _tokens(batch: Mapping[str, Any]) -> Tensor:
-    """The tokens of a batch that has what it needs."""
+    """Returns the tokens of a batch, once its labels and the shapes of its tensors are checked."""
     if not isinstance(batch, Mapping):
         raise ValueError(f"a batch must be a mapping of tensors, as collators make it, got {type(batch).__name__}")
     tokens = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
@@ -124,8 +132,8 @@ def _tokens(batch: Mapping[str, Any]) -> Tensor:
         x = batch.get(name)
         shapes = (expected, (1, expected[1])) if name == "position_ids" else (expected,)
         if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) not in shapes):
-            seen: Any = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} of a batch must be a tensor of the shape of its tokens {expected}, got {seen}")
+            got = f"{tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise ValueError(f"{name} of a batch must be a tensor of the shape of its tokens {expected}, got {got}")
     return tokens
 
 
@@ -133,17 +141,17 @@ def _documents_of_batch(batch: Mapping[str, Any], size: int, length: int, first:
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     by_positions = documents_of_rows(size, positions, mask, first)
     by_mask = None if mask is None else documents_from_mask(mask != 0)
-    said = documents_of_collator(
+    by_collator = documents_of_collator(
         size, length, batch.get("cu_seq_lens_q"), batch.get("seq_idx"), (by_positions, by_mask)
     )
-    for documents in (said, by_positions, by_mask):
+    for documents in (by_collator, by_positions, by_mask):
         if documents is not None:
             return documents
     return (((0, length),),) * size
 
 
 def _check_counting(positions: Tensor, numbers: Tensor) -> None:
-    """Refuses positions with a gap or a repeat inside a document, by which the shards of a ring could not be told."""
+    """Refuses positions with a gap or a repeat inside a document, from which ranks would read other documents."""
     positions = positions.cpu().expand(numbers.shape)
     within = (numbers[:, 1:] == numbers[:, :-1]) & (numbers[:, :-1] >= 0)
     wrong = within & (positions[:, 1:] != positions[:, :-1] + 1)
@@ -151,19 +159,19 @@ def _check_counting(positions: Tensor, numbers: Tensor) -> None:
         row, token = (int(x) for x in torch.nonzero(wrong)[0])
         raise ValueError(
             f"position_ids of batch row {row} go from {int(positions[row, token])} to {int(positions[row, token + 1])} at "
-            f"token {token + 1}, inside a document: on a ring positions must count each document by ones, since they tell "
-            f"the ranks where documents begin: leave position_ids out, or train such rows on one process"
+            f"token {token + 1}, inside a document: on a ring positions must rise by 1 inside a document, since they tell the "
+            f"ranks where documents begin: leave position_ids out, or train such rows on one process"
         )
 
 
 def _shifted(labels: Tensor, numbers: Tensor) -> Tensor:
-    """Of each token the label of the next one of its document."""
+    """Returns for each token the label of the next token of its document, -100 for a document's last token."""
     within = (numbers[:, 1:] == numbers[:, :-1]) & (numbers[:, :-1] >= 0)
     return F.pad(labels[:, 1:].masked_fill(~within, IGNORED), (0, 1), value=IGNORED)
 
 
 class Entry(NamedTuple):
-    """What is told of a batch's tensor: its type, its sizes, and how many of these, the first ones, are [rows, tokens]."""
+    """A tensor of a batch: its type, its shape, and how many of its first sizes are those of [rows, tokens]."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -171,41 +179,43 @@ class Entry(NamedTuple):
 
 
 def outline(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What another ring must know of a batch that a shard could be made of, for one of nothing but padding to be like it."""
+    """Describes a batch to a ring without rows, which makes a batch of padding with the same entries (`blank`)."""
     size, length = _tokens(batch).shape[:2]
-    told: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name, x in batch.items():
         if isinstance(x, Tensor) and name not in _KERNEL_KEYS:
             shape = tuple(x.shape)
             of_tokens = shape[:2] == (size, length) or name == "position_ids"
-            told[name] = Entry(x.dtype, shape, 2 if of_tokens else 1 if shape[:1] == (size,) else 0)
+            entries[name] = Entry(x.dtype, shape, 2 if of_tokens else 1 if shape[:1] == (size,) else 0)
         elif isinstance(x, (str, int, float)):
-            told[name] = x
+            entries[name] = x
         elif x is not None and name not in _KERNEL_KEYS:
-            told[name] = {} if isinstance(x, Mapping) else [] if isinstance(x, (list, tuple)) else None
-    return told
+            entries[name] = {} if isinstance(x, Mapping) else [] if isinstance(x, (list, tuple)) else None
+    return entries
 
 
-def blank(world_size: int, outlined: Mapping[str, Any]) -> dict[str, Any]:
-    """The smallest batch for a ring of this size, of nothing but padding: for a ring without rows when others have some.
+def blank(world_size: int, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the smallest batch for a ring of this size, of nothing but padding, for a ring that has no rows left.
 
-    It has what `outline` tells of their batch: a row of tensors of tokens and of rows, and zeros in the place of others.
+    Args:
+        entries: those of `outline`, of another ring's batch. A tensor of tokens or of rows becomes one row of padding,
+            and another tensor keeps its shape and has zeros.
     """
     batch = {
         name: torch.full((1, world_size)[: x.of_batch] + x.shape[x.of_batch :], fill_of(name, x.dtype), dtype=x.dtype)
         if isinstance(x, Entry)
         else x
-        for name, x in outlined.items()
+        for name, x in entries.items()
     }
-    nothing = torch.zeros(1, world_size, dtype=torch.int64)
+    padding = torch.zeros(1, world_size, dtype=torch.int64)
     if "inputs_embeds" not in batch:
-        batch.setdefault("input_ids", nothing)
-    batch["attention_mask"] = nothing
-    batch["labels"] = torch.full_like(nothing, IGNORED)
+        batch.setdefault("input_ids", padding)
+    batch["attention_mask"] = padding
+    batch["labels"] = torch.full_like(padding, IGNORED)
     return batch
 
 
 def digests(batch: Any) -> dict[str, str]:
-    """What ranks compare instead of a batch, by name."""
+    """Returns a digest of each entry of a batch, by its name; ranks compare these instead of the batch."""
     named = sorted(batch.items()) if isinstance(batch, Mapping) else [("batch", batch)]
     return {str(name): digest(x) for name, x in named}

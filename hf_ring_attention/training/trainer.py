@@ -1,4 +1,4 @@
-"""Transformers' Trainer on sharded sequences: its losses, gradients, evaluation and checkpoints are those of one device."""
+"""Transformers' Trainer on sharded sequences, with the losses, gradients, evaluation and checkpoints of one device."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from ..ring.ring import Ring
 from ..transport.lost_processes import naming_lost_processes
 from .collators import PackingCollator, PaddingCollator
 from .columns import TOKEN_COLUMNS
-from .loaders import RingDataLoader, Shards
+from .loaders import LoaderPreparer, RingDataLoader
 from .losses import sliced_loss
 from .next_tokens import shift_labels_of
+from .shard_iterators import Shards
 from .shards import IGNORED
-from .trainer_checks import unsuited, warn_of_methods
+from .trainer_checks import preprocessed_by_token, warn_of_methods, wrong_settings
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +38,19 @@ class RingTrainingArguments(TrainingArguments):
     """`TrainingArguments` of a `RingTrainer`; batch sizes are those of a ring.
 
     Args:
-        ring_size: processes that share each sequence; it divides their number, and the rings are data parallel. Several
-            processes must say it: 1 makes each process a ring of its own, their number makes one ring of all.
+        ring_size: processes that share each sequence. It divides the number of processes, and the rings are data
+            parallel. It is needed if there are several processes: 1 makes each process a ring of its own, and the number
+            of processes makes one ring of all.
         ring_layout: "auto", "contiguous" or "zigzag".
         ring_transport: "auto", "ring", "collective" or "local".
         loss_tokens_at_once: tokens whose logits exist at any time (`sliced_loss`); 0 for those of the whole shard.
-        offload_activations: what the forward pass saves waits in host memory; with gradient_checkpointing, that is the
-            input of each layer.
+        offload_activations: whether tensors that the forward pass saves wait in host memory; with
+            gradient_checkpointing, these are the inputs of the layers.
+
+    Example:
+        >>> args = ra.RingTrainingArguments("output", ring_layout="zigzag", use_cpu=True, report_to=[])
+        >>> args.ring_layout, args.ring_transport, args.loss_tokens_at_once
+        ('zigzag', 'auto', 1024)
     """
 
     ring_size: int | None = field(
@@ -53,33 +60,14 @@ class RingTrainingArguments(TrainingArguments):
     ring_transport: str = field(default="auto", metadata={"help": "auto, ring, collective or local"})
     loss_tokens_at_once: int = field(default=1024, metadata={"help": "tokens whose logits exist at a time; 0: all"})
     offload_activations: bool = field(default=False, metadata={"help": "keep saved activations in host memory"})
-    # Not "str | bool", of which HfArgumentParser takes the bool.
+    # TrainingArguments has "str | bool", which HfArgumentParser reads as a bool.
     include_num_input_tokens_seen: str = field(
         default="non_padding", metadata={"help": "which tokens are counted: non_padding, all or no"}
     )
 
 
-class _LoaderPreparer:
-    """In place of the accelerator where a Trainer makes its loaders: the ring prepares them, and does what else is asked."""
-
-    def __init__(self, accelerator: Any, ring: Ring) -> None:
-        self.accelerator, self.ring = accelerator, ring
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.accelerator, name)
-
-    def prepare(self, *objects: Any, **how: Any) -> Any:
-        if not all(isinstance(x, DataLoader) for x in objects):
-            return self.accelerator.prepare(*objects, **how)
-        loaders = tuple(self.prepare_data_loader(loader) for loader in objects)
-        return loaders if len(loaders) > 1 else loaders[0]
-
-    def prepare_data_loader(self, loader: DataLoader, **how: Any) -> RingDataLoader:
-        return self.ring.prepare_data_loader(loader)
-
-
 if TYPE_CHECKING:
-    _Trainer = Trainer  # what the mixin is mixed into
+    _Trainer = Trainer  # type checkers see the methods of the class that the mixin is mixed into
 else:
     _Trainer = object
 
@@ -87,24 +75,34 @@ else:
 class RingTrainerMixin(_Trainer):
     """Makes a Trainer shard its sequences over rings: `class RingSFTTrainer(RingTrainerMixin, SFTTrainer)`.
 
-    Its model is patched to "ring_dilated" with the pattern of its config. Batches are made by the Trainer's own collator
-    and then cut (see `shard_batch`); a `get_train_dataloader` of the user, and its like, may return a torch DataLoader, which
-    the ring prepares. A `compute_loss` of the user gets shards: `inputs["shift_labels"]` are the labels
-    of the next tokens, and your loss must be the sum over them divided by `num_items_in_batch`, times the number of processes
-    (`super().compute_loss` is that already). Losses of the model are computed in slices of `loss_tokens_at_once` tokens, so
-    that outputs of calls with labels have no logits: call the model without labels, or set it to 0, for a loss that needs
-    them. Evaluation sums over tokens; it also gives the perplexity and the number of tokens.
+    The model is patched to "ring_dilated" with the pattern of its config. The Trainer's own collator makes batches, which
+    are then cut (`shard_batch`). If you define `get_train_dataloader`, or the methods for evaluation and test, they may
+    return a torch DataLoader, which the ring prepares. If you define `compute_loss`, it gets shards: `inputs["shift_labels"]`
+    are the labels of next tokens, and the loss must be the sum over them divided by `num_items_in_batch`, times the number
+    of processes, as that of `super().compute_loss` is. The model's loss is computed for `loss_tokens_at_once` tokens at a
+    time, so that outputs of calls with labels have no logits: for a loss that needs logits, call the model without labels,
+    or set `loss_tokens_at_once` to 0. Evaluation sums over tokens, and also gives the perplexity and the number of tokens.
 
     Args:
-        ring_size, ring_layout, ring_transport, loss_tokens_at_once, offload_activations: those of
-            `RingTrainingArguments`, for Trainers with arguments of their own.
+        ring_size, ring_layout, ring_transport, loss_tokens_at_once, offload_activations: as in `RingTrainingArguments`,
+            for Trainers with arguments of their own.
 
     Raises:
         ValueError: on every process, at set-up: no ring size for several processes, or one that does not divide their
             number; a model with attention dropout, with a loss function of its own or another loss than that of next tokens
-            (masked language models, classifiers, preferences); or what would be computed from a shard alone: label
-            smoothing, `compute_loss_func`, `include_for_metrics`, NEFTune, counts of padding or of single processes.
+            (masked language models, classifiers, preferences); or a result that would be computed from a shard alone:
+            label smoothing, `compute_loss_func`, `include_for_metrics`, NEFTune, counts of padding or of single processes.
         NotImplementedError: a model that ring_dilated does not compute.
+
+    Example:
+        >>> from transformers import Trainer, TrainingArguments
+        >>> class MyRingTrainer(ra.RingTrainerMixin, Trainer):
+        ...     pass
+        >>> args = TrainingArguments("output", use_cpu=True, disable_tqdm=True, report_to=[])
+        >>> trainer = MyRingTrainer(tiny_llama(), args, data_collator=ra.PaddingCollator(), ring_size=1)
+        >>> trainer.evaluate([{"input_ids": [1, 2, 3, 4]}, {"input_ids": [5, 6]}])["eval_tokens"]
+        {'eval_loss': ...}
+        4
     """
 
     ring: Ring
@@ -120,24 +118,24 @@ class RingTrainerMixin(_Trainer):
         self._scored: Tensor | int = 0
         self._shard_preprocess: Callable[..., Any] | None = None
         super().__init__(*args, **kwargs)
-        self.ring.agree_everywhere({}, unsuited(self, RingTrainerMixin))
+        self.ring.agree_everywhere({}, wrong_settings(self, RingTrainerMixin))
         warn_of_methods(self, RingTrainerMixin)
-        # Those of subclasses too, which are called before any of this class.
+        # The attributes of the object replace the methods of subclasses too, which come before those of this class.
         for name in ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"):
             setattr(self, name, partial(self._loader_of_ring, getattr(self, name), name == "get_train_dataloader"))
 
     def ring_setting(self, name: str) -> Any:
-        """As given to this Trainer, or by its arguments."""
+        """Returns a setting of this Trainer, or else of its arguments."""
         default = getattr(RingTrainingArguments, name)
         return self.ring_settings.get(name, getattr(self.args, name, default))
 
     def _ring_size(self) -> int | None:
-        """As given; a process alone need not say it, and of several `Ring.from_accelerator` refuses that."""
+        """Returns the ring size; 1 for a process alone that has none. `Ring.from_accelerator` refuses None of several."""
         size: int | None = self.ring_setting("ring_size")
         return 1 if size is None and self.accelerator.num_processes == 1 else size
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Also makes the ring, and patches the model."""
+        """Makes the accelerator, and then the ring, and patches the model."""
         super().create_accelerator_and_postprocess()
         self.ring = Ring.from_accelerator(
             self.accelerator,
@@ -149,24 +147,24 @@ class RingTrainerMixin(_Trainer):
             patch_model(self.model, ring=self.ring)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """Also patches the model."""
+        """Makes the model, and patches it."""
         return patch_model(super().call_model_init(trial), ring=self.ring)
 
     # ---- batches
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's own loader, but prepared by the ring."""
+        """Returns Trainer's own loader, prepared by the ring."""
         with self._preparing_by_the_ring():
             return super()._get_dataloader(*args, **kwargs)
 
     def _preparing_by_the_ring(self) -> AbstractContextManager[None]:
-        """A context in which Trainer's own methods prepare loaders by the ring."""
-        return _swapped(self, accelerator=_LoaderPreparer(self.accelerator, self.ring))
+        """Returns a context in which Trainer's own methods prepare loaders by the ring."""
+        return _swapped(self, accelerator=LoaderPreparer(self.accelerator, self.ring))
 
     def _loader_of_ring(self, getter: Callable[..., Any], training: bool, *args: Any, **kwargs: Any) -> Any:
-        """What a user's `get_..._dataloader` gives, prepared by the ring where it is not.
+        """Returns the loader of a user's `get_..._dataloader`, prepared by the ring if it is not yet.
 
-        Trainer's loop gets whole rows, which may have to be skipped first; all others get shards.
+        Trainer's loop gets the loader of whole rows, since it may have to skip some; other callers get shards.
         """
         with self._preparing_by_the_ring():
             loader = self.ring.prepare_data_loader(getter(*args, **kwargs))
@@ -176,14 +174,14 @@ class RingTrainerMixin(_Trainer):
         return loader.rows
 
     def _set_signature_columns_if_needed(self) -> None:
-        """Also those columns that this package's collators read, and no model does."""
+        """Makes Trainer keep the columns that this package's collators read, and that models do not take."""
         super()._set_signature_columns_if_needed()
         if isinstance(self.data_collator, (PaddingCollator, PackingCollator)):
             columns: Any = self._signature_columns
             columns += [name for name in TOKEN_COLUMNS if name not in columns]
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
-        """The shards of the next batches, and how many labels they have on all processes together."""
+        """Returns the shards of the next batches, and how many labels they have on all processes together."""
         if self._shards is None or self._shards.source is not epoch_iterator:
             if self._training_loader is None:
                 raise ValueError(
@@ -191,20 +189,19 @@ class RingTrainerMixin(_Trainer):
                     f"subclass, where it may return a torch DataLoader"
                 )
             self._shards = self._training_loader.shards(epoch_iterator)
-        taken = super().get_batch_samples(self._shards, num_batches, device)
+        batches, items = super().get_batch_samples(self._shards, num_batches, device)
         loader = self.accelerator.gradient_state.active_dataloader
-        if loader is not None:  # an epoch's last batch is of shards, not rows, of which Accelerate would leave out some
+        if loader is not None:  # Accelerate would leave rows out of an epoch's last batch, and shards are not rows
             loader.remainder = -1
-        batches, items = taken
-        # A step without any label changes nothing.
+        # A step without any label has the loss 0, and not 0 / 0.
         return batches, max(items, 1) if isinstance(items, int) else None if items is None else items.clamp(min=1)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Rows of an optimizer step: those of all rings."""
+        """Returns the number of rows of an optimizer step, those of all rings."""
         return super().get_total_train_batch_size(args) // self.ring.world_size
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """Counts tokens, without what fills a row up to its layout."""
+        """Counts tokens, without the padding that fills a row up to its layout."""
         if self.args.include_num_input_tokens_seen == "no":
             return
         mask = inputs.get("attention_mask") if self.args.include_num_input_tokens_seen == "non_padding" else None
@@ -220,8 +217,8 @@ class RingTrainerMixin(_Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Trainer's; the model's own loss is computed for a slice of tokens at a time, unless the outputs are asked for."""
-        # Losses by the logits need all of them.
+        """Computes Trainer's loss; the model's own for a slice of tokens at a time, unless outputs are asked for."""
+        # A loss that is computed from logits needs those of all tokens.
         by_logits = return_outputs or self.label_smoother is not None or self.compute_loss_func is not None
         at_once = 0 if by_logits else self.ring_setting("loss_tokens_at_once")
         with sliced_loss(model, at_once) if at_once else nullcontext():
@@ -230,21 +227,21 @@ class RingTrainerMixin(_Trainer):
             )
 
     def compute_loss_context_manager(self) -> ExitStack:
-        """Trainer's, and where it is asked for the offloading of activations."""
+        """Returns Trainer's context, which also offloads activations if the setting asks for it."""
         stack: ExitStack = super().compute_loss_context_manager()
         if self.ring_setting("offload_activations"):
             stack.enter_context(save_on_cpu(pin_memory=self.args.device.type != "cpu"))
         return stack
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's; where communication fails, the error names the processes that are gone."""
+        """Trains as Trainer does; if communication fails, the error names the processes that are gone."""
         self._in_training_loop = True
         try:
             with naming_lost_processes():
                 return super().train(*args, **kwargs)
         finally:
             self._in_training_loop = False
-            self._shards = None  # with the loader's workers, where the last epoch was not read to its end
+            self._shards = None  # this also ends the workers of an epoch that was not read to its end
             self._training_loader = None
 
     # ---- evaluation
@@ -256,7 +253,7 @@ class RingTrainerMixin(_Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor, Any, Any]:
-        """The loss of a batch of shards, and where they are asked for the logits and labels of its whole rows."""
+        """Returns the loss of a batch of shards, and the logits and labels of its whole rows if they are asked for."""
         inputs = self._prepare_inputs(inputs)
         tokens = (shift_labels_of(inputs, "evaluation") != IGNORED).sum()
         tokens = self.accelerator.gather(tokens).sum()
@@ -269,46 +266,30 @@ class RingTrainerMixin(_Trainer):
             )
         loss, outputs = (answer, {}) if prediction_loss_only else answer
         loss = loss.detach().mean()
-        # A process's share was multiplied by their number, for gradients that are averaged.
+        # The share of a process was multiplied by the number of processes, for gradients that are averaged.
         self._nll = self._nll + loss.double() * tokens / self.accelerator.num_processes
         self._scored = self._scored + tokens
         if prediction_loss_only:
             return loss, None, None
         logits, labels = outputs["logits"] if hasattr(outputs, "keys") else outputs[1], inputs["labels"]
-        if self._shard_preprocess is not None:  # here, so that logits of whole rows need not exist
+        if self._shard_preprocess is not None:  # before shards are joined, so that logits of whole rows never exist
             logits = self._preprocessed(logits, labels)
         mask = inputs.get("attention_mask")
         rows = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
-        if mask is not None:  # without those of a ring that had no more rows
+        if mask is not None:  # a ring that had no rows left took part with rows of padding
             rows = self._whole_rows(mask).any(1)
         logits, labels = recursively_apply(lambda x: self._whole_rows(x)[rows], (logits, labels))
         return loss, logits, labels
 
     def _preprocessed(self, logits: Tensor, labels: Tensor) -> Any:
-        """What the user's function makes of a shard; at first it must show that it makes each token's from that token."""
+        """Returns what the user's function makes of a shard; its first call is checked on all ranks."""
         preprocess: Any = self._shard_preprocess
-        sharded = self.ring.world_size > 1
-        if not sharded or self._preprocess_checked:
+        if self.ring.world_size == 1 or self._preprocess_checked:
             return preprocess(logits, labels)
-        error, half = None, labels.shape[1] // 2
-        try:
-            made = preprocess(logits, labels)
-            fits = isinstance(made, Tensor) and made.shape[:2] == labels.shape[:2]
-            for part in (slice(0, half), slice(half, None)) if fits and half else ():
-                alone = preprocess(logits[:, part], labels[:, part])
-                fits = fits and torch.allclose(alone.float(), made[:, part].float(), rtol=1e-3, equal_nan=True)
-        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as failed:
-            error, fits = failed, False
-        if not fits:
-            error = ValueError(
-                f"preprocess_logits_for_metrics sees shards of rows, so it must make each token's result from that token's "
-                f"logits and label, [rows, tokens, ...], as lambda logits, labels: logits.argmax(-1) does; for "
-                f"{list(labels.shape)} tokens it {'failed: ' + str(error) if error else 'did otherwise'}: leave it out, and "
-                f"compute_metrics gets the logits of whole rows"
-            )
+        result, error = preprocessed_by_token(preprocess, logits, labels)
         self.ring.agree_everywhere({}, error)
         self._preprocess_checked = True
-        return made
+        return result
 
     def _whole_rows(self, shards: Tensor) -> Tensor:
         if self.ring.world_size == 1:
@@ -318,17 +299,20 @@ class RingTrainerMixin(_Trainer):
         return whole
 
     def _gather_rows(self, x: Any) -> Any:
-        """What each ring has, one after the other; all ranks of a ring have the same."""
-        told = self.ring.agree_everywhere({}, tell=send_to_device(x, "cpu") if self.ring.rank == 0 else None)
-        return concatenate([rows for rows in told if rows is not None])
+        """Returns the rows of all rings, one ring after the other; each ring's come from its first rank."""
+        by_process = self.ring.agree_everywhere({}, tell=send_to_device(x, "cpu") if self.ring.rank == 0 else None)
+        return concatenate([rows for rows in by_process if rows is not None])
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Trainer's, but for an evaluation's steps per second, which it counts as if each process read rows of its own."""
+        """Logs as Trainer does, but leaves out the steps per second of an evaluation.
+
+        Trainer counts these as if each process read rows of its own.
+        """
         self._leave_out_steps(logs)
         super().log(logs, *args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's, of data with labels; but for its steps per second, see `log`."""
+        """Predicts as Trainer does, from data with labels; the metrics lack steps per second, as in `log`."""
         output = super().predict(*args, **kwargs)
         self._leave_out_steps(output.metrics)
         return output
@@ -346,11 +330,11 @@ class RingTrainerMixin(_Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """Trainer's; its loss is the sum over all tokens divided by their number, however short the last batch is."""
+        """Evaluates as Trainer does; the loss is the sum over all tokens divided by their number."""
         dataloader = self.ring.prepare_data_loader(dataloader)
         self._nll, self._scored = torch.zeros((), dtype=torch.float64, device=self.args.device), 0
         self._preprocess_checked = False
-        self.gather_function = self._gather_rows  # which Trainer puts back
+        self.gather_function = self._gather_rows  # Trainer resets it after the loop
         own = self.preprocess_logits_for_metrics
         with _swapped(self, preprocess_logits_for_metrics=None, _shard_preprocess=own), naming_lost_processes():
             output = super().evaluation_loop(
@@ -358,7 +342,9 @@ class RingTrainerMixin(_Trainer):
             )
             nll, tokens = float(self.accelerator.gather(self._nll).sum()), int(self._scored)
         if tokens == 0:
-            raise ValueError(f"{description}: no token has a label: every label is -100")
+            raise ValueError(
+                f"{description}: no token has a label: every label is -100; evaluate documents with labels"
+            )
         loss = nll / tokens
         metrics: Any = output.metrics
         metrics[f"{metric_key_prefix}_loss"] = loss
@@ -369,7 +355,7 @@ class RingTrainerMixin(_Trainer):
 
 @contextmanager
 def _swapped(owner: Any, **values: Any) -> Iterator[None]:
-    """Gives attributes other values for the time of a call."""
+    """Gives attributes other values inside the context."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
@@ -381,7 +367,17 @@ def _swapped(owner: Any, **values: Any) -> Iterator[None]:
 
 
 class RingTrainer(RingTrainerMixin, Trainer):
-    """Transformers' Trainer with sequences sharded over rings of `args.ring_size` processes; see `RingTrainerMixin`."""
+    """Transformers' Trainer with sequences sharded over rings of `args.ring_size` processes, by `RingTrainerMixin`.
+
+    Example:
+        >>> options = {"max_steps": 2, "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "report_to": []}
+        >>> args = ra.RingTrainingArguments("output", **options)
+        >>> documents = [{"input_ids": [1, 2, 3, 4]}, {"input_ids": [5, 6, 7]}]
+        >>> trainer = ra.RingTrainer(tiny_llama(), args, train_dataset=documents, data_collator=ra.PaddingCollator())
+        >>> trainer.train().global_step
+        {'train_runtime': ...}
+        2
+    """
 
     def __init__(self, model: Any = None, args: RingTrainingArguments | None = None, **kwargs: Any) -> None:
         super().__init__(model, RingTrainingArguments("tmp_trainer") if args is None else args, **kwargs)

@@ -1,9 +1,13 @@
-"""What keeps a Trainer from working over a ring, found when it is made."""
+"""Checks of a Trainer's settings and methods, at the time when it is made."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..hf.support import untrainable
 from ..hf.wrappers import unwrapped, whole_model
@@ -12,8 +16,12 @@ from .next_tokens import check_next_token_loss
 logger = logging.getLogger(__name__)
 
 
-def unsuited(trainer: Any, mixin: type[Any]) -> ValueError | None:
-    """What of this Trainer's settings would be wrong on shards."""
+def wrong_settings(trainer: Any, mixin: type[Any]) -> ValueError | None:
+    """Returns the error of a Trainer whose model or settings would give wrong results on shards; None if all is right.
+
+    Args:
+        mixin: `RingTrainerMixin`.
+    """
     model, args = unwrapped(trainer.model), trainer.args
     error = untrainable(model)
     if error is not None:
@@ -31,14 +39,14 @@ def unsuited(trainer: Any, mixin: type[Any]) -> ValueError | None:
         return ValueError(f"loss_tokens_at_once must be a number of tokens, or 0 for all at once, got {at_once!r}")
     if getattr(args, "predict_with_generate", False):
         return ValueError(
-            f"predict_with_generate: {type(trainer).__name__} evaluates losses and logits, and generates nothing: set it to "
-            f"False, and call model.generate after training"
+            f"predict_with_generate: {type(trainer).__name__} evaluates losses and logits, and generates nothing: set "
+            f"predict_with_generate=False, and call model.generate after training"
         )
     name = type(model).__name__
     sharded, several = trainer.ring.world_size > 1, args.world_size > 1
     counting = getattr(args, "include_num_input_tokens_seen", "no")
     sampling = getattr(args, "train_sampling_strategy", None)
-    for wrong, what, remedy in (
+    for wrong, setting, remedy in (
         (args.n_gpu > 1, f"DataParallel over {args.n_gpu} GPUs", "start a process for each: accelerate launch"),
         (
             several and own_loss and not trainer.model_accepts_loss_kwargs,
@@ -63,14 +71,18 @@ def unsuited(trainer: Any, mixin: type[Any]) -> ValueError | None:
     ):
         if wrong:
             return ValueError(
-                f"{what} would be computed from the shard of a row that each process has, and not from the whole row, so "
+                f"{setting} would be computed from the shard of a row that each process has, and not from the whole row, so "
                 f"its result would be wrong: {remedy}"
             )
     return None
 
 
 def warn_of_methods(trainer: Any, mixin: type[Any]) -> None:
-    """Says which methods of a Trainer below this class meet shards, which they may not expect, or are not called."""
+    """Warns of methods that a Trainer has from classes below the mixin, and that get shards or are never called.
+
+    Args:
+        mixin: `RingTrainerMixin`.
+    """
     own = type(trainer).__name__
     for name, meaning in (
         (
@@ -90,3 +102,30 @@ def warn_of_methods(trainer: Any, mixin: type[Any]) -> None:
         known = owner.__module__.startswith("transformers.") or owner.__module__ == "trl.trainer.sft_trainer"
         if not known and (name == "prediction_step" or trainer.ring.world_size > 1) and trainer.is_world_process_zero():
             logger.warning(f"%s.%s {meaning}", owner.__name__, name, own)
+
+
+def preprocessed_by_token(
+    preprocess: Callable[..., Any], logits: Tensor, labels: Tensor
+) -> tuple[Any, ValueError | None]:
+    """Returns what a user's function makes of the logits of a shard, and its error.
+
+    Each token's result must follow from that token's logits and label alone, so the results of the shard's halves must be
+    halves of the result.
+    """
+    result, failure, half = None, None, labels.shape[1] // 2
+    try:
+        result = preprocess(logits, labels)
+        fits = isinstance(result, Tensor) and result.shape[:2] == labels.shape[:2]
+        for part in (slice(0, half), slice(half, None)) if fits and half else ():
+            alone = preprocess(logits[:, part], labels[:, part])
+            fits = fits and torch.allclose(alone.float(), result[:, part].float(), rtol=1e-3, equal_nan=True)
+    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
+        failure, fits = error, False
+    if fits:
+        return result, None
+    reason = "it failed: " + str(failure) if failure else "its result depends on other tokens, or has another shape"
+    return None, ValueError(
+        f"preprocess_logits_for_metrics sees shards of rows, so it must make each token's result from that token's logits "
+        f"and label, [rows, tokens, ...], as lambda logits, labels: logits.argmax(-1) does; for {list(labels.shape)} tokens "
+        f"{reason}: leave it out, and compute_metrics gets the logits of whole rows"
+    )
