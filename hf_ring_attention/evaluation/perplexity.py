@@ -1,4 +1,4 @@
-"""Perplexity of long documents in one pass: sums over tokens, logits in slices, rows sharded over a ring."""
+"""The perplexity of long documents in one pass: sums over tokens, logits in slices, rows sharded over a ring."""
 
 from __future__ import annotations
 
@@ -32,10 +32,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PerplexityReport:
-    """Sums over all scored tokens of all rows.
+    """The sums over all scored tokens of all rows.
 
-    nll: negative log-likelihood in nats; tokens: how many were scored; token_nll: [B, n] float32 on the CPU, of each
-    token given those before it, NaN where not scored; seconds: wall time of the passes.
+    Attributes:
+        nll: the negative log-likelihood of all scored tokens, in nats.
+        tokens: how many tokens were scored.
+        token_nll: [B, n] float32 on the CPU: the nll of each token, given those before it; NaN where it was not scored.
+        seconds: the wall time of the passes.
+
+    Example:
+        >>> report = ra.perplexity(tiny_llama(), torch.arange(1, 65)[None])
+        >>> report
+        PerplexityReport(perplexity=..., nll=..., tokens=63, rows=1, seconds=...)
+        >>> report.token_nll[0, :2].isnan().tolist()  # nothing predicts the first token
+        [True, False]
     """
 
     nll: float
@@ -45,7 +55,7 @@ class PerplexityReport:
 
     @property
     def perplexity(self) -> float:
-        """exp(nll / tokens)."""
+        """The perplexity of all scored tokens, exp(nll / tokens)."""
         return math.exp(self.nll / self.tokens)
 
     def __repr__(self) -> str:
@@ -65,10 +75,7 @@ def perplexity(
     attention_mask: Tensor | None = None,
     logits_at_once: int = 512,
 ) -> PerplexityReport:
-    """How well a causal language model predicts each token of whole rows from all those before it that it sees.
-
-        report = ra.perplexity(model, tokenizer(text, return_tensors="pt"))
-        print(report.perplexity, report.tokens)
+    """Measures how well a causal language model predicts each token of whole rows from the earlier tokens that it sees.
 
     The model runs in evaluation mode, one row at a time and without its padding; logits are formed for a slice of tokens at
     a time, so that neither the vocabulary nor other rows set the memory. Several threads may do this with one model, but
@@ -76,12 +83,12 @@ def perplexity(
 
     Args:
         model: a causal language model, with any attention implementation; on a ring it is patched to "ring_dilated".
-        input_ids: [B, n] or [n] integers, whole rows, the same on every rank; n is at least 2. Or what a tokenizer returns:
-            a mapping of input_ids and, if it has one, attention_mask.
-        ring: the ranks over which each row is sharded; None for the ring the model was patched with, if any.
+        input_ids: [B, n] or [n] integers, whole rows, the same on every rank; n is at least 2. What a
+            tokenizer returns will do: a mapping of input_ids and, if it has one, attention_mask.
+        ring: the ranks over which each row is sharded; None for the ring that the model was patched with, if any.
         attention_mask: like input_ids, of integers or bool: 1 for tokens, and 0 for padding before and after them, which is
             neither seen nor scored.
-        logits_at_once: tokens of a slice.
+        logits_at_once: the number of tokens in a slice.
 
     Returns:
         The report, the same on every rank.
@@ -91,6 +98,14 @@ def perplexity(
             predict tokens from those before them (masked language models, classifiers, encoders); rows of fewer than 2
             tokens, or of more than the model has positions for; tokens or masks that are no such integers, padding between
             tokens, shapes that differ, ranks that differ, or no token to score.
+
+    Example:
+        >>> ids = torch.arange(1, 65)[None]  # or tokenizer(text, return_tensors="pt")
+        >>> whole = ra.perplexity(tiny_llama(), ids)
+        >>> models = [tiny_llama(), tiny_llama()]  # the same on each rank
+        >>> sharded, _ = ra.run_simulated(lambda ring: ra.perplexity(models[ring.rank], ids, ring=ring), 2)
+        >>> sharded.tokens, abs(sharded.perplexity / whole.perplexity - 1) < 1e-4
+        (63, True)
     """
     inner = whole_model(model, "perplexity")
     served = ring or attached_ring(inner) or Ring.alone()
@@ -122,27 +137,27 @@ def perplexity(
     )
 
 
-def _rows_of(given: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
-    """Tokens and mask [B, n] int64 on the CPU, of what `perplexity` was given."""
-    if isinstance(given, Mapping):
+def _rows_of(batch: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
+    """Returns tokens and mask, [B, n] int64 on the CPU, of what `perplexity` was given."""
+    if isinstance(batch, Mapping):
         others = {
             name: x
-            for name, x in given.items()
+            for name, x in batch.items()
             if name not in ("input_ids", "attention_mask", "special_tokens_mask", "offset_mapping", *ASIDE)
         }
         types = others.pop("token_type_ids", None)
         if others or (types is not None and bool(torch.as_tensor(types).any())):
             raise ValueError(
-                f"perplexity: takes input_ids and attention_mask of a batch, got {sorted(map(str, given))}: it scores every "
+                f"perplexity: takes input_ids and attention_mask of a batch, got {sorted(map(str, batch))}: it scores every "
                 f"token of whole rows, and knows no labels, positions, kinds of tokens or other inputs"
             )
-        if "input_ids" not in given:
-            raise ValueError(f"perplexity: a batch must have input_ids, got {sorted(map(str, given))}")
-        if attention_mask is not None and given.get("attention_mask") is not None:
+        if "input_ids" not in batch:
+            raise ValueError(f"perplexity: a batch must have input_ids, got {sorted(map(str, batch))}")
+        if attention_mask is not None and batch.get("attention_mask") is not None:
             raise ValueError("perplexity: attention_mask was given twice, in the batch and beside it: pass one of them")
-        attention_mask = given.get("attention_mask") if attention_mask is None else attention_mask
-        given = given["input_ids"]
-    ids = _token_ids("input_ids", given)
+        attention_mask = batch.get("attention_mask") if attention_mask is None else attention_mask
+        batch = batch["input_ids"]
+    ids = _token_ids("input_ids", batch)
     if ids.dim() not in (1, 2) or ids.shape[-1] < 2 or ids.shape[0] < 1:
         raise ValueError(f"perplexity: input_ids must be [rows, tokens] with 2 tokens or more, got {tuple(ids.shape)}")
     mask = torch.ones_like(ids) if attention_mask is None else _token_ids("attention_mask", attention_mask)
@@ -156,33 +171,33 @@ def _rows_of(given: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
     return ids.reshape(-1, length), mask.reshape(-1, length)
 
 
-def _token_ids(name: str, given: Any) -> Tensor:
-    """What a tokenizer may give, as a tensor of int64 on the CPU."""
-    if isinstance(given, (list, tuple, np.ndarray)):
+def _token_ids(name: str, values: Any) -> Tensor:
+    """Returns what a tokenizer may give as a tensor of int64 on the CPU."""
+    if isinstance(values, (list, tuple, np.ndarray)):
         try:
-            given = torch.as_tensor(given)
+            values = torch.as_tensor(values)
         except (ValueError, TypeError) as failed:
             raise ValueError(
                 f"perplexity: {name} must be rows of integers of one length: {failed}; tokenize with padding=True and "
                 f"return_tensors='pt', or pass one text at a time"
             ) from failed
-    if not isinstance(given, Tensor):
+    if not isinstance(values, Tensor):
         raise ValueError(
-            f"perplexity: {name} must be a tensor of integers, or what a tokenizer returns, got {type(given).__name__}"
+            f"perplexity: {name} must be a tensor of integers, or what a tokenizer returns, got {type(values).__name__}"
         )
-    if given.is_floating_point() or given.is_complex() or (name == "input_ids" and given.dtype is torch.bool):
+    if values.is_floating_point() or values.is_complex() or (name == "input_ids" and values.dtype is torch.bool):
         remedy = "1 for tokens and 0 for padding" if name == "attention_mask" else "tokens of the model's tokenizer"
         raise ValueError(
-            f"perplexity: {name} must be integers ({remedy}), got {given.dtype}: pass {name}.long() of those"
+            f"perplexity: {name} must be integers ({remedy}), got {values.dtype}: pass {name}.long(), if these are the numbers"
         )
-    return given.detach().to("cpu", torch.int64).contiguous()
+    return values.detach().to("cpu", torch.int64).contiguous()
 
 
 def _check_rows(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> None:
     """Refuses what the model could not compute, or what would not be scored as it was meant.
 
     Raises:
-        ValueError: see `perplexity`.
+        ValueError: as `perplexity`.
     """
     table = model.get_input_embeddings()
     vocabulary = table.num_embeddings if isinstance(table, nn.Embedding) else None
@@ -202,8 +217,9 @@ def _check_rows(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> None:
         first, stop = _extent(ones)
         if stop - first != int(ones.sum()):
             raise ValueError(
-                f"perplexity: row {row} of attention_mask has padding inside: {int(ones.sum())} tokens between {first} and "
-                f"{stop}: padding belongs before and after a row's tokens; pass packed documents as rows of their own"
+                f"perplexity: batch row {row} of attention_mask has padding inside: it marks {int(ones.sum())} of the tokens "
+                f"{first} to {stop - 1}: padding belongs before and after the tokens of a row; pass packed documents as rows "
+                f"of their own"
             )
     longest, places = int(mask.sum(1).max()), places_of(runner_of(model))
     if places is not None and longest > places:
@@ -216,16 +232,16 @@ def _check_rows(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> None:
 
 
 def _extent(mask: Tensor) -> tuple[int, int]:
-    """From the first to behind the last token of a row that is not padding."""
+    """Returns where the tokens of a row that are not padding begin, and where they stop."""
     tokens = mask.nonzero().flatten()
     return (int(tokens[0]), int(tokens[-1]) + 1) if len(tokens) else (0, 0)
 
 
 def _row_nll(model: PreTrainedModel, ring: Ring, row: Tensor, logits_at_once: int) -> Tensor:
-    """[n - 1] float32 on the CPU: of each token [n] but the first one."""
+    """Returns [n - 1] float32 on the CPU: the loss of each of n tokens but the first."""
     layout = ring.layout_for(len(row), layer_pattern(model.config.get_text_config(), None))
     ids = row[None].to(model.device)
-    labels = F.pad(ids[:, 1:], (0, 1), value=IGNORED)  # of each token, the next one
+    labels = F.pad(ids[:, 1:], (0, 1), value=IGNORED)  # The label of each token is the next one.
     positions = torch.arange(len(row), device=ids.device)[None] + first_position(runner_of(model))
     nll = _next_token_nll(
         model,
@@ -241,21 +257,24 @@ def _row_nll(model: PreTrainedModel, ring: Ring, row: Tensor, logits_at_once: in
 def _next_token_nll(
     model: PreTrainedModel, ring: Ring, ids: Tensor, labels: Tensor, positions: Tensor, logits_at_once: int
 ) -> Tensor:
-    """[1, n] float32: of each token's label, NaN for ignored ones."""
+    """Returns [1, n] float32: the loss of each token's label, NaN where the label is ignored."""
     arguments = _accepted(model, {"input_ids": ids, "position_ids": positions, "use_cache": False})
     output = model.get_output_embeddings()
     call = HeadCall(output)
     with watching(output), running(call):
-        made = _logits(model(**arguments))
-    head, hidden = call.head(made, model.config), call.hidden
-    unknown = torch.tensor(hidden is not None and head is None, device=ids.device)
-    if any(bool(of_rank) for of_rank in ring.gather(unknown)):  # by all ranks together
-        logger.warning("%s forms its logits in a way of its own: they are kept for the whole row", type(model).__name__)
-        head, made = None, _logits(model(**arguments))
+        formed = _logits(model(**arguments))
+    head, hidden = call.head(formed, model.config), call.hidden
+    head_unknown = torch.tensor(hidden is not None and head is None, device=ids.device)
+    if any(bool(of_rank) for of_rank in ring.gather(head_unknown)):  # All ranks must decide alike.
+        logger.warning(
+            "%s forms its logits in a way of its own, so the logits of the whole row are held at once",
+            type(model).__name__,
+        )
+        head, formed = None, _logits(model(**arguments))
     nll = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
     for first in range(0, ids.shape[1], logits_at_once):
         part = slice(first, first + logits_at_once)
-        logits = made[:, part] if head is None or hidden is None else head(hidden[:, part])
+        logits = formed[:, part] if head is None or hidden is None else head(hidden[:, part])
         nll[:, part] = F.cross_entropy(
             logits.float().transpose(1, 2), labels[:, part], ignore_index=IGNORED, reduction="none"
         )
@@ -263,7 +282,7 @@ def _next_token_nll(
 
 
 def _accepted(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Without what a model does not take; one that takes no positions numbers the tokens of a row itself."""
+    """Returns the arguments that a model takes; a model that takes no positions numbers the tokens of a row itself."""
     parameters = inspect.signature(model.forward).parameters
     if any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
         return arguments

@@ -1,4 +1,4 @@
-"""The commands of `hf-ring-attention`, put together. Nothing here or above loads torch or Transformers."""
+"""Puts the commands of `hf-ring-attention` together, and loads neither torch nor Transformers."""
 
 from __future__ import annotations
 

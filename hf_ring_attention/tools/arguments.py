@@ -17,7 +17,7 @@ from ..plan.patterns import Pattern
 
 
 def pattern_text(text: str) -> str:
-    """The text itself, of which `Pattern.parse` makes a pattern."""
+    """Returns the text itself, after checking that `Pattern.parse` makes a pattern of it."""
     try:
         Pattern.parse(text)
     except ValueError as error:
@@ -26,7 +26,7 @@ def pattern_text(text: str) -> str:
 
 
 def at_least(least: int, multiple_of: int = 1, most: int | None = None) -> Callable[[str], int]:
-    """The type of whole numbers from `least` to `most` that `multiple_of` divides."""
+    """Returns the type of whole numbers from `least` to `most` that `multiple_of` divides."""
     expected = f"a whole number of at least {least}" + (f" and at most {most}" if most is not None else "")
 
     def number(text: str) -> int:
@@ -48,7 +48,7 @@ def at_least(least: int, multiple_of: int = 1, most: int | None = None) -> Calla
 
 
 def positive(text: str) -> float:
-    """The type of numbers above 0, infinity excepted."""
+    """Reads a finite number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -59,7 +59,7 @@ def positive(text: str) -> float:
 
 
 def device(text: str) -> str:
-    """The type of "cpu" and "cuda", where there is a CUDA device."""
+    """Reads "cpu", or "cuda" where there is a CUDA device."""
     if text not in ("cpu", "cuda"):
         raise argparse.ArgumentTypeError(f"'cpu' or 'cuda' was expected, got {text!r}")
     import torch
@@ -71,7 +71,7 @@ def device(text: str) -> str:
 
 
 def existing_file(text: str) -> Path:
-    """The type of files to read."""
+    """Reads the name of a file that must exist."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"a file was expected, got the folder {text!r}")
@@ -81,7 +81,7 @@ def existing_file(text: str) -> Path:
 
 
 def new_file(text: str) -> Path:
-    """The type of files to write; their folder must exist."""
+    """Reads the name of a file to write; its folder must exist."""
     path = Path(text)
     if path.is_dir() or not path.name:
         raise argparse.ArgumentTypeError(f"a file was expected, got the folder {text!r}")
@@ -93,7 +93,7 @@ def new_file(text: str) -> Path:
 
 
 def new_folder(text: str) -> Path:
-    """The type of folders to write to, which are made where they are missing."""
+    """Reads the name of a folder to write to, which its user makes if it is missing."""
     path = Path(text)
     for part in (path, *path.parents):
         if part.exists() and not part.is_dir():
@@ -102,7 +102,7 @@ def new_folder(text: str) -> Path:
 
 
 def check(parser: argparse.ArgumentParser, name: str, kind: Callable[[str], Any], value: Any) -> Any:
-    """What a type makes of a value that another parser took; refuses it as that parser would."""
+    """Returns what a type makes of a value that another parser took; a wrong value is refused as that parser would do."""
     try:
         return kind(str(value))
     except argparse.ArgumentTypeError as error:
@@ -110,7 +110,7 @@ def check(parser: argparse.ArgumentParser, name: str, kind: Callable[[str], Any]
 
 
 def key_value_heads(heads: int, kv_heads: int | None) -> int:
-    """The number of key/value heads, by default that of query heads, which must be a multiple of it."""
+    """Returns the number of key/value heads, by default that of query heads, which must be a multiple of it."""
     if kv_heads is None:
         return heads
     if heads % kv_heads:
@@ -124,7 +124,7 @@ def key_value_heads(heads: int, kv_heads: int | None) -> int:
 
 
 def token_count(least: int = 1, multiple_of: int = 1) -> Callable[[str], int]:
-    """The type of numbers of tokens: 4096, 128k (128 * 1024) or 1M (1024 * 1024)."""
+    """Returns the type of numbers of tokens: 4096, 128k (128 * 1024) or 1M (1024 * 1024)."""
     number = at_least(least, multiple_of)
 
     def count(text: str) -> int:
@@ -139,7 +139,7 @@ def token_count(least: int = 1, multiple_of: int = 1) -> Callable[[str], int]:
 
 
 def one_of(*names: str) -> Callable[[str], str]:
-    """The type of a choice among names."""
+    """Returns the type of a choice among names."""
 
     def name(text: str) -> str:
         if text not in names:
@@ -150,11 +150,11 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 
 def comma_list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """The type of one or several values with commas between them."""
+    """Returns the type of one or several values with commas between them."""
     return lambda text: [kind(part) for part in text.split(",")]
 
 
-#: What is needed for more than attention and training, by the name it is imported by: what `pip install` takes.
+#: The packages that only some features need: the name that is imported, and what `pip install` takes.
 EXTRAS = {
     "matplotlib": "'matplotlib>=3.8'",
     "rich": "'rich>=13'",
@@ -165,7 +165,7 @@ EXTRAS = {
 
 
 def missing_extra(purpose: str, *modules: str) -> str | None:
-    """What to install for a purpose, where one of `EXTRAS` is missing; else None."""
+    """Returns what to install for a purpose where one of `EXTRAS` is missing; else None."""
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if not missing:
         return None

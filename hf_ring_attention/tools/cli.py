@@ -1,4 +1,4 @@
-"""The command line, `hf-ring-attention`: it starts here, and a wrong argument ends it with one line on stderr."""
+"""Starts the command line, `hf-ring-attention`; a wrong argument ends it with one line on stderr."""
 
 from __future__ import annotations
 

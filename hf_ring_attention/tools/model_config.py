@@ -1,4 +1,4 @@
-"""What a model's config.json says of its attention, read without Transformers, which takes seconds to load."""
+"""Reads what a model's config.json says of its attention, without Transformers, which takes seconds to load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from ..plan.patterns import Pattern, Window
 
-#: Types whose config.json may lack layer_types: every so many layers one has no window of its own, and the first such layer.
+#: Types whose config.json may lack layer_types, with (n, i): every n-th layer from layer i on has no window of its own.
 _FULL_EVERY = {
     "afmoe": (4, 3),
     "cohere2": (4, 3),
@@ -46,7 +46,7 @@ class ModelAttention:
     """The attention of a model.
 
     Attributes:
-        name: the id or folder that was asked for.
+        name: the id or folder that names the model.
         base: the pattern of layers without a window of their own; it also decides the layout.
         layers: the pattern of each layer.
         sliding: which layers have a window of their own.
@@ -64,10 +64,10 @@ class ModelAttention:
 
 
 def read_config(model: str) -> dict[str, Any]:
-    """The config.json of a folder, or of a model of the hub.
+    """Returns the config.json of a folder, or of a model of the hub.
 
     Raises:
-        argparse.ArgumentTypeError: there is none, or it cannot be fetched or read.
+        argparse.ArgumentTypeError: no config.json, or one that cannot be fetched or read.
     """
     folder = Path(model)
     if folder.is_dir():
@@ -92,7 +92,7 @@ def _download(model: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # it tells of each new attempt
+    logging.set_verbosity_error()  # The hub's client would print each new attempt.
     try:
         return Path(hf_hub_download(model, "config.json"))
     except (OSError, ValueError, HfHubHTTPError) as error:
@@ -104,17 +104,17 @@ def _download(model: str) -> Path:
 
 
 def model_attention(model: str, pattern: Pattern | None = None) -> ModelAttention:
-    """The attention of a model, with `pattern` in place of one that its config has for layers without a window.
+    """Returns the attention of a model, with `pattern` in place of the one that its config has for layers without a window.
 
     Raises:
-        argparse.ArgumentTypeError: no config can be read, or it says too little.
+        argparse.ArgumentTypeError: no config that can be read, or one that says too little.
     """
     whole = read_config(model)
     config: Mapping[str, Any] = whole.get("text_config") or whole
     _check_alike(model, config)
     heads, layers = _first_number(model, config, _HEADS), _first_number(model, config, _LAYER_COUNTS)
     kv_heads = config.get("num_key_value_heads") or (1 if config.get("multi_query") else heads)
-    if isinstance(config.get("attn_config"), Mapping):  # dbrx
+    if isinstance(config.get("attn_config"), Mapping):  # Configs of dbrx have one.
         kv_heads = config["attn_config"].get("kv_n_heads") or kv_heads
     head_dim = value_dim = config.get("head_dim") or config.get("kv_channels")
     if config.get("qk_nope_head_dim") and config.get("qk_rope_head_dim"):  # latent attention expands its keys
@@ -163,7 +163,7 @@ def _first_number(model: str, config: Mapping[str, Any], names: Sequence[str]) -
 def _saved_patterns(
     model: str, config: Mapping[str, Any], pattern: Pattern | None
 ) -> tuple[Pattern, dict[int, Pattern]]:
-    """The pattern of layers without a window of their own, and those of single layers, that `patch_config` saved."""
+    """Returns what `patch_config` saved: the pattern of layers without a window, and the patterns of single layers."""
     saved = config.get("ring_dilated") or {}
     try:
         own = {int(number): Pattern.from_dict(written) for number, written in saved.get("layers", {}).items()}
@@ -176,7 +176,7 @@ def _saved_patterns(
 
 
 def _windows(config: Mapping[str, Any], layers: int) -> list[int | None]:
-    """The window of each layer, None for a layer that has none of its own."""
+    """Returns the window of each layer, None for a layer that has none of its own."""
     window, types, model_type = config.get("sliding_window"), config.get("layer_types"), config.get("model_type")
     if not isinstance(window, int) or window < 1 or config.get("use_sliding_window") is False:
         return [None] * layers

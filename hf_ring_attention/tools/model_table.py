@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from ..hf.models import ModelSupport
 
-#: A reason begins with the name of a model's class, which may stand before a colon; AutoModelForCausalLM is no model's.
+#: A reason begins with the name of a model's class, which may stand before a colon; AutoModelForCausalLM is not such a name.
 _CLASS = re.compile(r"^(?!Auto)[A-Za-z]\w*(For[A-Z]\w+|Model|LMHeadModel)(?=[ :]):? ?")
 #: The layers that a reason lists, such as "layer 0 is of type 'conv' (of this or another such type are layers [0, 2]): ".
 _LAYERS = re.compile(r"^layer \d+ is of type ('\w+') \([^)]*\): ")
@@ -26,14 +26,14 @@ again. A type that is not listed here is not refused for that: `ra.patch_model` 
 
 
 def general_reason(model: ModelSupport) -> str:
-    """Why a type is refused, without the names of its class and the numbers of its layers."""
+    """Returns why a type is refused, without the names of its class and the numbers of its layers."""
     reason = _CLASS.sub("", model.reason, count=1)
     reason = _LAYERS.sub(r"layers of type \1: ", reason)
     return reason if reason.startswith("ring_dilated") else reason[:1].upper() + reason[1:]
 
 
 def types_by_reason(models: Iterable[ModelSupport]) -> list[tuple[str, list[str]]]:
-    """(reason, model types), those with the most types first; models without a reason are left out."""
+    """Returns pairs (reason, model types), those with the most types first; models without a reason are left out."""
     groups: dict[str, list[str]] = {}
     for model in models:
         if model.reason:
@@ -42,7 +42,7 @@ def types_by_reason(models: Iterable[ModelSupport]) -> list[tuple[str, list[str]
 
 
 def counts(models: Sequence[ModelSupport]) -> str:
-    """One sentence: how many types are supported, refused and untested."""
+    """Returns one sentence that says how many types are supported, refused and untested."""
     count = {status: sum(model.status == status for model in models) for status in ("supported", "refused", "untested")}
     ring, packed = sum(model.ring for model in models), sum(model.packed for model in models)
     return (
@@ -53,7 +53,7 @@ def counts(models: Sequence[ModelSupport]) -> str:
 
 
 def models_page(models: Sequence[ModelSupport]) -> str:
-    """The text of hf/MODELS.md."""
+    """Returns the text of hf/MODELS.md."""
     supported = [model for model in models if model.status == "supported"]
     lines = [_HEAD, counts(models), "", "## Supported", "", "| type | ring | packed |", "|---|---|---|"]
     yes = {True: "yes", False: "no"}

@@ -1,4 +1,4 @@
-"""Options that several commands have, as typer reads them: the strict types of `arguments`, with their errors."""
+"""The options that several commands share, for typer, with the strict types of `arguments` and their errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .arguments import at_least, one_of, pattern_text, token_count
 
 Value = TypeVar("Value")
 
-#: Errors of click for wrong arguments, and for all that ends a command; some releases of typer bring click along.
+#: The errors of click for wrong arguments, and for all that ends a command. Some releases of typer have a click of their own.
 UsageError: Any = typer.BadParameter.__bases__[0]
 CommandError: Any = UsageError.__bases__[0]
 
@@ -20,7 +20,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def parsed(kind: Callable[[str], Value]) -> Callable[[str], Value]:
-    """A type of `arguments` for typer, which also hands defaults to it."""
+    """Returns a type of `arguments` for typer, which calls it on defaults too."""
 
     def read_value(value: Any) -> Any:
         if not isinstance(value, str):
@@ -34,12 +34,12 @@ def parsed(kind: Callable[[str], Value]) -> Callable[[str], Value]:
 
 
 def refuse(message: str, option: str | None = None) -> Any:
-    """The error of an option, or of several that do not go together; to be raised."""
+    """Returns the error of an option, or of several that do not go together, to be raised."""
     return UsageError(message) if option is None else typer.BadParameter(message, param_hint=f"'{option}'")
 
 
 def checked(option: str, kind: Callable[..., Value], *values: Any) -> Value:
-    """What a type of `arguments` makes of values; refuses them in the name of an option."""
+    """Returns what a type of `arguments` makes of values; wrong ones are refused in the name of an option."""
     try:
         return kind(*values)
     except argparse.ArgumentTypeError as error:
@@ -47,12 +47,12 @@ def checked(option: str, kind: Callable[..., Value], *values: Any) -> Value:
 
 
 def number_option(name: str, text: str, least: int = 1) -> Any:
-    """An option that takes a whole number."""
+    """Returns an option that takes a whole number."""
     return typer.Option(name, parser=parsed(at_least(least)), metavar="N", help=text)
 
 
 def choice_option(name: str, choices: tuple[str, ...], text: str) -> Any:
-    """An option that takes one of several names."""
+    """Returns an option that takes one of several names."""
     return typer.Option(name, parser=parsed(one_of(*choices)), metavar="NAME", help=f"{text}: {', '.join(choices)}.")
 
 

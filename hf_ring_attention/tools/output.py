@@ -1,4 +1,4 @@
-"""What commands print: tables in the terminal, JSON for programs, and progress on stderr, where it is in nobody's way."""
+"""Prints the results of commands: tables in the terminal, JSON for programs, and progress on stderr, apart from both."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
-#: Columns of a table where no terminal says how many there are: a file, or a pipe.
+#: The width of a table in characters where no terminal sets it: in a file, or a pipe.
 WIDTH_OF_FILES = 120
-#: Cells of a table up to this many columns stand on one line, where the terminal is wide enough for the words of all.
+#: Table cells of up to this many characters stay on one line, if the terminal is wide enough.
 LONGEST_UNBROKEN = 16
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table to print: the first column to the left, the others to the right; then the notes, a line each."""
+    """A table to print, with notes below it, a line each.
+
+    Attributes:
+        left: how many of the first columns are aligned to the left; the others are aligned to the right.
+    """
 
     title: str
     headings: Sequence[str]
@@ -28,7 +32,7 @@ class Sheet:
 
 
 def terminal(stderr: bool = False) -> Any:
-    """A rich console for stdout or stderr."""
+    """Returns a rich console for stdout or stderr."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -48,7 +52,7 @@ def print_sheet(sheet: Sheet, console: Any) -> None:
     narrow = [_unbroken(heading, column) for heading, column in zip(sheet.headings, cells)]
     wide = [max(map(len, (heading, *column))) for heading, column in zip(sheet.headings, cells)]
     seams = 2 * len(narrow)
-    # Where not all stands on one line, headings are broken first, and words only where nothing else helps.
+    # Where the lines are too long, headings are broken first, and words only if that is not enough.
     broken = sum(wide) + seams > console.width >= sum(narrow) + seams
     for number, (heading, column) in enumerate(zip(sheet.headings, cells)):
         short = max(map(len, column), default=0) <= LONGEST_UNBROKEN
@@ -69,7 +73,7 @@ def print_sheet(sheet: Sheet, console: Any) -> None:
 
 
 def _unbroken(heading: str, cells: Sequence[str]) -> int:
-    """Columns that a column of a table needs for no word, and no short cell, to be broken."""
+    """Returns the width at which no word and no short cell of a column is broken."""
     words = [word for text in (heading, *cells) for word in text.split()]
     short = [len(cell) for cell in cells if len(cell) <= LONGEST_UNBROKEN]
     return max((*short, *(min(len(word), LONGEST_UNBROKEN) for word in words)), default=1)
@@ -77,19 +81,19 @@ def _unbroken(heading: str, cells: Sequence[str]) -> int:
 
 @contextmanager
 def stdout_left_alone(active: bool = True) -> Iterator[None]:
-    """What libraries and other processes print to stdout meanwhile goes to stderr, where JSON is to stand alone on stdout."""
+    """Sends what libraries and other processes print to stdout to stderr, so that JSON stands alone on stdout."""
     if not active:
         yield
         return
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout_copy = os.dup(1)
     os.dup2(2, 1)
     try:
         with redirect_stdout(sys.stderr):
             yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout_copy, 1)
+        os.close(stdout_copy)
 
 
 def print_json(figures: Any) -> None:
@@ -104,7 +108,7 @@ def spinner(text: str) -> AbstractContextManager[Any]:
 
 
 def short_count(tokens: int) -> str:
-    """128k for 131072 and 1M for 1048576; other numbers as they are."""
+    """Returns 128k for 131072 and 1M for 1048576; other numbers as they are."""
     for size, letter in ((1024**2, "M"), (1024, "k")):
         if tokens >= size and tokens % size == 0:
             return f"{tokens // size}{letter}"
@@ -112,12 +116,12 @@ def short_count(tokens: int) -> str:
 
 
 def mebibytes(size: float) -> str:
-    """Bytes in MiB, with a decimal where there are few."""
+    """Returns bytes in MiB, with a decimal below 10 MiB."""
     return f"{size / 2**20:.{0 if size >= 10 * 2**20 else 1}f}"
 
 
 def short_bytes(size: float) -> str:
-    """Bytes in the unit that suits them."""
+    """Returns bytes in the unit that suits them."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -126,7 +130,7 @@ def short_bytes(size: float) -> str:
 
 
 def short_seconds(seconds: float) -> str:
-    """A time in the unit that suits it."""
+    """Returns a time in the unit that suits it."""
     for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -134,7 +138,7 @@ def short_seconds(seconds: float) -> str:
 
 
 def layer_numbers(numbers: Sequence[int]) -> str:
-    """Layer numbers as ranges: 0-4, 6-10."""
+    """Returns layer numbers as ranges: 0-4, 6-10."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and ranges[-1][1] == number - 1:

@@ -1,4 +1,4 @@
-"""Pictures: patterns, layouts, a ring's steps, losses along a document and of training. Only drawing them needs matplotlib."""
+"""Draws patterns, layouts, a ring's steps, and losses of documents and of training. Only drawing needs matplotlib."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .output import short_count, short_seconds
 from .timeline import Timeline
 from .visible import VisiblePairs, visible_pairs
 
-#: What is not seen, the future, and sinks; what is seen is brighter the more of it is seen.
+#: The colours of what is not seen, of the future, and of sinks. A square is brighter, the more of its pairs are seen.
 UNSEEN, FUTURE, SINKS = "#12121f", "#d8d8dc", "#19d3f3"
 #: Shares of a square below this are drawn as this one.
 FAINTEST = 1 / 64
@@ -32,7 +32,7 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _token_ticks(length: int) -> list[int]:
-    """Ticks of a document: quarters where they are whole."""
+    """Returns the ticks of a document: its quarters where they are whole numbers, else its ends."""
     return [length * i // 4 for i in range(5)] if length % 4 == 0 else [0, length]
 
 
@@ -50,7 +50,7 @@ def plot_patterns(
 
     Args:
         bins: squares along a side.
-        head: whose keys are drawn; None for what any of the heads sees.
+        head: the head whose keys are drawn; None for what any of the heads sees.
         num_kv_heads: None for `num_heads`.
     """
     panels = len(patterns)
@@ -62,10 +62,10 @@ def plot_patterns(
     axes = figure.subplots(1, panels, squeeze=False)[0]
     image, any_sinks = None, False
     for axis, (name, pattern) in zip(axes, patterns.items()):
-        seen = visible_pairs(
+        visible = visible_pairs(
             pattern, length, bins, head=head, num_heads=num_heads, num_kv_heads=num_kv_heads or num_heads
         )
-        share = seen.share / np.where(seen.possible > 0, seen.possible, 1)
+        share = visible.share / np.where(visible.possible > 0, visible.possible, 1)
         axis.set_facecolor(UNSEEN)
         axis.add_patch(Polygon([(0, 0), (length, 0), (length, length)], color=FUTURE, linewidth=0))
         image = axis.imshow(
@@ -76,18 +76,18 @@ def plot_patterns(
             interpolation="nearest",
             zorder=2,
         )
-        if seen.sinks:
+        if visible.sinks:
             any_sinks = True
-            width = max(seen.sinks, length / 120)  # a few pixels, however long the document is
+            width = max(visible.sinks, length / 120)  # Sinks are a few pixels wide, however long the document is.
             axis.add_patch(Rectangle((0, 0), width, length, color=SINKS, linewidth=0, zorder=3))
-        axis.set_title(f"{name}\n{shares_seen(pattern, seen, head, num_heads, num_kv_heads)}", fontsize=9)
+        axis.set_title(f"{name}\n{shares_seen(pattern, visible, head, num_heads, num_kv_heads)}", fontsize=9)
         ticks = _token_ticks(length)
         for one in (axis.xaxis, axis.yaxis):
             one.set_ticks(ticks, [short_count(tick) for tick in ticks])
         axis.set_xlabel("key position")
     axes[0].set_ylabel("query position")
-    whose = f"any of {num_heads} heads sees" if head is None else f"head {head} of {num_heads} sees"
-    bar = figure.colorbar(image, ax=list(axes), shrink=0.8, label=f"share of pairs that {whose}")
+    seen_by = f"any of {num_heads} heads sees" if head is None else f"head {head} of {num_heads} sees"
+    bar = figure.colorbar(image, ax=list(axes), shrink=0.8, label=f"share of pairs that {seen_by}")
     bar.set_ticks([1 / 64, 1 / 16, 1 / 4, 1], labels=["1/64 or less", "1/16", "1/4", "all"])
     bar.minorticks_off()
     handles = [Patch(color=UNSEEN, label="not seen"), Patch(color=FUTURE, label="the future")]
@@ -98,21 +98,21 @@ def plot_patterns(
 
 
 def shares_seen(
-    pattern: Pattern, seen: VisiblePairs, head: int | None, num_heads: int, num_kv_heads: int | None
+    pattern: Pattern, visible: VisiblePairs, head: int | None, num_heads: int, num_kv_heads: int | None
 ) -> str:
-    """How much of the causal pairs a head sees, and how much all heads see together."""
+    """Returns a text: how much of the causal pairs a head sees, and how much all heads see together."""
     if head is not None:
-        return f"head {head} sees {seen.share_of_causal:.1%} of the pairs"
+        return f"head {head} sees {visible.share_of_causal:.1%} of the pairs"
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads or num_heads}
-    one = visible_pairs(pattern, seen.length, len(seen.edges) - 1, head=0, **heads).share_of_causal
-    return f"one head sees {one:.1%} of the pairs, {num_heads} heads {seen.share_of_causal:.1%}"
+    one = visible_pairs(pattern, visible.length, len(visible.edges) - 1, head=0, **heads).share_of_causal
+    return f"one head sees {one:.1%} of the pairs, {num_heads} heads {visible.share_of_causal:.1%}"
 
 
 def plot_layout(layout: SequenceLayout, work: Sequence[float], pattern: Pattern, path: Path) -> None:
     """Draws which tokens of a row each rank holds, and how much work a pattern gives it.
 
     Args:
-        work: query-key pairs of each rank over the mean.
+        work: the query-key pairs of each rank over the mean.
     """
     p = layout.world_size
     figure = _figure(9, 1.6 + 0.36 * min(p, 24))
@@ -150,7 +150,7 @@ def plot_ring(timeline: Timeline, title: str, path: Path) -> None:
     axis = figure.subplots()
     units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
     unit, name = next(((size, unit) for size, unit in units if timeline.seconds >= size), (1e-9, "ns"))
-    # The rank whose keys they are stands in the bars, where there is room for it.
+    # A bar has the number of the rank whose keys it computes with, where there is room.
     longest = max((span.stop - span.start for span in timeline.spans if span.kind == "compute"), default=0.0)
     numbered = p <= 24 and longest > 0.012 * timeline.seconds
     lanes = {"compute": (-0.42, 0.5), "wait": (-0.42, 0.5), "send": (0.12, 0.26)}
@@ -181,7 +181,7 @@ def plot_ring(timeline: Timeline, title: str, path: Path) -> None:
 
 
 def timeline_summary(timeline: Timeline) -> str:
-    """How long a timeline is, and the share of it that is computing."""
+    """Returns a text: how long a timeline is, and the shares of it that are computing and waiting."""
     return (
         f"{short_seconds(timeline.seconds)} in all: ranks compute for {timeline.share('compute'):.0%} of it and wait for keys "
         f"for {timeline.share('wait'):.0%}"
@@ -189,7 +189,7 @@ def timeline_summary(timeline: Timeline) -> str:
 
 
 def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """The mean of each value and those before it, `window` of them where there are so many."""
+    """Returns the mean of each value and those before it, over `window` values where there are so many."""
     sums = np.cumsum(np.insert(values, 0, 0.0))
     stops = np.arange(1, len(values) + 1)
     starts = np.maximum(stops - window, 0)
@@ -200,15 +200,15 @@ def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
 def plot_losses(losses: Mapping[str, Sequence[float]], path: Path, window: int = 256) -> None:
     """Draws the loss along the document for each pattern, in nats, as a running mean over the last `window` tokens.
 
-    Below it the same as differences from the first pattern.
+    A second panel shows the differences from the first pattern.
     """
     figure = _figure(9, 6.5)
     top, bottom = figure.subplots(2, 1, sharex=True)
     first = None
     for name, values in losses.items():
-        known = np.nan_to_num(np.asarray(values[1:], dtype=np.float64))  # the first token is not predicted
-        width = min(window, len(known))
-        mean = _trailing_mean(known, width)[width - 1 :]
+        predicted = np.nan_to_num(np.asarray(values[1:], dtype=np.float64))  # Nothing predicts the first token.
+        width = min(window, len(predicted))
+        mean = _trailing_mean(predicted, width)[width - 1 :]
         position = np.arange(len(mean)) + width
         top.plot(position, mean, label=name, linewidth=1)
         first = mean if first is None else first
@@ -226,8 +226,8 @@ def plot_training(losses: Sequence[float], path: Path, held_out: Mapping[int, fl
     """Writes a PNG: the loss of each optimizer step, in nats a token, its running mean, and losses of held-out data.
 
     Args:
-        losses: of steps 1, 2, ...; their mean is that of the steps before, a tenth of all at most.
-        held_out: losses after steps; 0 is before the first one.
+        losses: the losses of steps 1, 2, ...; the running mean is over a tenth of all steps.
+        held_out: the loss of held-out data after each step that has one; step 0 is before the first one.
     """
     figure = _figure(7, 4)
     from matplotlib.ticker import MaxNLocator

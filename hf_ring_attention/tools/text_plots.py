@@ -1,4 +1,4 @@
-"""The pictures of `plots` as text, for a terminal: lists of lines."""
+"""Draws the pictures of `plots` as text for a terminal, in lists of lines."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from .output import short_count
 from .timeline import Timeline
 from .visible import VisiblePairs
 
-#: Columns of a picture.
+#: The width of a picture in characters.
 COLUMNS = 64
-#: (from this share of a square's pairs on, the character).
+#: A least share of a square's pairs, and the character for it.
 SHADES = ((0.75, "█"), (0.25, "▓"), (1 / 16, "▒"), (0.0, "░"))
 SINK, DARK = "┃", "·"
 PATTERN_LEGEND = "█ most pairs seen, ▓ from 1/4, ▒ from 1/16, ░ fewer, · none, ┃ sinks, blank: the future"
 
 
-def pattern_lines(seen: VisiblePairs) -> list[str]:
-    """A pattern, two rows of squares a line; queries from above, keys from the left."""
-    bins = len(seen.edges) - 1
+def pattern_lines(visible: VisiblePairs) -> list[str]:
+    """Returns the lines of a pattern, two rows of squares each: queries from above, keys from the left."""
+    bins = len(visible.edges) - 1
     lines = []
     for first in range(0, bins, 2):
         rows = slice(first, first + 2)
-        possible, shown = seen.possible[rows].mean(0), seen.share[rows].mean(0)
+        possible, shown = visible.possible[rows].mean(0), visible.share[rows].mean(0)
         characters = []
         for column in range(bins):
             share = shown[column] / possible[column] if possible[column] > 0 else 0.0
             if possible[column] == 0:
                 characters.append(" ")
-            elif seen.sinks > seen.edges[column]:
+            elif visible.sinks > visible.edges[column]:
                 characters.append(SINK)
             elif share == 0:
                 characters.append(DARK)
@@ -43,7 +43,7 @@ def pattern_lines(seen: VisiblePairs) -> list[str]:
 
 
 def layout_lines(layout: SequenceLayout, work: Sequence[float]) -> list[str]:
-    """Which positions each rank holds, from left to right, and its work over the mean."""
+    """Returns a line for each rank: the positions it holds, from left to right, and its work over the mean."""
     lines = []
     borders = np.linspace(0, layout.padded_len, COLUMNS + 1)
     for rank in range(layout.world_size):
@@ -58,16 +58,16 @@ def layout_lines(layout: SequenceLayout, work: Sequence[float]) -> list[str]:
 
 
 def ring_lines(timeline: Timeline) -> list[str]:
-    """A ring's forward pass: for each rank a line of computing and waiting, and one of sending."""
+    """Returns the lines of a ring's forward pass: for each rank one of computing and waiting, and one of sending."""
     lines = []
     borders = np.linspace(0, timeline.seconds, COLUMNS + 1)
     for rank in range(timeline.ranks):
-        mine = [span for span in timeline.spans if span.rank == rank]
+        spans = [span for span in timeline.spans if span.rank == rank]
         for kinds, label in ((("compute", "wait"), f"rank {rank:>3}"), (("send",), "")):
             line = ""
             for low, high in itertools.pairwise(borders):
                 overlaps = {" ": (high - low) / 8}
-                for span in mine:
+                for span in spans:
                     if span.kind in kinds:
                         mark = "█▓"[span.step % 2] if span.kind == "compute" else "~" if span.kind == "wait" else "─"
                         overlap = min(high, span.stop) - max(low, span.start)

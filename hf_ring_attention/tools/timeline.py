@@ -1,4 +1,4 @@
-"""When each rank of a ring would compute, send and wait in a forward pass, from the plan and two stated speeds.
+"""Computes when each rank of a ring would compute, send and wait in a forward pass, from the plan and two given speeds.
 
 This is arithmetic and no measurement: a step takes its FLOPs over the speed of a device, a hop its bytes over the speed of a
 link, and both begin at once, as the ring transport does it: post the next hop, compute, wait.
@@ -43,19 +43,19 @@ class Timeline:
         return max((span.stop for span in self.spans), default=0.0)
 
     def share(self, kind: str) -> float:
-        """The time that ranks spend with this, as a share of all ranks' time."""
+        """Returns the share of all ranks' time that they spend with this kind of span."""
         whole = self.seconds * self.ranks
         return sum(span.stop - span.start for span in self.spans if span.kind == kind) / whole if whole else 0.0
 
 
 def ring_timeline(problem: Problem, *, pair_flops: int, row_bytes: int, flops: float, bandwidth: float) -> Timeline:
-    """The forward pass of the ring transport.
+    """Returns the forward pass of the ring transport.
 
     Args:
-        pair_flops: floating point operations of a query-key pair.
-        row_bytes: of a key and a value.
-        flops: operations that a device does in a second.
-        bandwidth: bytes a second from a rank to the next one, while the others do the same.
+        pair_flops: the floating point operations of a query-key pair.
+        row_bytes: the bytes of a key row and its value row.
+        flops: the operations that a device does in a second.
+        bandwidth: the bytes that a rank sends to the next one in a second, while the others do the same.
     """
     p = problem.layout.world_size
     steps = [(lap, number) for lap in ring_laps(problem) for number in range(0 if lap.with_own else 1, lap.steps + 1)]
@@ -83,7 +83,7 @@ def ring_timeline(problem: Problem, *, pair_flops: int, row_bytes: int, flops: f
 
 
 def _pairs(problem: Problem, lap: Lap, number: int, rank: int) -> int:
-    """Query-key pairs of a rank at a step."""
+    """Returns the number of query-key pairs of a rank at a step."""
     if (number == 0 and not lap.with_own) or (number > 0 and lap.hop(rank, number) is None):
         return 0
     batches = of_heads(tiles_from(problem, rank, lap.source(rank, number)), lap.heads, problem.group)
@@ -93,7 +93,7 @@ def _pairs(problem: Problem, lap: Lap, number: int, rank: int) -> int:
 def _travel(
     hop: tuple[Lap, int], step: int, seconds_of_a_row: float, begins: list[float], ready: list[float], spans: list[Span]
 ) -> None:
-    """Adds the hops to a step, posted when the step before began, and moves on when the ranks are ready for it."""
+    """Adds the hops to a step, posted when the step before it begins, and delays the ranks that must wait for them."""
     lap, number = hop
     p = len(begins)
     for receiver in range(p):

@@ -1,4 +1,4 @@
-"""How much of each square of a picture a pattern shows, from the intervals that queries see: any length, no n x n matrix.
+"""Computes how much of each square of a picture a pattern shows, for any length and without an n x n matrix.
 
 In a branch, the keys that a query sees are those of its residue inside one interval. The interval is dense in the picture; the
 residues, of keys and of queries, count as the share of a square's rows and columns that have them. Where a square is one pair
@@ -17,7 +17,7 @@ import numpy as np
 from ..plan.intervals import Border, Region, regions_of
 from ..plan.patterns import Pattern, Segment, Sink, Window
 
-#: Queries of a row of squares whose intervals are looked at, at most; the ends of intervals are straight lines.
+#: The intervals of at most this many queries are computed for a row of squares; their ends lie on straight lines.
 QUERIES_OF_A_ROW = 128
 
 
@@ -26,9 +26,9 @@ class VisiblePairs:
     """A causal document as squares, [bins, bins]: queries from above, keys from the left.
 
     Attributes:
-        share: of the pairs in a square, those that are seen, sinks left out.
-        sinks: first tokens that every query sees.
-        possible: of the pairs in a square, those that causality allows.
+        share: the share of the pairs in each square that are seen, sinks left out.
+        sinks: how many first tokens every query sees.
+        possible: the share of the pairs in each square that causality allows.
         edges: where squares begin and end, in tokens.
     """
 
@@ -40,22 +40,22 @@ class VisiblePairs:
 
     @property
     def share_of_causal(self) -> float:
-        """Pairs seen, sinks included, as a share of those of exact attention."""
+        """The visible pairs, sinks included, as a share of those of exact attention."""
         sizes = np.outer(np.diff(self.edges), np.diff(self.edges))
-        of_sinks = self.sinks * self.length - self.sinks * (self.sinks - 1) / 2
-        return float(((self.share * sizes).sum() + of_sinks) / (self.possible * sizes).sum())
+        sink_pairs = self.sinks * self.length - self.sinks * (self.sinks - 1) / 2
+        return float(((self.share * sizes).sum() + sink_pairs) / (self.possible * sizes).sum())
 
 
 def visible_pairs(
     pattern: Pattern, length: int, bins: int, *, head: int | None = None, num_heads: int = 1, num_kv_heads: int = 1
 ) -> VisiblePairs:
-    """What one head sees, or all heads together where `head` is None.
+    """Returns what one head sees, or what all heads see together if `head` is None.
 
     Branches that `overlap="once"` cannot nest are added up, to all pairs of a square at most.
     """
     if pattern.overlap == "count":
         with contextlib.suppress(ValueError):
-            pattern = replace(pattern, overlap="once")  # a picture shows whether, not how often
+            pattern = replace(pattern, overlap="once")  # A picture shows whether a pair is seen, not how often.
     bins = min(bins, length)
     edges = np.linspace(0, length, bins + 1).astype(np.int64)
     heads = range(num_heads) if head is None else [head]
@@ -73,7 +73,7 @@ def visible_pairs(
 def _of_branch(
     pattern: Pattern, number: int, branch: Segment | Window, residues: Iterable[int], length: int, edges: np.ndarray
 ) -> np.ndarray:
-    """[bins, bins] share of pairs that a branch adds to those before it, over heads of these residues."""
+    """Returns [bins, bins]: the share of pairs that a branch adds to those before it, over heads of these residues."""
     dilation = branch.dilation
     total = np.zeros((len(edges) - 1, len(edges) - 1))
     kinds: dict[tuple[object, ...], np.ndarray] = {}
@@ -96,33 +96,33 @@ def _frozen(region: Region) -> tuple[object, ...]:
 def _query_classes(
     pattern: Pattern, number: int, branch: Segment | Window, residue: int, edges: np.ndarray
 ) -> Iterable[tuple[int, np.ndarray]]:
-    """(a residue of queries, their share of each row of squares), for queries that earlier branches leave the same keys."""
+    """Yields a residue of queries and their share of each row of squares, once for all that see the same keys here."""
     if branch.queries == "dilated":
         yield residue, _share_of_residue(edges, branch.dilation, residue)
         return
-    choosy = [
+    dilations = [
         earlier.dilation
         for earlier in pattern.branches[:number]
         if not isinstance(earlier, Sink) and earlier.queries == "dilated" and earlier.dilation > 1
     ]
-    if not choosy or pattern.overlap == "count":
+    if not dilations or pattern.overlap == "count":
         yield residue, np.ones(len(edges) - 1)
         return
     classes: dict[tuple[bool, ...], list[int]] = {}
     for query in range(branch.dilation):
-        classes.setdefault(tuple(query % d == residue % d for d in choosy), []).append(query)
+        classes.setdefault(tuple(query % d == residue % d for d in dilations), []).append(query)
     for queries in classes.values():
         yield queries[0], np.sum([_share_of_residue(edges, branch.dilation, query) for query in queries], axis=0)
 
 
 def _share_of_residue(edges: np.ndarray, dilation: int, residue: int) -> np.ndarray:
-    """Of the tokens between the edges, the share that has this residue."""
+    """Returns the share of the tokens between neighbouring edges that has this residue."""
     below = (edges - residue + dilation - 1) // dilation
     return np.diff(np.maximum(below, 0)) / np.diff(edges)
 
 
 def _dense(regions: Iterable[Region], edges: np.ndarray) -> np.ndarray:
-    """[bins, bins] share of the pairs of each square that lie in the intervals of the regions, whatever their residue."""
+    """Returns [bins, bins]: the share of each square that lies in the intervals of the regions, whatever the residue."""
     rows = []
     for first, last in itertools.pairwise(edges):
         count = min(int(last - first), QUERIES_OF_A_ROW)
@@ -138,7 +138,7 @@ def _dense(regions: Iterable[Region], edges: np.ndarray) -> np.ndarray:
 
 
 def _ends(region: Region, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first visible position of each query, and the first one beyond."""
+    """Returns the first visible position of each query, and the first position after the visible ones."""
 
     def at(terms: Iterable[Border]) -> list[np.ndarray]:
         values = []

@@ -234,7 +234,7 @@ REFUSED = {
     "padding inside": (
         IDS,
         {"attention_mask": (torch.arange(12) != 5).long()[None]},
-        "row 0 of attention_mask has padding inside: 11 tokens between 0 and 12",
+        "batch row 0 of attention_mask has padding inside: it marks 11 of the tokens 0 to 11",
     ),
     "no token": (IDS, {"attention_mask": (torch.arange(12) == 5).long()[None]}, "no token to score"),
     "no logits": (IDS, {"logits_at_once": 0}, "logits_at_once must be at least 1, got 0"),

@@ -1,4 +1,4 @@
-"""The transports against each other, and how good the automatic choice is."""
+"""Measures the transports against each other, and how good the automatic choice is."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .harness import (
 
 
 def patterns_for(tokens: int) -> dict[str, Pattern]:
-    """The patterns that the transports are compared on: all keys, sparse far ones, and near ones only."""
+    """Returns the patterns that the transports are compared on: all keys, sparse far ones, and near ones only."""
     return {
         "exact": Pattern.exact(),
         "longnet": Pattern.longnet([tokens // 16, tokens // 4, tokens], [1, 4, 16]),
@@ -33,9 +33,9 @@ def patterns_for(tokens: int) -> dict[str, Pattern]:
 
 
 def compare_transports(shape: CallShape, lengths: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-    """Seconds of forward + backward by both transports, and what "auto" takes, for each pattern and length.
+    """Returns the seconds of forward + backward by both transports, and what "auto" takes, for each pattern and length.
 
-    Calls alternate; their ratio is the median of those of neighbours.
+    Calls alternate; the ratio is the median of the ratios of neighbouring calls.
     """
     rings = {name: Ring(transport=name) for name in ("ring", "collective")}
     auto, rows = Ring(), []
@@ -51,7 +51,7 @@ def compare_transports(shape: CallShape, lengths: Sequence[int], repeats: int) -
         number, least = 0, repeats
         while number <= least:
             for transport in list(times)[:: 1 if number % 2 else -1]:
-                found = forward_backward(
+                elapsed = forward_backward(
                     lambda *x, ring=rings[transport], p=pattern, at=layout: ring_attention(
                         *x, pattern=p, ring=ring, layout=at
                     ),
@@ -59,16 +59,16 @@ def compare_transports(shape: CallShape, lengths: Sequence[int], repeats: int) -
                     shape.device,
                 )
                 if number:
-                    times[transport].append(sum(found))
-            if number == 1:  # short calls scatter more, and are repeated for a second; as often on every rank
-                pairs = torch.tensor([1 / sum(sum(found) for found in times.values())], device=shape.device)
+                    times[transport].append(sum(elapsed))
+            if number == 1:  # Short calls scatter more, and are repeated for a second, equally often on every rank.
+                pairs = torch.tensor([1 / sum(map(sum, times.values()))], device=shape.device)
                 dist.broadcast(pairs, 0)
                 least = max(repeats, min(100, int(pairs)))
             number += 1
-        seconds = {transport: statistics.median(found) for transport, found in times.items()}
+        seconds = {transport: statistics.median(calls) for transport, calls in times.items()}
         ratio = statistics.median(c / r for c, r in zip(times["collective"], times["ring"]))
         decision = auto.decide(Problem(pattern, layout, (((0, tokens),),), shape.heads, shape.kv_heads), sizes)
-        worse = {"ring": 1 / ratio, "collective": ratio, "local": 1.0}[decision.choice]  # "local": nothing to move
+        worse = {"ring": 1 / ratio, "collective": ratio, "local": 1.0}[decision.choice]  # "local" has nothing to move.
         rows.append(
             {
                 "pattern": name,
@@ -86,13 +86,15 @@ def compare_transports(shape: CallShape, lengths: Sequence[int], repeats: int) -
 
 
 def transport_report(rows: list[dict[str, Any]], world_size: int) -> Sheet:
-    """The table, the crossover of each pattern, and how good the automatic choice was."""
+    """Returns the table, the crossover of each pattern, and how good the automatic choice was."""
     lines = ["paired ratio: collective / ring"]
     for name in dict.fromkeys(row["pattern"] for row in rows):
-        mine = [row for row in rows if row["pattern"] == name]
-        # From this length on the ring is never slower.
+        cells = [row for row in rows if row["pattern"] == name]
+        # The ring is never slower from the first of these lengths on.
         wins = [
-            row["tokens"] for i, row in enumerate(mine) if all(later["collective_over_ring"] >= 1 for later in mine[i:])
+            row["tokens"]
+            for i, row in enumerate(cells)
+            if all(later["collective_over_ring"] >= 1 for later in cells[i:])
         ]
         where = (
             f"from {wins[0]} tokens on the ring is faster" if wins else "the ring is not faster at the longest length"

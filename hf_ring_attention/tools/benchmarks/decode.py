@@ -1,7 +1,7 @@
-"""Seconds a token with many tokens in the cache of a model, against sdpa on a copy of the same cache.
+"""Measures the seconds of a token with many tokens in the cache of a model, against sdpa on a copy of the same cache.
 
-The floor is the bytes: all weights once, and of the cache the keys and values that the pattern shows; Transformers' dynamic
-cache copies itself at each token besides, for every implementation.
+The floor is the bytes that must be read: all weights, and the cached keys and values that the pattern shows. In addition,
+Transformers' dynamic cache copies itself at each token, for every implementation.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ..output import Sheet
 from .harness import CallShape, alternately, progress, timed
 from .speed import SDPA
 
-#: Steps of each that do not count.
+#: The number of first steps of each that do not count.
 _UNCOUNTED_STEPS = 3
 
 
 def decoding_model(source: str | None, shape: CallShape) -> Any:
-    """The checkpoint of a folder or hub id; of None, a model of the size of SmolLM2-135M with random weights."""
+    """Returns the checkpoint of a folder or hub id; for None, a model of the size of SmolLM2-135M with random weights."""
     if source is not None:
         model: Any = AutoModelForCausalLM.from_pretrained(source, attn_implementation=SDPA)
     else:
@@ -49,7 +49,7 @@ def decoding_model(source: str | None, shape: CallShape) -> Any:
 def measure_decoding(
     shape: CallShape, model: Any, tokens: int, patterns: Sequence[str], repeats: int
 ) -> list[dict[str, Any]]:
-    """Median seconds of a step by both implementations for each pattern, and the median of the paired ratios."""
+    """Returns the median seconds of a step by both implementations for each pattern, and the median of the paired ratios."""
     rows = []
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
@@ -64,20 +64,20 @@ def measure_decoding(
             for number in range(repeats + _UNCOUNTED_STEPS):
                 for implementation in alternately([*seconds], number):
                     model.set_attn_implementation(implementation)
-                    taken, _ = timed(
+                    elapsed, _ = timed(
                         partial(model, ids[:, -1:], past_key_values=caches[implementation], use_cache=True),
                         shape.device,
                     )
                     if number >= _UNCOUNTED_STEPS:
-                        seconds[implementation].append(taken)
+                        seconds[implementation].append(elapsed)
             ratio = statistics.median(ring / sdpa for sdpa, ring in zip(*seconds.values()))
-            medians = {implementation: statistics.median(taken) for implementation, taken in seconds.items()}
+            medians = {implementation: statistics.median(steps) for implementation, steps in seconds.items()}
             rows.append({"pattern": name, **medians, "ratio": ratio})
     return rows
 
 
 def decoding_report(rows: list[dict[str, Any]], source: str | None, tokens: int, repeats: int) -> Sheet:
-    """Table of `measure_decoding`."""
+    """Returns the table of `measure_decoding`."""
     name = source or "a model of the size of SmolLM2-135M, random weights"
     return Sheet(
         f"a token with {tokens} in the cache, median of {repeats} paired steps: {name}",

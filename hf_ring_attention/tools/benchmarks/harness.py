@@ -1,4 +1,4 @@
-"""What the measurements share: tensors, processes of one thread (on a GPU machine: one per GPU), clocks and peaks.
+"""The parts that measurements share: tensors, processes of one thread (on a GPU machine: one per GPU), clocks and peaks.
 
 Calls that are compared alternate within one run, and medians are shown.
 """
@@ -31,7 +31,7 @@ TIMEOUT = timedelta(minutes=15)
 
 @dataclass(frozen=True)
 class CallShape:
-    """What the tensors of a benchmark are like: heads, head size, dtype by name, and the kind of device."""
+    """The shape of a benchmark's tensors: heads, head size, dtype by name, and the kind of device."""
 
     heads: int = 8
     kv_heads: int = 8
@@ -40,7 +40,7 @@ class CallShape:
     device: str = "cpu"
 
     def tensors(self, tokens: int, heads: int | None = None, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v that require gradients, and dout."""
+        """Returns q, k, v that require gradients, and dout."""
         heads = heads or self.heads
         kv_heads = math.gcd(heads, self.kv_heads)
         generator = torch.Generator(self.device).manual_seed(seed)
@@ -60,17 +60,17 @@ class CallShape:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes this process has held at most: of the device's memory, or of main memory on the CPU."""
+    """Returns the most bytes that this process has held: of the device's memory, or of main memory on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
-    if status.exists():  # where it does, getrusage also counts what the parent process held
+    if status.exists():  # On such systems, getrusage also counts what the parent process held.
         return 1024 * int(next(line.split()[1] for line in status.read_text().splitlines() if "VmHWM" in line))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def reset_peak_memory(device: torch.device) -> int:
-    """Starts `peak_memory` anew, where the system can (CUDA, Linux), and returns what it is then."""
+    """Resets `peak_memory`, where the system can (CUDA, Linux), and returns its new value."""
     counter = Path("/proc/self/clear_refs")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -79,15 +79,15 @@ def reset_peak_memory(device: torch.device) -> int:
     return peak_memory(device)
 
 
-#: Loaded once by the server that the processes of a benchmark are forked from: each would need seconds for it.
+#: The server that the processes of a benchmark are forked from loads this once: each would need seconds for it.
 _LOADED_ONCE = ["hf_ring_attention.tools.benchmarks.loaded"]
 
 
 def launch(function: Callable[..., Any], world_size: int, shape: CallShape, *args: Any, threads: int | None = 1) -> Any:
-    """function(shape, *args) on each of `world_size` ranks, processes of their own; what rank 0 returns.
+    """Runs function(shape, *args) on each of `world_size` ranks, in processes of their own, and returns what rank 0 does.
 
     Args:
-        threads: of each process; None for as many as torch takes.
+        threads: the threads of each process; None for as many as torch takes.
     """
     method = "spawn"
     if "forkserver" in mp.get_all_start_methods():
@@ -128,17 +128,17 @@ def _rank(
 
 
 def machine_name(device: str) -> str:
-    """What the figures were measured on."""
+    """Returns the name of what the figures were measured on."""
     return torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU"
 
 
 def alternately(names: Sequence[str], number: int) -> list[str]:
-    """The names in an order that changes from run to run, so that none is always the first."""
+    """Returns the names in an order that changes from run to run, so that none is always the first."""
     return list(names)[:: 1 if number % 2 else -1]
 
 
 def timed(function: Callable[[], Any], device: str) -> tuple[float, Any]:
-    """Seconds from the moment all ranks begin, where there are several, to the moment all have done."""
+    """Returns the seconds from when all ranks begin until all are done, and what the function returned."""
     _barrier()
     if device == "cuda":
         torch.cuda.synchronize()
@@ -158,7 +158,7 @@ def _barrier() -> None:
 def forward_backward(
     attention: Callable[[Tensor, Tensor, Tensor], Any], tensors: tuple[Tensor, Tensor, Tensor, Tensor], device: str
 ) -> tuple[float, float]:
-    """(forward, backward) seconds."""
+    """Returns (forward, backward) seconds."""
     q, k, v, dout = tensors
     forward, out = timed(lambda: attention(q, k, v), device)
     backward, _ = timed(lambda: out.backward(dout), device)
@@ -167,12 +167,14 @@ def forward_backward(
     return forward, backward
 
 
-def progress(numbers: Iterable[Any], what: str) -> Iterable[Any]:
-    """The numbers, with a bar on stderr where that is a terminal; rank 0 shows it for all."""
-    silent = True if dist.is_initialized() and dist.get_rank() else None  # None: where stderr is no terminal
-    return tqdm(numbers, desc=what, leave=False, disable=silent)
+def progress(numbers: Iterable[Any], label: str) -> Iterable[Any]:
+    """Returns the numbers, with a bar on stderr where that is a terminal; rank 0 shows it for all."""
+    silent = (
+        True if dist.is_initialized() and dist.get_rank() else None
+    )  # With None, tqdm is silent where stderr is no terminal.
+    return tqdm(numbers, desc=label, leave=False, disable=silent)
 
 
 def medians(times: list[tuple[float, float]]) -> tuple[float, float]:
-    """Of (forward, backward) seconds."""
+    """Returns the medians of (forward, backward) seconds."""
     return statistics.median(f for f, _ in times), statistics.median(b for _, b in times)

@@ -1,4 +1,4 @@
-"""The ring against the ideal: a share of the same FLOPs on every rank, without communication."""
+"""Measures the ring against the ideal: a share of the same FLOPs on every rank, without communication."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .harness import (
 
 
 def compare_with_ideal(shape: CallShape, exact_tokens: int, longnet_tokens: int, repeats: int) -> list[dict[str, Any]]:
-    """The ring against a share of the same FLOPs on every rank without any communication.
+    """Returns the seconds of the ring, and of a share of the same FLOPs on every rank without any communication.
 
-    Exact: causal flash attention of 1 / p of the heads over the whole row. LongNet: twice (p times) the rate of the
-    local path, which one rank alone measures over the whole row.
+    The share of exact attention is causal flash attention of 1 / p of the heads over the whole row. The share of LongNet is
+    1 / p of the time that one rank alone needs for the whole row.
     """
     p, rank = dist.get_world_size(), dist.get_rank()
     rows = []
@@ -34,7 +34,7 @@ def compare_with_ideal(shape: CallShape, exact_tokens: int, longnet_tokens: int,
     times: list[list[tuple[float, float]]] = [[], []]
     for number in progress(range(repeats + 1), "exact"):
         for which in (0, 1) if number % 2 else (1, 0):
-            found = (
+            elapsed = (
                 forward_backward(lambda *x: ring_attention(*x, pattern=exact, ring=ring), tensors, shape.device)
                 if which == 0
                 else forward_backward(
@@ -44,7 +44,7 @@ def compare_with_ideal(shape: CallShape, exact_tokens: int, longnet_tokens: int,
                 )
             )
             if number:
-                times[which].append(found)
+                times[which].append(elapsed)
     rows.append(_ratios("exact, zigzag", exact_tokens, *times))
 
     longnet = Pattern.longnet([2048, 8192, 32768], [1, 4, 16])
@@ -55,18 +55,18 @@ def compare_with_ideal(shape: CallShape, exact_tokens: int, longnet_tokens: int,
     for number in progress(range(repeats + 1), "longnet"):
         for which in (0, 1) if number % 2 else (1, 0):
             if which == 0:
-                found = forward_backward(
+                elapsed = forward_backward(
                     lambda *x: ring_attention(*x, pattern=longnet, ring=ring, layout=layout), tensors, shape.device
                 )
             elif rank == 0:
-                found = forward_backward(lambda *x: ring_attention(*x, pattern=longnet), whole, shape.device)
-                found = (found[0] / p, found[1] / p)
+                elapsed = forward_backward(lambda *x: ring_attention(*x, pattern=longnet), whole, shape.device)
+                elapsed = (elapsed[0] / p, elapsed[1] / p)
             else:
-                for _ in range(4):  # the barriers of the rank that computes
+                for _ in range(4):  # These are the barriers of the rank that computes.
                     dist.barrier()
-                found = (0.0, 0.0)
+                elapsed = (0.0, 0.0)
             if number:
-                times[which].append(found)
+                times[which].append(elapsed)
     rows.append(_ratios(f"longnet, {layout.kind}", longnet_tokens, *times))
     return rows
 
@@ -74,7 +74,7 @@ def compare_with_ideal(shape: CallShape, exact_tokens: int, longnet_tokens: int,
 def _ratios(
     name: str, tokens: int, ring: list[tuple[float, float]], ideal: list[tuple[float, float]]
 ) -> dict[str, Any]:
-    """Medians, and medians of the paired ratios ideal / ring."""
+    """Returns medians, and medians of the paired ratios ideal / ring."""
     pairs = list(zip(ring, ideal))
     return {
         "pattern": name,
@@ -87,7 +87,7 @@ def _ratios(
 
 
 def ideal_report(rows: list[dict[str, Any]], world_size: int) -> Sheet:
-    """Table of `compare_with_ideal`."""
+    """Returns the table of `compare_with_ideal`."""
     return Sheet(
         f"the ring against the same FLOPs without communication, {world_size} ranks",
         (

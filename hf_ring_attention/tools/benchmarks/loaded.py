@@ -1,3 +1,3 @@
-"""What the processes of benchmarks use, for the server that they are forked from to load once."""
+"""Imports what the processes of benchmarks use, so that the server that they are forked from loads it once."""
 
 from . import choice, ideal, overlap, peak, ring_memory, speed  # noqa: F401

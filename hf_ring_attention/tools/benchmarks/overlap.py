@@ -1,4 +1,4 @@
-"""How much of a delay of every message shows in the time of a call."""
+"""Measures how much of a delay of every message shows in the time of a call."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class _Delayed:
 
 
 def measure_overlap(shape: CallShape, tokens: int, shares: Sequence[float], repeats: int) -> list[dict[str, Any]]:
-    """How much of a delay of every hop, as a share of a step's computation, shows in the time of exact attention."""
+    """Returns how much of a delay of every hop, as a share of a step's computation, shows in the time of exact attention."""
     assert dist.group.WORLD is not None
     communicator = DelayedCommunicator(dist.group.WORLD)
-    as_given: Communicator = communicator
-    ring = Ring.over(as_given, "zigzag", "ring")
+    delayed_messages: Communicator = communicator
+    ring = Ring.over(delayed_messages, "zigzag", "ring")
     tensors = shape.tensors(tokens // ring.world_size)
 
     def run(seconds: float) -> tuple[float, float, int, int]:
@@ -60,7 +60,9 @@ def measure_overlap(shape: CallShape, tokens: int, shares: Sequence[float], repe
 
     run(0.0)
     forward, _, hops, _ = run(0.0)
-    step = forward / (2 * hops)  # a rank's own keys and, for each hop, another rank's: equal work in zigzag of 2 ranks
+    step = forward / (
+        2 * hops
+    )  # A rank computes with its own keys and, after the hop, with the other's: zigzag makes both equal.
     if ring.world_size != 2:
         step = forward / (hops * ring.world_size / (ring.world_size - 1))
     rows = []
@@ -85,7 +87,7 @@ def measure_overlap(shape: CallShape, tokens: int, shares: Sequence[float], repe
 
 
 def overlap_report(rows: list[dict[str, Any]], world_size: int) -> Sheet:
-    """Table of `measure_overlap`."""
+    """Returns the table of `measure_overlap`."""
     return Sheet(
         f"how much of a delay of every hop shows in exact attention, {world_size} ranks",
         ("delay of a hop, of a step", "ms", "hops", "of the delay visible: forward", "forward + backward"),

@@ -1,4 +1,4 @@
-"""Peak memory of attention by pattern on one device, against torch's scaled_dot_product_attention."""
+"""Measures the peak memory of attention by pattern on one device, against torch's scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .speed import SDPA, attention_named
 
 
 def peak_of_attention(shape: CallShape, tokens: int, name: str) -> int:
-    """Bytes that forward and backward held at most, inputs and gradients included."""
+    """Returns the most bytes that forward and backward held at once, inputs and gradients included."""
     device = torch.device(shape.device)
-    # What the first kernel calls load is not the attention's.
+    # The first kernel calls load what is no memory of attention.
     small = torch.randn(1, shape.kv_heads, 64, shape.head_dim, device=device, requires_grad=True)
     attention_named(SDPA)(small, small, small).sum().backward()
     before = reset_peak_memory(device)
@@ -25,7 +25,7 @@ def peak_of_attention(shape: CallShape, tokens: int, name: str) -> int:
 
 
 def measure_peaks(shape: CallShape, tokens: int, patterns: Sequence[str]) -> list[dict[str, Any]]:
-    """`peak_of_attention` of sdpa and of each pattern, each in a process of its own."""
+    """Runs `peak_of_attention` for sdpa and for each pattern, each in a process of its own."""
     return [
         {"attention": name, "bytes": launch(peak_of_attention, 1, shape, tokens, name, threads=None)}
         for name in progress((SDPA, *patterns), "memory")
@@ -33,7 +33,7 @@ def measure_peaks(shape: CallShape, tokens: int, patterns: Sequence[str]) -> lis
 
 
 def peak_report(rows: list[dict[str, Any]], tokens: int) -> Sheet:
-    """Table of `measure_peaks`."""
+    """Returns the table of `measure_peaks`."""
     return Sheet(
         f"peak memory of forward + backward on one device, {tokens} tokens",
         ("attention", "MiB", "of sdpa's"),

@@ -1,4 +1,4 @@
-"""Peak memory of a call, as the ring grows."""
+"""Measures the peak memory of a call, as the ring grows."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from .harness import (
 
 
 def peak_of_call(shape: CallShape, tokens_per_rank: int, transport: str) -> list[int]:
-    """Bytes that forward + backward of exact causal attention held at most, beyond its inputs; of each rank."""
+    """Returns the most bytes that forward + backward of exact causal attention held beyond its inputs, for each rank."""
     _give_memory_back_at_once()
     device = torch.device(shape.device)
     ring = Ring(layout="zigzag", transport=transport if dist.get_world_size() > 1 else "auto")  # type: ignore[arg-type]
     pattern = Pattern.exact()
-    for tokens in (64, tokens_per_rank):  # the first loads what kernels and connections need
+    for tokens in (64, tokens_per_rank):  # The first call loads what kernels and connections need.
         q, k, v, dout = shape.tensors(tokens)
-        # The plan is made once for all layers and steps, and is not of the call.
+        # The plan is made here, because it is made once for all layers and steps, and is no memory of the call.
         seq_len = tokens * ring.world_size
         layout = ring.layout_for(seq_len, pattern)
         problem = Problem(pattern, layout, (((0, seq_len),),), shape.heads, shape.kv_heads)
@@ -51,13 +51,13 @@ def peak_of_call(shape: CallShape, tokens_per_rank: int, transport: str) -> list
 def _give_memory_back_at_once() -> None:
     """Tells glibc to return freed tensors to the system, so that the peak of a process is that of what it holds."""
     if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # Other C libraries have none.
         if mallopt is not None:
             mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
 
 
 def measure_memory(shape: CallShape, tokens_per_rank: int, world_sizes: Sequence[int]) -> dict[str, dict[int, int]]:
-    """{transport: {ranks: the largest `peak_of_call` of a rank}}, each in processes of its own."""
+    """Returns {transport: {ranks: the largest `peak_of_call` of a rank}}, each measured in processes of its own."""
     cells = [(transport, p) for transport in ("ring", "collective") for p in world_sizes]
     peaks: dict[str, dict[int, int]] = {}
     for transport, p in progress(cells, "ring memory"):
@@ -66,7 +66,7 @@ def measure_memory(shape: CallShape, tokens_per_rank: int, world_sizes: Sequence
 
 
 def memory_report(peaks: dict[str, dict[int, int]], tokens_per_rank: int) -> Sheet:
-    """Table of peaks, {transport: {ranks: bytes}}."""
+    """Returns the table of peaks, {transport: {ranks: bytes}}."""
     ranks = list(next(iter(peaks.values())))
     rows = [
         (

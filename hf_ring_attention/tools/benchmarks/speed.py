@@ -1,4 +1,4 @@
-"""Time of attention by pattern on one device, against torch's scaled_dot_product_attention in the same run.
+"""Measures attention by pattern on one device, against torch's scaled_dot_product_attention in the same run.
 
 The floor is the FLOPs: a pattern with 1/12 of exact attention's query-key pairs can be 12 times as fast at most.
 """
@@ -21,7 +21,7 @@ SDPA = "sdpa"
 
 
 def attention_named(name: str) -> Callable[[Tensor, Tensor, Tensor], Any]:
-    """Causal attention by a pattern's text, or by torch for `SDPA`."""
+    """Returns causal attention by a pattern's text, or by torch for `SDPA`."""
     if name == SDPA:
         return lambda q, k, v: F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
@@ -31,16 +31,16 @@ def attention_named(name: str) -> Callable[[Tensor, Tensor, Tensor], Any]:
 
 
 def measure_speed(shape: CallShape, tokens: int, patterns: Sequence[str], repeats: int) -> list[dict[str, Any]]:
-    """Median seconds of forward and backward of each, after a first run that does not count."""
+    """Returns the median seconds of forward and backward of each, after a first run that does not count."""
     tensors = shape.tensors(tokens)
     runs: dict[str, list[tuple[float, float]]] = {name: [] for name in (SDPA, *patterns)}
     for number in progress(range(repeats + 1), "speed"):
         for name, seconds in runs.items():
             if name == SDPA and number == 0 and shape.device == "cpu":
-                continue  # nothing to warm up there, and it is by far the slowest
-            taken = forward_backward(attention_named(name), tensors, shape.device)
+                continue  # It needs no warming up on the CPU, and is by far the slowest.
+            elapsed = forward_backward(attention_named(name), tensors, shape.device)
             if number > 0:
-                seconds.append(taken)
+                seconds.append(elapsed)
     median = {name: medians(seconds) for name, seconds in runs.items()}
     rows = []
     for name, (forward, backward) in median.items():
@@ -60,7 +60,7 @@ def measure_speed(shape: CallShape, tokens: int, patterns: Sequence[str], repeat
 
 
 def speed_report(rows: list[dict[str, Any]], shape: CallShape, tokens: int) -> Sheet:
-    """Table of `measure_speed`; its last column says how much of what the FLOPs allow is reached."""
+    """Returns the table of `measure_speed`; its last column says how much of what the FLOPs allow is reached."""
     return Sheet(
         f"attention on one device, {tokens} tokens, {shape.heads}/{shape.kv_heads} heads x {shape.head_dim}, {shape.dtype}",
         ("attention", "forward s", "backward s", "FLOP ratio", "speed-up", "of the floor"),

@@ -1,4 +1,4 @@
-"""Exact attention inside a model, against sdpa: what the plugin costs where it changes nothing."""
+"""Measures exact attention inside a model, against sdpa: what "ring_dilated" costs where it changes nothing."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..output import Sheet
 from .harness import CallShape, alternately, progress, timed
 from .speed import SDPA
 
-#: Runs of each that do not count.
+#: The number of first runs of each that do not count.
 _UNCOUNTED_RUNS = 2
 
 
 def measure_model(shape: CallShape, tokens: int, repeats: int) -> dict[str, Any]:
-    """Median seconds of a forward pass of a small model by both implementations, and the median of the paired ratios."""
+    """Returns the median seconds of a forward pass by both implementations, and the median of the paired ratios."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=1024, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8
@@ -32,15 +32,15 @@ def measure_model(shape: CallShape, tokens: int, repeats: int) -> dict[str, Any]
         for number in progress(range(repeats + _UNCOUNTED_RUNS), "model"):
             for name in alternately([*seconds], number):
                 model.set_attn_implementation(name)
-                taken, _ = timed(lambda: model(ids, use_cache=False), shape.device)
+                elapsed, _ = timed(lambda: model(ids, use_cache=False), shape.device)
                 if number >= _UNCOUNTED_RUNS:
-                    seconds[name].append(taken)
+                    seconds[name].append(elapsed)
     ratio = statistics.median(ring / sdpa for sdpa, ring in zip(*seconds.values()))
-    return {"tokens": tokens, **{name: statistics.median(taken) for name, taken in seconds.items()}, "ratio": ratio}
+    return {"tokens": tokens, **{name: statistics.median(runs) for name, runs in seconds.items()}, "ratio": ratio}
 
 
 def model_report(figures: dict[str, Any], repeats: int) -> Sheet:
-    """Table of `measure_model`."""
+    """Returns the table of `measure_model`."""
     return Sheet(
         f"exact attention in a 4-layer model, median of {repeats} paired runs",
         ("tokens", "sdpa s", "ring_dilated s", "ratio"),

@@ -12,7 +12,7 @@ from ..arguments import at_least, comma_list, device, key_value_heads, one_of, t
 from ..options import DTYPES, AsJson, SomePatterns, checked, choice_option, number_option, parsed, refuse
 from ..output import Sheet, print_json, print_sheet, stdout_left_alone, terminal
 
-#: The measurements, with what they are for and how often each runs where --repeats does not say it.
+#: The measurements, with what each is for and how often it runs without --repeats.
 PARTS = {
     "speed": ("patterns against torch's attention, one device", 3),
     "memory": ("peak memory of the same", 1),
@@ -23,7 +23,7 @@ PARTS = {
     "ring-memory": ("peak memory as the ring grows", 1),
     "overlap": ("how much of a delay of messages shows", 7),
 }
-#: Those that need several ranks.
+#: The measurements that need several ranks.
 _OF_RINGS = {"transport", "ideal", "overlap"}
 
 EXAMPLES_OF_BENCH = "\b\nParts:\n" + "".join(f"  {name:12} {text}\n" for name, (text, _) in PARTS.items())
@@ -38,7 +38,7 @@ Examples:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What was asked for on the command line."""
+    """The options of the command line."""
 
     shape: Any
     tokens: int
@@ -55,7 +55,7 @@ class BenchOptions:
     model: str | None
 
     def times(self, part: str) -> int:
-        """How often a part runs."""
+        """Returns how often a part runs."""
         return self.repeats or PARTS[part][1]
 
 
@@ -67,7 +67,7 @@ def bench_command(
         ),
     ] = None,
     tokens: Annotated[
-        int, typer.Option("--tokens", parser=parsed(token_count()), metavar="N", help="Of speed and memory.")
+        int, typer.Option("--tokens", parser=parsed(token_count()), metavar="N", help="Tokens of speed and memory.")
     ] = "32k",  # type: ignore[assignment]
     pattern: SomePatterns = ["longnet:2048/1,8192/4,32768/16", "pyramid:512,3"],  # noqa: B006
     heads: Annotated[int, number_option("--heads", "Query heads.")] = 8,
@@ -83,7 +83,7 @@ def bench_command(
     repeats: Annotated[
         int | None, number_option("--repeats", "Runs of each that count; default: 3 to 30, by the part.")
     ] = None,
-    ranks: Annotated[int, number_option("--ranks", "Of transport, ideal and overlap.", 2)] = 2,
+    ranks: Annotated[int, number_option("--ranks", "Ranks of transport, ideal and overlap.", 2)] = 2,
     lengths: Annotated[
         Any,
         typer.Option(
@@ -91,14 +91,18 @@ def bench_command(
         ),
     ] = "512,1k,2k,4k,8k",
     ring_tokens: Annotated[
-        int, typer.Option("--ring-tokens", parser=parsed(token_count(2)), metavar="N", help="Of ideal and overlap.")
+        int,
+        typer.Option("--ring-tokens", parser=parsed(token_count(2)), metavar="N", help="Tokens of ideal and overlap."),
     ] = "16k",  # type: ignore[assignment]
     longnet_tokens: Annotated[
-        int, typer.Option("--longnet-tokens", parser=parsed(token_count()), metavar="N", help="Of ideal's LongNet.")
+        int,
+        typer.Option("--longnet-tokens", parser=parsed(token_count()), metavar="N", help="Tokens of LongNet in ideal."),
     ] = "32k",  # type: ignore[assignment]
     rank_tokens: Annotated[
         int,
-        typer.Option("--rank-tokens", parser=parsed(token_count(2, 2)), metavar="N", help="Of ring-memory, a rank."),
+        typer.Option(
+            "--rank-tokens", parser=parsed(token_count(2, 2)), metavar="N", help="Tokens of a rank in ring-memory."
+        ),
     ] = "4k",  # type: ignore[assignment]
     memory_ranks: Annotated[
         Any,
@@ -107,15 +111,18 @@ def bench_command(
         ),
     ] = "1,2,4,8",
     model_tokens: Annotated[
-        int, typer.Option("--model-tokens", parser=parsed(token_count(2)), metavar="N", help="Of model.")
+        int, typer.Option("--model-tokens", parser=parsed(token_count(2)), metavar="N", help="Tokens of model.")
     ] = "4k",  # type: ignore[assignment]
     decode_tokens: Annotated[
-        int, typer.Option("--decode-tokens", parser=parsed(token_count()), metavar="N", help="In the cache of decode.")
+        int,
+        typer.Option(
+            "--decode-tokens", parser=parsed(token_count()), metavar="N", help="Tokens in the cache of decode."
+        ),
     ] = "8k",  # type: ignore[assignment]
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", metavar="ID_OR_FOLDER", help="Of decode; default: SmolLM2-135M's size, random weights."
+            "--model", metavar="ID_OR_FOLDER", help="The model of decode; default: SmolLM2-135M's size, random weights."
         ),
     ] = None,
     as_json: AsJson = False,
@@ -138,7 +145,7 @@ def bench_command(
         from ..benchmarks.harness import CallShape, machine_name
 
         options = BenchOptions(
-            shape=CallShape(heads, groups, head_dim, dtype, where),
+            shape=CallShape(heads=heads, kv_heads=groups, head_dim=head_dim, dtype=dtype, device=where),
             tokens=tokens,
             patterns=pattern,
             repeats=repeats,
@@ -170,7 +177,7 @@ def bench_command(
 
 
 def _check_division(parts: list[str], heads: int, ranks: int, ring_tokens: int) -> None:
-    """Refuses what the chosen parts could not divide among the ranks."""
+    """Refuses heads and tokens that the chosen parts cannot divide among the ranks."""
     if "ideal" in parts and heads % ranks:
         raise refuse(
             f"ideal gives each rank its share of the heads, and {heads} heads = {heads // ranks} * {ranks} ranks + "
@@ -280,7 +287,7 @@ def _overlap(options: BenchOptions) -> tuple[Any, Sheet]:
     return rows, overlap_report(rows, options.ranks)
 
 
-#: By the name of the part: figures for JSON, and the table that says the same.
+#: The function of each part, which returns figures for JSON and the table that shows them.
 MEASUREMENTS: dict[str, Callable[[BenchOptions], tuple[Any, Sheet]]] = {
     "speed": _speed,
     "memory": _memory,

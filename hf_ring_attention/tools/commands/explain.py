@@ -1,4 +1,4 @@
-"""`hf-ring-attention explain`: choices with their reasons, FLOPs, bytes and balance of a model's attention, before it runs."""
+"""`hf-ring-attention explain`: the choices with their reasons, FLOPs, bytes and balance of attention, before it runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ..output import (
 )
 from .models import support_of
 
-#: Floating point operations of backward, in those of forward: five products of matrices against two.
+#: The floating point operations of backward over those of forward: five products of matrices against two.
 BACKWARD = 2.5
 
 EXAMPLES_OF_EXPLAIN = """\b
@@ -53,7 +53,7 @@ Examples:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers that do the same: their numbers, and what one of them does."""
+    """The layers that do the same: their numbers, and what one of them does."""
 
     name: str
     layers: tuple[int, ...]
@@ -70,7 +70,7 @@ def explain_command(
             "--pattern",
             parser=parsed(pattern_text),
             metavar="TEXT",
-            help="Of the layers without a window of their own: window:512+4, pyramid:512,3, ... "
+            help="The pattern of layers without a window of their own: window:512+4, pyramid:512,3, ... "
             "Default: what the model has saved, else exact.",
         ),
     ] = None,
@@ -95,17 +95,17 @@ def explain_command(
     ] = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """What attention over a ring would do: layout, transport, FLOPs and bytes.
+    """Show what attention over a ring would do: layout, transport, FLOPs and bytes.
 
     Nothing is computed and no weights are loaded.
     """
     wanted = None if pattern is None else Pattern.parse(pattern)
     attention = asked_attention(model, wanted, heads, kv_heads, head_dim, layers, ranks)
 
-    def explained(of_layer: Pattern, layout_kind: Any) -> Explanation:
+    def explained(layer_pattern: Pattern, layout_kind: Any) -> Explanation:
         try:
             return explain(
-                of_layer,
+                layer_pattern,
                 seq_len=tokens,
                 world_size=ranks,
                 num_heads=attention.num_heads,
@@ -142,22 +142,22 @@ def asked_attention(
     layers: int,
     ranks: int,
 ) -> ModelAttention:
-    """The attention that options ask for: a model's, or heads in numbers."""
+    """Returns the attention that options ask for: a model's, or heads in numbers."""
     if model is not None:
         for option, value in (("--heads", heads), ("--kv-heads", kv_heads), ("--head-dim", head_dim)):
             if value is not None:
                 raise refuse("--model says it already: leave one of them out", option)
         attention = checked("--model", model_attention, model, pattern)
-        known = support_of(attention.model_type)
-        if known is not None and known.status == "refused":
-            raise refuse(f"models of type {known.model_type!r} are not computed: {known.reason}", "--model")
-        if known is not None and ranks > 1 and known.status == "supported" and not known.ring:
-            raise refuse(f"models of type {known.model_type!r} run on one rank only: {known.reason}", "--ranks")
+        support = support_of(attention.model_type)
+        if support is not None and support.status == "refused":
+            raise refuse(f"models of type {support.model_type!r} are not computed: {support.reason}", "--model")
+        if support is not None and ranks > 1 and support.status == "supported" and not support.ring:
+            raise refuse(f"models of type {support.model_type!r} run on one rank only: {support.reason}", "--ranks")
         return attention
     if heads is None or head_dim is None:
         raise refuse(
             "needed are --heads and --head-dim (and --kv-heads, where they are fewer), or --model with the id or the folder "
-            "of a model, which says them"
+            "of a model, whose config.json has them"
         )
     base = pattern or Pattern.exact()
     return ModelAttention(
@@ -176,7 +176,7 @@ def asked_attention(
 def _kinds(
     attention: ModelAttention, base: Explanation, explained: Callable[[Pattern, Any], Explanation], exact: int
 ) -> list[LayerKind]:
-    """Layers by their pattern; all have the layout of the base pattern, as in a model."""
+    """Groups layers by their pattern; all have the layout of the base pattern, as in a model."""
     numbers: dict[tuple[Pattern, bool], list[int]] = {}
     for number, key in enumerate(zip(attention.layers, attention.sliding)):
         numbers.setdefault(key, []).append(number)
@@ -190,7 +190,7 @@ def _kinds(
 
 
 def _largest(traffic: Sequence[RankTraffic]) -> dict[str, int]:
-    """Bytes of the busiest rank."""
+    """Returns the bytes of the busiest rank."""
     return {
         "forward_sent": max(rank.forward.sent for rank in traffic),
         "forward_received": max(rank.forward.received for rank in traffic),
@@ -201,7 +201,7 @@ def _largest(traffic: Sequence[RankTraffic]) -> dict[str, int]:
 
 
 def _added(traffic: Sequence[tuple[int, RankTraffic]]) -> dict[str, int]:
-    """Bytes of one rank in layers one after the other: (how many, of each); buffers are held for one at a time."""
+    """Returns the bytes of one rank for pairs (number of layers, bytes of one); only one layer at a time has buffers."""
     return {
         "forward_sent": sum(count * one.forward.sent for count, one in traffic),
         "forward_received": sum(count * one.forward.received for count, one in traffic),
@@ -212,16 +212,16 @@ def _added(traffic: Sequence[tuple[int, RankTraffic]]) -> dict[str, int]:
 
 
 def _used(explanation: Explanation, rank: int, transport: str) -> RankTraffic:
-    """What a rank moves by a transport; "chosen" is the one that the call takes."""
+    """Returns what a rank moves by a transport; "chosen" is the one that the call takes."""
     choice = explanation.decision.choice if transport == "chosen" else transport
     share = explanation.ranks[rank]
-    if choice == "local":  # nobody needs keys of others
+    if choice == "local":  # No rank needs the keys of others.
         return share.collective
     return share.ring if choice == "ring" else share.collective
 
 
 def _answer(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerKind], **call: Any) -> dict[str, Any]:
-    """All figures, as JSON has them. Bytes and FLOPs are of the busiest rank, unless they say otherwise."""
+    """Returns all figures, as JSON has them. Bytes and FLOPs are those of the busiest rank, unless a name says otherwise."""
     ranks = range(base.layout.world_size)
     layers = []
     for kind in kinds:
@@ -242,7 +242,7 @@ def _answer(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerK
                 "collective_bytes": _largest([share.collective for share in kind.explanation.ranks]),
             }
         )
-    of_ranks = [sum(len(k.layers) * k.explanation.ranks[rank].forward_flops for k in kinds) for rank in ranks]
+    flops_of_ranks = [sum(len(k.layers) * k.explanation.ranks[rank].forward_flops for k in kinds) for rank in ranks]
     totals: dict[str, dict[str, int]] = {}
     for transport in ("chosen", "ring", "collective"):
         per_rank = [_added([(len(k.layers), _used(k.explanation, rank, transport)) for k in kinds]) for rank in ranks]
@@ -266,10 +266,10 @@ def _answer(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerK
         "step": {
             "layers": count,
             "share_of_exact_flops": sum(len(k.layers) * k.share_of_exact for k in kinds) / count,
-            "imbalance": max(of_ranks) * len(of_ranks) / (sum(of_ranks) or 1),
-            "forward_flops": max(of_ranks),
-            "backward_flops": BACKWARD * max(of_ranks),
-            "forward_flops_of_all_ranks": sum(of_ranks),
+            "imbalance": max(flops_of_ranks) * len(flops_of_ranks) / (sum(flops_of_ranks) or 1),
+            "forward_flops": max(flops_of_ranks),
+            "backward_flops": BACKWARD * max(flops_of_ranks),
+            "forward_flops_of_all_ranks": sum(flops_of_ranks),
             **totals,
         },
     }
@@ -330,8 +330,8 @@ def _print(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerKi
         "of exact",
     )
     notes = (
-        "forward, backward: of the busiest rank; all ranks: forward; imbalance: busiest / mean; of exact: the share of exact "
-        "attention's FLOPs",
+        "forward, backward: the busiest rank; all ranks: the sum of forward; imbalance: busiest / mean; of exact: the share of "
+        "exact attention's FLOPs",
     )
     print_sheet(Sheet(f"TFLOP of one layer{several}", headings, rows, notes, left=2), console)
     rows = []
@@ -351,7 +351,7 @@ def _print(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerKi
         "backward received",
         "buffers",
     )
-    notes = ("* what the call takes",)
+    notes = ("* marks what the call takes",)
     print_sheet(Sheet(f"Bytes of the busiest rank in one layer{several}", headings, rows, notes, left=2), console)
 
 

@@ -22,7 +22,7 @@ Examples:
 
 
 def support_of(model_type: str) -> ModelSupport | None:
-    """What is known of a model type; None of one that is not in the table."""
+    """Returns the line of a model type in the table; None if it has none."""
     return next((model for model in supported_models() if model.model_type == model_type), None)
 
 
@@ -31,24 +31,24 @@ def models_command(
         list[str] | None,
         typer.Argument(metavar="[TYPE]...", help="Model types, as config.json names them; default: all."),
     ] = None,
-    refused: Annotated[bool, typer.Option("--refused", help="Only what does not work, by reason.")] = False,
+    refused: Annotated[bool, typer.Option("--refused", help="Show only what does not work, by reason.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Which model types work, on one device, over a ring and with packed rows.
+    """Show which model types work, on one device, over a ring and with packed rows.
 
-    Each was found out by running a tiny model of the type.
+    The answers come from running a tiny model of each type.
     """
-    known = {model.model_type: model for model in supported_models()}
+    by_type = {model.model_type: model for model in supported_models()}
     for name in types or ():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
+        if name not in by_type:
+            near = difflib.get_close_matches(name, by_type, n=3)
             hint = f": did you mean {' or '.join(near)}?" if near else ""
             raise refuse(
                 f"{name!r} is no model type of the Transformers release that was tested{hint} A type is the 'model_type' of a "
                 f"config.json, such as llama",
                 "TYPE",
             )
-    chosen = [known[name] for name in types or known]
+    chosen = [by_type[name] for name in types or by_type]
     if refused:
         chosen = [model for model in chosen if model.status != "supported"]
     if as_json:

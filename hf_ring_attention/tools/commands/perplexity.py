@@ -41,9 +41,9 @@ def perplexity_command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Perplexity of texts under attention patterns, each text in one pass.
+    """Measure the perplexity of texts under attention patterns, each text in one pass.
 
-    Nothing is trained: it shows what a pattern costs a checkpoint as it is.
+    Nothing is trained: the figures show what a pattern costs a checkpoint as it is.
     """
     checked("MODEL", read_config, model)
     contents = {str(path): _read_text(path) for path in texts}
@@ -80,7 +80,7 @@ def _read_text(path: Path) -> str:
 def _load(
     source: str, contents: dict[str, str], tokens: int, dtype: str, device_name: str | None
 ) -> tuple[dict[str, Any], Any]:
-    """The tokens of each text, and the model; refuses a text of a single token."""
+    """Returns the tokens of each text, and the model; refuses a text of a single token."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
@@ -92,7 +92,7 @@ def _load(
             tokenizer = AutoTokenizer.from_pretrained(source)
             ids = {}
             for name, text in contents.items():
-                # Tokens of a prefix are those of the text but for the last few; a text is cut long after the last one needed.
+                # A prefix has the tokens of its text but for the last few, so a text is cut long after the last one needed.
                 part = text[: 40 * tokens + 1000]
                 ids[name] = tokenizer(part, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids
                 ids[name] = ids[name][:, :tokens]
@@ -107,7 +107,7 @@ def _load(
 
 
 def _measure(model: Any, ids: dict[str, Any], patterns: list[str]) -> list[dict[str, Any]]:
-    """A row for each text and pattern; of several texts also one of all their tokens."""
+    """Returns a row for each text and pattern, and for several texts also one of all their tokens."""
     from ...evaluation.perplexity import perplexity as measure
     from ...hf.patch import patch_model
 

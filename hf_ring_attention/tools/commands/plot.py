@@ -34,7 +34,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def picture_file(text: str) -> Path:
-    """The type of files that a picture is written to."""
+    """Reads the name of a file that a picture is written to."""
     path = new_file(text)
     if path.suffix not in FORMATS:
         raise argparse.ArgumentTypeError(f"a file that ends in one of {', '.join(FORMATS)} was expected, got {text!r}")
@@ -47,7 +47,10 @@ def picture_file(text: str) -> Path:
 Output = Annotated[
     Path | None,
     typer.Option(
-        "--output", parser=parsed(picture_file), metavar="FILE.png", help="Where to write a picture; without it, text."
+        "--output",
+        parser=parsed(picture_file),
+        metavar="FILE.png",
+        help="The file of a picture; without it, text is printed.",
     ),
 ]
 
@@ -70,7 +73,9 @@ def plot_pattern_command(
     patterns: Annotated[
         list[str],
         typer.Argument(
-            metavar="PATTERN...", parser=parsed(pattern_text), help="Such as exact, window:512+4, pyramid:512,3."
+            metavar="PATTERN...",
+            parser=parsed(pattern_text),
+            help="Patterns such as exact, window:512+4, pyramid:512,3.",
         ),
     ],
     tokens: Annotated[
@@ -84,7 +89,7 @@ def plot_pattern_command(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Who attends to whom under patterns, in a causal document of any length."""
+    """Show who attends to whom under patterns, in a causal document of any length."""
     groups = checked("--kv-heads", key_value_heads, heads, kv_heads)
     if head is not None and head >= heads:
         raise refuse(f"heads are numbered 0 to {heads - 1}, got {head}", "--head")
@@ -96,7 +101,7 @@ def plot_pattern_command(
     if output is not None:
         with spinner("drawing"):
             plot_patterns(parsed_patterns, tokens, output, head=head, num_heads=heads, num_kv_heads=groups)
-    seen = {
+    visible = {
         text: visible_pairs(pattern, tokens, COLUMNS, head=head, num_heads=heads, num_kv_heads=groups)
         for text, pattern in parsed_patterns.items()
     }
@@ -108,20 +113,20 @@ def plot_pattern_command(
                 "head": head,
                 "heads": heads,
                 "kv_heads": groups,
-                "share_of_causal_pairs": one.share_of_causal,
-                "sinks": one.sinks,
-                "edges": one.edges.tolist(),
-                "share_of_squares": one.share.round(6).tolist(),
+                "share_of_causal_pairs": pairs.share_of_causal,
+                "sinks": pairs.sinks,
+                "edges": pairs.edges.tolist(),
+                "share_of_squares": pairs.share.round(6).tolist(),
             }
-            for text, one in seen.items()
+            for text, pairs in visible.items()
         ]
         print_json(rows)
     elif output is None:
         console = terminal()
-        for text, one in seen.items():
-            shares = shares_seen(parsed_patterns[text], one, head, heads, groups)
+        for text, pairs in visible.items():
+            shares = shares_seen(parsed_patterns[text], pairs, head, heads, groups)
             title = f"{text}, {short_count(tokens)} tokens: {shares}"
-            _print_lines([title, *pattern_lines(one), ""], console)
+            _print_lines([title, *pattern_lines(pairs), ""], console)
         _print_lines([PATTERN_LEGEND], console)
     else:
         print(f"wrote {output}")
@@ -136,17 +141,17 @@ def plot_layout_command(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Which tokens of a row each rank holds, and the work that a pattern gives it."""
+    """Show which tokens of a row each rank holds, and the work that a pattern gives it."""
     with spinner("planning"):
-        of_row, chosen, reason = _layout(tokens, ranks, Pattern.parse(pattern), layout)
-        problem = Problem(of_row, chosen, (((0, tokens),),), 1, 1)
+        row_pattern, chosen, reason = _layout(tokens, ranks, Pattern.parse(pattern), layout)
+        problem = Problem(row_pattern, chosen, (((0, tokens),),), 1, 1)
         pairs = [plan_rank(problem, rank).pairs for rank in range(ranks)]
     work = [count * ranks / sum(pairs) for count in pairs]
     from ..plots import plot_layout
     from ..text_plots import layout_lines
 
     if output is not None:
-        plot_layout(chosen, work, of_row, output)
+        plot_layout(chosen, work, row_pattern, output)
     if as_json:
         pieces = [[[piece.start, piece.stop] for piece in chosen.pieces(rank)] for rank in range(ranks)]
         print_json(
@@ -155,7 +160,7 @@ def plot_layout_command(
                 "layout": chosen.kind,
                 "reason": reason,
                 "padded_tokens": chosen.padded_len,
-                "ranks": [{"pieces": held, "work": share} for held, share in zip(pieces, work)],
+                "ranks": [{"pieces": pieces_of_rank, "work": share} for pieces_of_rank, share in zip(pieces, work)],
             }
         )
     elif output is None:
@@ -196,9 +201,9 @@ def plot_ring_command(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """When each rank computes, sends and waits in one layer's forward pass.
+    """Show when each rank computes, sends and waits in one layer's forward pass.
 
-    Arithmetic from the plan and the two speeds that you state, no measurement.
+    This is arithmetic from the plan and the two speeds that you state, no measurement.
     """
     if ranks < 2:
         raise refuse(f"a ring needs 2 ranks or more, got {ranks}", "--ranks")
@@ -210,17 +215,17 @@ def plot_ring_command(
 
     widths = attention.head_dim + attention.value_dim
     with spinner("planning"):
-        of_layer, chosen, _ = _layout(tokens, ranks, attention.base, layout)
+        layer_pattern, chosen, _ = _layout(tokens, ranks, attention.base, layout)
         timeline = ring_timeline(
-            Problem(of_layer, chosen, (((0, tokens),),), attention.num_heads, attention.num_kv_heads),
+            Problem(layer_pattern, chosen, (((0, tokens),),), attention.num_heads, attention.num_kv_heads),
             pair_flops=2 * widths,
             row_bytes=widths * (4 if dtype == "float32" else 2),
             flops=tflops * 1e12,
             bandwidth=gbps * 1e9 / 8,
         )
     title = (
-        f"{of_layer} over {short_count(tokens)} tokens, {ranks} ranks, {chosen.kind}, {tflops:g} TFLOP/s, {gbps:g} Gbit/s: one "
-        f"layer forward"
+        f"{layer_pattern} over {short_count(tokens)} tokens, {ranks} ranks, {chosen.kind}, {tflops:g} TFLOP/s, "
+        f"{gbps:g} Gbit/s: one layer forward"
     )
     if output is not None:
         plot_ring(timeline, title, output)
@@ -248,7 +253,7 @@ def _layout(tokens: int, ranks: int, pattern: Pattern, kind: str) -> tuple[Patte
 
 
 def _print_lines(lines: list[str], console: Any) -> None:
-    """Prints lines as they are; sinks in their colour."""
+    """Prints lines as they are, with sinks in their colour."""
     from rich.text import Text
 
     for line in lines:

@@ -1,7 +1,4 @@
-"""The recipes as files of one's own: they install with the package, and this copies them to where they are to be changed.
-
-python -m hf_ring_attention.tools.recipes my_recipes
-"""
+"""`hf-ring-attention recipes`: copies the recipes, which install with the package, to a folder where users change them."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ Examples:
   hf-ring-attention recipes my_recipes
   python my_recipes/finetune.py --help
 """
-#: Where they are in an installed package, and in a checkout.
+#: The folders of the recipes in an installed package, and in a checkout.
 RECIPE_FOLDERS = (Path(__file__).parents[2] / "recipes", Path(__file__).parents[3] / "recipes")
 
 
 def recipe_files() -> dict[str, Path]:
-    """Every file of the recipes, by its name relative to their folder."""
+    """Returns every file of the recipes, by its name relative to their folder."""
     folder = next((place for place in RECIPE_FOLDERS if (place / "finetune.py").is_file()), None)
     if folder is None:
         raise FileNotFoundError(
@@ -43,10 +40,10 @@ def copy_recipes(folder: Path) -> list[Path]:
         FileExistsError: the folder has files of these names.
     """
     files = recipe_files()
-    there = [name for name in files if (folder / name).exists()]
-    if there:
+    existing = [name for name in files if (folder / name).exists()]
+    if existing:
         raise FileExistsError(
-            f"{folder} has {', '.join(there)} already, which would be overwritten: name a new folder, or delete them"
+            f"{folder} has {', '.join(existing)} already, which would be overwritten: name a new folder, or delete them"
         )
     for name, source in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +54,9 @@ def copy_recipes(folder: Path) -> list[Path]:
 def recipes_command(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="FOLDER", parser=parsed(new_folder), help="Where to; it is made where it is missing."),
+        typer.Argument(
+            metavar="FOLDER", parser=parsed(new_folder), help="The folder to copy to, made if it is missing."
+        ),
     ],
     as_json: AsJson = False,
 ) -> None:
@@ -66,10 +65,10 @@ def recipes_command(
     They fine-tune a model with Accelerate or with Trainer, and measure perplexity. Nothing is overwritten.
     """
     try:
-        made = copy_recipes(folder)
+        copies = copy_recipes(folder)
     except OSError as error:
         raise refuse(str(error), "FOLDER") from None
     if as_json:
-        print_json([str(path) for path in made])
+        print_json([str(path) for path in copies])
     else:
-        print(f"{len(made)} files are in {folder}; begin with: python {folder / 'finetune.py'} --help")
+        print(f"{len(copies)} files are in {folder}; begin with: python {folder / 'finetune.py'} --help")

@@ -1,4 +1,4 @@
-"""`python -m hf_ring_attention.tools.survey`: see `hf_ring_attention.tools.survey.probe`."""
+"""Runs `python -m hf_ring_attention.tools.survey`, as `hf_ring_attention.tools.survey.probe` describes it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ...hf import models as read_by
+from ...hf import models as models_module
 from ..model_table import models_page
 from .precision import float64
 from .probe import survey
@@ -17,7 +17,7 @@ from .tiny_models import CAUSAL_TYPES
 
 
 def run_survey(types: list[str]) -> None:
-    """Surveys these types, or all of them, whose table it then writes."""
+    """Surveys these types and prints the results; without types, surveys all and writes their table."""
     unknown = [name for name in types if name not in CAUSAL_TYPES]
     if unknown:
         sys.exit(
@@ -30,7 +30,7 @@ def run_survey(types: list[str]) -> None:
             models.append(survey(model_type))
         print(model_type, models[-1].status, models[-1].reason if types else "", flush=True)
     if not types:
-        folder = Path(read_by.__file__).parent
+        folder = Path(models_module.__file__).parent
         text = json.dumps([asdict(model) for model in models], indent=1) + "\n"
         (folder / "models.json").write_text(text, encoding="utf-8")
         (folder / "MODELS.md").write_text(models_page(models), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Computing in float64, where equal computations differ by next to nothing; and how far two of them are apart."""
+"""Computes in float64, where equal computations hardly differ, and measures how far two results are apart."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ _THREAD = threading.local()
 
 
 class _Float64ForFloat32(TorchDispatchMode):
-    """Whoever asks for float32 by name gets float64, also where backward computes layers again."""
+    """A mode in which operations that ask for float32 get float64, also where backward computes layers again."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("dtype") is torch.float32:
             kwargs = {**kwargs, "dtype": torch.float64}
-        if func is not torch.ops.aten.view.dtype:  # the same bits, read as another dtype
+        if func is not torch.ops.aten.view.dtype:  # This operation reads the same bits as another dtype.
             args = [torch.float64 if x is torch.float32 else x for x in args]
         return func(*args, **kwargs)
 
 
 @contextmanager
 def float64(on: bool = True) -> Iterator[None]:
-    """Inside, this thread computes in float64, and models are made so; `on=False` changes nothing.
+    """Makes this thread compute and make models in float64 while the context lasts; `on=False` changes nothing.
 
-    Threads that are started inside do not, unless they say so themselves.
+    Threads that are started meanwhile must enter this context themselves.
     """
     if not on or is_float64():
         yield
         return
     default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)  # of all threads
+    torch.set_default_dtype(torch.float64)  # This default is that of all threads.
     _THREAD.float64 = True
     try:
         with _Float64ForFloat32():
@@ -50,16 +50,16 @@ def float64(on: bool = True) -> Iterator[None]:
 
 
 def is_float64() -> bool:
-    """Whether this thread is inside `float64`."""
+    """Returns whether this thread is inside `float64`."""
     return getattr(_THREAD, "float64", False)
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest entry of what is expected."""
-    found, expected = found.detach(), expected.detach()
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+def distance(result: Tensor, expected: Tensor) -> float:
+    """Returns the largest difference, relative to the largest entry of `expected`."""
+    result, expected = result.detach(), expected.detach()
+    return float((result - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
 
 
 def largest(errors: Iterable[float]) -> float:
-    """NaN, which no bound allows, if any is; Python's max may pass it over."""
+    """Returns the largest error, or NaN if any is NaN: no bound allows NaN, and Python's max may pass it over."""
     return float(torch.tensor(list(errors)).max())

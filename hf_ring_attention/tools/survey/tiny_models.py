@@ -96,7 +96,7 @@ _QWEN4_EXP = {
 }  # fmt: skip
 # Odd types need these changes besides, nested as their configs are.
 _CHANGES: dict[str, dict[str, Any]] = {
-    "bamba": {"attn_layer_indices": [1]},  # by default without attention
+    "bamba": {"attn_layer_indices": [1]},  # The default has no attention.
     "blt": {
         "encoder_hash_byte_group_size": [3],
         "encoder_hash_byte_group_vocab": VOCAB,
@@ -135,7 +135,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {"global_head_dim": 16},
     "got_ocr2": {"vision_config": {"image_size": 32, "output_channels": 8}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},  # by default without attention
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},  # The default has no attention.
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},  # attention in the second of two layers
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8},
@@ -152,14 +152,14 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
     "xlm": {"causal": True},
     "xmod": {"default_language": "en_XX"},
-    # Needs two hybrid layers, which share weights.
+    # zamba needs two hybrid layers, which share weights.
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
 
 def tiny_config(model_type: str, **changes: Any) -> PretrainedConfig:
-    """The config of a tiny model of the type, with `changes` of it, or of its text config where it has one."""
+    """Returns the config of a tiny model of the type, with changes to it, or to its text config where it has one."""
     default = CONFIG_MAPPING[model_type]()
     own = _CHANGES.get(model_type, {})
     if default.get_text_config() is default:
@@ -168,7 +168,7 @@ def tiny_config(model_type: str, **changes: Any) -> PretrainedConfig:
 
 
 def tiny(default: PretrainedConfig, changes: dict[str, Any]) -> PretrainedConfig:
-    """A config like the default one with small numbers, down to its sub-configs; `changes` are nested likewise."""
+    """Returns a config like the default one with small numbers, down to its sub-configs; `changes` are nested likewise."""
     values = default.to_dict()
     settings: dict[str, Any] = {name: size for name, size in _SIZES.items() if values.get(name) is not None}
     settings |= {name: size for name, size in _TINY_HEADS.items() if name in values}
@@ -183,25 +183,25 @@ def tiny(default: PretrainedConfig, changes: dict[str, Any]) -> PretrainedConfig
 
 
 def _few_layers(values: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """The lists of `_PER_LAYER` for only the layers that show something new, and the number of these layers."""
+    """Returns the lists of `_PER_LAYER` for only the layers that show something new, and the number of these layers."""
     lists = {key: values[key] for key in _PER_LAYER if isinstance(values.get(key), list)}
-    kept: list[int] = []
-    seen: set[tuple[str, Any]] = set()
+    layers: list[int] = []
+    shown: set[tuple[str, Any]] = set()
     for layer in range(len(next(iter(lists.values()), []))):
         kinds = {(key, entries[layer]) for key, entries in lists.items()}
-        if not kinds <= seen:
-            kept.append(layer)
-            seen |= kinds
-    if len(kept) < LAYERS:
-        kept = list(range(LAYERS))
+        if not kinds <= shown:
+            layers.append(layer)
+            shown |= kinds
+    if len(layers) < LAYERS:
+        layers = list(range(LAYERS))
     counts: dict[str, Any] = {
-        key: len(kept) for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if key in settings
+        key: len(layers) for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if key in settings
     }
-    return {**counts, **{key: [entries[layer] for layer in kept] for key, entries in lists.items()}}
+    return {**counts, **{key: [entries[layer] for layer in layers] for key, entries in lists.items()}}
 
 
 def tiny_model(model_type: str, attn_implementation: str, **changes: Any) -> PreTrainedModel:
-    """The model of `tiny_config`, in evaluation mode and the default dtype: the same weights at every call for a config.
+    """Returns the model of `tiny_config`, in evaluation mode and the default dtype; a config always has the same weights.
 
     The weights are so large that attention is far from uniform; a wrong key then shows. Norms keep their scales.
     """
@@ -219,7 +219,7 @@ def tiny_model(model_type: str, attn_implementation: str, **changes: Any) -> Pre
 
 
 def draw(model: PreTrainedModel, seed: int = 5) -> None:
-    """Large weights; noise on all vectors, since some are zero at first (biases, attention sinks)."""
+    """Draws large weights, and adds noise to all vectors, since some are zero at first (biases, attention sinks)."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
