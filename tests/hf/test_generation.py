@@ -1,6 +1,8 @@
 """Generation: the tokens of eager attention, each step a row of the oracle, and no key touched that no query sees."""
 
+import functools
 import itertools
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from hf_ring_attention.ring import engine
 from hf_ring_attention.ring.attention import cached_attention
 
 from ..support.probe import distance
-from ..support.ranks import run_ranks, run_simulated
+from ..support.ranks import run_simulated
 from ..support.tiny_models import VOCAB, tiny_model
 from ..support.tolerance import EXACT
 
@@ -31,7 +33,7 @@ WAYS = {
     "beams": {"do_sample": False, "num_beams": 3},
     "sampling": {"do_sample": True, "top_k": 20},
 }
-PROMPT, NEW = 17, 8
+PROMPT, NEW = 17, 5
 
 
 def prompt(padded=True):
@@ -44,6 +46,13 @@ def prompt(padded=True):
     return ids, mask
 
 
+class Generated(NamedTuple):
+    """The tokens, and the logits behind them [tokens, B, VOCAB]: tiny models tend to repeat themselves."""
+
+    sequences: torch.Tensor
+    logits: torch.Tensor
+
+
 def generate(model, ids, mask, **ways):
     torch.manual_seed(3)
     ways = {
@@ -53,13 +62,12 @@ def generate(model, ids, mask, **ways):
         "return_dict_in_generate": True,
         "output_logits": True,
     }
-    return model.generate(ids, attention_mask=mask, **ways)
+    output = model.generate(ids, attention_mask=mask, **ways)
+    return Generated(output.sequences, torch.stack(output.logits))
 
 
 def same(found, expected):
-    """Tokens, and the logits behind them: tiny models tend to repeat themselves."""
-    logits, logits_ = (torch.stack(output.logits) for output in (found, expected))
-    return torch.equal(found.sequences, expected.sequences) and distance(logits, logits_) <= EXACT
+    return torch.equal(found.sequences, expected.sequences) and distance(found.logits, expected.logits) <= EXACT
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -153,7 +161,8 @@ def test_a_sliding_cache_with_a_pattern_that_reaches_further():
     ra.patch_config(model.config, PATTERNS["pyramid"], layers=[1])
     ids, mask = prompt(padded=False)
     with pytest.raises(
-        ValueError, match=r"MistralAttention: layer 1 .*keeps only the last tokens \(.*own window has 6 tokens.*DynamicCache\(\)"
+        ValueError,
+        match=r"MistralAttention: layer 1 .*keeps only the last tokens \(.*own window has 6 tokens.*DynamicCache\(\)",
     ):
         generate(model, ids, mask, do_sample=False)
     expected = generate(model, ids, mask, do_sample=False, use_cache=False)
@@ -191,69 +200,81 @@ def _hidden(cache):
 # ---- on a ring
 
 
-def sharded(rank):
-    """What differs from one device's tokens, and what wrong calls say."""
-    torch.set_grad_enabled(True)
-    wrong = []
+LAYOUTS = ("contiguous", "zigzag")
+
+
+def question():
+    return torch.randint(3, VOCAB, (3, 4), generator=torch.Generator().manual_seed(2))
+
+
+def document_and_question(number):
+    """The inputs of a case: tokens and mask of both, the mask of the document or None, and a way of generating."""
     ids, mask = prompt()
-    question = torch.randint(3, VOCAB, (3, 4), generator=torch.Generator().manual_seed(2))
-    whole = torch.cat([ids, question], 1)
-    cases = itertools.product(TYPES, ("contiguous", "zigzag"), PATTERNS)
-    for number, (model_type, layout, pattern) in enumerate(cases):
-        padded = bool(number % 2)
-        rows = mask if padded else torch.ones_like(mask)
-        rows = torch.nn.functional.pad(rows, (0, 4), value=1)
-        name, ways = list(WAYS.items())[(0, 2, 3)[number // 2 % 3]]
-        one = ra.patch_model(tiny_model(model_type, "eager"), PATTERNS[pattern])
-        expected = generate(one, whole, rows, **ways)
-        model = ra.patch_model(one, ring=ra.Ring(layout=layout))
-        cache = ra.prefill(model, ids, mask if padded else None)
-        if name == "beams":
+    padded = bool(number % 2)
+    rows = torch.nn.functional.pad(mask if padded else torch.ones_like(mask), (0, 4), value=1)
+    way = list(WAYS)[(0, 2, 3)[number // 2 % 3]]
+    return torch.cat([ids, question()], 1), rows, mask if padded else None, way
+
+
+@functools.lru_cache(maxsize=1)  # for the ring of 2, and then for the ring of 3
+def tokens_of_one_device(model_type):
+    answers = []
+    for number, (_, pattern) in enumerate(itertools.product(LAYOUTS, PATTERNS)):
+        whole, rows, _, way = document_and_question(number)
+        model = ra.patch_model(tiny_model(model_type, "eager"), PATTERNS[pattern])
+        answers.append(generate(model, whole, rows, **WAYS[way]))
+    return answers
+
+
+def differing_from_one_device(rank, model_type, answers):
+    """The cases in which a ring generates something else."""
+    wrong = []
+    for number, (layout, pattern) in enumerate(itertools.product(LAYOUTS, PATTERNS)):
+        whole, rows, mask, way = document_and_question(number)
+        model = ra.patch_model(tiny_model(model_type, "eager"), PATTERNS[pattern], ring=ra.Ring(layout=layout))
+        cache = ra.prefill(model, whole[:, :PROMPT], mask)
+        if way == "beams":
             cache.batch_repeat_interleave(3)
-        if not same(generate(model, whole, rows, past_key_values=cache, **ways), expected):
-            wrong.append((model_type, layout, pattern, padded, name))
-        if name == "greedy":  # the same question once more
-            cache.crop(PROMPT - cache.get_seq_length())
-            if not same(generate(model, whole, rows, past_key_values=cache, **ways), expected):
-                wrong.append((model_type, layout, pattern, padded, "again"))
-    said = []
-    cache = ra.prefill(model, ids)
-    for call in (
-        lambda: model(question + (rank == 1), past_key_values=cache),
-        lambda: generate(model, ids, mask),
-        lambda: model(ids, past_key_values=DynamicCache(), position_ids=torch.arange(PROMPT)[None]),
-        lambda: ra.prefill(model, ids + rank),
-        lambda: ra.prefill(model, ids[0]),
-        lambda: cache.crop(-1),
-    ):
-        try:
-            call()
-            said.append("nothing")
-        except ValueError as error:
-            said.append(str(error))
-    traffic = model._ring_dilated_ring
-    return wrong, said, traffic.world_size
+        for asked in ("", "again") if way == "greedy" else ("",):
+            answer = generate(model, whole, rows, past_key_values=cache, **WAYS[way])
+            if not same(answer, answers[number]):
+                wrong.append((layout, pattern, mask is not None, way, asked))
+            if way == "greedy":  # The same question is asked once more.
+                cache.crop(PROMPT - cache.get_seq_length())
+    return wrong
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_sharded_keys(world_size):
+@pytest.mark.parametrize("model_type", TYPES)
+def test_sharded_keys(ranks, model_type, world_size):
     """Documents prefilled over a ring, then questions: the tokens of one device, in every layout, pattern and way."""
-    for wrong, said, size in run_ranks(sharded, world_size):
-        assert size == world_size
+    for wrong in ranks.run(differing_from_one_device, world_size, model_type, tokens_of_one_device(model_type)):
         assert wrong == []
-        for text, expected in zip(
-            said,
-            (
-                "disagree on the tokens of a step",
-                "ra.prefill(model, input_ids)",
-                "takes no DynamicCache",
-                "disagree on a checksum of input_ids",
-                "input_ids must be [batch, tokens], got (17,)",
-                "a sharded cache keeps the 17 tokens it was filled with",
-            ),
-            strict=True,
-        ):
-            assert expected in text
+
+
+def wrong_calls(rank):
+    """What calls say that a sharded cache cannot serve."""
+    ids, mask = prompt()
+    model = ra.patch_model(tiny_model("llama", "eager"), ring=ra.Ring(layout="zigzag"))
+    cache = ra.prefill(model, ids)
+    for call, message in (
+        (lambda: model(question() + (rank == 1), past_key_values=cache), "disagree on the tokens of a step"),
+        (lambda: generate(model, ids, mask), r"ra\.prefill\(model, input_ids\)"),
+        (
+            lambda: model(ids, past_key_values=DynamicCache(), position_ids=torch.arange(PROMPT)[None]),
+            "takes no DynamicCache",
+        ),
+        (lambda: ra.prefill(model, ids + rank), "disagree on a checksum of input_ids"),
+        (lambda: ra.prefill(model, ids[0]), r"input_ids must be \[batch, tokens\], got \(17,\)"),
+        (lambda: cache.crop(-1), "a sharded cache keeps the 17 tokens it was filled with"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_wrong_calls_of_a_sharded_cache_are_refused_on_every_rank(ranks, world_size):
+    ranks.run(wrong_calls, world_size)
 
 
 @pytest.mark.parametrize("model_type", ["gemma3n_text", "roberta", "whisper"])

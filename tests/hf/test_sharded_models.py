@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, LlamaConfig, MistralConfig
 
 import hf_ring_attention as ra
-from tests.support.ranks import PROMPTLY, run_ranks
-from tests.support.tolerance import EXACT, float64, largest
+from tests.support.ranks import PROMPTLY
+from tests.support.tolerance import EXACT, distance, largest
 
 VOCAB, TOKENS = 97, 21  # padded to 22 over 2 ranks, to 24 in zigzag
 SIZES = {"vocab_size": VOCAB, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -89,7 +89,7 @@ def run(model, inputs, labels, total):
     return logits.detach(), grads
 
 
-def errors(name, layout_name, padding, pattern_name, checkpointing=None):
+def errors(rank, name, layout_name, padding, pattern_name, checkpointing=None):
     """Of the logits and of the gradients summed over ranks, against one process that holds the whole rows."""
     pattern = PATTERNS[pattern_name]
     ids, mask, positions, labels = batch(padding)
@@ -113,13 +113,28 @@ def errors(name, layout_name, padding, pattern_name, checkpointing=None):
     got = ring.unshard(got, layout)
     valid = mask.bool()
     floor = 1e-3 * max(float(grad.abs().max()) for grad in want_grads.values())
-    return {
-        "logits": float((got - want)[valid].abs().max() / want[valid].abs().max()),
-        "gradients": largest(
-            float((grads[key] - want_grads[key]).abs().max()) / max(float(want_grads[key].abs().max()), floor)
-            for key in want_grads
-        ),
-    }
+    worst = largest(
+        float((grads[key] - want_grads[key]).abs().max()) / max(float(want_grads[key].abs().max()), floor)
+        for key in want_grads
+    )
+    return distance(got[valid], want[valid]), worst
+
+
+def assert_equal(errors_of_ranks):
+    for logits, gradients in errors_of_ranks:
+        assert logits <= EXACT
+        assert gradients <= EXACT
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_logits_and_gradients_of_one_process(ranks, case):
+    assert_equal(ranks.run(errors, 2, *case))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing(ranks, use_reentrant, layout):
+    assert_equal(ranks.run(errors, 2, "llama", layout, "left", "pyramid", use_reentrant))
 
 
 def refused_inputs(name, ring, layout):
@@ -148,34 +163,37 @@ def refused_inputs(name, ring, layout):
     return inputs
 
 
-def refusals(layout_name):
-    """name -> (what the rank said, seconds); None for a pass that was not refused. Then the error of a correct pass."""
+def refused(rank, name, layout_name):
+    """The seconds until a pass was refused, and the error of a correct one after it."""
     ring = ra.Ring(layout=layout_name)
     model = ra.patch_model(make("llama"), ring=ring)
     layout = ring.layout_for(TOKENS, PATTERNS["exact"])
-    said = {}
-    for name in REFUSALS:
-        start = time.perf_counter()
-        model.train(name == "rank 1 trains" and ring.rank == 1)
-        for layer in model.model.layers:
-            layer.self_attn.train(name == "dropout in rank 1's layers" and ring.rank == 1)
-            layer.self_attn.attention_dropout = 0.1
-        try:
-            model(**refused_inputs(name, ring, layout), use_cache=False)
-            message = None
-        except ValueError as error:
-            message = str(error)
-        said[name] = (message, time.perf_counter() - start)
-        dist.barrier()
+    model.train(name == "rank 1 trains" and rank == 1)
+    for layer in model.model.layers:
+        layer.self_attn.train(name == "dropout in rank 1's layers" and rank == 1)
+        layer.self_attn.attention_dropout = 0.1
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match=REFUSALS[name]):
+        model(**refused_inputs(name, ring, layout), use_cache=False)
+    seconds = time.perf_counter() - start
+    dist.barrier()
     model.eval()
     ids, _, positions, _ = batch("none")
     want = ra.patch_model(make("llama"))(input_ids=ids).logits
     # Also of a copy: a process group in its modules must not stand in its way.
     got = copy.deepcopy(model)(input_ids=ring.shard(ids, layout), position_ids=ring.shard(positions, layout)).logits
-    return said, float((ring.unshard(got.detach(), layout) - want).abs().max() / want.abs().max().detach())
+    return seconds, distance(ring.unshard(got.detach(), layout), want)
 
 
-def encoder(layout_name):
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refused_on_every_rank_and_the_next_pass_is_right(ranks, name, layout):
+    for seconds, error in ranks.run(refused, 2, name, layout):
+        assert seconds < PROMPTLY
+        assert error <= EXACT
+
+
+def encoder(rank, layout_name):
     """The error of a bidirectional model whose rows need padding and come without a mask; None where that is refused."""
     config = BertConfig(**SIZES, **WIDTHS, attention_probs_dropout_prob=0.0)
     model = with_large_weights(BertModel._from_config(config, attn_implementation="ring_dilated")).eval()
@@ -188,64 +206,10 @@ def encoder(layout_name):
         got = model(input_ids=ring.shard(ids, layout), position_ids=ring.shard(positions, layout)).last_hidden_state
     except ValueError:
         return None
-    return float((ring.unshard(got.detach(), layout) - want).abs().max() / want.abs().max())
-
-
-def on_each_rank(rank):
-    found = {case: errors(*case) for case in CASES}
-    for use_reentrant in (False, True):
-        for layout in LAYOUTS:
-            found[use_reentrant, layout] = errors("llama", layout, "left", "pyramid", checkpointing=use_reentrant)
-    for layout in LAYOUTS:
-        found["refusals", layout] = refusals(layout)
-        found["encoder", layout] = encoder(layout)
-    return found
-
-
-@pytest.fixture(scope="module")
-def answers():
-    """What both ranks found: one launch serves all tests here."""
-    with float64():
-        return run_ranks(on_each_rank, 2)
-
-
-def check(found):
-    assert found["logits"] <= EXACT
-    assert found["gradients"] <= EXACT
-
-
-@pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_logits_and_gradients_of_one_process(answers, case):
-    for answer in answers:
-        check(answer[case])
+    return distance(ring.unshard(got, layout), want)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradient_checkpointing(answers, use_reentrant, layout):
-    for answer in answers:
-        check(answer[use_reentrant, layout])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", REFUSALS)
-def test_refused_on_every_rank(answers, name, layout):
-    for rank, answer in enumerate(answers):
-        message, seconds = answer["refusals", layout][0][name]
-        assert message is not None, f"rank {rank} computed something"
-        with pytest.raises(ValueError, match=REFUSALS[name]):
-            raise ValueError(message)
-        assert seconds < PROMPTLY
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_correct_pass_after_refusals(answers, layout):
-    for answer in answers:
-        assert answer["refusals", layout][1] <= EXACT
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_bidirectional_model_never_sees_the_padding_of_its_layout(answers, layout):
-    for answer in answers:
-        error = answer["encoder", layout]
+def test_a_bidirectional_model_never_sees_the_padding_of_its_layout(ranks, layout):
+    for error in ranks.run(encoder, 2, layout):
         assert error is None or error <= EXACT

@@ -1,19 +1,16 @@
 """Representative model types over 2 and 4 gloo ranks: logits and gradients of one device, padded and packed."""
 
+import functools
 import itertools
 
 import pytest
-import torch
-import torch.distributed as dist
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.positions import first_position
 from hf_ring_attention.hf.wrappers import runner_of
 
 from ..support.probe import BATCHES, GRADIENTS, LOGITS, batch, errors, logits_and_gradients, of_shards
-from ..support.ranks import run_ranks
 from ..support.tiny_models import tiny_model
-from ..support.tolerance import float64
 
 ROPE = {"rope_theta": 1e4, "factor": 4.0}
 #: What each shows beside grouped heads, full causal attention and plain RoPE.
@@ -61,40 +58,38 @@ CASES = {
 WAYS = list(itertools.product(("contiguous", "zigzag"), ("ring", "collective")))
 
 
-def on_each_rank(rank):
-    """Case -> (rank's number in its ring, errors): rings of 2, which share the cases, then the ring of 4."""
-    torch.set_grad_enabled(True)
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    found = {}
-    for world_size, group in ((2, pairs[rank // 2]), (4, dist.group.WORLD)):
-        for number, ((name, changes), kind) in enumerate(itertools.product(CASES.items(), BATCHES)):
-            if world_size == 2 and number // len(BATCHES) % 2 != rank // 2:
-                continue
-            # Every type takes all ways over its four batches, and other ones on 4 ranks than on 2.
-            layout, transport = WAYS[(number + number // len(BATCHES) + world_size // 4) % len(WAYS)]
-            model = tiny_model(name.split(",")[0], "eager", **changes)
-            inputs, labels = batch(kind, first_position(runner_of(model)))
-            expected = logits_and_gradients(ra.patch_model(model), inputs, labels)
-            expected = expected[0], {name: gradient.clone() for name, gradient in expected[1].items()}
-            model = ra.patch_model(model, ring=ra.Ring(group, layout=layout, transport=transport))
-            found[name, world_size, kind] = errors(
-                of_shards(model, ra.Ring(group, layout=layout), inputs, labels), expected
-            )
-    return found
+@functools.lru_cache(maxsize=1)  # for the ring of 2, and then for the ring of 4
+def expected_answers(name):
+    """What one device answers to each kind of batch."""
+    model = case_model(name)
+    answers = {}
+    for kind in BATCHES:
+        logits, gradients = logits_and_gradients(ra.patch_model(model), *batch(kind, first_position(runner_of(model))))
+        answers[kind] = logits, {parameter: gradient.clone() for parameter, gradient in gradients.items()}
+    return answers
 
 
-@pytest.fixture(scope="module")
-def answers():
-    with float64():
-        return run_ranks(on_each_rank, 4)
+def case_model(name):
+    return tiny_model(name.split(",")[0], "eager", **CASES[name])
+
+
+def errors_of_a_rank(rank, name, answers, turn):
+    model = case_model(name)
+    by_kind = {}
+    for number, kind in enumerate(BATCHES):
+        layout, transport = WAYS[(number + turn) % len(WAYS)]
+        inputs, labels = batch(kind, first_position(runner_of(model)))
+        ring = ra.Ring(layout=layout, transport=transport)
+        by_kind[kind] = errors(of_shards(ra.patch_model(model, ring=ring), ring, inputs, labels), answers[kind])
+    return by_kind
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("name", CASES)
-def test_results_of_one_device(answers, name, kind, world_size):
-    found = [answer[name, world_size, kind] for answer in answers if (name, world_size, kind) in answer]
-    assert len(found) == world_size
-    for logits, gradients in found:
-        assert logits <= LOGITS
-        assert gradients <= GRADIENTS
+def test_results_of_one_device(ranks, name, world_size):
+    """Every type takes all ways over its four batches, and other ones on 4 ranks than on 2."""
+    turn = list(CASES).index(name) + world_size // 4
+    for by_kind in ranks.run(errors_of_a_rank, world_size, name, expected_answers(name), turn):
+        for kind, (logits, gradients) in by_kind.items():
+            assert logits <= LOGITS, kind
+            assert gradients <= GRADIENTS, kind

@@ -1,8 +1,8 @@
 """Accelerate's launchers for notebooks; `accelerate launch` and torchrun start the recipes in tests/recipes."""
 
 import json
+import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from accelerate import debug_launcher, notebook_launcher
 
 import hf_ring_attention as ra
+from tests.support.programs import run_program
 from tests.support.ranks import TIMEOUT
 from tests.support.tolerance import EXACT, float64
 from tests.support.training import documents, loop
@@ -28,8 +29,7 @@ def run(file, ring_size):
 
 def test_launchers_of_notebooks(tmp_path):
     # A program of its own, that has neither threads nor an Accelerator yet.
-    command = [sys.executable, "-m", __name__, str(tmp_path)]
-    done = subprocess.run(command, timeout=TIMEOUT, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = run_program(__file__, tmp_path, environment=dict(os.environ), timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr
     names = ("alone.0", "notebook.0", "notebook.1", "debug.0", "debug.1")
     alone, *of_ranks = [json.loads((tmp_path / name).read_text()) for name in names]
