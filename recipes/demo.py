@@ -1,9 +1,9 @@
-"""The main job on real input: a real pretrained model reads a real long document, alone and sharded, and learns from it.
+"""Shows the whole package on real input: a pretrained model reads a long document, alone and sharded, and learns from it.
 
     python recipes/demo.py            (or: make demo)
 
-Writes demo/demo.json with every figure, demo/patterns.png (who attends to whom) and demo/losses.png (loss along the
-document). About 8 minutes on 2 CPU cores.
+It writes demo/demo.json with every figure, demo/patterns.png (who attends to whom) and demo/losses.png (loss along the
+document), in about 8 minutes on 2 CPU cores.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 
 
 def launch(recipe: str, *arguments: str, processes: int = 2) -> None:
-    """Runs a recipe with `accelerate launch`, on as many devices, or on the CPU where there are fewer."""
+    """Runs a recipe with `accelerate launch` on one GPU for each process, or on the CPU where there are too few."""
     environment = dict(os.environ)
     if torch.cuda.device_count() < processes:
         environment["ACCELERATE_USE_CPU"] = "true"

@@ -1,7 +1,7 @@
-"""Documents to learn from: texts or a data set, chats through the model's own template, packed into rows.
+"""Loads the documents to learn from: texts, a data set, or chats in the model's own template, packed into rows.
 
 `prepare` does all of it, in the order of this file: load, tokenize, hold some out, pack the rest. Documents of a row never see
-each other, and of a chat only the assistant's turns are learned.
+each other. Only the assistant's turns of a chat are learned.
 """
 
 from __future__ import annotations
@@ -82,28 +82,28 @@ class Sources:
 
 
 def add_arguments(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
-    """Adds the options of `Sources` to a command line with hyphens; all of them, or those named."""
+    """Adds the options of `Sources` to a command line with hyphens: all of them, or only those in `names`."""
     group = parser.add_argument_group("data")
     kinds = {"buffer": at_least(1), "seq_len": at_least(2), "held_out": at_least(0), "dataset": dataset_id}
     metavars = {"text": "FILE", "dataset": "NAME", "columns": "NAME", "config": "NAME"}
     for entry in fields(Sources):
         if names is not None and entry.name not in names:
             continue
-        how: dict[str, Any] = {"default": entry.default, "help": entry.metadata["help"]}
+        options: dict[str, Any] = {"default": entry.default, "help": entry.metadata["help"]}
         if isinstance(entry.default, bool):
-            how["action"] = argparse.BooleanOptionalAction if entry.default else "store_true"
+            options["action"] = argparse.BooleanOptionalAction if entry.default else "store_true"
         else:
-            how["type"] = kinds.get(entry.name, str)
-            how["choices"] = entry.metadata.get("choices")
-            how["metavar"] = metavars.get(entry.name)
-            how["nargs"] = "+" if entry.name in ("text", "columns") else None
+            options["type"] = kinds.get(entry.name, str)
+            options["choices"] = entry.metadata.get("choices")
+            options["metavar"] = metavars.get(entry.name)
+            options["nargs"] = "+" if entry.name in ("text", "columns") else None
         if entry.default not in (None, False, True):
-            how["help"] += " (default %(default)s)"
-        group.add_argument(f"--{entry.name.replace('_', '-')}", **how)
+            options["help"] += " (default %(default)s)"
+        group.add_argument(f"--{entry.name.replace('_', '-')}", **options)
 
 
 def check_arguments(parser: argparse.ArgumentParser, args: Any, hyphen: str = "-") -> None:
-    """Refuses options of `add_arguments` that no data can be loaded with; `hyphen` is what their names are written with."""
+    """Refuses options of `add_arguments` that cannot load data; `hyphen` is the character between the words of an option."""
     for name in args.text or ():
         check(parser, "--text", existing_file, name)
     if args.dataset is not None:
@@ -120,7 +120,7 @@ def check_arguments(parser: argparse.ArgumentParser, args: Any, hyphen: str = "-
 
 
 def dataset_id(text: str) -> str:
-    """The type of arguments that name a data set: a hub id, a folder, or a file that can be read as one."""
+    """Reads the name of a data set: a hub id, a folder, or a file that can be read as one."""
     path = Path(text)
     if path.is_file() and path.suffix not in BUILDERS:
         raise argparse.ArgumentTypeError(
@@ -136,7 +136,7 @@ def dataset_id(text: str) -> str:
 
 
 def sources_of(args: Any) -> Sources:
-    """What was asked for by the options of `add_arguments`."""
+    """Returns the `Sources` that the options of `add_arguments` name."""
     return Sources(**{entry.name: getattr(args, entry.name, entry.default) for entry in fields(Sources)})
 
 
@@ -145,14 +145,19 @@ def sources_of(args: Any) -> Sources:
 
 @dataclass
 class HeldOut:
-    """Documents to evaluate on: input_ids [documents, longest], and which of these are tokens, and are to be predicted."""
+    """Documents to evaluate on, all three [documents, tokens of the longest].
+
+    Attributes:
+        attention_mask: 1 for tokens, 0 for padding.
+        learned: whether a token is to be predicted.
+    """
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
     learned: torch.Tensor
 
     def loss(self, model: PreTrainedModel, ring: ra.Ring) -> float:
-        """The mean loss in nats of the tokens to be predicted; each document is read whole, over the ring."""
+        """Returns the mean loss in nats of the tokens to be predicted; each document is read whole, over the ring."""
         report = ra.perplexity(model, self.input_ids, ring=ring, attention_mask=self.attention_mask)
         predicted = report.token_nll[self.learned & ~report.token_nll.isnan()]
         if not len(predicted):
@@ -162,9 +167,14 @@ class HeldOut:
 
 @dataclass
 class Data:
-    """What a recipe trains on, and evaluates on: `held_out` as documents, and as rows for Trainer.
+    """The data that a recipe trains and evaluates on.
 
-    `digest` is a checksum, by which a run that goes on knows its documents again.
+    Attributes:
+        rows: the rows to train on.
+        held_out: the documents to evaluate on, if there are any.
+        held_out_rows: the same documents as rows, for Trainer.
+        description: a line about the rows.
+        digest: a checksum by which a run that goes on recognizes its documents.
     """
 
     rows: Dataset | IterableDataset
@@ -175,21 +185,21 @@ class Data:
 
 
 def prepare(sources: Sources, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0, needed: int = 1) -> Data:
-    """Rows of `sources`, `needed` of them or more; a stream is shuffled by `seed`.
+    """Returns rows of `sources`, `needed` of them or more; a stream is shuffled by `seed`.
 
-    Of several processes on a machine one goes first, and the others find in its cache what it has tokenized and packed.
+    One process of a machine goes first, and the others find in its cache what it has tokenized and packed.
     """
     with _one_process_first():
         documents = tokenize(load(sources), tokenizer, sources.columns, sources.dataset)
         checksum, names = digest(documents), _names_of(documents)
-        kept, documents = hold_out(documents, sources.held_out)
+        held_out, documents = hold_out(documents, sources.held_out)
         if isinstance(documents, IterableDataset):
             documents = documents.shuffle(seed=seed, buffer_size=sources.buffer)
         rows = pack(documents, sources, names)
-        held_out_rows = pack(Dataset.from_list(kept), sources, names) if kept else None
+        held_out_rows = pack(Dataset.from_list(held_out), sources, names) if held_out else None
     return Data(
         rows=rows,
-        held_out=_as_tensors(kept) if kept else None,
+        held_out=_as_tensors(held_out) if held_out else None,
         held_out_rows=held_out_rows,
         description=describe(rows, sources, needed),
         digest=checksum,
@@ -204,7 +214,7 @@ def _one_process_first() -> Iterator[None]:
         state.wait_for_everyone()
     try:
         yield
-    finally:  # if this process fails, the others must not wait for it, but fail for the same reason
+    finally:  # If this process fails, the others must not wait for it, but fail for the same reason.
         if state.is_local_main_process:
             state.wait_for_everyone()
 
@@ -213,7 +223,7 @@ def _one_process_first() -> Iterator[None]:
 
 
 def load(sources: Sources) -> Dataset | IterableDataset:
-    """The data set as it is, with the columns that it has; texts are one of a column "text"."""
+    """Returns the data set with all columns that it has; texts become a data set with the column "text"."""
     if sources.dataset is None:
         return Dataset.from_dict({"text": texts(sources.text)})
     path, streaming = Path(sources.dataset), sources.streaming
@@ -231,13 +241,13 @@ def load(sources: Sources) -> Dataset | IterableDataset:
         all_texts = bool(files) and all(BUILDERS.get(file.suffix) == "text" for file in files)
         if sources.config and (all_texts or path.is_file()):
             raise ValueError("files have no configurations: leave --config out.")
-        if all_texts:  # a file would be read as many lines
-            how = {"path": "text", "data_files": [str(file) for file in files], "sample_by": "document"}
+        if all_texts:  # By default, each line of a file would be a document.
+            arguments = {"path": "text", "data_files": [str(file) for file in files], "sample_by": "document"}
         elif path.is_file():
-            how = {"path": BUILDERS[path.suffix], "data_files": str(path)}
+            arguments = {"path": BUILDERS[path.suffix], "data_files": str(path)}
         else:
-            how = {"path": sources.dataset, "name": sources.config}
-        return datasets.load_dataset(**how, split=sources.split, streaming=streaming)
+            arguments = {"path": sources.dataset, "name": sources.config}
+        return datasets.load_dataset(**arguments, split=sources.split, streaming=streaming)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())
         raise SystemExit(
@@ -247,7 +257,7 @@ def load(sources: Sources) -> Dataset | IterableDataset:
 
 
 def texts(files: Iterable[str] | None) -> list[str]:
-    """The contents of files; without files the reference topics of Python's own manual, as one text."""
+    """Returns the contents of files; without files, the reference topics of Python's own manual as one text."""
     if files is None:
         from pydoc_data import topics
 
@@ -262,7 +272,7 @@ def texts(files: Iterable[str] | None) -> list[str]:
 
 
 def whole_text(sources: Sources) -> str:
-    """All texts of `sources` as one, with empty lines between them."""
+    """Returns all texts of `sources` as one, with empty lines between them."""
     dataset = load(sources)
     columns, chat = _columns_to_learn(dataset, sources.columns, sources.dataset)
     if chat:
@@ -281,24 +291,24 @@ def tokenize(
     columns: Sequence[str] | None = None,
     name: str | None = None,
 ) -> Dataset | IterableDataset:
-    """input_ids of each document, and of chats assistant_masks; those that teach nothing are left out."""
+    """Returns input_ids of each document, and assistant_masks of chats; documents that teach nothing are left out."""
     columns, chat = _columns_to_learn(dataset, columns, name)
     tokens = partial(_chats, tokenizer, columns[0]) if chat else partial(_texts, tokenizer, columns)
     return dataset.map(tokens, batched=True, batch_size=100, remove_columns=_names_of(dataset))
 
 
 def _names_of(dataset: Dataset | IterableDataset) -> list[str]:
-    return list(dataset.column_names or next(iter(dataset)))  # a stream may know of its columns by its rows alone
+    return list(dataset.column_names or next(iter(dataset)))  # Only the rows of some streams tell their columns.
 
 
 def _columns_to_learn(
-    dataset: Dataset | IterableDataset, asked: Sequence[str] | None, name: str | None
+    dataset: Dataset | IterableDataset, wanted: Sequence[str] | None, name: str | None
 ) -> tuple[list[str], bool]:
-    """The columns that documents are made of, and whether it is one of chats."""
+    """Returns the columns that documents are made of, and whether they are a column of chats."""
     first = next(iter(dataset), None)
     if first is None:
         raise SystemExit(f"the data set {name!r} has no rows in this split")
-    columns = list(asked or [next((x for x in ("messages", "text") if x in first), "text")])
+    columns = list(wanted or [next((x for x in ("messages", "text") if x in first), "text")])
     missing = [column for column in columns if column not in first]
     if missing:
         raise SystemExit(
@@ -316,7 +326,7 @@ def _columns_to_learn(
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, columns: Sequence[str], batch: Any) -> dict[str, list]:
-    """Tokens of texts, with an end token after each, where the tokenizer has one."""
+    """Returns the tokens of texts, with an end token after each, where the tokenizer has one."""
     documents = ["\n\n".join(parts) for parts in zip(*(batch[name] for name in columns), strict=True)]
     ids = tokenizer(documents, return_attention_mask=False, verbose=False).input_ids
     end = tokenizer.eos_token_id
@@ -326,20 +336,20 @@ def _texts(tokenizer: PreTrainedTokenizerBase, columns: Sequence[str], batch: An
 
 def _chats(tokenizer: PreTrainedTokenizerBase, column: str, batch: Any) -> dict[str, list]:
     tokens = [chat_tokens(tokenizer, messages) for messages in batch[column]]
-    kept = [(ids, mask) for ids, mask in tokens if any(mask[1:])]
-    return {"input_ids": [ids for ids, _ in kept], "assistant_masks": [mask for _, mask in kept]}
+    chats = [(ids, mask) for ids, mask in tokens if any(mask[1:])]
+    return {"input_ids": [ids for ids, _ in chats], "assistant_masks": [mask for _, mask in chats]}
 
 
 def chat_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
-    """The tokens of a chat, and which of them the assistant says, its end of turn included.
+    """Returns the tokens of a chat, and a mask of those that the assistant says, its end of turn included.
 
-    A template tells that by {% generation %}. Of others, a turn is what the template adds to the turns before it and the
-    beginning of an answer; an assistant's turn that opens the chat is not learned.
+    Some templates mark them by {% generation %}. For others, a turn is what the template adds to the turns before it and
+    the beginning of an answer; an assistant's turn that opens the chat is not learned.
     """
     template = tokenizer.get_chat_template()
     if "generation %}" in template or "generation -%}" in template:
-        made = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        return made["input_ids"], made["assistant_masks"]
+        encoding = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return encoding["input_ids"], encoding["assistant_masks"]
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     turns = []
     for number, message in enumerate(messages):
@@ -349,14 +359,14 @@ def chat_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any
         after = tokenizer.apply_chat_template(messages[: number + 1], tokenize=False)
         if not (after.startswith(before) and whole.startswith(after)):
             raise SystemExit(
-                "the chat template of this tokenizer writes a turn differently when others follow, so it cannot be told what "
-                "the assistant says: give the tokenizer a template with {% generation %} around it, such as "
+                "the chat template of this tokenizer writes a turn differently when others follow, so the assistant's "
+                "tokens cannot be found: give the tokenizer a template with {% generation %} around it, such as "
                 "trl.chat_template_utils.get_training_chat_template(tokenizer) gives, and save both in a folder"
             )
         turns.append((len(before), len(after)))
-    made = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    mask = [int(any(start <= a < stop for start, stop in turns)) for a, _ in made.offset_mapping]
-    return made.input_ids, mask
+    encoding = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    mask = [int(any(start <= a < stop for start, stop in turns)) for a, _ in encoding.offset_mapping]
+    return encoding.input_ids, mask
 
 
 # ---- rows
@@ -365,34 +375,34 @@ def chat_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any
 def hold_out(
     documents: Dataset | IterableDataset, tokens: int
 ) -> tuple[list[dict[str, Any]], Dataset | IterableDataset]:
-    """The first documents, of so many tokens together, and the others.
+    """Returns the first documents, which have `tokens` tokens together, and the others.
 
-    Of a document that is cut, the rest is trained on; but not of a stream, which goes on with the next document.
+    Where the last of them is cut, its rest is trained on. A stream goes on with the next document instead.
     """
-    kept: list[dict[str, Any]] = []
+    held_out: list[dict[str, Any]] = []
     left, rest = tokens, None
     for document in documents if tokens else ():
-        kept.append({name: values[:left] for name, values in document.items()})
+        held_out.append({name: values[:left] for name, values in document.items()})
         rest = {name: values[left:] for name, values in document.items()}
-        left -= len(kept[-1]["input_ids"])
+        left -= len(held_out[-1]["input_ids"])
         if left == 0:
             break
     if left > 0:
         raise SystemExit(f"the data have {tokens - left} tokens, and {tokens} are to be held out: hold out fewer")
     if isinstance(documents, IterableDataset):
-        return kept, documents.skip(len(kept))
+        return held_out, documents.skip(len(held_out))
     others = []
     if rest is not None and len(rest["input_ids"]) > 1:
         others.append(Dataset.from_list([rest], features=documents.features))
-    if len(kept) < len(documents):
-        others.append(documents.select(range(len(kept), len(documents))))
+    if len(held_out) < len(documents):
+        others.append(documents.select(range(len(held_out), len(documents))))
     if not others:
         raise SystemExit(f"the data have {tokens} tokens, all of which are held out: none is left to train on")
-    return kept, datasets.concatenate_datasets(others)
+    return held_out, datasets.concatenate_datasets(others)
 
 
 def pack(documents: Dataset | IterableDataset, sources: Sources, names: Sequence[str]) -> Dataset | IterableDataset:
-    """Rows of `seq_len` tokens or fewer; without packing, the documents as they are, which a collator cuts."""
+    """Returns rows of `seq_len` tokens or fewer; without packing, the documents as they are, which a collator cuts."""
     if not sources.packing:
         return documents
     into_rows = partial(ra.pack_documents, row_length=sources.seq_len, excess_length_strategy=sources.long_documents)
@@ -400,7 +410,7 @@ def pack(documents: Dataset | IterableDataset, sources: Sources, names: Sequence
 
 
 def collator(sources: Sources, tokenizer: PreTrainedTokenizerBase) -> ra.PaddingCollator:
-    """Makes batches of rows, or of documents that are not packed, a row each."""
+    """Returns the collator that makes batches of rows, or of documents that are not packed, a row each."""
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return ra.PaddingCollator(
         pad_token_id=pad or 0, row_length=sources.seq_len, excess_length_strategy=sources.long_documents
@@ -408,7 +418,7 @@ def collator(sources: Sources, tokenizer: PreTrainedTokenizerBase) -> ra.Padding
 
 
 def describe(rows: Dataset | IterableDataset, sources: Sources, needed: int = 1) -> str:
-    """One line about what is trained on; ends the program where there are fewer than `needed` rows."""
+    """Returns one line about what is trained on; ends the program where there are fewer than `needed` rows."""
     if isinstance(rows, IterableDataset):
         return f"a stream of documents, packed into rows of {sources.seq_len} by {sources.buffer}"
     tokens = int(token_counts(rows).sum())
@@ -427,7 +437,7 @@ def describe(rows: Dataset | IterableDataset, sources: Sources, needed: int = 1)
 
 
 def digest(documents: Dataset | IterableDataset) -> str:
-    """A checksum of the first documents, and of their number where they tell it."""
+    """Returns a checksum of the first documents, and of their number where it is known."""
     first = [document["input_ids"] for document in itertools.islice(documents, 10)]
     count = None if isinstance(documents, IterableDataset) else len(documents)
     return hashlib.sha256(repr((count, first)).encode()).hexdigest()
@@ -435,10 +445,10 @@ def digest(documents: Dataset | IterableDataset) -> str:
 
 def _as_tensors(documents: list[dict[str, Any]]) -> HeldOut:
     shape = (len(documents), max(2, *(len(x["input_ids"]) for x in documents)))
-    made = HeldOut(*(torch.zeros(shape, dtype=dtype) for dtype in (torch.int64, torch.int64, torch.bool)))
+    held_out = HeldOut(*(torch.zeros(shape, dtype=dtype) for dtype in (torch.int64, torch.int64, torch.bool)))
     for row, document in enumerate(documents):
         count = len(document["input_ids"])
-        made.input_ids[row, :count] = torch.tensor(document["input_ids"])
-        made.attention_mask[row, :count] = 1
-        made.learned[row, :count] = torch.tensor(document.get("assistant_masks", [1] * count), dtype=torch.bool)
-    return made
+        held_out.input_ids[row, :count] = torch.tensor(document["input_ids"])
+        held_out.attention_mask[row, :count] = 1
+        held_out.learned[row, :count] = torch.tensor(document.get("assistant_masks", [1] * count), dtype=torch.bool)
+    return held_out

@@ -14,7 +14,7 @@ Chats, with adapters and a curve in TensorBoard:
         --steps 500 --save-every 100 --keep 3 --report-to tensorboard
 
 With 8 processes and --ring-size 4, two rings read different sequences and the four ranks of a ring share each of theirs.
-Files for --config_file of `accelerate launch`, with DDP, FSDP 2 or ZeRO-3: recipes/accelerate.
+The folder recipes/accelerate has files for --config_file of `accelerate launch`, with DDP, FSDP 2 or ZeRO-3.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def parse_args(argv=None) -> argparse.Namespace:
 
 
 def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuses arguments that do not go together, and what is not installed."""
+    """Refuses arguments that do not go together, or need what is not installed."""
     if args.warmup is None:
         args.warmup = min(2, args.steps - 1)
     if args.warmup >= args.steps and args.schedule != "constant":
@@ -164,7 +164,7 @@ def main() -> None:
     resumed = checkpoints.last_saved(args.output) if args.resume else None
     if resumed is None:
         checkpoints.refuse_earlier(args.output, "--resume", "--output")
-    # Steps end where this recipe's end, and not with an epoch.
+    # Optimizer steps may cross the end of an epoch: the batches of a step are counted below.
     accumulation = GradientAccumulationPlugin(args.accumulate, sync_with_dataloader=False)
     accelerator = Accelerator(
         mixed_precision=args.dtype,
@@ -172,7 +172,7 @@ def main() -> None:
         log_with=args.report_to or None,
         project_dir=args.output,
     )
-    if accelerator.state.deepspeed_plugin is not None:  # it clips and counts batches itself
+    if accelerator.state.deepspeed_plugin is not None:  # DeepSpeed clips and counts batches itself.
         accelerator.state.deepspeed_plugin.deepspeed_config.update(
             train_micro_batch_size_per_gpu=args.batch_size,
             gradient_accumulation_steps=args.accumulate,
@@ -185,12 +185,12 @@ def main() -> None:
     sources = documents.sources_of(args)
     data = documents.prepare(sources, tokenizer, seed=args.seed, needed=args.batch_size * ring.dp_size)
     accelerator.print(data.description)
-    # What a run must not change when it goes on: the data and their order, the pattern, and what the optimizer remembers.
+    # A run must not change these settings when it goes on: the data, their order, the pattern, and those of the optimizer.
     names = ("pattern", "seq_len", "batch_size", "accumulate", "held_out", "lora", "lr", "seed")
     settings = {name: getattr(args, name) for name in names}
     settings |= {"rings": ring.dp_size, "documents": data.digest}
     if resumed:
-        (resumed,) = broadcast_object_list([resumed])  # every process goes on from the same checkpoint
+        (resumed,) = broadcast_object_list([resumed])  # Every process goes on from the same checkpoint.
         checkpoints.check_settings(resumed, settings)
         done = checkpoints.step_of(resumed)
         if done > args.steps:
@@ -217,7 +217,7 @@ def main() -> None:
     accelerator.init_trackers("finetune", config=settings)
 
     figures = Figures(world_size=accelerator.num_processes, ring_size=ring.world_size, pattern=args.pattern)
-    # A checkpoint has these besides the model, its optimizer and the random states.
+    # A checkpoint also holds these, beside the model, its optimizer and the random states.
     accelerator.register_for_checkpointing(schedule, loader, figures)
 
     def evaluate(step: int) -> float:
@@ -252,14 +252,14 @@ def main() -> None:
             with accelerator.accumulate(model):
                 with save_on_cpu(pin_memory=accelerator.device.type != "cpu") if args.offload else nullcontext():
                     loss = ra.next_token_loss(model, shard, tokens)
-                # It is a share of the whole step's loss already; Accelerate would take the mean of batches.
+                # The loss is a share of the whole step's already; Accelerate would take the mean of the batches.
                 accelerator.backward(loss * args.accumulate)
             total += loss.detach()
         norm = accelerator.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        # Every process scales its share by the number of processes, over which gradients are averaged.
+        # Each share is scaled by the number of processes, because gradients are averaged over them.
         loss = float(accelerator.reduce(total, "mean"))
         masks = [shard["attention_mask"] for shard in shards]
         slots = torch.stack(
@@ -291,7 +291,7 @@ def main() -> None:
     speed = sum(step["tokens"] for step in figures.steps) / sum(step["seconds"] for step in figures.steps)
     fill = sum(step["fill"] for step in figures.steps) / len(figures.steps)
     figures["tokens_per_second"] = speed
-    weights = accelerator.get_state_dict(model)  # every process must call it: each may hold a part of them
+    weights = accelerator.get_state_dict(model)  # Every process must call this: each may hold a part.
     losses = [step["loss"] for step in figures.steps]
     accelerator.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {speed:.0f} tokens/s, rows {fill:.1%} full")
     for rank, peak in enumerate(figures["peak_memory_bytes"]):
@@ -311,7 +311,7 @@ def main() -> None:
 
 
 class Figures(UserDict):
-    """What a run reports; a part of its checkpoints. `held_out` has the loss after each step that was evaluated."""
+    """The figures that a run reports, and a part of its checkpoints. `held_out` has the loss by evaluated step."""
 
     def __init__(self, **figures) -> None:
         super().__init__(figures, steps=[], held_out={})
@@ -328,7 +328,7 @@ class Figures(UserDict):
 
 
 def epochs(loader):
-    """The batches of a loader, again and again, each time in another order."""
+    """Yields the batches of a loader, again and again, each time in another order."""
     while True:
         empty = True
         for batch in loader:

@@ -42,7 +42,7 @@ from hf_ring_attention.tools.plots import plot_training
 
 @dataclass
 class Arguments(documents.Sources):
-    """What is trained, on which documents."""
+    """The options of this recipe: the model, and the documents that it learns from."""
 
     model: str = field(default=common.BUNDLED, metadata={"help": common.MODEL_HELP})
     pattern: str = field(default="pyramid:512,3", metadata={"help": FORMS})
@@ -66,7 +66,7 @@ class TrainingArguments(ra.RingTrainingArguments):
     report_to: list[str] = field(default_factory=lambda: ["none"])
 
 
-#: What --help says of TrainingArguments; all of them are under --help-all.
+#: The texts of --help for the TrainingArguments that most runs need; --help-all shows all of them.
 OFTEN = {
     "ring_size": "processes that share each sequence; several processes need it",
     "max_steps": "optimizer steps; -1: as many as --num_train_epochs",
@@ -93,7 +93,7 @@ OFTEN = {
 
 
 class AllHelp(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """The docstring as it stands, and defaults."""
+    """A formatter that prints the docstring as it stands, and defaults."""
 
 
 class Help(argparse.Action):
@@ -116,8 +116,8 @@ class Help(argparse.Action):
 
 def _described(name: str, text: str, entry) -> str:
     value = entry.default_factory() if entry.default is MISSING else entry.default
-    unsaid = value is None or value == "" or isinstance(value, bool)
-    default = "" if unsaid else f" (default {getattr(value, 'value', value)})"
+    no_default = value is None or value == "" or isinstance(value, bool)
+    default = "" if no_default else f" (default {getattr(value, 'value', value)})"
     if isinstance(value, list):
         default = f" (default {' '.join(value)})"
     lines = textwrap.wrap(text + default, 80)
@@ -163,16 +163,16 @@ def parse_args(argv=None) -> tuple[Arguments, TrainingArguments]:
 
 
 def resumed(training: TrainingArguments) -> str | None:
-    """The checkpoint that --resume_from_checkpoint means: a folder, or "true" for the last whole one in --output_dir."""
-    asked, output = training.resume_from_checkpoint, Path(training.output_dir)
-    if asked in (None, "false", "False", False):
+    """Returns the checkpoint of --resume_from_checkpoint: a folder, or for "true" the last whole one in --output_dir."""
+    option, output = training.resume_from_checkpoint, Path(training.output_dir)
+    if option in (None, "false", "False", False):
         checkpoints.refuse_earlier(output, "--resume_from_checkpoint true", "--output_dir")
         return None
-    if asked in ("true", "True", True):
+    if option in ("true", "True", True):
         last = [checkpoints.last_of_trainer(output, training.world_size)]
-        return str(broadcast_object_list(last)[0])  # every process goes on from the same checkpoint
-    checkpoints.check_trainer(Path(asked), output)
-    return asked
+        return str(broadcast_object_list(last)[0])  # Every process goes on from the same checkpoint.
+    checkpoints.check_trainer(Path(option), output)
+    return option
 
 
 def main() -> None:
@@ -199,7 +199,7 @@ def main() -> None:
     evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
     if args.held_out and trainer.state.global_step not in evaluated:
         trainer.evaluate()
-    if trainer.is_fsdp_enabled:  # its checkpoints hold parts of the model, which is saved whole
+    if trainer.is_fsdp_enabled:  # FSDP's checkpoints hold parts of the model, but here it is saved whole.
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()
     peak = trainer.accelerator.gather(torch.tensor([peak_memory(training.device)], device=training.device))

@@ -9,8 +9,8 @@ SLURM, 2 nodes of 8 GPUs, one ring of 16:
         --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500 \\
         recipes/perplexity.py --model ID --text FILE --tokens 524288'
 
-`accelerate launch` does as well as torchrun. Without --model and --text it reads the model and the text that install
-with the demo extra.
+`accelerate launch` works as well as torchrun. Without --model and --text, the recipe reads the model and the text of the
+demo.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hf_ring_attention.tools.arguments import at_least, missing_extra, new_file,
 
 
 def measure(model, ids, specs, ring=None, progress=print):
-    """A dict of figures for each pattern, in order."""
+    """Returns a dict of figures for each pattern, in order."""
     figures = []
     for spec in specs:
         pattern = ra.Pattern.parse(spec)
@@ -51,7 +51,7 @@ def measure(model, ids, specs, ring=None, progress=print):
 
 
 def table(figures, title):
-    """The figures as a table; perplexity also as the change from the first row."""
+    """Returns the figures as a table; perplexity also as the change from the first row."""
     from rich.table import Table
 
     shown = Table(title=title)
