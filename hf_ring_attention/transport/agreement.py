@@ -14,7 +14,7 @@ from .communicators import Communicator
 
 
 def digest(x: Any) -> str:
-    """What ranks compare instead of a tensor: its shape and a checksum of its content; of other things, of their text."""
+    """Returns what ranks compare in place of x: a tensor's shape and checksum, or the checksum of another thing's text."""
     if not isinstance(x, Tensor):
         return hashlib.sha256(repr(x).encode()).hexdigest()[:12]
     content = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -22,12 +22,12 @@ def digest(x: Any) -> str:
 
 
 class Agreement:
-    """What one rank brings to an agreement, and what it learns from it.
+    """The values that one rank brings to an agreement, and the messages that it learns from it.
 
     Attributes:
-        values: what must be equal on all ranks, by the name that an error gives it.
-        told: something for the other ranks, which may differ.
-        answers: what each rank told, once all have agreed.
+        values: the values that must be equal on all ranks, by the names that an error gives them.
+        told: this rank's message to the others, which may differ from theirs.
+        answers: the message of each rank, once all have agreed.
     """
 
     def __init__(self) -> None:
@@ -36,11 +36,11 @@ class Agreement:
         self.answers: list[Any] = []
 
     def same(self, name: str, value: Any) -> None:
-        """Asks all ranks to have this value."""
+        """Requires all ranks to have this value."""
         self.values[name] = value
 
 
-#: What a wrong call may end in on one rank, and what then ends all of them.
+#: The errors that a wrong call may raise on one rank, and that then end the call on all ranks.
 _REFUSALS = (ValueError, TypeError, AttributeError, IndexError, KeyError, RuntimeError)
 
 
@@ -49,11 +49,11 @@ def agreement(settle: Callable[[Mapping[str, Any], Exception | None, Any], list[
     """Collects an error of this rank, lets all ranks compare what they came with, and raises on every rank or on none.
 
         with ring.agreement() as call:
-            check(x)                                # an error here ends all ranks
-            call.same("the shape of x", x.shape)    # and so does a difference
+            check(x)                                # an error here is raised on all ranks
+            call.same("the shape of x", x.shape)    # and so is one for a difference
 
     Args:
-        settle: compares (values, error, told) of all ranks, and returns what each told: `agree`, or `Calls.agree`.
+        settle: compares (values, error, told) of all ranks, and returns each rank's `told`: `agree`, or `Calls.agree`.
 
     Raises:
         ValueError: on every rank, if one came with an error or the ranks differ.
@@ -61,8 +61,8 @@ def agreement(settle: Callable[[Mapping[str, Any], Exception | None, Any], list[
     call, error = Agreement(), None
     try:
         yield call
-    except _REFUSALS as refused:
-        error = refused
+    except _REFUSALS as refusal:
+        error = refusal
     call.answers = settle(call.values, error, call.told)
 
 
@@ -73,30 +73,30 @@ def agree(
     error: BaseException | None,
     tell: Any = None,
 ) -> list[Any]:
-    """Checks that all ranks came with equal values and without an error; one small exchange.
+    """Checks in one small exchange that all ranks came with equal values and without an error.
 
     Args:
         communicator: None for a process alone.
-        who: what an error calls a rank.
-        values: what must be equal, by the name an error gives it.
-        error: what this rank came with, raised on all.
-        tell: something for the other ranks, which may differ.
+        who: the word for a rank in errors: "rank" or "process".
+        values: the values that must be equal, by the names that an error gives them.
+        error: the error of this rank, which is raised on all.
+        tell: this rank's message to the others, which may differ from theirs.
 
     Returns:
-        What each rank tells.
+        The message of each rank.
 
     Raises:
-        ValueError: on every rank, if a rank came with an error or the ranks differ; says which rank has which value.
+        ValueError: on every rank, if one came with an error or the ranks differ; the message says which rank has which value.
     """
     if communicator is None or communicator.world_size == 1:
         if error is not None:
             raise error
         return [tell]
     message = None if error is None else (type(error).__name__, str(error))
-    said = communicator.gather_objects((dict(values), message, tell))
+    reports = communicator.gather_objects((dict(values), message, tell))
     if error is not None:
         raise error
-    refusals = {rank: message for rank, (_, message, _) in enumerate(said) if message is not None}
+    refusals = {rank: message for rank, (_, message, _) in enumerate(reports) if message is not None}
     together = "of the ring" if who == "rank" else f"of {communicator.world_size}"
     if refusals:
         rank, (kind, text) = min(refusals.items())
@@ -104,9 +104,9 @@ def agree(
             f"{who} {rank} {together} refused the call: {text}"
         )
     for name in values:
-        by_rank = [theirs.get(name) for theirs, _, _ in said]
+        by_rank = [rank_values.get(name) for rank_values, _, _ in reports]
         if any(value != by_rank[0] for value in by_rank):
-            listed = ", ".join(f"{who} {rank}: {value}" for rank, value in enumerate(by_rank))
+            values_by_rank = ", ".join(f"{who} {rank}: {value}" for rank, value in enumerate(by_rank))
             whom = "ranks of the ring" if who == "rank" else "processes"
-            raise ValueError(f"the {whom} disagree on {name}: {listed}; all must pass the same")
-    return [told for _, _, told in said]
+            raise ValueError(f"the {whom} disagree on {name}: {values_by_rank}; all must pass the same")
+    return [answer for _, _, answer in reports]

@@ -1,6 +1,6 @@
-"""The ranks of a ring as they reach each other: over a torch.distributed process group, or inside one process.
+"""The messages between ranks of a ring, over a torch.distributed process group or inside one process.
 
-Transports and `Ring` use these few operations and nothing else of torch.distributed.
+Transports and `Ring` send rows by these few operations, and by nothing else of torch.distributed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Message(NamedTuple):
-    """A contiguous tensor for a rank, or to be filled by one."""
+    """A contiguous tensor that is sent to a peer, or filled by one."""
 
     peer: int
     tensor: Tensor
@@ -24,48 +24,48 @@ class Pending(Protocol):
     """Messages under way."""
 
     def wait(self) -> None:
-        """Until all are there; called once.
+        """Waits until all are there; it is called once.
 
         Raises:
-            RuntimeError: a peer is gone, or too late; names it and what was awaited of it.
+            RuntimeError: a peer is gone, or too late; the message names it and the messages that were awaited.
         """
 
 
 class Communicator(Protocol):
-    """This rank among `world_size` ranks, by their numbers in the ring."""
+    """The connection of this rank to the `world_size` ranks of its ring, by their numbers there."""
 
     rank: int
     world_size: int
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Starts all of them; at most one a peer and direction. All ranks start theirs in the same order."""
+        """Starts all messages, at most one for each peer and direction. All ranks start theirs in the same order."""
 
     def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Pending:
         """Starts to send rows of `sent` to each rank, in the order of ranks, and to fill `received` likewise."""
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """x of all ranks, of equal shapes."""
+        """Returns x of all ranks; the shapes are equal."""
 
     def gather_objects(self, x: Any) -> list[Any]:
-        """x of all ranks, anything that can be pickled."""
+        """Returns x of all ranks; it can be anything that pickle takes."""
 
     def sum_(self, x: Tensor) -> None:
         """Makes x the sum of all ranks' x."""
 
 
 class _Works:
-    """Works of torch.distributed, each waited for once, with what to say of it if it fails."""
+    """Works of torch.distributed, each with its name for an error, and each waited for once."""
 
     def __init__(self, works: list[tuple[dist.Work, str]]) -> None:
         self.works = works
 
     def wait(self) -> None:
         works, self.works = self.works, []
-        for work, what in works:
+        for work, name in works:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise RuntimeError(f"{what} did not end: {error}") from error
+                raise RuntimeError(f"{name} did not end: {error}") from error
 
 
 class ProcessGroupCommunicator:
@@ -77,21 +77,21 @@ class ProcessGroupCommunicator:
         self.world_size = dist.get_world_size(group)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        operations, said = [], []
+        operations, names = [], []
         for name, function, messages in (
             ("sending to", dist.isend, sends),
             ("receiving from", dist.irecv, receives),
         ):
             for peer, tensor in messages:
                 operations.append(dist.P2POp(function, tensor, group=self.group, group_peer=peer))
-                said.append(f"{name} rank {peer}")
+                names.append(f"{name} rank {peer}")
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            raise RuntimeError(f"{' and '.join(said)} did not begin: {error}") from error
-        if len(works) != len(operations):  # NCCL: one work for all of them
-            said = [" and ".join(said)] * len(works)
-        return _Works(list(zip(works, said)))
+            raise RuntimeError(f"{' and '.join(names)} did not begin: {error}") from error
+        if len(works) != len(operations):  # NCCL returns one work for all of them.
+            names = [" and ".join(names)] * len(works)
+        return _Works(list(zip(works, names)))
 
     def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Pending:
         work = dist.all_to_all_single(received, sent, receive_counts, send_counts, group=self.group, async_op=True)

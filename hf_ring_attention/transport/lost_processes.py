@@ -1,4 +1,4 @@
-"""Which process is gone, when communication fails on the others."""
+"""The search for the process that is gone, when communication fails on the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..compute.private import default_store
 
-#: In the messages of torch.distributed and its backends, and of this package's transports.
+#: Words in errors of communication, of torch.distributed, its backends and this package's transports.
 _OF_COMMUNICATION = re.compile(
     r"gloo|nccl|c10d|socket|connection|timed out|timeout|did not end|did not begin|\b(tcp|file|hash|prefix)?store\b",
     re.IGNORECASE,
@@ -21,41 +21,51 @@ _KEY = "hf_ring_attention/lost"
 
 
 class _Lost(RuntimeError):
-    """That processes are gone."""
+    """An error that names processes that are gone."""
 
 
 @contextmanager
 def naming_lost_processes(seconds: float = 5.0) -> Iterator[None]:
-    """Where communication fails inside, says which processes no longer answer; as a context or a decorator.
+    """Names the processes that no longer answer when communication fails inside; it is a context or a decorator.
 
-    Processes that meet such an error leave a word in the process group's store, and wait for that of the others; one
-    that was killed, or that ended by an error of its own, leaves none.
+    A process that meets such an error leaves an entry in the process group's store, and waits for those of the others; a
+    process that was killed, or that ended by an error of its own, leaves none.
 
     Args:
-        seconds: how long to wait for the others.
+        seconds: the time to wait for the others.
 
     Raises:
-        RuntimeError: instead of the one that came; names the processes by their rank in the world.
+        RuntimeError: in place of the error of communication; it names the processes by their rank in the world.
+
+    Example:
+        >>> with ra.naming_lost_processes():
+        ...     sizes = ra.run_simulated(lambda ring: ring.world_size, 2)
+        >>> sizes
+        [2, 2]
+        >>> with ra.naming_lost_processes():  # any other error comes as it is
+        ...     raise RuntimeError("the loss is not finite")
+        Traceback (most recent call last):
+        RuntimeError: the loss is not finite
     """
     try:
         yield
     except RuntimeError as error:
-        named = isinstance(error, _Lost)  # by a context inside this one
-        if named or not dist.is_initialized() or not _OF_COMMUNICATION.search(str(error)):
+        # A context inside this one has named the processes already if the error is a `_Lost`.
+        if isinstance(error, _Lost) or not dist.is_initialized() or not _OF_COMMUNICATION.search(str(error)):
             raise
         lost = _silent(seconds)
         if not lost:
             raise
         # Others may be silent because they still wait for the one that is gone.
-        which = f"process {lost[0]} (killed" if len(lost) == 1 else f"one or more of the processes {lost} (killed"
+        which = f"process {lost[0]}" if len(lost) == 1 else f"one or more of the processes {lost}"
         raise _Lost(
-            f"lost {which}, or ended by an error told there) of {dist.get_world_size()}, so process {dist.get_rank()} ends "
-            f"too: {error}"
+            f"lost {which} of {dist.get_world_size()} (killed, or ended by an error that its own output shows), so process "
+            f"{dist.get_rank()} ends too: {error}"
         ) from error
 
 
 def _silent(seconds: float) -> list[int]:
-    """The processes that leave no word within `seconds`."""
+    """Returns the processes that leave no entry within `seconds`."""
     store = default_store()
     own, world_size = dist.get_rank(), dist.get_world_size()
     silent = [rank for rank in range(world_size) if rank != own]
@@ -65,7 +75,7 @@ def _silent(seconds: float) -> list[int]:
         while silent and time.monotonic() < deadline:
             silent = [rank for rank in silent if not store.check([f"{_KEY}/{rank}"])]
             time.sleep(0.05)
-        if own == 0:  # its process may hold the store that the others still read
+        if own == 0:  # this process may hold the store, which the others still read
             time.sleep(1)
     except (RuntimeError, ValueError, OSError):  # the store is gone, with the process that held it
         return [0] if own else silent

@@ -1,4 +1,4 @@
-"""Sets of rows of a tensor: taken out, written into messages, and added back to."""
+"""Sets of rows of a tensor, which are taken out, written into messages, and added to."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class RowRuns(NamedTuple):
     copies: int
 
     def numbers(self) -> Tensor:
-        """Of the rows, ascending."""
+        """Returns the numbers of the rows, ascending."""
         starts = self.start + torch.arange(self.copies) * self.distance
         return (starts[:, None] + torch.arange(self.length)).flatten()
 
     def of(self, rows: Tensor) -> Tensor:
-        """[copies, length, ...] view of rows [R, ...]."""
+        """Returns the runs as a view [copies, length, ...] of rows [R, ...]."""
         stop = self.start + (self.copies - 1) * self.distance + self.length
         return rows[self.start : stop].unfold(0, self.length, self.distance).movedim(-1, 1)
 
 
 @dataclass(frozen=True)
 class RowSet:
-    """Some rows of a tensor, by their ascending numbers in x.flatten(0, 2): as runs where they are, else by an index.
+    """Rows of a tensor by their numbers in x.flatten(0, 2): as runs where they form some, else by an index.
 
-    Neither runs nor an index: all of them, in order.
+    A set without runs and without an index is all rows, in order.
     """
 
     count: int
@@ -45,7 +45,7 @@ class RowSet:
 
     @classmethod
     def of(cls, numbers: Tensor, total: int) -> RowSet:
-        """These rows of `total`; numbers ascend."""
+        """Makes the set of these ascending numbers, of `total` rows."""
         count = len(numbers)
         if count == total:
             return cls(count)
@@ -65,7 +65,7 @@ class RowSet:
         return self.index is None and self.runs is None
 
     def take(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[B, H, n, ...] -> [rows, ...]; into `out`, [1, 1, rows, ...], where it is given."""
+        """Returns the rows of x [B, H, n, ...] as [rows, ...]; writes them to `out` [1, 1, rows, ...] if there is one."""
         rows, out = x.flatten(0, 2), None if out is None else out.flatten(0, 2)
         if self.index is not None:
             return torch.index_select(rows, 0, self.index, out=out)
@@ -93,7 +93,7 @@ class Payload:
 
     def __init__(self, rows: KeyRows, problem: Problem, heads: range, device: torch.device) -> None:
         count, local_len = problem.num_kv_heads, problem.layout.local_len
-        numbers: dict[int, Tensor] = {}  # of equal sets, once
+        numbers: dict[int, Tensor] = {}  # equal sets share one tensor
         row_class = {row: i for i, (_, rows_) in enumerate(problem.row_classes) for row in rows_}
         parts = []
         for batch_row, head in itertools.product(range(len(problem.documents)), heads):
@@ -102,7 +102,7 @@ class Payload:
                 if bits not in numbers:
                     numbers[bits] = _bit_numbers(bits)
                 parts.append(numbers[bits] + (batch_row * count + head) * local_len)
-        #: Ascending numbers in a [B, Hkv, n] tensor of the source.
+        #: The ascending numbers of the rows in a [B, Hkv, n] tensor of the source.
         self.numbers = torch.cat(parts).to(device) if parts else torch.empty(0, dtype=torch.int64, device=device)
         self.shape = (1, 1, len(self.numbers))
         #: The first row of every head, where all batch rows and heads have the same run of rows.
@@ -114,15 +114,15 @@ class Payload:
                 self.shape = (len(problem.documents), len(heads), len(run))
 
     def places(self, numbers: Tensor) -> Tensor:
-        """Where these rows, all of them in the payload, are in it."""
+        """Returns the places of these rows in the payload, which has them all."""
         return torch.searchsorted(self.numbers, numbers)
 
-    def row_set(self, chosen: Payload) -> RowSet:
-        """Rows of another payload, all of them in this one, as rows of this one."""
-        return RowSet.of(self.places(chosen.numbers), len(self.numbers))
+    def row_set(self, part: Payload) -> RowSet:
+        """Returns the rows of another payload, which are a part of this one, as rows of this one."""
+        return RowSet.of(self.places(part.numbers), len(self.numbers))
 
 
 def _bit_numbers(bits: int) -> Tensor:
-    """The numbers of the bits that are set, ascending."""
+    """Returns the numbers of the bits that are set, ascending."""
     octets = torch.frombuffer(bytearray(bits.to_bytes(-(-bits.bit_length() // 8), "little")), dtype=torch.uint8)
     return torch.nonzero((octets[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten()).flatten()

@@ -1,4 +1,4 @@
-"""What a rank sends, receives and computes at each step of a transport: plans bound to tensors, made once per problem."""
+"""The rows that a rank sends, receives and computes with at each step: plans bound to tensors, made once per problem."""
 
 from __future__ import annotations
 
@@ -14,9 +14,17 @@ from ..plan.routes import Hop, KeyRows, Lap, needed, ring_laps
 from .row_sets import Payload, RowSet
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CollectiveBinding:
-    """One exchange: this rank's rows to send, in the order of the ranks that need them, and tiles with what comes."""
+    """The work of a rank around one exchange of rows.
+
+    Attributes:
+        own: tiles with keys of the rank itself.
+        remote: tiles with the keys that arrive.
+        used: whether any rank needs rows of another.
+        send: this rank's rows to send, in the order of the ranks that need them.
+        send_counts, receive_counts: the number of rows for each rank, and of each.
+    """
 
     own: OwnBinding
     remote: tuple[BoundBatch, ...]
@@ -26,17 +34,18 @@ class CollectiveBinding:
     receive_counts: list[int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RingStep:
-    """What a rank does at one step of a round: tiles, and rows that arrive for them and leave.
+    """One step of a rank in a lap: its tiles, and the rows that arrive for them and leave.
 
     Attributes:
-        number: hops between this rank and the one whose rows it holds; 0: its own.
-        of: steps of the round.
-        source: whose rows these are.
+        number: hops between this rank and the one whose rows it holds; 0 for its own rows.
+        of: steps of the lap.
+        source: the rank whose rows these are.
         following, previous: the neighbours that rows go to and come from.
-        shape: of the payload, as a [B, heads, rows] tensor or as [1, 1, rows].
-        sent: rows of what was held a step before, that go to `following` while these arrive.
+        last_user: the rank that holds this rank's rows at this step, and is the last to use those of `home`.
+        shape: the shape of the payload's rows, [B, heads, rows] or [1, 1, rows].
+        sent: rows of the payload of the step before that go to `following` while this step's payload arrives.
         carried: rows of the payload whose gradients arrive from `previous` after its part is done.
         goes_on: rows of the payload whose gradients go to `following`.
         finished: rows of the payload whose gradients go home, to `source`.
@@ -59,20 +68,20 @@ class RingStep:
 
     @property
     def arriving(self) -> int:
-        """Rows of the payload; 0 at step 0."""
+        """The number of rows of the payload; 0 at step 0."""
         return self.shape[0] * self.shape[1] * self.shape[2]
 
 
 @dataclass(frozen=True)
 class RingBinding:
-    """The steps of all laps, in their order; `whole` as in `OwnBinding`."""
+    """The steps of all laps, in their order; `whole` is the one tile that is all work of the rank, if there is one."""
 
     steps: tuple[RingStep, ...]
     whole: BoundBatch | None
 
 
 def bind_collective(problem: Problem, rank: int, device: torch.device) -> CollectiveBinding:
-    """The plan of `rank` for one exchange of the needed rows."""
+    """Binds the plan of `rank` for one exchange of the rows that ranks need."""
     binder, layout, heads = Binder(problem, device), problem.layout, range(problem.num_kv_heads)
     others = [other for other in range(layout.world_size) if other != rank]
 
@@ -85,7 +94,7 @@ def bind_collective(problem: Problem, rank: int, device: torch.device) -> Collec
     send_counts, receive_counts = (
         [len(rows.get(other, nothing)) for other in range(layout.world_size)] for rows in (send, receive)
     )
-    # What is received lies by source and then by number there; tiles number it as in whole rows.
+    # Rows arrive by source, and by their number there; tiles number them as in the whole sequence.
     whole = []
     for other, numbers in receive.items():
         positions = torch.tensor(layout.positions(other), device=device)
@@ -99,14 +108,14 @@ def bind_collective(problem: Problem, rank: int, device: torch.device) -> Collec
             for batch in plan_rank(problem, rank).remote
         ),
         used=any(needed(problem, a, b) for a in range(layout.world_size) for b in range(layout.world_size)),
-        send=RowSet(sum(send_counts), torch.cat([nothing, *send.values()])),  # not ascending
+        send=RowSet(sum(send_counts), torch.cat([nothing, *send.values()])),  # by reader, not ascending
         send_counts=send_counts,
         receive_counts=receive_counts,
     )
 
 
 def _with_payload(binder: Binder, batch: TileBatch, heads: range, payload: Payload) -> BoundBatch:
-    """Tiles of these heads with keys of a payload; key rows are numbered as in its source."""
+    """Returns the rows of tiles of these heads with keys of a payload; tiles number keys as the payload's source does."""
     if payload.first is not None:
         view = binder.view(batch, heads, len(heads), 0, payload.first)
         if view is not None:
@@ -115,7 +124,7 @@ def _with_payload(binder: Binder, batch: TileBatch, heads: range, payload: Paylo
 
 
 def bind_ring(problem: Problem, rank: int, device: torch.device) -> RingBinding:
-    """The steps of `rank` round the ring."""
+    """Binds the steps of `rank` round the ring."""
     own, laps = bind_own(problem, rank, device), ring_laps(problem)
     steps = tuple(step for lap in laps for step in _lap_steps(problem, rank, device, lap))
     # A rank that needs nobody's keys may yet have to send its own.
@@ -129,7 +138,7 @@ def _lap_steps(problem: Problem, rank: int, device: torch.device, lap: Lap) -> l
     def payload(rows: KeyRows | None) -> Payload:
         return Payload(nothing if rows is None else rows, problem, heads, device)
 
-    def of(hop: Hop | None, name: str) -> Payload:
+    def payload_of(hop: Hop | None, name: str) -> Payload:
         return payload(None if hop is None else getattr(hop, name))
 
     nothing = KeyRows(problem.num_kv_heads, (), (0,) * (len(problem.row_classes) * problem.num_kv_heads))
@@ -137,15 +146,15 @@ def _lap_steps(problem: Problem, rank: int, device: torch.device, lap: Lap) -> l
     following = (rank + lap.direction) % p
     route = lap.routes[rank]
     steps = []
-    held: Payload | None = None  # own rows, which are numbered as they are
+    held: Payload | None = None  # this rank's own rows, which need no payload
     for number in range(0 if lap.with_own else 1, lap.steps + 1):
         source = lap.source(rank, number)
         here, onward = lap.hop(rank, number), lap.hop(following, number + 1)
-        sent = of(lap.hop(following, number) if number else None, "rows")
+        sent = payload_of(lap.hop(following, number) if number else None, "rows")
         home = payload(route[number - 1].finished if 1 <= number <= len(route) else None)
-        arrived = of(here, "rows")
+        arriving = payload_of(here, "rows")
         tiles = of_heads(tiles_from(problem, rank, source), heads, binder.group) if here or not number else ()
-        batches = tuple(_with_payload(binder, b, heads, arrived) if number else binder.own(b, heads) for b in tiles)
+        batches = tuple(_with_payload(binder, b, heads, arriving) if number else binder.own(b, heads) for b in tiles)
         steps.append(
             RingStep(
                 batches=batches,
@@ -155,13 +164,13 @@ def _lap_steps(problem: Problem, rank: int, device: torch.device, lap: Lap) -> l
                 following=following,
                 previous=(rank - lap.direction) % p,
                 last_user=(rank + number * lap.direction) % p,
-                shape=arrived.shape,
+                shape=arriving.shape,
                 sent=RowSet.of(sent.numbers, own_rows) if held is None else held.row_set(sent),
-                carried=arrived.row_set(of(here, "carried")),
-                goes_on=arrived.row_set(of(onward if number else None, "carried")),
-                finished=arrived.row_set(of(here, "finished")),
+                carried=arriving.row_set(payload_of(here, "carried")),
+                goes_on=arriving.row_set(payload_of(onward if number else None, "carried")),
+                finished=arriving.row_set(payload_of(here, "finished")),
                 home=RowSet.of(home.numbers, own_rows),
             )
         )
-        held = arrived if number else None
+        held = arriving if number else None
     return steps

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, and reach each other through a room of mailboxes."""
+"""Ranks that are threads of one process, and leave messages for each other in mailboxes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .communicators import Message, Pending
 
 
 class _Room:
-    """Where the ranks of one process leave messages for each other."""
+    """The mailboxes in which the ranks of one process leave messages for each other."""
 
     def __init__(self, world_size: int, timeout: float) -> None:
         self.world_size = world_size
         self.timeout = timeout
-        #: One for each rank, which alone waits for it.
+        #: The condition of each rank, which is notified of its messages; no other rank waits for it.
         self.news = [threading.Condition() for _ in range(world_size)]
         self.boxes: dict[tuple[int, int], deque[Any]] = {
             (source, target): deque() for source in range(world_size) for target in range(world_size)
@@ -44,14 +44,16 @@ class _Room:
                     raise RuntimeError(f"receiving from rank {source} did not end: nothing came in {self.timeout} s")
             return box.popleft()
 
-    def depart(self, rank: int, why: str) -> None:
-        self.gone[rank] = why
+    def depart(self, rank: int, reason: str) -> None:
+        self.gone[rank] = reason
         for news in self.news:
             with news:
                 news.notify()
 
 
 class _Receiving:
+    """Messages that are taken from their mailboxes when they are waited for."""
+
     def __init__(self, finish: Callable[[], None]) -> None:
         self.wait = finish
 
@@ -66,13 +68,13 @@ class SimulatedCommunicator:
 
     @classmethod
     def all_of(cls, world_size: int, timeout: float) -> list[SimulatedCommunicator]:
-        """The ranks of a new ring; a rank waits `timeout` seconds for another at most."""
+        """Makes the ranks of a new ring; a rank waits at most `timeout` seconds for another."""
         room = _Room(world_size, timeout)
         return [cls(room, rank) for rank in range(world_size)]
 
-    def depart(self, why: str) -> None:
+    def depart(self, reason: str) -> None:
         """Ends the waiting of other ranks for this one, which sends no more."""
-        self.room.depart(self.rank, why)
+        self.room.depart(self.rank, reason)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         for peer, tensor in sends:

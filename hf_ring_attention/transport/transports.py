@@ -1,4 +1,4 @@
-"""How key and value rows reach the ranks that need them, and how their gradients come home.
+"""The ways of key and value rows to the ranks that need them, and of their gradients home.
 
 A transport yields steps. In forward, each step is (keys, values, tile batches to compute with them); in backward, also
 the tensors that take the step's dk and dv. What a transport has in flight travels while the caller computes.
@@ -28,10 +28,19 @@ class Traffic:
     """What this rank's transports moved: key and value rows in forward and backward, and their gradients.
 
     Attributes:
-        sent_bytes, received_bytes: as handed to and received from torch.distributed.
-        hops: exchanges with other ranks.
-        waited_seconds: in which this rank had nothing to compute and waited for them. On CUDA it is the device that
+        sent_bytes, received_bytes: bytes that were handed to torch.distributed, and received from it.
+        hops: the number of exchanges with other ranks.
+        waited_seconds: seconds in which this rank waited for the exchanges and computed nothing. On CUDA the device
             waits, and this counts the host only.
+
+    Example:
+        >>> def attend(ring):
+        ...     x = torch.ones(1, 1, 4, 8)  # a key and a value of 8 float32 numbers each are 64 bytes
+        ...     ra.ring_attention(x, x, x, pattern="exact", ring=ring)
+        ...     return ring.traffic()
+        >>> traffic = ra.run_simulated(attend, 2, transport="ring")[0]
+        >>> traffic.sent_bytes, traffic.received_bytes, traffic.hops  # rank 1 needs 2 of the 4 rows of rank 0
+        (128, 256, 1)
     """
 
     sent_bytes: int = 0
@@ -40,18 +49,22 @@ class Traffic:
     waited_seconds: float = 0.0
 
     def reset(self) -> None:
-        """All counters to zero."""
+        """Sets all counters to zero."""
         self.sent_bytes = self.received_bytes = self.hops = 0
         self.waited_seconds = 0.0
 
 
 class ForwardStep(NamedTuple):
+    """Keys and values, and the tiles to compute with them."""
+
     keys: Tensor
     values: Tensor
     batches: tuple[BoundBatch, ...]
 
 
 class BackwardStep(NamedTuple):
+    """Keys and values, the tensors that take their gradients, and the tiles to compute with them."""
+
     keys: Tensor
     values: Tensor
     dkeys: Tensor
@@ -60,21 +73,21 @@ class BackwardStep(NamedTuple):
 
 
 class Transport(Protocol):
-    """Moves the rows of one call, as its binding says."""
+    """The movement of the rows of one call, as its binding says."""
 
     @property
     def whole(self) -> BoundBatch | None:
-        """The tile that is all of the work, where one is: every query once, and no key of another rank."""
+        """The one tile that is all work of the rank: every query once, and no key of another rank; None if there is none."""
 
     def forward(self, k: Tensor, v: Tensor) -> Iterator[ForwardStep]:
-        """k, v: this rank's, [B, Hkv, n, ...] and contiguous."""
+        """Yields the steps of the forward pass; k and v are this rank's, [B, Hkv, n, ...] and contiguous."""
 
     def backward(self, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> Iterator[BackwardStep]:
-        """dk, dv: this rank's gradients, in the accumulation dtype; complete when the iterator ends."""
+        """Yields the steps of the backward pass; it adds to this rank's dk and dv, which are of the accumulation dtype."""
 
 
 class LocalTransport:
-    """One rank: nothing moves."""
+    """The transport of a rank that needs no other: nothing moves."""
 
     def __init__(self, binding: OwnBinding) -> None:
         self.binding = binding
@@ -90,12 +103,12 @@ class LocalTransport:
         yield BackwardStep(k, v, dk, dv, self.binding.batches)
 
 
-def _wait(pending: Pending, traffic: Traffic, what: str) -> None:
+def _wait(pending: Pending, traffic: Traffic, where: str) -> None:
     start = time.perf_counter()
     try:
         pending.wait()
     except RuntimeError as error:
-        raise RuntimeError(f"{what}: {error}") from error
+        raise RuntimeError(f"{where}: {error}") from error
     traffic.waited_seconds += time.perf_counter() - start
 
 
@@ -104,9 +117,9 @@ def _size(x: Tensor) -> int:
 
 
 class CollectiveTransport:
-    """The rows each rank needs of each other one, in one all-to-all; their gradients home in the reverse one.
+    """Rows reach all ranks that need them in one all-to-all; their gradients go home in the reverse one.
 
-    Memory and bytes are those of the rows needed. K and V travel side by side in one message, gradients in the
+    Memory and bytes are those of the rows that are needed. K and V travel side by side in one message, gradients in the
     accumulation dtype.
     """
 
@@ -163,7 +176,7 @@ class CollectiveTransport:
 
 
 class _Rows(NamedTuple):
-    """Two tensors' rows, [B, heads, rows, ...], in one message: those of the first, then those of the second."""
+    """The rows of two tensors, [B, heads, rows, ...], in one message: those of the first, then those of the second."""
 
     message: Tensor
     first: Tensor
@@ -172,37 +185,37 @@ class _Rows(NamedTuple):
 
 
 class _Pool:
-    """Buffers for messages of rows, all of one size and used again and again: as many as are held at once."""
+    """Buffers for messages of rows, all of one size: as many as are held at once, each used again when it is free."""
 
     def __init__(self, like: Tensor, widths: tuple[int, int], dtype: torch.dtype, max_rows: int) -> None:
         self.like, self.widths, self.dtype, self.max_rows = like, widths, dtype, max_rows
         self.free: list[Tensor] = []
 
     def take(self, *shapes: tuple[int, int, int]) -> list[_Rows]:
-        """Messages of these numbers of rows, side by side in one buffer."""
+        """Returns messages of these numbers of rows, side by side in one buffer."""
         buffer = None
         if any(map(math.prod, shapes)):
             size = self.max_rows * sum(self.widths)
             buffer = self.free.pop() if self.free else self.like.new_empty(size, dtype=self.dtype)
         whole = self.like.new_empty(0, dtype=self.dtype) if buffer is None else buffer
-        found, start = [], 0
+        messages, start = [], 0
         for shape in shapes:
             rows = math.prod(shape)
             message = whole[start : start + rows * sum(self.widths)]
             first, second = message.split([rows * width for width in self.widths])
-            found.append(
+            messages.append(
                 _Rows(message, first.view(*shape, self.widths[0]), second.view(*shape, self.widths[1]), buffer)
             )
             start += rows * sum(self.widths)
-        return found
+        return messages
 
     def give(self, rows: _Rows) -> None:
-        """Frees the buffer of a message; of one without any, nothing."""
+        """Frees the buffer of a message, if it has one."""
         if rows.buffer is not None:
             self.free.append(rows.buffer)
 
     def pack(self, rows: _Rows, *selections: RowSet) -> list[_Rows]:
-        """Each selection of the rows as a message; the one that the rows are in, where a selection is all of it."""
+        """Returns each selection of the rows as a message; a selection of all rows is the message that they are in."""
         for i, selection in enumerate(selections):
             if selection.everything and rows.buffer is not None:
                 return [rows if j == i else rows._replace(message=rows.message[:0]) for j in range(len(selections))]
@@ -240,13 +253,13 @@ class RingTransport:
         self.traffic.hops += 1
         return pending
 
-    def _wait(self, pending: Pending | None, name: str, step: RingStep, what: str) -> None:
+    def _wait(self, pending: Pending | None, name: str, step: RingStep, content: str) -> None:
         if pending is not None:
-            where = f"{name} pass, step {step.number} of {step.of}, {what}, on rank {self.communicator.rank}"
+            where = f"{name} pass, step {step.number} of {step.of}, {content}, on rank {self.communicator.rank}"
             _wait(pending, self.traffic, f"ring attention, {where}")
 
     def _travel(self, k: Tensor, v: Tensor, name: str) -> Iterator[tuple[RingStep, RingStep | None, Tensor, Tensor]]:
-        """Each step, the next one, and the step's keys and values; those of the next are under way meanwhile."""
+        """Yields each step, the next one, and the step's keys and values; those of the next are under way meanwhile."""
         steps, widths = self.binding.steps, (k.shape[-1], v.shape[-1])
         pool = _Pool(k, widths, k.dtype, max(max(step.arriving, step.sent.count) for step in steps))
         own = _Rows(k.new_empty(0), k, v)
@@ -293,7 +306,7 @@ class RingTransport:
         self._finish_gradients(flight, pool, dk, dv)
 
     def _start_gradients(self, step: RingStep, following: RingStep | None, pool: _Pool, grads: _Rows) -> _InFlight:
-        """Starts the gradients of a step's payload, onward and home, and those that come for the next step and home."""
+        """Starts to send the gradients of a step's payload onward and home, and to receive those that come here."""
         carried = 0 if following is None else following.carried.count
         onward, home = pool.take((1, 1, carried), (1, 1, step.home.count))
         goes_on, finished = pool.pack(grads, step.goes_on, step.finished)
@@ -314,7 +327,7 @@ class RingTransport:
         step: RingStep | None = None,
         grads: _Rows | None = None,
     ) -> None:
-        """Adds the gradients that came: those at home to dk and dv, those of the rows of `step` to `grads`."""
+        """Adds the gradients that came: those of own rows to dk and dv, those of the rows of `step` to `grads`."""
         if flight is None:
             return
         self._wait(flight.pending, "backward", flight.step, "gradients")
@@ -329,7 +342,7 @@ class RingTransport:
 
 
 class _InFlight(NamedTuple):
-    """Gradients under way since a step."""
+    """The gradients that are under way after a step."""
 
     pending: Pending | None
     step: RingStep
