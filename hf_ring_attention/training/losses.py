@@ -92,7 +92,7 @@ _SLICES: ContextVar[_Slices | None] = ContextVar("ring_dilated_slices", default=
 
 @contextmanager
 def sliced_loss(model: nn.Module, tokens_at_once: int = 1024) -> Iterator[None]:
-    """Makes a causal language model that is given labels compute its loss for a slice of tokens at a time, inside.
+    """A context in which a causal language model with labels computes its loss for a slice of tokens at a time.
 
     No more than the logits of `tokens_at_once` tokens exist at any time, also in backward, where they are computed again.
     The output has an object in place of its logits that raises an error when it is used. The loss is that of the model's

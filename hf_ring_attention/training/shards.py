@@ -36,7 +36,7 @@ _FILL = {"labels": IGNORED, "shift_labels": IGNORED, "seq_idx": -1, "special_tok
 
 
 def fill_of(name: str, dtype: torch.dtype) -> int:
-    """Returns the value of padding in a tensor of tokens: -100 in integers whose name ends with "labels", 0 in others."""
+    """Returns the value of padding in a tensor of tokens: by `_FILL`, else -100 in integers called "...labels", else 0."""
     labels = name.endswith("labels") and dtype != torch.bool and not dtype.is_floating_point
     return _FILL.get(name, IGNORED if labels else 0)
 
