@@ -41,7 +41,7 @@ BUILDERS = {
 
 @dataclass
 class Sources:
-    """Where documents come from, and how they become rows. The recipes have an option for each field."""
+    """The origin of documents, and how they become rows. The recipes have an option for each field."""
 
     text: list[str] | None = field(
         default=None, metadata={"help": "text files, a document each; default: the topics of Python's manual"}

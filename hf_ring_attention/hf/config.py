@@ -58,12 +58,12 @@ def _patterns(config: Any) -> _Patterns:
     if settings is None:
         return _Patterns(None, {})
     num_layers = getattr(config, "num_hidden_layers", None)
-    known = _read.get(id(settings))
-    if known is None or known[:2] != (settings, num_layers):
+    entry = _read.get(id(settings))
+    if entry is None or entry[:2] != (settings, num_layers):
         if len(_read) >= 256:
             _read.clear()
-        known = _read[id(settings)] = copy.deepcopy(settings), num_layers, _parsed(settings, num_layers)
-    return known[2]
+        entry = _read[id(settings)] = copy.deepcopy(settings), num_layers, _parsed(settings, num_layers)
+    return entry[2]
 
 
 def _parsed(settings: Any, num_layers: int | None) -> _Patterns:
@@ -103,9 +103,9 @@ class _Implementation:
         self.config = config
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo.get(id(self.config))
-        if copied is not None:  # The config itself is copied, and its copy keeps such an attribute.
-            return _Implementation(copied)
+        config_copy = memo.get(id(self.config))
+        if config_copy is not None:  # The config itself is copied, and its copy keeps such an attribute.
+            return _Implementation(config_copy)
         text_config = self.config.get_text_config()
         if implementation_of(text_config) != IMPLEMENTATION or getattr(text_config, IMPLEMENTATION, None) is None:
             return None  # Whoever loads the config chooses.

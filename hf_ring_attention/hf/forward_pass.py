@@ -12,7 +12,7 @@ from ..plan.problem import Documents, HeldKeys
 
 @dataclass
 class ForwardPass:
-    """What the forward pass of a patched model knows before its masks are made.
+    """The facts about a forward pass of a patched model that are known before its masks are made.
 
     Attributes:
         config: the config of the model; the masks of other models are not concerned.

@@ -359,7 +359,7 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
 
 
 class LogitsNotFormed:
-    """What an output has in place of its logits, where its loss was computed in slices: any use says so.
+    """A stand-in for the logits of an output whose loss was computed in slices: any use raises an error that says so.
 
     It is no tensor, so that libraries that cast, gather or copy the tensors of an output leave it as it is.
     """

@@ -46,7 +46,7 @@ _LONGEST_WINDOW = (1 << 63 - _WINDOW_BIT) - 1
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a mask says of the keys of a layer.
+    """The keys of a layer, as its mask describes them.
 
     Attributes:
         documents: the documents of each batch row, in the whole row where it is sharded; None if all tokens are one.

@@ -10,7 +10,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ModelSupport:
-    """How far "ring_dilated" supports a model type.
+    """The support of "ring_dilated" for a model type.
 
     Attributes:
         model_type: the type, as config.json names it.

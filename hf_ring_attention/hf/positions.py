@@ -1,4 +1,4 @@
-"""How a model numbers the tokens of a row: the first position id, and how many positions the model has."""
+"""Finds how a model numbers the tokens of a row: the first position id, and how many positions the model has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models ring_dilated computes: every other one is refused, by name and with the reason, before it computes."""
+"""Decides which models ring_dilated computes; every other one is refused, by name and with the reason, before it computes."""
 
 from __future__ import annotations
 

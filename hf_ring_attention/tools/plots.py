@@ -51,7 +51,7 @@ def plot_patterns(
     Args:
         bins: squares along a side.
         head: the head whose keys are drawn; None for what any of the heads sees.
-        num_kv_heads: None for `num_heads`.
+        num_kv_heads: the number of key/value heads; None for `num_heads`.
     """
     panels = len(patterns)
     figure = _figure(1.6 + 3.6 * panels, 4.9)
@@ -152,7 +152,7 @@ def plot_ring(timeline: Timeline, title: str, path: Path) -> None:
     unit, name = next(((size, unit) for size, unit in units if timeline.seconds >= size), (1e-9, "ns"))
     # A bar has the number of the rank whose keys it computes with, where there is room.
     longest = max((span.stop - span.start for span in timeline.spans if span.kind == "compute"), default=0.0)
-    numbered = p <= 24 and longest > 0.012 * timeline.seconds
+    show_sources = p <= 24 and longest > 0.012 * timeline.seconds
     lanes = {"compute": (-0.42, 0.5), "wait": (-0.42, 0.5), "send": (0.12, 0.26)}
     for span in timeline.spans:
         low, height = lanes[span.kind]
@@ -162,7 +162,7 @@ def plot_ring(timeline: Timeline, title: str, path: Path) -> None:
         )
         bar = [(span.start / unit, (span.stop - span.start) / unit)]
         axis.broken_barh(bar, (span.rank + low, height), linewidth=0.4, **style)
-        if span.kind == "compute" and numbered and span.stop - span.start > 0.012 * timeline.seconds:
+        if span.kind == "compute" and show_sources and span.stop - span.start > 0.012 * timeline.seconds:
             middle = (span.start + span.stop) / 2 / unit
             axis.text(middle, span.rank - 0.17, str(span.source), ha="center", va="center", fontsize=7, color="white")
     axis.set_ylim(p - 0.45, -0.6)
@@ -172,7 +172,9 @@ def plot_ring(timeline: Timeline, title: str, path: Path) -> None:
     axis.set_xlabel(f"time ({name})")
     axis.set_title(f"{title}\n{timeline_summary(timeline)}", fontsize=10)
     handles = [
-        Patch(color=COMPUTE[0], label="compute" + (", with the keys of the rank that is named" if numbered else "")),
+        Patch(
+            color=COMPUTE[0], label="compute" + (", with the keys of the rank that is named" if show_sources else "")
+        ),
         Patch(color=SEND, label="send"),
         Patch(facecolor="white", edgecolor=WAIT, hatch="///", label="wait"),
     ]

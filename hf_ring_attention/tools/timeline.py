@@ -16,7 +16,7 @@ from ..plan.routes import Lap, ring_laps
 
 @dataclass(frozen=True)
 class Span:
-    """What a rank does from `start` to `stop`, in seconds.
+    """An activity of a rank from `start` to `stop`, in seconds.
 
     Attributes:
         source: the rank whose keys are computed with, waited for or sent on.
@@ -39,7 +39,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """When the last rank is done."""
+        """The time at which the last rank is done."""
         return max((span.stop for span in self.spans), default=0.0)
 
     def share(self, kind: str) -> float:

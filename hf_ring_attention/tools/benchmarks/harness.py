@@ -169,9 +169,8 @@ def forward_backward(
 
 def progress(numbers: Iterable[Any], label: str) -> Iterable[Any]:
     """Returns the numbers, with a bar on stderr where that is a terminal; rank 0 shows it for all."""
-    silent = (
-        True if dist.is_initialized() and dist.get_rank() else None
-    )  # With None, tqdm is silent where stderr is no terminal.
+    # With None, tqdm is silent where stderr is no terminal.
+    silent = True if dist.is_initialized() and dist.get_rank() else None
     return tqdm(numbers, desc=label, leave=False, disable=silent)
 
 

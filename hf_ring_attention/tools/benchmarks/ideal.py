@@ -81,8 +81,8 @@ def _ratios(
         "tokens": tokens,
         "ring": medians(ring),
         "ideal": medians(ideal),
-        "forward": statistics.median(best[0] / mine[0] for mine, best in pairs),
-        "both": statistics.median(sum(best) / sum(mine) for mine, best in pairs),
+        "forward": statistics.median(ideal_seconds[0] / ring_seconds[0] for ring_seconds, ideal_seconds in pairs),
+        "both": statistics.median(sum(ideal_seconds) / sum(ring_seconds) for ring_seconds, ideal_seconds in pairs),
     }
 
 

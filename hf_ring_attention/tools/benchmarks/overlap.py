@@ -60,9 +60,8 @@ def measure_overlap(shape: CallShape, tokens: int, shares: Sequence[float], repe
 
     run(0.0)
     forward, _, hops, _ = run(0.0)
-    step = forward / (
-        2 * hops
-    )  # A rank computes with its own keys and, after the hop, with the other's: zigzag makes both equal.
+    # In zigzag on 2 ranks, a rank computes as much with its own keys as with the other's after the hop.
+    step = forward / (2 * hops)
     if ring.world_size != 2:
         step = forward / (hops * ring.world_size / (ring.world_size - 1))
     rows = []

@@ -32,14 +32,14 @@ LOGITS = GRADIENTS = EXACT
 
 
 class Answer(NamedTuple):
-    """What a model computed: logits of the tokens that have labels, [tokens, VOCAB], and gradients by parameter."""
+    """The answer of a model: logits of the tokens that have labels, [tokens, VOCAB], and gradients by parameter."""
 
     logits: Tensor
     gradients: dict[str, Tensor]
 
 
 class Errors(NamedTuple):
-    """How far two answers are apart, in their logits and in their gradients."""
+    """The distances between two answers: of their logits, and of their gradients."""
 
     logits: float
     gradients: float
@@ -153,13 +153,13 @@ class TypeModels:
         return tiny_model(self.model_type, "eager"), tiny_model(self.model_type, "eager")
 
     def on_one_device(self, kind: str) -> Errors:
-        """How far "ring_dilated" is from eager attention, which computes packed documents one by one."""
+        """Returns how far "ring_dilated" is from eager attention, which computes packed documents one by one."""
         inputs, labels = batch(kind)
         expected = (alone if kind == "packed" else logits_and_gradients)(self.eager, inputs, labels)
         return errors(logits_and_gradients(self.patched, inputs, labels), expected)
 
     def on_two_ranks(self, kind: str, layout: str, transport: str) -> Errors:
-        """How far two simulated ranks are from one device."""
+        """Returns how far two simulated ranks are from one device."""
         inputs, labels = batch(kind, first_position(runner_of(self.eager)))
         expected = logits_and_gradients(self.patched, inputs, labels)
         models = self.ranks

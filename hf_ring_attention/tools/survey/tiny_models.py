@@ -31,7 +31,7 @@ VOCAB, POSITIONS, WINDOW = 97, 128, 6
 WIDTH, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 32, 64, 2, 4, 2, 8
 EXPERTS, EXPERTS_PER_TOKEN, EXPERT_WIDTH = 4, 2, 16
 
-# What an attribute becomes in every config where it is not None by default.
+# The values that attributes get in every config where they are not None by default.
 _SIZES = {
     name: size
     for size, names in (
