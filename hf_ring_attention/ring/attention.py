@@ -23,7 +23,7 @@ from .ring import Ring
 
 _ALONE = Ring.alone()
 
-#: Why no graph holds this attention; torch.compile shows it where it breaks the graph.
+#: The reason why no graph holds this attention; torch.compile shows it where it breaks the graph.
 UNTRACEABLE = (
     "ring_dilated plans by the content of each batch and talks to other ranks, which no graph can hold: export a model with "
     "attn_implementation='sdpa'; torch.compile takes it with fullgraph=False, and breaks the graph here"
@@ -40,7 +40,7 @@ def check_not_traced() -> None:
         raise NotImplementedError(f"torch.export or torch.jit.trace was asked for: {UNTRACEABLE}")
 
 
-# A graph break on purpose: plans, checks and messages are no work for a compiler, and kernels are compiled already.
+# The graph breaks here on purpose: plans, checks and messages are no work for a compiler, and kernels are compiled already.
 @torch.compiler.disable(reason=UNTRACEABLE)
 def ring_attention(
     q: Tensor,
@@ -57,22 +57,22 @@ def ring_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention by `pattern` over rows whose tokens are sharded over the ranks of `ring`; see `Pattern` for the formula.
+    """Computes attention by `pattern` over sequences that are sharded over the ranks of `ring`; `Pattern` has the formula.
 
     Args:
         q: [B, H, n, D], this rank's tokens in the order of `layout.positions(ring.rank)`.
         k: [B, Hkv, n, D]; H is a multiple of Hkv, and query head h reads key/value head h // (H / Hkv).
         v: [B, Hkv, n, Dv].
-        pattern: which keys a query sees; a `Pattern` or its text.
-        ring: the ranks that share the rows; None for this process alone.
-        layout: how the rows are divided; None for `ring.layout_for(n * ring.world_size, pattern)`, rows without padding.
+        pattern: the keys that a query sees: a `Pattern` or its text.
+        ring: the ranks that share the sequences; None for this process alone.
+        layout: the division of the sequences; None for `ring.layout_for(n * ring.world_size, pattern)`, without padding.
         causal: whether a query sees only itself and earlier keys.
         scale: factor of the scores; None for D ** -0.5.
-        documents: per batch row, the (start, stop) in the whole row of each of its documents, ascending; tokens in none
-            are padding. None for one document of `layout.seq_len` tokens a row.
+        documents: for each batch row the (start, stop) of its documents in the whole sequence, ascending; tokens in none
+            are padding. None for one document of `layout.seq_len` tokens in each.
         softcap: scores s become softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118); None leaves them.
-        sinks: [H] logits, one a query head, of one more column of the softmax, whose value is 0 (gpt-oss,
-            arXiv 2508.10925). Its gradient is of this rank's queries, as a parameter's is.
+        sinks: [H] logits, one for each query head, of one more column of the softmax, whose value is 0 (gpt-oss,
+            arXiv 2508.10925). Their gradient is that of this rank's queries, like a parameter's.
         return_lse: whether to return the log-sum-exp of each query's scores too.
 
     Returns:
@@ -82,6 +82,15 @@ def ring_attention(
     Raises:
         ValueError: tensors, documents or layouts that do not fit each other, or ranks that disagree; on every rank,
             before anything is computed.
+
+    Example:
+        >>> x = torch.randn(1, 4, 16, 8)
+        >>> def attend(ring):
+        ...     layout = ring.layout_for(16, "window:4")
+        ...     shard = ring.shard(x, layout, dim=2)
+        ...     return ring.unshard(ra.ring_attention(shard, shard, shard, pattern="window:4", ring=ring), layout, dim=2)
+        >>> torch.allclose(ra.run_simulated(attend, 2)[0], ra.ring_attention(x, x, x, pattern="window:4"), atol=1e-5)
+        True
     """
     check_not_traced()
     ring = _ALONE if ring is None else ring
@@ -116,16 +125,16 @@ def cached_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of a row's last tokens to all of it, with keys from a cache: only keys that are visible are touched.
+    """Computes attention of a sequence's last tokens to all of it, with keys from a cache; it reads visible keys alone.
 
-    On a ring every rank comes with the same queries and its own part of the keys; the parts' results are merged, so
-    what moves is one row of (out, lse) a query and rank, whatever the length of the cache.
+    On a ring every rank has the same queries and its own part of the keys; the results of the parts are merged, so one
+    row of (out, lse) moves for each query and rank, whatever the length of the cache.
 
     Args:
-        q: [B, H, m, D], the last m = `held.num_queries` tokens of the row.
-        k: [B, Hkv, `held.num_rows`, D], and v: [B, Hkv, `held.num_rows`, Dv]: this rank's cache, the m tokens included.
-        held: which tokens of the row the rows of k and v are. Each token is held by one rank.
-        documents: as in `ring_attention`, in the row of `held.row_len` tokens.
+        q: [B, H, m, D], the last m = `held.num_queries` tokens of the sequence.
+        k: [B, Hkv, `held.num_rows`, D], and v: [B, Hkv, `held.num_rows`, Dv]: this rank's cache, with the m tokens.
+        held: the tokens of the sequence that the rows of k and v are. One rank holds each token.
+        documents: as in `ring_attention`, in the sequence of `held.row_len` tokens.
 
     Returns:
         out [B, H, m, Dv] in q's dtype; on a ring without a gradient.
@@ -144,12 +153,12 @@ def cached_attention(
                 f"{q.shape[2]} and {k.shape[2]}"
             )
         if ring.world_size > 1 and _recorded(q, k, v):
-            raise ValueError("cached_attention: sharded keys have no gradient here: use torch.no_grad()")
-        whole = _documents_of_call(documents, held.row_len, q.shape[0])
+            raise ValueError("cached_attention: the keys of a sharded cache have no gradient: use torch.no_grad()")
+        spans = _documents_of_call(documents, held.row_len, q.shape[0])
         problem = Problem(
             pattern=pattern,
             layout=held.layout,
-            documents=whole,
+            documents=spans,
             num_heads=q.shape[1],
             num_kv_heads=k.shape[1],
             causal=bool(causal),
@@ -172,7 +181,7 @@ def cached_attention(
 
 
 def _device_of_call(q: Any) -> torch.device:
-    """Where a call computes, also where q is no tensor and the call is about to be refused."""
+    """Returns the device of a call, also where q is no tensor and the call is about to be refused."""
     return q.device if isinstance(q, Tensor) else torch.device("cpu")
 
 
@@ -187,7 +196,7 @@ def _describe(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> None:
-    """Names what must be equal on all ranks in a call of attention."""
+    """Sets the values that must be equal on all ranks in a call of attention."""
     call.values = {
         "the call": "a forward pass of attention",
         "the shape of q, (B, H, n, D)": tuple(q.shape),
@@ -209,7 +218,7 @@ def _describe(
 
 
 def _recorded(*tensors: Tensor | None) -> bool:
-    """Whether a backward pass will come, in which all ranks take part or none."""
+    """Returns whether a backward pass will come, in which all ranks take part or none."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
@@ -217,14 +226,14 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, sinks
     """Raises ValueError for tensors that do not fit each other."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 4:
-            what = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"ring_attention: {name} must be a tensor [batch, heads, tokens, head size], got {what}")
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"ring_attention: {name} must be a tensor [batch, heads, tokens, head size], got {got}")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if 0 in (*q.shape, *k.shape, *v.shape):
         raise ValueError(f"ring_attention: every size must be at least 1, got {shapes}")
     if len({x.dtype for x in (q, k, v)}) > 1 or len({x.device for x in (q, k, v)}) > 1:
-        got = ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in (("q", q), ("k", k), ("v", v)))
-        raise ValueError(f"ring_attention: q, k and v must have one dtype and one device, got {got}")
+        tensors = ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in (("q", q), ("k", k), ("v", v)))
+        raise ValueError(f"ring_attention: q, k and v must have one dtype and one device, got {tensors}")
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
         raise ValueError(f"ring_attention: batch and key/value head counts and tokens must be equal, got {shapes}")
     if q.shape[3] != k.shape[3]:
@@ -234,9 +243,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, sinks
     if softcap is not None and not softcap > 0:
         raise ValueError(f"ring_attention: softcap must be above 0, or None, got {softcap!r}")
     if sinks is not None and (not isinstance(sinks, Tensor) or sinks.shape != q.shape[1:2] or sinks.device != q.device):
-        got = f"{tuple(sinks.shape)} on {sinks.device}" if isinstance(sinks, Tensor) else repr(sinks)
+        value = f"{tuple(sinks.shape)} on {sinks.device}" if isinstance(sinks, Tensor) else repr(sinks)
         raise ValueError(
-            f"ring_attention: sinks must be [{q.shape[1]}], a logit a query head, on q's device, got {got}"
+            f"ring_attention: sinks must be [{q.shape[1]}], a logit for each query head, on q's device, got {value}"
         )
     choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap)
 
@@ -250,10 +259,10 @@ def _problem(
     causal: bool,
     documents: Sequence[Sequence[tuple[int, int]]] | None,
 ) -> Problem:
-    """The checked description of a call of `ring_attention`.
+    """Checks a call of `ring_attention`, and returns its problem.
 
     Raises:
-        ValueError: whatever does not fit.
+        ValueError: tokens, layout and documents do not fit each other.
     """
     n = q.shape[2]
     if n != k.shape[2]:
@@ -266,13 +275,13 @@ def _problem(
     if n != layout.local_len:
         raise ValueError(
             f"ring_attention: {layout} gives each rank {layout.padded_len} / {layout.world_size} = {layout.local_len} "
-            f"tokens, got {n}: shard whole rows of {layout.seq_len} tokens with ring.shard(tensor, layout)"
+            f"tokens, got {n}: shard whole sequences of {layout.seq_len} tokens with ring.shard(tensor, layout)"
         )
-    whole = _documents_of_call(documents, layout.seq_len, q.shape[0])
+    spans = _documents_of_call(documents, layout.seq_len, q.shape[0])
     return Problem(
         pattern=pattern,
         layout=layout,
-        documents=whole,
+        documents=spans,
         num_heads=q.shape[1],
         num_kv_heads=k.shape[1],
         causal=bool(causal),
@@ -284,11 +293,13 @@ def _documents_of_call(documents: Sequence[Sequence[tuple[int, int]]] | None, se
     if documents is None:
         return (((0, seq_len),),) * batch
     try:
-        whole = tuple(tuple((index(start), index(stop)) for start, stop in row) for row in documents)
+        spans = tuple(tuple((index(start), index(stop)) for start, stop in row) for row in documents)
     except (TypeError, ValueError):
         raise ValueError(
             f"ring_attention: documents must be a list of (start, stop) for each batch row, got {documents!r}"
         ) from None
-    if len(whole) != batch:
-        raise ValueError(f"ring_attention: documents must have one list a batch row, got {len(whole)} for {batch}")
-    return whole
+    if len(spans) != batch:
+        raise ValueError(
+            f"ring_attention: documents must have one list for each batch row, got {len(spans)} for {batch} batch rows"
+        )
+    return spans

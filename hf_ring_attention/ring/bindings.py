@@ -1,4 +1,4 @@
-"""What a ring keeps of its calls on devices: row numbers, made once for all layers and steps, bounded in bytes."""
+"""The row numbers that a ring keeps on devices for its calls: once for all layers and steps, in bounded memory."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ class Bindings:
     """The bindings of the calls of one rank; where they take too many bytes, the one used longest ago goes first.
 
     Args:
-        max_bytes: what their tensors take together at most, but for the last binding, which is kept however large it is.
+        max_bytes: the most bytes that their tensors take together; the last binding is kept however large it is.
     """
 
     def __init__(self, max_bytes: int = 256 << 20) -> None:
         self.max_bytes = max_bytes
-        #: What the tensors of all bindings take now.
+        #: The bytes of the tensors of all bindings.
         self.nbytes = 0
-        self._kept: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
+        self._bindings: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
         self._lock = threading.Lock()
 
     def of(self, bind: Callable[..., Binding], *call: Any) -> Binding:
-        """bind(*call), from an equal call before where it is still kept.
+        """Returns bind(*call), made for an equal call before if it is still here.
 
         Args:
-            call: hashable; a problem, and where it is computed.
+            call: the hashable arguments: a problem, and where it is computed.
         """
         key = (bind, *call)
         with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                binding: Binding = self._kept[key][0]
+            if key in self._bindings:
+                self._bindings.move_to_end(key)
+                binding: Binding = self._bindings[key][0]
                 return binding
             binding = bind(*call)
             size = sum({id(x): x.numel() * x.element_size() for x in _tensors_in(binding)}.values())
-            self._kept[key] = binding, size
+            self._bindings[key] = binding, size
             self.nbytes += size
-            while self.nbytes > self.max_bytes and len(self._kept) > 1:
-                _, (_, freed) = self._kept.popitem(last=False)
+            while self.nbytes > self.max_bytes and len(self._bindings) > 1:
+                _, (_, freed) = self._bindings.popitem(last=False)
                 self.nbytes -= freed
             return binding
 
 
 def _tensors_in(x: Any) -> Iterator[Tensor]:
-    """The tensors of nested data classes and tuples."""
+    """Yields the tensors of nested data classes and tuples."""
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, (tuple, list)):

@@ -15,7 +15,7 @@ from ..transport.communicators import Communicator, Message
 
 
 class Calls:
-    """What one rank has called so far, and how it compares a call with those of the other ranks.
+    """The calls of one rank so far, and their comparison with those of the other ranks.
 
     Args:
         communicator: reaches the other ranks; None for a rank alone, which compares nothing.
@@ -24,9 +24,9 @@ class Calls:
     def __init__(self, communicator: Communicator | None) -> None:
         self._communicator = communicator
         self._digests: dict[Any, int] = {}
-        #: Calls whose gradients were recorded; equal on all ranks, which compare their calls.
+        #: The number of calls whose gradients were recorded; it is equal on all ranks, as they compare their calls.
         self._count = 0
-        #: Which of them ran its backward pass last; None where a call was recorded since.
+        #: The number of the call whose backward pass ran last; None if a call was recorded since.
         self._last_backward: int | None = None
 
     def agree(self, values: Mapping[str, Any], error: Exception | None, device: torch.device) -> list[Any]:
@@ -56,18 +56,18 @@ class Calls:
         return []
 
     def _remember(self, key: Any, digest: int) -> None:
-        if len(self._digests) >= 4096:  # packed rows differ from batch to batch
+        if len(self._digests) >= 4096:  # packed sequences differ from batch to batch
             self._digests.clear()
         self._digests[key] = digest
 
     def _compare(self, number: int, values: Mapping[str, Any], error: Exception | None = None) -> None:
         """Goes on if all ranks came with this number and without an error; otherwise `agree` says what differs."""
         others = self._from_others(torch.tensor([number]))
-        if error is not None or any(theirs != number for theirs in others):
+        if error is not None or any(other != number for other in others):
             agree(self._communicator, "rank", values, error)
 
     def backward_check(self, device: torch.device) -> Callable[[], None] | None:
-        """For a call that all ranks agreed on: what its backward pass does first, so that it meets the same call's.
+        """Returns what the backward pass of a call does first, so that it meets that of the same call on all ranks.
 
         Two backward passes in another order on another rank would exchange each other's gradients. On the CPU ranks
         compare the number of the call, 8 bytes each. On other devices a comparison has to wait for the device, so ranks
@@ -92,19 +92,19 @@ class Calls:
         self.agree({"the call": call}, None, device)
 
     def _from_others(self, own: Tensor) -> list[int]:
-        """A number of every rank, from each directly: a rank that does not come is known by name."""
+        """Returns a number of every rank, from each directly, so that an error names a rank that does not come."""
         assert self._communicator is not None
-        theirs = [
+        numbers = [
             torch.empty_like(own) if rank != self._communicator.rank else own
             for rank in range(self._communicator.world_size)
         ]
         others = [rank for rank in range(self._communicator.world_size) if rank != self._communicator.rank]
         try:
             self._communicator.exchange(
-                [Message(rank, own) for rank in others], [Message(rank, theirs[rank]) for rank in others]
+                [Message(rank, own) for rank in others], [Message(rank, numbers[rank]) for rank in others]
             ).wait()
         except RuntimeError as error:
             raise RuntimeError(
                 f"comparing the calls of all ranks, on rank {self._communicator.rank}: {error}"
             ) from error
-        return [int(number) for number in theirs]
+        return [int(number) for number in numbers]

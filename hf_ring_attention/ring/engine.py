@@ -1,4 +1,4 @@
-"""The loop over steps, and the one autograd function: exact attention over whatever a plan's tiles cover."""
+"""The loop over steps, and the one autograd function: exact attention over all that a plan's tiles cover."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class RingAttention(torch.autograd.Function):
     """q [B, H, n, D], k [B, Hkv, n, D], v [B, Hkv, n, Dv] of this rank -> out [B, H, n, Dv], lse [B, H, n].
 
     `sinks`, [H] or None, are logits of a column of value 0 in every softmax (`merge.add_sinks`).
-    Saves q, k, v, out and lse only. The backward of a tile with the merged out and lse is its exact share of the
-    gradient, so tiles are visited once more and nothing of the forward pass is kept for them. lse has no gradient.
-    `before_backward` is called first in backward, where it compares the ranks' calls; None for one rank.
+    The function saves q, k, v, sinks, out and lse only. The backward of a tile with the merged out and lse is its exact
+    share of the gradient, so tiles are visited once more and nothing of the forward pass is kept for them. lse has no
+    gradient. `before_backward` is called first in backward, where it compares the ranks' calls; None for one rank.
     """
 
     @staticmethod
@@ -101,7 +101,7 @@ def _backward_step(
 
 
 def _parts(batches: tuple[BoundBatch, ...], q: Tensor) -> Iterator[BoundBatch]:
-    """Kernel calls that hold copies of about a quarter of the queries at most, but never of few."""
+    """Yields parts that copy at most about a quarter of the queries; parts of few rows would waste time on calls."""
     rows_at_once = max(1 << 14, q.shape[0] * q.shape[1] * q.shape[2] // 4)
     for batch in batches:
         yield from batch.parts(rows_at_once)

@@ -1,4 +1,4 @@
-"""What a call would do, before any of it runs: choices with their reasons, bytes, FLOPs and balance of every rank."""
+"""A call before any of it runs: choices with their reasons, and the bytes, FLOPs and balance of every rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..plan.plans import plan_rank
 from ..plan.problem import Problem
 from ..plan.traffic import RankTraffic, RowBytes, collective_traffic, ring_traffic
 
-#: Bytes of a number, and of one that sums are kept in (`compute.merge.accumulation_dtype`), by the name of the dtype.
+#: The bytes of a number, and of a number of its sums (`compute.merge.accumulation_dtype`), by the name of the dtype.
 _BYTES = {"float16": (2, 4), "bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}
 
 
@@ -26,12 +26,12 @@ def _bytes_of(dtype: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one rank does in one attention call.
+    """The work of one rank in one attention call.
 
     Attributes:
-        forward_flops: floating point operations of the forward pass, 2 (D + Dv) a query-key pair; backward has 2.5 times
-            as many.
-        ring, collective: bytes that each transport would move, and hold of other ranks.
+        forward_flops: floating point operations of the forward pass, 2 (D + Dv) for each query-key pair; backward has
+            2.5 times as many.
+        ring, collective: bytes that each transport would move, and those that it would hold for other ranks.
     """
 
     rank: int
@@ -42,13 +42,20 @@ class RankShare:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The answer of `explain`; printed, it is a table.
+    """The answer of `explain`; it prints as a table.
 
     Attributes:
-        layout: how the row is divided, and `layout_decision` why.
-        decision: the transport, and why.
-        imbalance: work of the busiest rank over the mean.
-        ranks: what each rank does.
+        layout: the division of the sequence; `layout_decision` has its reason.
+        decision: the transport, with its reason.
+        imbalance: the work of the busiest rank, divided by the mean.
+        ranks: the work of each rank.
+
+    Example:
+        >>> call = ra.explain("window:512+4", seq_len=65536, world_size=4, num_heads=32, num_kv_heads=8, head_dim=128)
+        >>> call.layout.kind, call.decision.choice, round(call.imbalance, 3)
+        ('contiguous', 'collective', 1.004)
+        >>> [share.collective.forward.received for share in call.ranks]  # bytes
+        [0, 2109440, 2109440, 2109440]
     """
 
     pattern: Pattern
@@ -102,18 +109,27 @@ def explain(
     layout: LayoutKind | Literal["auto"] = "auto",
     transport: Literal["auto", "ring", "collective", "local"] = "auto",
 ) -> Explanation:
-    """What `ring_attention` would do with rows of `seq_len` tokens over `world_size` ranks; nothing runs.
+    """Returns what `ring_attention` would do with sequences of `seq_len` tokens over `world_size` ranks; nothing runs.
 
     Args:
         num_kv_heads: None for `num_heads`.
         value_dim: width of v; None for `head_dim`.
-        batch_size: rows of one document each, where `documents` are not given.
-        dtype: of q, k and v: a torch.dtype, or its name.
+        batch_size: the number of sequences, of one document each; `documents`, if there are any, replace it.
+        dtype: the dtype of q, k and v: a torch.dtype, or its name.
         documents, causal: as for `ring_attention`.
         layout, transport: as for `Ring`.
 
     Raises:
         ValueError: what `Ring` and `ring_attention` would refuse.
+
+    Example:
+        >>> print(ra.explain("window:512+4", seq_len=65536, world_size=4, num_heads=32, num_kv_heads=8, head_dim=128))
+        pattern    window:512+4
+        sequence   65536 tokens over 4 ranks: 16384 each
+        layout     contiguous: with contiguous pieces the busiest rank does 1.00 times the mean work
+        transport  collective: the busiest of 4 ranks needs 2.0 MiB of keys and values of others, ...
+        forward    0.1385 TFLOP on the busiest rank, 0.5519 in all, busiest / mean 1.004
+        ...
     """
     pattern = as_pattern(pattern, "explain")
     itemsize, accumulated = _bytes_of(dtype)
@@ -129,30 +145,37 @@ def explain(
     ):
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"explain: {name} must be an integer of at least 1, got {number!r}")
-    SequenceLayout("contiguous", seq_len, world_size)  # refuses lengths and world sizes below 1
+    SequenceLayout("contiguous", seq_len, world_size)  # it refuses lengths and world sizes below 1
     layout_decision = (
         choose_layout(seq_len, world_size, pattern) if layout == "auto" else Decision(layout, "it was asked for")
     )
-    chosen = SequenceLayout(layout_decision.choice, seq_len, world_size)  # type: ignore[arg-type]
+    division = SequenceLayout(layout_decision.choice, seq_len, world_size)  # type: ignore[arg-type]
     rows = (((0, seq_len),),) * batch_size if documents is None else tuple(tuple(map(tuple, row)) for row in documents)
-    problem = Problem(pattern, chosen, rows, num_heads, num_kv_heads, causal)  # type: ignore[arg-type]
+    problem = Problem(
+        pattern=pattern,
+        layout=division,
+        documents=rows,  # type: ignore[arg-type]
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        causal=causal,
+    )
     widths = head_dim + value_dim
     sizes = RowBytes(widths * itemsize, widths * accumulated)
     shares = tuple(
         RankShare(
-            rank,
-            plan_rank(problem, rank).flops(head_dim, value_dim),
-            ring_traffic(problem, rank, sizes),
-            collective_traffic(problem, rank, sizes),
+            rank=rank,
+            forward_flops=plan_rank(problem, rank).flops(head_dim, value_dim),
+            ring=ring_traffic(problem, rank, sizes),
+            collective=collective_traffic(problem, rank, sizes),
         )
         for rank in range(world_size)
     )
     flops = [share.forward_flops for share in shares]
     return Explanation(
-        pattern,
-        chosen,
-        layout_decision,
-        choose_transport(problem, sizes) if transport == "auto" else Decision(transport, "it was asked for"),
-        max(flops) * len(flops) / (sum(flops) or 1),
-        shares,
+        pattern=pattern,
+        layout=division,
+        layout_decision=layout_decision,
+        decision=choose_transport(problem, sizes) if transport == "auto" else Decision(transport, "it was asked for"),
+        imbalance=max(flops) * len(flops) / (sum(flops) or 1),
+        ranks=shares,
     )

@@ -1,4 +1,4 @@
-"""Rings among all processes of an Accelerator: the mesh ("dp", "ring"), and what keeps an Accelerator from having one."""
+"""Rings among all processes of an Accelerator: the mesh ("dp", "ring"), and the reasons to refuse one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..transport.communicators import ProcessGroupCommunicator
 
 
 class Mesh(NamedTuple):
-    """Where this process is on the mesh.
+    """The place of this process on the mesh.
 
     Attributes:
-        group: of the ranks of its ring; None for a process alone.
-        everyone: reaches all processes that train together; None for a process alone.
-        dp_rank, dp_size: the number of its ring, and how many rings there are.
+        group: the process group of its ring; None for a process alone.
+        everyone: the communicator of all processes that train together; None for a process alone.
+        dp_rank, dp_size: the number of its ring, and the number of rings.
     """
 
     group: dist.ProcessGroup | None
@@ -28,10 +28,10 @@ class Mesh(NamedTuple):
 
 
 def mesh_of(accelerator: Any, size: int | None) -> Mesh:
-    """The place of this process on a mesh of rings of `size` ranks, which are neighbours in the world.
+    """Makes a mesh of rings of `size` ranks, which are neighbours in the world, and returns this process's place on it.
 
     Raises:
-        ValueError: on every process: see `Ring.from_accelerator`.
+        ValueError: on every process, for the reasons that `Ring.from_accelerator` lists.
     """
     world_size = accelerator.num_processes
     if world_size == 1:
@@ -44,7 +44,7 @@ def mesh_of(accelerator: Any, size: int | None) -> Mesh:
     if dist.is_available() and dist.is_initialized() and dist.group.WORLD is not None:
         everyone = ProcessGroupCommunicator(dist.group.WORLD)
     agree(everyone, "process", {"the size of rings": size}, wrong_accelerator(accelerator, size))
-    assert size is not None  # it was refused
+    assert size is not None  # None was refused
     if everyone is None:
         return Mesh(None, None, 0, 1)
     mesh = init_device_mesh(accelerator.device.type, (world_size // size, size), mesh_dim_names=("dp", "ring"))
@@ -69,7 +69,7 @@ def check_alone(who: str, remedy: str) -> None:
 
 
 def wrong_accelerator(accelerator: Any, size: int | None) -> ValueError | None:
-    """What keeps rings of `size` ranks from an accelerator."""
+    """Returns the error of an accelerator that cannot have rings of `size` ranks; None for one that can."""
     world_size = accelerator.num_processes
     if size is None:
         return ValueError(

@@ -1,4 +1,4 @@
-"""`Ring`: the ranks that share a sequence, how they divide it, how rows travel, and what they must agree on."""
+"""`Ring`: the ranks that share a sequence, its division among them, their transports, and their agreements."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Ranks that are threads of one process plan in turn: the first makes what they share.
+#: Ranks that are threads of one process plan in turn: the first one makes the plans that they share.
 _PLANNING = threading.Lock()
 
 
@@ -45,12 +45,18 @@ class Ring:
             torch.distributed is not initialized.
         layout: "contiguous", "zigzag", or "auto": zigzag where contiguous pieces would leave ranks with unequal work.
         transport: how keys and values reach other ranks: "ring" (neighbour to neighbour, two payloads held), "collective"
-            (one exchange of the rows needed), "local" (one rank), or "auto": chosen call by call, see `decide`.
+            (one exchange of the rows needed), "local" (one rank), or "auto", which chooses for each call as `decide` says.
 
     Raises:
         ValueError: an unknown name, a transport that cannot serve this many ranks, a group this rank is not in, or no group
             where a launcher has started several processes (the environment's WORLD_SIZE): `Ring.alone()` is a ring of
             this process all the same.
+
+    Example:
+        >>> ring = ra.Ring.alone()
+        >>> layout = ring.layout_for(6, "window:4")
+        >>> ring.shard(torch.arange(6)[None], layout)
+        tensor([[0, 1, 2, 3, 4, 5]])
     """
 
     def __init__(
@@ -70,14 +76,14 @@ class Ring:
 
     @classmethod
     def alone(cls) -> Ring:
-        """A ring of this process only, whatever the world is."""
+        """Makes a ring of this process only, whatever the world is."""
         ring = cls.__new__(cls)
         ring._set_up(None, "auto", "auto")
         return ring
 
     @classmethod
     def over(cls, communicator: Communicator, layout: str = "auto", transport: str = "auto") -> Ring:
-        """The ring of a rank that reaches the others by `communicator`."""
+        """Makes the ring of a rank that reaches the others by `communicator`."""
         ring = cls.__new__(cls)
         ring._set_up(communicator, layout, transport)
         return ring
@@ -91,13 +97,13 @@ class Ring:
         layout: LayoutKind | Literal["auto"] = "auto",
         transport: Literal["auto", "ring", "collective", "local"] = "auto",
     ) -> Ring:
-        """The ring of this process on a mesh ("dp", "ring") of all processes of an `accelerate.Accelerator`.
+        """Makes the ring of this process on a mesh ("dp", "ring") of all processes of an `accelerate.Accelerator`.
 
         Ranks of a ring are neighbours in the world, so that they share a node where they can. `dp_rank` is the number
         of the ring among the `dp_size` rings, which read different rows; DDP and FSDP go over the whole world.
 
         Args:
-            size: ranks of a ring; it divides the number of processes. None is refused: nothing tells the size.
+            size: ranks of a ring; it divides the number of processes. None is refused.
 
         Raises:
             ValueError: on every process: sizes that differ or do not divide the number of processes, or an Accelerator
@@ -120,10 +126,10 @@ class Ring:
         self.dp_rank, self.dp_size = 0, 1
         self.layout = layout
         self.transport = transport
-        #: How rows travel round this ring; the same on all ranks.
+        #: The ways of rows round this ring; they are the same on all ranks.
         self.settings = RingSettings()
         self._communicator = communicator
-        #: All processes that train together; those of the ring, where nothing tells of more.
+        #: Reaches all processes that train together: those of the ring, or of the accelerator if there is one.
         self._everyone = communicator
         self.device = _device_of(communicator)
         #: The seed of data loaders that the accelerator has, if any.
@@ -142,13 +148,13 @@ class Ring:
         return f"Ring(rank {self.rank} of {self.world_size}, layout={self.layout!r}, transport={self.transport!r})"
 
     def decide(self, problem: Problem, sizes: RowBytes) -> Decision:
-        """The transport of a call, and why: what was asked for, or `choose_transport`'s choice."""
+        """Returns the transport of a call, with the reason: the one that was asked for, or that of `choose_transport`."""
         if self.transport != "auto":
             return Decision(self.transport, "it was asked for")
         return choose_transport(problem, sizes)
 
     def transport_for(self, problem: Problem, sizes: RowBytes, device: torch.device) -> Transport:
-        """What moves the rows of a call, by the choice of `decide`, with the call's row numbers on the device."""
+        """Returns the transport of a call, by the choice of `decide`, with the call's row numbers on the device."""
         with _PLANNING:
             decision = self.decide(problem, sizes)
             bind: Any = {"local": bind_own, "collective": bind_collective, "ring": bind_ring}[decision.choice]
@@ -159,11 +165,11 @@ class Ring:
         if decision.choice == "local":
             return LocalTransport(binding)
         assert self._communicator is not None
-        made = CollectiveTransport if decision.choice == "collective" else RingTransport
-        return made(binding, self._communicator, self._traffic)
+        transport = CollectiveTransport if decision.choice == "collective" else RingTransport
+        return transport(binding, self._communicator, self._traffic)
 
     def layout_for(self, seq_len: int, pattern: Pattern | str) -> SequenceLayout:
-        """How a row of `seq_len` tokens under `pattern` is divided among the ranks."""
+        """Returns the division of a sequence of `seq_len` tokens under `pattern` among the ranks."""
         pattern = as_pattern(pattern, "layout_for")
         kind = self.layout if self.layout != "auto" else choose_layout(seq_len, self.world_size, pattern).choice
         return SequenceLayout(kind, seq_len, self.world_size)  # type: ignore[arg-type]
@@ -174,28 +180,28 @@ class Ring:
         return self._accelerator()
 
     def prepare_data_loader(self, loader: Any, *, pattern: Pattern | str | None = None) -> RingDataLoader:
-        """A loader of this rank's shards, from one of whole rows; instead of `accelerator.prepare(loader)`.
+        """Returns a loader of this rank's shards, from one of whole sequences; it replaces `accelerator.prepare(loader)`.
 
-        All ranks of a ring read the same rows, which each batch proves by a checksum, and other rings other rows. What a
-        shard has is said at `ra.shard_batch`. Batches that are left over at the end go to some rings, and the others
-        take part with nothing but padding, so that no row is read twice; `drop_last=True` drops them.
+        All ranks of a ring read the same sequences, which each batch proves by a checksum, and other rings read others.
+        `ra.shard_batch` says what a shard has. Batches that are left over at the end go to some rings, and the others
+        take part with nothing but padding, so that no sequence is read twice; `drop_last=True` drops them.
 
         Each pass is an epoch, and the random numbers of a batch follow from the loader's seed (that of its generator, else
         the Accelerator's data_seed, else torch.initial_seed()), the epoch and the number of the batch: those of its order,
-        and those that its dataset and collator draw, in whichever process. So a state of the loader goes on exactly.
+        and those that its dataset and collator draw, in any process. So a loader goes on exactly from its saved state.
 
         Args:
             loader: a torch DataLoader over a dataset or an iterable one, the same on every process; its batch size is
-                that of a ring. With a collator of this package, documents that are longer than its rows are found here if
+                that of a ring. With a collator of this package, documents that are longer than its rows are refused here if
                 the dataset is a list or a `datasets.Dataset` without a transform (or torch's Subset or ConcatDataset of
-                these), which tell their lengths at once; others are found when they are read.
+                these), which tell their lengths at once; others are refused when they are read.
             pattern: see `shard_batch`.
 
         Raises:
             ValueError: on every process: a loader that was prepared already, divides its rows itself or differs between
                 processes, or documents that are too long; or a model of this ring with attention dropout.
         """
-        # The one import that looks up: Accelerate and datasets are loaded by those who load data.
+        # The one import from a folder above: Accelerate and datasets are loaded by those alone who load data.
         from ..training.loaders import prepare_data_loader
 
         return prepare_data_loader(loader, self, pattern)
@@ -205,10 +211,12 @@ class Ring:
         if not isinstance(layout, SequenceLayout):
             raise ValueError(f"layout must be a SequenceLayout, such as ring.layout_for gives, got {layout!r}")
         if layout.world_size != self.world_size:
-            raise ValueError(f"the layout is for {layout.world_size} ranks, the ring has {self.world_size}")
+            raise ValueError(
+                f"the layout is for {layout.world_size} ranks, the ring has {self.world_size}: make it by ring.layout_for"
+            )
 
     def shard(self, tensor: Tensor, layout: SequenceLayout, dim: int = 1, fill: float = 0) -> Tensor:
-        """This rank's part of a whole row.
+        """Returns this rank's part of whole sequences.
 
         Args:
             tensor: `layout.seq_len` tokens along `dim`.
@@ -233,10 +241,10 @@ class Ring:
         return torch.cat([tensor.narrow(dim, p.start, len(p)) for p in layout.pieces(self.rank)], dim)
 
     def unshard(self, local: Tensor, layout: SequenceLayout, dim: int = 1) -> Tensor:
-        """The whole row, without its padding, on every rank.
+        """Returns the whole sequences, without padding, on every rank.
 
-        Differentiable: the gradient of a rank's part is that of the sum of all ranks' losses, so a loss that every
-        rank computes from the whole row counts `world_size` times.
+        It is differentiable. The gradient of a rank's part is that of the sum of all ranks' losses, so a loss that every
+        rank computes from the whole sequences counts `world_size` times.
 
         Args:
             local: `layout.local_len` tokens along `dim`, in the order of `layout.positions(rank)`.
@@ -244,6 +252,11 @@ class Ring:
         Raises:
             ValueError: on every rank: another length along `dim`, a layout for another number of ranks, or ranks whose calls
                 differ.
+
+        Example:
+            >>> layout = ra.SequenceLayout("zigzag", seq_len=5, world_size=2)
+            >>> ra.run_simulated(lambda ring: ring.unshard(ring.shard(torch.arange(5)[None], layout), layout), 2)
+            [tensor([[0, 1, 2, 3, 4]]), tensor([[0, 1, 2, 3, 4]])]
         """
         with self.agreement(local.device) as call:
             self.check_layout(layout)
@@ -264,14 +277,14 @@ class Ring:
         return torch.cat([parts[start] for start in sorted(parts)], dim).narrow(dim, 0, layout.seq_len)
 
     def first_token(self, local: Tensor) -> Tensor:
-        """[B, 1, ...] the first token of whole rows, which rank 0 holds, of shards [B, n, ...]; differentiable."""
+        """Returns the first token of whole sequences, [B, 1, ...], from shards [B, n, ...]; it is differentiable."""
         first = local[:, :1]
         with self.agreement(local.device) as call:
             self._describe(call, "first_token", first, 1)
         return self._side_by_side(first, 1)[:, :1]
 
     def _describe(self, call: Agreement, name: str, local: Tensor, dim: int) -> None:
-        """Names what all ranks' tensors must have in common to be gathered."""
+        """Sets the values that all ranks' tensors must have in common to be gathered."""
         call.same("the call", name)
         call.same("the shape of a rank's tensor", tuple(local.shape))
         call.same("dtype", local.dtype)
@@ -279,7 +292,7 @@ class Ring:
         call.same("whether gradients are recorded", torch.is_grad_enabled() and local.requires_grad)
 
     def _side_by_side(self, local: Tensor, dim: int) -> Tensor:
-        """The tensors of all ranks along `dim`, once the ranks have agreed; differentiable."""
+        """Returns the tensors of all ranks along `dim`, once the ranks have agreed; it is differentiable."""
         if self.world_size == 1:
             return local
         recorded = torch.is_grad_enabled() and local.requires_grad
@@ -288,14 +301,14 @@ class Ring:
         return whole
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """x of every rank, of equal shapes; not differentiable."""
+        """Returns x of every rank, of equal shapes; it is not differentiable."""
         if self.world_size == 1:
             return [x]
         assert self._communicator is not None
         return self._communicator.gather(x.contiguous())
 
     def traffic(self) -> Traffic:
-        """What this rank's transports moved since the ring was made or `reset_traffic` was called."""
+        """Returns what this rank's transports moved since the ring was made or `reset_traffic` was called."""
         return replace(self._traffic)
 
     def reset_traffic(self) -> None:
@@ -303,53 +316,53 @@ class Ring:
         self._traffic.reset()
 
     def agree(self, values: Mapping[str, Any], error: Exception | None = None, tell: Any = None) -> list[Any]:
-        """Checks that all ranks came with equal values and without an error; one small exchange.
+        """Checks in one small exchange that all ranks came with equal values and without an error.
 
         Args:
-            values: what must be equal, by the name an error gives it.
-            tell: something for the other ranks, which may differ.
+            values: the values that must be equal, by the names that an error gives them.
+            tell: this rank's message to the others, which may differ from theirs.
 
         Returns:
-            What each rank tells.
+            The message of each rank.
 
         Raises:
-            ValueError: on every rank, if a rank came with an error or the ranks differ; says which rank has which value.
+            ValueError: on every rank, if one came with an error or the ranks differ; it says which rank has which value.
         """
         return agree(self._communicator, "rank", values, error, tell)
 
     def agree_everywhere(
         self, values: Mapping[str, Any], error: BaseException | None = None, tell: Any = None
     ) -> list[Any]:
-        """`agree`, among all processes that train together: those of other rings too."""
+        """Does what `agree` does among all processes that train together, also those of other rings."""
         return agree(self._everyone, "process", values, error, tell)
 
     def gather_everywhere(self, number: int) -> list[int]:
-        """A number of every process that trains with this one; each ring's are next to each other."""
+        """Returns a number of every process that trains with this one; those of a ring are next to each other."""
         if self._everyone is None:
             return [number]
         own = torch.tensor([number], device=self.device)
-        return [int(theirs) for theirs in torch.cat(self._everyone.gather(own)).tolist()]
+        return [int(other) for other in torch.cat(self._everyone.gather(own)).tolist()]
 
     def agreement(self, device: torch.device | None = None) -> AbstractContextManager[Agreement]:
-        """A context in which this rank checks its part of a call, so that all ranks go on with equal ones or all raise.
+        """Returns a context in which this rank checks its part of a call: all ranks go on with equal ones, or all raise.
 
-        See `transport.agreement.agreement`.
+        `transport.agreement.agreement` has an example.
 
         Args:
-            device: where the call computes, for calls that every layer makes, which compare as little as they can: see
-                `Calls.agree`. None to exchange everything once.
+            device: the device of a call that every layer makes, which compares as little as it can (`Calls.agree`). None to
+                exchange everything once.
         """
         if device is None:
             return agreement(self.agree)
-        return agreement(lambda values, error, told: self._calls.agree(values, error, device))
+        return agreement(lambda values, error, _: self._calls.agree(values, error, device))
 
     def backward_check(self, device: torch.device) -> Callable[[], None] | None:
-        """What the backward pass of a call that all ranks agreed on does first: see `Calls.backward_check`."""
+        """Returns what the backward pass of a call does first, as `Calls.backward_check` says."""
         return self._calls.backward_check(device)
 
 
 def _device_of(communicator: Communicator | None) -> torch.device:
-    """Where tensors must be that the communicator's group gathers."""
+    """Returns the device on which the communicator's group gathers tensors."""
     group = getattr(communicator, "group", None)
     nccl = group is not None and "nccl" in dist.get_backend(group)
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""All ranks of a ring in one process, for tests and for trying things out: same plans, same engine, no process group."""
+"""All ranks of a ring in one process, for tests and first trials: the same plans and engine, and no process group."""
 
 from __future__ import annotations
 
@@ -19,16 +19,24 @@ Result = TypeVar("Result")
 def simulate(
     world_size: int, *, layout: LayoutKind | str = "auto", transport: str = "auto", timeout: float = 300.0
 ) -> list[Ring]:
-    """The rings of all ranks, in this process; each is to be driven by a thread of its own, as `run_simulated` does.
+    """Returns the rings of all ranks, in this process; each needs a thread of its own, as `run_simulated` gives it.
 
-    They compute what processes would, on whatever device the tensors are; they are no faster than one rank.
+    They compute what processes would, on any device that the tensors are on; they are no faster than one rank.
 
     Args:
         layout, transport: as for `Ring`.
-        timeout: seconds that a rank waits for another at most.
+        timeout: the most seconds that a rank waits for another.
 
     Raises:
         ValueError: a world size below 1, or an unknown name.
+
+    Example:
+        >>> rings = ra.simulate(2)
+        >>> rings[1]
+        Ring(rank 1 of 2, layout='auto', transport='auto')
+        >>> layout = rings[1].layout_for(8, "exact")
+        >>> [ring.shard(torch.arange(8)[None], layout).tolist() for ring in rings]
+        [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
     """
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise ValueError(f"simulate: world_size must be an integer of at least 1, got {world_size!r}")
@@ -43,19 +51,26 @@ def run_simulated(
     transport: str = "auto",
     timeout: float = 300.0,
 ) -> list[Result]:
-    """[function(ring) for the ring of each rank], side by side, each in a thread.
+    """Returns [function(ring) for the ring of each rank]; the calls run side by side, each in a thread.
 
     Args:
         world_size, layout, transport, timeout: as for `simulate`.
 
     Raises:
-        Whatever `function` raises on a rank; the other ranks end as well.
+        Exception: whatever `function` raises on a rank; the other ranks end as well.
+
+    Example:
+        >>> def attend(ring):
+        ...     x = torch.randn(1, 2, 4, 8)  # 4 of 12 tokens
+        ...     return ra.ring_attention(x, x, x, pattern="window:5", ring=ring).shape
+        >>> ra.run_simulated(attend, 3)
+        [torch.Size([1, 2, 4, 8]), torch.Size([1, 2, 4, 8]), torch.Size([1, 2, 4, 8])]
     """
     rings = simulate(world_size, layout=layout, transport=transport, timeout=timeout)
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def run(ring: Ring) -> Result:
-        # Backward runs in the threads that call it: on a GPU all ranks would share one and wait for each other.
+        # Backward runs in the thread that calls it. Else all ranks on a GPU would share one, and wait for each other.
         with (
             torch.autograd.set_multithreading_enabled(False),
             torch.inference_mode(inference),
@@ -63,7 +78,7 @@ def run_simulated(
         ):
             return function(ring)
 
-    failed: list[Future[Result]] = []  # in the order in which they did
+    failed: list[Future[Result]] = []  # in the order in which they failed
 
     def depart(communicator: SimulatedCommunicator, future: Future[Result]) -> None:
         error = future.exception()

@@ -75,12 +75,12 @@ WRONG_OPTIONS = {
     "an empty document": ({"documents": [[(2, 2)], []]}, r"not empty .*\(2, 2\)"),
     "a document beyond the row": ({"documents": [[], [(4, 7)]]}, r"within the sequence of 6 tokens.*\(4, 7\)"),
     "a document before the row": ({"documents": [[], [(-1, 3)]]}, r"within the sequence of 6 tokens.*\(-1, 3\)"),
-    "documents for another batch": ({"documents": [[(0, 6)]]}, "one list a batch row, got 1 for 2"),
+    "documents for another batch": ({"documents": [[(0, 6)]]}, "one list for each batch row, got 1 for 2 batch rows"),
     "documents of no batch row": ({"documents": [(0, 3), (3, 6)]}, "documents"),
     "documents of fractions": ({"documents": [[(0.5, 2.9)], []]}, r"documents|0\.5"),
     "a layout of another length": (
         {"layout": ra.SequenceLayout("contiguous", 7, 1)},
-        r"seq_len=7.* = 7 tokens, got 6: shard whole rows of 7 tokens with ring\.shard",
+        r"seq_len=7.* = 7 tokens, got 6: shard whole sequences of 7 tokens with ring\.shard",
     ),
     "a layout of more ranks": (
         {"layout": ra.SequenceLayout("contiguous", 12, 2)},
