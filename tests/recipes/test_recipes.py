@@ -61,10 +61,11 @@ def nudged(folder):
     return again
 
 
-#: What starts two processes: Accelerate's launcher, with options for all that it would guess; torch's; and the files of
-#: recipes/accelerate, whose plugins act where Accelerate takes the processes for GPUs.
+#: What starts a recipe anew: Python; or two processes by Accelerate's launcher, with options for all that it would guess, by
+#: torch's, and with the files of recipes/accelerate, whose plugins act where Accelerate takes the processes for GPUs.
 ACCELERATE = ["-m", "accelerate.commands.launch", "--num_processes", "2", "--main_process_port", "0"]
 LAUNCHERS = {
+    "python": [],
     "accelerate": [*ACCELERATE, *"--multi_gpu --num_machines 1 --mixed_precision no --dynamo_backend no".split()],
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
 }
@@ -175,7 +176,9 @@ def by_one_process(folder):
     (modules / "trackio-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: trackio\nVersion: 1.0\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(output)  # where the tracker writes
-        figures, out = finetune(folder, output, "--plot", "--report-to", "trackio", "--eval-every", 2, path=modules)
+        figures, out = finetune(
+            folder, output, "--plot", "--report-to", "trackio", "--eval-every", 2, launcher="python", path=modules
+        )
     assert "pieces of long ones, of 24500 tokens in 98 rows of 250, which are 100.0% full" in out
     assert "rank 0: peak memory" in out
     assert (output / "loss.png").stat().st_size > 1000

@@ -93,9 +93,9 @@ class Case:
             self.pattern,
             layout,
             tuple(map(tuple, self.rows)),
-            self.num_heads,
-            self.num_kv_heads,
-            self.causal,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            causal=self.causal,
             **({} if settings is None else {"settings": settings}),
         )
 

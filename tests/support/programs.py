@@ -8,9 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-
-from tests.support.ranks import CONTEXT
+from tests.support.ranks import CONTEXT, begin_as_a_program
 
 
 def run_program(script, *arguments, processes=1, environment, timeout):
@@ -51,7 +49,7 @@ def _program(command, environment, folder, output):
     for stream, kind in ((sys.stdout, "out"), (sys.stderr, "err")):
         file = os.open(f"{output}.{kind}", os.O_WRONLY | os.O_CREAT)
         os.dup2(file, stream.fileno())
-    torch.set_num_threads(1)
+    begin_as_a_program()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

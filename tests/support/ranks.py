@@ -62,7 +62,7 @@ class RankPool:
         """
         while len(self._ranks) < world_size:
             ours, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=_serve, args=(len(self._ranks), theirs), daemon=True)
+            process = CONTEXT.Process(target=_serve, args=(len(self._ranks), theirs))
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
@@ -112,11 +112,24 @@ def run_simulated(function, world_size, *, timeout=TIMEOUT, **settings):
     return ra.run_simulated(run, world_size, timeout=timeout, **settings)
 
 
-def _serve(rank, connection):
-    """Answers calls until the pool ends this process."""
+def begin_as_a_program():
+    """Has this process of `CONTEXT` compute on one thread, and start others as programs do and not as it was started itself.
+
+    A server of forks of its own would import everything anew, for five seconds.
+    """
     torch.set_num_threads(1)
+    multiprocessing.set_start_method(None, force=True)
+
+
+def _serve(rank, connection):
+    """Answers calls until the pool ends this process, or the tests end."""
+    begin_as_a_program()
     while True:
-        function, world_size, store, timeout, in_float64, seed, args = pickle.loads(connection.recv_bytes())
+        try:
+            call = connection.recv_bytes()
+        except EOFError:
+            return
+        function, world_size, store, timeout, in_float64, seed, args = pickle.loads(call)
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002
         torch.manual_seed(seed)

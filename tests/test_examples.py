@@ -1,0 +1,33 @@
+"""The examples in the docstrings of public names run, and print what they say."""
+
+import contextlib
+import doctest
+import inspect
+
+import pytest
+import torch
+
+import hf_ring_attention as ra
+from tests.support.training import tiny_llama
+
+with contextlib.suppress(ImportError):  # At its first use DeepSpeed prints which device it takes.
+    import deepspeed.accelerator
+
+    deepspeed.accelerator.get_accelerator()
+
+PUBLIC = [name for name in ra.__all__ if name != "__version__"]
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_examples_of_a_public_name(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where an example may write
+    names = {"ra": ra, "torch": torch, "tiny_llama": lambda: tiny_llama(pattern=None)}
+    public = getattr(ra, name)
+    examples = doctest.DocTestFinder(exclude_empty=True).find(public, name, inspect.getmodule(public), globs=names)
+    assert any(example.examples for example in examples), f"the docstring of ra.{name} has no example"
+    runner = doctest.DocTestRunner(verbose=False, optionflags=OPTIONS)
+    printed = []
+    for example in examples:
+        runner.run(example, out=printed.append)
+    assert not runner.failures, "".join(printed)
