@@ -197,4 +197,6 @@ def _runs(pieces: list[tuple[int, range]], start: int, stop: int) -> Iterator[Ru
 def pairs_of_row(pattern: Pattern, seq_len: int, num_heads: int, num_kv_heads: int, causal: bool) -> int:
     """Returns the query-key pairs of a sequence of one document on one rank, over all query heads."""
     layout = SequenceLayout("contiguous", seq_len, 1)
-    return plan_rank(Problem(pattern, layout, (((0, seq_len),),), num_heads, num_kv_heads, causal), 0).pairs
+    return plan_rank(
+        Problem(pattern, layout, (((0, seq_len),),), num_heads=num_heads, num_kv_heads=num_kv_heads, causal=causal), 0
+    ).pairs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
 from .layouts import SequenceLayout
@@ -75,6 +75,7 @@ class Problem:
     documents: Documents
     num_heads: int
     num_kv_heads: int
+    _: KW_ONLY
     causal: bool = True
     held: HeldKeys | None = None
     settings: RingSettings = RingSettings()

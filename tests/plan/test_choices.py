@@ -15,7 +15,7 @@ SIZES = RowBytes(512, 1024)  # a key and a value of 128 numbers in 16 bits
 
 def problem(pattern, seq_len, world_size, kind="contiguous", heads=(32, 8), batch=1):
     layout = SequenceLayout(kind, seq_len, world_size)
-    return Problem(pattern, layout, (((0, seq_len),),) * batch, *heads)
+    return Problem(pattern, layout, (((0, seq_len),),) * batch, num_heads=heads[0], num_kv_heads=heads[1])
 
 
 @pytest.mark.parametrize(

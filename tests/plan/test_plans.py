@@ -106,9 +106,9 @@ def test_all_ranks_together_are_the_definition():
                 random_pattern(rng),
                 SequenceLayout(rng.choice(["contiguous", "zigzag"]), seq_len, rng.randint(1, 4)),
                 as_tuples(random_documents(rng, batch, seq_len), batch, seq_len),
-                num_kv_heads * rng.randint(1, 3),
-                num_kv_heads,
-                rng.random() < 0.6,
+                num_heads=num_kv_heads * rng.randint(1, 3),
+                num_kv_heads=num_kv_heads,
+                causal=rng.random() < 0.6,
             )
         )
 
@@ -137,7 +137,11 @@ def test_presets(pattern, causal, kind):
         ((0, 9), (9, 10), (10, 23)),  # like the second: they share their tiles
     )
     for world_size in range(1, 5):
-        check(Problem(pattern, SequenceLayout(kind, 23, world_size), documents, 4, 2, causal))
+        check(
+            Problem(
+                pattern, SequenceLayout(kind, 23, world_size), documents, num_heads=4, num_kv_heads=2, causal=causal
+            )
+        )
 
 
 def test_wide_bands():
@@ -147,7 +151,7 @@ def test_wide_bands():
         width = rng.randint(65, 110)
         pattern = Pattern((Window(width), Window(2 * rng.randint(70, 110), 2)), overlap)
         layout = SequenceLayout(rng.choice(["contiguous", "zigzag"]), rng.randint(200, 260), rng.randint(1, 2))
-        check(Problem(pattern, layout, (((3, layout.seq_len),),), 2, 2, causal))
+        check(Problem(pattern, layout, (((3, layout.seq_len),),), num_heads=2, num_kv_heads=2, causal=causal))
 
 
 def test_phases_of_query_heads_are_planned_for_each_of_them():
@@ -155,8 +159,8 @@ def test_phases_of_query_heads_are_planned_for_each_of_them():
         Pattern((Window(1), Segment(None, 2)), "count", "query_head"),
         SequenceLayout("contiguous", 8, 1),
         (((0, 8),),),
-        4,
-        2,
+        num_heads=4,
+        num_kv_heads=2,
     )
     batches = plan_rank(problem, 0).own
     assert {batch.per_query_head for batch in batches} == {False, True}  # only the dilated branch has phases
@@ -167,14 +171,16 @@ def test_phases_of_query_heads_are_planned_for_each_of_them():
 def test_batch_rows_with_equal_documents_share_items():
     layout, pattern = SequenceLayout("contiguous", 12, 2), Pattern.exact()
     row = ((0, 5), (5, 12))
-    one, three = (plan_rank(Problem(pattern, layout, (row,) * n, 2, 2), 1) for n in (1, 3))
+    one, three = (plan_rank(Problem(pattern, layout, (row,) * n, num_heads=2, num_kv_heads=2), 1) for n in (1, 3))
     assert [len(batch.items) for batch in one.own] == [len(batch.items) for batch in three.own]
     assert {item.batch_rows for batch in three.own + three.remote for item in batch.items} == {(0, 1, 2)}
     assert three.pairs == 3 * one.pairs
 
 
 def test_a_rank_of_padding_has_nothing_to_do():
-    problem = Problem(Pattern.exact(), SequenceLayout("contiguous", 5, 4), (((0, 5),),), 2, 2)  # pieces of 2
+    problem = Problem(
+        Pattern.exact(), SequenceLayout("contiguous", 5, 4), (((0, 5),),), num_heads=2, num_kv_heads=2
+    )  # pieces of 2
     plan = plan_rank(problem, 3)
     assert (plan.own, plan.remote, plan.pairs) == ((), (), 0)
 
@@ -187,7 +193,9 @@ def test_a_rank_of_padding_has_nothing_to_do():
 @pytest.mark.parametrize("causal", [True, False])
 def test_few_batches_planned_quickly(pattern, causal):
     """Kernel calls and planning must not eat what sparsity saves: tokens are never planned one at a time."""
-    problem = Problem(pattern, SequenceLayout("contiguous", 32768, 1), (((0, 32768),),), 32, 8, causal)
+    problem = Problem(
+        pattern, SequenceLayout("contiguous", 32768, 1), (((0, 32768),),), num_heads=32, num_kv_heads=8, causal=causal
+    )
     seconds = []
     for _ in range(3):
         plan_rank.cache_clear()
@@ -201,9 +209,9 @@ def test_few_batches_planned_quickly(pattern, causal):
         Pattern.from_dict(pattern.to_dict()),
         SequenceLayout("contiguous", 32768, 1),
         (((0, 32768),),),
-        32,
-        8,
-        causal,
+        num_heads=32,
+        num_kv_heads=8,
+        causal=causal,
     )
     assert plan_rank(again, 0) is plan
 
@@ -214,7 +222,7 @@ def test_few_batches_planned_quickly(pattern, causal):
     ids=["longnet", "pyramid"],
 )
 def test_few_batches_on_each_of_four_ranks(pattern):
-    problem = Problem(pattern, SequenceLayout("contiguous", 32768, 4), (((0, 32768),),), 32, 8)
+    problem = Problem(pattern, SequenceLayout("contiguous", 32768, 4), (((0, 32768),),), num_heads=32, num_kv_heads=8)
     for rank in range(4):
         plan = plan_rank(problem, rank)
         assert len(plan.own) + len(plan.remote) <= 50
@@ -225,7 +233,7 @@ def test_pairs_of_long_plans():
     n, heads = 32768, 32
 
     def pairs(pattern, causal, layout):
-        problem = Problem(pattern, layout, (((0, n),),), heads, 8, causal)
+        problem = Problem(pattern, layout, (((0, n),),), num_heads=heads, num_kv_heads=8, causal=causal)
         return sum(plan_rank(problem, rank).pairs for rank in range(layout.world_size))
 
     for layout in (SequenceLayout("contiguous", n, 1), SequenceLayout("zigzag", n, 4)):
@@ -241,7 +249,9 @@ def test_pairs_of_long_plans():
 
 
 def problem(documents=(((0, 8),),), num_heads=4, num_kv_heads=2):
-    return Problem(Pattern.exact(), SequenceLayout("contiguous", 8, 2), documents, num_heads, num_kv_heads)
+    return Problem(
+        Pattern.exact(), SequenceLayout("contiguous", 8, 2), documents, num_heads=num_heads, num_kv_heads=num_kv_heads
+    )
 
 
 @pytest.mark.parametrize("heads", [(3, 2), (2, 4), (0, 1), (0, 0), (4, 0), (-4, 2), (4, -2), (-4, -2)], ids=str)

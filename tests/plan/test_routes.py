@@ -242,9 +242,9 @@ def random_problem(rng):
         rng.choice([random_pattern(rng), Pattern((*sinks, near))]),
         SequenceLayout(rng.choice(["contiguous", "zigzag"]), seq_len, rng.randint(1, 6)),
         as_tuples(random_documents(rng, batch, seq_len), batch, seq_len),
-        num_kv_heads * rng.randint(1, 3),
-        num_kv_heads,
-        rng.random() < 0.6,
+        num_heads=num_kv_heads * rng.randint(1, 3),
+        num_kv_heads=num_kv_heads,
+        causal=rng.random() < 0.6,
     )
 
 
@@ -272,7 +272,9 @@ def preset_problems(lengths=(4, 13)):
             ((0, length),),  # like the first: they share their rows
         )
         for kind, causal in itertools.product(["contiguous", "zigzag"], [True, False]):
-            yield Problem(pattern, SequenceLayout(kind, length, p), documents, 4, 2, causal)
+            yield Problem(
+                pattern, SequenceLayout(kind, length, p), documents, num_heads=4, num_kv_heads=2, causal=causal
+            )
 
 
 def test_random_problems():
@@ -301,7 +303,14 @@ def test_presets_by_heads():
 def test_every_window_and_number_of_ranks(sinks):
     """By exhaustion: rows near their readers, and one that all ranks read, however the others go."""
     check_all(
-        Problem(Pattern((*sinks, Window(length))), SequenceLayout(kind, 12, p), (((0, 12),),), 1, 1, causal)
+        Problem(
+            Pattern((*sinks, Window(length))),
+            SequenceLayout(kind, 12, p),
+            (((0, 12),),),
+            num_heads=1,
+            num_kv_heads=1,
+            causal=causal,
+        )
         for length, p in itertools.product(range(1, 13), range(1, 7))
         for kind, causal in itertools.product(["contiguous", "zigzag"], [True, False])
     )
@@ -311,7 +320,7 @@ def test_every_window_and_number_of_ranks(sinks):
 @pytest.mark.parametrize("documents", [(), ((),), ((), ())], ids=str)
 def test_nothing_to_move(documents, p):
     """Padding alone: one round, in which no row leaves its rank."""
-    problem = Problem(Pattern.exact(), SequenceLayout("zigzag", 8, p), documents, 2, 2)
+    problem = Problem(Pattern.exact(), SequenceLayout("zigzag", 8, p), documents, num_heads=2, num_kv_heads=2)
     (lap,) = ring_laps(problem)
     assert (lap.heads, lap.with_own, lap.steps, lap.routes) == (range(2), True, 0, ((),) * p)
     for check in CHECKS:
@@ -359,7 +368,9 @@ def test_key_rows_are_sets():
 def window_problem(num_kv_heads=8):
     """2 batch rows, 16 tokens a rank: all of them are read by the next rank, 4 of them by the one after as well."""
     layout = SequenceLayout("contiguous", 64, 4)
-    return Problem(Pattern((Window(21),)), layout, (((0, 64),),) * 2, 4 * num_kv_heads, num_kv_heads)
+    return Problem(
+        Pattern((Window(21),)), layout, (((0, 64),),) * 2, num_heads=4 * num_kv_heads, num_kv_heads=num_kv_heads
+    )
 
 
 def heads_of_laps(problem, **settings):
@@ -399,7 +410,14 @@ MIB = 2**20
 
 
 def long_problem(pattern, kind, causal=True):
-    return Problem(pattern, SequenceLayout(kind, TOKENS, RANKS), (((0, TOKENS),),), 32, KV_HEADS, causal)
+    return Problem(
+        pattern,
+        SequenceLayout(kind, TOKENS, RANKS),
+        (((0, TOKENS),),),
+        num_heads=32,
+        num_kv_heads=KV_HEADS,
+        causal=causal,
+    )
 
 
 def received(problem, traffic_of):
@@ -463,7 +481,9 @@ def test_zigzag_balances_causal_attention():
 
 
 def test_the_example_of_the_module_is_what_is_computed():
-    problem = Problem(Pattern((Window(6),)), SequenceLayout("contiguous", 16, 4), (((0, 16),),), 1, 1)
+    problem = Problem(
+        Pattern((Window(6),)), SequenceLayout("contiguous", 16, 4), (((0, 16),),), num_heads=1, num_kv_heads=1
+    )
     (lap,) = ring_laps(problem)
     hops = [[tuple(rows.sets[0] for rows in hop) for hop in route] for route in lap.routes]
     assert hops[0] == [(0b1111, 0, 0b0111), (0b1000, 0b1000, 0b1000)]

@@ -130,7 +130,9 @@ def root_mean_square_errors(pattern, tensors, want, world_size, transport):
         return torch.stack(squares)
 
     layout = ra.SequenceLayout("zigzag", BFLOAT16_TOKENS, world_size)
-    plan_once(Problem(pattern, layout, (((0, BFLOAT16_TOKENS),),), q.shape[1], k.shape[1], causal=True))
+    plan_once(
+        Problem(pattern, layout, (((0, BFLOAT16_TOKENS),),), num_heads=q.shape[1], num_kv_heads=k.shape[1], causal=True)
+    )
     squares = sum(run_simulated(attention, world_size, transport=transport))
     return (squares / torch.tensor([x.numel() for x in want])).sqrt()
 

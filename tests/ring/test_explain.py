@@ -72,7 +72,7 @@ def test_what_it_says_happens(name, kind, transport, monkeypatch):
         assert (forward, backward) == (traffic.forward, traffic.backward), f"rank {rank}"
         if transport == "ring":
             assert buffers <= traffic.buffers
-        problem = Problem(pattern, said.layout, (((0, TOKENS * p - 1),),), HEADS, KV_HEADS)
+        problem = Problem(pattern, said.layout, (((0, TOKENS * p - 1),),), num_heads=HEADS, num_kv_heads=KV_HEADS)
         assert share.forward_flops == 4 * WIDTH * plan_rank(problem, rank).pairs
     flops = [share.forward_flops for share in said.ranks]
     assert said.imbalance == pytest.approx(max(flops) * p / sum(flops))

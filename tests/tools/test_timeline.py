@@ -14,7 +14,13 @@ from hf_ring_attention.tools.timeline import ring_timeline
 
 
 def problem_of(text, layout, ranks, length=4096, heads=4, kv_heads=2):
-    return Problem(Pattern.parse(text), SequenceLayout(layout, length, ranks), (((0, length),),), heads, kv_heads)
+    return Problem(
+        Pattern.parse(text),
+        SequenceLayout(layout, length, ranks),
+        (((0, length),),),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+    )
 
 
 CASES = [
