@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -90,42 +89,27 @@ class Binder:
 
         The keys are heads `first_key_head` and on of a tensor whose rows begin with row `first_key`.
         """
-        items = batch.items
-        everything = (tuple(range(self.batch)), tuple(heads))
-        if batch.per_query_head or any((item.batch_rows, item.heads) != everything for item in items):
+        tiles = batch.as_one(self.batch, heads)
+        if tiles is None:
             return None
-        if (batch.query_stride != 1 and batch.num_queries > 1) or (batch.key_stride != 1 and batch.num_keys > 1):
-            return None
-        starts = [
-            (item.query_row + copy * item.advance, item.key_row + copy * item.advance)
-            for item in items
-            for copy in range(item.copies)
-        ]
-        advance = starts[1][0] - starts[0][0] if len(starts) > 1 else 0
-        for (query, key), (next_query, next_key) in itertools.pairwise(starts):
-            if next_query - query != advance or next_key - key != advance:
-                return None
-        if len(starts) > 1 and advance < batch.num_queries:
-            return None
-        (query, key), copies = starts[0], len(starts)
         first_head, num_heads = heads.start * self.group, len(heads) * self.group
         return BoundBatch(
             ViewRows(
                 batch=self.batch,
                 heads=num_heads,
-                start=query,
+                start=tiles.query_row,
                 length=batch.num_queries,
-                copies=copies,
-                advance=advance,
+                copies=tiles.copies,
+                advance=tiles.advance,
                 first_head=first_head,
             ),
             ViewRows(
                 batch=self.batch,
                 heads=len(heads),
-                start=key - first_key,
+                start=tiles.key_row - first_key,
                 length=batch.num_keys,
-                copies=copies,
-                advance=advance,
+                copies=tiles.copies,
+                advance=tiles.advance,
                 first_head=first_key_head,
             ),
             batch.causal,

@@ -49,6 +49,37 @@ class TileBatch:
         tiles = sum(len(item.batch_rows) * len(item.heads) * item.copies for item in self.items)
         return tile * tiles * (1 if self.per_query_head else group)
 
+    def as_one(self, num_batch_rows: int, heads: range) -> Item | None:
+        """Returns the tiles as one item, whose rows can be views of a tensor; None where they have no such form.
+
+        They have it where they take all batch rows and these heads, rows that lie side by side, and equal distances, at
+        which no two tiles share a query row.
+        """
+        everything = (tuple(range(num_batch_rows)), tuple(heads))
+        if self.per_query_head or any((item.batch_rows, item.heads) != everything for item in self.items):
+            return None
+        if (self.query_stride != 1 and self.num_queries > 1) or (self.key_stride != 1 and self.num_keys > 1):
+            return None
+        starts = [
+            (item.query_row + copy * item.advance, item.key_row + copy * item.advance)
+            for item in self.items
+            for copy in range(item.copies)
+        ]
+        advance = starts[1][0] - starts[0][0] if len(starts) > 1 else 0
+        for (query, key), (next_query, next_key) in itertools.pairwise(starts):
+            if next_query - query != advance or next_key - key != advance:
+                return None
+        if len(starts) > 1 and advance < self.num_queries:
+            return None
+        return Item(
+            batch_rows=everything[0],
+            heads=everything[1],
+            query_row=starts[0][0],
+            key_row=starts[0][1],
+            copies=len(starts),
+            advance=advance,
+        )
+
 
 @dataclass(frozen=True)
 class RankPlan:

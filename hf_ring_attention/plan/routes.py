@@ -57,6 +57,16 @@ class KeyRows:
     def __sub__(self, other: KeyRows) -> KeyRows:
         return replace(self, sets=tuple(a & ~b for a, b in zip(self.sets, other.sets)))
 
+    def run(self, heads: range) -> range | None:
+        """Returns the rows of every batch row and of each of these heads where they are one and the same run; else None."""
+        count = self.num_kv_heads
+        sets = {rows for i, rows in enumerate(self.sets) if i % count in heads}
+        if len(sets) != 1 or not any(sets):
+            return None
+        (bits,) = sets
+        start, stop = (bits & -bits).bit_length() - 1, bits.bit_length()
+        return range(start, stop) if bits.bit_count() == stop - start else None
+
     def of_heads(self, heads: range) -> KeyRows:
         """Returns these rows without those of other heads."""
         return replace(self, sets=tuple(x if i % self.num_kv_heads in heads else 0 for i, x in enumerate(self.sets)))

@@ -77,8 +77,8 @@ class Explanation:
             f"forward    {max(flops) / 1e12:.4g} TFLOP on the busiest rank, {sum(flops) / 1e12:.4g} in all, "
             f"busiest / mean {self.imbalance:.3f}",
             "",
-            "| MiB of the busiest rank | forward received | forward sent | backward received | backward sent | buffers |",
-            "|---|---:|---:|---:|---:|---:|",
+            "| MiB of the busiest rank | forward received | forward sent | backward received | backward sent | buffers | row numbers |",
+            "|---|---:|---:|---:|---:|---:|---:|",
         ]
         for name in ("ring", "collective"):
             traffic: list[RankTraffic] = [getattr(share, name) for share in self.ranks]
@@ -88,6 +88,7 @@ class Explanation:
                 max(rank.backward.received for rank in traffic),
                 max(rank.backward.sent for rank in traffic),
                 max(rank.buffers for rank in traffic),
+                max(rank.row_numbers for rank in traffic),
             ]
             lines.append(f"| {name} | " + " | ".join(f"{column / 2**20:.1f}" for column in columns) + " |")
         return "\n".join(lines)

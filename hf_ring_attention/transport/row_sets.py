@@ -107,11 +107,10 @@ class Payload:
         self.shape = (1, 1, len(self.numbers))
         #: The first row of every head, where all batch rows and heads have the same run of rows.
         self.first: int | None = None
-        if len(numbers) == 1 and len(parts) == len(problem.documents) * len(heads):
-            ((bits, run),) = numbers.items()
-            if int(run[-1] - run[0]) + 1 == len(run):
-                self.first = int(run[0])
-                self.shape = (len(problem.documents), len(heads), len(run))
+        run = rows.run(heads)
+        if run is not None:
+            self.first = run.start
+            self.shape = (len(problem.documents), len(heads), len(run))
 
     def places(self, numbers: Tensor) -> Tensor:
         """Returns the places of these rows in the payload, which has them all."""

@@ -197,17 +197,22 @@ def _largest(traffic: Sequence[RankTraffic]) -> dict[str, int]:
         "backward_sent": max(rank.backward.sent for rank in traffic),
         "backward_received": max(rank.backward.received for rank in traffic),
         "buffers": max(rank.buffers for rank in traffic),
+        "row_numbers": max(rank.row_numbers for rank in traffic),
     }
 
 
 def _added(traffic: Sequence[tuple[int, RankTraffic]]) -> dict[str, int]:
-    """Returns the bytes of one rank for pairs (number of layers, bytes of one); only one layer at a time has buffers."""
+    """Returns the bytes of one rank for pairs (number of layers, bytes of one).
+
+    Only one layer at a time has buffers, and layers that do the same share their row numbers.
+    """
     return {
         "forward_sent": sum(count * one.forward.sent for count, one in traffic),
         "forward_received": sum(count * one.forward.received for count, one in traffic),
         "backward_sent": sum(count * one.backward.sent for count, one in traffic),
         "backward_received": sum(count * one.backward.received for count, one in traffic),
         "buffers": max(one.buffers for _, one in traffic),
+        "row_numbers": sum(one.row_numbers for _, one in traffic),
     }
 
 
@@ -275,7 +280,7 @@ def _answer(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerK
     }
 
 
-_BYTE_COLUMNS = ("forward_sent", "forward_received", "backward_sent", "backward_received", "buffers")
+_BYTE_COLUMNS = ("forward_sent", "forward_received", "backward_sent", "backward_received", "buffers", "row_numbers")
 
 
 def _print(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerKind], answer: dict[str, Any]) -> None:
@@ -350,8 +355,11 @@ def _print(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerKi
         "backward sent",
         "backward received",
         "buffers",
+        "row numbers",
     )
-    notes = ("* marks what the call takes",)
+    notes = (
+        "* marks what the call takes; row numbers are kept for equal calls, while a ring has at most 256 MiB of them",
+    )
     print_sheet(Sheet(f"Bytes of the busiest rank in one layer{several}", headings, rows, notes, left=2), console)
 
 
