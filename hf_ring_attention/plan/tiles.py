@@ -29,7 +29,8 @@ from .intervals import Border, Progression, Region, Run, progressions, regions_o
 from .patterns import Pattern, Sink
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+# A frozen class takes twice as long to make, and a plan of a million tokens makes thousands of tiles.
+@dataclass(kw_only=True, slots=True)
 class Tile:
     """Query rows x key rows of some heads: all pairs, or (causal) key i for query i and later ones.
 
