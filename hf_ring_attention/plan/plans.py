@@ -135,10 +135,19 @@ def of_heads(batches: tuple[TileBatch, ...], kv_heads: range, group: int) -> tup
 
     def with_these_heads(batch: TileBatch) -> TileBatch:
         size = group if batch.per_query_head else 1
-        items = (
-            replace(item, heads=tuple(head for head in item.heads if head // size in kv_heads)) for item in batch.items
-        )
-        return replace(batch, items=tuple(item for item in items if item.heads))
+        items = [
+            Item(
+                batch_rows=item.batch_rows,
+                heads=heads,
+                query_row=item.query_row,
+                key_row=item.key_row,
+                copies=item.copies,
+                advance=item.advance,
+            )
+            for item in batch.items
+            if (heads := tuple(head for head in item.heads if head // size in kv_heads))
+        ]
+        return replace(batch, items=tuple(items))
 
     return tuple(batch for batch in map(with_these_heads, batches) if batch.items)
 
