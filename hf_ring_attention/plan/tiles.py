@@ -246,7 +246,8 @@ def tile_document(
         heads_of: dict[int, list[int]] = {}
         for head in range(num_heads if per_query_head else num_kv_heads):
             heads_of.setdefault(head % dilation, []).append(head)
-        for residue, heads in heads_of.items():
+        for residue, heads_of_residue in heads_of.items():
+            heads = tuple(heads_of_residue)
             dilated = not isinstance(branch, Sink) and branch.queries == "dilated"
             key_groups = progressions(keys, dilation, residue)
             for query_residue in (residue,) if dilated else range(dilation):
@@ -259,7 +260,7 @@ def tile_document(
                                 Tile(
                                     branch=number,
                                     part=part,
-                                    heads=tuple(heads),
+                                    heads=heads,
                                     per_query_head=per_query_head,
                                     queries=_slice(query_group, shape.queries),
                                     keys=_slice(key_group, shape.keys),
