@@ -73,9 +73,9 @@ class Problem:
     pattern: Pattern
     layout: SequenceLayout
     documents: Documents
+    _: KW_ONLY
     num_heads: int
     num_kv_heads: int
-    _: KW_ONLY
     causal: bool = True
     held: HeldKeys | None = None
     settings: RingSettings = RingSettings()

@@ -77,7 +77,8 @@ class Explanation:
             f"forward    {max(flops) / 1e12:.4g} TFLOP on the busiest rank, {sum(flops) / 1e12:.4g} in all, "
             f"busiest / mean {self.imbalance:.3f}",
             "",
-            "| MiB of the busiest rank | forward received | forward sent | backward received | backward sent | buffers | row numbers |",
+            "| MiB of the busiest rank | forward received | forward sent | backward received | backward sent | buffers | "
+            "row numbers |",
             "|---|---:|---:|---:|---:|---:|---:|",
         ]
         for name in ("ring", "collective"):

@@ -67,7 +67,8 @@ def compare_transports(shape: CallShape, lengths: Sequence[int], repeats: int) -
             number += 1
         seconds = {transport: statistics.median(calls) for transport, calls in times.items()}
         ratio = statistics.median(c / r for c, r in zip(times["collective"], times["ring"]))
-        decision = auto.decide(Problem(pattern, layout, (((0, tokens),),), shape.heads, shape.kv_heads), sizes)
+        problem = Problem(pattern, layout, (((0, tokens),),), num_heads=shape.heads, num_kv_heads=shape.kv_heads)
+        decision = auto.decide(problem, sizes)
         worse = {"ring": 1 / ratio, "collective": ratio, "local": 1.0}[decision.choice]  # "local" has nothing to move.
         rows.append(
             {

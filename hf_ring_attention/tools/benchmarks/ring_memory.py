@@ -37,7 +37,7 @@ def peak_of_call(shape: CallShape, tokens_per_rank: int, transport: str) -> list
         # The plan is made here, because it is made once for all layers and steps, and is no memory of the call.
         seq_len = tokens * ring.world_size
         layout = ring.layout_for(seq_len, pattern)
-        problem = Problem(pattern, layout, (((0, seq_len),),), shape.heads, shape.kv_heads)
+        problem = Problem(pattern, layout, (((0, seq_len),),), num_heads=shape.heads, num_kv_heads=shape.kv_heads)
         ring.transport_for(problem, RowBytes(1, 1), device)
         gc.collect()
         before = reset_peak_memory(device)

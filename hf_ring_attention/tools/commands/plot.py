@@ -144,7 +144,7 @@ def plot_layout_command(
     """Show which tokens of a row each rank holds, and the work that a pattern gives it."""
     with spinner("planning"):
         row_pattern, chosen, reason = _layout(tokens, ranks, Pattern.parse(pattern), layout)
-        problem = Problem(row_pattern, chosen, (((0, tokens),),), 1, 1)
+        problem = Problem(row_pattern, chosen, (((0, tokens),),), num_heads=1, num_kv_heads=1)
         pairs = [plan_rank(problem, rank).pairs for rank in range(ranks)]
     work = [count * ranks / sum(pairs) for count in pairs]
     from ..plots import plot_layout
@@ -217,7 +217,13 @@ def plot_ring_command(
     with spinner("planning"):
         layer_pattern, chosen, _ = _layout(tokens, ranks, attention.base, layout)
         timeline = ring_timeline(
-            Problem(layer_pattern, chosen, (((0, tokens),),), attention.num_heads, attention.num_kv_heads),
+            Problem(
+                layer_pattern,
+                chosen,
+                (((0, tokens),),),
+                num_heads=attention.num_heads,
+                num_kv_heads=attention.num_kv_heads,
+            ),
             pair_flops=2 * widths,
             row_bytes=widths * (4 if dtype == "float32" else 2),
             flops=tflops * 1e12,
