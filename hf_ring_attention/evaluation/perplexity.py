@@ -75,7 +75,7 @@ def perplexity(
     attention_mask: Tensor | None = None,
     logits_at_once: int = 512,
 ) -> PerplexityReport:
-    """Measures how well a causal language model predicts each token of whole rows from the earlier tokens that it sees.
+    """Measures how well a causal language model predicts each token of whole sequences from the earlier tokens that it sees.
 
     The model runs in evaluation mode, one row at a time and without its padding; logits are formed for a slice of tokens at
     a time, so that neither the vocabulary nor other rows set the memory. Several threads may do this with one model, but
@@ -83,7 +83,7 @@ def perplexity(
 
     Args:
         model: a causal language model, with any attention implementation; on a ring it is patched to "ring_dilated".
-        input_ids: [B, n] or [n] integers, whole rows, the same on every rank; n is at least 2. What a
+        input_ids: [B, n] or [n] integers, whole sequences, the same on every rank; n is at least 2. What a
             tokenizer returns will do: a mapping of input_ids and, if it has one, attention_mask.
         ring: the ranks over which each row is sharded; None for the ring that the model was patched with, if any.
         attention_mask: like input_ids, of integers or bool: 1 for tokens, and 0 for padding before and after them, which is
@@ -149,7 +149,7 @@ def _rows_of(batch: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
         if others or (types is not None and bool(torch.as_tensor(types).any())):
             raise ValueError(
                 f"perplexity: takes input_ids and attention_mask of a batch, got {sorted(map(str, batch))}: it scores every "
-                f"token of whole rows, and knows no labels, positions, kinds of tokens or other inputs"
+                f"token of whole sequences, and knows no labels, positions, kinds of tokens or other inputs"
             )
         if "input_ids" not in batch:
             raise ValueError(f"perplexity: a batch must have input_ids, got {sorted(map(str, batch))}")
@@ -267,7 +267,7 @@ def _next_token_nll(
     head_unknown = torch.tensor(hidden is not None and head is None, device=ids.device)
     if any(bool(of_rank) for of_rank in ring.gather(head_unknown)):  # All ranks must decide alike.
         logger.warning(
-            "%s forms its logits in a way of its own, so the logits of the whole row are held at once",
+            "%s forms its logits in a way of its own, so the logits of the whole sequence are held at once",
             type(model).__name__,
         )
         head, formed = None, _logits(model(**arguments))

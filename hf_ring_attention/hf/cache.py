@@ -24,7 +24,7 @@ class _ShardedLayer(DynamicLayer):
         return 0 if self.keys is None else max(0, self.keys.shape[-2] - self.layout.local_len)
 
     def get_seq_length(self) -> int:
-        """Returns the number of tokens of the whole row."""
+        """Returns the number of tokens of the whole sequence."""
         return 0 if self.keys is None else self.layout.seq_len + self.later
 
     def reset(self) -> None:
@@ -45,7 +45,7 @@ class _ShardedLayer(DynamicLayer):
 
 
 class ShardedCache(Cache):
-    """The cache that `prefill` returns. Its length is that of the whole row; `crop` goes back to it.
+    """The cache that `prefill` returns. Its length is that of the whole sequence; `crop` goes back to it.
 
     Attributes:
         layout: the layout of the prefilled row.

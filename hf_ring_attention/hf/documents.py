@@ -130,7 +130,7 @@ def _cache_documents(x: Tensor | None, batch: int, tokens: int, documents: Docum
 
 
 def documents_of_rows(batch: int, positions: Tensor | None, mask: Tensor | None, first: int = 0) -> Documents | None:
-    """Returns the documents of whole rows whose positions restart; None where they do not, and the mask tells all.
+    """Returns the documents of whole sequences whose positions restart; None where they do not, and the mask tells all.
 
     A document begins where positions go down. One also begins where two neighbours both have the position of a first
     token: the former is a document of one token. Positions that skip or repeat other numbers are the caller's own

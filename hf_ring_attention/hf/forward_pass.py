@@ -16,7 +16,7 @@ class ForwardPass:
 
     Attributes:
         config: the config of the model; the masks of other models are not concerned.
-        documents: the documents of each batch row, in the whole row where it is sharded.
+        documents: the documents of each batch row, in the whole sequence where it is sharded.
         from_collator: whether a collator described the documents; otherwise they were read from positions.
         layout: how the sequence is sharded, if it is.
         held: what the cache of this rank holds, where the tokens are the last ones against a sharded cache.

@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 @torch.no_grad()
 def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None = None) -> ShardedCache:
-    """Computes the keys and values of whole rows on all ranks of the model's ring; each rank keeps its shard of them.
+    """Computes the keys and values of whole sequences on all ranks of the model's ring; each rank keeps its shard of them.
 
     The cache then serves `generate`, which every rank must call alike (with equal seeds, if it samples). The `input_ids`
     of that call are these tokens and at least one more. Afterwards
     `cache.crop(document.shape[1] - cache.get_seq_length())` makes the cache ready for another question.
 
     Args:
-        model: a model with the ring of `patch_model(model, ring=ring)`; without a ring, this process computes whole rows.
+        model: a model with the ring of `patch_model(model, ring=ring)`; without a ring, this process computes whole sequences.
         input_ids: [B, n], the same on every rank.
         attention_mask: [B, n], 0 for padding; None for rows without padding. `generate` needs it too.
 

@@ -1,6 +1,6 @@
 """The hooks around the forward passes of a patched model.
 
-They tell the masks where documents begin and end in the whole row. On a ring they also compare the calls of all ranks
+They tell the masks where documents begin and end in the whole sequence. On a ring they also compare the calls of all ranks
 before anything is computed, and correct the few modules that would take a shard for a row.
 """
 
@@ -153,7 +153,7 @@ def _before_head(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _packed_rows(module: nn.Module, tokens: Tensor | None, kwargs: Mapping[str, Any]) -> tuple[Documents | None, bool]:
-    """Returns the documents of whole rows, where positions restart or a collator tells them, and whether one does.
+    """Returns the documents of whole sequences, where positions restart or a collator tells them, and whether one does.
 
     Not every model looks for documents itself.
 
@@ -222,7 +222,7 @@ def _with_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     sharded = FORWARD_PASS.get()
     if sharded is None or (sharded.layout is None and sharded.held is None):
         raise RuntimeError(
-            f"{type(module).__name__} depends on the length of the whole row, and was called outside the forward pass of "
+            f"{type(module).__name__} depends on the length of the whole sequence, and was called outside the forward pass of "
             f"the sharded model: call the model, not its parts"
         )
     if sharded.last_position is None:
@@ -245,7 +245,7 @@ def _without_last_position(module: nn.Module, args: tuple[Any, ...], output: Any
 
 @torch.compiler.disable(reason="it asks another rank")
 def _with_first_token(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Gives a pooler, which reads the first token [B, D] of [B, n, D], that of the whole row: the first one of rank 0."""
+    """Gives a pooler, which reads the first token [B, D] of [B, n, D], that of the whole sequence: the first one of rank 0."""
     ring = attached_ring(module)
     assert ring is not None  # This hook is registered on rings only.
     states: Tensor = args[0]

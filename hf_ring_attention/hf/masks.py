@@ -49,7 +49,7 @@ class Tokens:
     """The keys of a layer, as its mask describes them.
 
     Attributes:
-        documents: the documents of each batch row, in the whole row where it is sharded; None if all tokens are one.
+        documents: the documents of each batch row, in the whole sequence where it is sharded; None if all tokens are one.
         length: the number of key rows; None where there is no mask.
         written: the number of key rows that hold a token.
         causal: whether queries see no later keys; None where the mask does not say.

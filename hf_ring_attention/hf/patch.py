@@ -27,7 +27,7 @@ def patch_model(model: Model, pattern: Pattern | str | None = None, ring: Ring |
     Args:
         pattern: passed to `patch_config`; None keeps what the config has.
         ring: the ranks over which the model's rows will be sharded; each forward pass then takes this rank's shard and
-            its `position_ids`. None: this process computes whole rows.
+            its `position_ids`. None: this process computes whole sequences.
 
     Returns:
         The model.

@@ -46,7 +46,7 @@ def switching_length(config: Any) -> int | None:
 
 
 def _given_up_cache(module: nn.Module, tokens: Tensor, kwargs: Mapping[str, Any]) -> ValueError | None:
-    """Returns the error of a whole row in place of a step, where Transformers' generate gave up its cache; else None."""
+    """Returns the error of a whole sequence in place of a step, where Transformers' generate gave up its cache; else None."""
     length, reference = switching_length(module.config), getattr(module, _PREFILLED, None)
     cache = None if reference is None else reference()
     if length is None or cache is None or kwargs.get("use_cache") is not True:
@@ -55,9 +55,9 @@ def _given_up_cache(module: nn.Module, tokens: Tensor, kwargs: Mapping[str, Any]
         return None
     return ValueError(
         f"{type(module).__name__} rotates keys differently once a row is longer than original_max_position_embeddings = "
-        f"{length} tokens, and generate gives up the sharded cache there to compute the whole row of {tokens.shape[1]} tokens "
-        f"again: fill another cache with cache = ra.prefill(model, row), where row has all tokens so far, {length + 1} at "
-        f"least, and go on from it"
+        f"{length} tokens, and generate gives up the sharded cache there to compute the whole sequence of "
+        f"{tokens.shape[1]} tokens again: fill another cache with cache = ra.prefill(model, row), where row has all tokens so "
+        f"far, {length + 1} at least, and go on from it"
     )
 
 
@@ -118,8 +118,8 @@ def checked_step(
         if length == 0 or mask_len != held + length:
             raise ValueError(
                 f"the cache holds {held} tokens, and {length} new ones came, so an attention_mask has {held} + {length} = "
-                f"{held + length}, not {mask_len}, and there must be new ones: generate takes the whole row, the tokens of the "
-                f"cache and those after it: model.generate(torch.cat([document, question], 1), past_key_values=cache)"
+                f"{held + length}, not {mask_len}, and there must be new ones: generate takes the whole sequence, the tokens "
+                f"of the cache and those after it: model.generate(torch.cat([document, question], 1), past_key_values=cache)"
             )
         if isinstance(mask, Tensor):
             documents_from_mask(mask != 0)
@@ -129,7 +129,7 @@ def checked_step(
 def checked_shard(
     module: nn.Module, ring: Ring, tokens: Tensor | None, cache: Any, kwargs: Mapping[str, Any]
 ) -> ForwardPass:
-    """Checks the shards of whole rows, and finds their documents by their positions."""
+    """Checks the shards of whole sequences, and finds their documents by their positions."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     wrong_loss = WRONG_LOSS.get()
     WRONG_LOSS.set(None)
@@ -182,7 +182,7 @@ def checked_shard(
 
 
 def _check_ends(ends: Tensor, documents: Documents, layout: SequenceLayout) -> None:
-    """Raises ValueError if cu_seq_lens_q is not that of the whole row, as its positions describe it."""
+    """Raises ValueError if cu_seq_lens_q is not that of the whole sequence, as its positions describe it."""
     length = int(ends[-1])
     within = tuple(tuple((start, stop) for start, stop in row if start < length) for row in documents)
     if (
@@ -191,8 +191,8 @@ def _check_ends(ends: Tensor, documents: Documents, layout: SequenceLayout) -> N
         or packed_documents(len(documents), length, ends, None) != within
     ):
         raise ValueError(
-            f"cu_seq_lens_q is {ends.tolist()}, and position_ids describe documents {documents} of the whole row of "
-            f"{layout.padded_len} tokens: pass the cu_seq_lens of the whole row, not of the shard, or none"
+            f"cu_seq_lens_q is {ends.tolist()}, and position_ids describe documents {documents} of the whole sequence of "
+            f"{layout.padded_len} tokens: pass the cu_seq_lens of the whole sequence, not of the shard, or none"
         )
 
 
@@ -200,6 +200,6 @@ def sharded_without_documents(module: nn.Module) -> str:
     """Returns the error text for a layer that was not given the mask of a sharded forward pass."""
     return (
         f"{type(module).__name__} of a sharded model was called without the mask that ring_dilated made for it, so the "
-        f"documents of the whole row are unknown: call the model, not its layers; a model that makes its masks itself "
+        f"documents of the whole sequence are unknown: call the model, not its layers; a model that makes its masks itself "
         f"cannot be sharded"
     )

@@ -1,4 +1,4 @@
-"""The documents of whole rows, found from the positions of their shards."""
+"""The documents of whole sequences, found from the positions of their shards."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..plan.problem import Documents
 
 
 class ShardRun(NamedTuple):
-    """Tokens [start, stop) of the whole row that are neighbours in position too.
+    """Tokens [start, stop) of the whole sequence that are neighbours in position too.
 
     Attributes:
-        origin: the index in the whole row at which their positions would be 0.
+        origin: the index in the whole sequence at which their positions would be 0.
         number: the number of their document in seq_idx; None without seq_idx.
     """
 
@@ -111,9 +111,9 @@ def documents_of_row(
                 break  # The rest fills the row up to its layout.
             if (run.origin == last.origin) != (run.number == last.number):
                 raise ValueError(
-                    f"seq_idx goes from {last.number} to {run.number} at token {run.start} of the whole row (batch row {row}), "
-                    f"and position_ids from {first + last.stop - 1 - last.origin} to {first + run.start - run.origin}: one "
-                    f"says that a document begins there, the other that it does not"
+                    f"seq_idx goes from {last.number} to {run.number} at token {run.start} of the whole sequence (batch row "
+                    f"{row}), and position_ids from {first + last.stop - 1 - last.origin} to {first + run.start - run.origin}: "
+                    f"one says that a document begins there, the other that it does not"
                 )
         if last is not None and adjacent and last.origin == run.origin:
             merged[-1] = last._replace(stop=run.stop)
@@ -124,7 +124,7 @@ def documents_of_row(
         if masked and number and run.start > merged[number - 1].stop and run.origin != run.start:
             raise ValueError(
                 f"batch row {row} of the attention mask has padding inside a document: tokens {merged[number - 1].stop} to "
-                f"{run.start - 1} of the whole row; ring_dilated takes padding before and after a document"
+                f"{run.start - 1} of the whole sequence; ring_dilated takes padding before and after a document"
             )
         # The positions of a row may also count the padding on its left.
         counts_padding = masked and number == 0 and 0 <= run.origin <= run.start
@@ -136,7 +136,7 @@ def documents_of_row(
         if run.origin != run.start and not counts_padding:
             raise ValueError(
                 f"position_ids contradict the layout: in batch row {row}, tokens {run.start} to {run.stop - 1} of the "
-                f"whole row have positions {first + run.start - run.origin} to {first + run.stop - 1 - run.origin}, but "
+                f"whole sequence have positions {first + run.start - run.origin} to {first + run.stop - 1 - run.origin}, but "
                 f"nothing before them ends at position {first + run.start - run.origin - 1}{begins}: {_remedy(layout)}"
             )
     return tuple((run.start, run.stop) for run in merged)

@@ -172,7 +172,7 @@ def check_model(model: PreTrainedModel, sharded: bool) -> None:
         )
     if name.endswith(_HEADS_OF_WHOLE_ROWS):
         raise NotImplementedError(
-            f"{name} classifies a whole row by one of its tokens, which only one rank of a ring has: use one process "
+            f"{name} classifies a whole sequence by one of its tokens, which only one rank of a ring has: use one process "
             f"(ring=None), or shard the base model ({type(model.base_model).__name__}) and classify what ring.unshard "
             f"returns"
         )

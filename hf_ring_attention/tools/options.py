@@ -72,7 +72,7 @@ SomePatterns = Annotated[
 RowTokens = Annotated[
     int,
     typer.Option(
-        "--tokens", parser=parsed(token_count()), metavar="N", help="Tokens of the whole row: 4096, 128k, 1M."
+        "--tokens", parser=parsed(token_count()), metavar="N", help="Tokens of the whole sequence: 4096, 128k, 1M."
     ),
 ]
 RingRanks = Annotated[int, number_option("--ranks", "Ranks of the ring.")]

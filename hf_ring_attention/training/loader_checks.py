@@ -1,4 +1,4 @@
-"""Checks of loaders of whole rows, and of learning rate schedules beside them, before rings use them."""
+"""Checks of loaders of whole sequences, and of learning rate schedules beside them, before rings use them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_schedules(ring: Ring) -> None:
 
 
 def wrong_loader(loader: Any, ring: Ring) -> ValueError | None:
-    """Returns the error of a loader of whole rows that a ring is to divide; None if the loader is right."""
+    """Returns the error of a loader of whole sequences that a ring is to divide; None if the loader is right."""
     error = _wrong_kind(loader)
     if error is not None:
         return error

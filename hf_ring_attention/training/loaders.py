@@ -86,7 +86,7 @@ def _source(loader: DataLoader, ring: Ring, seed: int) -> RingBatchSampler | Rin
 
 
 def _loader_of_rows(loader: DataLoader, source: RingBatchSampler | RingStream) -> DataLoaderShard:
-    """Returns a loader of the whole rows of this ring.
+    """Returns a loader of the whole sequences of this ring.
 
     It is of Accelerate's kind, so that Accelerate can skip its batches; and it is marked as prepared, so that Accelerate
     does not divide its rows again.
@@ -156,7 +156,7 @@ class RingDataLoader(DataLoaderStateMixin):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"a RingDataLoader has no {name!r}: it is an iterable of shards; its loader of whole rows is .rows; to skip "
+            f"a RingDataLoader has no {name!r}: it is an iterable of shards; its loader of whole sequences is .rows; to skip "
             f"batches, call loader.skip_first_batches(n)"
         )
 
@@ -239,7 +239,7 @@ class RingDataLoader(DataLoaderStateMixin):
         self._next(_Pass(entries["epoch"], count, expected=entries.get("order"), resumed=True))
 
     def shards(self, batches: Iterable[Any]) -> Shards:
-        """Returns an iterator over this rank's shards of batches of whole rows, such as `rows` gives."""
+        """Returns an iterator over this rank's shards of batches of whole sequences, such as `rows` gives."""
         return Shards(batches, self.ring, self.pattern, self._drops, self._order)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -276,7 +276,7 @@ class RingDataLoader(DataLoaderStateMixin):
             self._next(_Pass(own.epoch + 1))
 
     def _batches(self, own: _Pass) -> Iterator[Any]:
-        """Yields the batches of whole rows of a pass.
+        """Yields the batches of whole sequences of a pass.
 
         It does not use Accelerate's own loop, which would announce the end of this ring's batches, and not that of all.
         """

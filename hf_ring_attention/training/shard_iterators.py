@@ -1,4 +1,4 @@
-"""An iterator that turns batches of whole rows into shards, while all processes compare what they have read."""
+"""An iterator that turns batches of whole sequences into shards, while all processes compare what they have read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ORDER_BITS = 24
 
 
 class Shards:
-    """An iterator over this rank's shards of batches of whole rows; all processes take each batch together.
+    """An iterator over this rank's shards of batches of whole sequences; all processes take each batch together.
 
     It ends when no ring has a batch left, or with `drop_last` when one ring has none. Until then a ring without a batch
     takes part with a shard of nothing but padding.

@@ -1,4 +1,4 @@
-"""Cuts batches of whole rows into the ranks' shards, with the positions and documents of whole rows and shifted labels."""
+"""Cuts batches of whole sequences into the ranks' shards, with their positions and documents, and with shifted labels."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def fill_of(name: str, dtype: torch.dtype) -> int:
 def shard_batch(
     batch: Mapping[str, Any], ring: Ring, pattern: Pattern | str | None = None, *, device: torch.device | None = None
 ) -> dict[str, Any]:
-    """Returns this rank's part of a batch of whole rows, for `model(**shard, num_items_in_batch=...)`.
+    """Returns this rank's part of a batch of whole sequences, for `model(**shard, num_items_in_batch=...)`.
 
     Args:
         batch: what a collator makes, the same on every rank of the ring. It has input_ids [B, n] and labels [B, n] (-100

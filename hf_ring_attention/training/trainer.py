@@ -164,7 +164,7 @@ class RingTrainerMixin(_Trainer):
     def _loader_of_ring(self, getter: Callable[..., Any], training: bool, *args: Any, **kwargs: Any) -> Any:
         """Returns the loader of a user's `get_..._dataloader`, prepared by the ring if it is not yet.
 
-        Trainer's loop gets the loader of whole rows, since it may have to skip some; other callers get shards.
+        Trainer's loop gets the loader of whole sequences, since it may have to skip some; other callers get shards.
         """
         with self._preparing_by_the_ring():
             loader = self.ring.prepare_data_loader(getter(*args, **kwargs))
@@ -253,7 +253,7 @@ class RingTrainerMixin(_Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor, Any, Any]:
-        """Returns the loss of a batch of shards, and the logits and labels of its whole rows if they are asked for."""
+        """Returns the loss of a batch of shards, and the logits and labels of its whole sequences if they are asked for."""
         inputs = self._prepare_inputs(inputs)
         tokens = (shift_labels_of(inputs, "evaluation") != IGNORED).sum()
         tokens = self.accelerator.gather(tokens).sum()
@@ -272,7 +272,9 @@ class RingTrainerMixin(_Trainer):
         if prediction_loss_only:
             return loss, None, None
         logits, labels = outputs["logits"] if hasattr(outputs, "keys") else outputs[1], inputs["labels"]
-        if self._shard_preprocess is not None:  # before shards are joined, so that logits of whole rows never exist
+        if (
+            self._shard_preprocess is not None
+        ):  # before shards are joined, so that logits of whole sequences never exist
             logits = self._preprocessed(logits, labels)
         mask = inputs.get("attention_mask")
         rows = torch.ones(len(labels), dtype=torch.bool, device=labels.device)

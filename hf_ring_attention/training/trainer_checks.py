@@ -71,8 +71,8 @@ def wrong_settings(trainer: Any, mixin: type[Any]) -> ValueError | None:
     ):
         if wrong:
             return ValueError(
-                f"{setting} would be computed from the shard of a row that each process has, and not from the whole row, so "
-                f"its result would be wrong: {remedy}"
+                f"{setting} would be computed from the shard of a row that each process has, and not from the whole sequence, "
+                f"so its result would be wrong: {remedy}"
             )
     return None
 
@@ -127,5 +127,5 @@ def preprocessed_by_token(
     return None, ValueError(
         f"preprocess_logits_for_metrics sees shards of rows, so it must make each token's result from that token's logits "
         f"and label, [rows, tokens, ...], as lambda logits, labels: logits.argmax(-1) does; for {list(labels.shape)} tokens "
-        f"{reason}: leave it out, and compute_metrics gets the logits of whole rows"
+        f"{reason}: leave it out, and compute_metrics gets the logits of whole sequences"
     )

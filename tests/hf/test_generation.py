@@ -81,7 +81,7 @@ def test_tokens_of_eager(model_type, way):
 @pytest.mark.parametrize("pattern", ["pyramid", "longnet"])
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma2", "gpt_oss"])
 def test_steps_with_a_cache_are_those_of_the_whole_row(model_type, pattern):
-    """Prefill, then steps of several and of one token: the logits of one pass over the whole row."""
+    """Prefill, then steps of several and of one token: the logits of one pass over the whole sequence."""
     model = ra.patch_model(tiny_model(model_type, "eager"), PATTERNS[pattern])
     ids, mask = prompt()
     positions = (mask.cumsum(-1) - 1).clamp_min(0)

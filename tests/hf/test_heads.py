@@ -1,4 +1,4 @@
-"""Heads that classify rows or tokens, and outputs that need whole rows: as under eager attention, or refused."""
+"""Heads that classify rows or tokens, and outputs that need whole sequences: as under eager attention, or refused."""
 
 import pytest
 import torch
@@ -59,7 +59,9 @@ def test_classification(model_type, head, kind):
 @pytest.mark.parametrize("model_type", ["llama", "bert"])
 def test_classification_of_rows_over_a_ring_is_refused(model_type):
     model = built(AutoModelForSequenceClassification, tiny_config(model_type, num_labels=5))
-    name = f"{type(model).__name__} classifies a whole row .* shard the base model .{type(model.base_model).__name__}"
+    name = (
+        f"{type(model).__name__} classifies a whole sequence .* shard the base model .{type(model.base_model).__name__}"
+    )
     with pytest.raises(NotImplementedError, match=rf"{name}\) and classify what ring\.unshard"):
         ra.patch_model(model, ring=ra.simulate(2)[0])
     assert not hooks(model) and model.config._attn_implementation == "eager", "a refused model is left as it was"

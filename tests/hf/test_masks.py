@@ -222,7 +222,7 @@ def test_a_document_for_every_rank_must_be_said():
             model(**inputs)
         with pytest.raises(ValueError, match=r"cu_seq_lens_q is .*position_ids describe documents"):
             model(**inputs, cu_seq_lens_q=torch.tensor([0, 9, 20]))
-        with pytest.raises(ValueError, match="seq_idx goes from 0 to 1 at token 4 of the whole row"):
+        with pytest.raises(ValueError, match="seq_idx goes from 0 to 1 at token 4 of the whole sequence"):
             model(**inputs, seq_idx=(torch.arange(10) > 3)[None].long())
         with torch.no_grad():
             return ring.unshard(model(**inputs, cu_seq_lens_q=torch.tensor([0, 10, 20])).logits, layout)
@@ -267,7 +267,7 @@ def test_the_cu_seq_lens_of_a_shard():
     positions = torch.arange(5).repeat(4)[None]
 
     def work(ring, model, layout):
-        with pytest.raises(ValueError, match=r"cu_seq_lens_q is \[0, 5, 10\].*of the whole row, not of the shard"):
+        with pytest.raises(ValueError, match=r"cu_seq_lens_q is \[0, 5, 10\].*of the whole sequence, not of the shard"):
             model(**sharded_inputs(ring, layout, ids(), positions), cu_seq_lens_q=torch.tensor([0, 5, 10]))
 
     ring_of_two(work)
@@ -359,7 +359,7 @@ SLIPS = {
     "positions of another batch": {"position_ids": torch.zeros(3, 10, dtype=torch.long)},
     "positions of one dimension": {"position_ids": torch.arange(10)},
     "positions in a list": {"position_ids": list(range(10))},
-    "seq_idx of the whole row": {"seq_idx": torch.zeros(1, TOKENS, dtype=torch.long)},
+    "seq_idx of the whole sequence": {"seq_idx": torch.zeros(1, TOKENS, dtype=torch.long)},
     "ends in a list": {"cu_seq_lens_q": [0, 20]},
     "an empty batch": {"input_ids": torch.zeros(0, 10, dtype=torch.long)},
 }

@@ -90,7 +90,7 @@ def run(model, inputs, labels, total):
 
 
 def errors(rank, name, layout_name, padding, pattern_name, checkpointing=None):
-    """Of the logits and of the gradients summed over ranks, against one process that holds the whole rows."""
+    """Of the logits and of the gradients summed over ranks, against one process that holds the whole sequences."""
     pattern = PATTERNS[pattern_name]
     ids, mask, positions, labels = batch(padding)
     total = int((labels != -100).sum())

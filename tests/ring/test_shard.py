@@ -65,7 +65,7 @@ def check_round_trips(ring):
 
 
 def check_gradients(ring):
-    """Each rank weighs the whole row otherwise; a rank's part gets the sum of all ranks' gradients, its padding none."""
+    """Each rank weighs the whole sequence otherwise; a rank's part gets the sum of all ranks' gradients, its padding none."""
     for kind, length, dim in itertools.product(LAYOUTS, LENGTHS, (1, -1)):
         layout = ra.SequenceLayout(kind, length, ring.world_size)
         weights = [row_of(length, dim, seed=1 + rank) for rank in range(ring.world_size)]

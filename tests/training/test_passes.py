@@ -437,7 +437,7 @@ def test_states_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("arguments", [{}, {"num_workers": 1}])
 @pytest.mark.parametrize("data", [rows_of, lambda: Stream(rows_of(), by_epoch=True)], ids=["rows", "stream"])
 def test_batches_are_skipped_by_the_loader_itself(data, arguments):
-    """Accelerate's function would make a loader of whole rows of it."""
+    """Accelerate's function would make a loader of whole sequences of it."""
     loader = ra.Ring.alone().prepare_data_loader(DataLoader(data(), collate_fn=noisy, **arguments))
     with pytest.raises(AttributeError, match=r"loader.skip_first_batches\(n\)"):
         skip_first_batches(loader, 1)

@@ -23,8 +23,8 @@ from .harness import (
 def compare_with_ideal(shape: CallShape, exact_tokens: int, longnet_tokens: int, repeats: int) -> list[dict[str, Any]]:
     """Returns the seconds of the ring, and of a share of the same FLOPs on every rank without any communication.
 
-    The share of exact attention is causal flash attention of 1 / p of the heads over the whole row. The share of LongNet is
-    1 / p of the time that one rank alone needs for the whole row.
+    The share of exact attention is causal flash attention of 1 / p of the heads over the whole sequence. The share of LongNet
+    is 1 / p of the time that one rank alone needs for the whole sequence.
     """
     p, rank = dist.get_world_size(), dist.get_rank()
     rows = []

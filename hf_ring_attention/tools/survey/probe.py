@@ -71,7 +71,7 @@ def batch(kind: str, first: int = 0) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def logits_and_gradients(model: PreTrainedModel, inputs: Mapping[str, Tensor], labels: Tensor) -> Answer:
-    """Returns the answer to whole rows; its gradients are those of the sum of the losses."""
+    """Returns the answer to whole sequences; its gradients are those of the sum of the losses."""
     model.zero_grad()
     logits = model(**inputs, use_cache=False).logits
     valid = labels != -100
@@ -115,7 +115,7 @@ def alone(model: PreTrainedModel, inputs: Mapping[str, Tensor], labels: Tensor) 
 
 
 def of_shards(model: PreTrainedModel, ring: Ring, inputs: Mapping[str, Tensor], labels: Tensor) -> Answer:
-    """Returns the answer to whole rows of a model that is sharded over the ring."""
+    """Returns the answer to whole sequences of a model that is sharded over the ring."""
     layout = ring.layout_for(TOKENS, Pattern.exact())
     model.zero_grad()
     shards = {name: ring.shard(x, layout) for name, x in inputs.items()}
