@@ -7,6 +7,7 @@ the *whole* softmax: with those, a tile's gradients are its exact share (FlashAt
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -154,7 +155,8 @@ class Math:
     def __init__(self, softcap: float | None = None) -> None:
         self.softcap = softcap
 
-    def _slices(self, q: Tensor, k: Tensor, causal: bool):
+    def _slices(self, q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[int, int, int]]:
+        """Yields (first query row, its end, end of the keys) of parts that hold at most `budget` scores."""
         rows = max(1, self.budget // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
         for start in range(0, q.shape[2], rows):
             stop = min(start + rows, q.shape[2])

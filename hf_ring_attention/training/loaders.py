@@ -55,7 +55,7 @@ def prepare_data_loader(loader: Any, ring: Ring, pattern: Pattern | str | None) 
     return RingDataLoader(loader, ring, pattern, seeds[0])
 
 
-def _seed_of_loader(loader: DataLoader, ring: Ring) -> int:
+def _seed_of_loader(loader: DataLoader[Any], ring: Ring) -> int:
     """Returns the seed of a loader's order as this process knows it; all processes use that of process 0."""
     for generator in (*generators_in(loader.batch_sampler), loader.generator):
         if isinstance(generator, torch.Generator):
@@ -63,7 +63,7 @@ def _seed_of_loader(loader: DataLoader, ring: Ring) -> int:
     return (torch.initial_seed() if ring.data_seed is None else ring.data_seed) % 2**63
 
 
-def _source(loader: DataLoader, ring: Ring, seed: int) -> RingBatchSampler | RingStream:
+def _source(loader: DataLoader[Any], ring: Ring, seed: int) -> RingBatchSampler | RingStream:
     """Returns what gives the rows of this ring to a loader."""
     dataset: Any = loader.dataset
     if not isinstance(dataset, IterableDataset):
@@ -85,7 +85,7 @@ def _source(loader: DataLoader, ring: Ring, seed: int) -> RingBatchSampler | Rin
     )
 
 
-def _loader_of_rows(loader: DataLoader, source: RingBatchSampler | RingStream) -> DataLoaderShard:
+def _loader_of_rows(loader: DataLoader[Any], source: RingBatchSampler | RingStream) -> DataLoaderShard:
     """Returns a loader of the whole sequences of this ring.
 
     It is of Accelerate's kind, so that Accelerate can skip its batches; and it is marked as prepared, so that Accelerate
@@ -140,7 +140,7 @@ class RingDataLoader(DataLoaderStateMixin):
 
     _drop_last = True  # Accelerate would cut a remainder of rows off the last batch, and shards are not rows
 
-    def __init__(self, loader: DataLoader, ring: Ring, pattern: Pattern | None, seed: int) -> None:
+    def __init__(self, loader: DataLoader[Any], ring: Ring, pattern: Pattern | None, seed: int) -> None:
         self.dataset, self.batch_size, self.num_workers = loader.dataset, loader.batch_size, loader.num_workers
         self.ring, self.pattern = ring, pattern
         self.gradient_state = GradientState()
@@ -322,7 +322,7 @@ class LoaderPreparer:
         loaders = tuple(self.prepare_data_loader(loader) for loader in objects)
         return loaders if len(loaders) > 1 else loaders[0]
 
-    def prepare_data_loader(self, loader: DataLoader, **options: Any) -> RingDataLoader:
+    def prepare_data_loader(self, loader: DataLoader[Any], **options: Any) -> RingDataLoader:
         """Prepares a loader by the ring, whatever the accelerator's options."""
         return self.ring.prepare_data_loader(loader)
 

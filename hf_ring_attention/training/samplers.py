@@ -230,7 +230,7 @@ def _names(batch: Any) -> list[Any]:
         return []
 
 
-class BatchesOfRows(Dataset):
+class BatchesOfRows(Dataset[Any]):
     """A dataset that gives whole collated batches to a loader whose batch sampler gives `Batch`es."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
@@ -268,7 +268,7 @@ class Row(NamedTuple):
     seed: int
 
 
-class RingStream(IterableDataset):
+class RingStream(IterableDataset[Any]):
     """Selects one ring's rows from those of an iterable dataset, batch by batch.
 
     Args:

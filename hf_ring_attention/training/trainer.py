@@ -326,7 +326,7 @@ class RingTrainerMixin(_Trainer):
 
     def evaluation_loop(
         self,
-        dataloader: DataLoader | RingDataLoader,
+        dataloader: DataLoader[Any] | RingDataLoader,
         description: str,
         prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None,
