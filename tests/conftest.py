@@ -1,5 +1,6 @@
 """Small tensors on one thread: more threads only wait for each other, above all on a busy machine. Nothing is compiled."""
 
+import gc
 import os
 import random
 
@@ -28,6 +29,12 @@ def pytest_configure(config):
 
 def pytest_report_header(config):
     return f"seed {config.option.seed}: draws the same inputs again with --seed {config.option.seed}"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session):
+    """All modules have been imported: whoever collects garbage later, as Trainer does after each run, passes them over."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

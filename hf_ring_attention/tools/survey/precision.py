@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 #: How far two computations in float64 may be apart, relative to the largest entry; tests/support/tolerance.py says why.
@@ -17,16 +18,35 @@ EXACT = 1e-10
 _THREAD = threading.local()
 
 
-class _Float64ForFloat32(TorchDispatchMode):
-    """A mode in which operations that ask for float32 get float64, also where backward computes layers again."""
+class _Float64ForFloat32(TorchFunctionMode):
+    """A mode in which calls that ask for float32 get float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.backward or func is torch.autograd.backward:
+            # Backward may compute layers again, and this mode is off inside of calls.
+            with _Float64ForFloat32InOperations():
+                return func(*args, **kwargs)
+        if func is Tensor.float:
+            return Tensor.double(*args, **kwargs)
+        return func(*_in_float64(func is Tensor.view, args, kwargs), **kwargs)
+
+
+class _Float64ForFloat32InOperations(TorchDispatchMode):
+    """The same for the operations that calls are made of."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if kwargs.get("dtype") is torch.float32:
-            kwargs = {**kwargs, "dtype": torch.float64}
-        if func is not torch.ops.aten.view.dtype:  # This operation reads the same bits as another dtype.
-            args = [torch.float64 if x is torch.float32 else x for x in args]
-        return func(*args, **kwargs)
+        return func(*_in_float64(func is torch.ops.aten.view.dtype, args, kwargs), **kwargs)
+
+
+def _in_float64(reads_bits: bool, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Returns the arguments with float64 for float32, and changes `kwargs`; not of views that read bits as another dtype."""
+    if reads_bits:
+        return args
+    if kwargs.get("dtype") is torch.float32:
+        kwargs["dtype"] = torch.float64
+    return [torch.float64 if x is torch.float32 else x for x in args]
 
 
 @contextmanager

@@ -214,6 +214,7 @@ def tiny_model(model_type: str, attn_implementation: str, **changes: Any) -> Pre
             dtype=torch.get_default_dtype(),
             experts_implementation="eager",  # torch's grouped products of matrices take no float64
         )
+    model.to(torch.get_default_dtype())  # torch.FloatTensor is of float32 whatever is asked for
     draw(model)
     return model.eval()
 
