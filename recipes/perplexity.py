@@ -3,6 +3,7 @@
 One device:    python recipes/perplexity.py --tokens 4096
 Many devices:  torchrun --nproc-per-node 8 recipes/perplexity.py --model ID --text FILE --tokens 131072
 A data set:    python recipes/perplexity.py --model ID --dataset ID --split test --patterns exact window:512+4
+A picture:     python recipes/perplexity.py --patterns exact window:512+4 pyramid:512,3 window:128+4 --plot quality.png
 Small CPU:     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/perplexity.py --tokens 2048
 SLURM, 2 nodes of 8 GPUs, one ring of 16:
     srun --nodes 2 --ntasks-per-node 1 bash -c 'torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --rdzv-backend c10d \\
@@ -26,6 +27,7 @@ from accelerate import Accelerator
 import hf_ring_attention as ra
 from hf_ring_attention.plan.notation import FORMS
 from hf_ring_attention.tools.arguments import at_least, missing_extra, new_file, pattern_text
+from hf_ring_attention.tools.plots import plot_quality
 
 
 def measure(model, ids, specs, ring=None, progress=print):
@@ -85,9 +87,10 @@ def parse_args(argv=None) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--json", type=new_file, help="file for the figures, with the loss of every token")
+    parser.add_argument("--plot", type=new_file, help="file for a picture of perplexity against attention FLOPs")
     args = parser.parse_args(argv)
     documents.check_arguments(parser, args)
-    missing = missing_extra("the table", "rich")
+    missing = missing_extra("the table", "rich") or (args.plot and missing_extra("the picture", "matplotlib"))
     if missing:
         parser.error(missing)
     return args
@@ -108,6 +111,9 @@ def main() -> None:
         Console().print(table(figures, f"{ids.shape[1]} tokens on {ring.world_size} process(es)"))
         if args.json:
             args.json.write_text(json.dumps({"world_size": ring.world_size, "figures": figures}))
+        if args.plot:
+            plot_quality(figures, args.plot)
+            print(f"perplexity against FLOPs: {args.plot}")
     accelerator.end_training()
 
 

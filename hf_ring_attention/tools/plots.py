@@ -224,6 +224,55 @@ def plot_losses(losses: Mapping[str, Sequence[float]], path: Path, window: int =
     figure.savefig(path, dpi=120)
 
 
+def plot_quality(figures: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draws what each pattern costs and what it saves: perplexity against the share of exact attention's FLOPs.
+
+    A line joins the patterns that no other beats in both.
+
+    Args:
+        figures: for each pattern "pattern", "perplexity" and "flop_share".
+    """
+    figure = _figure(7.5, 4.8)
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    axis = figure.subplots()
+    best = unbeaten([(row["flop_share"], row["perplexity"]) for row in figures])
+    axis.plot(*zip(*best), color="C0", alpha=0.4, linewidth=1.2, zorder=1, label="no other pattern is better in both")
+    for row in figures:
+        share, perplexity = row["flop_share"], row["perplexity"]
+        is_best = (share, perplexity) in best
+        axis.scatter([share], [perplexity], color="C0" if is_best else "C7", zorder=2)
+        axis.annotate(
+            row["pattern"],
+            (share, perplexity),
+            xytext=(-5, -11) if is_best else (5, 5),  # The line falls, and patterns that are beaten lie above it.
+            textcoords="offset points",
+            ha="right" if is_best else "left",
+            fontsize=8,
+        )
+    axis.set_xscale("log")
+    low = min(row["flop_share"] for row in figures)
+    ticks = [tick for tick in (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.5, 1.0) if tick >= low / 2]
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_xticks(ticks)
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.1%}" if x < 0.01 else f"{x:.0%}"))
+    axis.margins(x=0.16, y=0.16)
+    axis.set_xlabel("attention FLOPs, of exact attention's")
+    axis.set_ylabel("perplexity")
+    axis.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", fontsize=9, frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def unbeaten(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Returns the points (cost, loss) of which no other one is as good in both and better in one, by ascending cost."""
+    best: list[tuple[float, float]] = []
+    for point in sorted(set(points)):
+        if not best or point[1] < best[-1][1]:
+            best.append(point)
+    return best
+
+
 def plot_training(losses: Sequence[float], path: Path, held_out: Mapping[int, float] | None = None) -> None:
     """Writes a PNG: the loss of each optimizer step, in nats a token, its running mean, and losses of held-out data.
 

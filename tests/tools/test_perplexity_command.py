@@ -70,6 +70,14 @@ def test_the_table_has_the_change_from_the_first_pattern(model, capsys):
     assert "+0.0%" in printed and "window:2" in printed and "all" not in printed.split()
 
 
+def test_a_picture_of_perplexity_against_flops(model, capsys):
+    pytest.importorskip("matplotlib")
+    words = f"perplexity {model / 'model'} {model / 'dog.txt'} {model / 'fox.txt'} --tokens 64 --device cpu"
+    printed = run(f"{words} --pattern exact --pattern window:2 --plot {model / 'quality.png'}", capsys)
+    assert "quality.png" in printed.replace("\n", "")
+    assert (model / "quality.png").stat().st_size > 5000
+
+
 def test_what_cannot_be_read_is_one_line(model, capsys):
     (model / "short.txt").write_text("fox")
     (model / "bytes.txt").write_bytes(b"caf\xe9 au lait")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ...plan.patterns import Pattern
-from ..arguments import device, existing_file, token_count
+from ..arguments import device, existing_file, missing_extra, new_file, token_count
 from ..model_config import read_config
 from ..options import AsJson, SomePatterns, checked, choice_option, parsed, refuse
 from ..output import Sheet, print_json, print_sheet, spinner, stdout_left_alone, terminal
@@ -20,6 +20,7 @@ Examples:
   hf-ring-attention perplexity ./folder *.txt --tokens 8k \\
       --pattern exact --pattern window:512+4 --pattern longnet:512/1,all/8
   hf-ring-attention perplexity ./folder book.txt --tokens 4k --json
+  hf-ring-attention perplexity ./folder book.txt --plot quality.png
 """
 
 
@@ -39,6 +40,12 @@ def perplexity_command(
             "--device", parser=parsed(device), metavar="NAME", help="cpu or cuda; default: cuda if there is one."
         ),
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot", parser=parsed(new_file), metavar="FILE.png", help="Draw perplexity against attention FLOPs."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure the perplexity of texts under attention patterns, each text in one pass.
@@ -46,10 +53,18 @@ def perplexity_command(
     Nothing is trained: the figures show what a pattern costs a checkpoint as it is.
     """
     checked("MODEL", read_config, model)
+    missing = plot is not None and missing_extra("a picture", "matplotlib")
+    if missing:
+        raise refuse(missing, "--plot")
     contents = {str(path): _read_text(path) for path in texts}
     with stdout_left_alone(as_json):
         ids, loaded = _load(model, contents, tokens, dtype, device_name)
         rows = _measure(loaded, ids, list(dict.fromkeys(pattern)))
+    if plot is not None:
+        from ..plots import plot_quality
+
+        of_all = [row for row in rows if row["text"] == ("all" if len(ids) > 1 else rows[0]["text"])]
+        plot_quality([row | {"flop_share": row["share_of_exact_flops"]} for row in of_all], plot)
     if as_json:
         print_json({"model": model, "dtype": dtype, "rows": rows})
         return
@@ -68,6 +83,8 @@ def perplexity_command(
     ]
     headings = ("text", "pattern", "perplexity", "change", "attention FLOPs of exact's", "tokens scored", "seconds")
     print_sheet(Sheet(f"{model}, {dtype}", headings, cells, left=2), terminal())
+    if plot is not None:
+        terminal().print(f"perplexity against FLOPs: {plot}")
 
 
 def _read_text(path: Path) -> str:
