@@ -256,7 +256,7 @@ def plot_quality(figures: Sequence[Mapping[str, Any]], path: Path) -> None:
     axis.xaxis.set_minor_locator(NullLocator())
     axis.set_xticks(ticks)
     axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.1%}" if x < 0.01 else f"{x:.0%}"))
-    axis.margins(x=0.16, y=0.16)
+    axis.margins(x=0.22, y=0.16)
     axis.set_xlabel("attention FLOPs, of exact attention's")
     axis.set_ylabel("perplexity")
     axis.grid(alpha=0.3)
