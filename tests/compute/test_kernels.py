@@ -1,7 +1,5 @@
 """Every kernel against the formula in float64, forward and backward, and as one of several tiles of a softmax."""
 
-import random
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,13 +47,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def generator():
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")  # pytest shows it on failure
-    return torch.Generator().manual_seed(seed)
 
 
 def visible(queries, keys, causal):

@@ -2,19 +2,11 @@
 
 import itertools
 import math
-import random
 
 import pytest
 import torch
 
 from hf_ring_attention.compute.merge import accumulation_dtype, merge_
-
-
-@pytest.fixture
-def generator():
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")  # pytest shows it on failure
-    return torch.Generator().manual_seed(seed)
 
 
 def merged(parts, dtype=torch.float64):

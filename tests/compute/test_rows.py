@@ -1,7 +1,6 @@
 """Rows as views and rows by number take, add, merge and split as plain indexing does."""
 
 import itertools
-import random
 
 import pytest
 import torch
@@ -12,13 +11,6 @@ from hf_ring_attention.compute.rows import IndexRows, ViewRows
 from tests.support.tolerance import allowed, distance
 
 N = 24  # rows of a head
-
-
-@pytest.fixture
-def rng():
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")  # pytest shows it on failure
-    return random.Random(seed)
 
 
 def tensor(rng, *shape, dtype=torch.float64):

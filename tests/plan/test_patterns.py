@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import pickle
-import random
 import re
 
 import pytest
@@ -13,13 +12,6 @@ import torch
 import hf_ring_attention as ra
 from hf_ring_attention.plan.patterns import Pattern, Segment, Sink, Window
 from tests.support.cases import random_pattern
-
-
-def fresh():
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")  # pytest shows it on failure
-    return random.Random(seed)
-
 
 # The table of the definition, from the fields alone: what a branch shows, and how often a key counts.
 
@@ -49,8 +41,7 @@ def times(pattern, query, key, head, num_heads, num_kv_heads, causal):
     return count
 
 
-def test_multiplicity_is_the_table():
-    rng = fresh()
+def test_multiplicity_is_the_table(rng):
     seen = set()
     for _ in range(400):
         pattern = random_pattern(rng)
@@ -240,8 +231,7 @@ def test_once_takes_nested_dilations(dilations):
     assert Pattern([Sink(2), *branches], "once").overlap == "once"
 
 
-def test_frozen_hashable_and_a_key_by_value():
-    rng = fresh()
+def test_frozen_hashable_and_a_key_by_value(rng):
     for _ in range(100):
         pattern = random_pattern(rng)
         again = Pattern(list(pattern.branches), pattern.overlap, pattern.phase_by)
@@ -255,8 +245,7 @@ def test_frozen_hashable_and_a_key_by_value():
             setattr(thing, name, 1)
 
 
-def test_round_trip_through_json():
-    rng = fresh()
+def test_round_trip_through_json(rng):
     patterns = [random_pattern(rng) for _ in range(200)]
     for pattern in [*patterns, Pattern.exact(), Pattern.longnet([4, None], [1, 2]), Pattern.pyramid(8, 3)]:
         text = json.dumps(pattern.to_dict())
@@ -344,9 +333,8 @@ def test_refused_longnet():
         Pattern.longnet([8, 15], [1, 2])
 
 
-def test_longnet_mixes_branches_by_their_softmax_denominators():
+def test_longnet_mixes_branches_by_their_softmax_denominators(rng):
     """Each branch's own softmax, weighted by its share of all denominators; gradients flow through the weights too."""
-    rng = fresh()
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     for causal, num_heads, num_kv_heads in [(True, 4, 2), (False, 4, 2), (True, 3, 3)]:
         lengths, rates = [4, 12, None], [1, 2, 3]

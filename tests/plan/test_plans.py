@@ -1,7 +1,6 @@
 """Plans of all ranks together cover every query-key pair as often as the definition says, in few batches and quickly."""
 
 import itertools
-import random
 import re
 import time
 from collections import Counter
@@ -13,12 +12,6 @@ from hf_ring_attention.plan.patterns import Pattern, Segment, Sink, Window
 from hf_ring_attention.plan.plans import plan_rank
 from hf_ring_attention.plan.problem import Problem
 from tests.support.cases import random_documents, random_pattern
-
-
-def fresh():
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")  # pytest shows it on failure
-    return random.Random(seed)
 
 
 def pairs_of(batch, problem, query_positions, key_positions):
@@ -97,8 +90,7 @@ def as_tuples(documents, batch, seq_len):
     return tuple(tuple(map(tuple, row)) for row in documents)
 
 
-def test_all_ranks_together_are_the_definition():
-    rng = fresh()
+def test_all_ranks_together_are_the_definition(rng):
     for _ in range(250):
         batch, seq_len, num_kv_heads = rng.randint(1, 3), rng.randint(1, 30), rng.randint(1, 3)
         check(
@@ -144,9 +136,8 @@ def test_presets(pattern, causal, kind):
         )
 
 
-def test_wide_bands():
+def test_wide_bands(rng):
     """Bands wider than 64 keys are tiled in steps narrower than they are."""
-    rng = fresh()
     for causal, overlap in itertools.product([True, False], ["once", "count"]):
         width = rng.randint(65, 110)
         pattern = Pattern((Window(width), Window(2 * rng.randint(70, 110), 2)), overlap)

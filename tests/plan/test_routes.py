@@ -14,7 +14,7 @@ from hf_ring_attention.plan.plans import of_heads, tiles_from
 from hf_ring_attention.plan.problem import Problem, RingSettings
 from hf_ring_attention.plan.routes import KeyRows, needed, ring_laps, union
 from hf_ring_attention.plan.traffic import Bytes, RowBytes, collective_traffic, exchanged, ring_traffic
-from tests.plan.test_plans import as_tuples, expected, fresh, pairs_of
+from tests.plan.test_plans import as_tuples, expected, pairs_of
 from tests.support.cases import random_documents, random_pattern
 
 #: Small problems go head by head: every payload is large, and any number of query rows will do for a group.
@@ -248,8 +248,7 @@ def random_problem(rng):
     )
 
 
-def random_problems(count):
-    rng = fresh()
+def random_problems(rng, count):
     return (random_problem(rng) for _ in range(count))
 
 
@@ -277,8 +276,8 @@ def preset_problems(lengths=(4, 13)):
             )
 
 
-def test_random_problems():
-    assert set(check_all(random_problems(200))) == {False}, "small problems are not split by heads"
+def test_random_problems(rng):
+    assert set(check_all(random_problems(rng, 200))) == {False}, "small problems are not split by heads"
 
 
 def test_presets():
@@ -289,8 +288,8 @@ def head_by_head(problems):
     return (replace(problem, settings=HEAD_BY_HEAD) for problem in problems)
 
 
-def test_random_problems_by_heads():
-    split = check_all(head_by_head(random_problems(150)))
+def test_random_problems_by_heads(rng):
+    split = check_all(head_by_head(random_problems(rng, 150)))
     assert split[True]
     assert split[False], "a single key/value head is not split, nor is what never travels"
 
@@ -338,8 +337,7 @@ def packed(rows, heads, weight_of_class):
     return KeyRows(heads, tuple(weight for weight in weight_of_class for _ in range(heads)), tuple(sets))
 
 
-def test_key_rows_are_sets():
-    rng = fresh()
+def test_key_rows_are_sets(rng):
     for _ in range(200):
         heads, length, chance = rng.randint(1, 4), rng.choice([0, 1, 5, 70]), rng.choice([0.0, 0.05, 0.5, 1.0])
         weight_of_class = [rng.randint(1, 3) for _ in range(rng.randint(0, 3))]

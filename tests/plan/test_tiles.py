@@ -1,7 +1,6 @@
 """The tiles of a document cover each (head, query, key) as often as the definition says: by exhaustion."""
 
 import itertools
-import random
 from collections import Counter
 
 import pytest
@@ -95,10 +94,8 @@ def test_whole_document(pattern, causal):
         assert covered(tiles, num_heads, num_kv_heads) == want, (length, num_heads, num_kv_heads)
 
 
-def test_random_patterns_with_rows_sharded_over_ranks():
+def test_random_patterns_with_rows_sharded_over_ranks(rng):
     """Queries of each rank against keys of each rank, rows numbered as the ranks store them."""
-    seed = random.randrange(2**32)
-    rng = random.Random(seed)
     for case in range(400):
         pattern = random_pattern(rng)
         length = rng.randint(1, 40)
@@ -131,7 +128,7 @@ def test_random_patterns_with_rows_sharded_over_ranks():
             want = expected(pattern, length, points(queries), points(keys), num_heads, num_kv_heads, causal)
             got = covered(tiles, num_heads, num_kv_heads)
             assert got == want, (
-                f"seed {seed}, case {case}: {pattern}, {layout}, document {before}+{length}, ranks {query_rank} <- "
+                f"case {case}: {pattern}, {layout}, document {before}+{length}, ranks {query_rank} <- "
                 f"{key_rank}, heads {num_heads}/{num_kv_heads}, causal {causal}"
             )
 

@@ -1,7 +1,6 @@
 """Collators: what becomes of each column that a tokenizer, a dataset or TRL gives, and of documents longer than a row."""
 
 import itertools
-import random
 import re
 
 import numpy as np
@@ -14,15 +13,8 @@ import hf_ring_attention as ra
 BOTH = pytest.mark.parametrize("collator", [ra.PaddingCollator(), ra.PackingCollator()], ids=["padding", "packing"])
 
 
-@pytest.fixture
-def draw():
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    return random.Random(seed)
-
-
-def document(draw, length, **columns):
-    return {"input_ids": [draw.randrange(1, 97) for _ in range(length)], **columns}
+def document(rng, length, **columns):
+    return {"input_ids": [rng.randrange(1, 97) for _ in range(length)], **columns}
 
 
 def documents_of(batch):
@@ -39,12 +31,12 @@ def documents_of(batch):
 
 
 @BOTH
-def test_a_documents_own_mask_says_what_is_padding(collator, draw):
+def test_a_documents_own_mask_says_what_is_padding(collator, rng):
     rows, expected = [{"input_ids": [5, 6, 7, 0, 0, 0], "attention_mask": [1, 1, 1, 0, 0, 0]}], [[5, 6, 7]]
     for _ in range(9):
-        left, length, right = draw.randrange(4), draw.randrange(1, 9), draw.randrange(4)
-        row = document(draw, left + length + right, attention_mask=[0] * left + [1] * length + [0] * right)
-        row["labels"] = [token if draw.random() < 0.7 else -100 for token in row["input_ids"]]
+        left, length, right = rng.randrange(4), rng.randrange(1, 9), rng.randrange(4)
+        row = document(rng, left + length + right, attention_mask=[0] * left + [1] * length + [0] * right)
+        row["labels"] = [token if rng.random() < 0.7 else -100 for token in row["input_ids"]]
         rows.append(row)
         expected.append(row["input_ids"][left : left + length])
     batch = collator(rows)
@@ -60,10 +52,10 @@ def test_a_documents_own_mask_says_what_is_padding(collator, draw):
 
 @BOTH
 @pytest.mark.parametrize("names", [["completion_mask"], ["assistant_masks"], ["completion_mask", "assistant_masks"]])
-def test_prompts_that_a_mask_marks_are_not_learned(collator, names, draw):
+def test_prompts_that_a_mask_marks_are_not_learned(collator, names, rng):
     rows = [
-        document(draw, length, **{name: [draw.randrange(2) for _ in range(length)] for name in names})
-        for length in (draw.randrange(2, 12) for _ in range(6))
+        document(rng, length, **{name: [rng.randrange(2) for _ in range(length)] for name in names})
+        for length in (rng.randrange(2, 12) for _ in range(6))
     ]
     found = documents_of(collator(rows))
     for row, document_ in zip(rows, found, strict=True):
@@ -74,26 +66,26 @@ def test_prompts_that_a_mask_marks_are_not_learned(collator, names, draw):
         assert not set(names) & document_.keys()
 
 
-def test_labels_and_a_mask_that_agree_are_taken(draw):
+def test_labels_and_a_mask_that_agree_are_taken(rng):
     row = {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8], "completion_mask": [0, 0, 1, 1]}
     assert ra.PaddingCollator()([row])["labels"].tolist() == [[-100, -100, 7, 8]]
 
 
 @BOTH
-def test_other_columns_of_tokens_are_carried_along(collator, draw):
+def test_other_columns_of_tokens_are_carried_along(collator, rng):
     rows = []
     for _ in range(5):
-        n = draw.randrange(2, 9)
+        n = rng.randrange(2, 9)
         rows.append(
             document(
-                draw,
+                rng,
                 n,
-                weights=[draw.random() for _ in range(n)],
-                token_type_ids=np.array([draw.randrange(2) for _ in range(n)]),
-                special_tokens_mask=[draw.randrange(2) for _ in range(n)],
+                weights=[rng.random() for _ in range(n)],
+                token_type_ids=np.array([rng.randrange(2) for _ in range(n)]),
+                special_tokens_mask=[rng.randrange(2) for _ in range(n)],
                 offset_mapping=[(i, i + 1) for i in range(n)],
-                kept=torch.tensor([draw.random() < 0.5 for _ in range(n)]),
-                word_labels=[draw.randrange(5) for _ in range(n)],
+                kept=torch.tensor([rng.random() < 0.5 for _ in range(n)]),
+                word_labels=[rng.randrange(5) for _ in range(n)],
                 text="what it was",
                 words=["what"] * n,
                 number=3,
@@ -114,9 +106,9 @@ def test_other_columns_of_tokens_are_carried_along(collator, draw):
     assert not {"text", "words", "number", "nothing"} & batch.keys()
 
 
-def test_carried_columns_reach_the_shard_with_their_padding(draw):
+def test_carried_columns_reach_the_shard_with_their_padding(rng):
     """17 tokens over two ranks are filled up to 18 or 20."""
-    row = document(draw, 17, special_tokens_mask=[0] * 17, weights=[0.5] * 17, word_labels=[3] * 17)
+    row = document(rng, 17, special_tokens_mask=[0] * 17, weights=[0.5] * 17, word_labels=[3] * 17)
     batch = ra.PaddingCollator()([row])
 
     def sharded(ring):
@@ -153,11 +145,11 @@ def test_rows_that_were_packed_before_keep_their_borders(collator):
         assert {key: x.tolist() for key, x in other.items()} == {key: x.tolist() for key, x in collator(rows).items()}
 
 
-def test_trl_packs_a_dataset_for_these_collators(draw):
+def test_trl_packs_a_dataset_for_these_collators(rng):
     from datasets import Dataset
     from trl import pack_dataset
 
-    rows = [document(draw, draw.randrange(1, 12)) for _ in range(9)]
+    rows = [document(rng, rng.randrange(1, 12)) for _ in range(9)]
     packed = pack_dataset(Dataset.from_list(rows), 12, "bfd")
     found = documents_of(ra.shard_batch(ra.PaddingCollator()(list(packed)), ra.Ring.alone()))
     assert sorted(x["input_ids"] for x in found) == sorted(row["input_ids"] for row in rows)
@@ -254,17 +246,17 @@ def test_settings_of_collators_are_checked(kind, settings, message):
 # ---- documents longer than a row
 
 
-def long_and_short(draw):
-    n = draw.randrange(9, 30)
-    long = document(draw, n, weights=[float(i) for i in range(n)])
-    long["labels"] = [token if draw.random() < 0.7 else -100 for token in long["input_ids"]]
+def long_and_short(rng):
+    n = rng.randrange(9, 30)
+    long = document(rng, n, weights=[float(i) for i in range(n)])
+    long["labels"] = [token if rng.random() < 0.7 else -100 for token in long["input_ids"]]
     long["labels"][0] = long["input_ids"][0]
-    return [{**document(draw, 5), "labels": [1, 2, 3, 4, 5], "weights": [1.0] * 5}, long]
+    return [{**document(rng, 5), "labels": [1, 2, 3, 4, 5], "weights": [1.0] * 5}, long]
 
 
 @pytest.mark.parametrize("kind", [ra.PaddingCollator, ra.PackingCollator])
-def test_a_document_longer_than_a_row_is_what_was_asked_for(kind, draw):
-    rows = long_and_short(draw)
+def test_a_document_longer_than_a_row_is_what_was_asked_for(kind, rng):
+    rows = long_and_short(rng)
     short, long = rows
     with pytest.raises(ValueError, match=f"document 1 has {len(long['input_ids'])} tokens, .* row of 8"):
         kind(row_length=8)(rows)
@@ -291,8 +283,8 @@ def test_a_document_longer_than_a_row_is_what_was_asked_for(kind, draw):
 
 
 @pytest.mark.parametrize("kind", [ra.PaddingCollator, ra.PackingCollator])
-def test_a_batch_of_which_all_is_dropped_is_padding(kind, draw):
-    row = {**document(draw, 9), "weights": [0.5] * 9}
+def test_a_batch_of_which_all_is_dropped_is_padding(kind, rng):
+    row = {**document(rng, 9), "weights": [0.5] * 9}
     batch = kind(row_length=8, excess_length_strategy="drop")([row])
     assert batch["attention_mask"].tolist() == [[0] * 8] and batch["weights"].tolist() == [[0.0] * 8]
     shard = ra.shard_batch(batch, ra.Ring.alone())

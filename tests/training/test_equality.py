@@ -6,7 +6,6 @@ import pytest
 
 import hf_ring_attention as ra
 from tests.support.ranks import run_ranks
-from tests.support.tolerance import float64
 from tests.support.training import assert_equal_runs, documents, loop, trainer
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -56,22 +55,6 @@ def run(rank, kind, data, settings):
         return trainer(rank, folder, **settings)[0]
 
 
-def run_all(rank, cases, changes):
-    return {name: run(rank, kind, data, {**settings, **changes}) for name, (kind, data, settings) in cases.items()}
-
-
-@pytest.fixture(scope="module")
-def on_two():
-    with float64():
-        return run_ranks(run_all, 2, ON_TWO, {"ring_size": 2})
-
-
-@pytest.fixture(scope="module")
-def on_four():
-    with float64():
-        return run_ranks(run_all, 4, ON_FOUR, {"ring_size": 2, "batch_size": 1})
-
-
 def alone(kind, data, settings):
     """One process, without what is special of processes."""
     own = {name: settings[name] for name in ("batch_size", "accumulate", "pattern") if name in settings}
@@ -80,19 +63,19 @@ def alone(kind, data, settings):
 
 
 @pytest.mark.parametrize("name", ON_TWO)
-def test_a_ring_of_two(name, on_two):
+def test_a_ring_of_two(name):
     kind, data, settings = ON_TWO[name]
     expected = alone(kind, data, settings)
-    for rank, figures in enumerate(on_two):
-        assert_equal_runs(figures[name], expected, f"{name}, rank {rank} of 2")
+    for rank, figures in enumerate(run_ranks(run, 2, kind, data, {**settings, "ring_size": 2})):
+        assert_equal_runs(figures, expected, f"{name}, rank {rank} of 2")
 
 
 @pytest.mark.parametrize("name", ON_FOUR)
-def test_two_rings_of_two(name, on_four):
+def test_two_rings_of_two(name):
     kind, data, settings = ON_FOUR[name]
     expected = alone(kind, data, {**settings, "batch_size": 2})
-    for rank, figures in enumerate(on_four):
-        assert_equal_runs(figures[name], expected, f"{name}, rank {rank} of 4")
+    for rank, figures in enumerate(run_ranks(run, 4, kind, data, {**settings, "ring_size": 2, "batch_size": 1})):
+        assert_equal_runs(figures, expected, f"{name}, rank {rank} of 4")
 
 
 def test_trainer_and_loop_take_the_same_steps():

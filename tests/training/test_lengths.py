@@ -1,6 +1,5 @@
 """Documents longer than a row are told of when a loader is prepared, where the dataset tells its lengths."""
 
-import random
 import warnings
 
 import pytest
@@ -29,16 +28,9 @@ class Costly(Dataset):
         return self.rows[index]
 
 
-@pytest.fixture
-def draw():
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    return random.Random(seed)
-
-
-def rows_with(draw, longest, at, count=20):
+def rows_with(rng, longest, at, count=20):
     """Documents of up to 8 tokens, and one of `longest`."""
-    lengths = [draw.randrange(1, 9) for _ in range(count)]
+    lengths = [rng.randrange(1, 9) for _ in range(count)]
     lengths[at] = longest
     return [{"input_ids": [1 + i % 90 for i in range(length)], "text": "what it was"} for length in lengths]
 
@@ -70,9 +62,9 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_document_longer_than_a_row_is_refused_when_the_loader_is_prepared(name, draw):
-    at = draw.randrange(20)
-    dataset = KINDS[name](rows_with(draw, 13, at))
+def test_a_document_longer_than_a_row_is_refused_when_the_loader_is_prepared(name, rng):
+    at = rng.randrange(20)
+    dataset = KINDS[name](rows_with(rng, 13, at))
     with pytest.raises(ValueError, match=r"1 of 20 documents .* row of 8, .* 13: .*excess_length_strategy"):
         prepared(dataset)
     prepared(dataset, row_length=13)
@@ -84,8 +76,8 @@ def test_a_document_longer_than_a_row_is_refused_when_the_loader_is_prepared(nam
             prepared(dataset, excess_length_strategy=strategy)
 
 
-def test_rows_that_a_subset_leaves_out_do_not_count(draw):
-    rows = rows_with(draw, 13, 4)
+def test_rows_that_a_subset_leaves_out_do_not_count(rng):
+    rows = rows_with(rng, 13, 4)
     others = [index for index in range(20) if index != 4]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -105,9 +97,9 @@ def test_padding_does_not_make_a_document_long():
         assert next(iter(prepared(dataset)))["shift_labels"].shape == (1, 8)
 
 
-def test_a_dataset_that_would_have_to_be_read_is_refused_at_the_document_itself(draw):
-    dataset = Costly(rows_with(draw, 13, 5))
-    made = Table.from_list(rows_with(draw, 13, 5)).with_transform(lambda rows: rows)
+def test_a_dataset_that_would_have_to_be_read_is_refused_at_the_document_itself(rng):
+    dataset = Costly(rows_with(rng, 13, 5))
+    made = Table.from_list(rows_with(rng, 13, 5)).with_transform(lambda rows: rows)
     for costly in (dataset, made):
         loader = prepared(costly)
         with pytest.raises(ValueError, match="document 1 has 13 tokens, and does not fit a row of 8"):
@@ -118,7 +110,7 @@ def test_a_dataset_that_would_have_to_be_read_is_refused_at_the_document_itself(
     assert dataset.read == 0
 
 
-def test_lists_of_other_types_of_integers_are_measured(draw):
+def test_lists_of_other_types_of_integers_are_measured(rng):
     features = Features({"input_ids": Sequence(Value("int16"), length=9)})
     rows = [{"input_ids": list(range(1, 10))}] * 3
     with pytest.raises(ValueError, match="document 0 has 9 tokens"):

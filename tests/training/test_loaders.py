@@ -69,31 +69,30 @@ def streamed(rows, shards=1):
 # ---- rows over rings
 
 
-def epochs_of(rank, ring_size, kinds):
-    """Per kind of loader and epoch: the row numbers of this rank's batches, and tokens with labels."""
+def epochs_of(rank, ring_size, name):
+    """For each epoch of a loader: the row numbers of this rank's batches, and tokens with labels."""
+    rows, arguments, skip = KINDS[name]
     process_environment(rank, dist.get_world_size())
     accelerator = Accelerator()
     ring = ra.Ring.from_accelerator(accelerator, size=ring_size, layout="contiguous")
-    seen = {}
-    for name, (rows, arguments, skip) in kinds.items():
-        torch.manual_seed(rank)  # the order is process 0's
-        loader = ring.prepare_data_loader(DataLoader(rows, collate_fn=COLLATE, **arguments))
-        if skip:
-            loader.skip_first_batches(skip)
-        seen[name] = []
-        for _ in range(2):
-            batches = []
-            for shard in loader:
-                assert not hasattr(rows, "__len__") or len(batches) < len(loader)
-                # What processes draw for themselves, by the length of their rows, parts their random states.
-                count = shard["input_ids"].numel()
-                torch.rand(count), np.random.rand(count), [random.random() for _ in range(count)]  # noqa: NPY002
-                real = shard["input_ids"][shard.get("attention_mask", torch.ones_like(shard["input_ids"])) == 1]
-                batches.append((sorted(set((real - 1).tolist())), int((shard["shift_labels"] != -100).sum())))
-                end = accelerator.gradient_state.end_of_dataloader
-            assert end
-            seen[name].append(batches)
-    return seen
+    torch.manual_seed(rank)  # the order is process 0's
+    loader = ring.prepare_data_loader(DataLoader(rows, collate_fn=COLLATE, **arguments))
+    if skip:
+        loader.skip_first_batches(skip)
+    epochs = []
+    for _ in range(2):
+        batches = []
+        for shard in loader:
+            assert not hasattr(rows, "__len__") or len(batches) < len(loader)
+            # What processes draw for themselves, by the length of their rows, parts their random states.
+            count = shard["input_ids"].numel()
+            torch.rand(count), np.random.rand(count), [random.random() for _ in range(count)]  # noqa: NPY002
+            real = shard["input_ids"][shard.get("attention_mask", torch.ones_like(shard["input_ids"])) == 1]
+            batches.append((sorted(set((real - 1).tolist())), int((shard["shift_labels"] != -100).sum())))
+            end = accelerator.gradient_state.end_of_dataloader
+        assert end
+        epochs.append(batches)
+    return epochs
 
 
 KINDS = {
@@ -114,14 +113,9 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def on_four():
-    return run_ranks(epochs_of, 4, 2, KINDS)
-
-
 @pytest.mark.parametrize("name", KINDS)
-def test_every_row_is_read_once_by_one_ring(name, on_four):
-    by_rank = [seen[name] for seen in on_four]
+def test_every_row_is_read_once_by_one_ring(name):
+    by_rank = run_ranks(epochs_of, 4, 2, name)
     skip = KINDS[name][2]
     for epoch in range(2):
         # All processes take as many batches.
@@ -152,11 +146,10 @@ def test_every_row_is_read_once_by_one_ring(name, on_four):
         assert by_rank[0][0] != by_rank[0][1], "each epoch has an order of its own"
 
 
-def test_skipping_goes_on_in_the_same_order(on_four):
-    for seen in on_four:
-        whole = seen["shuffled"]
+def test_skipping_goes_on_in_the_same_order():
+    for whole, skipping in zip(*(run_ranks(epochs_of, 4, 2, name) for name in ("shuffled", "skipping")), strict=True):
         assert len(whole[0]) == 3
-        assert len(seen["skipping"][0]) == 2 and len(seen["skipping"][1]) == 3
+        assert skipping == [whole[0][1:], whole[1]]
 
 
 # ---- resuming

@@ -1,7 +1,6 @@
 """What a model does to the logits of its output layer is found exactly, whatever the dtype, or refused."""
 
 import math
-import random
 
 import pytest
 import torch
@@ -87,11 +86,9 @@ MODELS = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_scales_and_caps_of_a_config_are_found_to_the_bit(name, dtype):
-    seed = random.randrange(10**6)
-    print("seed", seed)
-    drawn = random.Random(seed)
-    for scale in (1.0, 1.001, 1.004, 1.02, 1.05, 0.98, 8.0, drawn.uniform(1, 1.05), drawn.uniform(0.95, 1)):
+def test_scales_and_caps_of_a_config_are_found_to_the_bit(name, dtype, rng):
+    seed = rng.randrange(10**6)
+    for scale in (1.0, 1.001, 1.004, 1.02, 1.05, 0.98, 8.0, rng.uniform(1, 1.05), rng.uniform(0.95, 1)):
         model = build(*MODELS[name](scale), dtype)
         if name == "bias":
             torch.nn.init.normal_(model.lm_head.bias)
@@ -100,10 +97,9 @@ def test_scales_and_caps_of_a_config_are_found_to_the_bit(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_scale_that_no_config_names_is_found(dtype):
-    seed = random.randrange(10**6)
-    print("seed", seed)
-    for scale in (1.001, 1.004, 1.02, 1.05, 0.98, 0.125, random.Random(seed).uniform(0.95, 1.05)):
+def test_a_scale_that_no_config_names_is_found(dtype, rng):
+    seed = rng.randrange(10**6)
+    for scale in (1.001, 1.004, 1.02, 1.05, 0.98, 0.125, rng.uniform(0.95, 1.05)):
         many = len(str(scale)) > 5
         for change in (lambda x, scale=scale: x * scale, lambda x, scale=scale: x / scale):
             found, right = found_and_right(changed(change, dtype), tokens(seed))

@@ -221,13 +221,6 @@ KINDS = {
 }
 
 
-@pytest.fixture
-def draw():
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    return random.Random(seed)
-
-
 def made(kind, seed=5):
     torch.manual_seed(seed)
     return ra.Ring.alone().prepare_data_loader(kind())
@@ -351,20 +344,20 @@ def test_a_state_is_that_of_the_pass_begun_last():
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_state_goes_on_exactly_whatever_draws_the_rows(name, draw):
+def test_a_state_goes_on_exactly_whatever_draws_the_rows(name, rng):
     loader = made(KINDS[name])
     whole = [taken(loader) for _ in range(4)]
     for _ in range(1 if "workers" in name or "a part" in name else 4):
         loader, done = made(KINDS[name]), []
         # Passes that were left before do not matter, nor do those that ended.
         for epoch in range(2):
-            count = draw.randrange(1, len(whole[epoch]) + 1)
+            count = rng.randrange(1, len(whole[epoch]) + 1)
             done.append(taken(loader, count))
-            if draw.random() < 0.4:
+            if rng.random() < 0.4:
                 break
         state = loader.state_dict()
         # The seed of the process that goes on may be another one.
-        again = made(KINDS[name], seed=draw.randrange(2**31))
+        again = made(KINDS[name], seed=rng.randrange(2**31))
         again.load_state_dict(state)
         assert again.state_dict() == state
         epoch, count = len(done) - 1, len(done[-1])
@@ -396,10 +389,10 @@ class Unseeded(IterableDataset):
     """Rows in an order that nobody can draw again."""
 
     def __iter__(self):
-        draw = random.SystemRandom()
+        rng = random.SystemRandom()
         rows = rows_of()
-        draw.shuffle(rows)
-        return iter([{"input_ids": [draw.randrange(2**20) for _ in range(3)]}, *rows])
+        rng.shuffle(rows)
+        return iter([{"input_ids": [rng.randrange(2**20) for _ in range(3)]}, *rows])
 
 
 def test_a_stream_that_cannot_be_read_again_is_refused():

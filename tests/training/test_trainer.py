@@ -20,7 +20,7 @@ from transformers import (
 
 import hf_ring_attention as ra
 from tests.support.ranks import run_ranks
-from tests.support.tolerance import EXACT, allowed, float64
+from tests.support.tolerance import EXACT, allowed
 from tests.support.training import (
     SIZES,
     assert_equal_runs,
@@ -236,38 +236,24 @@ def sft_chats_with_adapters(rank, folder, ring_size):
     return sft(rank, folder, ring_size, packing=True, chats=True)
 
 
-KINDS = (with_own_loss, adapted, sft, sft_packed, sft_chats_with_adapters, in_bfloat16)
+KINDS = (with_own_loss, adapted, sft, sft_packed, sft_chats_with_adapters)
 
 
-def run_kinds(rank, folder):
-    found = {}
-    for kind in KINDS:
-        with float64(kind is not in_bfloat16):
-            found[kind.__name__] = kind(rank, folder, 2)
-    return found
-
-
-@pytest.fixture(scope="module")
-def on_two(tmp_path_factory):
-    return run_ranks(run_kinds, 2, tmp_path_factory.mktemp("kinds"))
-
-
-@pytest.mark.parametrize("kind", KINDS[:-1], ids=lambda kind: kind.__name__)
-def test_kinds_of_training(kind, on_two, tmp_path):
-    alone = kind(0, tmp_path, 1)
-    for figures in on_two:
-        theirs = figures[kind.__name__]
-        assert_equal_runs(theirs, alone, kind.__name__)
-        assert theirs.get("tokens") == alone.get("tokens")
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_kinds_of_training(kind, tmp_path):
+    alone = kind(0, tmp_path / "alone", 1)
+    for figures in run_ranks(kind, 2, tmp_path / "ring", 2):
+        assert_equal_runs(figures, alone, kind.__name__)
+        assert figures.get("tokens") == alone.get("tokens")
 
 
 @pytest.mark.own_dtypes
-def test_training_in_bfloat16(on_two, tmp_path):
+def test_training_in_bfloat16(tmp_path):
     """As far from a run without bfloat16 as one process is."""
     exact = trainer(0, tmp_path, ring_size=1, **DATA)[0]
     bounds = {name: allowed(error) for name, error in differences(in_bfloat16(0, tmp_path, 1), exact).items()}
-    for figures in on_two:
-        assert_equal_runs(figures["in_bfloat16"], exact, "bfloat16", bounds)
+    for figures in run_ranks(in_bfloat16, 2, tmp_path, 2):
+        assert_equal_runs(figures, exact, "bfloat16", bounds)
 
 
 def own_loss_function(outputs, labels, num_items_in_batch=None):
