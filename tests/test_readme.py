@@ -16,12 +16,12 @@ from pathlib import Path
 from urllib.parse import urlparse
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_ring_attention as ra
 from hf_ring_attention.tools import cli
 
+from .support.checkpoints import save_tiny_checkpoint
 from .support.ranks import TIMEOUT
 
 ROOT = Path(__file__).parents[1]
@@ -66,27 +66,8 @@ TELL = "\nprint('weights', sum(x.double().sum().item() for x in model.parameters
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny model with a tokenizer of letters, texts, and the README's programs."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     folder = tmp_path_factory.mktemp("readme")
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = {token: number for number, token in enumerate([*letters, "<end>"])}
-    tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
-    made.save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokens),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16384,
-        eos_token_id=tokens["<end>"],
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    save_tiny_checkpoint(folder / "model", "<end>", hidden_size=32, intermediate_size=64, max_position_embeddings=16384)
     (folder / "texts").mkdir()
     for number in range(8):
         (folder / "texts" / f"{number}.txt").write_text(f"Chapter {number}. " + "The quick brown fox jumps. " * 30)

@@ -21,6 +21,7 @@ from transformers import (
 import hf_ring_attention as ra
 from hf_ring_attention.hf.support import check_predicts_next
 from tests.support.ranks import TIMEOUT, run_ranks, run_simulated
+from tests.support.threads import in_threads
 from tests.support.tiny_models import CAUSAL_TYPES, NOT_BUILT, VOCAB, tiny_config, tiny_model
 from tests.support.tolerance import EXACT, float64
 from tests.support.training import SIZES, tiny_llama
@@ -148,21 +149,12 @@ def test_threads_score_one_model():
     rows = [row(number, 20 + 5 * number) for number in range(4)]
     right = [ra.perplexity(model, ids).nll for ids in rows]
     assert model.training and not model.model.layers[1].training
-    failures = []
 
     def work(number):
-        try:
-            for _ in range(15):
-                assert ra.perplexity(model, rows[number]).nll == pytest.approx(right[number], rel=EXACT)
-        except Exception as failed:
-            failures.append(failed)
+        for _ in range(15):
+            assert ra.perplexity(model, rows[number]).nll == pytest.approx(right[number], rel=EXACT)
 
-    threads = [threading.Thread(target=float64()(work), args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
+    in_threads(work, 4)
     assert model.training and model.model.layers[0].training and not model.model.layers[1].training
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 

@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import reference_attention
+from tests.support.tiny_models import with_large_weights
 from tests.support.tolerance import EXACT, largest
 
 VOCAB, TOKENS = 97, 20
@@ -42,18 +43,6 @@ CONFIGS = {
 }  # fmt: skip
 PYRAMID = ra.Pattern.pyramid(window=3, levels=3, ratio=2, sinks=2)
 LONGNET = ra.Pattern.longnet([4, 12, None], [1, 2, 4])
-
-
-def with_large_weights(model):
-    """The model with weights so large that attention is far from uniform; a wrong key then shows."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.2, generator=generator)
-            elif name.endswith("bias"):
-                parameter.normal_(std=0.1, generator=generator)
-    return model
 
 
 def make(name, implementation="ring_dilated"):

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config
 
 import hf_ring_attention as ra
 from tests.support.ranks import PROMPTLY
+from tests.support.tiny_models import with_large_weights
 from tests.support.tolerance import EXACT, distance, largest
 
 VOCAB, TOKENS = 97, 21  # padded to 22 over 2 ranks, to 24 in zigzag
@@ -48,18 +49,6 @@ REFUSALS = {
     "dropout in rank 1's layers": r"LlamaAttention: attention dropout 0\.1 was asked for.*model\.eval\(\)",
     "a mask with a hole": r"batch row 1 of the attention mask has padding inside a document.*takes padding before and after",
 }
-
-
-def with_large_weights(model):
-    """The same weights at every call, so large that attention is far from uniform."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.2, generator=generator)
-            elif name.endswith("bias"):
-                parameter.normal_(std=0.1, generator=generator)
-    return model
 
 
 def make(name):

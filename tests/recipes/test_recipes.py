@@ -12,10 +12,11 @@ import finetune as finetune_recipe
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import hf_ring_attention  # noqa: F401  (a model that a recipe saved asks for "ring_dilated")
 from tests.support.as_gpus import NO_DEEPSPEED
+from tests.support.checkpoints import save_tiny_checkpoint
 from tests.support.programs import run_program
 from tests.support.tolerance import allowed, distance, nudge_
 from tests.support.training import assert_equal_runs, differences
@@ -27,25 +28,8 @@ AS_GPUS = Path(__file__).parents[1] / "support" / "as_gpus.py"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny model with a byte-level tokenizer, and a text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     folder = tmp_path_factory.mktemp("tiny")
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(letters),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    save_tiny_checkpoint(folder / "model", hidden_size=64, intermediate_size=128, max_position_embeddings=4096)
     (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog, again and again. " * 400)
     assert AutoTokenizer.from_pretrained(folder / "model")("fox").input_ids
     return folder

@@ -1,0 +1,19 @@
+"""The folder of a tiny checkpoint: a Llama with random weights, and a tokenizer of bytes."""
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+def save_tiny_checkpoint(folder, end_token=None, **sizes):
+    """The same weights at every call for equal sizes; an end token, where there is one, ends texts and pads them."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = {token: number for number, token in enumerate([*letters, *filter(None, [end_token])])}
+    tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    of_bytes = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end_token, pad_token=end_token)
+    of_bytes.save_pretrained(folder)
+    torch.manual_seed(0)
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokens), eos_token_id=tokens.get(end_token), **heads, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)
