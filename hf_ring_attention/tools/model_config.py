@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..plan.patterns import Pattern, Window
+from .output import spinner
 
 #: Types whose config.json may lack layer_types, with (n, i): every n-th layer from layer i on has no window of its own.
 _FULL_EVERY = {
@@ -94,7 +95,8 @@ def _download(model: str) -> Path:
 
     logging.set_verbosity_error()  # The hub's client would print each new attempt.
     try:
-        return Path(hf_hub_download(model, "config.json"))
+        with spinner(f"asking the hub for the config of {model}"):  # An unreachable hub is asked for half a minute.
+            return Path(hf_hub_download(model, "config.json"))
     except (OSError, ValueError, HfHubHTTPError) as error:
         reason = re.split(r"(?<=[a-z)'])\. ", " ".join(str(error).split()))[0].rstrip(".")
         raise argparse.ArgumentTypeError(
