@@ -25,6 +25,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.option.seed is None:
         config.option.seed = random.SystemRandom().randrange(10**6)
+    config.option.hypothesis_seed = str(config.option.seed)
 
 
 def pytest_report_header(config):

@@ -6,12 +6,13 @@ import time
 from collections import Counter
 
 import pytest
+from hypothesis import given, settings
 
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.patterns import Pattern, Segment, Sink, Window
 from hf_ring_attention.plan.plans import plan_rank
 from hf_ring_attention.plan.problem import Problem
-from tests.support.cases import random_documents, random_pattern
+from tests.plan.strategies import problems
 
 
 def pairs_of(batch, problem, query_positions, key_positions):
@@ -84,25 +85,10 @@ def check(problem):
     assert total == expected(problem), problem
 
 
-def as_tuples(documents, batch, seq_len):
-    if documents is None:
-        return (((0, seq_len),),) * batch
-    return tuple(tuple(map(tuple, row)) for row in documents)
-
-
-def test_all_ranks_together_are_the_definition(rng):
-    for _ in range(250):
-        batch, seq_len, num_kv_heads = rng.randint(1, 3), rng.randint(1, 30), rng.randint(1, 3)
-        check(
-            Problem(
-                random_pattern(rng),
-                SequenceLayout(rng.choice(["contiguous", "zigzag"]), seq_len, rng.randint(1, 4)),
-                as_tuples(random_documents(rng, batch, seq_len), batch, seq_len),
-                num_heads=num_kv_heads * rng.randint(1, 3),
-                num_kv_heads=num_kv_heads,
-                causal=rng.random() < 0.6,
-            )
-        )
+@settings(max_examples=250)
+@given(problems)
+def test_all_ranks_together_are_the_definition(problem):
+    check(problem)
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
@@ -136,13 +122,13 @@ def test_presets(pattern, causal, kind):
         )
 
 
-def test_wide_bands(rng):
+@pytest.mark.parametrize("overlap", ["once", "count"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_wide_bands(causal, overlap, rng):
     """Bands wider than 64 keys are tiled in steps narrower than they are."""
-    for causal, overlap in itertools.product([True, False], ["once", "count"]):
-        width = rng.randint(65, 110)
-        pattern = Pattern((Window(width), Window(2 * rng.randint(70, 110), 2)), overlap)
-        layout = SequenceLayout(rng.choice(["contiguous", "zigzag"]), rng.randint(200, 260), rng.randint(1, 2))
-        check(Problem(pattern, layout, (((3, layout.seq_len),),), num_heads=2, num_kv_heads=2, causal=causal))
+    pattern = Pattern((Window(rng.randint(65, 110)), Window(2 * rng.randint(70, 110), 2)), overlap)
+    layout = SequenceLayout(rng.choice(["contiguous", "zigzag"]), rng.randint(200, 260), rng.randint(1, 2))
+    check(Problem(pattern, layout, (((3, layout.seq_len),),), num_heads=2, num_kv_heads=2, causal=causal))
 
 
 def test_phases_of_query_heads_are_planned_for_each_of_them():

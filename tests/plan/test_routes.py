@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 import pytest
+from hypothesis import given, settings
 
 from hf_ring_attention.plan.choices import imbalance
 from hf_ring_attention.plan.layouts import SequenceLayout
@@ -14,8 +15,8 @@ from hf_ring_attention.plan.plans import of_heads, tiles_from
 from hf_ring_attention.plan.problem import Problem, RingSettings
 from hf_ring_attention.plan.routes import KeyRows, needed, ring_laps, union
 from hf_ring_attention.plan.traffic import Bytes, RowBytes, collective_traffic, exchanged, ring_traffic
-from tests.plan.test_plans import as_tuples, expected, pairs_of
-from tests.support.cases import random_documents, random_pattern
+from tests.plan.strategies import problems, rngs
+from tests.plan.test_plans import expected, pairs_of
 
 #: Small problems go head by head: every payload is large, and any number of query rows will do for a group.
 HEAD_BY_HEAD = RingSettings(rows_of_a_head_group=1, large_payload=10**9)
@@ -216,40 +217,11 @@ def check_bytes(problem, traffic_of, sent, received, grads_sent, grads_received)
 CHECKS = [check_needs, check_arrivals, check_hops, check_rounds, check_tiles, check_traffic]
 
 
-def check_all(problems):
-    """All checks of each problem, of which some send one way round and some both ways.
-
-    Returns how many are split by heads (True), and how many are not (False).
-    """
-    directions, split = Counter(), Counter()
-    for problem in problems:
-        for check in CHECKS:
-            check(problem)
-        tours = ring_laps(problem)
-        directions[frozenset(lap.direction for lap in tours if lap.steps)] += 1
-        split[sum(lap.with_own for lap in tours) > 1] += 1
-    assert directions[frozenset([1])], "no problem sends one way round"
-    assert directions[frozenset([1, -1])], "no problem sends both ways"
-    return split
-
-
-def random_problem(rng):
-    """Any pattern, and as often one that reaches near, which sends both ways."""
-    batch, seq_len, num_kv_heads = rng.randint(1, 3), rng.randint(1, 30), rng.randint(1, 3)
-    near = rng.choice([Window(rng.randint(1, 5)), Segment(rng.randint(1, 9))])
-    sinks = rng.choice([(), (Sink(1),)])
-    return Problem(
-        rng.choice([random_pattern(rng), Pattern((*sinks, near))]),
-        SequenceLayout(rng.choice(["contiguous", "zigzag"]), seq_len, rng.randint(1, 6)),
-        as_tuples(random_documents(rng, batch, seq_len), batch, seq_len),
-        num_heads=num_kv_heads * rng.randint(1, 3),
-        num_kv_heads=num_kv_heads,
-        causal=rng.random() < 0.6,
-    )
-
-
-def random_problems(rng, count):
-    return (random_problem(rng) for _ in range(count))
+def check_all(problem):
+    """Returns whether the problem is split by heads."""
+    for check in CHECKS:
+        check(problem)
+    return sum(lap.with_own for lap in ring_laps(problem)) > 1
 
 
 PATTERNS = [
@@ -276,43 +248,42 @@ def preset_problems(lengths=(4, 13)):
             )
 
 
-def test_random_problems(rng):
-    assert set(check_all(random_problems(rng, 200))) == {False}, "small problems are not split by heads"
+@settings(max_examples=200)
+@given(problems)
+def test_random_problems(problem):
+    assert not check_all(problem), "small problems are not split by heads"
 
 
 def test_presets():
-    check_all(preset_problems())
+    """Some send one way round, and some both ways."""
+    directions = Counter()
+    for problem in preset_problems():
+        check_all(problem)
+        directions[frozenset(lap.direction for lap in ring_laps(problem) if lap.steps)] += 1
+    assert directions[frozenset([1])] and directions[frozenset([1, -1])]
 
 
-def head_by_head(problems):
-    return (replace(problem, settings=HEAD_BY_HEAD) for problem in problems)
-
-
-def test_random_problems_by_heads(rng):
-    split = check_all(head_by_head(random_problems(rng, 150)))
-    assert split[True]
-    assert split[False], "a single key/value head is not split, nor is what never travels"
+@settings(max_examples=150)
+@given(problems)
+def test_random_problems_by_heads(problem):
+    """A single key/value head is not split, nor is what never travels."""
+    split = check_all(replace(problem, settings=HEAD_BY_HEAD))
+    assert not split or (problem.num_kv_heads > 1 and problem.layout.world_size > 1)
 
 
 def test_presets_by_heads():
-    assert check_all(head_by_head(preset_problems((13,))))[True]
+    split = {check_all(replace(problem, settings=HEAD_BY_HEAD)) for problem in preset_problems((13,))}
+    assert split == {True, False}
 
 
 @pytest.mark.parametrize("sinks", [(), (Sink(1),)], ids=["window", "sink and window"])
 def test_every_window_and_number_of_ranks(sinks):
     """By exhaustion: rows near their readers, and one that all ranks read, however the others go."""
-    check_all(
-        Problem(
-            Pattern((*sinks, Window(length))),
-            SequenceLayout(kind, 12, p),
-            (((0, 12),),),
-            num_heads=1,
-            num_kv_heads=1,
-            causal=causal,
-        )
-        for length, p in itertools.product(range(1, 13), range(1, 7))
-        for kind, causal in itertools.product(["contiguous", "zigzag"], [True, False])
-    )
+    for length, p, kind, causal in itertools.product(
+        range(1, 13), range(1, 7), ["contiguous", "zigzag"], [True, False]
+    ):
+        pattern, layout = Pattern((*sinks, Window(length))), SequenceLayout(kind, 12, p)
+        check_all(Problem(pattern, layout, (((0, 12),),), num_heads=1, num_kv_heads=1, causal=causal))
 
 
 @pytest.mark.parametrize("p", [1, 3])
@@ -337,27 +308,28 @@ def packed(rows, heads, weight_of_class):
     return KeyRows(heads, tuple(weight for weight in weight_of_class for _ in range(heads)), tuple(sets))
 
 
+@settings(max_examples=200)
+@given(rngs)
 def test_key_rows_are_sets(rng):
-    for _ in range(200):
-        heads, length, chance = rng.randint(1, 4), rng.choice([0, 1, 5, 70]), rng.choice([0.0, 0.05, 0.5, 1.0])
-        weight_of_class = [rng.randint(1, 3) for _ in range(rng.randint(0, 3))]
-        every = list(itertools.product(range(len(weight_of_class)), range(heads), range(length)))
-        sets = [{row for row in every if rng.random() < chance} for _ in range(3)]
-        (a, b, c), (x, y, z) = sets, (packed(rows, heads, weight_of_class) for rows in sets)
-        first, last = sorted(rng.choices(range(heads + 1), k=2))
-        of_heads_chosen = {row for row in a if first <= row[1] < last}
-        for got, rows in (
-            (x | y, a | b),
-            (x & y, a & b),
-            (x - y, a - b),
-            (x - x, set()),
-            (union([x]), a),
-            (union([x, y, z]), a | b | c),
-            (x.of_heads(range(first, last)), of_heads_chosen),
-        ):
-            assert got == packed(rows, heads, weight_of_class)
-            assert len(got) == sum(weight_of_class[number] for number, _, _ in rows)
-            assert bool(got) == bool(rows)
+    heads, length, chance = rng.randint(1, 4), rng.choice([0, 1, 5, 70]), rng.choice([0.0, 0.05, 0.5, 1.0])
+    weight_of_class = [rng.randint(1, 3) for _ in range(rng.randint(0, 3))]
+    every = list(itertools.product(range(len(weight_of_class)), range(heads), range(length)))
+    sets = [{row for row in every if rng.random() < chance} for _ in range(3)]
+    (a, b, c), (x, y, z) = sets, (packed(rows, heads, weight_of_class) for rows in sets)
+    first, last = sorted(rng.choices(range(heads + 1), k=2))
+    of_heads_chosen = {row for row in a if first <= row[1] < last}
+    for got, rows in (
+        (x | y, a | b),
+        (x & y, a & b),
+        (x - y, a - b),
+        (x - x, set()),
+        (union([x]), a),
+        (union([x, y, z]), a | b | c),
+        (x.of_heads(range(first, last)), of_heads_chosen),
+    ):
+        assert got == packed(rows, heads, weight_of_class)
+        assert len(got) == sum(weight_of_class[number] for number, _, _ in rows)
+        assert bool(got) == bool(rows)
 
 
 # How calls are split by heads.

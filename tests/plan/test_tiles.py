@@ -4,12 +4,14 @@ import itertools
 from collections import Counter
 
 import pytest
+from hypothesis import given, settings
 
 from hf_ring_attention.plan import tiles
 from hf_ring_attention.plan.intervals import Run
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.patterns import Pattern, Segment, Sink, Window
 from hf_ring_attention.plan.tiles import tile_document
+from tests.plan.strategies import rngs
 from tests.support.cases import random_pattern
 
 
@@ -94,43 +96,44 @@ def test_whole_document(pattern, causal):
         assert covered(tiles, num_heads, num_kv_heads) == want, (length, num_heads, num_kv_heads)
 
 
+@settings(max_examples=400)
+@given(rngs)
 def test_random_patterns_with_rows_sharded_over_ranks(rng):
     """Queries of each rank against keys of each rank, rows numbered as the ranks store them."""
-    for case in range(400):
-        pattern = random_pattern(rng)
-        length = rng.randint(1, 40)
-        before, after = rng.choice([(0, 0), (3, 5), (7, 0)])  # other documents of the row
-        layout = SequenceLayout(rng.choice(["contiguous", "zigzag"]), before + length + after, rng.randint(1, 4))
-        num_kv_heads = rng.randint(1, 4)
-        num_heads = num_kv_heads * rng.randint(1, 3)
-        causal = rng.random() < 0.6
+    pattern = random_pattern(rng)
+    length = rng.randint(1, 40)
+    before, after = rng.choice([(0, 0), (3, 5), (7, 0)])  # other documents of the row
+    layout = SequenceLayout(rng.choice(["contiguous", "zigzag"]), before + length + after, rng.randint(1, 4))
+    num_kv_heads = rng.randint(1, 4)
+    num_heads = num_kv_heads * rng.randint(1, 3)
+    causal = rng.random() < 0.6
 
-        def runs_of(rank, layout=layout, before=before, length=length):
-            row, runs = 0, []
-            for piece in layout.pieces(rank):
-                start, stop = max(piece.start, before), min(piece.stop, before + length)
-                if start < stop:
-                    runs.append(Run(row + start - piece.start, start - before, stop - start))
-                row += len(piece)
-            return runs
+    def runs_of(rank):
+        row, runs = 0, []
+        for piece in layout.pieces(rank):
+            start, stop = max(piece.start, before), min(piece.stop, before + length)
+            if start < stop:
+                runs.append(Run(row + start - piece.start, start - before, stop - start))
+            row += len(piece)
+        return runs
 
-        for query_rank, key_rank in itertools.product(range(layout.world_size), repeat=2):
-            queries, keys = runs_of(query_rank), runs_of(key_rank)
-            tiles = tile_document(
-                pattern,
-                length=length,
-                queries=queries,
-                keys=keys,
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                causal=causal,
-            )
-            want = expected(pattern, length, points(queries), points(keys), num_heads, num_kv_heads, causal)
-            got = covered(tiles, num_heads, num_kv_heads)
-            assert got == want, (
-                f"case {case}: {pattern}, {layout}, document {before}+{length}, ranks {query_rank} <- "
-                f"{key_rank}, heads {num_heads}/{num_kv_heads}, causal {causal}"
-            )
+    for query_rank, key_rank in itertools.product(range(layout.world_size), repeat=2):
+        queries, keys = runs_of(query_rank), runs_of(key_rank)
+        tiles = tile_document(
+            pattern,
+            length=length,
+            queries=queries,
+            keys=keys,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            causal=causal,
+        )
+        want = expected(pattern, length, points(queries), points(keys), num_heads, num_kv_heads, causal)
+        got = covered(tiles, num_heads, num_kv_heads)
+        assert got == want, (
+            f"{pattern}, {layout}, document {before}+{length}, ranks {query_rank} <- "
+            f"{key_rank}, heads {num_heads}/{num_kv_heads}, causal {causal}"
+        )
 
 
 def test_the_example_of_the_module_is_what_is_computed():
