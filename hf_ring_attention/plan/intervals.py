@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .patterns import Branch, Pattern, Segment, Sink, Window
 
@@ -69,9 +69,17 @@ class Border(NamedTuple):
     A term ("at", c) is position c, ("from_query", c) is q + c, and ("block", w, e) is (q // w + e) * w.
     """
 
-    kind: str
+    kind: Literal["at", "from_query", "block"]
     value: int
     blocks: int = 0
+
+    def position(self, query: Any) -> Any:
+        """Returns the position for query q; for an array of queries, that of each."""
+        if self.kind == "from_query":
+            return query + self.value
+        if self.kind == "block":
+            return (query // self.value + self.blocks) * self.value
+        return self.value + 0 * query
 
 
 def _borders(branch: Branch, length: int, causal: bool) -> tuple[list[Border], list[Border]]:
@@ -101,7 +109,11 @@ class Region(NamedTuple):
 
 
 def regions_of(pattern: Pattern, number: int, residue: int, phase: int, length: int, causal: bool) -> list[Region]:
-    """Returns what branch `number` adds to those before it, for queries of this residue modulo its dilation."""
+    """Returns what branch `number` adds to those before it, for queries of this residue modulo its dilation.
+
+    Where each key counts once, it relies on every branch to show a query itself, as segments and windows do: what two of
+    them see is then one interval.
+    """
     branch = pattern.branches[number]
     first, beyond = _borders(branch, length, causal)
     if pattern.overlap == "count":

@@ -136,6 +136,8 @@ Branch = Segment | Window | Sink
 
 _BRANCHES: dict[str, type[Segment] | type[Window] | type[Sink]] = {"segment": Segment, "window": Window, "sink": Sink}
 
+_BRANCH_TYPES = (Segment, Window, Sink)
+
 
 @dataclass(frozen=True)
 class Pattern:
@@ -174,14 +176,14 @@ class Pattern:
 
     def __post_init__(self) -> None:
         branches: Any = self.branches
-        if isinstance(branches, (Segment, Window, Sink)):
+        if isinstance(branches, _BRANCH_TYPES):
             branches = (branches,)
         if not isinstance(branches, Iterable):
             raise ValueError(f"Pattern: branches must be a sequence of Segment, Window and Sink, got {branches!r}")
         branches = tuple(branches)
         object.__setattr__(self, "branches", branches)
         for branch in branches:
-            if not isinstance(branch, (Segment, Window, Sink)):
+            if not isinstance(branch, _BRANCH_TYPES):
                 raise ValueError(f"Pattern: a branch must be a Segment, a Window or a Sink, got {branch!r}")
         _check_choice("Pattern", "overlap", self.overlap, ("count", "once"))
         _check_choice("Pattern", "phase_by", self.phase_by, ("kv_head", "query_head"))

@@ -89,12 +89,7 @@ class _Cell:
     @staticmethod
     def _resolve(terms: list[Border], position: int) -> list[tuple[int, bool]]:
         """Returns (position for the cell's first query, whether it moves with the query) for each term."""
-        return [
-            (position + term.value, True)
-            if term.kind == "from_query"
-            else ((position // term.value + term.blocks) * term.value if term.kind == "block" else term.value, False)
-            for term in terms
-        ]
+        return [(term.position(position), term.kind == "from_query") for term in terms]
 
     def ends(self, query: int) -> tuple[int, int]:
         """Returns the numbers of the first key that a query of the cell sees, and of the first key beyond."""

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from .problem import Problem
 from .routes import needed, ring_laps
-from .row_numbers import collective_numbers, ring_numbers
 
 
 class RowBytes(NamedTuple):
@@ -28,14 +27,11 @@ class RankTraffic(NamedTuple):
 
     Attributes:
         buffers: the most that keys, values and gradients of other ranks, and copies on their way, take at once.
-        row_numbers: the most that the numbers of rows take, which tiles and messages need that are no views of a tensor.
-            They are kept for equal calls, such as those of other layers.
     """
 
     forward: Bytes
     backward: Bytes
     buffers: int
-    row_numbers: int
 
 
 def ring_traffic(problem: Problem, rank: int, sizes: RowBytes) -> RankTraffic:
@@ -66,7 +62,6 @@ def ring_traffic(problem: Problem, rank: int, sizes: RowBytes) -> RankTraffic:
         forward=Bytes(*forward),
         backward=Bytes(forward[0] + gradients[0], forward[1] + gradients[1]),
         buffers=largest * (2 + left_behind) * sizes.row_bytes + 3 * largest_grads * sizes.grad_bytes,
-        row_numbers=ring_numbers(problem, rank),
     )
 
 
@@ -87,5 +82,4 @@ def collective_traffic(problem: Problem, rank: int, sizes: RowBytes) -> RankTraf
             sent * sizes.row_bytes + received * sizes.grad_bytes, received * sizes.row_bytes + sent * sizes.grad_bytes
         ),
         buffers=max((sent + received) * sizes.row_bytes, received * both + sent * sizes.grad_bytes),
-        row_numbers=collective_numbers(problem, rank),
     )

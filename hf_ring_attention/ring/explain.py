@@ -11,6 +11,7 @@ from ..plan.layouts import LayoutKind, SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
 from ..plan.plans import plan_rank
 from ..plan.problem import Problem
+from ..plan.row_numbers import collective_numbers, ring_numbers
 from ..plan.traffic import RankTraffic, RowBytes, collective_traffic, ring_traffic
 
 #: The bytes of a number, and of a number of its sums (`compute.merge.accumulation_dtype`), by the name of the dtype.
@@ -49,6 +50,8 @@ class Explanation:
         decision: the transport, with its reason.
         imbalance: the work of the busiest rank, divided by the mean.
         ranks: the work of each rank.
+        row_numbers: by transport, the most bytes that the numbers of rows take on the rank with the most work. Tiles and
+            messages need them that are no views of a tensor; they are kept for equal calls, such as those of other layers.
 
     Example:
         >>> call = ra.explain("window:512+4", seq_len=65536, world_size=4, num_heads=32, num_kv_heads=8, head_dim=128)
@@ -64,6 +67,7 @@ class Explanation:
     decision: Decision
     imbalance: float
     ranks: tuple[RankShare, ...]
+    row_numbers: dict[str, int]
 
     def __str__(self) -> str:
         layout, p = self.layout, self.layout.world_size
@@ -89,7 +93,7 @@ class Explanation:
                 max(rank.backward.received for rank in traffic),
                 max(rank.backward.sent for rank in traffic),
                 max(rank.buffers for rank in traffic),
-                max(rank.row_numbers for rank in traffic),
+                self.row_numbers[name],
             ]
             lines.append(f"| {name} | " + " | ".join(f"{column / 2**20:.1f}" for column in columns) + " |")
         return "\n".join(lines)
@@ -173,6 +177,7 @@ def explain(
         for rank in range(world_size)
     )
     flops = [share.forward_flops for share in shares]
+    busiest = flops.index(max(flops))
     return Explanation(
         pattern=pattern,
         layout=division,
@@ -180,4 +185,8 @@ def explain(
         decision=choose_transport(problem, sizes) if transport == "auto" else Decision(transport, "it was asked for"),
         imbalance=max(flops) * len(flops) / (sum(flops) or 1),
         ranks=shares,
+        row_numbers={
+            "ring": ring_numbers(problem, busiest),
+            "collective": collective_numbers(problem, busiest),
+        },
     )

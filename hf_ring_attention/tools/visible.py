@@ -141,15 +141,7 @@ def _ends(region: Region, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the first visible position of each query, and the first position after the visible ones."""
 
     def at(terms: Iterable[Border]) -> list[np.ndarray]:
-        values = []
-        for term in terms:
-            if term.kind == "from_query":
-                values.append(queries + term.value)
-            elif term.kind == "block":
-                values.append((queries // term.value + term.blocks) * term.value)
-            else:
-                values.append(np.full_like(queries, term.value))
-        return values
+        return [term.position(queries) for term in terms]
 
     start, stop = np.max(at(region.first), 0), np.min(at(region.beyond), 0)
     if region.before_all:

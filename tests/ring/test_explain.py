@@ -8,6 +8,7 @@ import torch
 import hf_ring_attention as ra
 from hf_ring_attention.plan.plans import plan_rank
 from hf_ring_attention.plan.problem import Problem
+from hf_ring_attention.plan.row_numbers import collective_numbers, ring_numbers
 from hf_ring_attention.transport import transports
 from tests.support.cases import random_case
 
@@ -96,23 +97,21 @@ def test_a_ring_keeps_as_many_bytes_of_row_numbers_as_it_says_at_most(transport,
         return by_case
 
     by_rank = ra.run_simulated(kept, 3, layout=layout, transport=transport)
+    most = {"ring": ring_numbers, "collective": collective_numbers}[transport]
     total = [0, 0]
     for number, case in enumerate(cases):
-        names = ("seq_len", "num_heads", "num_kv_heads", "head_dim", "value_dim", "documents", "causal")
-        call = {name: getattr(case, name) for name in names} | {"batch_size": case.batch, "dtype": case.dtype}
-        shares = ra.explain(case.pattern, world_size=3, layout=layout, transport=transport, **call).ranks
-        for share, nbytes in zip(shares, (of_rank[number] for of_rank in by_rank), strict=True):
-            stated = getattr(share, transport).row_numbers
-            assert nbytes <= stated, f"rank {share.rank}: {case}"
-            total = [total[0] + nbytes, total[1] + stated]
+        problem = case.problem(ra.SequenceLayout(layout, case.seq_len, 3))
+        for rank, by_case in enumerate(by_rank):
+            assert by_case[number] <= most(problem, rank), f"rank {rank}: {case}"
+            total = [total[0] + by_case[number], total[1] + most(problem, rank)]
     assert total[0] > total[1] / 2, "the bound says little"
 
 
 def test_views_need_no_row_numbers():
     call = {"seq_len": 4096, "world_size": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "batch_size": 2}
     said = ra.explain("exact", **call, layout="contiguous", transport="ring")
-    assert [share.ring.row_numbers for share in said.ranks] == [0] * 4
-    assert all(share.ring.row_numbers > 0 for share in ra.explain("pyramid:64,3", **call, transport="ring").ranks)
+    assert said.row_numbers["ring"] == 0 < said.row_numbers["collective"]
+    assert ra.explain("pyramid:64,3", **call, transport="ring").row_numbers["ring"] > 0
 
 
 @pytest.mark.parametrize(

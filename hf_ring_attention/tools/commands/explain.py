@@ -197,32 +197,29 @@ def _largest(traffic: Sequence[RankTraffic]) -> dict[str, int]:
         "backward_sent": max(rank.backward.sent for rank in traffic),
         "backward_received": max(rank.backward.received for rank in traffic),
         "buffers": max(rank.buffers for rank in traffic),
-        "row_numbers": max(rank.row_numbers for rank in traffic),
     }
 
 
 def _added(traffic: Sequence[tuple[int, RankTraffic]]) -> dict[str, int]:
-    """Returns the bytes of one rank for pairs (number of layers, bytes of one).
-
-    Only one layer at a time has buffers, and layers that do the same share their row numbers.
-    """
+    """Returns the bytes of one rank for pairs (number of layers, bytes of one); only one layer at a time has buffers."""
     return {
         "forward_sent": sum(count * one.forward.sent for count, one in traffic),
         "forward_received": sum(count * one.forward.received for count, one in traffic),
         "backward_sent": sum(count * one.backward.sent for count, one in traffic),
         "backward_received": sum(count * one.backward.received for count, one in traffic),
         "buffers": max(one.buffers for _, one in traffic),
-        "row_numbers": sum(one.row_numbers for _, one in traffic),
     }
 
 
 def _used(explanation: Explanation, rank: int, transport: str) -> RankTraffic:
     """Returns what a rank moves by a transport; "chosen" is the one that the call takes."""
+    traffic: RankTraffic = getattr(explanation.ranks[rank], _choice(explanation, transport))
+    return traffic
+
+
+def _choice(explanation: Explanation, transport: str) -> str:
     choice = explanation.decision.choice if transport == "chosen" else transport
-    share = explanation.ranks[rank]
-    if choice == "local":  # No rank needs the keys of others.
-        return share.collective
-    return share.ring if choice == "ring" else share.collective
+    return "collective" if choice == "local" else choice  # On one rank neither moves anything.
 
 
 def _answer(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerKind], **call: Any) -> dict[str, Any]:
@@ -243,8 +240,10 @@ def _answer(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerK
                 "forward_flops": max(flops),
                 "backward_flops": BACKWARD * max(flops),
                 "forward_flops_of_all_ranks": sum(flops),
-                "ring_bytes": _largest([share.ring for share in kind.explanation.ranks]),
-                "collective_bytes": _largest([share.collective for share in kind.explanation.ranks]),
+                "ring_bytes": _largest([share.ring for share in kind.explanation.ranks])
+                | {"row_numbers": kind.explanation.row_numbers["ring"]},
+                "collective_bytes": _largest([share.collective for share in kind.explanation.ranks])
+                | {"row_numbers": kind.explanation.row_numbers["collective"]},
             }
         )
     flops_of_ranks = [sum(len(k.layers) * k.explanation.ranks[rank].forward_flops for k in kinds) for rank in ranks]
@@ -252,6 +251,9 @@ def _answer(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerK
     for transport in ("chosen", "ring", "collective"):
         per_rank = [_added([(len(k.layers), _used(k.explanation, rank, transport)) for k in kinds]) for rank in ranks]
         totals[f"{transport}_bytes"] = {name: max(one[name] for one in per_rank) for name in per_rank[0]}
+        # Layers that do the same share their row numbers.
+        numbers = [k.explanation.row_numbers[_choice(k.explanation, transport)] for k in kinds]
+        totals[f"{transport}_bytes"]["row_numbers"] = sum(numbers)
     count = len(attention.layers)
     return {
         "model": attention.name or None,
