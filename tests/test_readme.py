@@ -3,7 +3,7 @@
 import ast
 import contextlib
 import functools
-import importlib
+import importlib.util
 import io
 import os
 import re
@@ -213,7 +213,9 @@ def test_commands_name_files_and_options_that_exist(page, command, capsys):
     if not words or words[0] == "export":
         return
     program, *rest = words
-    if program == "python":
+    if program == "python" and rest[0] == "-m":
+        assert importlib.util.find_spec(f"{rest[1]}.__main__") is not None
+    elif program == "python":
         check_program(rest, capsys)
     elif program == "torchrun":
         from torch.distributed.run import get_args_parser
@@ -259,6 +261,16 @@ def test_the_readme_is_short():
     """Words are what has a letter or a digit in it, those of code and tables included."""
     words = [word for word in README.read_text(encoding="utf-8").split() if any(map(str.isalnum, word))]
     assert len(words) <= LONGEST, len(words)
+
+
+def test_the_numbers_of_types_are_those_of_the_list():
+    types = ra.supported_models()
+    supported = [model for model in types if model.status == "supported"]
+    on_a_ring = sum(model.ring for model in supported)
+    counts = (
+        f"Of {len(types)} causal types in Transformers, {len(supported)} are supported, {on_a_ring} of them over a ring"
+    )
+    assert counts in README.read_text(encoding="utf-8")
 
 
 def test_every_public_name_is_in_the_list():
