@@ -160,7 +160,7 @@ def checked_shard(
         if ends is not None:
             packed_documents(1, int(ends[-1]), ends, None)
             call.same("cu_seq_lens_q", tuple(ends.tolist()))
-        call.told = runs_of_shard(positions, mask, kwargs.get("seq_idx"), layout, ring.rank, tokens.shape[0], first)
+        call.message = runs_of_shard(positions, mask, kwargs.get("seq_idx"), layout, ring.rank, tokens.shape[0], first)
     by_rank: list[tuple[list[list[ShardRun]], int]] = call.answers
     batch = len(by_rank[0][0])
     rows = [sorted(run for runs, _ in by_rank for run in runs[row]) for row in range(batch)]

@@ -26,13 +26,13 @@ class Agreement:
 
     Attributes:
         values: the values that must be equal on all ranks, by the names that an error gives them.
-        told: this rank's message to the others, which may differ from theirs.
+        message: what this rank tells the others, which may differ from theirs.
         answers: the message of each rank, once all have agreed.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
-        self.told: Any = None
+        self.message: Any = None
         self.answers: list[Any] = []
 
     def same(self, name: str, value: Any) -> None:
@@ -53,7 +53,7 @@ def agreement(settle: Callable[[Mapping[str, Any], Exception | None, Any], list[
             call.same("the shape of x", x.shape)    # and so is one for a difference
 
     Args:
-        settle: compares (values, error, told) of all ranks, and returns each rank's `told`: `agree`, or `Calls.agree`.
+        settle: compares (values, error, message) of all ranks, and returns each rank's `message`: `agree`, or `Calls.agree`.
 
     Raises:
         ValueError: on every rank, if one came with an error or the ranks differ.
@@ -63,7 +63,7 @@ def agreement(settle: Callable[[Mapping[str, Any], Exception | None, Any], list[
         yield call
     except _REFUSALS as refusal:
         error = refusal
-    call.answers = settle(call.values, error, call.told)
+    call.answers = settle(call.values, error, call.message)
 
 
 def agree(
@@ -80,7 +80,7 @@ def agree(
         who: the word for a rank in errors: "rank" or "process".
         values: the values that must be equal, by the names that an error gives them.
         error: the error of this rank, which is raised on all.
-        tell: this rank's message to the others, which may differ from theirs.
+        tell: what this rank tells the others, which may differ from theirs.
 
     Returns:
         The message of each rank.
