@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import Gemma3TextConfig
 
+import hf_ring_attention as ra
 from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.tools import cli, plots
 
@@ -41,6 +43,26 @@ def test_patterns_as_text_and_json(capsys):
     assert (row["head"], row["heads"], row["sinks"]) == (3, 8, 4)
     assert row["share_of_causal_pairs"] == pytest.approx(Pattern.parse("pyramid:512,3").flop_share(8192), rel=0.01)
     assert np.shape(row["share_of_squares"]) == (64, 64)
+
+
+def test_the_patterns_of_a_models_layers(tmp_path, capsys):
+    """Also one that was patched in, and with the model's own heads."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    config = Gemma3TextConfig(
+        num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, sliding_window=512, layer_types=kinds
+    )
+    ra.patch_config(config, "pyramid:512,3")
+    config.save_pretrained(tmp_path)
+    rows = json.loads(run(f"plot pattern exact --model {tmp_path} --tokens 8k --json", capsys))
+    assert [row["pattern"] for row in rows] == ["exact", "window:512, layers 0-1, 3", "pyramid:512,3, layers 2"]
+    assert {(row["heads"], row["kv_heads"]) for row in rows} == {(6, 2)}
+    for words, message in (
+        (f"plot pattern --model {tmp_path} --heads 4", "--model says it already"),
+        ("plot pattern", "a pattern such as window:512+4, or --model, was expected"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            cli.main(words.split())
+        assert end.value.code and message in capsys.readouterr().err
 
 
 def test_layouts_as_text_and_json(capsys):

@@ -15,6 +15,7 @@ from ...plan.patterns import Pattern
 from ...plan.plans import plan_rank
 from ...plan.problem import Problem
 from ..arguments import key_value_heads, missing_extra, new_file, pattern_text, positive, token_count
+from ..model_config import ModelAttention
 from ..options import (
     AsJson,
     LayoutName,
@@ -27,7 +28,7 @@ from ..options import (
     parsed,
     refuse,
 )
-from ..output import print_json, short_count, spinner, terminal
+from ..output import layer_numbers, print_json, short_count, spinner, terminal
 from .explain import asked_attention
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -58,6 +59,7 @@ EXAMPLES_OF_PLOT = """\b
 Examples:
   hf-ring-attention plot pattern pyramid:512,3 window:512+4 --tokens 8k
   hf-ring-attention plot pattern pyramid:512,3 --tokens 128k --output a.png
+  hf-ring-attention plot pattern --model ./folder --tokens 32k --output b.png
   hf-ring-attention plot layout --tokens 128k --ranks 8
   hf-ring-attention plot ring --tokens 128k --ranks 8 --model ./folder \\
       --tflops 400 --gbps 400 --output ring.png
@@ -71,18 +73,26 @@ plot_commands = typer.Typer(
 @plot_commands.command("pattern", epilog=EXAMPLES_OF_PLOT)
 def plot_pattern_command(
     patterns: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
-            metavar="PATTERN...",
+            metavar="[PATTERN]...",
             parser=parsed(pattern_text),
             help="Patterns such as exact, window:512+4, pyramid:512,3.",
         ),
-    ],
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", metavar="ID_OR_FOLDER", help="Show the patterns of this model's layers, and its heads."
+        ),
+    ] = None,
     tokens: Annotated[
         int, typer.Option("--tokens", parser=parsed(token_count()), metavar="N", help="Tokens of the document.")
     ] = "4k",  # type: ignore[assignment]
-    heads: Annotated[int, number_option("--heads", "Query heads.")] = 8,
-    kv_heads: Annotated[int | None, number_option("--kv-heads", "Key/value heads; default: as --heads.")] = None,
+    heads: Annotated[int | None, number_option("--heads", "Query heads, without --model; default: 8.")] = None,
+    kv_heads: Annotated[
+        int | None, number_option("--kv-heads", "Key/value heads, without --model; default: as --heads.")
+    ] = None,
     head: Annotated[
         int | None, number_option("--head", "What this head sees; default: what any of them sees.", 0)
     ] = None,
@@ -90,14 +100,22 @@ def plot_pattern_command(
     as_json: AsJson = False,
 ) -> None:
     """Show who attends to whom under patterns, in a causal document of any length."""
-    groups = checked("--kv-heads", key_value_heads, heads, kv_heads)
+    parsed_patterns = {text: Pattern.parse(text) for text in patterns or ()}
+    if model is not None:
+        attention = asked_attention(model, None, heads, kv_heads, None, layers=1, ranks=1)
+        heads, groups = attention.num_heads, attention.num_kv_heads
+        parsed_patterns |= _patterns_of_layers(attention)
+    else:
+        heads = heads or 8
+        groups = checked("--kv-heads", key_value_heads, heads, kv_heads)
+    if not parsed_patterns:
+        raise refuse("a pattern such as window:512+4, or --model, was expected", "PATTERN")
     if head is not None and head >= heads:
         raise refuse(f"heads are numbered 0 to {heads - 1}, got {head}", "--head")
     from ..plots import plot_patterns, shares_seen
     from ..text_plots import COLUMNS, PATTERN_LEGEND, pattern_lines
     from ..visible import visible_pairs
 
-    parsed_patterns = {text: Pattern.parse(text) for text in patterns}
     if output is not None:
         with spinner("drawing"):
             plot_patterns(parsed_patterns, tokens, output, head=head, num_heads=heads, num_kv_heads=groups)
@@ -130,6 +148,14 @@ def plot_pattern_command(
         _print_lines([PATTERN_LEGEND], console)
     else:
         print(f"wrote {output}")
+
+
+def _patterns_of_layers(attention: ModelAttention) -> dict[str, Pattern]:
+    """Returns the different patterns of a model's layers, named by them and by their layers."""
+    layers: dict[Pattern, list[int]] = {}
+    for number, pattern in enumerate(attention.layers):
+        layers.setdefault(pattern, []).append(number)
+    return {f"{pattern}, layers {layer_numbers(numbers)}": pattern for pattern, numbers in layers.items()}
 
 
 @plot_commands.command("layout", epilog=EXAMPLES_OF_PLOT)
