@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..plan.plans import Item, TileBatch, held_tiles, plan_rank
 from ..plan.problem import Problem
+from ..plan.tiles import Shape
 from .rows import IndexRows, Rows, ViewRows
 
 
@@ -18,7 +19,7 @@ class BoundBatch:
 
     queries: Rows
     keys: Rows
-    causal: bool
+    shape: Shape
 
     def parts(self, max_rows: int) -> list[BoundBatch]:
         """Returns the batch in parts of about `max_rows` query and key rows, so that one call holds little memory."""
@@ -26,7 +27,7 @@ class BoundBatch:
         if size >= self.queries.units:
             return [self]
         parts = zip(self.queries.split(size), self.keys.split(size))
-        return [BoundBatch(queries, keys, self.causal) for queries, keys in parts]
+        return [BoundBatch(queries, keys, self.shape) for queries, keys in parts]
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,10 @@ class Binder:
         if self.problem.held is not None:  # queries are few: their numbers are kept, once for all layers
             queries = IndexRows(None, 0, batch.num_queries, self._queries(batch).numbers())
             return BoundBatch(
-                queries, IndexRows(None, 0, batch.num_keys, self.key_numbers(batch, self.key_rows)), batch.causal
+                queries, IndexRows(None, 0, batch.num_keys, self.key_numbers(batch, self.key_rows)), batch.shape
             )
         keys = IndexRows(self._first_rows(batch, self.key_rows, "keys"), batch.key_stride, batch.num_keys)
-        return BoundBatch(self._queries(batch), keys, batch.causal)
+        return BoundBatch(self._queries(batch), keys, batch.shape)
 
     def whole(self, batches: tuple[BoundBatch, ...]) -> bool:
         """Returns whether one tile, of views, is all queries with all keys."""
@@ -77,7 +78,7 @@ class Binder:
 
     def with_keys(self, batch: TileBatch, keys: Tensor) -> BoundBatch:
         """Returns the rows of tiles with keys at these row numbers, [tiles, 1, L], of a tensor of any source."""
-        return BoundBatch(self._queries(batch), IndexRows(None, 0, batch.num_keys, keys), batch.causal)
+        return BoundBatch(self._queries(batch), IndexRows(None, 0, batch.num_keys, keys), batch.shape)
 
     def _queries(self, batch: TileBatch) -> IndexRows:
         return IndexRows(self._first_rows(batch, self.query_rows, "queries"), batch.query_stride, batch.num_queries)
@@ -112,28 +113,30 @@ class Binder:
                 advance=tiles.advance,
                 first_head=first_key_head,
             ),
-            batch.causal,
+            batch.shape,
         )
 
-    def _units(self, batch: TileBatch, item: Item) -> tuple[Tensor, Tensor, Tensor]:
+    def _units(self, item: Item) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the batch row, the head and the copy of every tile of an item."""
         tensors = (torch.tensor(item.batch_rows), torch.tensor(item.heads), torch.arange(item.copies))
         grid = torch.meshgrid(*tensors, indexing="ij")
         return grid[0].flatten(), grid[1].flatten(), grid[2].flatten()
 
     def _first_rows(self, batch: TileBatch, length: int, side: str) -> Tensor:
-        """Returns the first row, [tiles, heads of a tile], as its number in a [B, H, length] tensor of queries or keys."""
+        """Returns the first rows, as their numbers in a [B, H, length] tensor of queries or keys.
+
+        They are [tiles, query heads of a tile x folds], or [tiles, 1].
+        """
         problem, first = self.problem, []
         for item in batch.items:
-            row, head, copy = self._units(batch, item)
-            shift = copy * item.advance
+            row, head, copy = self._units(item)
             if side == "queries":
                 heads = head[:, None] if batch.per_query_head else head[:, None] * self.group + torch.arange(self.group)
-                number, count, start = heads, problem.num_heads, item.query_row
+                rows = (row[:, None] * problem.num_heads + heads) * length + (item.query_row + copy)[:, None]
+                first.append((rows[:, :, None] + torch.arange(batch.folds)).flatten(1))
             else:
                 kv_head = head // self.group if batch.per_query_head else head
-                number, count, start = kv_head[:, None], problem.num_kv_heads, item.key_row
-            first.append((row[:, None] * count + number) * length + (start + shift)[:, None])
+                first.append(((row * problem.num_kv_heads + kv_head) * length + item.key_row)[:, None])
         return torch.cat(first).to(self.device)
 
     def key_numbers(self, batch: TileBatch, length: int) -> Tensor:

@@ -1,8 +1,9 @@
 """Attention of a batch of tiles, forward and backward, with the log-sum-exp of each row.
 
 Every kernel takes q [T, H, Lq, D], k [T, Hkv, Lk, D], v [T, Hkv, Lk, Dv] (query head h reads key/value head
-h // (H / Hkv)) and computes all pairs, or, if causal (Lq = Lk), the lower triangle. `backward` takes the out and lse of
-the *whole* softmax: with those, a tile's gradients are its exact share (FlashAttention, arXiv 2205.14135, appendix B).
+h // (H / Hkv)) and the shape of the tiles: query i sees all keys ("full"), keys 0 to i ("causal", Lq = Lk), or keys i to
+i + Lk - Lq ("band"). `backward` takes the out and lse of the *whole* softmax: with those, a tile's gradients are its exact
+share (FlashAttention, arXiv 2205.14135, appendix B).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..plan.tiles import Shape
+from .bands import band_backward, band_forward
 from .merge import accumulation_dtype
 
 aten = torch.ops.aten
@@ -26,11 +29,11 @@ class Kernel(Protocol):
 
     name: str
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float) -> tuple[Tensor, Tensor]:
         """Returns out [T, H, Lq, Dv] in q's dtype and lse [T, H, Lq] in the accumulation dtype."""
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Shape, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns dq, dk and dv, in the shapes of q, k and v."""
 
@@ -53,54 +56,91 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class CpuFlash:
-    """torch's flash attention for CPU, which takes grouped heads as they are."""
+    """torch's flash attention for CPU, which takes grouped heads as they are, and bands as stretches."""
 
     name = "cpu_flash"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        value_dim, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
-        q, k, v = (_rows(_pad(x, width)) for x in (q, k, v))
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-        return out[..., :value_dim], lse
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float) -> tuple[Tensor, Tensor]:
+        if shape == "band":
+            return band_forward(self, q, k, v, scale)
+        return self.forward_masked(q, k, v, shape == "causal", scale)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Shape, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if shape == "band":
+            return band_backward(self, dout, q, k, v, out, lse, scale)
+        return self.backward_masked(dout, q, k, v, out, lse, shape == "causal", scale)
+
+    def forward_masked(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        value_dim, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
+        q, k, v = (_rows(_pad(x, width)) for x in (q, k, v))
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        return out[..., :value_dim], lse
+
+    def backward_masked(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         head_dim, value_dim = q.shape[-1], v.shape[-1]
         dout, q, k, v, out = (_rows(_pad(x, max(head_dim, value_dim))) for x in (dout, q, k, v, out))
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse.contiguous(), 0.0, causal, scale=scale
+            dout, q, k, v, out, lse.contiguous(), 0.0, causal, attn_mask=mask, scale=scale
         )
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
 
 
 class CudaFlash:
-    """torch's FlashAttention-2 for CUDA, for float16 and bfloat16."""
+    """torch's FlashAttention-2 for CUDA, for float16 and bfloat16; it knows windows, and so takes bands as they are."""
 
     name = "cuda_flash"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float) -> tuple[Tensor, Tensor]:
         value_dim, width = v.shape[-1], _round_up(max(q.shape[-1], v.shape[-1]), 8)
-        q, k, v = (_rows(_pad(x, width)) for x in (q, k, v))
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-        return out[..., :value_dim], lse
+        q, k, v = (_by_token(_pad(x, width)) for x in (q, k, v))
+        out, lse, *_ = aten._flash_attention_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, shape == "causal", False, scale=scale,
+            **_window(q, k, shape),
+        )  # fmt: skip
+        return out.transpose(1, 2)[..., :value_dim], lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Shape, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         head_dim, value_dim = q.shape[-1], v.shape[-1]
         width = _round_up(max(head_dim, value_dim), 8)
-        dout, q, k, v, out = (_rows(_pad(x, width)) for x in (dout, q, k, v, out))
+        dout, q, k, v, out = (_by_token(_pad(x, width)) for x in (dout, q, k, v, out))
         unused = q.new_empty((), dtype=torch.int64)  # the random state of dropout, which is off
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused,
-            scale=scale,
+        grads = aten._flash_attention_backward(
+            dout, q, k, v, out, lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, shape == "causal", unused,
+            unused, scale=scale, **_window(q, k, shape),
         )  # fmt: skip
+        dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
 
 
+def _by_token(x: Tensor) -> Tensor:
+    """Returns [T, L, H, D], which these operators take."""
+    return _rows(x).transpose(1, 2)
+
+
+def _window(q: Tensor, k: Tensor, shape: Shape) -> dict[str, int]:
+    """Returns the window of a band: query i of [T, Lq, H, D] and key i + Lk - Lq are on the operator's diagonal."""
+    return {"window_size_left": k.shape[1] - q.shape[1], "window_size_right": 0} if shape == "band" else {}
+
+
 class CudaEfficient:
-    """torch's memory-efficient attention for CUDA, also for float32, and for any head size.
+    """torch's memory-efficient attention for CUDA, also for float32, and for any head size; it takes bands as stretches.
 
     The operator has no grouped heads, so it runs once for each member of the groups, on the same keys.
     """
@@ -108,30 +148,63 @@ class CudaEfficient:
     name = "cuda_efficient"
     #: The backward kernel reads the log-sum-exp in blocks of this many rows.
     lse_block = 32
+    #: Rows of a mask begin at multiples of this many numbers.
+    mask_block = 16
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float) -> tuple[Tensor, Tensor]:
+        if shape == "band":
+            return band_forward(self, q, k, v, scale)
+        return self.forward_masked(q, k, v, shape == "causal", scale)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Shape, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if shape == "band":
+            return band_backward(self, dout, q, k, v, out, lse, scale)
+        return self.backward_masked(dout, q, k, v, out, lse, shape == "causal", scale)
+
+    def _bias(self, mask: Tensor | None, k: Tensor) -> Tensor | None:
+        """Returns a mask for all tiles and the heads of k, without copies of it."""
+        if mask is None:
+            return None
+        length = mask.shape[1]
+        aligned = F.pad(mask, (0, _round_up(length, self.mask_block) - length))[:, :length]
+        return aligned.expand(k.shape[0], k.shape[1], *aligned.shape)
+
+    def forward_masked(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         head_dim, value_dim, group = q.shape[-1], v.shape[-1], q.shape[1] // k.shape[1]
         q, k = (_rows(_pad(x, _round_up(head_dim, 8))) for x in (q, k))
-        v = _rows(_pad(v, _round_up(value_dim, 8)))
+        v, bias = _rows(_pad(v, _round_up(value_dim, 8))), self._bias(mask, k)
         parts = [
-            aten._scaled_dot_product_efficient_attention(member, k, v, None, True, 0.0, causal, scale=scale)[:2]
+            aten._scaled_dot_product_efficient_attention(member, k, v, bias, True, 0.0, causal, scale=scale)[:2]
             for member in _members(q, group)
         ]
         out, lse = (torch.stack(part, 2).flatten(1, 2) for part in zip(*parts))
         return out[..., :value_dim], lse[..., : q.shape[2]]
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    def backward_masked(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         head_dim, value_dim, group = q.shape[-1], v.shape[-1], q.shape[1] // k.shape[1]
         q, k = (_rows(_pad(x, _round_up(head_dim, 8))) for x in (q, k))
         dout, v, out = (_rows(_pad(x, _round_up(value_dim, 8))) for x in (dout, v, out))
-        length = lse.shape[-1]
+        length, bias = lse.shape[-1], self._bias(mask, k)
         lse = F.pad(lse, (0, _round_up(length, self.lse_block) - length), value=torch.inf)
         unused = torch.empty((), dtype=torch.int64)
         parts = [
             aten._scaled_dot_product_efficient_attention_backward(
-                dout_, q_, k, v, None, out_, lse_.contiguous(), unused, unused, 0.0, [True, True, True, False], causal,
+                dout_, q_, k, v, bias, out_, lse_.contiguous(), unused, unused, 0.0, [True, True, True, False], causal,
                 scale=scale,
             )[:3]
             for dout_, q_, out_, lse_ in zip(*(_members(x, group) for x in (dout, q, out, lse)))
@@ -155,56 +228,61 @@ class Math:
     def __init__(self, softcap: float | None = None) -> None:
         self.softcap = softcap
 
-    def _slices(self, q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[int, int, int]]:
-        """Yields (first query row, its end, end of the keys) of parts that hold at most `budget` scores."""
+    def _slices(self, q: Tensor, k: Tensor, shape: Shape) -> Iterator[tuple[slice, slice]]:
+        """Yields the query rows and the keys of parts that hold at most `budget` scores."""
+        width = k.shape[2] - q.shape[2] + 1
         rows = max(1, self.budget // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
         for start in range(0, q.shape[2], rows):
             stop = min(start + rows, q.shape[2])
-            yield start, stop, stop if causal else k.shape[2]
+            keys = {"full": (0, k.shape[2]), "causal": (0, stop), "band": (start, stop + width - 1)}[shape]
+            yield slice(start, stop), slice(*keys)
 
-    def _scores(self, q: Tensor, k: Tensor, start: int, causal: bool, scale: float) -> tuple[Tensor, Tensor | None]:
-        """Returns scores [T, Hkv, g, rows, keys] of q [T, Hkv, g, rows, D] from row `start` on, and their tanh if capped."""
-        scores, tanh = q @ k.unsqueeze(2).mT * scale, None
+    def _scores(
+        self, q: Tensor, k: Tensor, rows: slice, keys: slice, shape: Shape, width: int, scale: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns scores [T, Hkv, g, rows, keys] of q [T, Hkv, g, rows, D], and their tanh if capped."""
+        scores, tanh = q @ k[:, :, None, keys].mT * scale, None
         if self.softcap is not None:
             tanh = torch.tanh(scores / self.softcap)
             scores = tanh * self.softcap
-        if causal:
-            rows = torch.arange(start, start + q.shape[3], device=q.device)
-            later = torch.arange(k.shape[2], device=q.device) > rows[:, None]
-            scores = scores.masked_fill(later, -torch.inf)
+        if shape != "full":
+            query = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+            key = torch.arange(keys.start, keys.stop, device=q.device)
+            hidden = key > query if shape == "causal" else (key < query) | (key >= query + width)
+            scores = scores.masked_fill(hidden, -torch.inf)
         return scores, tanh
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        dtype = accumulation_dtype(q.dtype)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float) -> tuple[Tensor, Tensor]:
+        dtype, width = accumulation_dtype(q.dtype), k.shape[2] - q.shape[2] + 1
         out = q.new_empty(*q.shape[:3], v.shape[-1])
         lse = q.new_empty(q.shape[:3], dtype=dtype)
         k, v, grouped = k.to(dtype), v.to(dtype), (k.shape[1], q.shape[1] // k.shape[1])
-        for start, stop, num_keys in self._slices(q, k, causal):
-            rows = q[:, :, start:stop].to(dtype).unflatten(1, grouped)
-            scores, _ = self._scores(rows, k[:, :, :num_keys], start, causal, scale)
+        for rows, keys in self._slices(q, k, shape):
+            queries = q[:, :, rows].to(dtype).unflatten(1, grouped)
+            scores, _ = self._scores(queries, k, rows, keys, shape, width, scale)
             lse_rows = torch.logsumexp(scores, -1)
-            out[:, :, start:stop] = (torch.exp(scores - lse_rows[..., None]) @ v[:, :, None, :num_keys]).flatten(1, 2)
-            lse[:, :, start:stop] = lse_rows.flatten(1, 2)
+            out[:, :, rows] = (torch.exp(scores - lse_rows[..., None]) @ v[:, :, None, keys]).flatten(1, 2)
+            lse[:, :, rows] = lse_rows.flatten(1, 2)
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Shape, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype = accumulation_dtype(q.dtype)
+        dtype, width = accumulation_dtype(q.dtype), k.shape[2] - q.shape[2] + 1
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
         key_dtype, grouped = k.dtype, (k.shape[1], q.shape[1] // k.shape[1])
         k, v = k.to(dtype), v.to(dtype)
-        for start, stop, num_keys in self._slices(q, k, causal):
-            rows, dout_rows, out_rows = (x[:, :, start:stop].to(dtype).unflatten(1, grouped) for x in (q, dout, out))
-            scores, tanh = self._scores(rows, k[:, :, :num_keys], start, causal, scale)
-            p = torch.exp(scores - lse[:, :, start:stop].unflatten(1, grouped)[..., None])
-            dp = dout_rows @ v[:, :, None, :num_keys].mT
+        for rows, keys in self._slices(q, k, shape):
+            q_rows, dout_rows, out_rows = (x[:, :, rows].to(dtype).unflatten(1, grouped) for x in (q, dout, out))
+            scores, tanh = self._scores(q_rows, k, rows, keys, shape, width, scale)
+            p = torch.exp(scores - lse[:, :, rows].unflatten(1, grouped)[..., None])
+            dp = dout_rows @ v[:, :, None, keys].mT
             ds = p * (dp - (dout_rows * out_rows).sum(-1, keepdim=True)) * scale
             if tanh is not None:
                 ds *= 1 - tanh.square()
-            dq[:, :, start:stop] = (ds @ k[:, :, None, :num_keys]).flatten(1, 2)
-            dk[:, :, :num_keys] += (ds.mT @ rows).sum(2)
-            dv[:, :, :num_keys] += (p.mT @ dout_rows).sum(2)
+            dq[:, :, rows] = (ds @ k[:, :, None, keys]).flatten(1, 2)
+            dk[:, :, keys] += (ds.mT @ q_rows).sum(2)
+            dv[:, :, keys] += (p.mT @ dout_rows).sum(2)
         return dq, dk.to(key_dtype), dv.to(key_dtype)
 
 

@@ -82,7 +82,7 @@ class Border(NamedTuple):
         return self.value + 0 * query
 
 
-def _borders(branch: Branch, length: int, causal: bool) -> tuple[list[Border], list[Border]]:
+def borders_of(branch: Branch, length: int, causal: bool) -> tuple[list[Border], list[Border]]:
     """Returns the terms of the first visible position (their maximum) and of the first one beyond (their minimum)."""
     first, beyond = [Border("at", 0)], [Border("at", length)]
     if isinstance(branch, Segment) and branch.length is not None and branch.length < length:
@@ -108,6 +108,16 @@ class Region(NamedTuple):
     after_all: list[list[Border]]
 
 
+def covering(pattern: Pattern, number: int) -> list[Segment | Window]:
+    """Returns the branches whose keys branch `number` leaves out where each key counts once.
+
+    Windows inside longer ones are left out: the longer ones say it all.
+    """
+    earlier = [branch for branch in pattern.branches[:number] if not isinstance(branch, Sink)]
+    longest = max((b.length for b in earlier if isinstance(b, Window) and b.queries == "all"), default=0)
+    return [branch for branch in earlier if not (isinstance(branch, Window) and branch.length < longest)]
+
+
 def regions_of(pattern: Pattern, number: int, residue: int, phase: int, length: int, causal: bool) -> list[Region]:
     """Returns what branch `number` adds to those before it, for queries of this residue modulo its dilation.
 
@@ -115,7 +125,7 @@ def regions_of(pattern: Pattern, number: int, residue: int, phase: int, length: 
     them see is then one interval.
     """
     branch = pattern.branches[number]
-    first, beyond = _borders(branch, length, causal)
+    first, beyond = borders_of(branch, length, causal)
     if pattern.overlap == "count":
         return [Region(first, beyond, [], [])]
     sinks = [(other.tokens, i) for i, other in enumerate(pattern.branches) if isinstance(other, Sink)]
@@ -125,12 +135,10 @@ def regions_of(pattern: Pattern, number: int, residue: int, phase: int, length: 
     if sinks:
         first = [*first, Border("at", min(widest[0], length))]
     covers = []
-    for earlier in pattern.branches[:number]:
-        if isinstance(earlier, Sink):
-            continue
+    for earlier in covering(pattern, number):
         # Each dilation divides the next, so the residue modulo this one tells whether a query took part earlier.
         if earlier.queries == "all" or residue % earlier.dilation == phase % earlier.dilation:
-            covers.append(_borders(earlier, length, causal))
+            covers.append(borders_of(earlier, length, causal))
     if not covers:
         return [Region(first, beyond, [], [])]
     # Every cover holds the query itself, so together they are one interval around it.

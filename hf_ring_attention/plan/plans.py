@@ -15,28 +15,36 @@ from .intervals import Run
 from .layouts import SequenceLayout
 from .patterns import Pattern
 from .problem import Problem
-from .tiles import Tile, tile_document
+from .tiles import Shape, Tile, tile_document
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """Tiles of a batch in all these batch rows and heads: `copies` of them, from these rows on, `advance` rows apart."""
+    """Tiles of a batch in all these batch rows and heads, from these rows on.
+
+    Attributes:
+        copies: so many tiles, with the query rows moved on by 0, 1, 2, ... and the same keys.
+    """
 
     batch_rows: tuple[int, ...]
     heads: tuple[int, ...]
     query_row: int
     key_row: int
     copies: int
-    advance: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileBatch:
-    """Tiles of one shape, which make one kernel call; no two of them share a query row of a head."""
+    """Tiles of one shape, which make one kernel call; no two of them share a query row of a head.
+
+    Attributes:
+        num_queries: the query rows of a tile that see different keys, or are first in a fold of `folds` that see the same.
+    """
 
     per_query_head: bool
-    causal: bool
+    shape: Shape
     num_queries: int
+    folds: int
     num_keys: int
     query_stride: int
     key_stride: int
@@ -44,41 +52,45 @@ class TileBatch:
 
     def pairs(self, group: int) -> int:
         """Returns the query-key pairs over all batch rows and query heads; `group` of these share a key/value head."""
-        n = self.num_queries
-        tile = n * (n + 1) // 2 if self.causal else n * self.num_keys
-        tiles = sum(len(item.batch_rows) * len(item.heads) * item.copies for item in self.items)
-        return tile * tiles * (1 if self.per_query_head else group)
+        rows, keys = self.num_queries, self.num_keys
+        tile = {"full": rows * keys, "causal": rows * (rows + 1) // 2, "band": rows * (keys - rows + 1)}[self.shape]
+        return tile * self.folds * self.num_tiles * (1 if self.per_query_head else group)
 
-    def as_one(self, num_batch_rows: int, heads: range) -> Item | None:
-        """Returns the tiles as one item, whose rows can be views of a tensor; None where they have no such form.
+    @property
+    def num_tiles(self) -> int:
+        """The number of tiles, over all batch rows and heads."""
+        return sum(len(item.batch_rows) * len(item.heads) * item.copies for item in self.items)
+
+    def as_one(self, num_batch_rows: int, heads: range) -> EqualTiles | None:
+        """Returns the tiles as stretches of rows that can be views of a tensor; None where they have no such form.
 
         They have it where they take all batch rows and these heads, rows that lie side by side, and equal distances, at
         which no two tiles share a query row.
         """
         everything = (tuple(range(num_batch_rows)), tuple(heads))
-        if self.per_query_head or any((item.batch_rows, item.heads) != everything for item in self.items):
+        if self.per_query_head or self.folds > 1:
+            return None
+        if any((item.batch_rows, item.heads) != everything or item.copies > 1 for item in self.items):
             return None
         if (self.query_stride != 1 and self.num_queries > 1) or (self.key_stride != 1 and self.num_keys > 1):
             return None
-        starts = [
-            (item.query_row + copy * item.advance, item.key_row + copy * item.advance)
-            for item in self.items
-            for copy in range(item.copies)
-        ]
+        starts = [(item.query_row, item.key_row) for item in self.items]
         advance = starts[1][0] - starts[0][0] if len(starts) > 1 else 0
         for (query, key), (next_query, next_key) in itertools.pairwise(starts):
             if next_query - query != advance or next_key - key != advance:
                 return None
         if len(starts) > 1 and advance < self.num_queries:
             return None
-        return Item(
-            batch_rows=everything[0],
-            heads=everything[1],
-            query_row=starts[0][0],
-            key_row=starts[0][1],
-            copies=len(starts),
-            advance=advance,
-        )
+        return EqualTiles(*starts[0], len(starts), advance)
+
+
+class EqualTiles(NamedTuple):
+    """`copies` tiles, the first of which begins with these rows and each `advance` rows further on than the one before."""
+
+    query_row: int
+    key_row: int
+    copies: int
+    advance: int
 
 
 @dataclass(frozen=True)
@@ -142,7 +154,6 @@ def of_heads(batches: tuple[TileBatch, ...], kv_heads: range, group: int) -> tup
                 query_row=item.query_row,
                 key_row=item.key_row,
                 copies=item.copies,
-                advance=item.advance,
             )
             for item in batch.items
             if (heads := tuple(head for head in item.heads if head // size in kv_heads))
@@ -171,21 +182,23 @@ def _batches(
                 num_kv_heads=problem.num_kv_heads,
                 causal=problem.causal,
             ):
-                batches.setdefault(_shape(tile), []).append(
+                # A row of each of several folds is as many tiles of one row, so that they are one shape however many there are.
+                single = len(tile.queries) == 1
+                batches.setdefault(_shape(tile, 1 if single else tile.folds), []).append(
                     Item(
                         batch_rows=batch_rows,
                         heads=tile.heads,
                         query_row=tile.queries[0],
                         key_row=tile.keys[0],
-                        copies=tile.copies,
-                        advance=tile.advance,
+                        copies=tile.folds if single else 1,
                     )
                 )
     return tuple(
         TileBatch(
             per_query_head=shape.per_query_head,
-            causal=shape.causal,
+            shape=shape.shape,
             num_queries=shape.num_queries,
+            folds=shape.folds,
             num_keys=shape.num_keys,
             query_stride=shape.query_stride,
             key_stride=shape.key_stride,
@@ -201,20 +214,22 @@ class _BatchShape(NamedTuple):
     branch: int
     part: int
     per_query_head: bool
-    causal: bool
+    shape: Shape
     num_queries: int
+    folds: int
     num_keys: int
     query_stride: int
     key_stride: int
 
 
-def _shape(tile: Tile) -> _BatchShape:
+def _shape(tile: Tile, folds: int) -> _BatchShape:
     return _BatchShape(
         branch=tile.branch,
         part=tile.part,
         per_query_head=tile.per_query_head,
-        causal=tile.causal,
+        shape=tile.shape,
         num_queries=len(tile.queries),
+        folds=folds,
         num_keys=len(tile.keys),
         query_stride=tile.queries.step,
         key_stride=tile.keys.step,

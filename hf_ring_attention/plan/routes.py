@@ -117,26 +117,22 @@ class Lap:
         return route[step - 1] if 1 <= step <= len(route) else None
 
 
-def _repeat(rows: int, advance: int, copies: int) -> int:
-    """Returns the union of the rows and of their copies, moved on by 1, 2, ... copies - 1 times `advance`."""
-    count = 1
-    while count < copies:
-        more = min(count, copies - count)
-        rows |= rows << more * advance
-        count += more
+@lru_cache(maxsize=1024)
+def _comb(stride: int, count: int) -> int:
+    """Returns `count` rows, `stride` apart, from row 0 on."""
+    rows, done = 1, 1
+    while done < count:
+        more = min(done, count - done)
+        rows |= rows << more * stride
+        done += more
     return rows
 
 
-@lru_cache(maxsize=1024)
-def _comb(stride: int, count: int) -> int:
-    return _repeat(1, stride, count)
-
-
 def _key_rows(batch: TileBatch, item: Item) -> int:
-    """Returns the key rows of all copies of an item's tiles."""
+    """Returns the key rows of an item's tiles."""
     stride, count = batch.key_stride, batch.num_keys
     first = item.key_row if stride > 0 else item.key_row + (count - 1) * stride
-    return _repeat(_comb(abs(stride), count), item.advance, item.copies) << first
+    return _comb(abs(stride), count) << first
 
 
 @lru_cache(maxsize=64)

@@ -1,21 +1,28 @@
-"""The tiles of a pattern in one document: rectangles and plain lower triangles of query and key rows.
+"""The tiles of a pattern in one document: rectangles, lower triangles and bands of query and key rows.
 
 A *row* is a token in some storage order (a rank's local index, or the index in the whole sequence); a *run* ties a
 range of rows to consecutive positions. For one branch, one residue of queries and one residue of keys, rows are numbered in
 order, 0, 1, 2, ...; the keys a query sees are then one interval of key numbers whose two ends, as functions of the
 query's number, are made of flat pieces and pieces of slope one. Cutting where either end changes slope leaves
-rectangles, triangles and bands, and a band is two triangles and a rectangle for every few of its rows. No other mask
-exists anywhere in the package.
+rectangles, triangles and bands. No other shape exists anywhere in the package.
 
-A window of 3 tokens over 6 tokens is six tiles, here a to f; a triangle may be a single pair:
+A window of 3 tokens over 6 tokens is two tiles, here a and b:
 
     key        0 1 2 3 4 5
     query 0    a . . . . .     a: queries 0 to 1, keys 0 to 1, a lower triangle: the rows whose window is not full yet
     query 1    a a . . . .
-    query 2    c c b . . .     b: queries 2 to 4, keys 2 to 4, a lower triangle: the last three keys of a band
-    query 3    . c b b . .     c: queries 3 down to 2, keys 1 down to 0: a lower triangle with both ranges reversed
+    query 2    b b b . . .     b: queries 2 to 5, keys 0 to 5, a band: query number i sees the keys i, i + 1 and i + 2
+    query 3    . b b b . .
     query 4    . . b b b .
-    query 5    . . . f e d     d, e, f: the last row of the band, in the same parts
+    query 5    . . . b b b
+
+Where all queries see the keys of one residue modulo r, most residues of queries see the same ones. At position r m + s, an end
+that moves with the query is the key number m + ceil((s + c) / r) for some c, and so changes at one s only; positions between
+two such changes are a *fold*: one tile, whose queries are rows of stride r and the same rows moved on by 1, 2, ... A window of
+8 tokens with every 4th key has one fold, which begins with the residue of the keys, here 1:
+
+    queries     9 10 11 12 see the keys 5 9
+    queries    13 14 15 16 see the keys 9 13
 """
 
 from __future__ import annotations
@@ -23,20 +30,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from .intervals import Border, Progression, Region, Run, progressions, regions_of
-from .patterns import Pattern, Sink
+from .intervals import Border, Piece, Progression, Region, Run, borders_of, covering, progressions, regions_of
+from .patterns import Branch, Pattern, Sink
+
+#: What query number i of a tile sees: all keys; keys 0 to i; or keys i to i + (number of keys - number of queries).
+Shape = Literal["full", "causal", "band"]
 
 
 # A frozen class takes twice as long to make, and a plan of a million tokens makes thousands of tiles.
 @dataclass(kw_only=True, slots=True)
 class Tile:
-    """Query rows x key rows of some heads: all pairs, or (causal) key i for query i and later ones.
+    """Query rows x key rows of some heads, in one of three shapes.
 
-    Ranges may run backwards: a triangle that opens the other way is a lower one with both ranges reversed. A band is
-    many equal tiles along a diagonal, and one `Tile` stands for all of them: copy c has both ranges moved on by
-    c * `advance` rows.
+    Ranges may run backwards: a triangle that opens the other way is a lower one with both ranges reversed.
     """
 
     branch: int
@@ -46,10 +54,10 @@ class Tile:
     heads: tuple[int, ...]
     per_query_head: bool
     queries: range
+    #: The query rows moved on by 1, 2, ... `folds` - 1 see the same keys, and are queries of the tile, too.
+    folds: int
     keys: range
-    causal: bool
-    copies: int = 1
-    advance: int = 0
+    shape: Shape
 
 
 def _cells(queries: Progression, region: Region) -> Iterator[tuple[int, int, int]]:
@@ -161,56 +169,92 @@ def _rows_with_keys(trapezoid: _Trapezoid) -> Iterator[_Trapezoid]:
         yield _Trapezoid(u, rows, a, b, (a_slope, b_slope))
 
 
-def band_rows(width: int) -> int:
-    """Returns how many rows of `width` keys are tiled together: fewer waste less on triangles, but merge more often."""
-    return width if width <= 64 else max(64, width // 4)
-
-
 class _TileShape(NamedTuple):
-    """A rectangle or lower triangle of query and key numbers, with its copies along the diagonal."""
+    """A shape of query and key numbers."""
 
     queries: range
     keys: range
-    causal: bool
-    copies: int = 1
-    advance: int = 0
+    shape: Shape
 
 
 def _shapes(trapezoid: _Trapezoid) -> Iterator[_TileShape]:
-    """Yields the rectangles and lower triangles that make up a trapezoid."""
+    """Yields the rectangles, lower triangles and bands that make up a trapezoid."""
     u, rows, a, b, slopes = trapezoid
     a_slope, b_slope = slopes or (0, 0)
-    if a_slope and b_slope:
-        width = b - a
-        step = min(rows, band_rows(width))
-        copies, rest = divmod(rows, step)
-        yield from (shape._replace(copies=copies, advance=step) for shape in _band(u, step, a, width))
-        if rest:
-            yield from _band(u + copies * step, rest, a + copies * step, width)
+    if rows == 1 or not (a_slope or b_slope):
+        yield _TileShape(range(u, u + rows), range(a, b), "full")
+    elif a_slope and b_slope:
+        yield _TileShape(range(u, u + rows), range(a, b + rows - 1), "band")
     elif b_slope:
         if b - 1 > a:
-            yield _TileShape(range(u, u + rows), range(a, b - 1), False)
-        yield _TileShape(range(u, u + rows), range(b - 1, b - 1 + rows), True)
-    elif a_slope:
-        if b > a + rows:
-            yield _TileShape(range(u, u + rows), range(a + rows, b), False)
-        yield _TileShape(range(u + rows - 1, u - 1, -1), range(a + rows - 1, a - 1, -1), True)
+            yield _TileShape(range(u, u + rows), range(a, b - 1), "full")
+        yield _TileShape(range(u, u + rows), range(b - 1, b - 1 + rows), "causal")
     else:
-        yield _TileShape(range(u, u + rows), range(a, b), False)
-
-
-def _band(u: int, rows: int, a: int, width: int) -> Iterator[_TileShape]:
-    """Yields the shapes of at most `width` rows of a band: row i sees key numbers [a + i, a + i + width)."""
-    yield _TileShape(range(u, u + rows), range(a + width - 1, a + width - 1 + rows), True)
-    opening = min(rows, width - 1)  # row width - 1 sees nothing below the triangle
-    if opening:
-        yield from _shapes(_Trapezoid(u, opening, a, a + width - 1, (1, 0)))
+        if b > a + rows:
+            yield _TileShape(range(u, u + rows), range(a + rows, b), "full")
+        yield _TileShape(range(u + rows - 1, u - 1, -1), range(a + rows - 1, a - 1, -1), "causal")
 
 
 def _slice(progression: Progression, numbers: range) -> range:
     stride = progression.stride * numbers.step
     start = progression.row + progression.stride * numbers.start
     return range(start, start + stride * len(numbers), stride)
+
+
+class _Fold(NamedTuple):
+    """Rows whose positions have one residue, and the rows 1, 2, ... `size` - 1 further on, which see the same keys."""
+
+    queries: Progression
+    size: int
+
+
+def _fold_starts(pattern: Pattern, number: int, branch: Branch, residue: int, length: int, causal: bool) -> list[int]:
+    """Returns the residues, ascending, at which folds begin: there an end of what a branch adds changes, for these keys."""
+    dilation = _dilation(branch)
+    starts: set[int] = set()
+    covers = covering(pattern, number) if pattern.overlap == "once" else []
+    for term in itertools.chain(*(itertools.chain(*borders_of(one, length, causal)) for one in (branch, *covers))):
+        if term.kind == "from_query":
+            starts.add((residue - term.value + 1) % dilation)
+        elif term.kind == "block" and term.value % dilation:
+            return list(range(min(dilation, length)))  # Blocks begin in the middle of what would be a fold.
+        elif term.kind == "block":
+            starts.add(0)
+    for cover in covers:
+        if cover.queries == "dilated" and cover.dilation > 1:
+            for taking_part in range(residue % cover.dilation, dilation, cover.dilation):
+                starts |= {taking_part, (taking_part + 1) % dilation}
+    return sorted(starts) or [0]
+
+
+def _folds(runs: Sequence[Run], dilation: int, starts: Sequence[int]) -> Iterator[_Fold]:
+    """Yields the rows of the runs as folds.
+
+    In the middle of a run a fold has all its residues, in as many rows as the folds of any other phase, so that tiles of all
+    phases have one shape. At the ends some residues are missing, and rows are folds of their own.
+    """
+    for row, position, length in runs:
+        stop = position + length
+        middle = range(-(-position // dilation), (stop + 1) // dilation - 1)
+        for start, after in itertools.pairwise((*starts, starts[0] + dilation)):
+            first = -((after - 1 - position) // dilation)
+            last = (stop - 1 - start) // dilation
+            single = itertools.chain(
+                range(first, min(middle.start, last + 1)), range(max(middle.stop, middle.start, first), last + 1)
+            )
+            if middle:
+                at = start + dilation * middle.start
+                pieces = (Piece(0, at, len(middle)),)
+                yield _Fold(Progression(row + at - position, dilation, len(middle), pieces), after - start)
+            for number in single:
+                low = max(start + dilation * number, position)
+                high = min(after + dilation * number, stop)
+                if low < high:
+                    yield _Fold(Progression(row + low - position, dilation, 1, (Piece(0, low, 1),)), high - low)
+
+
+def _dilation(branch: Branch) -> int:
+    return 1 if isinstance(branch, Sink) else branch.dilation
 
 
 def tile_document(
@@ -236,33 +280,41 @@ def tile_document(
     group = num_heads // num_kv_heads
     tiles: list[Tile] = []
     for number, branch in enumerate(pattern.branches):
-        dilation = 1 if isinstance(branch, Sink) else branch.dilation
+        dilation = _dilation(branch)
         per_query_head = dilation > 1 and pattern.phase_by == "query_head" and group > 1
         heads_of: dict[int, list[int]] = {}
         for head in range(num_heads if per_query_head else num_kv_heads):
             heads_of.setdefault(head % dilation, []).append(head)
         for residue, heads_of_residue in heads_of.items():
-            heads = tuple(heads_of_residue)
-            dilated = not isinstance(branch, Sink) and branch.queries == "dilated"
             key_groups = progressions(keys, dilation, residue)
-            for query_residue in (residue,) if dilated else range(dilation):
-                # `residue` stands for any phase that has it: `regions_of` reduces it by dilations that divide this one.
-                regions = regions_of(pattern, number, query_residue, residue, length, causal)
-                for query_group in progressions(queries, dilation, query_residue):
-                    for part, (region, key_group) in enumerate((r, k) for r in regions for k in key_groups):
-                        for trapezoid in _trapezoids(query_group, key_group, region):
-                            tiles.extend(
-                                Tile(
-                                    branch=number,
-                                    part=part,
-                                    heads=heads,
-                                    per_query_head=per_query_head,
-                                    queries=_slice(query_group, shape.queries),
-                                    keys=_slice(key_group, shape.keys),
-                                    causal=shape.causal,
-                                    copies=shape.copies,
-                                    advance=shape.advance * dilation,
-                                )
-                                for shape in _shapes(trapezoid)
+            if not key_groups:
+                continue
+            if dilation == 1 or branch.queries == "dilated":  # type: ignore[union-attr]
+                folds = [_Fold(rows, 1) for rows in progressions(queries, dilation, residue)]
+            else:
+                folds = list(_folds(queries, dilation, _fold_starts(pattern, number, branch, residue, length, causal)))
+            regions_by_residue: dict[int, list[Region]] = {}
+            for rows, size in folds:
+                query_residue = rows.pieces[0].position % dilation
+                if query_residue not in regions_by_residue:
+                    # `residue` stands for any phase that has it: `regions_of` reduces it by dilations that divide this one.
+                    regions_by_residue[query_residue] = regions_of(
+                        pattern, number, query_residue, residue, length, causal
+                    )
+                regions = regions_by_residue[query_residue]
+                for part, (region, key_group) in enumerate((r, k) for r in regions for k in key_groups):
+                    for trapezoid in _trapezoids(rows, key_group, region):
+                        tiles.extend(
+                            Tile(
+                                branch=number,
+                                part=part,
+                                heads=tuple(heads_of_residue),
+                                per_query_head=per_query_head,
+                                queries=_slice(rows, shape.queries),
+                                folds=size,
+                                keys=_slice(key_group, shape.keys),
+                                shape=shape.shape,
                             )
+                            for shape in _shapes(trapezoid)
+                        )
     return tiles

@@ -36,7 +36,7 @@ class RingAttention(torch.autograd.Function):
         before_backward: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
         if transport.whole is not None:
-            out, lse = kernel.forward(q, k, v, transport.whole.causal, scale)
+            out, lse = kernel.forward(q, k, v, transport.whole.shape, scale)
         else:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
             dtype = accumulation_dtype(q.dtype)
@@ -61,7 +61,7 @@ class RingAttention(torch.autograd.Function):
         if before_backward is not None:
             before_backward()
         if transport.whole is not None:
-            dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, transport.whole.causal, scale)
+            dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, transport.whole.shape, scale)
         else:
             dout = dout.contiguous()
             dq, dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(q.dtype)) for x in (q, k, v))
@@ -75,7 +75,7 @@ class RingAttention(torch.autograd.Function):
 def _forward_step(step: ForwardStep, q: Tensor, total: Tensor, lse: Tensor, kernel: Kernel, scale: float) -> None:
     for part in _parts(step.batches, q):
         tile_out, tile_lse = kernel.forward(
-            part.queries.take(q), part.keys.take(step.keys), part.keys.take(step.values), part.causal, scale
+            part.queries.take(q), part.keys.take(step.keys), part.keys.take(step.values), part.shape, scale
         )
         part.queries.merge_(total, lse, tile_out, tile_lse)
 
@@ -92,7 +92,7 @@ def _backward_step(
             keys.take(step.values),
             queries.take(out),
             queries.take(lse),
-            part.causal,
+            part.shape,
             scale,
         )
         queries.add_(dq, tile_dq)

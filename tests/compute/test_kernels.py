@@ -37,7 +37,9 @@ SHAPES = [
     (1, 1, 3, 90, 280, 8, 8),
     (1, 1, 1, 40, 1, 5, 3),
 ]
-CASES = [(shape, False) for shape in SHAPES] + [(shape, True) for shape in SHAPES if shape[3] == shape[4]]
+CASES = [(sizes, "full") for sizes in SHAPES]
+CASES += [(sizes, "causal") for sizes in SHAPES if sizes[3] == sizes[4]]
+CASES += [(sizes, "band") for sizes in SHAPES if sizes[3] <= sizes[4]]
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +51,11 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def visible(queries, keys, causal):
+def visible(queries, keys, shape):
     everything = torch.ones(queries, keys, dtype=torch.bool)
-    return everything.tril() if causal else everything
+    if shape == "band":
+        return everything.triu().tril(keys - queries)
+    return everything.tril() if shape == "causal" else everything
 
 
 def probabilities(q, k, lse, seen, scale):
@@ -76,24 +80,25 @@ def formula_backward(dout, q, k, v, out, lse, seen, scale):
     return ds @ k.repeat_interleave(group, 1), dk, dv
 
 
-def formula(dtype, q, k, v, dout, causal, scale):
+def formula(dtype, q, k, v, dout, shape, scale):
     """out, dq, dk, dv and lse, computed in `dtype` and given in float64."""
     q, k, v, dout = (x.detach().cpu().to(dtype) for x in (q, k, v, dout))
-    seen = visible(q.shape[2], k.shape[2], causal)
+    seen = visible(q.shape[2], k.shape[2], shape)
     out, lse = formula_forward(q, k, v, seen, scale)
     return [x.double() for x in (out, *formula_backward(dout, q, k, v, out, lse, seen, scale), lse)]
 
 
 def test_the_formula_is_what_autograd_finds(generator):
-    for (tiles, heads, group, queries, keys, width, value_width), causal in CASES:
-        q, k, v, dout = make((tiles, heads, group, queries, keys, width, value_width), torch.float64, generator)
+    for sizes, shape in CASES:
+        _, _, group, queries, keys, *_ = sizes
+        q, k, v, dout = make(sizes, torch.float64, generator)
         x = [t.clone().requires_grad_() for t in (q, k, v)]
-        bias = torch.zeros(queries, keys, dtype=torch.float64).masked_fill(~visible(queries, keys, causal), -torch.inf)
+        bias = torch.zeros(queries, keys, dtype=torch.float64).masked_fill(~visible(queries, keys, shape), -torch.inf)
         out = torch.softmax(0.3 * x[0] @ x[1].repeat_interleave(group, 1).mT + bias, -1) @ x[2].repeat_interleave(
             group, 1
         )
         want = [out, *torch.autograd.grad(out, x, dout)]
-        for got, exact in zip(formula(torch.float64, q, k, v, dout, causal, 0.3), want, strict=False):
+        for got, exact in zip(formula(torch.float64, q, k, v, dout, shape, 0.3), want, strict=False):
             torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
 
 
@@ -113,7 +118,7 @@ def largest(x):
     return float(x.abs().max())
 
 
-def check(kernel, q, k, v, dout, causal, scale=None, between=lambda out, lse: (out, lse)):
+def check(kernel, q, k, v, dout, shape, scale=None, between=lambda out, lse: (out, lse)):
     """Forward and backward against the formula: twice the error that the formula itself makes in the dtype.
 
     `between` may lay out (out, lse) anew before they are handed to backward.
@@ -121,8 +126,8 @@ def check(kernel, q, k, v, dout, causal, scale=None, between=lambda out, lse: (o
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dtype, inputs = q.dtype, (q, k, v, dout)
     before = [x.clone() for x in inputs]
-    out, lse = kernel.forward(q, k, v, causal, scale)
-    grads = kernel.backward(dout, q, k, v, *between(out, lse), causal, scale)
+    out, lse = kernel.forward(q, k, v, shape, scale)
+    grads = kernel.backward(dout, q, k, v, *between(out, lse), shape, scale)
     assert all(torch.equal(x, x_before) for x, x_before in zip(inputs, before, strict=True)), "an input was changed"
     assert out.shape == (*q.shape[:3], v.shape[-1])
     assert lse.shape == q.shape[:3]
@@ -131,10 +136,10 @@ def check(kernel, q, k, v, dout, causal, scale=None, between=lambda out, lse: (o
         assert grad.shape == x.shape
         assert grad.dtype == x.dtype
 
-    *want, want_lse = formula(torch.float64, *inputs, causal, scale)
+    *want, want_lse = formula(torch.float64, *inputs, shape, scale)
     # Nothing is more exact than float64: its error is that of float32, smaller by the ratio of their roundings.
     lower = torch.float32 if dtype == torch.float64 else dtype
-    *low, _ = formula(lower, *inputs, causal, scale)
+    *low, _ = formula(lower, *inputs, shape, scale)
     rounding = torch.finfo(dtype).eps
     # All gradients share a scale: where a row has one key, dq and dk are differences that vanish.
     scales = [largest(want[0])] + [max(map(largest, want[1:]))] * 3
@@ -151,17 +156,17 @@ def check(kernel, q, k, v, dout, causal, scale=None, between=lambda out, lse: (o
     assert difference <= error, f"{kernel.name}, {dtype}: lse is {difference} off, of {error}"
 
 
-@pytest.mark.parametrize(("shape", "causal"), CASES, ids=str)
+@pytest.mark.parametrize(("sizes", "shape"), CASES, ids=str)
 @pytest.mark.parametrize(("kernel", "device", "dtypes"), KERNELS)
-def test_forward_and_backward(kernel, device, dtypes, shape, causal, generator):
+def test_forward_and_backward(kernel, device, dtypes, sizes, shape, generator):
     for dtype in dtypes:
-        check(kernel, *make(shape, dtype, generator, device), causal)
+        check(kernel, *make(sizes, dtype, generator, device), shape)
 
 
 @pytest.mark.parametrize(("kernel", "device", "dtypes"), KERNELS)
 def test_scale(kernel, device, dtypes, generator):
     for scale in (1.0, 0.01):
-        check(kernel, *make((1, 2, 2, 20, 20, 8, 8), dtypes[0], generator, device), True, scale)
+        check(kernel, *make((1, 2, 2, 20, 20, 8, 8), dtypes[0], generator, device), "causal", scale)
 
 
 def by_token(x):
@@ -192,7 +197,7 @@ def test_inputs_need_not_be_contiguous(kernel, device, dtypes, lay_out, generato
         check(
             kernel,
             *x,
-            True,
+            "causal",
             between=lambda out, lse: (lay_out(out), lse.transpose(1, 2).contiguous().transpose(1, 2)),
         )
 
@@ -201,7 +206,7 @@ def test_inputs_need_not_be_contiguous(kernel, device, dtypes, lay_out, generato
 def test_expanded_inputs(kernel, device, dtypes, generator):
     """One tile's keys for all tiles, and the gradient of a sum: strides of 0."""
     q, k, v, dout = make((3, 2, 2, 12, 20, 8, 8), dtypes[0], generator, device)
-    check(kernel, q, k[:1].expand_as(k), v[:1].expand_as(v), dout[:1, :1, :1, :1].expand_as(dout), False)
+    check(kernel, q, k[:1].expand_as(k), v[:1].expand_as(v), dout[:1, :1, :1, :1].expand_as(dout), "full")
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -210,21 +215,21 @@ def test_tiles_of_one_softmax_have_their_exact_shares(kernel, device, dtypes, dt
     """Merged out and lse of several tiles, handed to each tile's backward."""
     if dtype not in dtypes:
         pytest.skip(f"{kernel.name} has no {dtype}")
-    # The first tile is a triangle, the others are rectangles.
-    tile_keys = (24, 9, 40)
+    # A triangle, a rectangle and a band of 17 keys.
+    tile_keys, shapes = (24, 9, 40), ("causal", "full", "band")
     width, value_width, scale = 8, 5, 0.4
     q, k, v, dout = make((2, 2, 2, 24, sum(tile_keys), width, value_width), dtype, generator, device)
-    tiles = list(zip(k.split(tile_keys, 2), v.split(tile_keys, 2), (True, False, False), strict=True))
+    tiles = list(zip(k.split(tile_keys, 2), v.split(tile_keys, 2), shapes, strict=True))
     accumulation = accumulation_dtype(dtype)
     out = torch.zeros(dout.shape, dtype=accumulation, device=device)
     lse = torch.full(out.shape[:3], -torch.inf, dtype=accumulation, device=device)
-    for keys, values, causal in tiles:
-        merge_(out, lse, *kernel.forward(q, keys, values, causal, scale))
-    shares = [kernel.backward(dout, q, *kv, out.to(dtype), lse, causal, scale) for *kv, causal in tiles]
+    for keys, values, shape in tiles:
+        merge_(out, lse, *kernel.forward(q, keys, values, shape, scale))
+    shares = [kernel.backward(dout, q, *kv, out.to(dtype), lse, shape, scale) for *kv, shape in tiles]
 
     def shares_in(dtype):
         q_, k_, v_, dout_ = (x.cpu().to(dtype) for x in (q, k, v, dout))
-        seen = torch.cat([visible(24, count, causal) for count, causal in zip(tile_keys, (1, 0, 0), strict=True)], 1)
+        seen = torch.cat([visible(24, count, shape) for count, shape in zip(tile_keys, shapes, strict=True)], 1)
         out_, lse_ = formula_forward(q_, k_, v_, seen, scale)
         parts = zip(k_.split(tile_keys, 2), v_.split(tile_keys, 2), seen.split(tile_keys, 1), strict=True)
         found = [formula_backward(dout_, q_, a, b, out_, lse_, mask, scale) for a, b, mask in parts]
@@ -260,15 +265,15 @@ class LargestResult(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", ["full", "causal", "band"])
 @pytest.mark.parametrize("rows_at_once", [0, 1, 5, 16, 47])
-def test_math_gives_the_same_in_slices(causal, rows_at_once, generator):
+def test_math_gives_the_same_in_slices(shape, rows_at_once, generator):
     heads, group, n, width = 2, 3, 48, 4
-    q, k, v, dout = make((1, heads, group, n, n, width, width), torch.float64, generator)
+    q, k, v, dout = make((1, heads, group, 31 if shape == "band" else n, n, width, width), torch.float64, generator)
 
     def both(kernel):
-        out, lse = kernel.forward(q, k, v, causal, 0.5)
-        return out, lse, *kernel.backward(dout, q, k, v, out, lse, causal, 0.5)
+        out, lse = kernel.forward(q, k, v, shape, 0.5)
+        return out, lse, *kernel.backward(dout, q, k, v, out, lse, shape, 0.5)
 
     sliced = Math()
     sliced.budget = heads * group * n * rows_at_once
@@ -279,7 +284,7 @@ def test_math_gives_the_same_in_slices(causal, rows_at_once, generator):
     for part, whole in zip(got, both(Math()), strict=True):
         torch.testing.assert_close(part, whole, rtol=1e-13, atol=1e-13)
     for dtype in FLOATS:
-        check(sliced, *(x.to(dtype) for x in (q, k, v, dout)), causal)
+        check(sliced, *(x.to(dtype) for x in (q, k, v, dout)), shape)
 
 
 def test_kernels_are_chosen_with_a_reason(monkeypatch):
@@ -312,37 +317,48 @@ def test_other_dtypes_are_refused(dtype, device):
         choose_kernel(device, dtype, 64, 64)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_efficient_kernel_serves_groups_without_repeating_keys(monkeypatch, causal):
-    """Its operator, played by the CPU's, is given as many query heads as there are key/value heads."""
+class EfficientOperators:
+    """The operators of the efficient kernel, played by the CPU's; they have no grouped heads."""
 
-    class Operators:
-        @staticmethod
-        def _scaled_dot_product_efficient_attention(q, k, v, bias, compute_lse, dropout, causal, scale):
-            assert q.shape[1] == k.shape[1] == v.shape[1] == 2
-            return *CpuFlash().forward(q, k, v, causal, scale), None, None
+    cpu = torch.ops.aten
 
-        @staticmethod
-        def _scaled_dot_product_efficient_attention_backward(
-            dout, q, k, v, bias, out, lse, seed, offset, dropout, wanted, causal, scale
-        ):
-            assert q.shape[1] == k.shape[1] == v.shape[1] == 2
-            assert lse.shape[-1] % 32 == 0
-            lse = lse[..., : q.shape[2]]
-            return *CpuFlash().backward(dout, q, k, v, out, lse, causal, scale), None
+    @classmethod
+    def _scaled_dot_product_efficient_attention(cls, q, k, v, bias, compute_lse, dropout, causal, scale):
+        assert q.shape[1] == k.shape[1] == v.shape[1]
+        mask = cls.mask(bias, q, k)
+        forward = cls.cpu._scaled_dot_product_flash_attention_for_cpu
+        return *forward(q, k, v, dropout, causal, attn_mask=mask, scale=scale), None, None
 
-    q, dout = (torch.randn(3, 6, 5, 8, dtype=torch.float64) for _ in range(2))
+    @classmethod
+    def _scaled_dot_product_efficient_attention_backward(
+        cls, dout, q, k, v, bias, out, lse, seed, offset, dropout, wanted, causal, scale
+    ):
+        assert q.shape[1] == k.shape[1] == v.shape[1]
+        assert lse.shape[-1] % 32 == 0
+        lse, mask = lse[..., : q.shape[2]].contiguous(), cls.mask(bias, q, k)
+        backward = cls.cpu._scaled_dot_product_flash_attention_for_cpu_backward
+        return *backward(dout, q, k, v, out, lse, dropout, causal, attn_mask=mask, scale=scale), None
+
+    @staticmethod
+    def mask(bias, q, k):
+        """The operator asks for a bias of every tile and head whose rows are aligned, and reads it without copies."""
+        if bias is not None:
+            assert bias.shape == (*q.shape[:3], k.shape[2])
+            assert bias.stride()[:2] == (0, 0)
+            assert bias.stride(2) % 16 == 0
+        return bias
+
+
+@pytest.mark.parametrize("shape", ["full", "causal", "band"])
+def test_the_efficient_kernel_serves_groups_without_repeating_keys(monkeypatch, shape):
+    queries = 3 if shape == "band" else 5
+    q, dout = (torch.randn(3, 6, queries, 8, dtype=torch.float64) for _ in range(2))
     k, v = (torch.randn(3, 2, 5, 8, dtype=torch.float64) for _ in range(2))
-    want = Math().forward(q, k, v, causal, 0.3)
-    want += Math().backward(dout, q, k, v, *want, causal, 0.3)
+    want = Math().forward(q, k, v, shape, 0.3)
+    want += Math().backward(dout, q, k, v, *want, shape, 0.3)
     with monkeypatch.context() as patched:
-        cpu = CpuFlash.forward.__globals__["aten"]
-        Operators._scaled_dot_product_flash_attention_for_cpu = cpu._scaled_dot_product_flash_attention_for_cpu
-        Operators._scaled_dot_product_flash_attention_for_cpu_backward = (
-            cpu._scaled_dot_product_flash_attention_for_cpu_backward
-        )
-        patched.setattr("hf_ring_attention.compute.kernels.aten", Operators)
-        got = CudaEfficient().forward(q, k, v, causal, 0.3)
-        got += CudaEfficient().backward(dout, q, k, v, *got, causal, 0.3)
+        patched.setattr("hf_ring_attention.compute.kernels.aten", EfficientOperators)
+        got = CudaEfficient().forward(q, k, v, shape, 0.3)
+        got += CudaEfficient().backward(dout, q, k, v, *got, shape, 0.3)
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)

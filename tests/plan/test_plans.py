@@ -21,20 +21,25 @@ def pairs_of(batch, problem, query_positions, key_positions):
     pairs, queries_seen = Counter(), Counter()
     assert batch.num_queries > 0
     assert batch.num_keys > 0
-    assert not batch.causal or batch.num_queries == batch.num_keys
+    assert batch.shape != "causal" or batch.num_queries == batch.num_keys
+    assert batch.folds == 1 or batch.num_queries > 1
     for item in batch.items:
         assert len(set(item.batch_rows)) == len(item.batch_rows) > 0
         assert len(set(item.heads)) == len(item.heads) > 0
         assert item.copies > 0
-        for batch_row, number, copy in itertools.product(item.batch_rows, item.heads, range(item.copies)):
+        folds = range(item.copies if batch.folds == 1 else batch.folds)
+        assert batch.folds == 1 or item.copies == 1
+        for batch_row, number, fold in itertools.product(item.batch_rows, item.heads, folds):
             heads = [number] if batch.per_query_head else range(number * group, (number + 1) * group)
             for i in range(batch.num_queries):
-                query_row = item.query_row + copy * item.advance + i * batch.query_stride
+                query_row = item.query_row + fold + i * batch.query_stride
                 assert 0 <= query_row < len(query_positions)
                 for head in heads:
                     queries_seen[batch_row, head, query_row] += 1
-                for j in range(i + 1 if batch.causal else batch.num_keys):
-                    key_row = item.key_row + copy * item.advance + j * batch.key_stride
+                width = batch.num_keys - batch.num_queries + 1
+                seen = {"full": range(batch.num_keys), "causal": range(i + 1), "band": range(i, i + width)}[batch.shape]
+                for j in seen:
+                    key_row = item.key_row + j * batch.key_stride
                     assert 0 <= key_row < len(key_positions)
                     for head in heads:
                         pairs[batch_row, head, query_positions[query_row], key_positions[key_row]] += 1

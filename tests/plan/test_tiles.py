@@ -15,6 +15,15 @@ from tests.plan.strategies import rngs
 from tests.support.cases import random_pattern
 
 
+def seen_keys(tile, number):
+    """The keys of a tile that its query number `number` sees."""
+    if tile.shape == "full":
+        return tile.keys
+    if tile.shape == "causal":
+        return tile.keys[: number + 1]
+    return tile.keys[number : number + 1 + len(tile.keys) - len(tile.queries)]
+
+
 def covered(tiles, num_heads, num_kv_heads):
     """Counter of (query head, query row, key row), and the check that a part never repeats a query row of a head."""
     pairs = Counter()
@@ -24,15 +33,14 @@ def covered(tiles, num_heads, num_kv_heads):
         heads = tile.heads if tile.per_query_head else [kv * group + i for kv in tile.heads for i in range(group)]
         assert len(tile.queries) > 0
         assert len(tile.keys) > 0
-        if tile.causal:
+        assert tile.folds > 0
+        if tile.shape == "causal":
             assert len(tile.queries) == len(tile.keys)
             assert tile.queries.step * tile.keys.step > 0
-        for head, copy in itertools.product(heads, range(tile.copies)):
-            moved = copy * tile.advance
+        for head, fold in itertools.product(heads, range(tile.folds)):
             for i, query in enumerate(tile.queries):
-                keys = tile.keys[: i + 1] if tile.causal else tile.keys
-                pairs.update((head, query + moved, key + moved) for key in keys)
-                kind = (tile.branch, tile.part, tile.causal, tile.queries.step > 0, head, query + moved)
+                pairs.update((head, query + fold, key) for key in seen_keys(tile, i))
+                kind = (tile.branch, tile.part, tile.shape, tile.queries.step > 0, head, query + fold)
                 rows_of_part[kind] += 1
     assert max(rows_of_part.values(), default=1) == 1, "a part shares a query row between tiles of one shape"
     return pairs
@@ -143,13 +151,13 @@ def test_the_example_of_the_module_is_what_is_computed():
     runs = [Run(0, 0, 6)]
     pairs = {}
     for letter, tile in zip(
-        "abcdef",
+        "ab",
         tile_document(
             Pattern((Window(3),)), length=6, queries=runs, keys=runs, num_heads=1, num_kv_heads=1, causal=True
         ),
         strict=True,
     ):
         for number, query in enumerate(tile.queries):
-            for key in tile.keys[: number + 1] if tile.causal else tile.keys:
+            for key in seen_keys(tile, number):
                 pairs[query, key] = letter
     assert pairs == {pair: letter for pair, letter in picture.items() if letter != "."}

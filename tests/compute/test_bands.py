@@ -1,0 +1,32 @@
+"""Bands in stretches, masked and cut, at sizes at which all of that happens to a few rows."""
+
+import pytest
+import torch
+
+from hf_ring_attention.compute import bands
+from hf_ring_attention.compute.kernels import CpuFlash, Math
+
+
+@pytest.mark.parametrize("cut_from", [4, 10**6], ids=["cut", "masked"])
+def test_every_band_is_what_plain_math_makes_of_it(cut_from, monkeypatch, rng):
+    """Bands of any width and length, in stretches of a few rows, a few of which are at hand at once in backward."""
+    for _ in range(60):
+        monkeypatch.setattr(bands, "CUT_FROM", cut_from)
+        monkeypatch.setattr(bands, "MASKED_ROWS", rng.randint(1, 9))
+        monkeypatch.setattr(bands, "CUT_SHARE", rng.randint(2, 4))
+        monkeypatch.setattr(bands, "SHARE_AT_ONCE", rng.choice([1, 3, 100]))
+        monkeypatch.setattr(bands, "FEWEST_ROWS", rng.choice([1, 40]))
+        tiles, heads, group = (rng.randint(1, 3) for _ in range(3))
+        queries, width = rng.randint(1, 30), rng.randint(1, 24)
+        q, dout = (torch.randn(tiles, heads * group, queries, 4, dtype=torch.float64) for _ in range(2))
+        k, v = (torch.randn(tiles, heads, queries + width - 1, 4, dtype=torch.float64) for _ in range(2))
+        if rng.random() < 0.5:  # as models store them
+            q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
+        out, lse = Math().forward(q, k, v, "band", 0.3)
+        # In the whole softmax there are other keys, too.
+        whole = torch.randn_like(out), lse + torch.rand_like(lse)
+        want = out, lse, *Math().backward(dout, q, k, v, *whole, "band", 0.3)
+        flash = CpuFlash()
+        got = *flash.forward(q, k, v, "band", 0.3), *flash.backward(dout, q, k, v, *whole, "band", 0.3)
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
