@@ -118,14 +118,19 @@ class RankPlan:
 @lru_cache(maxsize=256)
 def plan_rank(problem: Problem, rank: int) -> RankPlan:
     """Returns the tiles of `rank`; plans are cached by value."""
+    own, remote = tiles_from(problem, rank, rank), remote_tiles(problem, rank)
+    return RankPlan(rank, own, remote, sum(batch.pairs(problem.group) for batch in own + remote))
+
+
+@lru_cache(maxsize=256)
+def remote_tiles(problem: Problem, rank: int) -> tuple[TileBatch, ...]:
+    """Returns the tiles of `rank` with keys of other ranks; key rows are indices in the whole sequence."""
     layout = problem.layout
     elsewhere = sorted(
         (piece for other in range(layout.world_size) if other != rank for piece in layout.pieces(other)),
         key=lambda piece: piece.start,
     )
-    own = tiles_from(problem, rank, rank)
-    remote = _batches(problem, _local(layout.pieces(rank)), [(piece.start, piece) for piece in elsewhere])
-    return RankPlan(rank, own, remote, sum(batch.pairs(problem.group) for batch in own + remote))
+    return _batches(problem, _local(layout.pieces(rank)), [(piece.start, piece) for piece in elsewhere])
 
 
 @lru_cache(maxsize=256)

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from operator import and_, or_
 from typing import NamedTuple
 
-from .plans import Item, TileBatch, plan_rank
+from .layouts import SequenceLayout
+from .plans import Item, TileBatch, remote_tiles
 from .problem import Problem
 
 
@@ -43,19 +44,23 @@ class KeyRows:
 
     def __len__(self) -> int:
         """Returns the number of rows over all batch rows and heads."""
-        return sum(weight * rows.bit_count() for weight, rows in zip(self.weights, self.sets))
+        return self._length
+
+    @cached_property
+    def _length(self) -> int:
+        return sum(weight * rows.bit_count() for weight, rows in zip(self.weights, self.sets) if rows)
 
     def __bool__(self) -> bool:
         return any(self.sets)
 
     def __or__(self, other: KeyRows) -> KeyRows:
-        return replace(self, sets=tuple(map(or_, self.sets, other.sets)))
+        return KeyRows(self.num_kv_heads, self.weights, tuple(map(or_, self.sets, other.sets)))
 
     def __and__(self, other: KeyRows) -> KeyRows:
-        return replace(self, sets=tuple(map(and_, self.sets, other.sets)))
+        return KeyRows(self.num_kv_heads, self.weights, tuple(map(and_, self.sets, other.sets)))
 
     def __sub__(self, other: KeyRows) -> KeyRows:
-        return replace(self, sets=tuple(a & ~b for a, b in zip(self.sets, other.sets)))
+        return KeyRows(self.num_kv_heads, self.weights, tuple(a & ~b for a, b in zip(self.sets, other.sets)))
 
     def run(self, heads: range) -> range | None:
         """Returns the rows of every batch row and of each of these heads where they are one and the same run; else None."""
@@ -69,7 +74,10 @@ class KeyRows:
 
     def of_heads(self, heads: range) -> KeyRows:
         """Returns these rows without those of other heads."""
-        return replace(self, sets=tuple(x if i % self.num_kv_heads in heads else 0 for i, x in enumerate(self.sets)))
+        if len(heads) == self.num_kv_heads:
+            return self
+        sets = tuple(rows if i % self.num_kv_heads in heads else 0 for i, rows in enumerate(self.sets))
+        return KeyRows(self.num_kv_heads, self.weights, sets)
 
 
 class Hop(NamedTuple):
@@ -136,29 +144,43 @@ def _key_rows(batch: TileBatch, item: Item) -> int:
 
 
 @lru_cache(maxsize=64)
-def _needed(problem: Problem, rank: int) -> tuple[int, ...]:
-    """Returns the rows of other ranks that `rank` needs, by index in the whole sequence."""
+def _needs(problem: Problem, rank: int) -> tuple[KeyRows, ...]:
+    """Returns the rows of each source, by local index, that `rank` needs."""
     number = {rows: i for i, (_, rows) in enumerate(problem.row_classes)}
     sets = [0] * (len(number) * problem.num_kv_heads)
-    for batch in plan_rank(problem, rank).remote:
+    for batch in remote_tiles(problem, rank):
         for item in batch.items:
             rows, first = _key_rows(batch, item), number[item.batch_rows] * problem.num_kv_heads
             for head in {head // problem.group if batch.per_query_head else head for head in item.heads}:
                 sets[first + head] |= rows
-    return tuple(sets)
+    by_source = {rows: _by_source(problem.layout, rows) for rows in {*sets}}  # Heads often need the same.
+    weights = tuple(len(rows) for _, rows in problem.row_classes for _ in range(problem.num_kv_heads))
+    return tuple(
+        KeyRows(problem.num_kv_heads, weights, tuple(by_source[rows][source] for rows in sets))
+        for source in range(problem.layout.world_size)
+    )
+
+
+def _by_source(layout: SequenceLayout, rows: int) -> list[int]:
+    """Returns, for each rank, which of these rows of the whole sequence it holds, by local index."""
+    if not rows:
+        return [0] * layout.world_size
+    length = layout.piece_len
+    mask, octets = (1 << length) - 1, rows.to_bytes(-(-rows.bit_length() // 8), "little")
+
+    def local(piece: range) -> int:
+        # A shift of all rows for each piece would copy all of them for each.
+        return int.from_bytes(octets[piece.start // 8 : -(-piece.stop // 8)], "little") >> piece.start % 8 & mask
+
+    return [
+        sum(local(piece) << i * length for i, piece in enumerate(layout.pieces(source)))
+        for source in range(layout.world_size)
+    ]
 
 
 def needed(problem: Problem, rank: int, source: int) -> KeyRows:
     """Returns the rows of `source`, by local index, that `rank` needs."""
-    pieces = problem.layout.pieces(source)
-    length = problem.layout.piece_len
-    mask = (1 << length) - 1
-
-    def local(rows: int) -> int:
-        return sum((rows >> piece.start & mask) << i * length for i, piece in enumerate(pieces))
-
-    weights = tuple(len(rows) for _, rows in problem.row_classes for _ in range(problem.num_kv_heads))
-    return KeyRows(problem.num_kv_heads, weights, tuple(map(local, _needed(problem, rank))))
+    return _needs(problem, rank)[source]
 
 
 def union(rows: Sequence[KeyRows]) -> KeyRows:
@@ -172,12 +194,14 @@ def union(rows: Sequence[KeyRows]) -> KeyRows:
 def _route(needs: list[KeyRows]) -> tuple[Hop, ...]:
     """Returns the hops that take rows to readers 1, 2, ... steps away."""
     hops: list[Hop] = []
+    before = [needs[0] - needs[0]]  # For each reader, what those before it need.
+    for rows in needs[:-1]:
+        before.append(before[-1] | rows if rows else before[-1])
     later: KeyRows | None = None
-    for i in reversed(range(len(needs))):
-        rows = needs[i] if later is None else needs[i] | later
+    for used, earlier in zip(reversed(needs), reversed(before)):
+        rows = used if later is None else used | later if used else later
         if rows:
-            before = union(needs[:i]) if i else rows - rows
-            hops.append(Hop(rows, rows & before, rows if later is None else rows - later))
+            hops.append(Hop(rows, rows & earlier, rows if later is None else rows - later if used else later - later))
             later = rows
     return tuple(reversed(hops))
 
@@ -187,7 +211,9 @@ def _lap(problem: Problem, heads: range, way: _Way, with_own: bool) -> Lap:
     routes = []
     for source in range(p):
         readers = [(source + step * way.direction) % p for step in range(1, way.reach + 1)]
-        routes.append(_route([needed(problem, reader, source).of_heads(heads) for reader in readers]))
+        routes.append(
+            _route([needed(problem, reader, source).of_heads(heads) for reader in readers]) if readers else ()
+        )
     return Lap(heads, way.direction, with_own, tuple(routes))
 
 

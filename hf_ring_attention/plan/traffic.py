@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from .problem import Problem
@@ -65,10 +66,13 @@ def ring_traffic(problem: Problem, rank: int, sizes: RowBytes) -> RankTraffic:
     )
 
 
-def exchanged(problem: Problem) -> list[list[int]]:
+@lru_cache(maxsize=64)
+def exchanged(problem: Problem) -> tuple[tuple[int, ...], ...]:
     """Returns, as [rank][source], the number of rows that the collective transport takes from `source` to `rank`."""
     ranks = range(problem.layout.world_size)
-    return [[len(needed(problem, rank, source)) if rank != source else 0 for source in ranks] for rank in ranks]
+    return tuple(
+        tuple(len(needed(problem, rank, source)) if rank != source else 0 for source in ranks) for rank in ranks
+    )
 
 
 def collective_traffic(problem: Problem, rank: int, sizes: RowBytes) -> RankTraffic:

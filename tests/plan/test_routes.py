@@ -194,9 +194,9 @@ def check_traffic(problem):
         received[reader] += len(rows)
         sent[source] += len(rows)
     check_bytes(problem, collective_traffic, sent, received, received, sent)
-    assert exchanged(problem) == [
-        [len(needs[rank, source]) if rank != source else 0 for source in range(p)] for rank in range(p)
-    ], problem
+    assert exchanged(problem) == tuple(
+        tuple(len(needs[rank, source]) if rank != source else 0 for source in range(p)) for rank in range(p)
+    ), problem
 
 
 def check_bytes(problem, traffic_of, sent, received, grads_sent, grads_received):
