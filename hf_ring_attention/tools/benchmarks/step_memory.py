@@ -25,7 +25,7 @@ from ..bench_plots import extension_text
 from ..output import Sheet, mebibytes
 from .harness import CallShape, give_memory_back_at_once, held_memory, launch, peak_memory, progress, reset_peak_memory
 
-LAYERS, VOCABULARY = 4, 8192
+_MODEL_LAYERS, _MODEL_VOCABULARY = 4, 8192
 #: The tokens of each rank in the step that loads what kernels and connections need.
 _TOKENS_OF_WARMING_UP = 32
 
@@ -35,10 +35,10 @@ def training_model(shape: CallShape, tokens: int) -> Any:
     torch.manual_seed(0)
     hidden = shape.heads * shape.head_dim
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=_MODEL_VOCABULARY,
         hidden_size=hidden,
         intermediate_size=3 * hidden,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=_MODEL_LAYERS,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
@@ -75,7 +75,7 @@ def _parts_of_step(shape: CallShape, tokens: int, pattern: str) -> dict[str, int
     model = patch_model(training_model(shape, tokens), pattern, ring=ring)
     weights = list(model.parameters())
     optimizer = torch.optim.AdamW(weights)
-    ids = torch.randint(VOCABULARY, (1, tokens))
+    ids = torch.randint(_MODEL_VOCABULARY, (1, tokens))
     shard = shard_batch({"input_ids": ids, "labels": ids}, ring, device=device)
     labels = count_tokens(shard)
     kept = 0
@@ -93,15 +93,15 @@ def _parts_of_step(shape: CallShape, tokens: int, pattern: str) -> dict[str, int
         optimizer.step()
     peak = peak_memory(device) - start
     parts = {
-        "weights": _bytes_of(weights),
-        "gradients": _bytes_of(weight.grad for weight in weights),
-        "optimizer state": _bytes_of(x for state in optimizer.state.values() for x in state.values()),
+        "weights": _tensor_bytes(weights),
+        "gradients": _tensor_bytes(weight.grad for weight in weights),
+        "optimizer state": _tensor_bytes(x for state in optimizer.state.values() for x in state.values()),
         "kept for backward": kept,
     }
     return parts | {"working memory": peak - sum(parts.values())}
 
 
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
+def _tensor_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
@@ -139,7 +139,7 @@ def step_memory_report(figures: dict[str, Any], shape: CallShape) -> Sheet:
     rows = figures["rows"]
     return Sheet(
         f"memory of a checkpointed training step in MiB, {figures['pattern']}, busiest rank of {figures['ranks']}: "
-        f"{LAYERS} layers of width {shape.heads * shape.head_dim}",
+        f"{_MODEL_LAYERS} layers of width {shape.heads * shape.head_dim}",
         ("tokens", *rows[0]["parts"], "total"),
         [(row["tokens"], *map(mebibytes, row["parts"].values()), mebibytes(row["peak"])) for row in rows],
         [extension_text(figures)],

@@ -31,7 +31,7 @@ from ..options import (
     tokens_option,
 )
 from ..output import Sheet, print_json, print_sheet, stdout_left_alone, terminal
-from .bench_checks import check_devices, check_division, check_model, check_step, make_folder
+from .bench_checks import check_devices, check_division, check_model_folder, check_step, make_folder
 
 #: The measurements, with what each is for and how often it runs without --repeats.
 PARTS = {
@@ -166,7 +166,7 @@ def bench_command(
     check_step(chosen, head_dim, ranks, step_lengths)
     groups = checked("--kv-heads", key_value_heads, heads, kv_heads)
     if model is not None:
-        check_model(model)
+        check_model_folder(model)
     if plots is not None and not {*_WITH_PICTURES} & {*chosen}:
         raise refuse(f"{', '.join(chosen)}: no picture; {' and '.join(_WITH_PICTURES)} have one", "--plots")
     console = terminal(stderr=as_json)
