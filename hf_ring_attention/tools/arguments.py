@@ -101,6 +101,15 @@ def new_folder(text: str) -> Path:
     return path
 
 
+def picture_folder(text: str) -> Path:
+    """Reads the name of a folder that pictures are written to; matplotlib must be installed."""
+    path = new_folder(text)
+    missing = missing_extra("a picture", "matplotlib")
+    if missing:
+        raise argparse.ArgumentTypeError(missing)
+    return path
+
+
 def check(parser: argparse.ArgumentParser, name: str, kind: Callable[[str], Any], value: Any) -> Any:
     """Returns what a type makes of a value that another parser took; a wrong value is refused as that parser would do."""
     try:
@@ -136,6 +145,23 @@ def token_count(least: int = 1, multiple_of: int = 1) -> Callable[[str], int]:
         raise argparse.ArgumentTypeError(f"a number of tokens such as 4096, 128k or 1M was expected, got {text!r}")
 
     return count
+
+
+#: The bytes of the units of `memory_size`.
+_UNITS = {
+    f"{letter}{end}": base**power
+    for power, letter in ((2, "M"), (3, "G"), (4, "T"))
+    for end, base in (("B", 1000), ("iB", 1024))
+}
+
+
+def memory_size(text: str) -> int:
+    """Reads a size of memory in bytes: 80GB (80 * 1000^3), or 80GiB (80 * 1024^3); also in MB, MiB, TB and TiB."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([MGT]i?B)", text.strip())
+    size = round(float(match.group(1)) * _UNITS[match.group(2)]) if match else 0
+    if not size:
+        raise argparse.ArgumentTypeError(f"a size of memory such as 80GB or 80GiB was expected, got {text!r}")
+    return size
 
 
 def one_of(*names: str) -> Callable[[str], str]:

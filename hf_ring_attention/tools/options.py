@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from .arguments import at_least, one_of, pattern_text, token_count
+from .arguments import at_least, comma_list, one_of, pattern_text, token_count
 
 Value = TypeVar("Value")
 
@@ -49,6 +49,16 @@ def checked(option: str, kind: Callable[..., Value], *values: Any) -> Value:
 def number_option(name: str, text: str, least: int = 1) -> Any:
     """Returns an option that takes a whole number."""
     return typer.Option(name, parser=parsed(at_least(least)), metavar="N", help=text)
+
+
+def tokens_option(name: str, text: str, least: int = 1, multiple_of: int = 1) -> Any:
+    """Returns an option that takes a number of tokens."""
+    return typer.Option(name, parser=parsed(token_count(least, multiple_of)), metavar="N", help=text)
+
+
+def list_option(name: str, kind: Callable[[str], Any], text: str) -> Any:
+    """Returns an option that takes one or several values with commas between them."""
+    return typer.Option(name, parser=parsed(comma_list(kind)), metavar="N,N,...", help=text)
 
 
 def choice_option(name: str, choices: tuple[str, ...], text: str) -> Any:

@@ -115,6 +115,14 @@ def short_count(tokens: int) -> str:
     return str(tokens)
 
 
+def about_count(tokens: float) -> str:
+    """Returns a number of tokens that is not exact, in two digits or three: 1.2M, 12k or 900."""
+    for size, letter in ((1024**2, "M"), (1024, "k")):
+        if tokens >= size:
+            return f"{tokens / size:.{1 if tokens < 10 * size else 0}f}{letter}"
+    return f"{tokens:.0f}"
+
+
 def mebibytes(size: float) -> str:
     """Returns bytes in MiB, with a decimal below 10 MiB."""
     return f"{size / 2**20:.{0 if size >= 10 * 2**20 else 1}f}"

@@ -22,7 +22,8 @@ FAINTEST = 1 / 64
 COMPUTE, SEND, WAIT = ("#3b6fb6", "#7fa8dc"), "#f0a030", "#d9534f"
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
+    """Returns an empty figure of this size in inches, or raises ModuleNotFoundError that says how to get matplotlib."""
     missing = missing_extra("a picture", "matplotlib")
     if missing:
         raise ModuleNotFoundError(missing, name="matplotlib")
@@ -54,7 +55,7 @@ def plot_patterns(
         num_kv_heads: the number of key/value heads; None for `num_heads`.
     """
     panels = len(patterns)
-    figure = _figure(1.6 + 3.6 * panels, 4.9)
+    figure = new_figure(1.6 + 3.6 * panels, 4.9)
     from matplotlib.colors import LinearSegmentedColormap, LogNorm
     from matplotlib.patches import Patch, Polygon, Rectangle
 
@@ -115,7 +116,7 @@ def plot_layout(layout: SequenceLayout, work: Sequence[float], pattern: Pattern,
         work: the query-key pairs of each rank over the mean.
     """
     p = layout.world_size
-    figure = _figure(9, 1.6 + 0.36 * min(p, 24))
+    figure = new_figure(9, 1.6 + 0.36 * min(p, 24))
     left, right = figure.subplots(1, 2, width_ratios=[3, 1], sharey=True)
     from matplotlib import colormaps
 
@@ -144,7 +145,7 @@ def plot_layout(layout: SequenceLayout, work: Sequence[float], pattern: Pattern,
 def plot_ring(timeline: Timeline, title: str, path: Path) -> None:
     """Draws a ring's forward pass as a Gantt chart: what each rank computes, sends and waits for."""
     p = timeline.ranks
-    figure = _figure(10, 1.8 + 0.5 * min(p, 24))
+    figure = new_figure(10, 1.8 + 0.5 * min(p, 24))
     from matplotlib.patches import Patch
 
     axis = figure.subplots()
@@ -204,7 +205,7 @@ def plot_losses(losses: Mapping[str, Sequence[float]], path: Path, window: int =
 
     A second panel shows the differences from the first pattern.
     """
-    figure = _figure(9, 6.5)
+    figure = new_figure(9, 6.5)
     top, bottom = figure.subplots(2, 1, sharex=True)
     first = None
     for name, values in losses.items():
@@ -232,7 +233,7 @@ def plot_quality(figures: Sequence[Mapping[str, Any]], path: Path) -> None:
     Args:
         figures: for each pattern "pattern", "perplexity" and "flop_share".
     """
-    figure = _figure(7.5, 4.8)
+    figure = new_figure(7.5, 4.8)
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     axis = figure.subplots()
@@ -280,7 +281,7 @@ def plot_training(losses: Sequence[float], path: Path, held_out: Mapping[int, fl
         losses: the losses of steps 1, 2, ...; the running mean is over a tenth of all steps.
         held_out: the loss of held-out data after each step that has one; step 0 is before the first one.
     """
-    figure = _figure(7, 4)
+    figure = new_figure(7, 4)
     from matplotlib.ticker import MaxNLocator
 
     axis = figure.subplots()

@@ -74,7 +74,7 @@ REFUSED = [
     (
         "cli",
         "bench typing",
-        "one of speed, memory, model, decode, transport, ideal, ring-memory, overlap was expected, got",
+        "one of speed, memory, model, decode, transport, ideal, ring-memory, overlap, step-memory, scaling was expected, got",
     ),
     ("cli", "bench --ranks 1", "'--ranks': a whole number of at least 2 was expected, got 1"),
     ("cli", "bench --heads 0", "'--heads': a whole number of at least 1 was expected, got 0"),
@@ -91,6 +91,28 @@ REFUSED = [
     ("cli", "bench --lengths 0", "'--lengths': a whole number of at least 16 was expected, got 0"),
     ("cli", "bench ideal --heads 3", "gives each rank its share of the heads, and 3 heads = 1 * 2 ranks + 1"),
     ("cli", "bench --ranks 4 --ring-tokens 100", "2 * 4 = 8 equal pieces, and 100 = 12 * 8 + 4: take 104"),
+    ("cli", "bench overlap --ranks 1", "expected, got 1: transport, ideal and overlap need several ranks"),
+    (
+        "cli",
+        "bench scaling --scaling-ranks 1,4,6 --ring-tokens 100",
+        "'--ring-tokens': zigzag cuts the row into 2 * 4 = 8 equal pieces, and 100 = 12 * 8 + 4: take 120",
+    ),
+    ("cli", "bench --scaling-ranks 1,0", "'--scaling-ranks': a whole number of at least 1 was expected, got 0"),
+    ("cli", "bench --step-lengths 4k,8", "'--step-lengths': a whole number of at least 16 was expected, got 8"),
+    (
+        "cli",
+        "bench step-memory --ranks 32 --step-lengths 16",
+        "each of 32 ranks needs one token at least, and a row has 16",
+    ),
+    ("cli", "bench step-memory --head-dim 7", "turns pairs of numbers by position, and 7 = 3 * 2 + 1: take 8"),
+    ("cli", "bench --memory 80", "'--memory': a size of memory such as 80GB or 80GiB was expected, got '80'"),
+    ("cli", "bench --memory 0GB", "'--memory': a size of memory such as 80GB or 80GiB was expected, got '0GB'"),
+    (
+        "cli",
+        "bench speed model --plots {empty}",
+        "'--plots': speed, model: no picture; step-memory and scaling have one",
+    ),
+    ("cli", "bench scaling --plots {file}", "'--plots': a folder was expected, but '{file}' is a file"),
     ("cli", "bench --longnet-tokens 0", "'--longnet-tokens': a whole number of at least 1 was expected, got 0"),
     ("cli", "bench --rank-tokens 5", "'--rank-tokens': a multiple of 2 was expected, got 5 = 2 * 2 + 1: take 4 or 6"),
     ("cli", "bench --memory-ranks 2,0", "'--memory-ranks': a whole number of at least 1 was expected, got 0"),
@@ -292,6 +314,29 @@ def without(monkeypatch, *names):
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_RING_ATTENTION_CACHE", str(tmp_path / "models"))
     return tmp_path / "models"
+
+
+def test_pictures_of_the_benchmark_need_matplotlib_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    without(monkeypatch, "matplotlib")
+    with pytest.raises(SystemExit) as end:
+        cli.main(["bench", "scaling", "--plots", str(tmp_path / "pictures")])
+    assert end.value.code == 2 and not (tmp_path / "pictures").exists()
+    assert "matplotlib, which is not installed: pip install 'matplotlib>=3.8'" in capsys.readouterr().err
+
+
+def test_a_folder_of_pictures_that_cannot_be_made_is_refused_before_anything_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "MEASUREMENTS", {})
+    with pytest.raises(SystemExit) as end:
+        cli.main(["bench", "scaling", "--plots", "/proc/pictures"])
+    assert end.value.code == 2
+    assert "'--plots': the folder '/proc/pictures' cannot be made: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("80GB", 80 * 10**9), ("80GiB", 80 * 2**30), ("1.5 TiB", 3 * 2**39), ("512MB", 512 * 10**6)]
+)
+def test_sizes_of_memory(text, size):
+    assert arguments.memory_size(text) == size
 
 
 def test_a_missing_model_says_the_command_that_brings_it(cache, monkeypatch):

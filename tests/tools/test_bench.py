@@ -5,10 +5,14 @@ import os
 import subprocess
 import sys
 
+import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_ring_attention.tools.benchmarks import choice
-from hf_ring_attention.tools.benchmarks.harness import CallShape
+from hf_ring_attention.tools import cli
+from hf_ring_attention.tools.benchmarks import choice, scaling, step_memory
+from hf_ring_attention.tools.benchmarks.harness import CallShape, held_memory, peak_memory, reset_peak_memory
+from hf_ring_attention.tools.commands import bench
 from hf_ring_attention.tools.commands.bench import PARTS
 
 
@@ -34,7 +38,8 @@ def test_every_part_measures(tmp_path):
     small = (
         "--repeats 1 --heads 4 --kv-heads 2 --head-dim 8 --tokens 2k --lengths 64,128 --ring-tokens 256 "
         "--longnet-tokens 512 --rank-tokens 64 --memory-ranks 1,2 --model-tokens 64 --decode-tokens 64 "
-        f"--pattern longnet:128/1,1024/8 --pattern pyramid:64,2 --model {tmp_path} --json"
+        f"--pattern longnet:128/1,1024/8 --pattern pyramid:64,2 --model {tmp_path} --json --step-lengths 4k,2k "
+        f"--memory 3GB --scaling-ranks 1,2 --plots {tmp_path / 'a' / 'pictures'}"
     )
     done = subprocess.run(
         [sys.executable, "-m", "hf_ring_attention", "bench", *small.split()],
@@ -70,6 +75,118 @@ def test_every_part_measures(tmp_path):
     # Two ranks: one hop of keys and values in each of the rounds, forward; as many of gradients in backward.
     assert [row["share"] for row in figures["overlap"]] == [0.4, 0.8]
     assert all(row["hops"] % 3 == 0 for row in figures["overlap"])
+    step = figures["step-memory"]
+    assert (step["pattern"], step["ranks"], step["rank_memory"]) == (patterns[0], 2, 3_000_000_000)
+    assert [(row["tokens"], row["ranks"]) for row in step["rows"]] == [(2048, 2), (4096, 2)]
+    assert all(sum(row["parts"].values()) == row["peak"] for row in step["rows"])
+    rows = figures["scaling"]["rows"]
+    assert [row["pattern"] for row in rows] == ["exact", *patterns]
+    for row in rows:
+        assert row["rates"].keys() == {"1", "2"} and min(row["rates"].values()) > 0
+        assert row["efficiency"] == pytest.approx(row["rates"]["2"] / (2 * row["rates"]["1"]))
+    for part in ("step-memory", "scaling"):
+        file = tmp_path / "a" / "pictures" / f"{part}.png"
+        assert file.stat().st_size > 5000 and f"wrote {file}\n" in done.stderr
     titles = ("attention on one device", "peak memory of forward", "in a 4-layer model", "in the cache", "ring against")
-    for title in (*titles, "FLOPs without communication", "peak memory of exact attention", "delay of every hop"):
+    for title in (
+        *titles,
+        "FLOPs without communication",
+        "peak memory of exact attention",
+        "delay of every hop",
+        "step in MiB",
+        "tokens a second",
+    ):
         assert title in done.stderr
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """The memory of training steps on a ring of 2, of rows of 4096 and of 8192 tokens, in heads of 4 * 32 = 128 numbers."""
+    shape = CallShape(heads=4, kv_heads=2, head_dim=32)
+    return step_memory.measure_step_memory(shape, [4096, 8192], 2, "window:64+4", None)["rows"]
+
+
+def test_the_parts_of_a_step_are_the_bytes_of_its_tensors(steps):
+    hidden = 128
+    layer = (
+        2 * hidden * hidden + 2 * hidden * 64 + 3 * hidden * 3 * hidden + 2 * hidden
+    )  # 64: two key/value heads of 32.
+    weights = 4 * (2 * 8192 * hidden + 4 * layer + hidden)
+    for row in steps:
+        parts = row["parts"]
+        assert parts["weights"] == parts["gradients"] == weights
+        # AdamW has two moments of each weight, and a number for each tensor of weights.
+        assert 2 * weights < parts["optimizer state"] < 2 * weights + 1000
+        assert sum(parts.values()) == row["peak"]
+
+
+def test_a_checkpointed_step_keeps_the_inputs_of_its_layers(steps):
+    """It keeps no more than a few tensors of their size: what is inside a layer is computed again."""
+    for row in steps:
+        inputs = 4 * (row["tokens"] // row["ranks"]) * 128 * 4
+        assert inputs <= row["parts"]["kept for backward"] <= 3 * inputs
+        # Backward computes a layer again: its three tensors of the MLP, each 3 times as wide as an input.
+        assert row["parts"]["working memory"] >= 3 * 3 * inputs / 4
+    short, long = (row["parts"]["kept for backward"] for row in steps)
+    assert long / short == pytest.approx(2, rel=0.2)
+
+
+def test_a_ring_of_one_trains_too():
+    shape = CallShape(heads=2, kv_heads=2, head_dim=8, dtype="bfloat16")
+    figures = step_memory.measure_step_memory(shape, [256], 1, "exact", None)
+    (row,) = figures["rows"]
+    assert row["ranks"] == 1
+    assert row["parts"]["optimizer state"] == pytest.approx(2 * row["parts"]["weights"], rel=1e-2)
+    # A single length has no line to be extended.
+    assert step_memory.step_memory_report(figures, shape).notes == ["measured up to 256 tokens"]
+
+
+def test_the_memory_of_the_cpu_is_shared_by_the_ranks():
+    assert step_memory.memory_of_rank("cpu", 4) == step_memory.memory_of_rank("cpu", 1) // 4
+    assert step_memory.memory_of_rank("cpu", 1) > torch.ones(2**20).nbytes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process holds is read in /proc")
+def test_held_memory_falls_where_the_peak_stays():
+    cpu = torch.device("cpu")
+    before = reset_peak_memory(cpu)
+    tensor = torch.ones(64 * 2**20)  # 256 MiB
+    size = tensor.nbytes
+    assert held_memory(cpu) - before > 0.9 * size
+    del tensor
+    assert held_memory(cpu) - before < 0.5 * size
+    assert peak_memory(cpu) - before > 0.9 * size
+
+
+def test_rates_are_tokens_of_the_whole_row_over_the_median_seconds(monkeypatch):
+    """The first run, which does not count, is the slowest."""
+    seconds = iter([(99.0, 1.0), (1.0, 1.0), (3.0, 5.0), (1.0, 3.0)])
+    monkeypatch.setattr(scaling, "forward_backward", lambda *call: next(seconds))
+    assert scaling.rates_of_ring(CallShape(2, 2, 4), 1024, ["exact"], 3) == {"exact": 1024 / 4}
+
+
+def test_rings_that_share_cores_are_told(monkeypatch):
+    rates = {1: 10.0, 2: 18.0, 4: 20.0}
+    monkeypatch.setattr(scaling, "launch", lambda function, p, *args: {"exact": rates[p]})
+    monkeypatch.setattr(scaling.os, "cpu_count", lambda: 2)
+    figures = scaling.measure_scaling(CallShape(), 64, ["exact"], [4, 1, 2], 1)
+    assert figures["rows"] == [{"pattern": "exact", "rates": rates, "efficiency": 0.5}]
+    sheet = scaling.scaling_report(figures, 1)
+    assert sheet.headings == ["pattern", "p = 1", "p = 2", "p = 4", "efficiency of p = 4"]
+    assert sheet.rows == [["exact", "10", "18", "20", "0.50"]]
+    (note,) = sheet.notes
+    assert note.startswith("p = 4: more ranks than cores (2)")
+    several = scaling.measure_scaling(CallShape(), 64, ["exact"], [2], 1)
+    sheet = scaling.scaling_report(several, 1)
+    assert (sheet.headings, sheet.rows, sheet.notes) == (["pattern", "p = 2"], [["exact", "18"]], [])
+
+
+@pytest.mark.parametrize(("words", "pattern"), [("", "exact"), ("--pattern window:8 --pattern window:4", "window:8")])
+def test_the_step_has_the_first_pattern_that_is_given(words, pattern, monkeypatch, capsys):
+    def refuse(options):
+        raise bench.refuse(f"{options.step_pattern} of {len(options.patterns)}")
+
+    monkeypatch.setitem(bench.MEASUREMENTS, "step-memory", refuse)
+    with pytest.raises(SystemExit):
+        cli.main(f"bench step-memory --ranks 1 {words}".split())
+    assert f"{pattern} of 2" in capsys.readouterr().err

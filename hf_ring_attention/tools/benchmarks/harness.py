@@ -5,6 +5,7 @@ Calls that are compared alternate within one run, and medians are shown.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import pickle
@@ -63,10 +64,25 @@ def peak_memory(device: torch.device) -> int:
     """Returns the most bytes that this process has held: of the device's memory, or of main memory on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    # Where a process has this status, getrusage also counts what the parent process held.
+    return _resident("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
+
+
+def held_memory(device: torch.device) -> int:
+    """Returns the bytes that this process holds now, of the memory of `peak_memory`; off Linux, the most that it has held."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return _resident("VmRSS") or peak_memory(device)
+
+
+def _resident(name: str) -> int | None:
+    """Returns the bytes of a line of this process's status, or None where the system writes none."""
     status = Path("/proc/self/status")
-    if status.exists():  # On such systems, getrusage also counts what the parent process held.
-        return 1024 * int(next(line.split()[1] for line in status.read_text().splitlines() if "VmHWM" in line))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    if not status.exists():
+        return None
+    return 1024 * int(next(line.split()[1] for line in status.read_text().splitlines() if name in line))
 
 
 def reset_peak_memory(device: torch.device) -> int:
@@ -77,6 +93,14 @@ def reset_peak_memory(device: torch.device) -> int:
     elif counter.exists():
         counter.write_text("5")
     return peak_memory(device)
+
+
+def give_memory_back_at_once() -> None:
+    """Tells glibc to return freed tensors to the system, so that the peak of a process is that of what it holds."""
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # Other C libraries have none.
+        if mallopt is not None:
+            mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
 
 
 #: The server that the processes of a benchmark are forked from loads this once: each would need seconds for it.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +17,7 @@ from ...ring.ring import Ring
 from ..output import Sheet, mebibytes
 from .harness import (
     CallShape,
+    give_memory_back_at_once,
     launch,
     peak_memory,
     progress,
@@ -28,7 +27,7 @@ from .harness import (
 
 def peak_of_call(shape: CallShape, tokens_per_rank: int, transport: str) -> list[int]:
     """Returns the most bytes that forward + backward of exact causal attention held beyond its inputs, for each rank."""
-    _give_memory_back_at_once()
+    give_memory_back_at_once()
     device = torch.device(shape.device)
     ring = Ring(layout="zigzag", transport=transport if dist.get_world_size() > 1 else "auto")  # type: ignore[arg-type]
     pattern = Pattern.exact()
@@ -46,14 +45,6 @@ def peak_of_call(shape: CallShape, tokens_per_rank: int, transport: str) -> list
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, held)
     return gathered
-
-
-def _give_memory_back_at_once() -> None:
-    """Tells glibc to return freed tensors to the system, so that the peak of a process is that of what it holds."""
-    if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # Other C libraries have none.
-        if mallopt is not None:
-            mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
 
 
 def measure_memory(shape: CallShape, tokens_per_rank: int, world_sizes: Sequence[int]) -> dict[str, dict[int, int]]:

@@ -1,16 +1,37 @@
-"""`hf-ring-attention bench`: time, memory and overlap on this machine, one table a measurement."""
+"""`hf-ring-attention bench`: time, memory and overlap on this machine, one table a measurement, and pictures of some."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..arguments import at_least, comma_list, device, key_value_heads, one_of, token_count
-from ..options import DTYPES, AsJson, SomePatterns, checked, choice_option, number_option, parsed, refuse
+from ..arguments import (
+    at_least,
+    device,
+    key_value_heads,
+    memory_size,
+    one_of,
+    pattern_text,
+    picture_folder,
+    token_count,
+)
+from ..options import (
+    DTYPES,
+    AsJson,
+    checked,
+    choice_option,
+    list_option,
+    number_option,
+    parsed,
+    refuse,
+    tokens_option,
+)
 from ..output import Sheet, print_json, print_sheet, stdout_left_alone, terminal
+from .bench_checks import check_devices, check_division, check_model_folder, check_step, make_folder
 
 #: The measurements, with what each is for and how often it runs without --repeats.
 PARTS = {
@@ -22,9 +43,12 @@ PARTS = {
     "ideal": ("the ring against the same FLOPs on one device each", 7),
     "ring-memory": ("peak memory as the ring grows", 1),
     "overlap": ("how much of a delay of messages shows", 7),
+    "step-memory": ("a training step by part, as rows get longer", 1),
+    "scaling": ("tokens a second as the ring grows", 5),
 }
-#: The measurements that need several ranks.
-_OF_RINGS = {"transport", "ideal", "overlap"}
+#: The measurements that --plots draws.
+_WITH_PICTURES = ("step-memory", "scaling")
+_PATTERNS = ["longnet:2048/1,8192/4,32768/16", "pyramid:512,3"]
 
 EXAMPLES_OF_BENCH = "\b\nParts:\n" + "".join(f"  {name:12} {text}\n" for name, (text, _) in PARTS.items())
 EXAMPLES_OF_BENCH += """
@@ -33,6 +57,7 @@ Examples:
   hf-ring-attention bench
   hf-ring-attention bench speed memory --tokens 128k --pattern pyramid:512,3
   hf-ring-attention bench transport ideal overlap --ranks 4 --json
+  hf-ring-attention bench step-memory scaling --plots pictures --memory 80GB
 """
 
 
@@ -43,6 +68,7 @@ class BenchOptions:
     shape: Any
     tokens: int
     patterns: list[str]
+    step_pattern: str
     repeats: int | None
     ranks: int
     lengths: list[int]
@@ -53,6 +79,9 @@ class BenchOptions:
     model_tokens: int
     decode_tokens: int
     model: str | None
+    step_lengths: list[int]
+    memory: int | None
+    scaling_ranks: list[int]
 
     def times(self, part: str) -> int:
         """Returns how often a part runs."""
@@ -66,10 +95,17 @@ def bench_command(
             metavar="[PART]...", parser=parsed(one_of(*PARTS)), help="What to measure; default: everything."
         ),
     ] = None,
-    tokens: Annotated[
-        int, typer.Option("--tokens", parser=parsed(token_count()), metavar="N", help="Tokens of speed and memory.")
-    ] = "32k",  # type: ignore[assignment]
-    pattern: SomePatterns = ["longnet:2048/1,8192/4,32768/16", "pyramid:512,3"],  # noqa: B006
+    tokens: Annotated[int, tokens_option("--tokens", "Tokens of speed and memory.")] = "32k",  # type: ignore[assignment]
+    pattern: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--pattern",
+            parser=parsed(pattern_text),
+            metavar="TEXT",
+            help="A pattern; may be given several times. step-memory takes the first one, and exact without any.",
+            show_default=", ".join(_PATTERNS),
+        ),
+    ] = None,
     heads: Annotated[int, number_option("--heads", "Query heads.")] = 8,
     kv_heads: Annotated[int | None, number_option("--kv-heads", "Key/value heads; default: as --heads.")] = None,
     head_dim: Annotated[int, number_option("--head-dim", "Size of a head.")] = 64,
@@ -83,46 +119,40 @@ def bench_command(
     repeats: Annotated[
         int | None, number_option("--repeats", "Runs of each that count; default: 3 to 30, by the part.")
     ] = None,
-    ranks: Annotated[int, number_option("--ranks", "Ranks of transport, ideal and overlap.", 2)] = 2,
-    lengths: Annotated[
-        Any,
-        typer.Option(
-            "--lengths", parser=parsed(comma_list(token_count(16, 16))), metavar="N,N,...", help="Tokens of transport."
-        ),
-    ] = "512,1k,2k,4k,8k",
-    ring_tokens: Annotated[
-        int,
-        typer.Option("--ring-tokens", parser=parsed(token_count(2)), metavar="N", help="Tokens of ideal and overlap."),
-    ] = "16k",  # type: ignore[assignment]
-    longnet_tokens: Annotated[
-        int,
-        typer.Option("--longnet-tokens", parser=parsed(token_count()), metavar="N", help="Tokens of LongNet in ideal."),
-    ] = "32k",  # type: ignore[assignment]
-    rank_tokens: Annotated[
-        int,
-        typer.Option(
-            "--rank-tokens", parser=parsed(token_count(2, 2)), metavar="N", help="Tokens of a rank in ring-memory."
-        ),
-    ] = "4k",  # type: ignore[assignment]
-    memory_ranks: Annotated[
-        Any,
-        typer.Option(
-            "--memory-ranks", parser=parsed(comma_list(at_least(1))), metavar="N,N,...", help="Ranks of ring-memory."
-        ),
-    ] = "1,2,4,8",
-    model_tokens: Annotated[
-        int, typer.Option("--model-tokens", parser=parsed(token_count(2)), metavar="N", help="Tokens of model.")
-    ] = "4k",  # type: ignore[assignment]
-    decode_tokens: Annotated[
-        int,
-        typer.Option(
-            "--decode-tokens", parser=parsed(token_count()), metavar="N", help="Tokens in the cache of decode."
-        ),
-    ] = "8k",  # type: ignore[assignment]
+    ranks: Annotated[int, number_option("--ranks", "Ranks of transport, ideal, overlap, step-memory.")] = 2,
+    lengths: Annotated[Any, list_option("--lengths", token_count(16, 16), "Tokens of transport.")] = "512,1k,2k,4k,8k",
+    ring_tokens: Annotated[int, tokens_option("--ring-tokens", "Tokens of ideal, overlap and scaling.", 2)] = "16k",  # type: ignore[assignment]
+    longnet_tokens: Annotated[int, tokens_option("--longnet-tokens", "Tokens of LongNet in ideal.")] = "32k",  # type: ignore[assignment]
+    rank_tokens: Annotated[int, tokens_option("--rank-tokens", "Tokens of a rank in ring-memory.", 2, 2)] = "4k",  # type: ignore[assignment]
+    memory_ranks: Annotated[Any, list_option("--memory-ranks", at_least(1), "Ranks of ring-memory.")] = "1,2,4,8",
+    model_tokens: Annotated[int, tokens_option("--model-tokens", "Tokens of model.", 2)] = "4k",  # type: ignore[assignment]
+    decode_tokens: Annotated[int, tokens_option("--decode-tokens", "Tokens in the cache of decode.")] = "8k",  # type: ignore[assignment]
     model: Annotated[
         str | None,
         typer.Option(
             "--model", metavar="ID_OR_FOLDER", help="The model of decode; default: SmolLM2-135M's size, random weights."
+        ),
+    ] = None,
+    step_lengths: Annotated[
+        Any, list_option("--step-lengths", token_count(16), "Tokens of step-memory.")
+    ] = "4k,8k,16k",
+    memory: Annotated[
+        int | None,
+        typer.Option(
+            "--memory",
+            parser=parsed(memory_size),
+            metavar="SIZE",
+            help="What a rank of step-memory has, such as 80GB; default: its GPU, or its share of main memory.",
+        ),
+    ] = None,
+    scaling_ranks: Annotated[Any, list_option("--scaling-ranks", at_least(1), "Ranks of scaling.")] = "1,2,4",
+    plots: Annotated[
+        Path | None,
+        typer.Option(
+            "--plots",
+            parser=parsed(picture_folder),
+            metavar="FOLDER",
+            help="Draw step-memory and scaling to PNG files in this folder.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -132,14 +162,19 @@ def bench_command(
     Runs that are compared alternate, and medians are shown.
     """
     chosen = [part for part in PARTS if part in (parts or PARTS)]
-    _check_division(chosen, heads, ranks, ring_tokens)
+    check_division(chosen, heads, ranks, ring_tokens, scaling_ranks)
+    check_step(chosen, head_dim, ranks, step_lengths)
     groups = checked("--kv-heads", key_value_heads, heads, kv_heads)
     if model is not None:
-        _check_model(model)
+        check_model_folder(model)
+    if plots is not None and not {*_WITH_PICTURES} & {*chosen}:
+        raise refuse(f"{', '.join(chosen)}: no picture; {' and '.join(_WITH_PICTURES)} have one", "--plots")
     console = terminal(stderr=as_json)
     with stdout_left_alone(as_json):
         where = device_name or _best_device()
-        _check_devices(chosen, where, ranks, memory_ranks)
+        check_devices(chosen, where, ranks, memory_ranks, scaling_ranks)
+        if plots is not None:
+            make_folder(plots)
         import torch
 
         from ..benchmarks.harness import CallShape, machine_name
@@ -147,7 +182,8 @@ def bench_command(
         options = BenchOptions(
             shape=CallShape(heads=heads, kv_heads=groups, head_dim=head_dim, dtype=dtype, device=where),
             tokens=tokens,
-            patterns=pattern,
+            patterns=pattern or _PATTERNS,
+            step_pattern=pattern[0] if pattern else "exact",
             repeats=repeats,
             ranks=ranks,
             lengths=lengths,
@@ -158,6 +194,9 @@ def bench_command(
             model_tokens=model_tokens,
             decode_tokens=decode_tokens,
             model=model,
+            step_lengths=step_lengths,
+            memory=memory,
+            scaling_ranks=scaling_ranks,
         )
         figures: dict[str, Any] = {
             "machine": machine_name(where),
@@ -172,32 +211,10 @@ def bench_command(
         for part in chosen:
             figures[part], sheet = MEASUREMENTS[part](options)
             print_sheet(sheet, console)
+            if plots is not None and part in _WITH_PICTURES:
+                console.print(f"wrote {_draw(part, figures[part], plots)}\n", soft_wrap=True, markup=False)
     if as_json:
         print_json(figures)
-
-
-def _check_division(parts: list[str], heads: int, ranks: int, ring_tokens: int) -> None:
-    """Refuses heads and tokens that the chosen parts cannot divide among the ranks."""
-    if "ideal" in parts and heads % ranks:
-        raise refuse(
-            f"ideal gives each rank its share of the heads, and {heads} heads = {heads // ranks} * {ranks} ranks + "
-            f"{heads % ranks}: take a multiple of {ranks}",
-            "--heads",
-        )
-    pieces = 2 * ranks
-    if {"ideal", "overlap"} & {*parts} and ring_tokens % pieces:
-        raise refuse(
-            f"zigzag cuts the row into 2 * {ranks} = {pieces} equal pieces, and {ring_tokens} = {ring_tokens // pieces} * "
-            f"{pieces} + {ring_tokens % pieces}: take {ring_tokens + -ring_tokens % pieces}",
-            "--ring-tokens",
-        )
-
-
-def _check_model(model: str) -> None:
-    """Refuses a model without a config.json before anything is measured."""
-    from ..model_config import read_config
-
-    checked("--model", read_config, model)
 
 
 def _best_device() -> str:
@@ -206,17 +223,13 @@ def _best_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _check_devices(parts: list[str], where: str, ranks: int, memory_ranks: list[int]) -> None:
-    if where != "cuda":
-        return
-    import torch
+def _draw(part: str, figures: Any, folder: Path) -> Path:
+    """Writes the picture of a part, and returns its file."""
+    from ..bench_plots import plot_scaling, plot_step_memory
 
-    count = torch.cuda.device_count()
-    needed = [("--ranks", ranks if _OF_RINGS & {*parts} else 1)]
-    needed.append(("--memory-ranks", max(memory_ranks) if "ring-memory" in parts else 1))
-    for option, number in needed:
-        if number > count:
-            raise refuse(f"{number} ranks need {number} GPUs, there are {count}: take fewer, or --device cpu", option)
+    path = folder / f"{part}.png"
+    {"step-memory": plot_step_memory, "scaling": plot_scaling}[part](figures, path)
+    return path
 
 
 def _speed(options: BenchOptions) -> tuple[Any, Sheet]:
@@ -287,6 +300,24 @@ def _overlap(options: BenchOptions) -> tuple[Any, Sheet]:
     return rows, overlap_report(rows, options.ranks)
 
 
+def _step_memory(options: BenchOptions) -> tuple[Any, Sheet]:
+    from ..benchmarks.step_memory import measure_step_memory, step_memory_report
+
+    figures = measure_step_memory(
+        options.shape, options.step_lengths, options.ranks, options.step_pattern, options.memory
+    )
+    return figures, step_memory_report(figures, options.shape)
+
+
+def _scaling(options: BenchOptions) -> tuple[Any, Sheet]:
+    from ..benchmarks.scaling import measure_scaling, scaling_report
+
+    patterns = list(dict.fromkeys(["exact", *options.patterns]))
+    repeats = options.times("scaling")
+    figures = measure_scaling(options.shape, options.ring_tokens, patterns, options.scaling_ranks, repeats)
+    return figures, scaling_report(figures, repeats)
+
+
 #: The function of each part, which returns figures for JSON and the table that shows them.
 MEASUREMENTS: dict[str, Callable[[BenchOptions], tuple[Any, Sheet]]] = {
     "speed": _speed,
@@ -297,4 +328,6 @@ MEASUREMENTS: dict[str, Callable[[BenchOptions], tuple[Any, Sheet]]] = {
     "ideal": _ideal,
     "ring-memory": _ring_memory,
     "overlap": _overlap,
+    "step-memory": _step_memory,
+    "scaling": _scaling,
 }
