@@ -4,8 +4,9 @@ A band of `width` keys has queries 0, 1, 2, ..., of which query i sees keys i to
 stretch, and see `rows + width - 1` consecutive keys; which of these each query sees is the same in every stretch. So stretches
 are a batch: views of the queries, and overlapping views of the keys, whose gradients are added up where they overlap.
 
-With a mask, the kernel also computes the pairs that the mask hides, `rows - 1` for each query. Where a band is wide, its
-stretches are too, and they are cut instead: a triangle, a rectangle and a triangle that opens the other way hide no pairs.
+A kernel also computes the pairs that a mask hides, `rows - 1` for each query, and is slower with few rows: the rows below are
+a balance of both, measured on CPUs with AVX-512. The stretches of wide bands are long, and are cut instead: a triangle, a
+rectangle and a triangle that opens the other way need no mask, and the kernel leaves out most of what triangles do not see.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from torch import Tensor
 
 from .merge import accumulation_dtype, merge_
 
-#: Bands of fewer keys are computed with a mask, in stretches of MASKED_ROWS; wider ones are cut.
-CUT_FROM = 2048
-MASKED_ROWS = 128
-#: A stretch of a band that is cut has this share of the band's width, which wastes little on small triangles.
-CUT_SHARE = 4
-#: Backward holds the gradients of overlapping keys for about this share of the queries at once, or for FEWEST_ROWS key rows.
-SHARE_AT_ONCE = 8
-FEWEST_ROWS = 1 << 14
+#: The fewest and the most rows of a stretch, and of what share of the band's width they are between these: forward, backward.
+FEWEST_ROWS, MOST_ROWS = 64, 384
+FORWARD_SHARE, BACKWARD_SHARE = 8, 4
+#: Bands of so many keys or more are cut, in stretches of CUT_ROWS.
+CUT_FROM = 4096
+CUT_ROWS = 1024
+#: Backward holds the gradients of about so many key rows at once, and adds them up while they are in the cache.
+ROWS_AT_ONCE = 1 << 14
 
 
 class Attend(Protocol):
@@ -58,6 +59,14 @@ class _Part(NamedTuple):
     first: int
     length: int
     kind: Literal["masked", "full", "causal", "reversed"]
+
+    @property
+    def is_triangle(self) -> bool:
+        return self.kind in ("causal", "reversed")
+
+    def turned(self, *rows: Tensor) -> tuple[Tensor, ...]:
+        """Returns rows in the order in which the part is a lower triangle."""
+        return tuple(x.flip(2) for x in rows) if self.kind == "reversed" else rows
 
 
 class _Stretches(NamedTuple):
@@ -100,19 +109,19 @@ class _Stretches(NamedTuple):
             yield _Stretches(self.first + done * self.rows, min(count, self.number - done), self.rows)
 
 
-def _cut(num_queries: int, num_keys: int) -> Iterator[tuple[_Stretches, list[_Part]]]:
+def _cut(num_queries: int, num_keys: int, share: int) -> Iterator[tuple[_Stretches, list[_Part]]]:
     """Yields the stretches of a band, and the parts of their keys: all of equal rows, and one of the rows that are left."""
     width = num_keys - num_queries + 1
-    masked = width < CUT_FROM
-    rows = min(num_queries, MASKED_ROWS if masked else width // CUT_SHARE)
-    count, rest = divmod(num_queries, rows)
-    yield _Stretches(0, count, rows), _parts(rows, width, masked)
+    rows = CUT_ROWS if width >= CUT_FROM else min(max(width // share, FEWEST_ROWS), MOST_ROWS)
+    number, rest = divmod(num_queries, rows)
+    if number:
+        yield _Stretches(0, number, rows), _parts(rows, width)
     if rest:
-        yield _Stretches(count * rows, 1, rest), _parts(rest, width, masked)
+        yield _Stretches(number * rows, 1, rest), _parts(rest, width)
 
 
-def _parts(rows: int, width: int, masked: bool) -> list[_Part]:
-    if masked:
+def _parts(rows: int, width: int) -> list[_Part]:
+    if width < CUT_FROM:
         return [_Part(0, rows + width - 1, "masked")]
     return [_Part(width - 1, rows, "causal"), _Part(rows, width - 1 - rows, "full"), _Part(0, rows, "reversed")]
 
@@ -120,32 +129,24 @@ def _parts(rows: int, width: int, masked: bool) -> list[_Part]:
 @lru_cache(maxsize=32)
 def _mask(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns [rows, rows + width - 1]: 0 where a query of a stretch sees a key, -inf elsewhere."""
-    hidden = torch.ones(rows, rows + width - 1, dtype=torch.bool, device=device).triu().tril(width - 1).logical_not_()
+    hidden = torch.ones(rows, rows + width - 1, dtype=torch.bool, device=device).triu().tril(width - 1).logical_not()
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
-
-
-def _mask_of(part: _Part, rows: int, q: Tensor) -> Tensor | None:
-    return _mask(rows, part.length - rows + 1, q.dtype, q.device) if part.kind == "masked" else None
 
 
 def band_forward(kernel: Attend, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Returns out [T, H, Lq, Dv] and lse [T, H, Lq] of a band; shapes are those of `Kernel.forward`."""
-    results = []
-    for stretches, parts in _cut(q.shape[2], k.shape[2]):
+    width, results = k.shape[2] - q.shape[2] + 1, []
+    for stretches, parts in _cut(q.shape[2], k.shape[2], FORWARD_SHARE):
         queries = stretches.queries(q)
         total: tuple[Tensor, Tensor] | None = None
         for part in parts:
-            rows, keys, values = queries, stretches.keys(k, part), stretches.keys(v, part)
-            if part.kind == "reversed":
-                rows, keys, values = (x.flip(2) for x in (rows, keys, values))
-            causal = part.kind in ("causal", "reversed")
-            new = kernel.forward_masked(rows, keys, values, causal, scale, _mask_of(part, stretches.rows, q))
-            if part.kind == "reversed":
-                new = new[0].flip(2), new[1].flip(2)
+            mask = _mask(stretches.rows, width, q.dtype, q.device) if part.kind == "masked" else None
+            q_, k_, v_ = part.turned(queries, stretches.keys(k, part), stretches.keys(v, part))
+            out, lse = part.turned(*kernel.forward_masked(q_, k_, v_, part.is_triangle, scale, mask))
             if total is None:
-                total = new if len(parts) == 1 else (new[0].to(accumulation_dtype(q.dtype)), new[1].contiguous())
+                total = (out, lse) if len(parts) == 1 else (out.to(accumulation_dtype(q.dtype)), lse.contiguous())
             else:
-                merge_(*total, *new)
+                merge_(*total, out, lse)
         assert total is not None
         results.append(
             [x.unflatten(1, q.shape[:2]).movedim(0, 2).flatten(2, 3) for x in (total[0].to(q.dtype), total[1])]
@@ -159,25 +160,20 @@ def band_backward(
     kernel: Attend, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns dq, dk and dv of a band; shapes are those of `Kernel.backward`."""
-    dtype = accumulation_dtype(q.dtype)
+    dtype, width = accumulation_dtype(q.dtype), k.shape[2] - q.shape[2] + 1
     dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for all_stretches, parts in _cut(q.shape[2], k.shape[2]):
-        key_rows = k.shape[0] * k.shape[1] * sum(part.length for part in parts)
-        at_once = max(FEWEST_ROWS // key_rows, all_stretches.number // SHARE_AT_ONCE, 1)
-        for stretches in all_stretches.split(at_once):
-            rows = [stretches.queries(x) for x in (dout, q, out, lse)]
+    for all_stretches, parts in _cut(q.shape[2], k.shape[2], BACKWARD_SHARE):
+        key_rows = k.shape[0] * k.shape[1] * max(part.length for part in parts)
+        for stretches in all_stretches.split(max(ROWS_AT_ONCE // key_rows, 1)):
+            queries = [stretches.queries(x) for x in (dout, q, out, lse)]
             total: Tensor | None = None
             for part in parts:
-                causal, keys, values = part.kind != "full", stretches.keys(k, part), stretches.keys(v, part)
-                dout_, q_, out_, lse_ = rows
-                if part.kind == "reversed":
-                    dout_, q_, out_, lse_, keys, values = (x.flip(2) for x in (*rows, keys, values))
-                mask = _mask_of(part, stretches.rows, q)
-                grads = kernel.backward_masked(
-                    dout_, q_, keys, values, out_, lse_, causal and mask is None, scale, mask
+                mask = _mask(stretches.rows, width, q.dtype, q.device) if part.kind == "masked" else None
+                dout_, q_, out_, lse_, k_, v_ = part.turned(*queries, stretches.keys(k, part), stretches.keys(v, part))
+                new_dq, new_dk, new_dv = part.turned(
+                    *kernel.backward_masked(dout_, q_, k_, v_, out_, lse_, part.is_triangle, scale, mask)
                 )
-                new_dq, new_dk, new_dv = (x.flip(2) for x in grads) if part.kind == "reversed" else grads
                 total = new_dq if total is None else total.to(dtype).add_(new_dq)
                 stretches.add_keys_(dk, part, new_dk)
                 stretches.add_keys_(dv, part, new_dv)
