@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..plan.tiles import Shape
 from .merge import accumulation_dtype, merge_
 
 #: The fewest and the most rows of a stretch, and of what share of the band's width they are between these: forward, backward.
@@ -30,13 +31,54 @@ CUT_ROWS = 1024
 ROWS_AT_ONCE = 1 << 14
 
 
-class Attend(Protocol):
-    """Attention of a batch of tiles by a kernel, with a mask [Lq, Lk] that is added to the scores, or none."""
+def unfolded(x: Tensor, folds: int) -> Tensor:
+    """Returns the rows of x [T, H, Lq * folds, ...] as those of more heads, [T, H * folds, Lq, ...]."""
+    return x.unflatten(2, (-1, folds)).transpose(2, 3).flatten(1, 2)
+
+
+def folded(x: Tensor, folds: int) -> Tensor:
+    """Returns the rows of x [T, H * folds, Lq, ...] as [T, H, Lq * folds, ...]."""
+    return x.unflatten(1, (-1, folds)).transpose(2, 3).flatten(2, 3)
+
+
+class MaskedKernel:
+    """A kernel that knows rectangles, lower triangles and masks, and so takes bands as stretches."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float, folds: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        if shape == "band":
+            return band_forward(self, q, k, v, scale, folds)
+        if shape == "causal" and folds > 1:
+            out, lse = self.forward_masked(unfolded(q, folds), k, v, True, scale)
+            return folded(out, folds), folded(lse, folds)
+        return self.forward_masked(q, k, v, shape == "causal", scale)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        shape: Shape,
+        scale: float,
+        folds: int = 1,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if shape == "band":
+            return band_backward(self, dout, q, k, v, out, lse, scale, folds)
+        if shape == "causal" and folds > 1:
+            dout, q, out, lse = (unfolded(x, folds) for x in (dout, q, out, lse))
+            dq, dk, dv = self.backward_masked(dout, q, k, v, out, lse, True, scale)
+            return folded(dq, folds), dk, dv
+        return self.backward_masked(dout, q, k, v, out, lse, shape == "causal", scale)
 
     def forward_masked(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns out and lse, as `Kernel.forward`."""
+        """Returns out and lse; a mask [Lq, Lk] is added to the scores."""
+        raise NotImplementedError
 
     def backward_masked(
         self,
@@ -48,9 +90,10 @@ class Attend(Protocol):
         lse: Tensor,
         causal: bool,
         scale: float,
-        mask: Tensor | None,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns dq, dk and dv, as `Kernel.backward`."""
+        """Returns dq, dk and dv."""
+        raise NotImplementedError
 
 
 class _Part(NamedTuple):
@@ -70,20 +113,21 @@ class _Part(NamedTuple):
 
 
 class _Stretches(NamedTuple):
-    """`number` stretches of `rows` query rows, from row `first` on."""
+    """`number` stretches of `rows` x `folds` query rows, from the keys of row `first` on."""
 
     first: int
     number: int
     rows: int
+    folds: int
 
     def queries(self, x: Tensor) -> Tensor:
-        """Returns the rows of x [T, H, Lq, ...] as [number, T * H, rows, ...]."""
+        """Returns the rows of x [T, H, Lq, ...] as [number, T * H, rows * folds, ...]."""
         return self.query_view(x).flatten(1, 2)
 
     def query_view(self, x: Tensor) -> Tensor:
-        """Returns the rows of x [T, H, Lq, ...] as a view [number, T, H, rows, ...]."""
-        rows = x[:, :, self.first : self.first + self.number * self.rows].unflatten(2, (self.number, self.rows))
-        return rows.movedim(2, 0)
+        """Returns the rows of x [T, H, Lq, ...] as a view [number, T, H, rows * folds, ...]."""
+        first, rows = self.first * self.folds, self.rows * self.folds
+        return x[:, :, first : first + self.number * rows].unflatten(2, (self.number, rows)).movedim(2, 0)
 
     def keys(self, x: Tensor, part: _Part) -> Tensor:
         """Returns a part's keys of x [T, H, Lk, D] as [number, T * H, length, D]."""
@@ -106,18 +150,18 @@ class _Stretches(NamedTuple):
     def split(self, count: int) -> Iterator[_Stretches]:
         """Yields these stretches in groups of at most `count`."""
         for done in range(0, self.number, count):
-            yield _Stretches(self.first + done * self.rows, min(count, self.number - done), self.rows)
+            yield self._replace(first=self.first + done * self.rows, number=min(count, self.number - done))
 
 
-def _cut(num_queries: int, num_keys: int, share: int) -> Iterator[tuple[_Stretches, list[_Part]]]:
+def _cut(num_queries: int, num_keys: int, folds: int, share: int) -> Iterator[tuple[_Stretches, list[_Part]]]:
     """Yields the stretches of a band, and the parts of their keys: all of equal rows, and one of the rows that are left."""
     width = num_keys - num_queries + 1
     rows = CUT_ROWS if width >= CUT_FROM else min(max(width // share, FEWEST_ROWS), MOST_ROWS)
     number, rest = divmod(num_queries, rows)
     if number:
-        yield _Stretches(0, number, rows), _parts(rows, width)
+        yield _Stretches(0, number, rows, folds), _parts(rows, width)
     if rest:
-        yield _Stretches(number * rows, 1, rest), _parts(rest, width)
+        yield _Stretches(number * rows, 1, rest, folds), _parts(rest, width)
 
 
 def _parts(rows: int, width: int) -> list[_Part]:
@@ -127,20 +171,27 @@ def _parts(rows: int, width: int) -> list[_Part]:
 
 
 @lru_cache(maxsize=32)
-def _mask(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns [rows, rows + width - 1]: 0 where a query of a stretch sees a key, -inf elsewhere."""
+def _mask(rows: int, folds: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns [rows * folds, rows + width - 1]: 0 where a query of a stretch sees a key, -inf elsewhere."""
     hidden = torch.ones(rows, rows + width - 1, dtype=torch.bool, device=device).triu().tril(width - 1).logical_not()
-    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+    return mask.repeat_interleave(folds, 0)
 
 
-def band_forward(kernel: Attend, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Returns out [T, H, Lq, Dv] and lse [T, H, Lq] of a band; shapes are those of `Kernel.forward`."""
-    width, results = k.shape[2] - q.shape[2] + 1, []
-    for stretches, parts in _cut(q.shape[2], k.shape[2], FORWARD_SHARE):
+def band_forward(
+    kernel: MaskedKernel, q: Tensor, k: Tensor, v: Tensor, scale: float, folds: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Returns out and lse of a band, in the shapes of `Kernel.forward`."""
+    rows = q.shape[2] // folds
+    width, results = k.shape[2] - rows + 1, []
+    if folds > 1 and width >= CUT_FROM:
+        out, lse = band_forward(kernel, unfolded(q, folds), k, v, scale)
+        return folded(out, folds), folded(lse, folds)
+    for stretches, parts in _cut(rows, k.shape[2], folds, FORWARD_SHARE):
         queries = stretches.queries(q)
         total: tuple[Tensor, Tensor] | None = None
         for part in parts:
-            mask = _mask(stretches.rows, width, q.dtype, q.device) if part.kind == "masked" else None
+            mask = _mask(stretches.rows, folds, width, q.dtype, q.device) if part.kind == "masked" else None
             q_, k_, v_ = part.turned(queries, stretches.keys(k, part), stretches.keys(v, part))
             out, lse = part.turned(*kernel.forward_masked(q_, k_, v_, part.is_triangle, scale, mask))
             if total is None:
@@ -157,19 +208,32 @@ def band_forward(kernel: Attend, q: Tensor, k: Tensor, v: Tensor, scale: float) 
 
 
 def band_backward(
-    kernel: Attend, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    kernel: MaskedKernel,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    folds: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dq, dk and dv of a band; shapes are those of `Kernel.backward`."""
-    dtype, width = accumulation_dtype(q.dtype), k.shape[2] - q.shape[2] + 1
+    """Returns dq, dk and dv of a band, in the shapes of `Kernel.backward`."""
+    dtype, rows = accumulation_dtype(q.dtype), q.shape[2] // folds
+    width = k.shape[2] - rows + 1
+    if folds > 1 and width >= CUT_FROM:
+        dout, q, out, lse = (unfolded(x, folds) for x in (dout, q, out, lse))
+        dq, dk, dv = band_backward(kernel, dout, q, k, v, out, lse, scale)
+        return folded(dq, folds), dk, dv
     dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for all_stretches, parts in _cut(q.shape[2], k.shape[2], BACKWARD_SHARE):
+    for all_stretches, parts in _cut(rows, k.shape[2], folds, BACKWARD_SHARE):
         key_rows = k.shape[0] * k.shape[1] * max(part.length for part in parts)
         for stretches in all_stretches.split(max(ROWS_AT_ONCE // key_rows, 1)):
             queries = [stretches.queries(x) for x in (dout, q, out, lse)]
             total: Tensor | None = None
             for part in parts:
-                mask = _mask(stretches.rows, width, q.dtype, q.device) if part.kind == "masked" else None
+                mask = _mask(stretches.rows, folds, width, q.dtype, q.device) if part.kind == "masked" else None
                 dout_, q_, out_, lse_, k_, v_ = part.turned(*queries, stretches.keys(k, part), stretches.keys(v, part))
                 new_dq, new_dk, new_dv = part.turned(
                     *kernel.backward_masked(dout_, q_, k_, v_, out_, lse_, part.is_triangle, scale, mask)

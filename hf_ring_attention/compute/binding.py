@@ -20,6 +20,7 @@ class BoundBatch:
     queries: Rows
     keys: Rows
     shape: Shape
+    folds: int = 1
 
     def parts(self, max_rows: int) -> list[BoundBatch]:
         """Returns the batch in parts of about `max_rows` query and key rows, so that one call holds little memory."""
@@ -27,7 +28,7 @@ class BoundBatch:
         if size >= self.queries.units:
             return [self]
         parts = zip(self.queries.split(size), self.keys.split(size))
-        return [BoundBatch(queries, keys, self.shape) for queries, keys in parts]
+        return [BoundBatch(queries, keys, self.shape, self.folds) for queries, keys in parts]
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,12 @@ class Binder:
         view = self.view(batch, heads, self.problem.num_kv_heads, heads.start, 0)
         if view is not None:
             return view
+        queries, first = self._queries(batch), self._first_rows(batch, self.key_rows, "keys")
+        keys = IndexRows(batch.num_keys, first, batch.key_stride)
         if self.problem.held is not None:  # queries are few: their numbers are kept, once for all layers
-            queries = IndexRows(None, 0, batch.num_queries, self._queries(batch).numbers())
-            return BoundBatch(
-                queries, IndexRows(None, 0, batch.num_keys, self.key_numbers(batch, self.key_rows)), batch.shape
-            )
-        keys = IndexRows(self._first_rows(batch, self.key_rows, "keys"), batch.key_stride, batch.num_keys)
-        return BoundBatch(self._queries(batch), keys, batch.shape)
+            queries = IndexRows(queries.length, rows=queries.numbers())
+            keys = IndexRows(keys.length, rows=keys.numbers())
+        return BoundBatch(queries, keys, batch.shape, batch.folds)
 
     def whole(self, batches: tuple[BoundBatch, ...]) -> bool:
         """Returns whether one tile, of views, is all queries with all keys."""
@@ -78,10 +78,12 @@ class Binder:
 
     def with_keys(self, batch: TileBatch, keys: Tensor) -> BoundBatch:
         """Returns the rows of tiles with keys at these row numbers, [tiles, 1, L], of a tensor of any source."""
-        return BoundBatch(self._queries(batch), IndexRows(None, 0, batch.num_keys, keys), batch.shape)
+        keys_of_tiles = IndexRows(batch.num_keys, rows=keys)
+        return BoundBatch(self._queries(batch), keys_of_tiles, batch.shape, batch.folds)
 
     def _queries(self, batch: TileBatch) -> IndexRows:
-        return IndexRows(self._first_rows(batch, self.query_rows, "queries"), batch.query_stride, batch.num_queries)
+        first = self._first_rows(batch, self.query_rows, "queries")
+        return IndexRows(batch.num_queries * batch.folds, first, batch.query_stride, batch.folds)
 
     def view(
         self, batch: TileBatch, heads: range, key_heads: int, first_key_head: int, first_key: int
@@ -123,17 +125,13 @@ class Binder:
         return grid[0].flatten(), grid[1].flatten(), grid[2].flatten()
 
     def _first_rows(self, batch: TileBatch, length: int, side: str) -> Tensor:
-        """Returns the first rows, as their numbers in a [B, H, length] tensor of queries or keys.
-
-        They are [tiles, query heads of a tile x folds], or [tiles, 1].
-        """
+        """Returns the first row, [tiles, heads of a tile], as its number in a [B, H, length] tensor of queries or keys."""
         problem, first = self.problem, []
         for item in batch.items:
             row, head, copy = self._units(item)
             if side == "queries":
                 heads = head[:, None] if batch.per_query_head else head[:, None] * self.group + torch.arange(self.group)
-                rows = (row[:, None] * problem.num_heads + heads) * length + (item.query_row + copy)[:, None]
-                first.append((rows[:, :, None] + torch.arange(batch.folds)).flatten(1))
+                first.append((row[:, None] * problem.num_heads + heads) * length + (item.query_row + copy)[:, None])
             else:
                 kv_head = head // self.group if batch.per_query_head else head
                 first.append(((row * problem.num_kv_heads + kv_head) * length + item.key_row)[:, None])

@@ -2,8 +2,9 @@
 
 Every kernel takes q [T, H, Lq, D], k [T, Hkv, Lk, D], v [T, Hkv, Lk, Dv] (query head h reads key/value head
 h // (H / Hkv)) and the shape of the tiles: query i sees all keys ("full"), keys 0 to i ("causal", Lq = Lk), or keys i to
-i + Lk - Lq ("band"). `backward` takes the out and lse of the *whole* softmax: with those, a tile's gradients are its exact
-share (FlashAttention, arXiv 2205.14135, appendix B).
+i + Lk - Lq ("band"). Where a tile has folds, q has `folds` rows in place of each of these Lq, one after the other.
+`backward` takes the out and lse of the *whole* softmax: with those, a tile's gradients are its exact share
+(FlashAttention, arXiv 2205.14135, appendix B).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..plan.tiles import Shape
-from .bands import band_backward, band_forward
+from .bands import MaskedKernel, folded, unfolded
 from .merge import accumulation_dtype
 
 aten = torch.ops.aten
@@ -29,11 +30,22 @@ class Kernel(Protocol):
 
     name: str
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float, folds: int = 1
+    ) -> tuple[Tensor, Tensor]:
         """Returns out [T, H, Lq, Dv] in q's dtype and lse [T, H, Lq] in the accumulation dtype."""
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Shape, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        shape: Shape,
+        scale: float,
+        folds: int = 1,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns dq, dk and dv, in the shapes of q, k and v."""
 
@@ -55,22 +67,10 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-class CpuFlash:
+class CpuFlash(MaskedKernel):
     """torch's flash attention for CPU, which takes grouped heads as they are, and bands as stretches."""
 
     name = "cpu_flash"
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float) -> tuple[Tensor, Tensor]:
-        if shape == "band":
-            return band_forward(self, q, k, v, scale)
-        return self.forward_masked(q, k, v, shape == "causal", scale)
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Shape, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if shape == "band":
-            return band_backward(self, dout, q, k, v, out, lse, scale)
-        return self.backward_masked(dout, q, k, v, out, lse, shape == "causal", scale)
 
     def forward_masked(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
@@ -105,20 +105,32 @@ class CudaFlash:
 
     name = "cuda_flash"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float, folds: int = 1
+    ) -> tuple[Tensor, Tensor]:
         value_dim, width = v.shape[-1], _round_up(max(q.shape[-1], v.shape[-1]), 8)
-        q, k, v = (_by_token(_pad(x, width)) for x in (q, k, v))
+        q, k, v = (_by_token(_pad(x, width)) for x in (unfolded(q, folds), k, v))
         out, lse, *_ = aten._flash_attention_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, shape == "causal", False, scale=scale,
             **_window(q, k, shape),
         )  # fmt: skip
-        return out.transpose(1, 2)[..., :value_dim], lse
+        return folded(out.transpose(1, 2)[..., :value_dim], folds), folded(lse, folds)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Shape, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        shape: Shape,
+        scale: float,
+        folds: int = 1,
     ) -> tuple[Tensor, Tensor, Tensor]:
         head_dim, value_dim = q.shape[-1], v.shape[-1]
         width = _round_up(max(head_dim, value_dim), 8)
+        dout, q, out, lse = (unfolded(x, folds) for x in (dout, q, out, lse))
         dout, q, k, v, out = (_by_token(_pad(x, width)) for x in (dout, q, k, v, out))
         unused = q.new_empty((), dtype=torch.int64)  # the random state of dropout, which is off
         grads = aten._flash_attention_backward(
@@ -126,7 +138,7 @@ class CudaFlash:
             unused, scale=scale, **_window(q, k, shape),
         )  # fmt: skip
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
-        return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
+        return folded(dq[..., :head_dim], folds), dk[..., :head_dim], dv[..., :value_dim]
 
 
 def _by_token(x: Tensor) -> Tensor:
@@ -139,7 +151,7 @@ def _window(q: Tensor, k: Tensor, shape: Shape) -> dict[str, int]:
     return {"window_size_left": k.shape[1] - q.shape[1], "window_size_right": 0} if shape == "band" else {}
 
 
-class CudaEfficient:
+class CudaEfficient(MaskedKernel):
     """torch's memory-efficient attention for CUDA, also for float32, and for any head size; it takes bands as stretches.
 
     The operator has no grouped heads, so it runs once for each member of the groups, on the same keys.
@@ -150,18 +162,6 @@ class CudaEfficient:
     lse_block = 32
     #: Rows of a mask begin at multiples of this many numbers.
     mask_block = 16
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float) -> tuple[Tensor, Tensor]:
-        if shape == "band":
-            return band_forward(self, q, k, v, scale)
-        return self.forward_masked(q, k, v, shape == "causal", scale)
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Shape, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if shape == "band":
-            return band_backward(self, dout, q, k, v, out, lse, scale)
-        return self.backward_masked(dout, q, k, v, out, lse, shape == "causal", scale)
 
     def _bias(self, mask: Tensor | None, k: Tensor) -> Tensor | None:
         """Returns a mask for all tiles and the heads of k, without copies of it."""
@@ -228,17 +228,18 @@ class Math:
     def __init__(self, softcap: float | None = None) -> None:
         self.softcap = softcap
 
-    def _slices(self, q: Tensor, k: Tensor, shape: Shape) -> Iterator[tuple[slice, slice]]:
+    def _slices(self, q: Tensor, k: Tensor, shape: Shape, folds: int) -> Iterator[tuple[slice, slice]]:
         """Yields the query rows and the keys of parts that hold at most `budget` scores."""
-        width = k.shape[2] - q.shape[2] + 1
+        width = k.shape[2] - q.shape[2] // folds + 1
         rows = max(1, self.budget // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
         for start in range(0, q.shape[2], rows):
             stop = min(start + rows, q.shape[2])
-            keys = {"full": (0, k.shape[2]), "causal": (0, stop), "band": (start, stop + width - 1)}[shape]
+            first, last = start // folds, (stop - 1) // folds
+            keys = {"full": (0, k.shape[2]), "causal": (0, last + 1), "band": (first, last + width)}[shape]
             yield slice(start, stop), slice(*keys)
 
     def _scores(
-        self, q: Tensor, k: Tensor, rows: slice, keys: slice, shape: Shape, width: int, scale: float
+        self, q: Tensor, k: Tensor, rows: slice, keys: slice, shape: Shape, width: int, scale: float, folds: int
     ) -> tuple[Tensor, Tensor | None]:
         """Returns scores [T, Hkv, g, rows, keys] of q [T, Hkv, g, rows, D], and their tanh if capped."""
         scores, tanh = q @ k[:, :, None, keys].mT * scale, None
@@ -246,35 +247,46 @@ class Math:
             tanh = torch.tanh(scores / self.softcap)
             scores = tanh * self.softcap
         if shape != "full":
-            query = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+            query = torch.arange(rows.start, rows.stop, device=q.device)[:, None] // folds
             key = torch.arange(keys.start, keys.stop, device=q.device)
             hidden = key > query if shape == "causal" else (key < query) | (key >= query + width)
             scores = scores.masked_fill(hidden, -torch.inf)
         return scores, tanh
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float) -> tuple[Tensor, Tensor]:
-        dtype, width = accumulation_dtype(q.dtype), k.shape[2] - q.shape[2] + 1
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float, folds: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        dtype, width = accumulation_dtype(q.dtype), k.shape[2] - q.shape[2] // folds + 1
         out = q.new_empty(*q.shape[:3], v.shape[-1])
         lse = q.new_empty(q.shape[:3], dtype=dtype)
         k, v, grouped = k.to(dtype), v.to(dtype), (k.shape[1], q.shape[1] // k.shape[1])
-        for rows, keys in self._slices(q, k, shape):
+        for rows, keys in self._slices(q, k, shape, folds):
             queries = q[:, :, rows].to(dtype).unflatten(1, grouped)
-            scores, _ = self._scores(queries, k, rows, keys, shape, width, scale)
+            scores, _ = self._scores(queries, k, rows, keys, shape, width, scale, folds)
             lse_rows = torch.logsumexp(scores, -1)
             out[:, :, rows] = (torch.exp(scores - lse_rows[..., None]) @ v[:, :, None, keys]).flatten(1, 2)
             lse[:, :, rows] = lse_rows.flatten(1, 2)
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Shape, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        shape: Shape,
+        scale: float,
+        folds: int = 1,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype, width = accumulation_dtype(q.dtype), k.shape[2] - q.shape[2] + 1
+        dtype, width = accumulation_dtype(q.dtype), k.shape[2] - q.shape[2] // folds + 1
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
         key_dtype, grouped = k.dtype, (k.shape[1], q.shape[1] // k.shape[1])
         k, v = k.to(dtype), v.to(dtype)
-        for rows, keys in self._slices(q, k, shape):
+        for rows, keys in self._slices(q, k, shape, folds):
             q_rows, dout_rows, out_rows = (x[:, :, rows].to(dtype).unflatten(1, grouped) for x in (q, dout, out))
-            scores, tanh = self._scores(q_rows, k, rows, keys, shape, width, scale)
+            scores, tanh = self._scores(q_rows, k, rows, keys, shape, width, scale, folds)
             p = torch.exp(scores - lse[:, :, rows].unflatten(1, grouped)[..., None])
             dp = dout_rows @ v[:, :, None, keys].mT
             ds = p * (dp - (dout_rows * out_rows).sum(-1, keepdim=True)) * scale

@@ -97,12 +97,19 @@ class ViewRows:
 
 @dataclass(frozen=True)
 class IndexRows:
-    """Rows by their numbers in x.flatten(0, 2): `first` [tiles, heads] plus multiples of `stride`, or all numbers, `rows`."""
+    """Rows by their numbers in x.flatten(0, 2).
 
-    first: Tensor | None
-    stride: int
+    Attributes:
+        length: rows of a tile and head, L.
+        first: [tiles, heads]; the rows are the first `folds` from each of these on, then those `stride` further on, and so on.
+        rows: [tiles, heads, L], all numbers, where there is no `first`.
+    """
+
     length: int
-    rows: Tensor | None = None  # [tiles, heads, L]
+    first: Tensor | None = None
+    stride: int = 1
+    folds: int = 1
+    rows: Tensor | None = None
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -123,7 +130,12 @@ class IndexRows:
         if self.rows is not None:
             return self.rows
         assert self.first is not None
-        return self.first.unsqueeze(-1) + torch.arange(self.length, device=self.first.device) * self.stride
+        number = torch.arange(self.length, device=self.first.device)
+        if self.folds > 1:
+            number = number // self.folds * self.stride + number % self.folds
+        elif self.stride != 1:
+            number = number * self.stride
+        return self.first.unsqueeze(-1) + number
 
     def index(self) -> Tensor:
         """Returns the row numbers, [tiles * heads * L]."""
@@ -146,9 +158,8 @@ class IndexRows:
     def split(self, size: int) -> Iterator[IndexRows]:
         for first in range(0, self.units, size):
             part = slice(first, first + size)
-            yield IndexRows(
-                None if self.first is None else self.first[part],
-                self.stride,
-                self.length,
-                None if self.rows is None else self.rows[part],
+            yield replace(
+                self,
+                first=None if self.first is None else self.first[part],
+                rows=None if self.rows is None else self.rows[part],
             )

@@ -58,7 +58,7 @@ def _of_tiles(problem: Problem, batches: Iterable[TileBatch], heads: range, view
     for batch in batches:
         if views and batch.as_one(len(problem.documents), heads) is not None:
             continue
-        queries = batch.folds * (1 if batch.per_query_head else problem.group)
+        queries = 1 if batch.per_query_head else problem.group
         numbers += batch.num_tiles * (queries + (1 if own and views else batch.num_keys))
     return numbers
 

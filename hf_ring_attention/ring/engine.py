@@ -75,7 +75,7 @@ class RingAttention(torch.autograd.Function):
 def _forward_step(step: ForwardStep, q: Tensor, total: Tensor, lse: Tensor, kernel: Kernel, scale: float) -> None:
     for part in _parts(step.batches, q):
         tile_out, tile_lse = kernel.forward(
-            part.queries.take(q), part.keys.take(step.keys), part.keys.take(step.values), part.shape, scale
+            part.queries.take(q), part.keys.take(step.keys), part.keys.take(step.values), part.shape, scale, part.folds
         )
         part.queries.merge_(total, lse, tile_out, tile_lse)
 
@@ -94,6 +94,7 @@ def _backward_step(
             queries.take(lse),
             part.shape,
             scale,
+            part.folds,
         )
         queries.add_(dq, tile_dq)
         keys.add_(step.dkeys, tile_dk)

@@ -17,16 +17,16 @@ def test_every_band_is_what_plain_math_makes_of_it(cut_from, monkeypatch, rng):
         monkeypatch.setattr(bands, "MOST_ROWS", rng.randint(5, 9))
         monkeypatch.setattr(bands, "ROWS_AT_ONCE", rng.choice([1, 40, 200]))
         tiles, heads, group = (rng.randint(1, 3) for _ in range(3))
-        queries, width = rng.randint(1, 30), rng.randint(1, 24)
-        q, dout = (torch.randn(tiles, heads * group, queries, 4, dtype=torch.float64) for _ in range(2))
+        queries, width, folds = rng.randint(1, 30), rng.randint(1, 24), rng.choice([1, 1, 3])
+        q, dout = (torch.randn(tiles, heads * group, queries * folds, 4, dtype=torch.float64) for _ in range(2))
         k, v = (torch.randn(tiles, heads, queries + width - 1, 4, dtype=torch.float64) for _ in range(2))
         if rng.random() < 0.5:  # as models store them
             q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
-        out, lse = Math().forward(q, k, v, "band", 0.3)
+        out, lse = Math().forward(q, k, v, "band", 0.3, folds)
         # In the whole softmax there are other keys, too.
         whole = torch.randn_like(out), lse + torch.rand_like(lse)
-        want = out, lse, *Math().backward(dout, q, k, v, *whole, "band", 0.3)
+        want = out, lse, *Math().backward(dout, q, k, v, *whole, "band", 0.3, folds)
         flash = CpuFlash()
-        got = *flash.forward(q, k, v, "band", 0.3), *flash.backward(dout, q, k, v, *whole, "band", 0.3)
+        got = *flash.forward(q, k, v, "band", 0.3, folds), *flash.backward(dout, q, k, v, *whole, "band", 0.3, folds)
         for x, y in zip(got, want, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)

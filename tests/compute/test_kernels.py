@@ -188,6 +188,28 @@ def backwards(x):
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
+@pytest.mark.parametrize("shape", ["full", "causal", "band"])
+@pytest.mark.parametrize(("kernel", "device", "dtypes"), KERNELS)
+def test_folds_are_rows_that_see_the_same_keys(kernel, device, dtypes, shape, generator):
+    """As heads of their own, the folds of each head are what they are as rows that follow each other."""
+    folds, queries, keys = 3, 14, 30 if shape == "band" else 14
+
+    def as_heads(x):
+        return x.unflatten(2, (queries, folds)).transpose(2, 3).flatten(1, 2)
+
+    q, k, v, dout = make((2, 2, 2, queries * folds, keys, 8, 5), dtypes[0], generator, device)
+    out, lse = kernel.forward(q, k, v, shape, 0.4, folds)
+    got = out, lse, *kernel.backward(dout, q, k, v, out, lse, shape, 0.4, folds)
+    got = [*map(as_heads, got[:3]), *got[3:]]
+    math = Math()
+    q, k, v, dout = (x.cpu().double() for x in (q, k, v, dout))
+    want = math.forward(as_heads(q), k, v, shape, 0.4)
+    want += math.backward(as_heads(dout), as_heads(q), k, v, *want, shape, 0.4)
+    for x, y in zip(got, want, strict=True):
+        error = 16 * torch.finfo(dtypes[0]).eps * largest(y)
+        assert largest(x.cpu().double() - y) <= error
+
+
 @pytest.mark.parametrize("lay_out", [by_token, every_other_column, some_rows, backwards])
 @pytest.mark.parametrize(("kernel", "device", "dtypes"), KERNELS)
 def test_inputs_need_not_be_contiguous(kernel, device, dtypes, lay_out, generator):

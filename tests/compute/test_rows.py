@@ -59,7 +59,8 @@ def index_case(rng, apart, explicit):
     numbers = torch.tensor(
         [[[(row * heads + head) * N + r for r in rows] for head, rows in of_heads] for row, of_heads in tiles]
     )
-    rows = IndexRows(None, 0, length, numbers) if explicit else IndexRows(numbers[..., 0], stride, length)
+    rows = IndexRows(length, numbers[..., 0], stride)
+    rows = IndexRows(length, rows=numbers) if explicit else rows
     return rows, (batch, heads), tiles
 
 
@@ -237,15 +238,15 @@ def test_counts_of_units_and_rows(rng):
         assert rows.units * rows.rows_per_unit == sum(1 for _ in each_row(tiles))
     view = ViewRows(batch=2, heads=3, start=0, length=5, copies=4, advance=5)
     assert (view.units, view.rows_per_unit) == (4, 2 * 3 * 5)
-    assert IndexRows(torch.zeros(6, 2, dtype=torch.int64), 1, 5).units == 6
-    assert IndexRows(torch.zeros(6, 2, dtype=torch.int64), 1, 5).rows_per_unit == 2 * 5
+    assert IndexRows(5, torch.zeros(6, 2, dtype=torch.int64)).units == 6
+    assert IndexRows(5, torch.zeros(6, 2, dtype=torch.int64)).rows_per_unit == 2 * 5
 
 
 def test_views_and_numbers_agree(rng):
     """The same rows, given both ways."""
     for view, sizes, tiles in (view_case(rng, apart=True) for _ in range(60)):
         first = [[(row * sizes[1] + head) * N + rows[0] for head, rows in heads] for row, heads in tiles]
-        index = IndexRows(torch.tensor(first), 1, view.length)
+        index = IndexRows(view.length, torch.tensor(first))
         x, values = tensor(rng, *sizes, N, 5), plain(tensor(rng, *sizes, N, 5), tiles)
         assert torch.equal(view.take(x), index.take(x))
         results = []
