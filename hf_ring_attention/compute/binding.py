@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..plan.plans import Item, TileBatch, held_tiles, plan_rank
+from ..plan.plans import TileBatch, held_tiles, plan_rank
 from ..plan.problem import Problem
 from ..plan.tiles import Shape
 from .rows import IndexRows, Rows, ViewRows
@@ -118,24 +118,23 @@ class Binder:
             batch.shape,
         )
 
-    def _units(self, item: Item) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the batch row, the head and the copy of every tile of an item."""
-        tensors = (torch.tensor(item.batch_rows), torch.tensor(item.heads), torch.arange(item.copies))
-        grid = torch.meshgrid(*tensors, indexing="ij")
-        return grid[0].flatten(), grid[1].flatten(), grid[2].flatten()
-
     def _first_rows(self, batch: TileBatch, length: int, side: str) -> Tensor:
         """Returns the first row, [tiles, heads of a tile], as its number in a [B, H, length] tensor of queries or keys."""
-        problem, first = self.problem, []
+        problem, group, queries = self.problem, self.group, side == "queries"
+        heads_of_row, of_tile = problem.num_kv_heads, 1
+        if queries:
+            heads_of_row, of_tile = problem.num_heads, 1 if batch.per_query_head else group
+        first: list[int] = []
         for item in batch.items:
-            row, head, copy = self._units(item)
-            if side == "queries":
-                heads = head[:, None] if batch.per_query_head else head[:, None] * self.group + torch.arange(self.group)
-                first.append((row[:, None] * problem.num_heads + heads) * length + (item.query_row + copy)[:, None])
-            else:
-                kv_head = head // self.group if batch.per_query_head else head
-                first.append(((row * problem.num_kv_heads + kv_head) * length + item.key_row)[:, None])
-        return torch.cat(first).to(self.device)
+            start, copies = (item.query_row, range(item.copies)) if queries else (item.key_row, [0] * item.copies)
+            for batch_row in item.batch_rows:
+                for number in item.heads:
+                    head = number if queries else number // group if batch.per_query_head else number
+                    row = (batch_row * heads_of_row + head * of_tile) * length + start
+                    first += [row + copy for copy in copies]
+        # A list of numbers is made in less time than small tensors for each item.
+        rows = torch.tensor(first).unsqueeze(1) + torch.arange(of_tile) * length
+        return rows.to(self.device)
 
     def key_numbers(self, batch: TileBatch, length: int) -> Tensor:
         """Returns the key rows, [tiles, 1, L], as their numbers in a [B, Hkv, length] tensor."""

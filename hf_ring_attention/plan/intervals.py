@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -74,24 +75,27 @@ class Border(NamedTuple):
     blocks: int = 0
 
     def position(self, query: Any) -> Any:
-        """Returns the position for query q; for an array of queries, that of each."""
+        """Returns the position for query q; for an array of queries, those of each, or one for all."""
         if self.kind == "from_query":
             return query + self.value
         if self.kind == "block":
             return (query // self.value + self.blocks) * self.value
-        return self.value + 0 * query
+        return self.value
 
 
-def borders_of(branch: Branch, length: int, causal: bool) -> tuple[list[Border], list[Border]]:
+#: A position beyond every document: rows end where their document does.
+_BEYOND_ALL = Border("at", 1 << 62)
+
+
+def borders_of(branch: Branch, causal: bool) -> tuple[list[Border], list[Border]]:
     """Returns the terms of the first visible position (their maximum) and of the first one beyond (their minimum)."""
-    first, beyond = [Border("at", 0)], [Border("at", length)]
-    if isinstance(branch, Segment) and branch.length is not None and branch.length < length:
-        first, beyond = [Border("block", branch.length, 0)], [Border("block", branch.length, 1), *beyond]
-    elif isinstance(branch, Window) and branch.length < length:
-        first.append(Border("from_query", 1 - branch.length))
-        beyond.append(Border("from_query", branch.length))
+    first, beyond = [Border("at", 0)], [_BEYOND_ALL]
+    if isinstance(branch, Segment) and branch.length is not None:
+        first, beyond = [Border("block", branch.length, 0)], [Border("block", branch.length, 1)]
+    elif isinstance(branch, Window):
+        first, beyond = [Border("from_query", 1 - branch.length)], [Border("from_query", branch.length)]
     elif isinstance(branch, Sink):
-        beyond = [Border("at", min(branch.tokens, length))]
+        beyond = [Border("at", branch.tokens)]
     if causal:
         beyond = [term for term in beyond if term.kind != "from_query"] + [Border("from_query", 1)]
     return first, beyond
@@ -107,6 +111,21 @@ class Region(NamedTuple):
     #: A key must lie at or beyond the minimum of every group.
     after_all: list[list[Border]]
 
+    @property
+    def terms(self) -> list[Border]:
+        """All terms."""
+        return list(itertools.chain(self.first, self.beyond, *self.before_all, *self.after_all))
+
+    def ends(self, query: int) -> tuple[int, int]:
+        """Returns the first visible position, and the first one beyond; neither is less for a later query."""
+        first = max([term.position(query) for term in self.first])
+        beyond = min([term.position(query) for term in self.beyond])
+        for group in self.before_all:
+            beyond = min(beyond, max([term.position(query) for term in group]))
+        for group in self.after_all:
+            first = max(first, min([term.position(query) for term in group]))
+        return first, beyond
+
 
 def covering(pattern: Pattern, number: int) -> list[Segment | Window]:
     """Returns the branches whose keys branch `number` leaves out where each key counts once.
@@ -118,14 +137,14 @@ def covering(pattern: Pattern, number: int) -> list[Segment | Window]:
     return [branch for branch in earlier if not (isinstance(branch, Window) and branch.length < longest)]
 
 
-def regions_of(pattern: Pattern, number: int, residue: int, phase: int, length: int, causal: bool) -> list[Region]:
+def regions_of(pattern: Pattern, number: int, residue: int, phase: int, causal: bool) -> list[Region]:
     """Returns what branch `number` adds to those before it, for queries of this residue modulo its dilation.
 
     Where each key counts once, it relies on every branch to show a query itself, as segments and windows do: what two of
     them see is then one interval.
     """
     branch = pattern.branches[number]
-    first, beyond = borders_of(branch, length, causal)
+    first, beyond = borders_of(branch, causal)
     if pattern.overlap == "count":
         return [Region(first, beyond, [], [])]
     sinks = [(other.tokens, i) for i, other in enumerate(pattern.branches) if isinstance(other, Sink)]
@@ -133,12 +152,12 @@ def regions_of(pattern: Pattern, number: int, residue: int, phase: int, length: 
     if isinstance(branch, Sink):
         return [Region(first, beyond, [], [])] if number == widest[1] else []
     if sinks:
-        first = [*first, Border("at", min(widest[0], length))]
+        first = [*first, Border("at", widest[0])]
     covers = []
     for earlier in covering(pattern, number):
         # Each dilation divides the next, so the residue modulo this one tells whether a query took part earlier.
         if earlier.queries == "all" or residue % earlier.dilation == phase % earlier.dilation:
-            covers.append(borders_of(earlier, length, causal))
+            covers.append(borders_of(earlier, causal))
     if not covers:
         return [Region(first, beyond, [], [])]
     # Every cover holds the query itself, so together they are one interval around it.

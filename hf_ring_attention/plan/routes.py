@@ -110,6 +110,11 @@ class Lap:
     with_own: bool
     routes: tuple[tuple[Hop, ...], ...]
 
+    def of_heads(self, heads: range) -> Lap:
+        """Returns the lap with the rows of these heads alone."""
+        hops = ((Hop(*(rows.of_heads(heads) for rows in hop)) for hop in route) for route in self.routes)
+        return Lap(heads, self.direction, self.with_own, tuple(tuple(h for h in route if h.rows) for route in hops))
+
     @property
     def steps(self) -> int:
         """The number of hops of the longest route."""
@@ -153,10 +158,14 @@ def _needs(problem: Problem, rank: int) -> tuple[KeyRows, ...]:
             rows, first = _key_rows(batch, item), number[item.batch_rows] * problem.num_kv_heads
             for head in {head // problem.group if batch.per_query_head else head for head in item.heads}:
                 sets[first + head] |= rows
-    by_source = {rows: _by_source(problem.layout, rows) for rows in {*sets}}  # Heads often need the same.
+    known: dict[int, list[int]] = {}  # Heads often need the same.
+    for rows in sets:
+        if rows not in known:
+            known[rows] = _by_source(problem.layout, rows)
+    by_source = [known[rows] for rows in sets]
     weights = tuple(len(rows) for _, rows in problem.row_classes for _ in range(problem.num_kv_heads))
     return tuple(
-        KeyRows(problem.num_kv_heads, weights, tuple(by_source[rows][source] for rows in sets))
+        KeyRows(problem.num_kv_heads, weights, tuple(rows[source] for rows in by_source))
         for source in range(problem.layout.world_size)
     )
 
@@ -183,38 +192,29 @@ def needed(problem: Problem, rank: int, source: int) -> KeyRows:
     return _needs(problem, rank)[source]
 
 
-def union(rows: Sequence[KeyRows]) -> KeyRows:
-    """Returns the union of one or more sets of rows."""
-    result = rows[0]
-    for other in rows[1:]:
-        result = result | other
-    return result
-
-
 def _route(needs: list[KeyRows]) -> tuple[Hop, ...]:
     """Returns the hops that take rows to readers 1, 2, ... steps away."""
     hops: list[Hop] = []
-    before = [needs[0] - needs[0]]  # For each reader, what those before it need.
-    for rows in needs[:-1]:
-        before.append(before[-1] | rows if rows else before[-1])
-    later: KeyRows | None = None
+    nothing = needs[0] - needs[0]
+    before = list(itertools.accumulate(needs[:-1], or_, initial=nothing))  # For each reader, what those before it need.
+    later = nothing
     for used, earlier in zip(reversed(needs), reversed(before)):
-        rows = used if later is None else used | later if used else later
+        rows = used | later
         if rows:
-            hops.append(Hop(rows, rows & earlier, rows if later is None else rows - later if used else later - later))
-            later = rows
+            hops.append(Hop(rows, rows & earlier, used - later))
+        later = rows
     return tuple(reversed(hops))
 
 
-def _lap(problem: Problem, heads: range, way: _Way, with_own: bool) -> Lap:
+def _lap(problem: Problem, way: _Way, with_own: bool) -> Lap:
+    """Returns the lap of all heads in one direction."""
     p = problem.layout.world_size
-    routes = []
-    for source in range(p):
-        readers = [(source + step * way.direction) % p for step in range(1, way.reach + 1)]
-        routes.append(
-            _route([needed(problem, reader, source).of_heads(heads) for reader in readers]) if readers else ()
-        )
-    return Lap(heads, way.direction, with_own, tuple(routes))
+    readers = range(way.direction, (way.reach + 1) * way.direction, way.direction)
+    routes = [
+        _route([needed(problem, (source + step) % p, source) for step in readers]) if readers else ()
+        for source in range(p)
+    ]
+    return Lap(range(problem.num_kv_heads), way.direction, with_own, tuple(routes))
 
 
 class _Way(NamedTuple):
@@ -240,13 +240,12 @@ def ring_laps(problem: Problem) -> tuple[Lap, ...]:
     p, heads = layout.world_size, range(problem.num_kv_heads)
     if p == 1:
         return (Lap(heads, 1, True, ((),)),)
-    ways = [_Way(1, p - 1)]
-    laps = [_lap(problem, heads, way, True) for way in ways]
+    laps = [_lap(problem, _Way(1, p - 1), True)]
     if p > 2:
         both_ways = [_Way(1, p // 2), _Way(-1, (p - 1) // 2)]
-        both = [_lap(problem, heads, way, i == 0) for i, way in enumerate(both_ways)]
+        both = [_lap(problem, way, i == 0) for i, way in enumerate(both_ways)]
         if _row_hops(both) <= problem.settings.both_ways_below * _row_hops(laps):
-            ways, laps = both_ways, both
+            laps = both
 
     settings = problem.settings
     query_rows = problem.num_heads * layout.local_len * len(problem.documents)
@@ -254,9 +253,5 @@ def ring_laps(problem: Problem) -> tuple[Lap, ...]:
     groups = max(1, min(settings.head_groups, len(heads), query_rows // settings.rows_of_a_head_group))
     if groups > 1 and settings.large_payload * payload >= query_rows:
         borders = [len(heads) * i // groups for i in range(groups + 1)]
-        laps = [
-            _lap(problem, range(first, last), way, i == 0)
-            for first, last in itertools.pairwise(borders)
-            for i, way in enumerate(ways)
-        ]
+        laps = [lap.of_heads(range(first, last)) for first, last in itertools.pairwise(borders) for lap in laps]
     return tuple(lap for lap in laps if lap.with_own or lap.steps)

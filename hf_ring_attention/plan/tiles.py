@@ -30,10 +30,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from .intervals import Border, Piece, Progression, Region, Run, borders_of, covering, progressions, regions_of
-from .patterns import Branch, Pattern, Sink
+from .intervals import Piece, Progression, Region, Run, borders_of, covering, progressions, regions_of
+from .patterns import Branch, Pattern, Segment, Sink, Window
 
 #: What query number i of a tile sees: all keys; keys 0 to i; or keys i to i + (number of keys - number of queries).
 Shape = Literal["full", "causal", "band"]
@@ -62,8 +63,7 @@ class Tile:
 
 def _cells(queries: Progression, region: Region) -> Iterator[tuple[int, int, int]]:
     """Yields (number, position, count) of stretches of queries inside one piece and one block of every segment length."""
-    groups = [region.first, region.beyond, *region.before_all, *region.after_all]
-    lengths = sorted({term.value for group in groups for term in group if term.kind == "block"})
+    lengths = sorted({term.value for term in region.terms if term.kind == "block"})
     stride = queries.stride
     for number, position, count in queries.pieces:
         while count:
@@ -75,43 +75,18 @@ def _cells(queries: Progression, region: Region) -> Iterator[tuple[int, int, int
             number, position, count = number + take, position + take * stride, count - take
 
 
-class _Cell:
-    """Queries against keys: between two of the `borders`, both ends of what the queries see are flat or have slope one."""
-
-    def __init__(self, keys: Progression, region: Region, position: int, count: int) -> None:
-        self.keys = keys
-        self.first, self.beyond = self._resolve(region.first, position), self._resolve(region.beyond, position)
-        self.before_all = [self._resolve(group, position) for group in region.before_all]
-        self.after_all = [self._resolve(group, position) for group in region.after_all]
-        ends = [end for group in (self.first, self.beyond, *self.before_all, *self.after_all) for end in group]
-        flat = {0, keys.length, *(keys.number_below(at) for at, moves in ends if not moves)}
-        cuts = {0, count}
-        # A slope may change where an end that moves with the query enters or leaves a piece of the keys, or meets a flat end.
-        for at in (at for at, moves in ends if moves):
-            for number, piece_position, piece_length in keys.pieces:
-                meets = -((piece_position - at) // keys.stride)  # the end's number in the piece, for the first query
-                cuts.update(cut for cut in (-meets, piece_length - meets) if 0 < cut < count)
-                cuts.update(cut for value in flat if 0 < (cut := value - number - meets) < count)
-        self.borders = sorted(cuts)
-
-    @staticmethod
-    def _resolve(terms: list[Border], position: int) -> list[tuple[int, bool]]:
-        """Returns (position for the cell's first query, whether it moves with the query) for each term."""
-        return [(term.position(position), term.kind == "from_query") for term in terms]
-
-    def ends(self, query: int) -> tuple[int, int]:
-        """Returns the numbers of the first key that a query of the cell sees, and of the first key beyond."""
-        moved = query * self.keys.stride
-
-        def numbers(group: list[tuple[int, bool]]) -> list[int]:
-            return [self.keys.number_below(at + moved if moves else at) for at, moves in group]
-
-        a, b = max(numbers(self.first)), min(numbers(self.beyond))
-        if self.before_all:
-            b = min(b, min(max(numbers(group)) for group in self.before_all))
-        if self.after_all:
-            a = max(a, max(min(numbers(group)) for group in self.after_all))
-        return a, b
+def _borders_of_cell(keys: Progression, region: Region, position: int, count: int) -> list[int]:
+    """Returns where a cell of queries is cut: between two of these, both ends of what they see are flat or have slope one."""
+    ends = [(term.position(position), term.kind == "from_query") for term in region.terms]
+    flat = {0, keys.length, *(keys.number_below(at) for at, moves in ends if not moves)}
+    cuts = {0, count}
+    # A slope may change where an end that moves with the query enters or leaves a piece of the keys, or meets a flat end.
+    for at in {at for at, moves in ends if moves}:
+        for number, piece_position, piece_length in keys.pieces:
+            meets = -((piece_position - at) // keys.stride)  # the end's number in the piece, for the first query
+            cuts.update(cut for cut in (-meets, piece_length - meets) if 0 < cut < count)
+            cuts.update(cut for value in flat if 0 < (cut := value - number - meets) < count)
+    return sorted(cuts)
 
 
 class _Trapezoid(NamedTuple):
@@ -135,6 +110,14 @@ class _Trapezoid(NamedTuple):
 
 def _trapezoids(queries: Progression, keys: Progression, region: Region) -> Iterator[_Trapezoid]:
     """Yields as few trapezoids as make up what these queries see, without rows that see nothing."""
+    if queries.length == 1:
+        (_, position, _), *_ = queries.pieces
+        a, b = map(keys.number_below, region.ends(position))
+        if a < b:
+            yield _Trapezoid(0, 1, a, b, None)
+        return
+    if not _may_see(queries, keys, region):
+        return
     current: _Trapezoid | None = None
     for stretch in _straight_stretches(queries, keys, region):
         longer = current.joined(stretch) if current is not None else None
@@ -145,11 +128,24 @@ def _trapezoids(queries: Progression, keys: Progression, region: Region) -> Iter
         yield from _rows_with_keys(current)
 
 
+def _may_see(queries: Progression, keys: Progression, region: Region) -> bool:
+    """Returns False where none of these queries sees any of these keys, since ends never go down from query to query."""
+    (_, first_query, _), (_, position, count) = queries.pieces[0], queries.pieces[-1]
+    (_, first_key, _), (_, key_position, key_count) = keys.pieces[0], keys.pieces[-1]
+    first, _ = region.ends(first_query)
+    _, beyond = region.ends(position + (count - 1) * queries.stride)
+    return max(first, first_key) < min(beyond, key_position + (key_count - 1) * keys.stride + 1)
+
+
 def _straight_stretches(queries: Progression, keys: Progression, region: Region) -> Iterator[_Trapezoid]:
+    def ends(position: int) -> tuple[int, int]:
+        first, beyond = region.ends(position)
+        return keys.number_below(first), keys.number_below(beyond)
+
     for start, position, count in _cells(queries, region):
-        cell = _Cell(keys, region, position, count)
-        for low, high in itertools.pairwise(cell.borders):
-            (a, b), (a_last, b_last), rows = cell.ends(low), cell.ends(high - 1), high - low
+        for low, high in itertools.pairwise(_borders_of_cell(keys, region, position, count)):
+            (a, b), (a_last, b_last) = (ends(position + queries.stride * query) for query in (low, high - 1))
+            rows = high - low
             slopes = (int(a_last != a), int(b_last != b)) if rows > 1 else None
             assert slopes is None or (a_last - a, b_last - b) == (slopes[0] * (rows - 1), slopes[1] * (rows - 1))
             yield _Trapezoid(start + low, rows, a, b, slopes)
@@ -208,23 +204,79 @@ class _Fold(NamedTuple):
     size: int
 
 
-def _fold_starts(pattern: Pattern, number: int, branch: Branch, residue: int, length: int, causal: bool) -> list[int]:
-    """Returns the residues, ascending, at which folds begin: there an end of what a branch adds changes, for these keys."""
-    dilation = _dilation(branch)
-    starts: set[int] = set()
-    covers = covering(pattern, number) if pattern.overlap == "once" else []
-    for term in itertools.chain(*(itertools.chain(*borders_of(one, length, causal)) for one in (branch, *covers))):
-        if term.kind == "from_query":
-            starts.add((residue - term.value + 1) % dilation)
-        elif term.kind == "block" and term.value % dilation:
-            return list(range(min(dilation, length)))  # Blocks begin in the middle of what would be a fold.
-        elif term.kind == "block":
-            starts.add(0)
-    for cover in covers:
-        if cover.queries == "dilated" and cover.dilation > 1:
-            for taking_part in range(residue % cover.dilation, dilation, cover.dilation):
-                starts |= {taking_part, (taking_part + 1) % dilation}
-    return sorted(starts) or [0]
+class _BranchOfPhase:
+    """A branch in the heads of one phase: what is the same for every document.
+
+    Attributes:
+        residue: the residue of the keys.
+        heads: the heads that have it: query heads if `per_query_head`, else key/value heads.
+        fold_starts: the residues, ascending, at which folds begin: there an end of what the branch adds changes, for these
+            keys. None where only queries of the keys' residue take part, or all queries have one.
+    """
+
+    def __init__(
+        self, pattern: Pattern, number: int, residue: int, heads: tuple[int, ...], per_query_head: bool, causal: bool
+    ) -> None:
+        branch = pattern.branches[number]
+        self.pattern, self.number, self.causal = pattern, number, causal
+        self.dilation = _dilation(branch)
+        self.residue, self.heads, self.per_query_head = residue, heads, per_query_head
+        self.fold_starts = None
+        if not isinstance(branch, Sink) and branch.dilation > 1 and branch.queries == "all":
+            self.fold_starts = self._fold_starts(branch)
+        dilated = [cover for cover in covering(pattern, number) if cover.queries == "dilated" and cover.dilation > 1]
+        self._residues_differ = pattern.overlap == "once" and bool(dilated)
+        self._regions: dict[int, list[Region]] = {}
+
+    def _fold_starts(self, branch: Segment | Window) -> list[int]:
+        starts: set[int] = set()
+        covers = covering(self.pattern, self.number) if self.pattern.overlap == "once" else []
+        for one in (branch, *covers):
+            for term in itertools.chain(*borders_of(one, self.causal)):
+                if term.kind == "from_query":
+                    starts.add((self.residue - term.value + 1) % self.dilation)
+                elif term.kind == "block" and term.value % self.dilation:
+                    return []  # Blocks begin in the middle of what would be a fold.
+                elif term.kind == "block":
+                    starts.add(0)
+        for cover in covers:
+            if cover.queries == "dilated" and cover.dilation > 1:
+                for taking_part in range(self.residue % cover.dilation, self.dilation, cover.dilation):
+                    starts |= {taking_part, (taking_part + 1) % self.dilation}
+        return sorted(starts) or [0]
+
+    def folds(self, queries: Sequence[Run], length: int) -> list[_Fold]:
+        """Returns the rows of a document of `length` tokens that take part."""
+        if self.fold_starts is None:
+            return [_Fold(rows, 1) for rows in progressions(queries, self.dilation, self.residue)]
+        return list(_folds(queries, self.dilation, self.fold_starts or range(min(self.dilation, length))))
+
+    def regions(self, residue: int) -> list[Region]:
+        """Returns what the branch adds to those before it, for queries of a residue."""
+        residue = residue if self._residues_differ else self.residue
+        if residue not in self._regions:
+            # `self.residue` stands for any phase that has it: `regions_of` reduces it by dilations that divide this one.
+            self._regions[residue] = regions_of(self.pattern, self.number, residue, self.residue, self.causal)
+        return self._regions[residue]
+
+
+@lru_cache(maxsize=64)
+def _branches_of_phases(
+    pattern: Pattern, num_heads: int, num_kv_heads: int, causal: bool
+) -> tuple[_BranchOfPhase, ...]:
+    """Returns the branches in their order, each for every phase that a head has."""
+    branches = []
+    for number, branch in enumerate(pattern.branches):
+        dilation = _dilation(branch)
+        per_query_head = dilation > 1 and pattern.phase_by == "query_head" and num_heads > num_kv_heads
+        heads_of: dict[int, list[int]] = {}
+        for head in range(num_heads if per_query_head else num_kv_heads):
+            heads_of.setdefault(head % dilation, []).append(head)
+        branches += [
+            _BranchOfPhase(pattern, number, residue, tuple(heads), per_query_head, causal)
+            for residue, heads in heads_of.items()
+        ]
+    return tuple(branches)
 
 
 def _folds(runs: Sequence[Run], dilation: int, starts: Sequence[int]) -> Iterator[_Fold]:
@@ -277,44 +329,26 @@ def tile_document(
     Returns:
         Tiles by ascending branch.
     """
-    group = num_heads // num_kv_heads
     tiles: list[Tile] = []
-    for number, branch in enumerate(pattern.branches):
-        dilation = _dilation(branch)
-        per_query_head = dilation > 1 and pattern.phase_by == "query_head" and group > 1
-        heads_of: dict[int, list[int]] = {}
-        for head in range(num_heads if per_query_head else num_kv_heads):
-            heads_of.setdefault(head % dilation, []).append(head)
-        for residue, heads_of_residue in heads_of.items():
-            key_groups = progressions(keys, dilation, residue)
-            if not key_groups:
-                continue
-            if dilation == 1 or branch.queries == "dilated":  # type: ignore[union-attr]
-                folds = [_Fold(rows, 1) for rows in progressions(queries, dilation, residue)]
-            else:
-                folds = list(_folds(queries, dilation, _fold_starts(pattern, number, branch, residue, length, causal)))
-            regions_by_residue: dict[int, list[Region]] = {}
-            for rows, size in folds:
-                query_residue = rows.pieces[0].position % dilation
-                if query_residue not in regions_by_residue:
-                    # `residue` stands for any phase that has it: `regions_of` reduces it by dilations that divide this one.
-                    regions_by_residue[query_residue] = regions_of(
-                        pattern, number, query_residue, residue, length, causal
-                    )
-                regions = regions_by_residue[query_residue]
-                for part, (region, key_group) in enumerate((r, k) for r in regions for k in key_groups):
-                    for trapezoid in _trapezoids(rows, key_group, region):
-                        tiles.extend(
+    for branch in _branches_of_phases(pattern, num_heads, num_kv_heads, causal):
+        key_groups = progressions(keys, branch.dilation, branch.residue)
+        if not key_groups:
+            continue
+        for rows, size in branch.folds(queries, length):
+            regions = branch.regions(rows.pieces[0].position % branch.dilation)
+            for part, (region, key_group) in enumerate((r, k) for r in regions for k in key_groups):
+                for trapezoid in _trapezoids(rows, key_group, region):
+                    for shape in _shapes(trapezoid):
+                        tiles.append(
                             Tile(
-                                branch=number,
+                                branch=branch.number,
                                 part=part,
-                                heads=tuple(heads_of_residue),
-                                per_query_head=per_query_head,
+                                heads=branch.heads,
+                                per_query_head=branch.per_query_head,
                                 queries=_slice(rows, shape.queries),
                                 folds=size,
                                 keys=_slice(key_group, shape.keys),
                                 shape=shape.shape,
                             )
-                            for shape in _shapes(trapezoid)
                         )
     return tiles

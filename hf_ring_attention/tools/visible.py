@@ -80,7 +80,7 @@ def _of_branch(
     for residue in residues:
         keys = _share_of_residue(edges, dilation, residue)
         for query_residue, queries in _query_classes(pattern, number, branch, residue, edges):
-            regions = regions_of(pattern, number, query_residue, residue, length, True)
+            regions = regions_of(pattern, number, query_residue, residue, True)
             key = tuple(map(_frozen, regions))
             if key not in kinds:
                 kinds[key] = _dense(regions, edges)
@@ -141,7 +141,7 @@ def _ends(region: Region, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the first visible position of each query, and the first position after the visible ones."""
 
     def at(terms: Iterable[Border]) -> list[np.ndarray]:
-        return [term.position(queries) for term in terms]
+        return [np.broadcast_to(term.position(queries), queries.shape) for term in terms]
 
     start, stop = np.max(at(region.first), 0), np.min(at(region.beyond), 0)
     if region.before_all:
