@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -155,10 +156,12 @@ class Ring:
 
     def transport_for(self, problem: Problem, sizes: RowBytes, device: torch.device) -> Transport:
         """Returns the transport of a call, by the choice of `decide`, with the call's row numbers on the device."""
+        start = time.perf_counter()
         with _PLANNING:
             decision = self.decide(problem, sizes)
             bind: Any = {"local": bind_own, "collective": bind_collective, "ring": bind_ring}[decision.choice]
             binding: Any = self.bindings.of(bind, problem, self.rank, device)
+        self._traffic.planned_seconds += time.perf_counter() - start
         if self.rank == 0 and decision.choice not in self._logged:  # once, whatever the number of layers and calls
             self._logged.add(decision.choice)
             logger.info("ring of %d: transport %s, because %s", self.world_size, decision.choice, decision.reason)

@@ -30,6 +30,8 @@ class Traffic:
     Attributes:
         sent_bytes, received_bytes: bytes that were handed to torch.distributed, and received from it.
         hops: the number of exchanges with other ranks.
+        planned_seconds: seconds in which calls of this rank waited for their plans, which is where documents, lengths or
+            patterns are other ones than before.
         waited_seconds: seconds in which this rank waited for the exchanges and computed nothing. On CUDA the device
             waits, and this counts the host only.
 
@@ -46,12 +48,13 @@ class Traffic:
     sent_bytes: int = 0
     received_bytes: int = 0
     hops: int = 0
+    planned_seconds: float = 0.0
     waited_seconds: float = 0.0
 
     def reset(self) -> None:
         """Sets all counters to zero."""
         self.sent_bytes = self.received_bytes = self.hops = 0
-        self.waited_seconds = 0.0
+        self.planned_seconds = self.waited_seconds = 0.0
 
 
 class ForwardStep(NamedTuple):

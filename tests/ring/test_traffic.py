@@ -2,6 +2,7 @@
 
 import ast
 import random
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -176,3 +177,18 @@ def waiting_calls(source):
 def test_nothing_waits_for_all_ranks_or_for_the_device(module):
     assert waiting_calls("dist.barrier(); x.cuda.synchronize(); barrier()") == ["barrier", "synchronize", "barrier"]
     assert waiting_calls((Path(ra.__file__).parent / f"{module}.py").read_text()) == []
+
+
+# ---- plans
+
+
+def test_seconds_in_which_a_call_waits_for_its_plan_are_counted(monkeypatch):
+    ring = ra.Ring.alone()
+    plan, q = ring.decide, torch.randn(1, 2, 12, 4)
+    monkeypatch.setattr(ring, "decide", lambda *call: time.sleep(0.05) or plan(*call))
+    assert ring.traffic().planned_seconds == 0
+    for number in (1, 2):
+        ra.ring_attention(q, q, q, pattern="window:4", ring=ring, documents=[[(0, 5), (5, 12)]])
+        assert ring.traffic().planned_seconds >= 0.05 * number
+    ring.reset_traffic()
+    assert ring.traffic().planned_seconds == 0
