@@ -21,10 +21,10 @@ from torch import Tensor
 from ..plan.tiles import Shape
 from .merge import accumulation_dtype, merge_
 
-#: The fewest and the most rows of a stretch, and of what share of the band's width they are between these: forward, backward.
+#: A stretch has width / FORWARD_SHARE rows in forward and width / BACKWARD_SHARE in backward, within these bounds.
 FEWEST_ROWS, MOST_ROWS = 64, 384
 FORWARD_SHARE, BACKWARD_SHARE = 8, 4
-#: Bands of so many keys or more are cut, in stretches of CUT_ROWS.
+#: Bands of this width or more are cut into triangles and rectangles, in stretches of CUT_ROWS, which must be less.
 CUT_FROM = 4096
 CUT_ROWS = 1024
 #: Backward holds the gradients of about so many key rows at once, and adds them up while they are in the cache.
@@ -97,7 +97,10 @@ class MaskedKernel:
 
 
 class _Part(NamedTuple):
-    """Some of the keys of every stretch: `length` from key `first` on."""
+    """Some of the keys of every stretch, `length` from key `first` on, and which of them its queries see.
+
+    Kinds: "masked" is what a mask shows, "full" all, "causal" a lower triangle, "reversed" one that opens the other way.
+    """
 
     first: int
     length: int
@@ -113,7 +116,7 @@ class _Part(NamedTuple):
 
 
 class _Stretches(NamedTuple):
-    """`number` stretches of `rows` x `folds` query rows, from the keys of row `first` on."""
+    """`number` stretches of `rows` x `folds` query rows each; the first one begins at query and at key `first` of the band."""
 
     first: int
     number: int
@@ -142,7 +145,7 @@ class _Stretches(NamedTuple):
     def add_keys_(self, x: Tensor, part: _Part, values: Tensor) -> None:
         """Adds [number, T * H, length, D] to a part's keys of x [T, H, Lk, D]."""
         values = values.unflatten(1, x.shape[:2])
-        # Keys of neighbouring stretches overlap, but not those that are as far from the stretch's first, up to `rows` of them.
+        # Neighbouring stretches share keys, but `rows` keys at one offset in each are all different, and are added at once.
         for offset in range(0, part.length, self.rows):
             length = min(self.rows, part.length - offset)
             self.key_view(x, part.first + offset, length).add_(values[..., offset : offset + length, :])
@@ -154,24 +157,25 @@ class _Stretches(NamedTuple):
 
 
 def _cut(num_queries: int, num_keys: int, folds: int, share: int) -> Iterator[tuple[_Stretches, list[_Part]]]:
-    """Yields the stretches of a band, and the parts of their keys: all of equal rows, and one of the rows that are left."""
+    """Yields (stretches of a band, the parts of their keys): first all of equal rows, then one of the rows that are left."""
     width = num_keys - num_queries + 1
     rows = CUT_ROWS if width >= CUT_FROM else min(max(width // share, FEWEST_ROWS), MOST_ROWS)
     number, rest = divmod(num_queries, rows)
     if number:
-        yield _Stretches(0, number, rows, folds), _parts(rows, width)
+        yield _Stretches(0, number, rows, folds), _parts_of_keys(rows, width)
     if rest:
-        yield _Stretches(number * rows, 1, rest, folds), _parts(rest, width)
+        yield _Stretches(number * rows, 1, rest, folds), _parts_of_keys(rest, width)
 
 
-def _parts(rows: int, width: int) -> list[_Part]:
+def _parts_of_keys(rows: int, width: int) -> list[_Part]:
+    """Returns the parts of a stretch's keys: all of them under a mask, or the three that wide bands are cut into."""
     if width < CUT_FROM:
         return [_Part(0, rows + width - 1, "masked")]
     return [_Part(width - 1, rows, "causal"), _Part(rows, width - 1 - rows, "full"), _Part(0, rows, "reversed")]
 
 
 @lru_cache(maxsize=32)
-def _mask(rows: int, folds: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _mask_of_stretch(rows: int, folds: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns [rows * folds, rows + width - 1]: 0 where a query of a stretch sees a key, -inf elsewhere."""
     hidden = torch.ones(rows, rows + width - 1, dtype=torch.bool, device=device).triu().tril(width - 1).logical_not()
     mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
@@ -191,7 +195,7 @@ def band_forward(
         queries = stretches.queries(q)
         total: tuple[Tensor, Tensor] | None = None
         for part in parts:
-            mask = _mask(stretches.rows, folds, width, q.dtype, q.device) if part.kind == "masked" else None
+            mask = _mask_of_stretch(stretches.rows, folds, width, q.dtype, q.device) if part.kind == "masked" else None
             q_, k_, v_ = part.turned(queries, stretches.keys(k, part), stretches.keys(v, part))
             out, lse = part.turned(*kernel.forward_masked(q_, k_, v_, part.is_triangle, scale, mask))
             if total is None:
@@ -233,7 +237,9 @@ def band_backward(
             queries = [stretches.queries(x) for x in (dout, q, out, lse)]
             total: Tensor | None = None
             for part in parts:
-                mask = _mask(stretches.rows, folds, width, q.dtype, q.device) if part.kind == "masked" else None
+                mask = (
+                    _mask_of_stretch(stretches.rows, folds, width, q.dtype, q.device) if part.kind == "masked" else None
+                )
                 dout_, q_, out_, lse_, k_, v_ = part.turned(*queries, stretches.keys(k, part), stretches.keys(v, part))
                 new_dq, new_dk, new_dv = part.turned(
                     *kernel.backward_masked(dout_, q_, k_, v_, out_, lse_, part.is_triangle, scale, mask)

@@ -15,7 +15,7 @@ from .rows import IndexRows, Rows, ViewRows
 
 @dataclass(frozen=True)
 class BoundBatch:
-    """The rows of one kernel call."""
+    """The rows of one kernel call, and what it is told of them: the tiles' shape, and the rows of a fold (`plan/tiles.py`)."""
 
     queries: Rows
     keys: Rows

@@ -2,7 +2,8 @@
 
 Every kernel takes q [T, H, Lq, D], k [T, Hkv, Lk, D], v [T, Hkv, Lk, Dv] (query head h reads key/value head
 h // (H / Hkv)) and the shape of the tiles: query i sees all keys ("full"), keys 0 to i ("causal", Lq = Lk), or keys i to
-i + Lk - Lq ("band"). Where a tile has folds, q has `folds` rows in place of each of these Lq, one after the other.
+i + Lk - Lq ("band"). Where a tile has folds (`plan/tiles.py`), q has `folds` rows in place of each of these Lq, one after the
+other, which see the same keys.
 `backward` takes the out and lse of the *whole* softmax: with those, a tile's gradients are its exact share
 (FlashAttention, arXiv 2205.14135, appendix B).
 """
@@ -112,7 +113,7 @@ class CudaFlash:
         q, k, v = (_by_token(_pad(x, width)) for x in (unfolded(q, folds), k, v))
         out, lse, *_ = aten._flash_attention_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, shape == "causal", False, scale=scale,
-            **_window(q, k, shape),
+            **_window_of_band(q, k, shape),
         )  # fmt: skip
         return folded(out.transpose(1, 2)[..., :value_dim], folds), folded(lse, folds)
 
@@ -135,7 +136,7 @@ class CudaFlash:
         unused = q.new_empty((), dtype=torch.int64)  # the random state of dropout, which is off
         grads = aten._flash_attention_backward(
             dout, q, k, v, out, lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, shape == "causal", unused,
-            unused, scale=scale, **_window(q, k, shape),
+            unused, scale=scale, **_window_of_band(q, k, shape),
         )  # fmt: skip
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return folded(dq[..., :head_dim], folds), dk[..., :head_dim], dv[..., :value_dim]
@@ -146,7 +147,7 @@ def _by_token(x: Tensor) -> Tensor:
     return _rows(x).transpose(1, 2)
 
 
-def _window(q: Tensor, k: Tensor, shape: Shape) -> dict[str, int]:
+def _window_of_band(q: Tensor, k: Tensor, shape: Shape) -> dict[str, int]:
     """Returns the window of a band: query i of [T, Lq, H, D] and key i + Lk - Lq are on the operator's diagonal."""
     return {"window_size_left": k.shape[1] - q.shape[1], "window_size_right": 0} if shape == "band" else {}
 
@@ -229,7 +230,7 @@ class Math:
         self.softcap = softcap
 
     def _slices(self, q: Tensor, k: Tensor, shape: Shape, folds: int) -> Iterator[tuple[slice, slice]]:
-        """Yields the query rows and the keys of parts that hold at most `budget` scores."""
+        """Yields (query rows, the keys that some of them see): parts that hold at most `budget` scores, or have one row."""
         width = k.shape[2] - q.shape[2] // folds + 1
         rows = max(1, self.budget // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
         for start in range(0, q.shape[2], rows):

@@ -100,9 +100,11 @@ class IndexRows:
     """Rows by their numbers in x.flatten(0, 2).
 
     Attributes:
-        length: rows of a tile and head, L.
-        first: [tiles, heads]; the rows are the first `folds` from each of these on, then those `stride` further on, and so on.
-        rows: [tiles, heads, L], all numbers, where there is no `first`.
+        length: rows of a tile and head, L, those of all folds counted.
+        first: [tiles, heads], the first row of each; None where `rows` has all of them.
+        stride: the distance from the first row of a fold to that of the next one.
+        folds: the rows of a fold, which follow each other: with `stride` 4 and `folds` 2, rows 0, 1, 4, 5, 8, 9, ...
+        rows: [tiles, heads, L], all row numbers; None where `first` has the first ones.
     """
 
     length: int

@@ -26,7 +26,7 @@ class Piece(NamedTuple):
 
 
 class Progression(NamedTuple):
-    """One range of rows whose positions have one residue, with these positions."""
+    """`length` rows from `row` on, `stride` apart and numbered 0, 1, 2, ...; the pieces say their positions, of one residue."""
 
     row: int
     stride: int
@@ -44,7 +44,7 @@ class Progression(NamedTuple):
 
 
 def progressions(runs: Sequence[Run], stride: int, residue: int) -> list[Progression]:
-    """Returns the rows whose position has this residue, in as few ranges as the runs allow."""
+    """Returns the rows whose position has this residue modulo `stride`, in as few progressions as the runs allow."""
     ranges: list[Progression] = []
     for row, position, count in runs:
         skip = (residue - position) % stride
@@ -83,7 +83,7 @@ class Border(NamedTuple):
         return self.value
 
 
-#: A position beyond every document: rows end where their document does.
+#: An end beyond every document: what is seen ends with the document, since there are no keys after it.
 _BEYOND_ALL = Border("at", 1 << 62)
 
 
@@ -113,11 +113,11 @@ class Region(NamedTuple):
 
     @property
     def terms(self) -> list[Border]:
-        """All terms."""
+        """The terms of all groups, in one list."""
         return list(itertools.chain(self.first, self.beyond, *self.before_all, *self.after_all))
 
     def ends(self, query: int) -> tuple[int, int]:
-        """Returns the first visible position, and the first one beyond; neither is less for a later query."""
+        """Returns the first position that a query sees, and the first one beyond; neither is less for a later query."""
         first = max([term.position(query) for term in self.first])
         beyond = min([term.position(query) for term in self.beyond])
         for group in self.before_all:
@@ -130,7 +130,7 @@ class Region(NamedTuple):
 def covering(pattern: Pattern, number: int) -> list[Segment | Window]:
     """Returns the branches whose keys branch `number` leaves out where each key counts once.
 
-    Windows inside longer ones are left out: the longer ones say it all.
+    Windows shorter than another of these, in which all queries take part, are not among them: it shows all that they do.
     """
     earlier = [branch for branch in pattern.branches[:number] if not isinstance(branch, Sink)]
     longest = max((b.length for b in earlier if isinstance(b, Window) and b.queries == "all"), default=0)
@@ -140,8 +140,11 @@ def covering(pattern: Pattern, number: int) -> list[Segment | Window]:
 def regions_of(pattern: Pattern, number: int, residue: int, phase: int, causal: bool) -> list[Region]:
     """Returns what branch `number` adds to those before it, for queries of this residue modulo its dilation.
 
-    Where each key counts once, it relies on every branch to show a query itself, as segments and windows do: what two of
-    them see is then one interval.
+    Where each key counts once, this relies on the interval of every segment and window to hold the query itself: those of two
+    branches together are then one interval.
+
+    Args:
+        phase: the phase of the head, or its residue modulo the branch's dilation.
     """
     branch = pattern.branches[number]
     first, beyond = borders_of(branch, causal)

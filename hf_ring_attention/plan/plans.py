@@ -20,10 +20,12 @@ from .tiles import Shape, Tile, tile_document
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """Tiles of a batch in all these batch rows and heads, from these rows on.
+    """Tiles of a batch: one in each of these batch rows and heads, or `copies` of them.
 
     Attributes:
-        copies: so many tiles, with the query rows moved on by 0, 1, 2, ... and the same keys.
+        query_row, key_row: the first row of queries, and of keys, in the first copy.
+        copies: the number of tiles in each batch row and head; each has the same keys, and its query rows lie one row after
+            those of the copy before.
     """
 
     batch_rows: tuple[int, ...]
@@ -38,7 +40,11 @@ class TileBatch:
     """Tiles of one shape, which make one kernel call; no two of them share a query row of a head.
 
     Attributes:
-        num_queries: the query rows of a tile that see different keys, or are first in a fold of `folds` that see the same.
+        per_query_head: whether items name query heads, not key/value heads with their groups.
+        num_queries: the query rows of a tile, where there are folds the first row of each.
+        folds: the rows of a fold, which see the same keys (`plan/tiles.py`): a tile has `num_queries` * `folds` query rows.
+        num_keys: the key rows of a tile.
+        query_stride, key_stride: the distance from one of these rows to the next.
     """
 
     per_query_head: bool
@@ -187,7 +193,7 @@ def _batches(
                 num_kv_heads=problem.num_kv_heads,
                 causal=problem.causal,
             ):
-                # A row of each of several folds is as many tiles of one row, so that they are one shape however many there are.
+                # A single fold of n rows is written as n tiles of one row, so that single folds of any size have one shape.
                 single = len(tile.queries) == 1
                 batches.setdefault(_shape(tile, 1 if single else tile.folds), []).append(
                     Item(

@@ -16,13 +16,16 @@ A window of 3 tokens over 6 tokens is two tiles, here a and b:
     query 4    . . b b b .
     query 5    . . . b b b
 
-Where all queries see the keys of one residue modulo r, most residues of queries see the same ones. At position r m + s, an end
-that moves with the query is the key number m + ceil((s + c) / r) for some c, and so changes at one s only; positions between
-two such changes are a *fold*: one tile, whose queries are rows of stride r and the same rows moved on by 1, 2, ... A window of
-8 tokens with every 4th key has one fold, which begins with the residue of the keys, here 1:
+In a branch of dilation r that shows keys of one residue modulo r to queries of every residue, neighbouring queries mostly see
+the same keys: an end that moves with the query meets the next such key once in r positions. The consecutive queries between
+two of these changes are a *fold*. Folds repeat every r positions, so one tile takes many of a kind: its `queries` are the
+first rows of the folds, r rows apart, and `folds` is how many rows a fold has. A window of 8 tokens with every 4th key, here
+those at positions 1, 5, 9, ..., has one kind, of 4 queries:
 
     queries     9 10 11 12 see the keys 5 9
     queries    13 14 15 16 see the keys 9 13
+
+So a band of this tile has the queries 9, 13, ..., the keys 5, 9, 13, ... and `folds` = 4.
 """
 
 from __future__ import annotations
@@ -55,14 +58,17 @@ class Tile:
     heads: tuple[int, ...]
     per_query_head: bool
     queries: range
-    #: The query rows moved on by 1, 2, ... `folds` - 1 see the same keys, and are queries of the tile, too.
+    #: The rows of a fold: each row of `queries` and the `folds` - 1 rows after it see the same keys. 1 without folds.
     folds: int
     keys: range
     shape: Shape
 
 
 def _cells(queries: Progression, region: Region) -> Iterator[tuple[int, int, int]]:
-    """Yields (number, position, count) of stretches of queries inside one piece and one block of every segment length."""
+    """Cuts queries into cells, each inside one piece and one block of every segment length.
+
+    Yields (number of the first query, its position, count of queries) of each cell.
+    """
     lengths = sorted({term.value for term in region.terms if term.kind == "block"})
     stride = queries.stride
     for number, position, count in queries.pieces:
@@ -76,14 +82,17 @@ def _cells(queries: Progression, region: Region) -> Iterator[tuple[int, int, int
 
 
 def _borders_of_cell(keys: Progression, region: Region, position: int, count: int) -> list[int]:
-    """Returns where a cell of queries is cut: between two of these, both ends of what they see are flat or have slope one."""
+    """Returns where a cell is cut, in queries from its first one, which is at `position`; 0 and `count` are among them.
+
+    Between two neighbouring cuts, each end of what the queries see is flat or has slope one.
+    """
     ends = [(term.position(position), term.kind == "from_query") for term in region.terms]
     flat = {0, keys.length, *(keys.number_below(at) for at, moves in ends if not moves)}
     cuts = {0, count}
     # A slope may change where an end that moves with the query enters or leaves a piece of the keys, or meets a flat end.
     for at in {at for at, moves in ends if moves}:
         for number, piece_position, piece_length in keys.pieces:
-            meets = -((piece_position - at) // keys.stride)  # the end's number in the piece, for the first query
+            meets = -((piece_position - at) // keys.stride)  # the key of the piece at which the first query's end lies
             cuts.update(cut for cut in (-meets, piece_length - meets) if 0 < cut < count)
             cuts.update(cut for value in flat if 0 < (cut := value - number - meets) < count)
     return sorted(cuts)
@@ -129,7 +138,10 @@ def _trapezoids(queries: Progression, keys: Progression, region: Region) -> Iter
 
 
 def _may_see(queries: Progression, keys: Progression, region: Region) -> bool:
-    """Returns False where none of these queries sees any of these keys, since ends never go down from query to query."""
+    """Returns False only where none of these queries sees any of these keys.
+
+    The first query and the last one decide: neither end of what a query sees is less for a later query.
+    """
     (_, first_query, _), (_, position, count) = queries.pieces[0], queries.pieces[-1]
     (_, first_key, _), (_, key_position, key_count) = keys.pieces[0], keys.pieces[-1]
     first, _ = region.ends(first_query)
@@ -138,6 +150,8 @@ def _may_see(queries: Progression, keys: Progression, region: Region) -> bool:
 
 
 def _straight_stretches(queries: Progression, keys: Progression, region: Region) -> Iterator[_Trapezoid]:
+    """Yields all queries as trapezoids, in their order; neighbours may continue each other, and rows may see no key."""
+
     def ends(position: int) -> tuple[int, int]:
         first, beyond = region.ends(position)
         return keys.number_below(first), keys.number_below(beyond)
@@ -166,7 +180,7 @@ def _rows_with_keys(trapezoid: _Trapezoid) -> Iterator[_Trapezoid]:
 
 
 class _TileShape(NamedTuple):
-    """A shape of query and key numbers."""
+    """A tile in numbers: queries and keys by their number in a progression, before `_slice` makes rows of them."""
 
     queries: range
     keys: range
@@ -192,26 +206,28 @@ def _shapes(trapezoid: _Trapezoid) -> Iterator[_TileShape]:
 
 
 def _slice(progression: Progression, numbers: range) -> range:
+    """Returns the rows that have these numbers in a progression."""
     stride = progression.stride * numbers.step
     start = progression.row + progression.stride * numbers.start
     return range(start, start + stride * len(numbers), stride)
 
 
 class _Fold(NamedTuple):
-    """Rows whose positions have one residue, and the rows 1, 2, ... `size` - 1 further on, which see the same keys."""
+    """Folds of one kind: `queries` are their first rows; each of these and the `size` - 1 rows after it see the same keys."""
 
     queries: Progression
     size: int
 
 
 class _BranchOfPhase:
-    """A branch in the heads of one phase: what is the same for every document.
+    """A branch in the heads of one phase: what is the same for every document, made once for all of them.
 
     Attributes:
         residue: the residue of the keys.
         heads: the heads that have it: query heads if `per_query_head`, else key/value heads.
-        fold_starts: the residues, ascending, at which folds begin: there an end of what the branch adds changes, for these
-            keys. None where only queries of the keys' residue take part, or all queries have one.
+        fold_starts: the residues of query positions, ascending, at which folds begin, since an end of what the branch adds
+            moves on to another of the keys there. Empty where every residue begins one. None where there are no folds:
+            only queries of the keys' residue take part, or the dilation is 1.
     """
 
     def __init__(
@@ -229,11 +245,12 @@ class _BranchOfPhase:
         self._regions: dict[int, list[Region]] = {}
 
     def _fold_starts(self, branch: Segment | Window) -> list[int]:
+        """Returns `fold_starts` for a branch with folds."""
         starts: set[int] = set()
         covers = covering(self.pattern, self.number) if self.pattern.overlap == "once" else []
         for one in (branch, *covers):
             for term in itertools.chain(*borders_of(one, self.causal)):
-                if term.kind == "from_query":
+                if term.kind == "from_query":  # It passes a key at p for the query at p - value + 1.
                     starts.add((self.residue - term.value + 1) % self.dilation)
                 elif term.kind == "block" and term.value % self.dilation:
                     return []  # Blocks begin in the middle of what would be a fold.
@@ -241,12 +258,13 @@ class _BranchOfPhase:
                     starts.add(0)
         for cover in covers:
             if cover.queries == "dilated" and cover.dilation > 1:
+                # Queries that took part in it already see what it shows, unlike their neighbours: each is its own fold.
                 for taking_part in range(self.residue % cover.dilation, self.dilation, cover.dilation):
                     starts |= {taking_part, (taking_part + 1) % self.dilation}
         return sorted(starts) or [0]
 
     def folds(self, queries: Sequence[Run], length: int) -> list[_Fold]:
-        """Returns the rows of a document of `length` tokens that take part."""
+        """Returns the query rows that take part, of a document of `length` tokens, as folds; of one row each without folds."""
         if self.fold_starts is None:
             return [_Fold(rows, 1) for rows in progressions(queries, self.dilation, self.residue)]
         return list(_folds(queries, self.dilation, self.fold_starts or range(min(self.dilation, length))))
@@ -280,10 +298,10 @@ def _branches_of_phases(
 
 
 def _folds(runs: Sequence[Run], dilation: int, starts: Sequence[int]) -> Iterator[_Fold]:
-    """Yields the rows of the runs as folds.
+    """Yields the rows of the runs as folds, which begin at these residues.
 
-    In the middle of a run a fold has all its residues, in as many rows as the folds of any other phase, so that tiles of all
-    phases have one shape. At the ends some residues are missing, and rows are folds of their own.
+    In the middle of a run, folds of one kind are yielded together, as many of them in every phase, so that the tiles of all
+    phases have one shape and make one kernel call. At the ends of a run, folds are yielded one by one, and may be cut off.
     """
     for row, position, length in runs:
         stop = position + length

@@ -130,7 +130,7 @@ def test_presets(pattern, causal, kind):
 @pytest.mark.parametrize("overlap", ["once", "count"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_wide_bands(causal, overlap, rng):
-    """Bands wider than 64 keys are tiled in steps narrower than they are."""
+    """Windows of many keys, dilated and not, in documents a few times as long, whole and over two ranks."""
     pattern = Pattern((Window(rng.randint(65, 110)), Window(2 * rng.randint(70, 110), 2)), overlap)
     layout = SequenceLayout(rng.choice(["contiguous", "zigzag"]), rng.randint(200, 260), rng.randint(1, 2))
     check(Problem(pattern, layout, (((3, layout.seq_len),),), num_heads=2, num_kv_heads=2, causal=causal))
