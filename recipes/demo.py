@@ -50,7 +50,9 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser.add_argument(
         "--held-out", type=at_least(2), default=2048, help="tokens kept for perplexity before and after"
     )
-    parser.add_argument("--output", type=new_folder, default=Path("demo"))
+    parser.add_argument(
+        "--output", type=new_folder, default=Path("demo"), help="folder for figures and pictures (default demo)"
+    )
     args = parser.parse_args(argv)
     missing = missing_extra("the demo", "matplotlib", "rich") or common.obstacle(common.BUNDLED)
     if missing:

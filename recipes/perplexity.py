@@ -85,7 +85,12 @@ def parse_args(argv=None) -> argparse.Namespace:
         default=["exact", "window:512+4", "pyramid:512,3"],
         help=FORMS,
     )
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        default="float32",
+        help="type of numbers (default float32)",
+    )
     parser.add_argument("--json", type=new_file, help="file for the figures, with the loss of every token")
     parser.add_argument("--plot", type=new_file, help="file for a picture of perplexity against attention FLOPs")
     args = parser.parse_args(argv)

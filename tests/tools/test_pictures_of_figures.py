@@ -2,8 +2,9 @@
 
 import pytest
 
+from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.tools.bench_plots import extension_text, length_that_fills, plot_scaling, plot_step_memory
-from hf_ring_attention.tools.plots import plot_quality, plot_training, unbeaten
+from hf_ring_attention.tools.plots import plot_patterns, plot_quality, plot_training, unbeaten
 
 
 @pytest.fixture
@@ -36,6 +37,28 @@ def test_each_pattern_has_its_cost_and_its_perplexity(tmp_path, saved):
     assert [text.get_text() for text in axis.texts] == [row["pattern"] for row in figures]
     (line,) = axis.get_lines()
     assert list(line.get_xdata()) == [0.002, 0.23, 0.38, 1.0], "windows without sinks are beaten"
+
+
+def test_names_of_patterns_stay_inside_the_frame(tmp_path, saved):
+    figures = [
+        {"pattern": "exact", "perplexity": 10.8, "flop_share": 1.0},
+        {"pattern": "longnet:512/1,2048/4,all/8", "perplexity": 15.7, "flop_share": 0.2},
+        {"pattern": "longnet:256/1,1024/4,all/8", "perplexity": 17.7, "flop_share": 0.9},
+    ]
+    plot_quality(figures, tmp_path / "quality.png")
+    (axis,) = saved[0].axes
+    frame = axis.get_window_extent()
+    for name in (text.get_window_extent() for text in axis.texts):
+        assert frame.x0 < name.x0 < name.x1 < frame.x1
+
+
+@pytest.mark.parametrize("panels", [1, 2])
+def test_the_legend_of_patterns_is_in_the_picture(panels, tmp_path, saved):
+    patterns = dict.fromkeys(["window:512+4", "other"][:panels], Pattern.parse("window:512+4"))
+    plot_patterns(patterns, 4096, tmp_path / "patterns.png")
+    (legend,) = saved[0].legends
+    box = legend.get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= saved[0].bbox.width
 
 
 def test_what_no_other_beats():

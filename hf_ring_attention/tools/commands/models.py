@@ -42,7 +42,7 @@ def models_command(
     for name in types or ():
         if name not in by_type:
             near = difflib.get_close_matches(name, by_type, n=3)
-            hint = f": did you mean {' or '.join(near)}?" if near else ""
+            hint = f": did you mean {' or '.join(near)}?" if near else "."
             raise refuse(
                 f"{name!r} is no model type of the Transformers release that was tested{hint} A type is the 'model_type' of a "
                 f"config.json, such as llama",
