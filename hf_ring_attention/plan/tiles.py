@@ -25,7 +25,7 @@ those at positions 1, 5, 9, ..., has one kind, of 4 queries:
     queries     9 10 11 12 see the keys 5 9
     queries    13 14 15 16 see the keys 9 13
 
-So a band of this tile has the queries 9, 13, ..., the keys 5, 9, 13, ... and `folds` = 4.
+The tile is then a band with the queries 9, 13, ..., the keys 5, 9, 13, ... and `folds` = 4.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Tile:
     """
 
     branch: int
-    #: Tiles of one branch and part never share a query row of a head.
+    #: Tiles of one branch and part that have the same shape, and rows in the same order, share no query row of a head.
     part: int
     #: Key/value heads, each with its whole group of query heads; query heads if `per_query_head`.
     heads: tuple[int, ...]
