@@ -12,7 +12,6 @@ rectangle and a triangle that opens the other way need no mask, and the kernel l
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -27,6 +26,8 @@ FORWARD_SHARE, BACKWARD_SHARE = 8, 4
 #: Bands of this width or more are cut into triangles and rectangles, in stretches of CUT_ROWS, which must be less.
 CUT_FROM = 4096
 CUT_ROWS = 1024
+#: The most numbers of a mask in which rows of folds repeat.
+LARGEST_MASK = 1 << 22
 #: Backward holds the gradients of about so many key rows at once, and adds them up while they are in the cache.
 ROWS_AT_ONCE = 1 << 14
 
@@ -160,11 +161,18 @@ def _cut(num_queries: int, num_keys: int, folds: int, share: int) -> Iterator[tu
     """Yields (stretches of a band, the parts of their keys): first all of equal rows, then one of the rows that are left."""
     width = num_keys - num_queries + 1
     rows = CUT_ROWS if width >= CUT_FROM else min(max(width // share, FEWEST_ROWS), MOST_ROWS)
+    if folds > 1 and width < CUT_FROM:
+        rows = min(rows, max(FEWEST_ROWS, LARGEST_MASK // (folds * width)))
     number, rest = divmod(num_queries, rows)
     if number:
         yield _Stretches(0, number, rows, folds), _parts_of_keys(rows, width)
     if rest:
         yield _Stretches(number * rows, 1, rest, folds), _parts_of_keys(rest, width)
+
+
+def _are_heads(folds: int, width: int) -> bool:
+    """Returns whether the rows of folds are better heads of their own: where keys are cut, or the mask would be large."""
+    return folds > 1 and (width >= CUT_FROM or FEWEST_ROWS * folds * width > LARGEST_MASK)
 
 
 def _parts_of_keys(rows: int, width: int) -> list[_Part]:
@@ -174,12 +182,15 @@ def _parts_of_keys(rows: int, width: int) -> list[_Part]:
     return [_Part(width - 1, rows, "causal"), _Part(rows, width - 1 - rows, "full"), _Part(0, rows, "reversed")]
 
 
-@lru_cache(maxsize=32)
-def _mask_of_stretch(rows: int, folds: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns [rows * folds, rows + width - 1]: 0 where a query of a stretch sees a key, -inf elsewhere."""
-    hidden = torch.ones(rows, rows + width - 1, dtype=torch.bool, device=device).triu().tril(width - 1).logical_not()
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
-    return mask.repeat_interleave(folds, 0)
+def _mask_of_stretch(stretches: _Stretches, parts: list[_Part], width: int, q: Tensor) -> Tensor | None:
+    """Returns [rows * folds, rows + width - 1]: 0 where a query sees a key, -inf elsewhere; None where keys are cut instead."""
+    if parts[0].kind != "masked":
+        return None
+    rows = stretches.rows
+    query = torch.arange(rows * stretches.folds, device=q.device)[:, None] // stretches.folds
+    key = torch.arange(rows + width - 1, device=q.device)
+    hidden = (key < query) | (key >= query + width)
+    return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
 
 
 def band_forward(
@@ -188,14 +199,13 @@ def band_forward(
     """Returns out and lse of a band, in the shapes of `Kernel.forward`."""
     rows = q.shape[2] // folds
     width, results = k.shape[2] - rows + 1, []
-    if folds > 1 and width >= CUT_FROM:
+    if _are_heads(folds, width):
         out, lse = band_forward(kernel, unfolded(q, folds), k, v, scale)
         return folded(out, folds), folded(lse, folds)
     for stretches, parts in _cut(rows, k.shape[2], folds, FORWARD_SHARE):
-        queries = stretches.queries(q)
+        queries, mask = stretches.queries(q), _mask_of_stretch(stretches, parts, width, q)
         total: tuple[Tensor, Tensor] | None = None
         for part in parts:
-            mask = _mask_of_stretch(stretches.rows, folds, width, q.dtype, q.device) if part.kind == "masked" else None
             q_, k_, v_ = part.turned(queries, stretches.keys(k, part), stretches.keys(v, part))
             out, lse = part.turned(*kernel.forward_masked(q_, k_, v_, part.is_triangle, scale, mask))
             if total is None:
@@ -225,7 +235,7 @@ def band_backward(
     """Returns dq, dk and dv of a band, in the shapes of `Kernel.backward`."""
     dtype, rows = accumulation_dtype(q.dtype), q.shape[2] // folds
     width = k.shape[2] - rows + 1
-    if folds > 1 and width >= CUT_FROM:
+    if _are_heads(folds, width):
         dout, q, out, lse = (unfolded(x, folds) for x in (dout, q, out, lse))
         dq, dk, dv = band_backward(kernel, dout, q, k, v, out, lse, scale)
         return folded(dq, folds), dk, dv
@@ -233,13 +243,11 @@ def band_backward(
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     for all_stretches, parts in _cut(rows, k.shape[2], folds, BACKWARD_SHARE):
         key_rows = k.shape[0] * k.shape[1] * max(part.length for part in parts)
+        mask = _mask_of_stretch(all_stretches, parts, width, q)
         for stretches in all_stretches.split(max(ROWS_AT_ONCE // key_rows, 1)):
             queries = [stretches.queries(x) for x in (dout, q, out, lse)]
             total: Tensor | None = None
             for part in parts:
-                mask = (
-                    _mask_of_stretch(stretches.rows, folds, width, q.dtype, q.device) if part.kind == "masked" else None
-                )
                 dout_, q_, out_, lse_, k_, v_ = part.turned(*queries, stretches.keys(k, part), stretches.keys(v, part))
                 new_dq, new_dk, new_dv = part.turned(
                     *kernel.backward_masked(dout_, q_, k_, v_, out_, lse_, part.is_triangle, scale, mask)

@@ -129,23 +129,9 @@ def _dense(regions: Iterable[Region], edges: np.ndarray) -> np.ndarray:
         queries = first + (2 * np.arange(count) + 1) * (last - first) // (2 * count)
         keys = np.zeros(len(edges) - 1)
         for region in regions:
-            start, stop = _ends(region, queries)
+            start, stop = np.array([region.ends(query) for query in queries.tolist()]).T
             stop = np.maximum(start, stop)
             below = [np.clip(ends[:, None], edges[:-1], edges[1:]).mean(0) for ends in (start, stop)]
             keys += below[1] - below[0]
         rows.append(keys / np.diff(edges))
     return np.array(rows)
-
-
-def _ends(region: Region, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the first visible position of each query, and the first position after the visible ones."""
-
-    def at(terms: Iterable[Border]) -> list[np.ndarray]:
-        return [np.broadcast_to(term.position(queries), queries.shape) for term in terms]
-
-    start, stop = np.max(at(region.first), 0), np.min(at(region.beyond), 0)
-    if region.before_all:
-        stop = np.minimum(stop, np.min([np.max(at(group), 0) for group in region.before_all], 0))
-    if region.after_all:
-        start = np.maximum(start, np.max([np.min(at(group), 0) for group in region.after_all], 0))
-    return start, stop
