@@ -133,7 +133,7 @@ class CudaFlash:
         width = _round_up(max(head_dim, value_dim), 8)
         dout, q, out, lse = (unfolded(x, folds) for x in (dout, q, out, lse))
         dout, q, k, v, out = (_by_token(_pad(x, width)) for x in (dout, q, k, v, out))
-        unused = q.new_empty((), dtype=torch.int64)  # the random state of dropout, which is off
+        unused = _no_random_state(q)
         grads = aten._flash_attention_backward(
             dout, q, k, v, out, lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, shape == "causal", unused,
             unused, scale=scale, **_window_of_band(q, k, shape),
@@ -142,9 +142,30 @@ class CudaFlash:
         return folded(dq[..., :head_dim], folds), dk[..., :head_dim], dv[..., :value_dim]
 
 
+def _aligned(x: Tensor) -> Tensor:
+    """Returns x, or a copy of it if its rows are strided or begin elsewhere than at multiples of 16 bytes.
+
+    That is how much CUDA's attention kernels read at once: some of them check it, and others fail in the middle of a run.
+    """
+    block = 16 // x.element_size()
+    if x.stride(-1) == 1 and not any(start % block for start in (x.storage_offset(), *x.stride()[:-1])):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def _by_token(x: Tensor) -> Tensor:
     """Returns [T, L, H, D], which these operators take."""
-    return _rows(x).transpose(1, 2)
+    return _aligned(x).transpose(1, 2)
+
+
+def _stored_by_token(x: Tensor) -> Tensor:
+    """Returns x [T, H, L, D], stored as [T, L, H, D] without gaps."""
+    return _aligned(x.transpose(1, 2).contiguous()).transpose(1, 2)
+
+
+def _no_random_state(q: Tensor) -> Tensor:
+    """Returns what operators take for the random state of dropout, which is off: they do not read it."""
+    return q.new_empty((), dtype=torch.int64)
 
 
 def _window_of_band(q: Tensor, k: Tensor, shape: Shape) -> dict[str, int]:
@@ -155,7 +176,8 @@ def _window_of_band(q: Tensor, k: Tensor, shape: Shape) -> dict[str, int]:
 class CudaEfficient(MaskedKernel):
     """torch's memory-efficient attention for CUDA, also for float32, and for any head size; it takes bands as stretches.
 
-    The operator has no grouped heads, so it runs once for each member of the groups, on the same keys.
+    The operator has no grouped heads, so it runs once for each member of the groups, on the same keys. Its backward takes
+    from the sizes of out where the rows of out are, whatever the strides say: they have to be as its forward stores them.
     """
 
     name = "cuda_efficient"
@@ -176,8 +198,8 @@ class CudaEfficient(MaskedKernel):
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         head_dim, value_dim, group = q.shape[-1], v.shape[-1], q.shape[1] // k.shape[1]
-        q, k = (_rows(_pad(x, _round_up(head_dim, 8))) for x in (q, k))
-        v, bias = _rows(_pad(v, _round_up(value_dim, 8))), self._bias(mask, k)
+        q, k = (_aligned(_pad(x, _round_up(head_dim, 8))) for x in (q, k))
+        v, bias = _aligned(_pad(v, _round_up(value_dim, 8))), self._bias(mask, k)
         parts = [
             aten._scaled_dot_product_efficient_attention(member, k, v, bias, True, 0.0, causal, scale=scale)[:2]
             for member in _members(q, group)
@@ -198,15 +220,16 @@ class CudaEfficient(MaskedKernel):
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         head_dim, value_dim, group = q.shape[-1], v.shape[-1], q.shape[1] // k.shape[1]
-        q, k = (_rows(_pad(x, _round_up(head_dim, 8))) for x in (q, k))
-        dout, v, out = (_rows(_pad(x, _round_up(value_dim, 8))) for x in (dout, v, out))
+        q, k = (_aligned(_pad(x, _round_up(head_dim, 8))) for x in (q, k))
+        dout, v, out = (_pad(x, _round_up(value_dim, 8)) for x in (dout, v, out))
+        dout, v = _aligned(dout), _aligned(v)
         length, bias = lse.shape[-1], self._bias(mask, k)
         lse = F.pad(lse, (0, _round_up(length, self.lse_block) - length), value=torch.inf)
-        unused = torch.empty((), dtype=torch.int64)
+        unused = _no_random_state(q)
         parts = [
             aten._scaled_dot_product_efficient_attention_backward(
-                dout_, q_, k, v, bias, out_, lse_.contiguous(), unused, unused, 0.0, [True, True, True, False], causal,
-                scale=scale,
+                dout_, q_, k, v, bias, _stored_by_token(out_), lse_.contiguous(), unused, unused, 0.0,
+                [True, True, True, False], causal, scale=scale,
             )[:3]
             for dout_, q_, out_, lse_ in zip(*(_members(x, group) for x in (dout, q, out, lse)))
         ]  # fmt: skip

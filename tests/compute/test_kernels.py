@@ -358,6 +358,9 @@ class EfficientOperators:
         assert q.shape[1] == k.shape[1] == v.shape[1]
         assert lse.shape[-1] % 32 == 0
         lse, mask = lse[..., : q.shape[2]].contiguous(), cls.mask(bias, q, k)
+        # The kernel finds the rows of out by the sizes of out, not by its stride (o_strideM() of kernel_backward.h).
+        row_stride = out.shape[1] * out.shape[3]
+        out = out.as_strided(out.shape, (*out.stride()[:2], row_stride, 1), out.storage_offset())
         backward = cls.cpu._scaled_dot_product_flash_attention_for_cpu_backward
         return *backward(dout, q, k, v, out, lse, dropout, causal, attn_mask=mask, scale=scale), None
 

@@ -1,0 +1,222 @@
+"""Calls of CUDA's operators as torch accepts them, on tensors that have sizes, strides and a device, but no numbers.
+
+The stand-ins of torch (FakeTensorMode) tell what an operator makes of its arguments. What a kernel needs beyond that is in
+tests.support.cuda_operators. That the kernels then compute what they should, a machine with a GPU tells: test_kernels.py.
+"""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hf_ring_attention.compute import bands, kernels
+from hf_ring_attention.compute.kernels import CudaEfficient, CudaFlash, Math
+from hf_ring_attention.compute.merge import accumulation_dtype
+from tests.support.cuda_operators import HALVES, CheckedOperators, WithoutDeviceGuard
+
+SHAPES = ("full", "causal", "band")
+FLOATS = (torch.float64, torch.float32, *HALVES)
+CUDA_KERNELS = [
+    *((CudaFlash(), dtype) for dtype in HALVES),
+    *((CudaEfficient(), dtype) for dtype in (torch.float32, *HALVES)),
+]
+MATH = [(math, dtype) for math in (Math(), Math(softcap=30.0)) for dtype in FLOATS]
+#: Of q and k, and of v.
+WIDTHS = [(width, width) for width in (5, 8, 33, 64, 96, 128, 192, 256)]
+WIDTHS += [(64, 128), (192, 128), (8, 5), (33, 256), (1, 40)]
+
+
+def forget_masks():
+    for function in vars(bands).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def no_gpu():
+    """Tensors of a CUDA device that hold nothing; masks of such tensors are of no use to other tests, nor theirs here."""
+    forget_masks()
+    with FakeTensorMode(), WithoutDeviceGuard():
+        yield
+    forget_masks()
+
+
+@pytest.fixture
+def operators(monkeypatch):
+    def checked(*dtypes):
+        operators = CheckedOperators(dtypes=dtypes)
+        monkeypatch.setattr(kernels, "aten", operators)
+        return operators
+
+    return checked
+
+
+def ids(value):
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return value.name + ("" if getattr(value, "softcap", None) is None else "_capped")
+
+
+def packed(*size, dtype):
+    return torch.empty(size, dtype=dtype, device="cuda")
+
+
+def by_token(tiles, heads, rows, width, dtype):
+    """Stored as models make them."""
+    return packed(tiles, rows, heads, width, dtype=dtype).transpose(1, 2)
+
+
+def of_fused_projections(tiles, heads, rows, width, dtype):
+    """A part of the columns that one matrix gives for queries, keys and values."""
+    return packed(tiles, rows, 3 * heads, width, dtype=dtype)[:, :, heads : 2 * heads].transpose(1, 2)
+
+
+def of_wider_rows(tiles, heads, rows, width, dtype):
+    """Columns 3 to 3 + width of rows that are wider by an odd number."""
+    return packed(tiles, heads, rows, width + 5, dtype=dtype)[..., 3 : 3 + width]
+
+
+def off_by_one(tiles, heads, rows, width, dtype):
+    """Contiguous from the second number of a storage on."""
+    return packed(tiles * heads * rows * width + 1, dtype=dtype)[1:].unflatten(0, (tiles, heads, rows, width))
+
+
+def one_head_off_by_one(tiles, heads, rows, width, dtype):
+    """By token, from the second number of a storage on."""
+    return off_by_one(tiles, rows, heads, width, dtype).transpose(1, 2)
+
+
+def every_other_column(tiles, heads, rows, width, dtype):
+    return packed(tiles, heads, rows, 2 * width, dtype=dtype)[..., ::2]
+
+
+def every_other_row(tiles, heads, rows, width, dtype):
+    return packed(tiles, heads, 2 * rows, width, dtype=dtype)[:, :, ::2]
+
+
+def some_rows(tiles, heads, rows, width, dtype):
+    return packed(tiles, heads, rows + 3, width, dtype=dtype)[:, :, 3:]
+
+
+def one_tile_for_all(tiles, heads, rows, width, dtype):
+    return packed(1, heads, rows, width, dtype=dtype).expand(tiles, -1, -1, -1)
+
+
+def one_head_for_all(tiles, heads, rows, width, dtype):
+    return packed(tiles, 1, rows, width, dtype=dtype).expand(-1, heads, -1, -1)
+
+
+def one_number_for_all(tiles, heads, rows, width, dtype):
+    """As the gradient of a sum is."""
+    return packed(1, 1, 1, 1, dtype=dtype).expand(tiles, heads, rows, width)
+
+
+LAYOUTS = [
+    by_token, of_fused_projections, of_wider_rows, off_by_one, one_head_off_by_one, every_other_column, every_other_row,
+    some_rows, one_tile_for_all, one_head_for_all, one_number_for_all,
+]  # fmt: skip
+
+
+def check(kernel, dtype, shape, sizes, folds, widths, layout=packed):
+    """Forward and backward, with results of the right sizes, dtypes and device."""
+    tiles, heads, group, queries, keys = sizes
+    keys = queries if shape == "causal" else keys
+    rows, (width, value_width) = queries * folds, widths
+    q = layout(tiles, heads * group, rows, width, dtype=dtype)
+    k, v = (layout(tiles, heads, keys, wide, dtype=dtype) for wide in widths)
+    out, lse = kernel.forward(q, k, v, shape, 0.3, folds)
+    row_sizes = (tiles, heads * group, rows)
+    assert (out.shape, out.dtype) == ((*row_sizes, value_width), dtype)
+    assert (lse.shape, lse.dtype) == (row_sizes, accumulation_dtype(dtype))
+    merged = out, lse
+    dout = layout(*row_sizes, value_width, dtype=dtype)
+    if layout is not packed:  # of a larger softmax, and so not from the kernel itself
+        merged = layout(*row_sizes, value_width, dtype=dtype), layout(*row_sizes, 1, dtype=lse.dtype).squeeze(-1)
+    grads = kernel.backward(dout, q, k, v, *merged, shape, 0.3, folds)
+    for grad, x in zip(grads, (q, k, v), strict=True):
+        assert (grad.shape, grad.dtype) == (x.shape, dtype)
+    assert {x.device.type for x in (out, lse, *grads)} == {"cuda"}
+
+
+def some_sizes(rng):
+    """Tiles, key/value heads, query heads on each, queries and, for bands and rectangles, keys."""
+    queries, width = rng.choice([1, 7, 32, 70]), rng.choice([1, 16, 40])
+    return rng.choice([1, 1, 2, 5]), rng.choice([1, 2, 3]), rng.choice([1, 2, 4]), queries, queries + width - 1
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("kernel", "dtype"), CUDA_KERNELS, ids=ids)
+def test_sizes_dtypes_and_devices(kernel, dtype, shape, operators, rng):
+    checked = operators(dtype)
+    for widths in WIDTHS:
+        check(kernel, dtype, shape, some_sizes(rng), rng.choice([1, 3]), widths)
+    assert len(checked.calls) >= 2 * len(WIDTHS)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), MATH, ids=ids)
+def test_plain_math(kernel, dtype, operators, rng):
+    checked = operators(dtype)
+    for shape in SHAPES:
+        check(kernel, dtype, shape, some_sizes(rng), rng.choice([1, 3]), rng.choice(WIDTHS), rng.choice(LAYOUTS))
+    assert not checked.calls
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("kernel", "dtype"), CUDA_KERNELS, ids=ids)
+def test_views(kernel, dtype, layout, operators, rng):
+    operators(dtype)
+    for shape in SHAPES:
+        # Of widths that are padded, and that are not.
+        for widths in ((5, 5), (16, 24)):
+            check(kernel, dtype, shape, some_sizes(rng), rng.choice([1, 3]), widths, layout)
+
+
+@pytest.mark.parametrize("cut_from", [7, 10**6], ids=["cut", "masked"])
+@pytest.mark.parametrize(("kernel", "dtype"), CUDA_KERNELS[2:], ids=ids)
+def test_bands_in_stretches(kernel, dtype, cut_from, operators, monkeypatch, rng):
+    """Bands of many stretches, cut into triangles and rectangles, or with one mask for all of them."""
+    monkeypatch.setattr(bands, "CUT_FROM", cut_from)
+    for _ in range(2):
+        monkeypatch.setattr(bands, "CUT_ROWS", rng.randint(1, 5))
+        monkeypatch.setattr(bands, "FEWEST_ROWS", rng.randint(1, 5))
+        monkeypatch.setattr(bands, "MOST_ROWS", rng.randint(5, 9))
+        monkeypatch.setattr(bands, "ROWS_AT_ONCE", rng.choice([1, 40, 200]))
+        checked = operators(dtype)
+        queries, width = rng.randint(1, 30), rng.randint(7, 24)
+        sizes = (rng.randint(1, 3), rng.randint(1, 3), rng.choice([1, 2, 4]), queries, queries + width - 1)
+        layout = rng.choice([packed, by_token, of_wider_rows])
+        check(kernel, dtype, "band", sizes, rng.choice([1, 3]), rng.choice([(8, 8), (5, 16)]), layout)
+        masked = {given["attn_bias"] is not None for _, given in checked.calls}
+        assert masked == {cut_from > width}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", HALVES, ids=ids)
+def test_flash_runs_once_with_a_window_for_bands_alone(dtype, shape, operators):
+    checked = operators(dtype)
+    check(CudaFlash(), dtype, shape, (2, 2, 4, 5, 12), 3, (8, 8))
+    names = ["_flash_attention_forward", "_flash_attention_backward"]
+    assert [name for name, _ in checked.calls] == names
+    for _, given in checked.calls:
+        window = {name: value for name, value in given.items() if name.startswith("window")}
+        assert window == ({"window_size_left": 7, "window_size_right": 0} if shape == "band" else {})
+        assert given["is_causal"] == (shape == "causal")
+        assert given["scale"] == 0.3
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_the_efficient_operator_runs_once_for_each_member_of_a_group(group, operators):
+    checked = operators(torch.float32)
+    check(CudaEfficient(), torch.float32, "causal", (2, 3, group, 5, 5), 1, (8, 8))
+    assert len(checked.calls) == 2 * group
+    assert all(given["query"].shape[1] == 3 and given["is_causal"] for _, given in checked.calls)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), CUDA_KERNELS[1:3], ids=ids)
+def test_rows_that_need_no_copy_have_none(kernel, dtype, operators):
+    """Tensors as models store them are handed on as they are."""
+    checked = operators(dtype)
+    q, k, v = (by_token(2, 4, 6, 64, dtype) for _ in range(3))
+    kernel.forward(q, k, v, "causal", 0.3)
+    [(_, given)] = checked.calls
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        assert given[name].untyped_storage()._cdata == x.untyped_storage()._cdata

@@ -1,0 +1,236 @@
+"""The attention operators of torch for CUDA, without a GPU: what they ask for of their arguments, and what they compute.
+
+What they ask for is what torch's sources check before they start a kernel, or what a kernel takes for granted: flash_api.cpp
+for FlashAttention-2, attention.cu, attention_backward.cu, kernel_forward.h and kernel_backward.h for the efficient ones.
+"""
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class WithoutDeviceGuard(TorchFunctionMode):
+    """Has operators do what torch's Python methods do after they have set the device: builds for CPUs cannot set one."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.__getitem__:
+            return part_of(*args)
+        if func is torch.Tensor.__setitem__:
+            x, index, value = args
+            return torch.ops.aten.copy_(part_of(x, index), value)
+        if func is torch.Tensor.copy_:
+            return torch.ops.aten.copy_(*args)
+        if func is torch.Tensor.contiguous and not kwargs:
+            [x] = args
+            return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+        return func(*args, **(kwargs or {}))
+
+
+def part_of(x, index):
+    """x[index], for integers, slices, None and an ellipsis."""
+    index = index if isinstance(index, tuple) else (index,)
+    if Ellipsis in index:
+        here = index.index(Ellipsis)
+        missing = x.ndim - sum(item is not None for item in index) + 1
+        index = index[:here] + (slice(None),) * missing + index[here + 1 :]
+    dim = 0
+    for item in index:
+        if item is None:
+            x = x.unsqueeze(dim)
+        elif isinstance(item, slice):
+            x = torch.ops.aten.slice(x, dim, item.start, item.stop, 1 if item.step is None else item.step)
+        else:
+            x, dim = x.select(dim, item), dim - 1
+        dim += 1
+    return x
+
+
+class CheckedOperators:
+    """Operators of torch.ops.aten that are handed on to `played_by` once their arguments are known to be right.
+
+    `calls` has the name and the arguments by name of each call.
+    """
+
+    def __init__(self, played_by=torch.ops.aten, dtypes=HALVES):
+        self.played_by, self.dtypes, self.calls = played_by, dtypes, []
+
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            given = by_name(name, args, kwargs)
+            self.calls.append((name, given))
+            CHECKS[name](given, self.dtypes)
+            return getattr(self.played_by, name)(*args, **kwargs)
+
+        return call
+
+
+def by_name(name, args, kwargs):
+    """The arguments by the names of the schema, which has all of them, in this order and as keywords only where they are."""
+    schema = getattr(torch.ops.aten, name).default._schema.arguments
+    positional = [argument.name for argument in schema if not argument.kwarg_only]
+    assert len(args) <= len(positional), f"{name} takes {len(positional)} positional arguments, not {len(args)}"
+    given = dict(zip(positional, args, strict=False))
+    unknown = kwargs.keys() - {argument.name for argument in schema}
+    assert not unknown, f"{name} has no arguments {unknown}"
+    assert not kwargs.keys() & given.keys()
+    given.update(kwargs)
+    missing = {argument.name for argument in schema if not argument.has_default_value()} - given.keys()
+    assert not missing, f"{name} also takes {missing}"
+    return given
+
+
+def check_rows(*tensors):
+    """Rows are contiguous, and all that is read at once, 16 bytes, begins at a multiple of its size."""
+    for x in tensors:
+        assert x.stride(-1) == 1
+        for start in (x.storage_offset(), *x.stride()[:-1]):
+            assert start * x.element_size() % 16 == 0, f"rows begin at multiples of {start} numbers of {x.dtype}"
+
+
+def check_same(tensors, dtypes):
+    """Tensors of one device and one dtype, which is one of `dtypes`."""
+    assert {x.device for x in tensors} == {tensors[0].device}
+    assert {x.dtype for x in tensors} == {tensors[0].dtype}
+    assert tensors[0].dtype in dtypes
+
+
+def check_flash(given, dtypes):
+    """q, k, v [B, L, H, D], as FlashAttention-2 takes them, and the window."""
+    q, k, v = (given[name] for name in ("query", "key", "value"))
+    check_same((q, k, v), dtypes)
+    check_rows(q, k, v)
+    assert k.shape == v.shape
+    assert (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
+    assert q.shape[2] % k.shape[2] == 0
+    assert q.shape[3] % 8 == 0
+    assert q.shape[3] <= 256
+    assert (given["max_q"], given["max_k"]) == (q.shape[1], k.shape[1])
+    assert given["cum_seq_q"] is given["cum_seq_k"] is None  # sequences of one length
+    assert given["dropout_p"] == 0
+    assert ("window_size_left" in given) == ("window_size_right" in given)
+    if "window_size_left" in given:
+        # The operator takes a negative one for none at all, and a causal call for one of its own.
+        assert min(given["window_size_left"], given["window_size_right"]) >= 0
+        assert given["window_size_left"] < k.shape[1]
+        assert not given["is_causal"]
+    if given["is_causal"]:
+        assert q.shape[1] == k.shape[1]
+
+
+def check_flash_forward(given, dtypes):
+    check_flash(given, dtypes)
+    assert not given["return_debug_mask"]  # which is for dropout
+
+
+def check_flash_backward(given, dtypes):
+    check_flash(given, dtypes)
+    q, out, dout, lse = (given[name] for name in ("query", "out", "grad_out", "logsumexp"))
+    check_same((q, out, dout), dtypes)
+    check_rows(out, dout)
+    assert out.shape == dout.shape == q.shape
+    check_lse(lse, q, q.transpose(1, 2).shape[:3])
+    assert {given[name].device for name in ("rng_state", "unused")} == {q.device}
+
+
+def check_lse(lse, q, shape):
+    """The kernels compute their address of a row's log-sum-exp from `shape`."""
+    assert lse.shape == shape
+    assert lse.is_contiguous()
+    assert lse.dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
+    assert lse.device == q.device
+
+
+def check_efficient(given, dtypes):
+    """q, k, v [B, H, L, D] and the bias, as the efficient operators take them."""
+    q, k, v, bias = (given[name] for name in ("query", "key", "value", "attn_bias"))
+    check_same((q, k, v), dtypes)
+    check_rows(q, k, v)
+    assert q.shape[:2] == k.shape[:2] == v.shape[:2]
+    assert k.shape[2] == v.shape[2]
+    assert q.shape[3] == k.shape[3]
+    assert q.shape[3] % 8 == v.shape[3] % 8 == 0
+    assert given["dropout_p"] == 0
+    if bias is not None:
+        check_same((q, bias), dtypes)
+        check_rows(bias)
+        assert bias.shape == (*q.shape[:3], k.shape[2])
+        assert bias.stride(2) % 16 == 0
+        # One mask is there for all tiles and heads.
+        assert not any(stride for stride, size in zip(bias.stride()[:2], bias.shape[:2], strict=True) if size > 1)
+        assert not given["is_causal"]
+
+
+def check_efficient_forward(given, dtypes):
+    check_efficient(given, dtypes)
+    assert given["compute_log_sumexp"]
+
+
+def check_efficient_backward(given, dtypes):
+    check_efficient(given, dtypes)
+    q, v, out, dout = (given[name] for name in ("query", "value", "out", "grad_out_"))
+    check_same((q, out, dout), dtypes)
+    check_rows(out, dout)
+    assert out.shape == dout.shape == (*q.shape[:3], v.shape[3])
+    # o_strideM() of kernel_backward.h: rows of out are as far apart as all heads of a token are wide.
+    assert out.shape[2] == 1 or out.stride(2) == out.shape[1] * out.shape[3]
+    check_lse(given["logsumexp"], q, (*q.shape[:2], -(-q.shape[2] // 32) * 32))
+    assert list(given["grad_input_mask"]) == [True, True, True, False]
+    assert {given[name].device for name in ("philox_seed", "philox_offset")} == {q.device}
+
+
+CHECKS = {
+    "_flash_attention_forward": check_flash_forward,
+    "_flash_attention_backward": check_flash_backward,
+    "_scaled_dot_product_efficient_attention": check_efficient_forward,
+    "_scaled_dot_product_efficient_attention_backward": check_efficient_backward,
+}
+
+
+class FlashAttention2:
+    """What FlashAttention-2 computes, with signatures of torch's, in plain math.
+
+    With d = Lk - Lq, query i sees the keys i + d - left to i + d + right, where no limit is no limit; a causal call is one
+    with no limit on the left and a right of 0: the diagonal ends in the lower right corner.
+    """
+
+    @staticmethod
+    def _flash_attention_forward(
+        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
+        window_size_left=None, window_size_right=None,
+    ):  # fmt: skip
+        scores, v = scores_of(query, key, scale, is_causal, window_size_left, window_size_right), heads_of(value, query)
+        lse = torch.logsumexp(scores, -1)
+        out = torch.exp(scores - lse.unsqueeze(-1)) @ v
+        return out.transpose(1, 2).contiguous(), lse, None, None, None
+
+    @staticmethod
+    def _flash_attention_backward(
+        grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state,
+        unused, *, scale=None, window_size_left=None, window_size_right=None,
+    ):  # fmt: skip
+        scores = scores_of(query, key, scale, is_causal, window_size_left, window_size_right)
+        p = torch.exp(scores - logsumexp.unsqueeze(-1))
+        dout, out, q = (x.transpose(1, 2) for x in (grad_out, out, query))
+        ds = p * (dout @ heads_of(value, query).mT - (dout * out).sum(-1, keepdim=True)) * scale
+        dk, dv = (x.unflatten(1, (key.shape[2], -1)).sum(2) for x in (ds.mT @ q, p.mT @ dout))
+        return tuple(x.transpose(1, 2).contiguous() for x in (ds @ heads_of(key, query), dk, dv))
+
+
+def heads_of(x, query):
+    """x [B, L, Hkv, D] as [B, H, L, D]."""
+    return x.transpose(1, 2).repeat_interleave(query.shape[2] // x.shape[2], 1)
+
+
+def scores_of(query, key, scale, is_causal, left, right):
+    """Scores [B, H, Lq, Lk], of which those that the window hides are -inf."""
+    if is_causal:
+        right = 0
+    diagonal = torch.arange(query.shape[1])[:, None] + key.shape[1] - query.shape[1]
+    keys = torch.arange(key.shape[1])
+    hidden = torch.zeros(query.shape[1], key.shape[1], dtype=torch.bool)
+    if left is not None and left >= 0:
+        hidden |= keys < diagonal - left
+    if right is not None and right >= 0:
+        hidden |= keys > diagonal + right
+    return (query.transpose(1, 2) @ heads_of(key, query).mT * scale).masked_fill(hidden, -torch.inf)
