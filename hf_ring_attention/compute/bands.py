@@ -32,6 +32,19 @@ LARGEST_MASK = 1 << 22
 ROWS_AT_ONCE = 1 << 14
 
 
+#: dq, dk and dv.
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def added(gradients: Gradients, sums: Gradients | None) -> Gradients:
+    """Adds gradients to sums and returns these, or the gradients if there are no sums."""
+    if sums is None:
+        return gradients
+    for total, gradient in zip(sums, gradients):
+        total.add_(gradient)
+    return sums
+
+
 def unfolded(x: Tensor, folds: int) -> Tensor:
     """Returns the rows of x [T, H, Lq * folds, ...] as those of more heads, [T, H * folds, Lq, ...]."""
     return x.unflatten(2, (-1, folds)).transpose(2, 3).flatten(1, 2)
@@ -66,14 +79,15 @@ class MaskedKernel:
         shape: Shape,
         scale: float,
         folds: int = 1,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        sums: Gradients | None = None,
+    ) -> Gradients:
         if shape == "band":
-            return band_backward(self, dout, q, k, v, out, lse, scale, folds)
+            return band_backward(self, dout, q, k, v, out, lse, scale, folds, sums)
         if shape == "causal" and folds > 1:
             dout, q, out, lse = (unfolded(x, folds) for x in (dout, q, out, lse))
             dq, dk, dv = self.backward_masked(dout, q, k, v, out, lse, True, scale)
-            return folded(dq, folds), dk, dv
-        return self.backward_masked(dout, q, k, v, out, lse, shape == "causal", scale)
+            return added((folded(dq, folds), dk, dv), sums)
+        return added(self.backward_masked(dout, q, k, v, out, lse, shape == "causal", scale), sums)
 
     def forward_masked(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
@@ -231,16 +245,17 @@ def band_backward(
     lse: Tensor,
     scale: float,
     folds: int = 1,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dq, dk and dv of a band, in the shapes of `Kernel.backward`."""
+    sums: Gradients | None = None,
+) -> Gradients:
+    """Returns dq, dk and dv of a band, in the shapes of `Kernel.backward`; adds them to `sums` and returns these if given."""
     dtype, rows = accumulation_dtype(q.dtype), q.shape[2] // folds
     width = k.shape[2] - rows + 1
     if _are_heads(folds, width):
         dout, q, out, lse = (unfolded(x, folds) for x in (dout, q, out, lse))
         dq, dk, dv = band_backward(kernel, dout, q, k, v, out, lse, scale)
-        return folded(dq, folds), dk, dv
-    dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        return added((folded(dq, folds), dk, dv), sums)
+    dk, dv = (torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)) if sums is None else sums[1:]
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format) if sums is None else sums[0]
     for all_stretches, parts in _cut(rows, k.shape[2], folds, BACKWARD_SHARE):
         key_rows = k.shape[0] * k.shape[1] * max(part.length for part in parts)
         mask = _mask_of_stretch(all_stretches, parts, width, q)
@@ -256,5 +271,6 @@ def band_backward(
                 stretches.add_keys_(dk, part, new_dk)
                 stretches.add_keys_(dv, part, new_dv)
             assert total is not None
-            stretches.query_view(dq).copy_(total.unflatten(1, q.shape[:2]))
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+            rows_of_dq, total = stretches.query_view(dq), total.unflatten(1, q.shape[:2])
+            rows_of_dq.copy_(total) if sums is None else rows_of_dq.add_(total)
+    return (dq, dk.to(k.dtype), dv.to(v.dtype)) if sums is None else sums

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..plan.tiles import Shape
-from .bands import MaskedKernel, folded, unfolded
+from .bands import Gradients, MaskedKernel, added, folded, unfolded
 from .merge import accumulation_dtype
 
 aten = torch.ops.aten
@@ -47,8 +47,13 @@ class Kernel(Protocol):
         shape: Shape,
         scale: float,
         folds: int = 1,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns dq, dk and dv, in the shapes of q, k and v."""
+        sums: Gradients | None = None,
+    ) -> Gradients:
+        """Returns dq, dk and dv, in the shapes of q, k and v.
+
+        Args:
+            sums: tensors of these shapes, in the accumulation dtype, that the gradients are added to; they are then returned.
+        """
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,8 @@ class CudaFlash:
         shape: Shape,
         scale: float,
         folds: int = 1,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        sums: Gradients | None = None,
+    ) -> Gradients:
         head_dim, value_dim = q.shape[-1], v.shape[-1]
         width = _round_up(max(head_dim, value_dim), 8)
         dout, q, out, lse = (unfolded(x, folds) for x in (dout, q, out, lse))
@@ -139,7 +145,7 @@ class CudaFlash:
             unused, scale=scale, **_window_of_band(q, k, shape),
         )  # fmt: skip
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
-        return folded(dq[..., :head_dim], folds), dk[..., :head_dim], dv[..., :value_dim]
+        return added((folded(dq[..., :head_dim], folds), dk[..., :head_dim], dv[..., :value_dim]), sums)
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -303,7 +309,8 @@ class Math:
         shape: Shape,
         scale: float,
         folds: int = 1,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        sums: Gradients | None = None,
+    ) -> Gradients:
         dtype, width = accumulation_dtype(q.dtype), k.shape[2] - q.shape[2] // folds + 1
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
         key_dtype, grouped = k.dtype, (k.shape[1], q.shape[1] // k.shape[1])
@@ -319,7 +326,7 @@ class Math:
             dq[:, :, rows] = (ds @ k[:, :, None, keys]).flatten(1, 2)
             dk[:, :, keys] += (ds.mT @ q_rows).sum(2)
             dv[:, :, keys] += (p.mT @ dout_rows).sum(2)
-        return dq, dk.to(key_dtype), dv.to(key_dtype)
+        return added((dq, dk.to(key_dtype), dv.to(key_dtype)), sums)
 
 
 def _round_up(n: int, multiple: int) -> int:

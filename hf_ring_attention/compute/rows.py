@@ -30,6 +30,9 @@ class Rows(Protocol):
     def take(self, x: Tensor) -> Tensor:
         """Returns the rows of x [B, H, n, ...] as [tiles, heads, L, ...]."""
 
+    def view(self, x: Tensor) -> Tensor | None:
+        """Returns the rows of x as `take`, as a view of x; None where they are no view."""
+
     def add_(self, x: Tensor, values: Tensor) -> None:
         """Adds [tiles, heads, L, ...] to the rows of x."""
 
@@ -69,10 +72,12 @@ class ViewRows:
         window = self._heads_of(x)[:, :, self.start : stop].unfold(2, self.length, max(1, self.advance))
         return window.movedim(-1, 3)
 
+    def view(self, x: Tensor) -> Tensor | None:
+        return self._heads_of(x)[:, :, self.start : self.start + self.length] if self.copies == 1 else None
+
     def take(self, x: Tensor) -> Tensor:
-        if self.copies == 1:
-            return self._heads_of(x)[:, :, self.start : self.start + self.length]
-        return self._window(x).transpose(1, 2).flatten(0, 1)
+        view = self.view(x)
+        return self._window(x).transpose(1, 2).flatten(0, 1) if view is None else view
 
     def _like_window(self, values: Tensor) -> Tensor:
         """Returns [B * copies, H, length, ...] as [B, H, copies, length, ...]."""
@@ -142,6 +147,9 @@ class IndexRows:
     def index(self) -> Tensor:
         """Returns the row numbers, [tiles * heads * L]."""
         return self.numbers().flatten()
+
+    def view(self, x: Tensor) -> Tensor | None:
+        return None
 
     def take(self, x: Tensor) -> Tensor:
         return x.flatten(0, 2).index_select(0, self.index()).unflatten(0, (*self._shape, self.length))

@@ -31,3 +31,8 @@ def test_every_band_is_what_plain_math_makes_of_it(cut_from, monkeypatch, rng):
         got = *flash.forward(q, k, v, "band", 0.3, folds), *flash.backward(dout, q, k, v, *whole, "band", 0.3, folds)
         for x, y in zip(got, want, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+        sums = tuple(torch.randn_like(x) for x in (q, k, v))
+        before = [x.clone() for x in sums]
+        assert flash.backward(dout, q, k, v, *whole, "band", 0.3, folds, sums) is sums
+        for x, start, y in zip(sums, before, want[2:], strict=True):
+            torch.testing.assert_close(x, start + y, rtol=1e-12, atol=1e-12)

@@ -132,6 +132,11 @@ def check(kernel, q, k, v, dout, shape, scale=None, between=lambda out, lse: (ou
     assert out.shape == (*q.shape[:3], v.shape[-1])
     assert lse.shape == q.shape[:3]
     assert (out.dtype, lse.dtype) == (dtype, accumulation_dtype(dtype))
+    sums = tuple(torch.ones_like(x, dtype=accumulation_dtype(dtype)) for x in (q, k, v))
+    assert kernel.backward(dout, q, k, v, *between(out, lse), shape, scale, 1, sums) is sums
+    for total, grad in zip(sums, grads, strict=True):
+        difference, size = largest(total.double() - 1 - grad.double()), largest(grad.double())
+        assert difference <= 8 * torch.finfo(dtype).eps * (size + 1)
     for grad, x in zip(grads, (q, k, v), strict=True):
         assert grad.shape == x.shape
         assert grad.dtype == x.dtype
