@@ -13,8 +13,8 @@ from ..compute.kernels import Kernel
 from ..compute.merge import accumulation_dtype, add_sinks, sinks_grad
 from ..transport.transports import BackwardStep, ForwardStep, Transport
 
-#: Tiles whose rows are copied take at most about 1 / SHARE of the queries at once. Backward holds more tensors than forward.
-FORWARD_SHARE, BACKWARD_SHARE = 2, 8
+#: Tiles whose rows are copied take at most about 1 / PART of the queries at once. Backward holds more tensors than forward.
+FORWARD_PART, BACKWARD_PART = 2, 8
 
 
 class RingAttention(torch.autograd.Function):
@@ -76,7 +76,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def _forward_step(step: ForwardStep, q: Tensor, total: Tensor, lse: Tensor, kernel: Kernel, scale: float) -> None:
-    for part in _parts(step.batches, q, FORWARD_SHARE):
+    for part in _parts(step.batches, q, FORWARD_PART):
         tile_out, tile_lse = kernel.forward(
             part.queries.take(q), part.keys.take(step.keys), part.keys.take(step.values), part.shape, scale, part.folds
         )
@@ -86,7 +86,7 @@ def _forward_step(step: ForwardStep, q: Tensor, total: Tensor, lse: Tensor, kern
 def _backward_step(
     step: BackwardStep, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dq: Tensor, kernel: Kernel, scale: float
 ) -> None:
-    for part in _parts(step.batches, q, BACKWARD_SHARE):
+    for part in _parts(step.batches, q, BACKWARD_PART):
         queries, keys = part.queries, part.keys
         views = queries.view(dq), keys.view(step.dkeys), keys.view(step.dvalues)
         sums = None if views[0] is None or views[1] is None or views[2] is None else (views[0], views[1], views[2])
@@ -108,8 +108,8 @@ def _backward_step(
             keys.add_(step.dvalues, tile_dv)
 
 
-def _parts(batches: tuple[BoundBatch, ...], q: Tensor, share: int) -> Iterator[BoundBatch]:
-    """Yields parts that copy at most about a share of the queries; parts of few rows would waste time on calls."""
-    rows_at_once = max(1 << 14, q.shape[0] * q.shape[1] * q.shape[2] // share)
+def _parts(batches: tuple[BoundBatch, ...], q: Tensor, part: int) -> Iterator[BoundBatch]:
+    """Yields parts that copy at most about 1 / `part` of the queries; parts of few rows would waste time on calls."""
+    rows_at_once = max(1 << 14, q.shape[0] * q.shape[1] * q.shape[2] // part)
     for batch in batches:
         yield from batch.parts(rows_at_once)
