@@ -140,8 +140,8 @@ def test_a_step_touches_only_visible_keys(monkeypatch):
     tokens, rows = 4096, []
     kernel = engine._parts
 
-    def counted(batches, q):
-        for part in kernel(batches, q):
+    def counted(batches, q, part_of_queries):
+        for part in kernel(batches, q, part_of_queries):
             rows.append(part.keys.rows_per_unit * part.keys.units)
             yield part
 
