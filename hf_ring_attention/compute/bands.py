@@ -11,6 +11,7 @@ rectangle and a triangle that opens the other way need no mask, and the kernel l
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -55,7 +56,7 @@ def folded(x: Tensor, folds: int) -> Tensor:
     return x.unflatten(1, (-1, folds)).transpose(2, 3).flatten(2, 3)
 
 
-class MaskedKernel:
+class MaskedKernel(ABC):
     """A kernel that knows rectangles, lower triangles and masks, and so takes bands as stretches."""
 
     def forward(
@@ -89,12 +90,13 @@ class MaskedKernel:
             return added((folded(dq, folds), dk, dv), sums)
         return added(self.backward_masked(dout, q, k, v, out, lse, shape == "causal", scale), sums)
 
+    @abstractmethod
     def forward_masked(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Returns out and lse; a mask [Lq, Lk] is added to the scores."""
-        raise NotImplementedError
 
+    @abstractmethod
     def backward_masked(
         self,
         dout: Tensor,
@@ -108,7 +110,6 @@ class MaskedKernel:
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns dq, dk and dv."""
-        raise NotImplementedError
 
 
 class _Part(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from .patterns import Branch, Pattern, Segment, Sink, Window
 
@@ -74,8 +74,8 @@ class Border(NamedTuple):
     value: int
     blocks: int = 0
 
-    def position(self, query: Any) -> Any:
-        """Returns the position for query q; for an array of queries, those of each, or one for all."""
+    def position(self, query: int) -> int:
+        """Returns the position for query q."""
         if self.kind == "from_query":
             return query + self.value
         if self.kind == "block":
