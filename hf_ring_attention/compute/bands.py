@@ -29,12 +29,22 @@ CUT_FROM = 4096
 CUT_ROWS = 1024
 #: The most numbers of a mask in which rows of folds repeat.
 LARGEST_MASK = 1 << 22
-#: Backward holds the gradients of about so many key rows at once, and adds them up while they are in the cache.
-ROWS_AT_ONCE = 1 << 14
+#: Results of about so many query rows, and gradients of so many key rows, are held at once, and added up in the cache.
+RESULTS_AT_ONCE, GRADIENTS_AT_ONCE = 1 << 15, 1 << 14
 
 
+#: out and lse.
+Results = tuple[Tensor, Tensor]
 #: dq, dk and dv.
 Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def merged(results: Results, totals: Results | None) -> Results:
+    """Merges results into totals and returns these, or the results if there are no totals."""
+    if totals is None:
+        return results
+    merge_(*totals, *results)
+    return totals
 
 
 def added(gradients: Gradients, sums: Gradients | None) -> Gradients:
@@ -60,14 +70,21 @@ class MaskedKernel(ABC):
     """A kernel that knows rectangles, lower triangles and masks, and so takes bands as stretches."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float, folds: int = 1
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        shape: Shape,
+        scale: float,
+        folds: int = 1,
+        totals: Results | None = None,
+    ) -> Results:
         if shape == "band":
-            return band_forward(self, q, k, v, scale, folds)
+            return band_forward(self, q, k, v, scale, folds, totals)
         if shape == "causal" and folds > 1:
             out, lse = self.forward_masked(unfolded(q, folds), k, v, True, scale)
-            return folded(out, folds), folded(lse, folds)
-        return self.forward_masked(q, k, v, shape == "causal", scale)
+            return merged((folded(out, folds), folded(lse, folds)), totals)
+        return merged(self.forward_masked(q, k, v, shape == "causal", scale), totals)
 
     def backward(
         self,
@@ -158,6 +175,10 @@ class _Stretches(NamedTuple):
         stop = start + (self.number - 1) * self.rows + length
         return x[:, :, start:stop].unfold(2, length, self.rows).movedim(-1, 3).movedim(2, 0)
 
+    def query_rows(self, x: Tensor) -> int:
+        """Returns the query rows of a stretch of x [T, H, Lq, D], over tiles and heads."""
+        return x.shape[0] * x.shape[1] * self.rows * self.folds
+
     def add_keys_(self, x: Tensor, part: _Part, values: Tensor) -> None:
         """Adds [number, T * H, length, D] to a part's keys of x [T, H, Lk, D]."""
         values = values.unflatten(1, x.shape[:2])
@@ -209,31 +230,45 @@ def _mask_of_stretch(stretches: _Stretches, parts: list[_Part], width: int, q: T
 
 
 def band_forward(
-    kernel: MaskedKernel, q: Tensor, k: Tensor, v: Tensor, scale: float, folds: int = 1
-) -> tuple[Tensor, Tensor]:
-    """Returns out and lse of a band, in the shapes of `Kernel.forward`."""
+    kernel: MaskedKernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    folds: int = 1,
+    totals: Results | None = None,
+) -> Results:
+    """Returns out and lse of a band, in the shapes of `Kernel.forward`, or `totals` with these merged into them."""
     rows = q.shape[2] // folds
-    width, results = k.shape[2] - rows + 1, []
+    width, dtype = k.shape[2] - rows + 1, accumulation_dtype(q.dtype)
     if _are_heads(folds, width):
         out, lse = band_forward(kernel, unfolded(q, folds), k, v, scale)
-        return folded(out, folds), folded(lse, folds)
-    for stretches, parts in _cut(rows, k.shape[2], folds, FORWARD_SHARE):
-        queries, mask = stretches.queries(q), _mask_of_stretch(stretches, parts, width, q)
-        total: tuple[Tensor, Tensor] | None = None
-        for part in parts:
-            q_, k_, v_ = part.turned(queries, stretches.keys(k, part), stretches.keys(v, part))
-            out, lse = part.turned(*kernel.forward_masked(q_, k_, v_, part.is_triangle, scale, mask))
-            if total is None:
-                total = (out, lse) if len(parts) == 1 else (out.to(accumulation_dtype(q.dtype)), lse.contiguous())
+        return merged((folded(out, folds), folded(lse, folds)), totals)
+    results = (
+        (q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=dtype)) if totals is None else totals
+    )
+    for all_stretches, parts in _cut(rows, k.shape[2], folds, FORWARD_SHARE):
+        mask = _mask_of_stretch(all_stretches, parts, width, q)
+        for stretches in all_stretches.split(max(RESULTS_AT_ONCE // all_stretches.query_rows(q), 1)):
+            queries, total = stretches.queries(q), None
+            for part in parts:
+                q_, k_, v_ = part.turned(queries, stretches.keys(k, part), stretches.keys(v, part))
+                out, lse = part.turned(*kernel.forward_masked(q_, k_, v_, part.is_triangle, scale, mask))
+                if total is not None:
+                    merge_(*total, out, lse)
+                elif len(parts) == 1:
+                    total = out, lse
+                else:
+                    total = out.to(dtype), lse.contiguous()
+            assert total is not None
+            views = [stretches.query_view(x) for x in results]
+            out, lse = (x.unflatten(1, q.shape[:2]) for x in total)
+            if totals is None:
+                views[0].copy_(out)
+                views[1].copy_(lse)
             else:
-                merge_(*total, out, lse)
-        assert total is not None
-        results.append(
-            [x.unflatten(1, q.shape[:2]).movedim(0, 2).flatten(2, 3) for x in (total[0].to(q.dtype), total[1])]
-        )
-    if len(results) == 1:
-        return results[0][0], results[0][1]
-    return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 2)
+                merge_(views[0], views[1], out, lse)
+    return results
 
 
 def band_backward(
@@ -260,7 +295,7 @@ def band_backward(
     for all_stretches, parts in _cut(rows, k.shape[2], folds, BACKWARD_SHARE):
         key_rows = k.shape[0] * k.shape[1] * max(part.length for part in parts)
         mask = _mask_of_stretch(all_stretches, parts, width, q)
-        for stretches in all_stretches.split(max(ROWS_AT_ONCE // key_rows, 1)):
+        for stretches in all_stretches.split(max(GRADIENTS_AT_ONCE // key_rows, 1)):
             queries = [stretches.queries(x) for x in (dout, q, out, lse)]
             total: Tensor | None = None
             for part in parts:

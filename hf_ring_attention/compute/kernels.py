@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..plan.tiles import Shape
-from .bands import Gradients, MaskedKernel, added, folded, unfolded
+from .bands import Gradients, MaskedKernel, Results, added, folded, merged, unfolded
 from .merge import accumulation_dtype
 
 aten = torch.ops.aten
@@ -32,9 +32,20 @@ class Kernel(Protocol):
     name: str
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float, folds: int = 1
-    ) -> tuple[Tensor, Tensor]:
-        """Returns out [T, H, Lq, Dv] in q's dtype and lse [T, H, Lq] in the accumulation dtype."""
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        shape: Shape,
+        scale: float,
+        folds: int = 1,
+        totals: Results | None = None,
+    ) -> Results:
+        """Returns out [T, H, Lq, Dv] in q's dtype and lse [T, H, Lq] in the accumulation dtype.
+
+        Args:
+            totals: out and lse, both in the accumulation dtype, that the results are merged into; they are then returned.
+        """
 
     def backward(
         self,
@@ -112,15 +123,22 @@ class CudaFlash:
     name = "cuda_flash"
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float, folds: int = 1
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        shape: Shape,
+        scale: float,
+        folds: int = 1,
+        totals: Results | None = None,
+    ) -> Results:
         value_dim, width = v.shape[-1], _round_up(max(q.shape[-1], v.shape[-1]), 8)
         q, k, v = (_by_token(_pad(x, width)) for x in (unfolded(q, folds), k, v))
         out, lse, *_ = aten._flash_attention_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, shape == "causal", False, scale=scale,
             **_window_of_band(q, k, shape),
         )  # fmt: skip
-        return folded(out.transpose(1, 2)[..., :value_dim], folds), folded(lse, folds)
+        return merged((folded(out.transpose(1, 2)[..., :value_dim], folds), folded(lse, folds)), totals)
 
     def backward(
         self,
@@ -284,8 +302,15 @@ class Math:
         return scores, tanh
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float, folds: int = 1
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        shape: Shape,
+        scale: float,
+        folds: int = 1,
+        totals: Results | None = None,
+    ) -> Results:
         dtype, width = accumulation_dtype(q.dtype), k.shape[2] - q.shape[2] // folds + 1
         out = q.new_empty(*q.shape[:3], v.shape[-1])
         lse = q.new_empty(q.shape[:3], dtype=dtype)
@@ -296,7 +321,7 @@ class Math:
             lse_rows = torch.logsumexp(scores, -1)
             out[:, :, rows] = (torch.exp(scores - lse_rows[..., None]) @ v[:, :, None, keys]).flatten(1, 2)
             lse[:, :, rows] = lse_rows.flatten(1, 2)
-        return out, lse
+        return merged((out, lse), totals)
 
     def backward(
         self,

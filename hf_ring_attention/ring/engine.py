@@ -77,10 +77,14 @@ class RingAttention(torch.autograd.Function):
 
 def _forward_step(step: ForwardStep, q: Tensor, total: Tensor, lse: Tensor, kernel: Kernel, scale: float) -> None:
     for part in _parts(step.batches, q, FORWARD_PART):
-        tile_out, tile_lse = kernel.forward(
-            part.queries.take(q), part.keys.take(step.keys), part.keys.take(step.values), part.shape, scale, part.folds
+        queries, keys = part.queries, part.keys
+        views = queries.view(total), queries.view(lse)
+        totals = None if views[0] is None or views[1] is None else (views[0], views[1])
+        results = kernel.forward(
+            queries.take(q), keys.take(step.keys), keys.take(step.values), part.shape, scale, part.folds, totals
         )
-        part.queries.merge_(total, lse, tile_out, tile_lse)
+        if totals is None:
+            queries.merge_(total, lse, *results)
 
 
 def _backward_step(

@@ -5,6 +5,7 @@ import torch
 
 from hf_ring_attention.compute import bands
 from hf_ring_attention.compute.kernels import CpuFlash, Math
+from hf_ring_attention.compute.merge import merge_
 
 
 @pytest.mark.parametrize("cut_from", [7, 10**6], ids=["cut", "masked"])
@@ -16,7 +17,8 @@ def test_every_band_is_what_plain_math_makes_of_it(cut_from, monkeypatch, rng):
         monkeypatch.setattr(bands, "FEWEST_ROWS", rng.randint(1, 5))
         monkeypatch.setattr(bands, "MOST_ROWS", rng.randint(5, 9))
         monkeypatch.setattr(bands, "LARGEST_MASK", rng.choice([1, 100, 10**6]))
-        monkeypatch.setattr(bands, "ROWS_AT_ONCE", rng.choice([1, 40, 200]))
+        monkeypatch.setattr(bands, "RESULTS_AT_ONCE", rng.choice([1, 40, 200]))
+        monkeypatch.setattr(bands, "GRADIENTS_AT_ONCE", rng.choice([1, 40, 200]))
         tiles, heads, group = (rng.randint(1, 3) for _ in range(3))
         queries, width, folds = rng.randint(1, 30), rng.randint(1, 24), rng.choice([1, 1, 3])
         q, dout = (torch.randn(tiles, heads * group, queries * folds, 4, dtype=torch.float64) for _ in range(2))
@@ -30,6 +32,12 @@ def test_every_band_is_what_plain_math_makes_of_it(cut_from, monkeypatch, rng):
         flash = CpuFlash()
         got = *flash.forward(q, k, v, "band", 0.3, folds), *flash.backward(dout, q, k, v, *whole, "band", 0.3, folds)
         for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+        totals, wanted = ((torch.zeros_like(out), torch.full_like(lse, -torch.inf)) for _ in range(2))
+        for other in (0.3, 0.7):  # Another scale stands for other keys.
+            merge_(*wanted, *Math().forward(q, k, v, "band", other, folds))
+            assert flash.forward(q, k, v, "band", other, folds, totals) is totals
+        for x, y in zip(totals, wanted, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
         sums = tuple(torch.randn_like(x) for x in (q, k, v))
         before = [x.clone() for x in sums]
