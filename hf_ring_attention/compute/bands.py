@@ -16,10 +16,12 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..plan.tiles import Shape
 from .merge import accumulation_dtype, merge_
+from .rows import KeyLengths, Lengths
 
 #: A stretch has width / FORWARD_SHARE rows in forward and width / BACKWARD_SHARE in backward, within these bounds.
 FEWEST_ROWS, MOST_ROWS = 64, 384
@@ -56,6 +58,11 @@ def added(gradients: Gradients, sums: Gradients | None) -> Gradients:
     return sums
 
 
+def widened(x: Tensor, width: int) -> Tensor:
+    """Returns x with zero columns up to `width`: they change no score, and outputs there are dropped."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
 def unfolded(x: Tensor, folds: int) -> Tensor:
     """Returns the rows of x [T, H, Lq * folds, ...] as those of more heads, [T, H * folds, Lq, ...]."""
     return x.unflatten(2, (-1, folds)).transpose(2, 3).flatten(1, 2)
@@ -78,13 +85,14 @@ class MaskedKernel(ABC):
         scale: float,
         folds: int = 1,
         totals: Results | None = None,
+        lengths: Lengths | None = None,
     ) -> Results:
         if shape == "band":
             return band_forward(self, q, k, v, scale, folds, totals)
         if shape == "causal" and folds > 1:
             out, lse = self.forward_masked(unfolded(q, folds), k, v, True, scale)
             return merged((folded(out, folds), folded(lse, folds)), totals)
-        return merged(self.forward_masked(q, k, v, shape == "causal", scale), totals)
+        return merged(self.forward_masked(q, k, v, shape == "causal", scale, _mask_of_keys(lengths, k)), totals)
 
     def backward(
         self,
@@ -98,6 +106,7 @@ class MaskedKernel(ABC):
         scale: float,
         folds: int = 1,
         sums: Gradients | None = None,
+        lengths: Lengths | None = None,
     ) -> Gradients:
         if shape == "band":
             return band_backward(self, dout, q, k, v, out, lse, scale, folds, sums)
@@ -105,13 +114,14 @@ class MaskedKernel(ABC):
             dout, q, out, lse = (unfolded(x, folds) for x in (dout, q, out, lse))
             dq, dk, dv = self.backward_masked(dout, q, k, v, out, lse, True, scale)
             return added((folded(dq, folds), dk, dv), sums)
-        return added(self.backward_masked(dout, q, k, v, out, lse, shape == "causal", scale), sums)
+        mask = _mask_of_keys(lengths, k)
+        return added(self.backward_masked(dout, q, k, v, out, lse, shape == "causal", scale, mask), sums)
 
     @abstractmethod
     def forward_masked(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns out and lse; a mask [Lq, Lk] is added to the scores."""
+        """Returns out and lse; a mask, [Lq, Lk] or [T, 1, 1, Lk], is added to the scores."""
 
     @abstractmethod
     def backward_masked(
@@ -127,6 +137,14 @@ class MaskedKernel(ABC):
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns dq, dk and dv."""
+
+
+def _mask_of_keys(lengths: Lengths | None, k: Tensor) -> Tensor | None:
+    """Returns what hides the padding of keys [T, H, Lk, D], [T, 1, 1, Lk]; None without padding."""
+    if lengths is None:
+        return None
+    assert isinstance(lengths, KeyLengths)
+    return torch.zeros((), dtype=k.dtype, device=k.device).masked_fill(lengths.hidden(k.shape[2]), -torch.inf)
 
 
 class _Part(NamedTuple):

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..plan.joins import Joining, joined
 from ..plan.plans import TileBatch, held_tiles, plan_rank
 from ..plan.problem import Problem
 from ..plan.tiles import Shape
-from .rows import IndexRows, Rows, ViewRows
+from .rows import IndexRows, KeyLengths, Lengths, Packed, PaddedRows, Rows, ViewRows
 
 
 @dataclass(frozen=True)
 class BoundBatch:
-    """The rows of one kernel call, and what it is told of them: the tiles' shape, and the rows of a fold (`plan/tiles.py`)."""
+    """The rows of one kernel call, and what it is told of them.
+
+    Attributes:
+        shape, folds: the tiles' shape, and the rows of a fold (`plan/tiles.py`).
+        lengths: the lengths of tiles where these differ and the kernel has to know.
+    """
 
     queries: Rows
     keys: Rows
     shape: Shape
     folds: int = 1
+    lengths: Lengths | None = None
 
     def parts(self, max_rows: int) -> list[BoundBatch]:
         """Returns the batch in parts of about `max_rows` query and key rows, so that one call holds little memory."""
@@ -44,11 +53,16 @@ class OwnBinding:
 
 
 class Binder:
-    """Turns tiles of one problem into rows of tensors on a device."""
+    """Turns tiles of one problem into rows of tensors on a device.
 
-    def __init__(self, problem: Problem, device: torch.device) -> None:
+    Args:
+        joining: how the kernel takes tiles of unequal lengths in one call; None where it does not.
+    """
+
+    def __init__(self, problem: Problem, device: torch.device, joining: Joining | None) -> None:
         self.problem = problem
         self.device = device
+        self.joining = joining
         self.batch = len(problem.documents)
         self.group = problem.group
         held = problem.held
@@ -56,17 +70,75 @@ class Binder:
         self.query_rows = problem.layout.local_len if held is None else held.num_queries
         self.key_rows = problem.layout.local_len if held is None else held.num_rows
 
-    def own(self, batch: TileBatch, heads: range) -> BoundBatch:
-        """Returns the rows of tiles of these heads with keys of this rank."""
-        view = self.view(batch, heads, self.problem.num_kv_heads, heads.start, 0)
-        if view is not None:
-            return view
-        queries, first = self._queries(batch), self._first_rows(batch, self.key_rows, "keys")
-        keys = IndexRows(batch.num_keys, first, batch.key_stride)
-        if self.problem.held is not None:  # queries are few: their numbers are kept, once for all layers
-            queries = IndexRows(queries.length, rows=queries.numbers())
-            keys = IndexRows(keys.length, rows=keys.numbers())
-        return BoundBatch(queries, keys, batch.shape, batch.folds)
+    def calls(
+        self,
+        batches: Sequence[TileBatch],
+        view: Callable[[TileBatch], BoundBatch | None],
+        keys: Callable[[TileBatch], IndexRows],
+    ) -> tuple[BoundBatch, ...]:
+        """Returns the kernel calls of these tiles.
+
+        Args:
+            view: returns the rows of a batch as views; None where they are none.
+            keys: returns the key rows of a batch.
+        """
+        calls = []
+        for call in joined(batches, self.group, self.joining, lambda batch: view(batch) is not None):
+            if len(call) > 1:
+                calls.append(self._joined(call, [keys(batch).numbers() for batch in call]))
+                continue
+            [batch] = call
+            calls.append(view(batch) or BoundBatch(self._queries(batch), keys(batch), batch.shape, batch.folds))
+        return tuple(calls)
+
+    def own(self, batches: Sequence[TileBatch], heads: range) -> tuple[BoundBatch, ...]:
+        """Returns the kernel calls of tiles of these heads with keys of this rank."""
+
+        def keys(batch: TileBatch) -> IndexRows:
+            rows = IndexRows(batch.num_keys, self._first_rows(batch, self.key_rows, "keys"), batch.key_stride)
+            return rows if self.problem.held is None else IndexRows(rows.length, rows=rows.numbers())
+
+        return self.calls(
+            batches, lambda batch: self.view(batch, heads, self.problem.num_kv_heads, heads.start, 0), keys
+        )
+
+    def _joined(self, call: list[TileBatch], keys: list[Tensor]) -> BoundBatch:
+        """Returns batches of unequal tiles as one call; `keys` are the row numbers of each, [tiles, 1, L]."""
+        assert self.joining is not None
+        first = call[0]
+        queries = [self._queries(batch).numbers() for batch in call]
+        if self.joining.kind == "packed":
+            # The rows of a fold are heads of their own, which share the keys as grouped heads do.
+            rows = torch.cat([_by_head(x.unflatten(2, (-1, first.folds)).movedim(3, 2)) for x in queries], -1)
+            own_keys = torch.cat([_by_head(x.unsqueeze(2)) for x in keys], -1)
+            lengths = Packed(
+                self._ends([(batch.num_queries, batch.num_tiles) for batch in call]),
+                self._ends([(batch.num_keys, batch.num_tiles) for batch in call]),
+                max(batch.num_queries for batch in call),
+                max(batch.num_keys for batch in call),
+            )
+            return BoundBatch(
+                IndexRows(rows.shape[-1], rows=rows[None]),
+                IndexRows(own_keys.shape[-1], rows=own_keys[None]),
+                first.shape,
+                lengths=lengths,
+            )
+        longest = max(x.shape[-1] for x in keys)
+        padded_keys = IndexRows(longest, rows=torch.cat([_padded(x, longest) for x in keys]))
+        if first.shape == "full":
+            counts = [batch.num_keys for batch in call for _ in range(batch.num_tiles)]
+            rows, key_lengths = torch.cat(queries), KeyLengths(torch.tensor(counts, device=self.device))
+            return BoundBatch(IndexRows(rows.shape[-1], rows=rows), padded_keys, "full", first.folds, key_lengths)
+        longest = max(x.shape[-1] for x in queries)
+        rows = torch.cat([_padded(x, longest) for x in queries])
+        lengths_of_tiles = torch.tensor([x.shape[-1] for x in queries for _ in range(x.shape[0])])
+        kept = torch.nonzero((torch.arange(longest) < lengths_of_tiles[:, None]).flatten()).flatten().to(self.device)
+        return BoundBatch(PaddedRows(IndexRows(longest, rows=rows), kept), padded_keys, first.shape, first.folds)
+
+    def _ends(self, lengths: list[tuple[int, int]]) -> Tensor:
+        """Returns where rows of tiles end that follow each other, for pairs of a length and how many tiles have it."""
+        every = itertools.chain.from_iterable([length] * tiles for length, tiles in lengths)
+        return torch.tensor(list(itertools.accumulate(every, initial=0)), dtype=torch.int32, device=self.device)
 
     def whole(self, batches: tuple[BoundBatch, ...]) -> bool:
         """Returns whether one tile, of views, is all queries with all keys."""
@@ -76,14 +148,11 @@ class Binder:
         per_key_head = self.batch * self.problem.num_kv_heads
         return rows == (per_key_head * self.group * self.query_rows, per_key_head * self.key_rows)
 
-    def with_keys(self, batch: TileBatch, keys: Tensor) -> BoundBatch:
-        """Returns the rows of tiles with keys at these row numbers, [tiles, 1, L], of a tensor of any source."""
-        keys_of_tiles = IndexRows(batch.num_keys, rows=keys)
-        return BoundBatch(self._queries(batch), keys_of_tiles, batch.shape, batch.folds)
-
     def _queries(self, batch: TileBatch) -> IndexRows:
         first = self._first_rows(batch, self.query_rows, "queries")
-        return IndexRows(batch.num_queries * batch.folds, first, batch.query_stride, batch.folds)
+        rows = IndexRows(batch.num_queries * batch.folds, first, batch.query_stride, batch.folds)
+        # Where keys are held queries are few: their numbers are kept, once for all layers.
+        return rows if self.problem.held is None else IndexRows(rows.length, rows=rows.numbers())
 
     def view(
         self, batch: TileBatch, heads: range, key_heads: int, first_key_head: int, first_key: int
@@ -142,15 +211,25 @@ class Binder:
         return first.unsqueeze(-1) + torch.arange(batch.num_keys, device=self.device) * batch.key_stride
 
 
-def bind_own(problem: Problem, rank: int, device: torch.device) -> OwnBinding:
+def _by_head(rows: Tensor) -> Tensor:
+    """Returns row numbers of equal tiles, [tiles, heads, folds, L], as [heads * folds, tiles * L]."""
+    return rows.movedim(0, 2).flatten(2, 3).flatten(0, 1)
+
+
+def _padded(rows: Tensor, length: int) -> Tensor:
+    """Returns row numbers [tiles, heads, L] with the last of each tile repeated up to `length`."""
+    return torch.cat([rows, rows[..., -1:].expand(-1, -1, length - rows.shape[-1])], -1)
+
+
+def bind_own(problem: Problem, rank: int, device: torch.device, joining: Joining | None) -> OwnBinding:
     """Binds the tiles of `rank` with its own keys."""
-    binder, plan, heads = Binder(problem, device), plan_rank(problem, rank), range(problem.num_kv_heads)
-    batches = tuple(binder.own(batch, heads) for batch in plan.own)
+    binder, plan = Binder(problem, device, joining), plan_rank(problem, rank)
+    batches = binder.own(plan.own, range(problem.num_kv_heads))
     return OwnBinding(batches, not plan.remote and binder.whole(batches))
 
 
-def bind_held(problem: Problem, device: torch.device) -> OwnBinding:
+def bind_held(problem: Problem, device: torch.device, joining: Joining | None) -> OwnBinding:
     """Binds the tiles of queries with held keys."""
-    binder, heads = Binder(problem, device), range(problem.num_kv_heads)
-    batches = tuple(binder.own(batch, heads) for batch in held_tiles(problem))
+    binder = Binder(problem, device, joining)
+    batches = binder.own(held_tiles(problem), range(problem.num_kv_heads))
     return OwnBinding(batches, binder.whole(batches))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ class Rows(Protocol):
 
     def take(self, x: Tensor) -> Tensor:
         """Returns the rows of x [B, H, n, ...] as [tiles, heads, L, ...]."""
+
+    def take_lse(self, lse: Tensor) -> Tensor:
+        """Returns the rows of lse [B, H, n] as `take`; those of padding are +inf, and so have no part in gradients."""
 
     def view(self, x: Tensor) -> Tensor | None:
         """Returns the rows of x as `take`, as a view of x; None where they are no view."""
@@ -78,6 +81,9 @@ class ViewRows:
     def take(self, x: Tensor) -> Tensor:
         view = self.view(x)
         return self._window(x).transpose(1, 2).flatten(0, 1) if view is None else view
+
+    def take_lse(self, lse: Tensor) -> Tensor:
+        return self.take(lse)
 
     def _like_window(self, values: Tensor) -> Tensor:
         """Returns [B * copies, H, length, ...] as [B, H, copies, length, ...]."""
@@ -154,16 +160,14 @@ class IndexRows:
     def take(self, x: Tensor) -> Tensor:
         return x.flatten(0, 2).index_select(0, self.index()).unflatten(0, (*self._shape, self.length))
 
+    def take_lse(self, lse: Tensor) -> Tensor:
+        return self.take(lse)
+
     def add_(self, x: Tensor, values: Tensor) -> None:
         x.flatten(0, 2).index_add_(0, self.index(), values.to(x.dtype).flatten(0, 2))
 
     def merge_(self, out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-        index = self.index()
-        out, lse = out.flatten(0, 2), lse.flatten(0, 2)
-        out_rows, lse_rows = out.index_select(0, index), lse.index_select(0, index)
-        merge.merge_(out_rows, lse_rows, new_out.flatten(0, 2), new_lse.flatten(0, 2))
-        out.index_copy_(0, index, out_rows)
-        lse.index_copy_(0, index, lse_rows)
+        _merge_rows(out, lse, new_out.flatten(0, 2), new_lse.flatten(0, 2), self.index())
 
     def split(self, size: int) -> Iterator[IndexRows]:
         for first in range(0, self.units, size):
@@ -173,3 +177,86 @@ class IndexRows:
                 first=None if self.first is None else self.first[part],
                 rows=None if self.rows is None else self.rows[part],
             )
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """Rows of tiles of unequal lengths: behind those of a tile, its last row is repeated up to the length of the longest.
+
+    Attributes:
+        padded: all of them.
+        kept: numbers in a head's [tiles * L] rows, of those that are no padding.
+    """
+
+    padded: IndexRows
+    kept: Tensor
+
+    @property
+    def units(self) -> int:
+        return 1
+
+    @property
+    def rows_per_unit(self) -> int:
+        return self.padded.units * self.padded.rows_per_unit
+
+    def take(self, x: Tensor) -> Tensor:
+        return self.padded.take(x)
+
+    def take_lse(self, lse: Tensor) -> Tensor:
+        rows = self.take(lse)
+        tiles, _, length = rows.shape
+        is_padding = torch.ones(tiles * length, dtype=torch.bool, device=lse.device).index_fill_(0, self.kept, False)
+        return rows.masked_fill_(is_padding.view(tiles, 1, length), torch.inf)
+
+    def view(self, x: Tensor) -> Tensor | None:
+        return None
+
+    def add_(self, x: Tensor, values: Tensor) -> None:
+        self.padded.add_(x, values)
+
+    def merge_(self, out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+        kept = [
+            x.transpose(0, 1).flatten(1, 2).index_select(1, self.kept).flatten(0, 1)
+            for x in (self.padded.numbers(), new_out, new_lse)
+        ]
+        _merge_rows(out, lse, kept[1], kept[2], kept[0])
+
+    def split(self, size: int) -> Iterator[PaddedRows]:
+        yield self
+
+
+def _merge_rows(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor, index: Tensor) -> None:
+    """Merges [rows, ...] into the rows of out and lse [B, H, n, ...] that have these numbers in x.flatten(0, 2)."""
+    out, lse = out.flatten(0, 2), lse.flatten(0, 2)
+    out_rows, lse_rows = out.index_select(0, index), lse.index_select(0, index)
+    merge.merge_(out_rows, lse_rows, new_out, new_lse)
+    out.index_copy_(0, index, out_rows)
+    lse.index_copy_(0, index, lse_rows)
+
+
+class KeyLengths(NamedTuple):
+    """The keys [tiles] that each tile has; those behind them are padding, which no query sees."""
+
+    keys: Tensor
+
+    def hidden(self, length: int) -> Tensor:
+        """Returns which keys are padding, [tiles, 1, 1, length]."""
+        return torch.arange(length, device=self.keys.device) >= self.keys[:, None, None, None]
+
+
+class Packed(NamedTuple):
+    """Tiles whose rows follow each other in one tile of tensors.
+
+    Attributes:
+        query_ends, key_ends: [tiles + 1], int32: 0, and where the rows of each tile end.
+        most_queries, most_keys: the rows of the longest tile.
+    """
+
+    query_ends: Tensor
+    key_ends: Tensor
+    most_queries: int
+    most_keys: int
+
+
+#: What a kernel is told of tiles of unequal lengths.
+Lengths = KeyLengths | Packed

@@ -37,9 +37,10 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileBatch:
-    """Tiles of one shape, which make one kernel call; no two of them share a query row of a head.
+    """Tiles of one shape; no two of them share a query row of a head.
 
     Attributes:
+        visit: no two tiles of one visit and shape share a query row of a head, be they of the same batch or not.
         per_query_head: whether items name query heads, not key/value heads with their groups.
         num_queries: the query rows of a tile, where there are folds the first row of each.
         folds: the rows of a fold, which see the same keys (`plan/tiles.py`): a tile has `num_queries` * `folds` query rows.
@@ -47,6 +48,7 @@ class TileBatch:
         query_stride, key_stride: the distance from one of these rows to the next.
     """
 
+    visit: tuple[int, int]
     per_query_head: bool
     shape: Shape
     num_queries: int
@@ -55,6 +57,15 @@ class TileBatch:
     query_stride: int
     key_stride: int
     items: tuple[Item, ...]
+
+    def rows(self, group: int) -> int:
+        """Returns the rows of queries, of all their heads, and of keys."""
+        queries = self.num_queries * self.folds * (1 if self.per_query_head else group)
+        return (queries + self.num_keys) * self.num_tiles
+
+    def like(self, longest: TileBatch) -> TileBatch:
+        """Returns the tiles padded to the lengths of others."""
+        return replace(self, num_queries=longest.num_queries, num_keys=longest.num_keys)
 
     def pairs(self, group: int) -> int:
         """Returns the query-key pairs over all batch rows and query heads; `group` of these share a key/value head."""
@@ -206,6 +217,7 @@ def _batches(
                 )
     return tuple(
         TileBatch(
+            visit=(shape.branch, shape.part),
             per_query_head=shape.per_query_head,
             shape=shape.shape,
             num_queries=shape.num_queries,

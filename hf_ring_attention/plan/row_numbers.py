@@ -1,13 +1,15 @@
 """The bytes of the row numbers that a rank keeps on its device for a call, from integers alone.
 
 Tiles and messages that are views of a tensor need no numbers: these are the tiles that take all batch rows and heads at
-equal distances, and the messages that take one run of rows of every head. All others keep 8 bytes for each row.
+equal distances, and the messages that take one run of rows of every head. All others keep 8 bytes for each row; tiles of one
+shape keep the first row of their queries, and of keys of the rank itself, and tiles that share a call keep all rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from .joins import Joining, joined
 from .plans import TileBatch, of_heads, plan_rank, tiles_from
 from .problem import Problem
 from .routes import KeyRows, Lap, needed, ring_laps
@@ -15,20 +17,20 @@ from .routes import KeyRows, Lap, needed, ring_laps
 _NUMBER = 8  # bytes
 
 
-def collective_numbers(problem: Problem, rank: int) -> int:
+def collective_numbers(problem: Problem, rank: int, joining: Joining | None) -> int:
     """Returns the most bytes of row numbers that the collective transport keeps for `rank`."""
     plan, heads, ranks = plan_rank(problem, rank), range(problem.num_kv_heads), range(problem.layout.world_size)
     sent = sum(len(needed(problem, reader, rank)) for reader in ranks if reader != rank)
-    tiles = _of_tiles(problem, plan.own, heads, views=True) + _of_tiles(problem, plan.remote, heads, views=False)
-    return _NUMBER * (sent + tiles)
+    own = _of_tiles(problem, plan.own, heads, joining, views=True)
+    return _NUMBER * (sent + own + _of_tiles(problem, plan.remote, heads, joining, views=False))
 
 
-def ring_numbers(problem: Problem, rank: int) -> int:
+def ring_numbers(problem: Problem, rank: int, joining: Joining | None) -> int:
     """Returns the most bytes of row numbers that the ring transport keeps for `rank`."""
-    return _NUMBER * sum(_of_lap(problem, rank, lap) for lap in ring_laps(problem))
+    return _NUMBER * sum(_of_lap(problem, rank, lap, joining) for lap in ring_laps(problem))
 
 
-def _of_lap(problem: Problem, rank: int, lap: Lap) -> int:
+def _of_lap(problem: Problem, rank: int, lap: Lap, joining: Joining | None) -> int:
     # Several but not all heads of several batch rows do not lie at equal distances.
     own_views = len(lap.heads) in (1, problem.num_kv_heads) or len(problem.documents) == 1
     following = (rank + lap.direction) % problem.layout.world_size
@@ -41,7 +43,7 @@ def _of_lap(problem: Problem, rank: int, lap: Lap) -> int:
         if here or not number:
             batches = of_heads(tiles_from(problem, rank, lap.source(rank, number)), lap.heads, problem.group)
             views = number == 0 or arriving_views
-            numbers += _of_tiles(problem, batches, lap.heads, views=views, own=number == 0)
+            numbers += _of_tiles(problem, batches, lap.heads, joining, views=views, own=number == 0)
         home = [route[number - 1].finished] if 1 <= number <= len(route) else []
         numbers += _of_messages(lap.heads, home, own_views)
         numbers += _of_messages(lap.heads, [sent.rows] if sent else [], held_views)
@@ -52,14 +54,29 @@ def _of_lap(problem: Problem, rank: int, lap: Lap) -> int:
     return numbers
 
 
-def _of_tiles(problem: Problem, batches: Iterable[TileBatch], heads: range, views: bool, own: bool = True) -> int:
-    """Returns how many rows of tiles are numbered: the first of queries and of `own` keys, and all keys of others."""
+def _of_tiles(
+    problem: Problem,
+    batches: Sequence[TileBatch],
+    heads: range,
+    joining: Joining | None,
+    views: bool,
+    own: bool = True,
+) -> int:
+    """Returns how many numbers tiles keep: of queries and keys, and of the lengths of tiles that share a call."""
+
+    def is_view(batch: TileBatch) -> bool:
+        return views and batch.as_one(len(problem.documents), heads) is not None
+
     numbers = 0
-    for batch in batches:
-        if views and batch.as_one(len(problem.documents), heads) is not None:
-            continue
-        queries = 1 if batch.per_query_head else problem.group
-        numbers += batch.num_tiles * (queries + (1 if own and views else batch.num_keys))
+    for call in joined(batches, problem.group, joining, is_view):
+        longest, *others = call
+        if others:
+            padded = [batch.like(longest) for batch in call] if joining and joining.kind == "padded" else call
+            lengths = sum(batch.num_tiles * (1 + batch.num_queries * batch.folds) for batch in call)
+            numbers += sum(batch.rows(problem.group) for batch in padded) + 1 + lengths
+        elif not is_view(longest):
+            queries = 1 if longest.per_query_head else problem.group
+            numbers += longest.num_tiles * (queries + (1 if own and views else longest.num_keys))
     return numbers
 
 

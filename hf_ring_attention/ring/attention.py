@@ -104,7 +104,7 @@ def ring_attention(
     kernel = choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
     widths = q.shape[-1] + v.shape[-1]
     sizes = RowBytes(widths * q.element_size(), widths * accumulation_dtype(q.dtype).itemsize)
-    transport = ring.transport_for(problem, sizes, q.device)
+    transport = ring.transport_for(problem, sizes, q.device, kernel.joining)
     before_backward = ring.backward_check(q.device) if _recorded(q, k, v, sinks) else None
     out, lse = RingAttention.apply(q, k, v, sinks, transport, kernel, scale, before_backward)
     return (out, lse) if return_lse else out
@@ -168,7 +168,7 @@ def cached_attention(
         if ring.world_size > 1:
             _describe(call, q, k, v, ring, problem, scale, softcap, sinks)
     kernel = choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
-    transport = LocalTransport(ring.bindings.of(bind_held, problem, q.device))
+    transport = LocalTransport(ring.bindings.of(bind_held, problem, q.device, kernel.joining))
     if ring.world_size == 1:
         return RingAttention.apply(q, k, v, sinks, transport, kernel, scale)[0]
     out, lse = RingAttention.apply(q, k, v, None, transport, kernel, scale)

@@ -81,7 +81,14 @@ def _forward_step(step: ForwardStep, q: Tensor, total: Tensor, lse: Tensor, kern
         views = queries.view(total), queries.view(lse)
         totals = None if views[0] is None or views[1] is None else (views[0], views[1])
         results = kernel.forward(
-            queries.take(q), keys.take(step.keys), keys.take(step.values), part.shape, scale, part.folds, totals
+            queries.take(q),
+            keys.take(step.keys),
+            keys.take(step.values),
+            part.shape,
+            scale,
+            part.folds,
+            totals,
+            part.lengths,
         )
         if totals is None:
             queries.merge_(total, lse, *results)
@@ -100,11 +107,12 @@ def _backward_step(
             keys.take(step.keys),
             keys.take(step.values),
             queries.take(out),
-            queries.take(lse),
+            queries.take_lse(lse),
             part.shape,
             scale,
             part.folds,
             sums,
+            part.lengths,
         )
         if sums is None:
             queries.add_(dq, tile_dq)

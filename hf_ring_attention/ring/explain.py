@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..plan.choices import Decision, check_choices, choose_layout, choose_transport
+from ..plan.joins import PACKED, PADDED
 from ..plan.layouts import LayoutKind, SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
 from ..plan.plans import plan_rank
@@ -186,7 +187,7 @@ def explain(
         imbalance=max(flops) * len(flops) / (sum(flops) or 1),
         ranks=shares,
         row_numbers={
-            "ring": ring_numbers(problem, busiest),
-            "collective": collective_numbers(problem, busiest),
+            "ring": max(ring_numbers(problem, busiest, joining) for joining in (PADDED, PACKED)),
+            "collective": max(collective_numbers(problem, busiest, joining) for joining in (PADDED, PACKED)),
         },
     )

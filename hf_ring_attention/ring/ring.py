@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..compute.binding import bind_own
 from ..plan.choices import Decision, check_choices, choose_layout, choose_transport
+from ..plan.joins import Joining
 from ..plan.layouts import LayoutKind, SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
 from ..plan.problem import Problem, RingSettings
@@ -154,13 +155,15 @@ class Ring:
             return Decision(self.transport, "it was asked for")
         return choose_transport(problem, sizes)
 
-    def transport_for(self, problem: Problem, sizes: RowBytes, device: torch.device) -> Transport:
+    def transport_for(
+        self, problem: Problem, sizes: RowBytes, device: torch.device, joining: Joining | None
+    ) -> Transport:
         """Returns the transport of a call, by the choice of `decide`, with the call's row numbers on the device."""
         start = time.perf_counter()
         with _PLANNING:
             decision = self.decide(problem, sizes)
             bind: Any = {"local": bind_own, "collective": bind_collective, "ring": bind_ring}[decision.choice]
-            binding: Any = self.bindings.of(bind, problem, self.rank, device)
+            binding: Any = self.bindings.of(bind, problem, self.rank, device, joining)
         self._traffic.planned_seconds += time.perf_counter() - start
         if self.rank == 0 and decision.choice not in self._logged:  # once, whatever the number of layers and calls
             self._logged.add(decision.choice)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ..compute.binding import Binder, BoundBatch, OwnBinding, bind_own
+from ..compute.rows import IndexRows
+from ..plan.joins import Joining
 from ..plan.plans import TileBatch, of_heads, plan_rank, tiles_from
 from ..plan.problem import Problem
 from ..plan.routes import Hop, KeyRows, Lap, needed, ring_laps
@@ -80,9 +82,9 @@ class RingBinding:
     whole: BoundBatch | None
 
 
-def bind_collective(problem: Problem, rank: int, device: torch.device) -> CollectiveBinding:
+def bind_collective(problem: Problem, rank: int, device: torch.device, joining: Joining | None) -> CollectiveBinding:
     """Binds the plan of `rank` for one exchange of the rows that ranks need."""
-    binder, layout, heads = Binder(problem, device), problem.layout, range(problem.num_kv_heads)
+    binder, layout, heads = Binder(problem, device, joining), problem.layout, range(problem.num_kv_heads)
     others = [other for other in range(layout.world_size) if other != rank]
 
     def payload(reader: int, source: int) -> Tensor:
@@ -101,12 +103,14 @@ def bind_collective(problem: Problem, rank: int, device: torch.device) -> Collec
         local = numbers % layout.local_len
         whole.append(numbers // layout.local_len * layout.padded_len + positions[local])
     numbers, places = torch.sort(torch.cat(whole)) if whole else (nothing, nothing)
+
+    def arrived(batch: TileBatch) -> IndexRows:
+        rows = places[torch.searchsorted(numbers, binder.key_numbers(batch, layout.padded_len))]
+        return IndexRows(batch.num_keys, rows=rows)
+
     return CollectiveBinding(
-        own=bind_own(problem, rank, device),
-        remote=tuple(
-            binder.with_keys(batch, places[torch.searchsorted(numbers, binder.key_numbers(batch, layout.padded_len))])
-            for batch in plan_rank(problem, rank).remote
-        ),
+        own=bind_own(problem, rank, device, joining),
+        remote=binder.calls(plan_rank(problem, rank).remote, lambda batch: None, arrived),
         used=any(needed(problem, a, b) for a in range(layout.world_size) for b in range(layout.world_size)),
         send=RowSet(sum(send_counts), torch.cat([nothing, *send.values()])),  # by reader, not ascending
         send_counts=send_counts,
@@ -114,26 +118,32 @@ def bind_collective(problem: Problem, rank: int, device: torch.device) -> Collec
     )
 
 
-def _with_payload(binder: Binder, batch: TileBatch, heads: range, payload: Payload) -> BoundBatch:
-    """Returns the rows of tiles of these heads with keys of a payload; tiles number keys as the payload's source does."""
-    if payload.first is not None:
-        view = binder.view(batch, heads, len(heads), 0, payload.first)
-        if view is not None:
-            return view
-    return binder.with_keys(batch, payload.places(binder.key_numbers(batch, binder.key_rows)))
+def _with_payload(
+    binder: Binder, batches: tuple[TileBatch, ...], heads: range, payload: Payload
+) -> tuple[BoundBatch, ...]:
+    """Returns the kernel calls of tiles of these heads with a payload's keys; tiles number keys as its source does."""
+    first = payload.first
+
+    def view(batch: TileBatch) -> BoundBatch | None:
+        return None if first is None else binder.view(batch, heads, len(heads), 0, first)
+
+    def keys(batch: TileBatch) -> IndexRows:
+        return IndexRows(batch.num_keys, rows=payload.places(binder.key_numbers(batch, binder.key_rows)))
+
+    return binder.calls(batches, view, keys)
 
 
-def bind_ring(problem: Problem, rank: int, device: torch.device) -> RingBinding:
+def bind_ring(problem: Problem, rank: int, device: torch.device, joining: Joining | None) -> RingBinding:
     """Binds the steps of `rank` round the ring."""
-    own, laps = bind_own(problem, rank, device), ring_laps(problem)
-    steps = tuple(step for lap in laps for step in _lap_steps(problem, rank, device, lap))
+    own, laps = bind_own(problem, rank, device, joining), ring_laps(problem)
+    steps = tuple(step for lap in laps for step in _lap_steps(problem, rank, device, joining, lap))
     # A rank that needs nobody's keys may yet have to send its own.
     alone = own.whole and not any(lap.steps for lap in laps)
     return RingBinding(steps, own.batches[0] if alone else None)
 
 
-def _lap_steps(problem: Problem, rank: int, device: torch.device, lap: Lap) -> list[RingStep]:
-    binder, p, heads = Binder(problem, device), problem.layout.world_size, lap.heads
+def _lap_steps(problem: Problem, rank: int, device: torch.device, joining: Joining | None, lap: Lap) -> list[RingStep]:
+    binder, p, heads = Binder(problem, device, joining), problem.layout.world_size, lap.heads
 
     def payload(rows: KeyRows | None) -> Payload:
         return Payload(nothing if rows is None else rows, problem, heads, device)
@@ -154,7 +164,7 @@ def _lap_steps(problem: Problem, rank: int, device: torch.device, lap: Lap) -> l
         home = payload(route[number - 1].finished if 1 <= number <= len(route) else None)
         arriving = payload_of(here, "rows")
         tiles = of_heads(tiles_from(problem, rank, source), heads, binder.group) if here or not number else ()
-        batches = tuple(_with_payload(binder, b, heads, arriving) if number else binder.own(b, heads) for b in tiles)
+        batches = _with_payload(binder, tiles, heads, arriving) if number else binder.own(tiles, heads)
         steps.append(
             RingStep(
                 batches=batches,

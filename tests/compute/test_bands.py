@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from hf_ring_attention.compute import bands
-from hf_ring_attention.compute.kernels import CpuFlash, Math
+from hf_ring_attention.compute.kernels import CpuFlash
+from hf_ring_attention.compute.math_kernel import Math
 from hf_ring_attention.compute.merge import merge_
 
 

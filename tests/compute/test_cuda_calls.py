@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_ring_attention.compute import bands, kernels
-from hf_ring_attention.compute.kernels import CudaEfficient, CudaFlash, Math
+from hf_ring_attention.compute import bands, cuda_kernels
+from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash
+from hf_ring_attention.compute.math_kernel import Math
 from hf_ring_attention.compute.merge import accumulation_dtype
+from hf_ring_attention.compute.rows import Packed
 from tests.support.cuda_operators import HALVES, CheckedOperators, WithoutDeviceGuard
 
 SHAPES = ("full", "causal", "band")
@@ -44,7 +46,7 @@ def no_gpu():
 def operators(monkeypatch):
     def checked(*dtypes):
         operators = CheckedOperators(dtypes=dtypes)
-        monkeypatch.setattr(kernels, "aten", operators)
+        monkeypatch.setattr(cuda_kernels, "aten", operators)
         return operators
 
     return checked
@@ -221,3 +223,29 @@ def test_rows_that_need_no_copy_have_none(kernel, dtype, operators):
     [(_, given)] = checked.calls
     for name, x in (("query", q), ("key", k), ("value", v)):
         assert given[name].untyped_storage()._cdata == x.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", HALVES, ids=ids)
+def test_packed_tiles(dtype, shape, operators, rng):
+    """Tiles of unequal lengths, one behind the other, with where each ends."""
+    checked = operators(dtype)
+    for widths in WIDTHS:
+        tiles, group, width = rng.randint(2, 9), rng.choice([1, 2, 4]), rng.choice([1, 16, 40])
+        queries = [rng.randint(1, 70) for _ in range(tiles)]
+        keys = {
+            "full": [rng.randint(1, 70) for _ in range(tiles)],
+            "causal": queries,
+            "band": [rows + width - 1 for rows in queries],
+        }[shape]
+        q, dout = (packed(1, group, sum(queries), wide, dtype=dtype) for wide in widths)
+        k, v = (packed(1, 1, sum(keys), wide, dtype=dtype) for wide in widths)
+        ends = [packed(tiles + 1, dtype=torch.int32) for _ in range(2)]
+        lengths = Packed(*ends, max(queries), max(keys))
+        out, lse = CudaFlash().forward(q, k, v, shape, 0.3, lengths=lengths)
+        assert (out.shape, out.dtype) == (dout.shape, dtype)
+        assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+        grads = CudaFlash().backward(dout, q, k, v, out, lse, shape, 0.3, lengths=lengths)
+        for grad, x in zip(grads, (q, k, v), strict=True):
+            assert (grad.shape, grad.dtype, grad.device) == (x.shape, dtype, x.device)
+    assert len(checked.calls) == 2 * len(WIDTHS)

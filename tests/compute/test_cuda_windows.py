@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from hf_ring_attention.compute import kernels
-from hf_ring_attention.compute.kernels import CudaFlash, Math
+from hf_ring_attention.compute import cuda_kernels
+from hf_ring_attention.compute.cuda_kernels import CudaFlash
+from hf_ring_attention.compute.math_kernel import Math
 from tests.support.cuda_operators import CheckedOperators, FlashAttention2, scores_of
 
 
@@ -31,7 +32,7 @@ def test_the_stand_in_sees_what_flash_attention_documents(generator):
 def test_cuda_flash_is_what_plain_math_makes_of_it(shape, monkeypatch, rng, generator):
     """Also the share of a tile in a larger softmax: with the out and lse of that, as merging gives them."""
     checked = CheckedOperators(played_by=FlashAttention2, dtypes=(torch.float64,))
-    monkeypatch.setattr(kernels, "aten", checked)
+    monkeypatch.setattr(cuda_kernels, "aten", checked)
     for _ in range(60):
         tiles, heads = (rng.randint(1, 3) for _ in range(2))
         group, folds = rng.choice([1, 2, 4]), rng.choice([1, 1, 2, 3])

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_ring_attention.compute.kernels import CpuFlash, CudaEfficient, CudaFlash, Math, choose_kernel
+from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash
+from hf_ring_attention.compute.kernels import CpuFlash, choose_kernel
+from hf_ring_attention.compute.math_kernel import Math
 from hf_ring_attention.compute.merge import accumulation_dtype, merge_
 
 CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -387,7 +389,7 @@ def test_the_efficient_kernel_serves_groups_without_repeating_keys(monkeypatch, 
     want = Math().forward(q, k, v, shape, 0.3)
     want += Math().backward(dout, q, k, v, *want, shape, 0.3)
     with monkeypatch.context() as patched:
-        patched.setattr("hf_ring_attention.compute.kernels.aten", EfficientOperators)
+        patched.setattr("hf_ring_attention.compute.cuda_kernels.aten", EfficientOperators)
         got = CudaEfficient().forward(q, k, v, shape, 0.3)
         got += CudaEfficient().backward(dout, q, k, v, *got, shape, 0.3)
     for x, y in zip(got, want, strict=True):

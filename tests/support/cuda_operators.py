@@ -96,26 +96,41 @@ def check_same(tensors, dtypes):
 
 
 def check_flash(given, dtypes):
-    """q, k, v [B, L, H, D], as FlashAttention-2 takes them, and the window."""
+    """q, k, v [B, L, H, D], as FlashAttention-2 takes them, or [L, H, D] of packed sequences; and the window."""
     q, k, v = (given[name] for name in ("query", "key", "value"))
     check_same((q, k, v), dtypes)
     check_rows(q, k, v)
     assert k.shape == v.shape
-    assert (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
-    assert q.shape[2] % k.shape[2] == 0
-    assert q.shape[3] % 8 == 0
-    assert q.shape[3] <= 256
-    assert (given["max_q"], given["max_k"]) == (q.shape[1], k.shape[1])
-    assert given["cum_seq_q"] is given["cum_seq_k"] is None  # sequences of one length
+    assert q.shape[-1] == k.shape[-1]
+    assert q.shape[-2] % k.shape[-2] == 0
+    assert q.shape[-1] % 8 == 0
+    assert q.shape[-1] <= 256
+    check_sequences(given, q, k)
     assert given["dropout_p"] == 0
     assert ("window_size_left" in given) == ("window_size_right" in given)
     if "window_size_left" in given:
         # The operator takes a negative one for none at all, and a causal call for one of its own.
         assert min(given["window_size_left"], given["window_size_right"]) >= 0
-        assert given["window_size_left"] < k.shape[1]
+        assert given["window_size_left"] < given["max_k"]
         assert not given["is_causal"]
     if given["is_causal"]:
-        assert q.shape[1] == k.shape[1]
+        assert given["max_q"] == given["max_k"]
+
+
+def check_sequences(given, q, k):
+    """How long sequences are, and where they end if they are packed."""
+    ends = given["cum_seq_q"], given["cum_seq_k"]
+    if ends[0] is None or ends[1] is None:  # sequences of one length
+        assert ends == (None, None)
+        assert q.ndim == k.ndim == 4
+        assert q.shape[0] == k.shape[0]
+        assert (given["max_q"], given["max_k"]) == (q.shape[1], k.shape[1])
+        return
+    assert q.ndim == k.ndim == 3
+    assert ends[0].shape == ends[1].shape
+    for x in ends:
+        assert (x.dtype, x.device, x.ndim) == (torch.int32, q.device, 1)
+        assert x.is_contiguous()
 
 
 def check_flash_forward(given, dtypes):
@@ -129,7 +144,7 @@ def check_flash_backward(given, dtypes):
     check_same((q, out, dout), dtypes)
     check_rows(out, dout)
     assert out.shape == dout.shape == q.shape
-    check_lse(lse, q, q.transpose(1, 2).shape[:3])
+    check_lse(lse, q, q.transpose(-2, -3).shape[:-1])
     assert {given[name].device for name in ("rng_state", "unused")} == {q.device}
 
 
@@ -194,27 +209,61 @@ class FlashAttention2:
     with no limit on the left and a right of 0: the diagonal ends in the lower right corner.
     """
 
-    @staticmethod
+    @classmethod
     def _flash_attention_forward(
-        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
+        cls, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
         window_size_left=None, window_size_right=None,
     ):  # fmt: skip
-        scores, v = scores_of(query, key, scale, is_causal, window_size_left, window_size_right), heads_of(value, query)
-        lse = torch.logsumexp(scores, -1)
-        out = torch.exp(scores - lse.unsqueeze(-1)) @ v
-        return out.transpose(1, 2).contiguous(), lse, None, None, None
+        window = scale, is_causal, window_size_left, window_size_right
+        if cum_seq_q is None:
+            return *cls.forward(query, key, value, *window), None, None, None
+        sequences = zip(
+            parts(query, cum_seq_q, max_q), *(parts(x, cum_seq_k, max_k) for x in (key, value)), strict=True
+        )
+        outs, lses = zip(*(cls.forward(*sequence, *window) for sequence in sequences), strict=True)
+        return torch.cat([out[0] for out in outs]), torch.cat([lse[0] for lse in lses], 1), None, None, None
+
+    @classmethod
+    def _flash_attention_backward(
+        cls, grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+        rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None,
+    ):  # fmt: skip
+        window = scale, is_causal, window_size_left, window_size_right
+        if cum_seq_q is None:
+            return cls.backward(grad_out, query, key, value, out, logsumexp, *window)
+        douts, queries, outs = (parts(x, cum_seq_q, max_q) for x in (grad_out, query, out))
+        lses = [x.transpose(1, 2) for x in parts(logsumexp.transpose(0, 1), cum_seq_q, max_q)]
+        keys, values = (parts(x, cum_seq_k, max_k) for x in (key, value))
+        grads = [
+            cls.backward(*sequence, *window) for sequence in zip(douts, queries, keys, values, outs, lses, strict=True)
+        ]
+        return tuple(torch.cat([x[0] for x in of_all]) for of_all in zip(*grads, strict=True))
 
     @staticmethod
-    def _flash_attention_backward(
-        grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state,
-        unused, *, scale=None, window_size_left=None, window_size_right=None,
-    ):  # fmt: skip
-        scores = scores_of(query, key, scale, is_causal, window_size_left, window_size_right)
+    def forward(query, key, value, scale, *window):
+        scores, v = scores_of(query, key, scale, *window), heads_of(value, query)
+        lse = torch.logsumexp(scores, -1)
+        out = torch.exp(scores - lse.unsqueeze(-1)) @ v
+        return out.transpose(1, 2).contiguous(), lse
+
+    @staticmethod
+    def backward(grad_out, query, key, value, out, logsumexp, scale, *window):
+        scores = scores_of(query, key, scale, *window)
         p = torch.exp(scores - logsumexp.unsqueeze(-1))
         dout, out, q = (x.transpose(1, 2) for x in (grad_out, out, query))
         ds = p * (dout @ heads_of(value, query).mT - (dout * out).sum(-1, keepdim=True)) * scale
         dk, dv = (x.unflatten(1, (key.shape[2], -1)).sum(2) for x in (ds.mT @ q, p.mT @ dout))
         return tuple(x.transpose(1, 2).contiguous() for x in (ds @ heads_of(key, query), dk, dv))
+
+
+def parts(x, ends, longest):
+    """The packed sequences of x [L, H, ...], each [1, L, H, ...]; `longest` is the length of the longest."""
+    lengths = ends.diff().tolist()
+    assert ends[0] == 0
+    assert ends[-1] == len(x)
+    assert min(lengths) > 0
+    assert max(lengths) == longest
+    return [part.unsqueeze(0) for part in x.split(lengths)]
 
 
 def heads_of(x, query):

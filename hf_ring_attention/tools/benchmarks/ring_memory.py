@@ -37,7 +37,7 @@ def peak_of_call(shape: CallShape, tokens_per_rank: int, transport: str) -> list
         seq_len = tokens * ring.world_size
         layout = ring.layout_for(seq_len, pattern)
         problem = Problem(pattern, layout, (((0, seq_len),),), num_heads=shape.heads, num_kv_heads=shape.kv_heads)
-        ring.transport_for(problem, RowBytes(1, 1), device)
+        ring.transport_for(problem, RowBytes(1, 1), device, None)
         gc.collect()
         before = reset_peak_memory(device)
         ring_attention(q, k, v, pattern=pattern, ring=ring).backward(dout)

@@ -1,0 +1,190 @@
+"""torch's attention operators for CUDA as kernels; `kernels.py` says what kernels take and return."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..plan.joins import PACKED, Joining
+from ..plan.tiles import Shape
+from .bands import Gradients, MaskedKernel, Results, added, folded, merged, unfolded, widened
+from .rows import KeyLengths, Lengths, Packed
+
+aten = torch.ops.aten
+
+
+class CudaFlash:
+    """torch's FlashAttention-2 for CUDA, for float16 and bfloat16; it knows windows, and so takes bands as they are."""
+
+    name = "cuda_flash"
+    joining: Joining | None = PACKED
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        shape: Shape,
+        scale: float,
+        folds: int = 1,
+        totals: Results | None = None,
+        lengths: Lengths | None = None,
+    ) -> Results:
+        value_dim, width = v.shape[-1], _round_up(max(q.shape[-1], v.shape[-1]), 8)
+        packed = _as_packed(lengths)
+        q, k, v = (_by_token(widened(x, width), packed) for x in (unfolded(q, folds), k, v))
+        out, lse, *_ = aten._flash_attention_forward(
+            q, k, v, *_sequences(q, k, packed), 0.0, shape == "causal", False, scale=scale,
+            **_window_of_band(q, k, shape, packed),
+        )  # fmt: skip
+        out, lse = (out.transpose(1, 2), lse) if packed is None else (out.transpose(0, 1)[None], lse[None])
+        return merged((folded(out[..., :value_dim], folds), folded(lse, folds)), totals)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        shape: Shape,
+        scale: float,
+        folds: int = 1,
+        sums: Gradients | None = None,
+        lengths: Lengths | None = None,
+    ) -> Gradients:
+        head_dim, value_dim = q.shape[-1], v.shape[-1]
+        width, packed = _round_up(max(head_dim, value_dim), 8), _as_packed(lengths)
+        dout, q, out, lse = (unfolded(x, folds) for x in (dout, q, out, lse))
+        dout, q, k, v, out = (_by_token(widened(x, width), packed) for x in (dout, q, k, v, out))
+        unused = _no_random_state(q)
+        grads = aten._flash_attention_backward(
+            dout, q, k, v, out, lse.contiguous() if packed is None else lse[0].contiguous(), *_sequences(q, k, packed),
+            0.0, shape == "causal", unused, unused, scale=scale, **_window_of_band(q, k, shape, packed),
+        )  # fmt: skip
+        dq, dk, dv = (x.transpose(1, 2) if packed is None else x.transpose(0, 1)[None] for x in grads)
+        return added((folded(dq[..., :head_dim], folds), dk[..., :head_dim], dv[..., :value_dim]), sums)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Returns x, or a copy of it if its rows are strided or begin elsewhere than at multiples of 16 bytes.
+
+    That is how much CUDA's attention kernels read at once: some of them check it, and others fail in the middle of a run.
+    """
+    block = 16 // x.element_size()
+    if x.stride(-1) == 1 and not any(start % block for start in (x.storage_offset(), *x.stride()[:-1])):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _as_packed(lengths: Lengths | None) -> Packed | None:
+    assert not isinstance(lengths, KeyLengths)
+    return lengths
+
+
+def _by_token(x: Tensor, packed: Packed | None) -> Tensor:
+    """Returns [T, L, H, D] of x [T, H, L, D], or [L, H, D] of tiles that are packed, as FlashAttention takes them."""
+    x = _aligned(x).transpose(1, 2)
+    return x if packed is None else x[0]
+
+
+def _sequences(q: Tensor, k: Tensor, packed: Packed | None) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Returns where packed tiles end, and how long tiles are, of q and of k, in the order of FlashAttention's arguments."""
+    return (None, None, q.shape[1], k.shape[1]) if packed is None else packed
+
+
+def _stored_by_token(x: Tensor) -> Tensor:
+    """Returns x [T, H, L, D], stored as [T, L, H, D] without gaps."""
+    return _aligned(x.transpose(1, 2).contiguous()).transpose(1, 2)
+
+
+def _no_random_state(q: Tensor) -> Tensor:
+    """Returns what operators take for the random state of dropout, which is off: they do not read it."""
+    return q.new_empty((), dtype=torch.int64)
+
+
+def _window_of_band(q: Tensor, k: Tensor, shape: Shape, packed: Packed | None) -> dict[str, int]:
+    """Returns the window of a band: query i and key i + Lk - Lq, which are as far apart in all packed tiles, are on the
+    operator's diagonal.
+    """
+    if shape != "band":
+        return {}
+    left = k.shape[1] - q.shape[1] if packed is None else packed.most_keys - packed.most_queries
+    return {"window_size_left": left, "window_size_right": 0}
+
+
+class CudaEfficient(MaskedKernel):
+    """torch's memory-efficient attention for CUDA, also for float32, and for any head size; it takes bands as stretches.
+
+    The operator has no grouped heads, so it runs once for each member of the groups, on the same keys. Its backward takes
+    from the sizes of out where the rows of out are, whatever the strides say: they have to be as its forward stores them.
+    """
+
+    name = "cuda_efficient"
+    joining: Joining | None = None
+    #: The backward kernel reads the log-sum-exp in blocks of this many rows.
+    lse_block = 32
+    #: Rows of a mask begin at multiples of this many numbers.
+    mask_block = 16
+
+    def _bias(self, mask: Tensor | None, k: Tensor) -> Tensor | None:
+        """Returns a mask for all tiles and the heads of k, without copies of it."""
+        if mask is None:
+            return None
+        length = mask.shape[1]
+        aligned = F.pad(mask, (0, _round_up(length, self.mask_block) - length))[:, :length]
+        return aligned.expand(k.shape[0], k.shape[1], *aligned.shape)
+
+    def forward_masked(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        head_dim, value_dim, group = q.shape[-1], v.shape[-1], q.shape[1] // k.shape[1]
+        q, k = (_aligned(widened(x, _round_up(head_dim, 8))) for x in (q, k))
+        v, bias = _aligned(widened(v, _round_up(value_dim, 8))), self._bias(mask, k)
+        parts = [
+            aten._scaled_dot_product_efficient_attention(member, k, v, bias, True, 0.0, causal, scale=scale)[:2]
+            for member in _members(q, group)
+        ]
+        out, lse = (torch.stack(part, 2).flatten(1, 2) for part in zip(*parts))
+        return out[..., :value_dim], lse[..., : q.shape[2]]
+
+    def backward_masked(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        head_dim, value_dim, group = q.shape[-1], v.shape[-1], q.shape[1] // k.shape[1]
+        q, k = (_aligned(widened(x, _round_up(head_dim, 8))) for x in (q, k))
+        dout, v, out = (widened(x, _round_up(value_dim, 8)) for x in (dout, v, out))
+        dout, v = _aligned(dout), _aligned(v)
+        length, bias = lse.shape[-1], self._bias(mask, k)
+        lse = F.pad(lse, (0, _round_up(length, self.lse_block) - length), value=torch.inf)
+        unused = _no_random_state(q)
+        parts = [
+            aten._scaled_dot_product_efficient_attention_backward(
+                dout_, q_, k, v, bias, _stored_by_token(out_), lse_.contiguous(), unused, unused, 0.0,
+                [True, True, True, False], causal, scale=scale,
+            )[:3]
+            for dout_, q_, out_, lse_ in zip(*(_members(x, group) for x in (dout, q, out, lse)))
+        ]  # fmt: skip
+        dqs, dks, dvs = zip(*parts)
+        dq, dk, dv = torch.stack(dqs, 2).flatten(1, 2), sum(dks[1:], dks[0]), sum(dvs[1:], dvs[0])
+        return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _members(x: Tensor, group: int) -> list[Tensor]:
+    """Returns `group` tensors [T, Hkv, ...] of x [T, Hkv * group, ...]: the i-th has the i-th head of each group."""
+    return [x[:, member::group] for member in range(group)]

@@ -1,0 +1,96 @@
+"""Tiles share calls where that costs less than another call, and only tiles that may."""
+
+import itertools
+
+import hf_ring_attention as ra
+from hf_ring_attention.plan.joins import PACKED, PADDED, joined
+from hf_ring_attention.plan.plans import plan_rank
+from hf_ring_attention.plan.problem import Problem
+from tests.support.cases import random_case
+
+TOKENS, RANKS, DOCUMENTS = 131072, 8, 126
+
+
+def packed_documents(rng):
+    cuts = sorted(rng.sample(range(1, TOKENS), DOCUMENTS - 1))
+    return tuple(itertools.pairwise([0, *cuts, TOKENS]))
+
+
+def calls_of_ranks(problem, joining):
+    """The number of calls on all ranks, where tiles of a rank's own keys are views if they can be."""
+    count = 0
+    for rank in range(problem.layout.world_size):
+        plan = plan_rank(problem, rank)
+        own = joined(plan.own, problem.group, joining, lambda batch: batch.as_one(1, range(8)) is not None)
+        count += len(list(own)) + len(list(joined(plan.remote, problem.group, joining, lambda batch: False)))
+    return count
+
+
+def test_packed_documents_in_few_calls(rng):
+    """The bounds are a third of the calls that each rank made, 108, when every residue and triangle was a tile of its own."""
+    layout = ra.SequenceLayout("contiguous", TOKENS, RANKS)
+    problem = Problem(ra.Pattern.parse("pyramid:512,4"), layout, (packed_documents(rng),), num_heads=32, num_kv_heads=8)
+    apart = calls_of_ranks(problem, None)
+    assert calls_of_ranks(problem, PACKED) < RANKS * 108 / 3
+    assert calls_of_ranks(problem, PADDED) < apart
+
+
+def test_calls_hold_each_batch_once_and_no_query_row_twice(rng):
+    for _ in range(60):
+        case = random_case(rng, max_len=80)
+        problem = case.problem(ra.SequenceLayout("contiguous", case.seq_len, 1))
+        batches = plan_rank(problem, 0).own
+        for joining in (PADDED, PACKED, PADDED._replace(most_rows=50)):
+            calls = list(joined(batches, problem.group, joining, lambda batch: False))
+            assert sorted(map(hash, itertools.chain(*calls))) == sorted(map(hash, batches))
+            for call in calls:
+                assert len({batch.shape for batch in call}) == 1
+                longest = call[0]
+                assert all(b.num_keys <= longest.num_keys and b.num_queries <= longest.num_queries for b in call) or (
+                    joining.kind == "packed"
+                )
+                assert len(call) == 1 or sum(batch.rows(problem.group) for batch in call) <= joining.most_rows
+                rows = list(query_rows(call, problem))
+                assert len(set(rows)) == len(rows)
+
+
+def query_rows(call, problem):
+    """(batch row, query head, row) of every query of a call."""
+    for batch in call:
+        for item in batch.items:
+            heads = (
+                item.heads
+                if batch.per_query_head
+                else [head * problem.group + member for head in item.heads for member in range(problem.group)]
+            )
+            rows = [
+                item.query_row + copy + number * batch.query_stride + fold
+                for copy in range(item.copies)
+                for number in range(batch.num_queries)
+                for fold in range(batch.folds)
+            ]
+            yield from itertools.product(item.batch_rows, heads, rows)
+
+
+def test_padding_and_copies_are_weighed_against_a_call(rng):
+    """Tiles that differ by few rows share a call, those that differ by many do not, and views stay views."""
+    lengths = (4000, 4001, 6000)
+    cuts = (0, *itertools.accumulate(lengths))
+    layout = ra.SequenceLayout("contiguous", cuts[-1], 1)
+    documents = (tuple(itertools.pairwise(cuts)),)
+    problem = Problem(ra.Pattern.parse("exact"), layout, documents, num_heads=1, num_kv_heads=1)
+    batches = plan_rank(problem, 0).own
+    assert sorted(batch.num_queries for batch in batches) == list(lengths)
+
+    def calls(joining, is_view):
+        return sorted(sorted(b.num_queries for b in call) for call in joined(batches, 1, joining, lambda _: is_view))
+
+    assert calls(PADDED, False) == [[4000, 4001], [6000]]
+    assert calls(PADDED._replace(most_rows=10**4), False) == [
+        [4000],
+        [4001],
+        [6000],
+    ]  # which is more rows than are copied at once
+    assert calls(PADDED, True) == [[4000], [4001], [6000]]
+    assert calls(PACKED, True) == [list(lengths)]
+    assert calls(None, False) == [[4000], [4001], [6000]]

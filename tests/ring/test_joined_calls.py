@@ -1,0 +1,94 @@
+"""Tiles of unequal lengths in one kernel call, padded or packed, are what each of them is in a call of its own."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import hf_ring_attention as ra
+from hf_ring_attention.compute import cuda_kernels
+from hf_ring_attention.compute.cuda_kernels import CudaFlash
+from hf_ring_attention.compute.kernels import CpuFlash, KernelChoice
+from hf_ring_attention.compute.math_kernel import Math
+from hf_ring_attention.plan.joins import Joining
+from hf_ring_attention.ring import attention
+from tests.support.cases import check_cases, random_cases
+from tests.support.cuda_operators import CheckedOperators, FlashAttention2
+from tests.support.ranks import run_simulated
+
+#: All tiles that may share a call do, whatever it costs; and up to some rows, or where it costs little.
+EVERYTHING = {"rows": 10**9, "pairs": 10**9, "most_rows": 10**9}
+LITTLE = [EVERYTHING, {**EVERYTHING, "most_rows": 30}, {**EVERYTHING, "rows": 8}, {**EVERYTHING, "pairs": 10}]
+
+
+class JoinedCalls:
+    """Hands calls on to a kernel and counts those in which tiles have lengths of their own."""
+
+    def __init__(self, kernel, joining):
+        self.kernel, self.joining, self.name = kernel, joining, kernel.name
+        self.with_lengths = self.padded = 0
+
+    def forward(self, *tensors_and_tiles):
+        self.with_lengths += tensors_and_tiles[-1] is not None
+        return self.kernel.forward(*tensors_and_tiles)
+
+    def backward(self, *tensors_and_tiles):
+        self.padded += bool(torch.isinf(tensors_and_tiles[5]).any())
+        return self.kernel.backward(*tensors_and_tiles)
+
+
+def joined_cases(rng, kernel, count):
+    """Random cases of many documents, whose scores are capped where plain math computes them alone."""
+    cases = random_cases(rng, count, max_len=60)
+    capped = kernel.softcap if isinstance(kernel, Math) else None
+    cases = [dataclasses.replace(case, softcap=capped) for case in cases]
+    for case in cases:
+        assert case.definition
+    return cases
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """Has every call computed by a kernel that joins tiles as it is told."""
+
+    def computed_by(kernel, joining):
+        counted = JoinedCalls(kernel, joining)
+        monkeypatch.setattr(attention, "choose_kernel", lambda *_: KernelChoice(counted, "of the test"))
+        return counted
+
+    return computed_by
+
+
+@pytest.mark.parametrize(
+    "kernel", [CpuFlash(), Math(), Math(softcap=3.0)], ids=["cpu_flash", "math", "math with capped scores"]
+)
+@pytest.mark.parametrize("bounds", LITTLE, ids=["all", "few rows", "little padding", "few pairs"])
+def test_padded_tiles(kernel, bounds, joined, rng):
+    counted = joined(kernel, Joining("padded", **bounds))
+    cases = joined_cases(rng, kernel, 12)
+    check_cases(ra.Ring(), cases)
+    for transport in ("ring", "collective"):
+        run_simulated(lambda ring: check_cases(ring, cases[:6]), 3, layout="zigzag", transport=transport)
+    if bounds is EVERYTHING:
+        assert counted.with_lengths
+        assert counted.padded
+
+
+@pytest.mark.parametrize("bounds", LITTLE[:2], ids=["all", "few rows"])
+def test_packed_tiles(bounds, joined, monkeypatch, rng):
+    """FlashAttention for CUDA, whose calls are checked, with what they mean computed in float64."""
+    operators = CheckedOperators(played_by=FlashAttention2, dtypes=(torch.float64,))
+    monkeypatch.setattr(cuda_kernels, "aten", operators)
+    counted = joined(CudaFlash(), Joining("packed", **bounds))
+    cases = joined_cases(rng, CudaFlash(), 12)
+    check_cases(ra.Ring(), cases)
+    for transport in ("ring", "collective"):
+        run_simulated(lambda ring: check_cases(ring, cases[:6]), 3, layout="zigzag", transport=transport)
+    if bounds is EVERYTHING:
+        assert counted.with_lengths
+        shapes = {
+            (given["is_causal"], "window_size_left" in given)
+            for _, given in operators.calls
+            if given["query"].ndim == 3
+        }
+        assert shapes == {(False, False), (True, False), (False, True)}
