@@ -63,14 +63,14 @@ def widened(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
-def unfolded(x: Tensor, folds: int) -> Tensor:
-    """Returns the rows of x [T, H, Lq * folds, ...] as those of more heads, [T, H * folds, Lq, ...]."""
-    return x.unflatten(2, (-1, folds)).transpose(2, 3).flatten(1, 2)
+def unfolded(x: Tensor, fold_size: int) -> Tensor:
+    """Returns the rows of x [T, H, Lq * fold_size, ...] as those of more heads, [T, H * fold_size, Lq, ...]."""
+    return x.unflatten(2, (-1, fold_size)).transpose(2, 3).flatten(1, 2)
 
 
-def folded(x: Tensor, folds: int) -> Tensor:
-    """Returns the rows of x [T, H * folds, Lq, ...] as [T, H, Lq * folds, ...]."""
-    return x.unflatten(1, (-1, folds)).transpose(2, 3).flatten(2, 3)
+def folded(x: Tensor, fold_size: int) -> Tensor:
+    """Returns the rows of x [T, H * fold_size, Lq, ...] as [T, H, Lq * fold_size, ...]."""
+    return x.unflatten(1, (-1, fold_size)).transpose(2, 3).flatten(2, 3)
 
 
 class MaskedKernel(ABC):
@@ -83,15 +83,15 @@ class MaskedKernel(ABC):
         v: Tensor,
         shape: Shape,
         scale: float,
-        folds: int = 1,
+        fold_size: int = 1,
         totals: Results | None = None,
         lengths: Lengths | None = None,
     ) -> Results:
         if shape == "band":
-            return band_forward(self, q, k, v, scale, folds, totals)
-        if shape == "causal" and folds > 1:
-            out, lse = self.forward_masked(unfolded(q, folds), k, v, True, scale)
-            return merged((folded(out, folds), folded(lse, folds)), totals)
+            return band_forward(self, q, k, v, scale, fold_size, totals)
+        if shape == "causal" and fold_size > 1:
+            out, lse = self.forward_masked(unfolded(q, fold_size), k, v, True, scale)
+            return merged((folded(out, fold_size), folded(lse, fold_size)), totals)
         return merged(self.forward_masked(q, k, v, shape == "causal", scale, _mask_of_keys(lengths, k)), totals)
 
     def backward(
@@ -104,16 +104,16 @@ class MaskedKernel(ABC):
         lse: Tensor,
         shape: Shape,
         scale: float,
-        folds: int = 1,
+        fold_size: int = 1,
         sums: Gradients | None = None,
         lengths: Lengths | None = None,
     ) -> Gradients:
         if shape == "band":
-            return band_backward(self, dout, q, k, v, out, lse, scale, folds, sums)
-        if shape == "causal" and folds > 1:
-            dout, q, out, lse = (unfolded(x, folds) for x in (dout, q, out, lse))
+            return band_backward(self, dout, q, k, v, out, lse, scale, fold_size, sums)
+        if shape == "causal" and fold_size > 1:
+            dout, q, out, lse = (unfolded(x, fold_size) for x in (dout, q, out, lse))
             dq, dk, dv = self.backward_masked(dout, q, k, v, out, lse, True, scale)
-            return added((folded(dq, folds), dk, dv), sums)
+            return added((folded(dq, fold_size), dk, dv), sums)
         mask = _mask_of_keys(lengths, k)
         return added(self.backward_masked(dout, q, k, v, out, lse, shape == "causal", scale, mask), sums)
 
@@ -167,20 +167,20 @@ class _Part(NamedTuple):
 
 
 class _Stretches(NamedTuple):
-    """`number` stretches of `rows` x `folds` query rows each; the first one begins at query and at key `first` of the band."""
+    """`number` stretches of `rows` x `fold_size` query rows; the first begins at query and at key `first` of the band."""
 
     first: int
     number: int
     rows: int
-    folds: int
+    fold_size: int
 
     def queries(self, x: Tensor) -> Tensor:
-        """Returns the rows of x [T, H, Lq, ...] as [number, T * H, rows * folds, ...]."""
+        """Returns the rows of x [T, H, Lq, ...] as [number, T * H, rows * fold_size, ...]."""
         return self.query_view(x).flatten(1, 2)
 
     def query_view(self, x: Tensor) -> Tensor:
-        """Returns the rows of x [T, H, Lq, ...] as a view [number, T, H, rows * folds, ...]."""
-        first, rows = self.first * self.folds, self.rows * self.folds
+        """Returns the rows of x [T, H, Lq, ...] as a view [number, T, H, rows * fold_size, ...]."""
+        first, rows = self.first * self.fold_size, self.rows * self.fold_size
         return x[:, :, first : first + self.number * rows].unflatten(2, (self.number, rows)).movedim(2, 0)
 
     def keys(self, x: Tensor, part: _Part) -> Tensor:
@@ -195,7 +195,7 @@ class _Stretches(NamedTuple):
 
     def query_rows(self, x: Tensor) -> int:
         """Returns the query rows of a stretch of x [T, H, Lq, D], over tiles and heads."""
-        return x.shape[0] * x.shape[1] * self.rows * self.folds
+        return x.shape[0] * x.shape[1] * self.rows * self.fold_size
 
     def add_keys_(self, x: Tensor, part: _Part, values: Tensor) -> None:
         """Adds [number, T * H, length, D] to a part's keys of x [T, H, Lk, D]."""
@@ -211,22 +211,22 @@ class _Stretches(NamedTuple):
             yield self._replace(first=self.first + done * self.rows, number=min(count, self.number - done))
 
 
-def _cut(num_queries: int, num_keys: int, folds: int, share: int) -> Iterator[tuple[_Stretches, list[_Part]]]:
+def _cut(num_queries: int, num_keys: int, fold_size: int, share: int) -> Iterator[tuple[_Stretches, list[_Part]]]:
     """Yields (stretches of a band, the parts of their keys): first all of equal rows, then one of the rows that are left."""
     width = num_keys - num_queries + 1
     rows = CUT_ROWS if width >= CUT_FROM else min(max(width // share, FEWEST_ROWS), MOST_ROWS)
-    if folds > 1 and width < CUT_FROM:
-        rows = min(rows, max(FEWEST_ROWS, LARGEST_MASK // (folds * width)))
+    if fold_size > 1 and width < CUT_FROM:
+        rows = min(rows, max(FEWEST_ROWS, LARGEST_MASK // (fold_size * width)))
     number, rest = divmod(num_queries, rows)
     if number:
-        yield _Stretches(0, number, rows, folds), _parts_of_keys(rows, width)
+        yield _Stretches(0, number, rows, fold_size), _parts_of_keys(rows, width)
     if rest:
-        yield _Stretches(number * rows, 1, rest, folds), _parts_of_keys(rest, width)
+        yield _Stretches(number * rows, 1, rest, fold_size), _parts_of_keys(rest, width)
 
 
-def _are_heads(folds: int, width: int) -> bool:
+def _are_heads(fold_size: int, width: int) -> bool:
     """Returns whether the rows of folds are better heads of their own: where keys are cut, or the mask would be large."""
-    return folds > 1 and (width >= CUT_FROM or FEWEST_ROWS * folds * width > LARGEST_MASK)
+    return fold_size > 1 and (width >= CUT_FROM or FEWEST_ROWS * fold_size * width > LARGEST_MASK)
 
 
 def _parts_of_keys(rows: int, width: int) -> list[_Part]:
@@ -237,11 +237,11 @@ def _parts_of_keys(rows: int, width: int) -> list[_Part]:
 
 
 def _mask_of_stretch(stretches: _Stretches, parts: list[_Part], width: int, q: Tensor) -> Tensor | None:
-    """Returns [rows * folds, rows + width - 1]: 0 where a query sees a key, -inf elsewhere; None where keys are cut instead."""
+    """Returns [rows * fold_size, rows + width - 1]: 0 where a query sees a key, -inf elsewhere; None where keys are cut."""
     if parts[0].kind != "masked":
         return None
     rows = stretches.rows
-    query = torch.arange(rows * stretches.folds, device=q.device)[:, None] // stretches.folds
+    query = torch.arange(rows * stretches.fold_size, device=q.device)[:, None] // stretches.fold_size
     key = torch.arange(rows + width - 1, device=q.device)
     hidden = (key < query) | (key >= query + width)
     return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
@@ -253,19 +253,19 @@ def band_forward(
     k: Tensor,
     v: Tensor,
     scale: float,
-    folds: int = 1,
+    fold_size: int = 1,
     totals: Results | None = None,
 ) -> Results:
     """Returns out and lse of a band, in the shapes of `Kernel.forward`, or `totals` with these merged into them."""
-    rows = q.shape[2] // folds
+    rows = q.shape[2] // fold_size
     width, dtype = k.shape[2] - rows + 1, accumulation_dtype(q.dtype)
-    if _are_heads(folds, width):
-        out, lse = band_forward(kernel, unfolded(q, folds), k, v, scale)
-        return merged((folded(out, folds), folded(lse, folds)), totals)
+    if _are_heads(fold_size, width):
+        out, lse = band_forward(kernel, unfolded(q, fold_size), k, v, scale)
+        return merged((folded(out, fold_size), folded(lse, fold_size)), totals)
     results = (
         (q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=dtype)) if totals is None else totals
     )
-    for all_stretches, parts in _cut(rows, k.shape[2], folds, FORWARD_SHARE):
+    for all_stretches, parts in _cut(rows, k.shape[2], fold_size, FORWARD_SHARE):
         mask = _mask_of_stretch(all_stretches, parts, width, q)
         for stretches in all_stretches.split(max(RESULTS_AT_ONCE // all_stretches.query_rows(q), 1)):
             queries, total = stretches.queries(q), None
@@ -298,19 +298,19 @@ def band_backward(
     out: Tensor,
     lse: Tensor,
     scale: float,
-    folds: int = 1,
+    fold_size: int = 1,
     sums: Gradients | None = None,
 ) -> Gradients:
     """Returns dq, dk and dv of a band, in the shapes of `Kernel.backward`; adds them to `sums` and returns these if given."""
-    dtype, rows = accumulation_dtype(q.dtype), q.shape[2] // folds
+    dtype, rows = accumulation_dtype(q.dtype), q.shape[2] // fold_size
     width = k.shape[2] - rows + 1
-    if _are_heads(folds, width):
-        dout, q, out, lse = (unfolded(x, folds) for x in (dout, q, out, lse))
+    if _are_heads(fold_size, width):
+        dout, q, out, lse = (unfolded(x, fold_size) for x in (dout, q, out, lse))
         dq, dk, dv = band_backward(kernel, dout, q, k, v, out, lse, scale)
-        return added((folded(dq, folds), dk, dv), sums)
+        return added((folded(dq, fold_size), dk, dv), sums)
     dk, dv = (torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)) if sums is None else sums[1:]
     dq = torch.empty_like(q, memory_format=torch.contiguous_format) if sums is None else sums[0]
-    for all_stretches, parts in _cut(rows, k.shape[2], folds, BACKWARD_SHARE):
+    for all_stretches, parts in _cut(rows, k.shape[2], fold_size, BACKWARD_SHARE):
         key_rows = k.shape[0] * k.shape[1] * max(part.length for part in parts)
         mask = _mask_of_stretch(all_stretches, parts, width, q)
         for stretches in all_stretches.split(max(GRADIENTS_AT_ONCE // key_rows, 1)):

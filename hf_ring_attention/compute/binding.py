@@ -21,14 +21,14 @@ class BoundBatch:
     """The rows of one kernel call, and what it is told of them.
 
     Attributes:
-        shape, folds: the tiles' shape, and the rows of a fold (`plan/tiles.py`).
+        shape, fold_size: the tiles' shape, and the rows of a fold (`plan/tiles.py`).
         lengths: the lengths of tiles where these differ and the kernel has to know.
     """
 
     queries: Rows
     keys: Rows
     shape: Shape
-    folds: int = 1
+    fold_size: int = 1
     lengths: Lengths | None = None
 
     def parts(self, max_rows: int) -> list[BoundBatch]:
@@ -37,7 +37,7 @@ class BoundBatch:
         if size >= self.queries.units:
             return [self]
         parts = zip(self.queries.split(size), self.keys.split(size))
-        return [BoundBatch(queries, keys, self.shape, self.folds) for queries, keys in parts]
+        return [BoundBatch(queries, keys, self.shape, self.fold_size) for queries, keys in parts]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Binder:
                 calls.append(self._joined(call, [keys(batch).numbers() for batch in call]))
                 continue
             [batch] = call
-            calls.append(view(batch) or BoundBatch(self._queries(batch), keys(batch), batch.shape, batch.folds))
+            calls.append(view(batch) or BoundBatch(self._queries(batch), keys(batch), batch.shape, batch.fold_size))
         return tuple(calls)
 
     def own(self, batches: Sequence[TileBatch], heads: range) -> tuple[BoundBatch, ...]:
@@ -109,7 +109,7 @@ class Binder:
         queries = [self._queries(batch).numbers() for batch in call]
         if self.joining.kind == "packed":
             # The rows of a fold are heads of their own, which share the keys as grouped heads do.
-            rows = torch.cat([_by_head(x.unflatten(2, (-1, first.folds)).movedim(3, 2)) for x in queries], -1)
+            rows = torch.cat([_by_head(x.unflatten(2, (-1, first.fold_size)).movedim(3, 2)) for x in queries], -1)
             own_keys = torch.cat([_by_head(x.unsqueeze(2)) for x in keys], -1)
             lengths = Packed(
                 self._ends([(batch.num_queries, batch.num_tiles) for batch in call]),
@@ -128,12 +128,12 @@ class Binder:
         if first.shape == "full":
             counts = [batch.num_keys for batch in call for _ in range(batch.num_tiles)]
             rows, key_lengths = torch.cat(queries), KeyLengths(torch.tensor(counts, device=self.device))
-            return BoundBatch(IndexRows(rows.shape[-1], rows=rows), padded_keys, "full", first.folds, key_lengths)
+            return BoundBatch(IndexRows(rows.shape[-1], rows=rows), padded_keys, "full", first.fold_size, key_lengths)
         longest = max(x.shape[-1] for x in queries)
         rows = torch.cat([_padded(x, longest) for x in queries])
         lengths_of_tiles = torch.tensor([x.shape[-1] for x in queries for _ in range(x.shape[0])])
         kept = torch.nonzero((torch.arange(longest) < lengths_of_tiles[:, None]).flatten()).flatten().to(self.device)
-        return BoundBatch(PaddedRows(IndexRows(longest, rows=rows), kept), padded_keys, first.shape, first.folds)
+        return BoundBatch(PaddedRows(IndexRows(longest, rows=rows), kept), padded_keys, first.shape, first.fold_size)
 
     def _ends(self, lengths: list[tuple[int, int]]) -> Tensor:
         """Returns where rows of tiles end that follow each other, for pairs of a length and how many tiles have it."""
@@ -150,7 +150,7 @@ class Binder:
 
     def _queries(self, batch: TileBatch) -> IndexRows:
         first = self._first_rows(batch, self.query_rows, "queries")
-        rows = IndexRows(batch.num_queries * batch.folds, first, batch.query_stride, batch.folds)
+        rows = IndexRows(batch.num_queries * batch.fold_size, first, batch.query_stride, batch.fold_size)
         # Where keys are held queries are few: their numbers are kept, once for all layers.
         return rows if self.problem.held is None else IndexRows(rows.length, rows=rows.numbers())
 

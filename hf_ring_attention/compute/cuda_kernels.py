@@ -27,19 +27,19 @@ class CudaFlash:
         v: Tensor,
         shape: Shape,
         scale: float,
-        folds: int = 1,
+        fold_size: int = 1,
         totals: Results | None = None,
         lengths: Lengths | None = None,
     ) -> Results:
         value_dim, width = v.shape[-1], _round_up(max(q.shape[-1], v.shape[-1]), 8)
         packed = _as_packed(lengths)
-        q, k, v = (_by_token(widened(x, width), packed) for x in (unfolded(q, folds), k, v))
+        q, k, v = (_by_token(widened(x, width), packed) for x in (unfolded(q, fold_size), k, v))
         out, lse, *_ = aten._flash_attention_forward(
             q, k, v, *_sequences(q, k, packed), 0.0, shape == "causal", False, scale=scale,
             **_window_of_band(q, k, shape, packed),
         )  # fmt: skip
         out, lse = (out.transpose(1, 2), lse) if packed is None else (out.transpose(0, 1)[None], lse[None])
-        return merged((folded(out[..., :value_dim], folds), folded(lse, folds)), totals)
+        return merged((folded(out[..., :value_dim], fold_size), folded(lse, fold_size)), totals)
 
     def backward(
         self,
@@ -51,13 +51,13 @@ class CudaFlash:
         lse: Tensor,
         shape: Shape,
         scale: float,
-        folds: int = 1,
+        fold_size: int = 1,
         sums: Gradients | None = None,
         lengths: Lengths | None = None,
     ) -> Gradients:
         head_dim, value_dim = q.shape[-1], v.shape[-1]
         width, packed = _round_up(max(head_dim, value_dim), 8), _as_packed(lengths)
-        dout, q, out, lse = (unfolded(x, folds) for x in (dout, q, out, lse))
+        dout, q, out, lse = (unfolded(x, fold_size) for x in (dout, q, out, lse))
         dout, q, k, v, out = (_by_token(widened(x, width), packed) for x in (dout, q, k, v, out))
         unused = _no_random_state(q)
         grads = aten._flash_attention_backward(
@@ -65,7 +65,7 @@ class CudaFlash:
             0.0, shape == "causal", unused, unused, scale=scale, **_window_of_band(q, k, shape, packed),
         )  # fmt: skip
         dq, dk, dv = (x.transpose(1, 2) if packed is None else x.transpose(0, 1)[None] for x in grads)
-        return added((folded(dq[..., :head_dim], folds), dk[..., :head_dim], dv[..., :value_dim]), sums)
+        return added((folded(dq[..., :head_dim], fold_size), dk[..., :head_dim], dv[..., :value_dim]), sums)
 
 
 def _aligned(x: Tensor) -> Tensor:

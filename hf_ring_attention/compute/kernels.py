@@ -2,8 +2,8 @@
 
 Every kernel takes q [T, H, Lq, D], k [T, Hkv, Lk, D], v [T, Hkv, Lk, Dv] (query head h reads key/value head
 h // (H / Hkv)) and the shape of the tiles: query i sees all keys ("full"), keys 0 to i ("causal", Lq = Lk), or keys i to
-i + Lk - Lq ("band"). Where a tile has folds (`plan/tiles.py`), q has `folds` rows in place of each of these Lq, one after the
-other, which see the same keys.
+i + Lk - Lq ("band"). Where a tile has folds (`plan/tiles.py`), q has the rows of a fold, `fold_size` of them one after the
+other, in place of each of these Lq; they see the same keys.
 `backward` takes the out and lse of the *whole* softmax: with those, a tile's gradients are its exact share
 (FlashAttention, arXiv 2205.14135, appendix B).
 """
@@ -42,7 +42,7 @@ class Kernel(Protocol):
         v: Tensor,
         shape: Shape,
         scale: float,
-        folds: int = 1,
+        fold_size: int = 1,
         totals: Results | None = None,
         lengths: Lengths | None = None,
     ) -> Results:
@@ -63,7 +63,7 @@ class Kernel(Protocol):
         lse: Tensor,
         shape: Shape,
         scale: float,
-        folds: int = 1,
+        fold_size: int = 1,
         sums: Gradients | None = None,
         lengths: Lengths | None = None,
     ) -> Gradients:

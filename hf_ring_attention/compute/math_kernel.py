@@ -29,13 +29,13 @@ class Math:
     def __init__(self, softcap: float | None = None) -> None:
         self.softcap = softcap
 
-    def _slices(self, q: Tensor, k: Tensor, shape: Shape, folds: int) -> Iterator[tuple[slice, slice]]:
+    def _slices(self, q: Tensor, k: Tensor, shape: Shape, fold_size: int) -> Iterator[tuple[slice, slice]]:
         """Yields (query rows, the keys that some of them see): parts that hold at most `budget` scores, or have one row."""
-        width = k.shape[2] - q.shape[2] // folds + 1
+        width = k.shape[2] - q.shape[2] // fold_size + 1
         rows = max(1, self.budget // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
         for start in range(0, q.shape[2], rows):
             stop = min(start + rows, q.shape[2])
-            first, last = start // folds, (stop - 1) // folds
+            first, last = start // fold_size, (stop - 1) // fold_size
             keys = {"full": (0, k.shape[2]), "causal": (0, last + 1), "band": (first, last + width)}[shape]
             yield slice(start, stop), slice(*keys)
 
@@ -48,7 +48,7 @@ class Math:
         shape: Shape,
         width: int,
         scale: float,
-        folds: int,
+        fold_size: int,
         lengths: Lengths | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns scores [T, Hkv, g, rows, keys] of q [T, Hkv, g, rows, D], and their tanh if capped."""
@@ -57,7 +57,7 @@ class Math:
             tanh = torch.tanh(scores / self.softcap)
             scores = tanh * self.softcap
         if shape != "full":
-            query = torch.arange(rows.start, rows.stop, device=q.device)[:, None] // folds
+            query = torch.arange(rows.start, rows.stop, device=q.device)[:, None] // fold_size
             key = torch.arange(keys.start, keys.stop, device=q.device)
             hidden = key > query if shape == "causal" else (key < query) | (key >= query + width)
             scores = scores.masked_fill(hidden, -torch.inf)
@@ -73,17 +73,17 @@ class Math:
         v: Tensor,
         shape: Shape,
         scale: float,
-        folds: int = 1,
+        fold_size: int = 1,
         totals: Results | None = None,
         lengths: Lengths | None = None,
     ) -> Results:
-        dtype, width = accumulation_dtype(q.dtype), k.shape[2] - q.shape[2] // folds + 1
+        dtype, width = accumulation_dtype(q.dtype), k.shape[2] - q.shape[2] // fold_size + 1
         out = q.new_empty(*q.shape[:3], v.shape[-1])
         lse = q.new_empty(q.shape[:3], dtype=dtype)
         k, v, grouped = k.to(dtype), v.to(dtype), (k.shape[1], q.shape[1] // k.shape[1])
-        for rows, keys in self._slices(q, k, shape, folds):
+        for rows, keys in self._slices(q, k, shape, fold_size):
             queries = q[:, :, rows].to(dtype).unflatten(1, grouped)
-            scores, _ = self._scores(queries, k, rows, keys, shape, width, scale, folds, lengths)
+            scores, _ = self._scores(queries, k, rows, keys, shape, width, scale, fold_size, lengths)
             lse_rows = torch.logsumexp(scores, -1)
             out[:, :, rows] = (torch.exp(scores - lse_rows[..., None]) @ v[:, :, None, keys]).flatten(1, 2)
             lse[:, :, rows] = lse_rows.flatten(1, 2)
@@ -99,17 +99,17 @@ class Math:
         lse: Tensor,
         shape: Shape,
         scale: float,
-        folds: int = 1,
+        fold_size: int = 1,
         sums: Gradients | None = None,
         lengths: Lengths | None = None,
     ) -> Gradients:
-        dtype, width = accumulation_dtype(q.dtype), k.shape[2] - q.shape[2] // folds + 1
+        dtype, width = accumulation_dtype(q.dtype), k.shape[2] - q.shape[2] // fold_size + 1
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
         key_dtype, grouped = k.dtype, (k.shape[1], q.shape[1] // k.shape[1])
         k, v = k.to(dtype), v.to(dtype)
-        for rows, keys in self._slices(q, k, shape, folds):
+        for rows, keys in self._slices(q, k, shape, fold_size):
             q_rows, dout_rows, out_rows = (x[:, :, rows].to(dtype).unflatten(1, grouped) for x in (q, dout, out))
-            scores, tanh = self._scores(q_rows, k, rows, keys, shape, width, scale, folds, lengths)
+            scores, tanh = self._scores(q_rows, k, rows, keys, shape, width, scale, fold_size, lengths)
             p = torch.exp(scores - lse[:, :, rows].unflatten(1, grouped)[..., None])
             dp = dout_rows @ v[:, :, None, keys].mT
             ds = p * (dp - (dout_rows * out_rows).sum(-1, keepdim=True)) * scale

@@ -114,14 +114,14 @@ class IndexRows:
         length: rows of a tile and head, L, those of all folds counted.
         first: [tiles, heads], the first row of each; None where `rows` has all of them.
         stride: the distance from the first row of a fold to that of the next one.
-        folds: the rows of a fold, which follow each other: with `stride` 4 and `folds` 2, rows 0, 1, 4, 5, 8, 9, ...
+        fold_size: the rows of a fold, which follow each other: with `stride` 4 and `fold_size` 2, rows 0, 1, 4, 5, 8, 9, ...
         rows: [tiles, heads, L], all row numbers; None where `first` has the first ones.
     """
 
     length: int
     first: Tensor | None = None
     stride: int = 1
-    folds: int = 1
+    fold_size: int = 1
     rows: Tensor | None = None
 
     @property
@@ -144,8 +144,8 @@ class IndexRows:
             return self.rows
         assert self.first is not None
         number = torch.arange(self.length, device=self.first.device)
-        if self.folds > 1:
-            number = number // self.folds * self.stride + number % self.folds
+        if self.fold_size > 1:
+            number = number // self.fold_size * self.stride + number % self.fold_size
         elif self.stride != 1:
             number = number * self.stride
         return self.first.unsqueeze(-1) + number

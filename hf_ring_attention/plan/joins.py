@@ -65,7 +65,7 @@ def _kind(batch: TileBatch, joining: Literal["padded", "packed"]) -> tuple[objec
     width = batch.num_keys - batch.num_queries if batch.shape == "band" else 0
     # Padding of queries and of keys depend on each other but for rectangles, of which only the keys are padded.
     queries = batch.num_queries if batch.shape == "full" and joining == "padded" else 0
-    return batch.visit, batch.per_query_head, batch.shape, batch.folds, width, queries
+    return batch.visit, batch.per_query_head, batch.shape, batch.fold_size, width, queries
 
 
 def _is_cheaper(

@@ -43,7 +43,7 @@ class TileBatch:
         visit: no two tiles of one visit and shape share a query row of a head, be they of the same batch or not.
         per_query_head: whether items name query heads, not key/value heads with their groups.
         num_queries: the query rows of a tile, where there are folds the first row of each.
-        folds: the rows of a fold, which see the same keys (`plan/tiles.py`): a tile has `num_queries` * `folds` query rows.
+        fold_size: the rows of a fold (`plan/tiles.py`); a tile has `num_queries` * `fold_size` query rows.
         num_keys: the key rows of a tile.
         query_stride, key_stride: the distance from one of these rows to the next.
     """
@@ -52,7 +52,7 @@ class TileBatch:
     per_query_head: bool
     shape: Shape
     num_queries: int
-    folds: int
+    fold_size: int
     num_keys: int
     query_stride: int
     key_stride: int
@@ -60,7 +60,7 @@ class TileBatch:
 
     def rows(self, group: int) -> int:
         """Returns the rows of queries, of all their heads, and of keys."""
-        queries = self.num_queries * self.folds * (1 if self.per_query_head else group)
+        queries = self.num_queries * self.fold_size * (1 if self.per_query_head else group)
         return (queries + self.num_keys) * self.num_tiles
 
     def like(self, longest: TileBatch) -> TileBatch:
@@ -71,7 +71,7 @@ class TileBatch:
         """Returns the query-key pairs over all batch rows and query heads; `group` of these share a key/value head."""
         rows, keys = self.num_queries, self.num_keys
         tile = {"full": rows * keys, "causal": rows * (rows + 1) // 2, "band": rows * (keys - rows + 1)}[self.shape]
-        return tile * self.folds * self.num_tiles * (1 if self.per_query_head else group)
+        return tile * self.fold_size * self.num_tiles * (1 if self.per_query_head else group)
 
     @property
     def num_tiles(self) -> int:
@@ -85,7 +85,7 @@ class TileBatch:
         which no two tiles share a query row.
         """
         everything = (tuple(range(num_batch_rows)), tuple(heads))
-        if self.per_query_head or self.folds > 1:
+        if self.per_query_head or self.fold_size > 1:
             return None
         if any((item.batch_rows, item.heads) != everything or item.copies > 1 for item in self.items):
             return None
@@ -206,13 +206,13 @@ def _batches(
             ):
                 # A single fold of n rows is written as n tiles of one row, so that single folds of any size have one shape.
                 single = len(tile.queries) == 1
-                batches.setdefault(_shape(tile, 1 if single else tile.folds), []).append(
+                batches.setdefault(_shape(tile, 1 if single else tile.fold_size), []).append(
                     Item(
                         batch_rows=batch_rows,
                         heads=tile.heads,
                         query_row=tile.queries[0],
                         key_row=tile.keys[0],
-                        copies=tile.folds if single else 1,
+                        copies=tile.fold_size if single else 1,
                     )
                 )
     return tuple(
@@ -221,7 +221,7 @@ def _batches(
             per_query_head=shape.per_query_head,
             shape=shape.shape,
             num_queries=shape.num_queries,
-            folds=shape.folds,
+            fold_size=shape.fold_size,
             num_keys=shape.num_keys,
             query_stride=shape.query_stride,
             key_stride=shape.key_stride,
@@ -239,20 +239,20 @@ class _BatchShape(NamedTuple):
     per_query_head: bool
     shape: Shape
     num_queries: int
-    folds: int
+    fold_size: int
     num_keys: int
     query_stride: int
     key_stride: int
 
 
-def _shape(tile: Tile, folds: int) -> _BatchShape:
+def _shape(tile: Tile, fold_size: int) -> _BatchShape:
     return _BatchShape(
         branch=tile.branch,
         part=tile.part,
         per_query_head=tile.per_query_head,
         shape=tile.shape,
         num_queries=len(tile.queries),
-        folds=folds,
+        fold_size=fold_size,
         num_keys=len(tile.keys),
         query_stride=tile.queries.step,
         key_stride=tile.keys.step,

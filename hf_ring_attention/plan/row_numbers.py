@@ -72,7 +72,7 @@ def _of_tiles(
         longest, *others = call
         if others:
             padded = [batch.like(longest) for batch in call] if joining and joining.kind == "padded" else call
-            lengths = sum(batch.num_tiles * (1 + batch.num_queries * batch.folds) for batch in call)
+            lengths = sum(batch.num_tiles * (1 + batch.num_queries * batch.fold_size) for batch in call)
             numbers += sum(batch.rows(problem.group) for batch in padded) + 1 + lengths
         elif not is_view(longest):
             queries = 1 if longest.per_query_head else problem.group

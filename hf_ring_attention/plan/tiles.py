@@ -19,13 +19,13 @@ A window of 3 tokens over 6 tokens is two tiles, here a and b:
 In a branch of dilation r that shows keys of one residue modulo r to queries of every residue, neighbouring queries mostly see
 the same keys: an end that moves with the query meets the next such key once in r positions. The consecutive queries between
 two of these changes are a *fold*. Folds repeat every r positions, so one tile takes many of a kind: its `queries` are the
-first rows of the folds, r rows apart, and `folds` is how many rows a fold has. A window of 8 tokens with every 4th key, here
-those at positions 1, 5, 9, ..., has one kind, of 4 queries:
+first rows of the folds, r rows apart, and `fold_size` is how many rows a fold has. A window of 8 tokens with every 4th key,
+here those at positions 1, 5, 9, ..., has one kind, of 4 queries:
 
     queries     9 10 11 12 see the keys 5 9
     queries    13 14 15 16 see the keys 9 13
 
-The tile is then a band with the queries 9, 13, ..., the keys 5, 9, 13, ... and `folds` = 4.
+The tile is then a band with the queries 9, 13, ..., the keys 5, 9, 13, ... and `fold_size` = 4.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Tile:
     heads: tuple[int, ...]
     per_query_head: bool
     queries: range
-    #: The rows of a fold: each row of `queries` and the `folds` - 1 rows after it see the same keys. 1 without folds.
-    folds: int
+    #: The rows of a fold: each row of `queries` and the `fold_size` - 1 rows after it see the same keys. 1 without folds.
+    fold_size: int
     keys: range
     shape: Shape
 
@@ -364,7 +364,7 @@ def tile_document(
                                 heads=branch.heads,
                                 per_query_head=branch.per_query_head,
                                 queries=_slice(rows, shape.queries),
-                                folds=size,
+                                fold_size=size,
                                 keys=_slice(key_group, shape.keys),
                                 shape=shape.shape,
                             )

@@ -86,7 +86,7 @@ def _forward_step(step: ForwardStep, q: Tensor, total: Tensor, lse: Tensor, kern
             keys.take(step.values),
             part.shape,
             scale,
-            part.folds,
+            part.fold_size,
             totals,
             part.lengths,
         )
@@ -110,7 +110,7 @@ def _backward_step(
             queries.take_lse(lse),
             part.shape,
             scale,
-            part.folds,
+            part.fold_size,
             sums,
             part.lengths,
         )

@@ -118,14 +118,14 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-def check(kernel, dtype, shape, sizes, folds, widths, layout=packed):
+def check(kernel, dtype, shape, sizes, fold_size, widths, layout=packed):
     """Forward and backward, with results of the right sizes, dtypes and device."""
     tiles, heads, group, queries, keys = sizes
     keys = queries if shape == "causal" else keys
-    rows, (width, value_width) = queries * folds, widths
+    rows, (width, value_width) = queries * fold_size, widths
     q = layout(tiles, heads * group, rows, width, dtype=dtype)
     k, v = (layout(tiles, heads, keys, wide, dtype=dtype) for wide in widths)
-    out, lse = kernel.forward(q, k, v, shape, 0.3, folds)
+    out, lse = kernel.forward(q, k, v, shape, 0.3, fold_size)
     row_sizes = (tiles, heads * group, rows)
     assert (out.shape, out.dtype) == ((*row_sizes, value_width), dtype)
     assert (lse.shape, lse.dtype) == (row_sizes, accumulation_dtype(dtype))
@@ -133,7 +133,7 @@ def check(kernel, dtype, shape, sizes, folds, widths, layout=packed):
     dout = layout(*row_sizes, value_width, dtype=dtype)
     if layout is not packed:  # of a larger softmax, and so not from the kernel itself
         merged = layout(*row_sizes, value_width, dtype=dtype), layout(*row_sizes, 1, dtype=lse.dtype).squeeze(-1)
-    grads = kernel.backward(dout, q, k, v, *merged, shape, 0.3, folds)
+    grads = kernel.backward(dout, q, k, v, *merged, shape, 0.3, fold_size)
     for grad, x in zip(grads, (q, k, v), strict=True):
         assert (grad.shape, grad.dtype) == (x.shape, dtype)
     assert {x.device.type for x in (out, lse, *grads)} == {"cuda"}

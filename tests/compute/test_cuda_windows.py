@@ -35,21 +35,24 @@ def test_cuda_flash_is_what_plain_math_makes_of_it(shape, monkeypatch, rng, gene
     monkeypatch.setattr(cuda_kernels, "aten", checked)
     for _ in range(60):
         tiles, heads = (rng.randint(1, 3) for _ in range(2))
-        group, folds = rng.choice([1, 2, 4]), rng.choice([1, 1, 2, 3])
+        group, fold_size = rng.choice([1, 2, 4]), rng.choice([1, 1, 2, 3])
         queries, width = rng.choice([1, rng.randint(1, 30)]), rng.choice([1, rng.randint(1, 24)])
         keys = {"full": rng.randint(1, 40), "causal": queries, "band": queries + width - 1}[shape]
         head_dim, value_dim = rng.randint(1, 20), rng.randint(1, 20)
-        rows = (tiles, heads * group, queries * folds)
+        rows = (tiles, heads * group, queries * fold_size)
         q, dout = drawn(generator, *rows, head_dim), drawn(generator, *rows, value_dim)
         k, v = (drawn(generator, tiles, heads, keys, wide) for wide in (head_dim, value_dim))
         if rng.random() < 0.5:  # as models store them
             q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
-        out, lse = Math().forward(q, k, v, shape, 0.3, folds)
+        out, lse = Math().forward(q, k, v, shape, 0.3, fold_size)
         # In the whole softmax there are other keys, too.
         whole = drawn(generator, *out.shape), lse + torch.rand(lse.shape, dtype=lse.dtype, generator=generator)
-        want = out, lse, *Math().backward(dout, q, k, v, *whole, shape, 0.3, folds)
+        want = out, lse, *Math().backward(dout, q, k, v, *whole, shape, 0.3, fold_size)
         flash = CudaFlash()
-        got = *flash.forward(q, k, v, shape, 0.3, folds), *flash.backward(dout, q, k, v, *whole, shape, 0.3, folds)
+        got = (
+            *flash.forward(q, k, v, shape, 0.3, fold_size),
+            *flash.backward(dout, q, k, v, *whole, shape, 0.3, fold_size),
+        )
         for x, y in zip(got, want, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
     assert len(checked.calls) == 120

@@ -67,7 +67,7 @@ def query_rows(call, problem):
                 item.query_row + copy + number * batch.query_stride + fold
                 for copy in range(item.copies)
                 for number in range(batch.num_queries)
-                for fold in range(batch.folds)
+                for fold in range(batch.fold_size)
             ]
             yield from itertools.product(item.batch_rows, heads, rows)
 

@@ -22,13 +22,13 @@ def pairs_of(batch, problem, query_positions, key_positions):
     assert batch.num_queries > 0
     assert batch.num_keys > 0
     assert batch.shape != "causal" or batch.num_queries == batch.num_keys
-    assert batch.folds == 1 or batch.num_queries > 1
+    assert batch.fold_size == 1 or batch.num_queries > 1
     for item in batch.items:
         assert len(set(item.batch_rows)) == len(item.batch_rows) > 0
         assert len(set(item.heads)) == len(item.heads) > 0
         assert item.copies > 0
-        folds = range(item.copies if batch.folds == 1 else batch.folds)
-        assert batch.folds == 1 or item.copies == 1
+        folds = range(item.copies if batch.fold_size == 1 else batch.fold_size)
+        assert batch.fold_size == 1 or item.copies == 1
         for batch_row, number, fold in itertools.product(item.batch_rows, item.heads, folds):
             heads = [number] if batch.per_query_head else range(number * group, (number + 1) * group)
             for i in range(batch.num_queries):

@@ -33,11 +33,11 @@ def covered(tiles, num_heads, num_kv_heads):
         heads = tile.heads if tile.per_query_head else [kv * group + i for kv in tile.heads for i in range(group)]
         assert len(tile.queries) > 0
         assert len(tile.keys) > 0
-        assert tile.folds > 0
+        assert tile.fold_size > 0
         if tile.shape == "causal":
             assert len(tile.queries) == len(tile.keys)
             assert tile.queries.step * tile.keys.step > 0
-        for head, fold in itertools.product(heads, range(tile.folds)):
+        for head, fold in itertools.product(heads, range(tile.fold_size)):
             for i, query in enumerate(tile.queries):
                 pairs.update((head, query + fold, key) for key in seen_keys(tile, i))
                 kind = (tile.branch, tile.part, tile.shape, tile.queries.step > 0, head, query + fold)

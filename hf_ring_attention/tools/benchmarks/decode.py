@@ -23,6 +23,8 @@ from .speed import SDPA
 
 #: The number of first steps of each that do not count.
 _UNCOUNTED_STEPS = 3
+#: The pattern that fills the cache, and how many tokens it takes at once.
+_FILLING, _TOKENS_AT_ONCE = "window:512", 8192
 
 
 def decoding_model(source: str | None, shape: CallShape) -> Any:
@@ -49,17 +51,24 @@ def decoding_model(source: str | None, shape: CallShape) -> Any:
 def measure_decoding(
     shape: CallShape, model: Any, tokens: int, patterns: Sequence[str], repeats: int
 ) -> list[dict[str, Any]]:
-    """Returns the median seconds of a step by both implementations for each pattern, and the median of the paired ratios."""
+    """Returns the median seconds of a step by both implementations for each pattern, and the median of the paired ratios.
+
+    Both caches go on from pattern to pattern, as long as each other.
+    """
     rows = []
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(vocabulary, (1, tokens + 1), generator=generator).to(shape.device)
     with torch.inference_mode():
-        model.set_attn_implementation(SDPA)
-        cache = model.base_model(ids[:, :tokens], use_cache=True).past_key_values
+        # A step takes as long whatever the cache contains, so a window fills it, whose time does not grow with the tokens.
+        patch_config(model.config, _FILLING)
+        model.set_attn_implementation(IMPLEMENTATION)
+        cache = None
+        for part in progress(ids[:, :tokens].split(_TOKENS_AT_ONCE, 1), "the cache"):
+            cache = model.base_model(part, past_key_values=cache, use_cache=True).past_key_values
+        caches = {SDPA: cache, IMPLEMENTATION: copy.deepcopy(cache)}
         for name in progress(patterns, "decode"):
             patch_config(model.config, name)
-            caches = {implementation: copy.deepcopy(cache) for implementation in (SDPA, IMPLEMENTATION)}
             seconds: dict[str, list[float]] = {implementation: [] for implementation in caches}
             for number in range(repeats + _UNCOUNTED_STEPS):
                 for implementation in alternately([*seconds], number):
