@@ -286,6 +286,8 @@ class RingDataLoader(DataLoaderStateMixin):
         else:  # a stream must read the rows that it skips
             self._source.begin(own.epoch, self._source.seed)
             skip = own.batches
+        if self.num_workers:
+            self.ring.planner.wait()  # workers are forked here, and a fork beside a busy thread may take its locks along
         batches = iter(self.rows.base_dataloader)
         own.order = getattr(self._source, "order", None)
         for batch in itertools.islice(batches, skip, None):

@@ -17,6 +17,7 @@ from ..hf.documents import (
     positions_of_documents,
 )
 from ..hf.rings import layout_of_rows
+from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents
 from ..ring.ring import Ring
@@ -73,6 +74,21 @@ def shard_batch(
         [[1, 2, 7, 8]] [[0, 1, 6, 7]] [[2, 3, 8, -100]]
         [[3, 4, 5, 6]] [[2, 3, 4, 5]] [[4, 5, 6, 7]]
     """
+    return cut_batch(batch, ring, pattern, device).shard
+
+
+class CutBatch(NamedTuple):
+    """This rank's part of a batch, the layout of its rows, and the documents that a model will find in the shards."""
+
+    shard: dict[str, Any]
+    layout: SequenceLayout
+    documents: Documents
+
+
+def cut_batch(
+    batch: Mapping[str, Any], ring: Ring, pattern: Pattern | str | None, device: torch.device | None
+) -> CutBatch:
+    """Returns what `shard_batch` describes, with what it found out about the rows."""
     tokens = _tokens(batch)
     batch = {name: x for name, x in batch.items() if x is not None}
     size, length = tokens.shape[:2]
@@ -105,7 +121,8 @@ def shard_batch(
     if any(len(row) > 1 for row in documents):
         whole["seq_idx"] = numbers.to(tokens.device)
     shard = {name: ring.shard(x, layout, fill=fill_of(name, x.dtype)) for name, x in whole.items()} | rest
-    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in shard.items()}
+    shard = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in shard.items()}
+    return CutBatch(shard, layout, documents)
 
 
 def _tokens(batch: Mapping[str, Any]) -> Tensor:
