@@ -1,8 +1,13 @@
 """Plans that are made ahead: for the kinds of calls that come, in a thread that no call waits for without need."""
 
 import gc
+import itertools
+import subprocess
+import sys
+import textwrap
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +15,9 @@ import torch
 import hf_ring_attention as ra
 from hf_ring_attention.ring import planner
 from hf_ring_attention.ring.bindings import Bindings, Turns
-from tests.support.ranks import PROMPTLY, run_simulated
+from tests.support.ranks import PROMPTLY, TIMEOUT, run_simulated
 
+HOME = Path(__file__).parents[2]
 LENGTH = 24
 #: The documents of some batches of a row, each with other ones.
 BATCHES = [(((0, cut), (cut, LENGTH)),) for cut in range(3, 20)]
@@ -66,6 +72,25 @@ def test_calls_find_what_was_made_ahead(calls):
             assert calls.made_here() == (0 if number else 1)
         calls.expect(BATCHES[number + 2])
         calls.ring.planner.wait()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("max_bytes", [256 << 20, 1 << 12])
+def test_what_is_made_beside_a_busy_device_is_right(calls, max_bytes):
+    """Also where its memory goes to others as soon as it is used; and on other streams than the thread's."""
+    calls.ring.bindings.max_bytes = max_bytes
+    calls.q = torch.randn(1, 2, LENGTH, 8).cuda()
+    work, pattern = torch.randn(2048, 2048).cuda(), ra.Pattern.pyramid(4, levels=2, ratio=2)
+    calls.expect(BATCHES[0])
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for documents, coming in itertools.pairwise(BATCHES):
+            calls.expect(coming)
+            for _ in range(20):
+                work = (work @ work).clamp(-1, 1)
+            out = calls.call(documents, pattern)
+            whole = ra.ring_attention(*[calls.q.cpu()] * 3, pattern=pattern, documents=documents, ring=ra.Ring.alone())
+            assert torch.allclose(out.cpu(), whole, atol=1e-5)
 
 
 def test_batches_of_other_shapes_are_planned_as_they_are(calls):
@@ -218,6 +243,32 @@ def test_simulated_ranks_plan_ahead(world_size, transport):
         for out, documents in zip(outs, batches):
             whole = ra.ring_attention(x, x, x, pattern="window:9", documents=documents)
             assert torch.allclose(out, whole, atol=1e-5)
+
+
+def test_a_process_that_ends_waits_for_the_plan_under_way_alone():
+    script = """
+        import threading, time
+        import torch
+        import hf_ring_attention as ra
+        from hf_ring_attention.ring import planner
+
+        def bind(*call, bind_own=planner.bind_own):
+            if threading.current_thread().name == planner.THREAD:
+                while threading.main_thread().is_alive():
+                    time.sleep(0.01)
+                print("planned", flush=True)
+            return bind_own(*call)
+
+        planner._BIND["local"] = bind
+        ring, q = ra.Ring.alone(), torch.randn(1, 2, 24, 8)
+        for cut in range(1, 20):
+            ring.planner.expect(ra.SequenceLayout("contiguous", 24, 1), (((0, cut), (cut, 24)),))
+        ra.ring_attention(q, q, q, pattern="exact", ring=ring, documents=[[(0, 1), (1, 24)]])
+        print("done", flush=True)
+    """
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False, cwd=HOME)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["done", "planned"], "")
 
 
 def of_size(name, numbers, device):
