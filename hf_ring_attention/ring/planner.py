@@ -123,6 +123,8 @@ class Planner:
     def expect(self, layout: SequenceLayout, documents: Documents) -> None:
         """Plans the calls of a batch to come, of all kinds that came in the last few rounds, and returns at once.
 
+        It may be told of a batch several times.
+
         Kinds whose calls keep coming with other rows than those expected, such as those of a model of images, are not
         planned: their plans would meet no call.
 
@@ -138,7 +140,9 @@ class Planner:
                 self.bindings.next_round()
                 recent = {kind: x for kind, x in self._kinds.items() if self._round - x.called <= ROUNDS_TO_WAIT}
                 self._kinds = recent
-            self._batches.setdefault(rows, None)
+            if rows in self._batches:
+                return
+            self._batches[rows] = None
             if len(self._batches) > _MOST_BATCHES:
                 self._batches.popitem(last=False)
             fitting = [kind for kind, x in self._kinds.items() if self._round - x.expected <= ROUNDS_TO_WAIT]

@@ -70,7 +70,7 @@ class Shards:
                 cut = cut_batch(batch, self.ring, self.pattern, self.ring.device)
                 cut = cut._replace(shard=dict.fromkeys(batch) | cut.shard)
         assert cut is not None
-        # A loader reads a batch before the one before it is computed: its plans are made meanwhile.
+        # The loader has told of this batch as it read it, but not of padding; nor have loaders that Accelerate made anew.
         self.ring.planner.expect(cut.layout, cut.documents)
         return cut.shard
 

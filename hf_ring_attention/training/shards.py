@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -92,13 +93,7 @@ def cut_batch(
     tokens = _tokens(batch)
     batch = {name: x for name, x in batch.items() if x is not None}
     size, length = tokens.shape[:2]
-    if length < ring.world_size:
-        raise ValueError(
-            f"rows of {length} tokens cannot be sharded over a ring of {ring.world_size}: each rank needs one token at "
-            f"least: use longer rows, a smaller ring, or pad rows to {ring.world_size} tokens"
-        )
-    layout, first = layout_of_rows(ring, length, pattern)
-    documents = _documents_of_batch(batch, size, length, first)
+    layout, first, documents = _rows_of_batch(batch, ring, pattern)
     whole = {
         name: x
         for name, x in batch.items()
@@ -123,6 +118,31 @@ def cut_batch(
     shard = {name: ring.shard(x, layout, fill=fill_of(name, x.dtype)) for name, x in whole.items()} | rest
     shard = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in shard.items()}
     return CutBatch(shard, layout, documents)
+
+
+def expect_batch(batch: Any, ring: Ring, pattern: Pattern | str | None) -> None:
+    """Has the ring plan its calls over a batch that a loader has read, some time before its turn to be cut."""
+    with suppress(Exception):  # of a batch that `cut_batch` refuses as well, when it is its turn
+        layout, _, documents = _rows_of_batch(batch, ring, pattern)
+        ring.planner.expect(layout, documents)
+
+
+def _rows_of_batch(
+    batch: Mapping[str, Any], ring: Ring, pattern: Pattern | str | None
+) -> tuple[SequenceLayout, int, Documents]:
+    """Returns the layout of a batch's rows, the position id of their first tokens, and their documents.
+
+    Raises:
+        ValueError: rows shorter than the ring, or entries that contradict each other.
+    """
+    size, length = _tokens(batch).shape[:2]
+    if length < ring.world_size:
+        raise ValueError(
+            f"rows of {length} tokens cannot be sharded over a ring of {ring.world_size}: each rank needs one token at "
+            f"least: use longer rows, a smaller ring, or pad rows to {ring.world_size} tokens"
+        )
+    layout, first = layout_of_rows(ring, length, pattern)
+    return layout, first, _documents_of_batch(batch, size, length, first)
 
 
 def _tokens(batch: Mapping[str, Any]) -> Tensor:

@@ -153,6 +153,41 @@ def test_a_trainer_computes_the_same_bits(tmp_path):
         assert planned > 0 and left == 0
 
 
+class PatientTrainer(ra.RingTrainer):
+    """Gives the planner time before each step, and notes how many bindings the step made itself."""
+
+    names, late = [], []
+
+    def training_step(self, *args, **options):
+        self.ring.planner.wait()
+        before = len(self.names)
+        loss = super().training_step(*args, **options)
+        self.late.append(self.names[before:].count(threading.current_thread().name))
+        return loss
+
+
+def late_makers_of_trainer(rank, folder):
+    rows, collator, batch_size = COLLATORS["packed by batch"]
+    with makers() as names:
+        PatientTrainer.names = names
+        trainer(
+            rank,
+            folder,
+            ring_size=2,
+            rows=rows,
+            collator=collator,
+            batch_size=batch_size,
+            steps=7,
+            trainer_class=PatientTrainer,
+        )
+    return PatientTrainer.late
+
+
+def test_steps_of_a_trainer_find_their_plans(tmp_path):
+    for first, *others in run_ranks(late_makers_of_trainer, 2, str(tmp_path)):
+        assert first > 0 and len(others) == 6 and not any(others)
+
+
 def test_threads_do_not_pile_up():
     ring = ra.Ring.alone()
     model = tiny_llama(num_hidden_layers=1)
