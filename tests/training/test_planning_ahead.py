@@ -154,32 +154,23 @@ def test_a_trainer_computes_the_same_bits(tmp_path):
 
 
 class PatientTrainer(ra.RingTrainer):
-    """Gives the planner time before each step, and notes how many bindings the step made itself."""
+    """Gives the planner time after each step, and notes how many bindings of the step were not there before it."""
 
-    names, late = [], []
+    known, late = set(), []
 
     def training_step(self, *args, **options):
-        self.ring.planner.wait()
-        before = len(self.names)
         loss = super().training_step(*args, **options)
-        self.late.append(self.names[before:].count(threading.current_thread().name))
+        bindings = self.ring.bindings
+        self.late.append(len(bindings._bindings.keys() - self.known))
+        self.ring.planner.wait()
+        self.known |= bindings._bindings.keys() | bindings._ahead.keys()
         return loss
 
 
 def late_makers_of_trainer(rank, folder):
     rows, collator, batch_size = COLLATORS["packed by batch"]
-    with makers() as names:
-        PatientTrainer.names = names
-        trainer(
-            rank,
-            folder,
-            ring_size=2,
-            rows=rows,
-            collator=collator,
-            batch_size=batch_size,
-            steps=7,
-            trainer_class=PatientTrainer,
-        )
+    options = {"ring_size": 2, "rows": rows, "collator": collator, "batch_size": batch_size, "steps": 7}
+    trainer(rank, folder, trainer_class=PatientTrainer, **options)
     return PatientTrainer.late
 
 
