@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -15,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..compute.binding import bind_own
-from ..plan.choices import Decision, check_choices, choose_layout, choose_transport
+from ..plan.choices import Decision, check_choices, choose_layout
 from ..plan.joins import Joining
 from ..plan.layouts import LayoutKind, SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
@@ -24,19 +22,16 @@ from ..plan.problem import Problem, RingSettings
 from ..plan.traffic import RowBytes
 from ..transport.agreement import Agreement, agree, agreement
 from ..transport.communicators import Communicator, ProcessGroupCommunicator
-from ..transport.schedules import bind_collective, bind_ring
 from ..transport.transports import CollectiveTransport, LocalTransport, RingTransport, Traffic, Transport
 from .bindings import Bindings
 from .calls import Calls
 from .mesh import check_alone, mesh_of
+from .planner import Planner, decide_transport
 
 if TYPE_CHECKING:
     from ..training.loaders import RingDataLoader
 
 logger = logging.getLogger(__name__)
-
-#: Ranks that are threads of one process plan in turn: the first one makes the plans that they share.
-_PLANNING = threading.Lock()
 
 
 class Ring:
@@ -139,6 +134,7 @@ class Ring:
         self._accelerator: Callable[[], Any] = lambda: None
         #: Row numbers on devices, which all layers and steps share.
         self.bindings = Bindings()
+        self.planner = Planner(self.rank, self.bindings)
         self._traffic = Traffic()
         self._calls = Calls(communicator)
         self._logged: set[str] = set()
@@ -151,20 +147,16 @@ class Ring:
 
     def decide(self, problem: Problem, sizes: RowBytes) -> Decision:
         """Returns the transport of a call, with the reason: the one that was asked for, or that of `choose_transport`."""
-        if self.transport != "auto":
-            return Decision(self.transport, "it was asked for")
-        return choose_transport(problem, sizes)
+        return decide_transport(self.transport, problem, sizes)
 
     def transport_for(
         self, problem: Problem, sizes: RowBytes, device: torch.device, joining: Joining | None
     ) -> Transport:
         """Returns the transport of a call, by the choice of `decide`, with the call's row numbers on the device."""
         start = time.perf_counter()
-        with _PLANNING:
-            decision = self.decide(problem, sizes)
-            bind: Any = {"local": bind_own, "collective": bind_collective, "ring": bind_ring}[decision.choice]
-            binding: Any = self.bindings.of(bind, problem, self.rank, device, joining)
+        decision, binding = self.planner.plan(self.decide, problem, sizes, device, joining)
         self._traffic.planned_seconds += time.perf_counter() - start
+        self.planner.learn(problem, sizes, device, joining, self.transport)
         if self.rank == 0 and decision.choice not in self._logged:  # once, whatever the number of layers and calls
             self._logged.add(decision.choice)
             logger.info("ring of %d: transport %s, because %s", self.world_size, decision.choice, decision.reason)
@@ -195,6 +187,9 @@ class Ring:
         Each pass is an epoch, and the random numbers of a batch follow from the loader's seed (that of its generator, else
         the Accelerator's data_seed, else torch.initial_seed()), the epoch and the number of the batch: those of its order,
         and those that its dataset and collator draw, in any process. So a loader goes on exactly from its saved state.
+
+        The loader is a batch ahead of the loop, and attention over that batch is planned, in a thread, while the loop
+        computes: `traffic().planned_seconds` says what is left to wait for.
 
         Args:
             loader: a torch DataLoader over a dataset or an iterable one, the same on every process; its batch size is

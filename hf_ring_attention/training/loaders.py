@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from .samplers import (
     generators_in,
 )
 from .shard_iterators import Shards
+from .shards import expect_batch
 
 
 def prepare_data_loader(loader: Any, ring: Ring, pattern: Pattern | str | None) -> RingDataLoader:
@@ -85,8 +87,10 @@ def _source(loader: DataLoader[Any], ring: Ring, seed: int) -> RingBatchSampler 
     )
 
 
-def _loader_of_rows(loader: DataLoader[Any], source: RingBatchSampler | RingStream) -> DataLoaderShard:
-    """Returns a loader of the whole sequences of this ring.
+def _loader_of_rows(
+    loader: DataLoader[Any], source: RingBatchSampler | RingStream, tell: Callable[[Any], None]
+) -> DataLoaderShard:
+    """Returns a loader of the whole sequences of this ring, which calls `tell` for each batch that it reads.
 
     It is of Accelerate's kind, so that Accelerate can skip its batches; and it is marked as prepared, so that Accelerate
     does not divide its rows again.
@@ -102,14 +106,31 @@ def _loader_of_rows(loader: DataLoader[Any], source: RingBatchSampler | RingStre
     # The loader has a generator of its own, so that a pass takes no random number of the process.
     arguments["generator"] = torch.Generator().manual_seed(source.seed)
     collate: Any = loader.collate_fn
+    dataset: Any = source
     if isinstance(source, RingBatchSampler):
+        dataset = BatchesOfRows(loader.dataset, collate)
         arguments |= {"batch_sampler": source, "collate_fn": as_it_is}
-        rows = DataLoaderShard(BatchesOfRows(loader.dataset, collate), **arguments)
     else:
         arguments |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        rows = DataLoaderShard(source, collate_fn=CollatedRows(collate), **arguments)
+        arguments["collate_fn"] = CollatedRows(collate)
+    rows = DataLoaderShard(dataset, **arguments)
+    rows.base_dataloader = _TellingLoader(dataset, **arguments)
+    rows.base_dataloader.tell = tell
     mark_prepared(rows)
     return rows
+
+
+class _TellingLoader(DataLoader[Any]):
+    """A DataLoader that tells each batch when it is read: Accelerate's loader around it holds it back until the next one."""
+
+    tell: Callable[[Any], None]
+
+    def __iter__(self) -> Any:
+        return map(self._told, super().__iter__())
+
+    def _told(self, batch: Any) -> Any:
+        self.tell(batch)
+        return batch
 
 
 @dataclass
@@ -146,7 +167,7 @@ class RingDataLoader(DataLoaderStateMixin):
         self.gradient_state = GradientState()
         self._drops = drops_last(loader)
         self._source = _source(loader, ring, seed)
-        self.rows = _loader_of_rows(loader, self._source)
+        self.rows = _loader_of_rows(loader, self._source, partial(expect_batch, ring=ring, pattern=pattern))
         # Persistent workers serve one pass at a time, and a stream of `datasets` has one epoch for its copies in workers.
         streamed = isinstance(loader.dataset, StreamedDataset) and loader.num_workers > 0
         self._one_at_a_time = loader.persistent_workers or streamed
@@ -286,6 +307,8 @@ class RingDataLoader(DataLoaderStateMixin):
         else:  # a stream must read the rows that it skips
             self._source.begin(own.epoch, self._source.seed)
             skip = own.batches
+        if self.num_workers:
+            self.ring.planner.wait()  # workers are forked here, and a fork beside a busy thread may take its locks along
         batches = iter(self.rows.base_dataloader)
         own.order = getattr(self._source, "order", None)
         for batch in itertools.islice(batches, skip, None):

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..plan.patterns import Pattern
 from ..ring.ring import Ring
-from .shards import blank, digests, outline, shard_batch
+from .shards import blank, cut_batch, digests, outline
 
 #: Numbers that a process sends in place of a checksum: it has no batch left, or it failed to read one.
 _NONE, _FAILED = -1, -2
@@ -46,14 +46,14 @@ class Shards:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        shard = batch = None
+        cut = batch = None
         signal = _FAILED
         try:
             if self.batches is None:
                 self.batches = iter(self.source)
             batch = next(self.batches, None)
             if batch is not None:
-                shard = shard_batch(batch, self.ring, self.pattern, device=self.ring.device)
+                cut = cut_batch(batch, self.ring, self.pattern, self.ring.device)
             signal = _NONE if batch is None else _checksum(batch) << _ORDER_BITS | self.order() % (1 << _ORDER_BITS)
         finally:  # the other processes must learn of an error before it leaves this function
             by_process = self._compare(signal, batch, sys.exc_info()[1] if signal == _FAILED else None)
@@ -65,11 +65,14 @@ class Shards:
             # A shard of padding needs every tensor that the shards of other rings have: a loop may ask for any of them.
             outlines = self.ring.agree_everywhere({}, tell=None if batch is None else outline(batch))
             template = next(entries for entries in outlines if entries is not None)
-            if shard is None:
+            if cut is None:
                 batch = blank(self.ring.world_size, template)
-                shard = dict.fromkeys(batch) | shard_batch(batch, self.ring, self.pattern, device=self.ring.device)
-        assert shard is not None
-        return shard
+                cut = cut_batch(batch, self.ring, self.pattern, self.ring.device)
+                cut = cut._replace(shard=dict.fromkeys(batch) | cut.shard)
+        assert cut is not None
+        # The loader has told of this batch as it read it, but not of padding; nor have loaders that Accelerate made anew.
+        self.ring.planner.expect(cut.layout, cut.documents)
+        return cut.shard
 
     def _compare(self, signal: int, batch: Any, error: BaseException | None) -> list[int]:
         """Returns the numbers of all processes if they fit each other; else raises on every process."""

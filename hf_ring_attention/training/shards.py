@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from ..hf.documents import (
     positions_of_documents,
 )
 from ..hf.rings import layout_of_rows
+from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents
 from ..ring.ring import Ring
@@ -73,16 +75,25 @@ def shard_batch(
         [[1, 2, 7, 8]] [[0, 1, 6, 7]] [[2, 3, 8, -100]]
         [[3, 4, 5, 6]] [[2, 3, 4, 5]] [[4, 5, 6, 7]]
     """
+    return cut_batch(batch, ring, pattern, device).shard
+
+
+class CutBatch(NamedTuple):
+    """This rank's part of a batch, the layout of its rows, and the documents that a model will find in the shards."""
+
+    shard: dict[str, Any]
+    layout: SequenceLayout
+    documents: Documents
+
+
+def cut_batch(
+    batch: Mapping[str, Any], ring: Ring, pattern: Pattern | str | None, device: torch.device | None
+) -> CutBatch:
+    """Returns what `shard_batch` describes, with what it found out about the rows."""
     tokens = _tokens(batch)
     batch = {name: x for name, x in batch.items() if x is not None}
     size, length = tokens.shape[:2]
-    if length < ring.world_size:
-        raise ValueError(
-            f"rows of {length} tokens cannot be sharded over a ring of {ring.world_size}: each rank needs one token at "
-            f"least: use longer rows, a smaller ring, or pad rows to {ring.world_size} tokens"
-        )
-    layout, first = layout_of_rows(ring, length, pattern)
-    documents = _documents_of_batch(batch, size, length, first)
+    layout, first, documents = _rows_of_batch(batch, ring, pattern)
     whole = {
         name: x
         for name, x in batch.items()
@@ -105,7 +116,33 @@ def shard_batch(
     if any(len(row) > 1 for row in documents):
         whole["seq_idx"] = numbers.to(tokens.device)
     shard = {name: ring.shard(x, layout, fill=fill_of(name, x.dtype)) for name, x in whole.items()} | rest
-    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in shard.items()}
+    shard = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in shard.items()}
+    return CutBatch(shard, layout, documents)
+
+
+def expect_batch(batch: Any, ring: Ring, pattern: Pattern | str | None) -> None:
+    """Has the ring plan its calls over a batch that a loader has read, some time before its turn to be cut."""
+    with suppress(Exception):  # of a batch that `cut_batch` refuses as well, when it is its turn
+        layout, _, documents = _rows_of_batch(batch, ring, pattern)
+        ring.planner.expect(layout, documents)
+
+
+def _rows_of_batch(
+    batch: Mapping[str, Any], ring: Ring, pattern: Pattern | str | None
+) -> tuple[SequenceLayout, int, Documents]:
+    """Returns the layout of a batch's rows, the position id of their first tokens, and their documents.
+
+    Raises:
+        ValueError: rows shorter than the ring, or entries that contradict each other.
+    """
+    size, length = _tokens(batch).shape[:2]
+    if length < ring.world_size:
+        raise ValueError(
+            f"rows of {length} tokens cannot be sharded over a ring of {ring.world_size}: each rank needs one token at "
+            f"least: use longer rows, a smaller ring, or pad rows to {ring.world_size} tokens"
+        )
+    layout, first = layout_of_rows(ring, length, pattern)
+    return layout, first, _documents_of_batch(batch, size, length, first)
 
 
 def _tokens(batch: Mapping[str, Any]) -> Tensor:

@@ -31,7 +31,8 @@ class Traffic:
         sent_bytes, received_bytes: bytes that were handed to torch.distributed, and received from it.
         hops: the number of exchanges with other ranks.
         planned_seconds: seconds in which calls of this rank waited for their plans, which is where documents, lengths or
-            patterns are other ones than before.
+            patterns are other ones than before. Plans that are made ahead, while a batch before computes
+            (`Ring.prepare_data_loader`), count as far as a call has to wait for their end.
         waited_seconds: seconds in which this rank waited for the exchanges and computed nothing. On CUDA the device
             waits, and this counts the host only.
 

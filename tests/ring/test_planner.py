@@ -1,0 +1,302 @@
+"""Plans that are made ahead: for the kinds of calls that come, in a thread that no call waits for without need."""
+
+import gc
+import itertools
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_ring_attention as ra
+from hf_ring_attention.ring import planner
+from hf_ring_attention.ring.bindings import Bindings, Turns
+from tests.support.ranks import PROMPTLY, TIMEOUT, run_simulated
+
+HOME = Path(__file__).parents[2]
+LENGTH = 24
+#: The documents of some batches of a row, each with other ones.
+BATCHES = [(((0, cut), (cut, LENGTH)),) for cut in range(3, 20)]
+
+
+def threads_of_planners():
+    return [thread for thread in threading.enumerate() if thread.name == planner.THREAD]
+
+
+class Calls:
+    """Calls of attention on a ring of this process, and the threads in which their bindings are made."""
+
+    def __init__(self, monkeypatch):
+        self.ring, self.makers, self.error = ra.Ring.alone(), [], None
+        self.q = torch.randn(1, 2, LENGTH, 8)
+
+        def bind(*call, bind_own=planner.bind_own):
+            self.makers.append(threading.current_thread())
+            if self.error is not None:
+                raise self.error
+            return bind_own(*call)
+
+        monkeypatch.setitem(planner._BIND, "local", bind)
+
+    def expect(self, documents, length=LENGTH):
+        self.ring.planner.expect(ra.SequenceLayout("contiguous", length, 1), documents)
+
+    def call(self, documents, pattern="window:4", rows=None):
+        q = self.q if rows is None else rows
+        return ra.ring_attention(q, q, q, pattern=pattern, ring=self.ring, documents=documents)
+
+    def made_here(self):
+        """How many bindings this thread made since it was last asked, once the planner is done."""
+        self.ring.planner.wait()
+        here, self.makers = self.makers.count(threading.current_thread()), []
+        return here
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    return Calls(monkeypatch)
+
+
+def test_calls_find_what_was_made_ahead(calls):
+    calls.expect(BATCHES[0])
+    calls.expect(BATCHES[1])
+    for number, documents in enumerate(BATCHES[:-2]):
+        for pattern in ("window:4", "exact"):
+            alone = ra.ring_attention(*[calls.q] * 3, pattern=pattern, documents=documents, ring=ra.Ring.alone())
+            calls.makers.clear()
+            assert torch.equal(calls.call(documents, pattern), alone)
+            assert calls.made_here() == (0 if number else 1)
+        calls.expect(BATCHES[number + 2])
+        calls.ring.planner.wait()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("max_bytes", [256 << 20, 1 << 12])
+def test_what_is_made_beside_a_busy_device_is_right(calls, max_bytes):
+    """Also where its memory goes to others as soon as it is used; and on other streams than the thread's."""
+    calls.ring.bindings.max_bytes = max_bytes
+    calls.q = torch.randn(1, 2, LENGTH, 8).cuda()
+    work, pattern = torch.randn(2048, 2048).cuda(), ra.Pattern.pyramid(4, levels=2, ratio=2)
+    calls.expect(BATCHES[0])
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for documents, coming in itertools.pairwise(BATCHES):
+            calls.expect(coming)
+            for _ in range(20):
+                work = (work @ work).clamp(-1, 1)
+            out = calls.call(documents, pattern)
+            whole = ra.ring_attention(*[calls.q.cpu()] * 3, pattern=pattern, documents=documents, ring=ra.Ring.alone())
+            assert torch.allclose(out.cpu(), whole, atol=1e-5)
+
+
+def test_batches_of_other_shapes_are_planned_as_they_are(calls):
+    calls.expect(BATCHES[0])
+    calls.call(BATCHES[0])
+    documents = (((0, 30),), ((2, 9), (9, 31)))
+    calls.expect(documents, 31)
+    assert calls.made_here() == 1
+    calls.call(documents, rows=torch.randn(2, 2, 31, 8))
+    assert calls.made_here() == 0
+
+
+def test_nothing_is_planned_where_no_batch_is_expected_or_no_kind_is_known(calls):
+    calls.call(BATCHES[0])
+    calls.call(BATCHES[1])
+    calls.expect(BATCHES[2])
+    assert calls.made_here() == 2 and calls.ring.bindings.nbytes_ahead == 0
+    assert not threads_of_planners()
+
+
+def test_kinds_that_no_longer_come_are_forgotten(calls):
+    calls.expect(BATCHES[0])
+    calls.call(BATCHES[0], "exact")
+    planned = []
+    for documents in BATCHES[1:10]:
+        calls.expect(documents)
+        calls.ring.planner.wait()
+        calls.makers = []
+        calls.call(documents)
+        calls.ring.planner.wait()
+        planned.append(len(calls.ring.planner._kinds))
+    assert planned[0] == 2 and planned[-1] == 1
+    assert calls.ring.bindings.nbytes_ahead == 0
+
+
+def test_kinds_whose_rows_are_never_the_expected_ones_rest(calls):
+    made = []
+    for documents in BATCHES[:12]:
+        calls.expect(documents)
+        calls.ring.planner.wait()
+        made.append(len(calls.makers))
+        calls.makers = []
+        calls.call([[(0, 9)]], rows=calls.q[:, :, :9])
+    calls.ring.planner.wait()
+    assert made[2] and not any(made[-5:])
+
+
+def test_a_call_waits_for_the_binding_under_way_and_counts_it():
+    calls = ra.Ring.alone()
+    q = torch.randn(1, 2, LENGTH, 8)
+    begun, go_on, makers = threading.Event(), threading.Event(), []
+
+    def bind(*call, bind_own=planner.bind_own):
+        makers.append(threading.current_thread().name)
+        if makers[-1] == planner.THREAD:
+            begun.set()
+            assert go_on.wait(PROMPTLY)
+        return bind_own(*call)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(planner._BIND, "local", bind)
+        layout = ra.SequenceLayout("contiguous", LENGTH, 1)
+        calls.planner.expect(layout, BATCHES[0])
+        ra.ring_attention(q, q, q, pattern="exact", ring=calls, documents=BATCHES[0])
+        calls.planner.expect(layout, BATCHES[1])
+        assert begun.wait(PROMPTLY)
+        # Another plan is under way, and keeps no call that does not need it.
+        ra.ring_attention(q, q, q, pattern="exact", ring=calls, documents=BATCHES[2])
+        assert makers.count(planner.THREAD) == 1 and len(makers) == 3
+        calls.reset_traffic()
+        waiting = threading.Thread(
+            target=ra.ring_attention,
+            args=(q, q, q),
+            kwargs={"pattern": "exact", "ring": calls, "documents": BATCHES[1]},
+        )
+        waiting.start()
+        waiting.join(0.1)
+        assert waiting.is_alive() and calls.traffic().planned_seconds == 0
+        go_on.set()
+        waiting.join(PROMPTLY)
+    assert len(makers) == 3
+    assert calls.traffic().planned_seconds > 0.05
+
+
+def test_an_error_of_planning_ahead_is_that_of_the_call_alone(calls, recwarn, capfd):
+    calls.expect(BATCHES[0])
+    calls.call(BATCHES[0])
+    calls.error = RuntimeError("no such plan")
+    calls.expect(BATCHES[1])
+    calls.ring.planner.wait()
+    assert [thread.name for thread in calls.makers[1:]] == [planner.THREAD]
+    calls.call(BATCHES[0])
+    calls.expect(BATCHES[2])
+    with pytest.raises(RuntimeError, match="no such plan"):
+        calls.call(BATCHES[1])
+    calls.error = None
+    calls.call(BATCHES[1])
+    assert not recwarn.list and capfd.readouterr().err == ""
+
+
+def test_documents_that_no_call_could_have_are_nothing_to_the_loop(calls):
+    calls.expect(BATCHES[0])
+    calls.call(BATCHES[0])
+    calls.expect((((5, 3),),))
+    assert calls.made_here() == 1
+    calls.expect(BATCHES[1])
+    calls.ring.planner.wait()
+    calls.call(BATCHES[1])
+    assert calls.made_here() == 0
+
+
+def test_threads_end_and_keep_no_ring(calls):
+    for number in range(50):
+        calls.expect(BATCHES[number % len(BATCHES)])
+        calls.call(BATCHES[number % len(BATCHES)])
+        assert len(threads_of_planners()) <= 2  # one may be about to end
+    calls.ring.planner.wait()
+    assert not threads_of_planners()
+    ring = weakref.ref(calls.ring)
+    calls.expect(BATCHES[0])
+    calls.ring = None
+    gc.collect()
+    assert ring() is None
+
+
+@pytest.mark.parametrize("transport", ["auto", "ring", "collective"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_simulated_ranks_plan_ahead(world_size, transport):
+    length = 16 * world_size
+    batches = [(((0, cut), (cut, length)),) for cut in range(5, 12)]
+    x = torch.randn(1, 2, length, 8)
+
+    def attend(ring):
+        layout = ring.layout_for(length, "window:9")
+        shard, outs, ready = ring.shard(x, layout, dim=2), [], []
+        ring.planner.expect(layout, batches[0])
+        for documents, coming in zip(batches, [*batches[1:], None]):
+            if coming is not None:
+                ring.planner.expect(layout, coming)
+            ring.planner.wait()
+            ready.append(len(ring.bindings._ahead))
+            out = ra.ring_attention(
+                shard, shard, shard, pattern="window:9", ring=ring, layout=layout, documents=documents
+            )
+            outs.append(ring.unshard(out, layout, dim=2))
+        return outs, ready
+
+    for outs, ready in run_simulated(attend, world_size, transport=transport):
+        assert ready == [0, *[2] * (len(batches) - 2), 1]  # the next batch, and the one after it
+        for out, documents in zip(outs, batches):
+            whole = ra.ring_attention(x, x, x, pattern="window:9", documents=documents)
+            assert torch.allclose(out, whole, atol=1e-5)
+
+
+def test_a_process_that_ends_waits_for_the_plan_under_way_alone():
+    script = """
+        import threading, time
+        import torch
+        import hf_ring_attention as ra
+        from hf_ring_attention.ring import planner
+
+        def bind(*call, bind_own=planner.bind_own):
+            if threading.current_thread().name == planner.THREAD:
+                while threading.main_thread().is_alive():
+                    time.sleep(0.01)
+                print("planned", flush=True)
+            return bind_own(*call)
+
+        planner._BIND["local"] = bind
+        ring, q = ra.Ring.alone(), torch.randn(1, 2, 24, 8)
+        for cut in range(1, 20):
+            ring.planner.expect(ra.SequenceLayout("contiguous", 24, 1), (((0, cut), (cut, 24)),))
+        ra.ring_attention(q, q, q, pattern="exact", ring=ring, documents=[[(0, 1), (1, 24)]])
+        print("done", flush=True)
+    """
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False, cwd=HOME)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["done", "planned"], "")
+
+
+def of_size(name, numbers, device):
+    return (name, torch.zeros(numbers, dtype=torch.int64))
+
+
+def test_what_is_made_ahead_pushes_out_nothing_and_is_bounded():
+    kept, cpu = Bindings(max_bytes=64), torch.device("cpu")
+    first = kept.of(of_size, "a", 8, cpu)
+    for name in "bcd":
+        kept.make_ahead(cpu, of_size, name, 2, cpu)
+    assert kept.of(of_size, "a", 8, cpu) is first
+    assert (kept.nbytes, kept.nbytes_ahead) == (64, 32)
+    kept.of(of_size, "b", 2, cpu)
+    assert (kept.nbytes, kept.nbytes_ahead) == (16, 16)
+    for _ in range(9):
+        kept.next_round()
+    assert kept.nbytes_ahead == 0
+
+
+def test_turns_are_of_equal_keys_and_leave_nothing():
+    turns = Turns()
+    with turns.of("a"), turns.of("b"):
+        waiting = threading.Thread(target=lambda: turns.of("a").__enter__())
+        waiting.start()
+        waiting.join(0.1)
+        assert waiting.is_alive()
+    waiting.join(PROMPTLY)
+    assert not waiting.is_alive()
+    gc.collect()
+    assert not turns._turns
