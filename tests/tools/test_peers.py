@@ -147,9 +147,33 @@ def test_contestants_take_turns():
         return lambda q, k, v: (calls.append(name), q + k + v)[1]
 
     contestants = [Contestant("a", "exact", attend("a")), Contestant("b", "exact", attend("b"), has_backward=False)]
-    seconds = peers.time_contestants(contestants, CallShape(2, 2, 4).tensors(8), 3, "cpu")
+    runs = peers.time_contestants(contestants, CallShape(2, 2, 4).tensors(8), 3, "cpu")
     assert "".join(calls) == "baa" + "aab" + "baa"  # a has a call without gradients, and one with them.
-    assert seconds["exact", "a"][1] > 0 and seconds["exact", "b"][1] is None
+    assert [len(seconds) for seconds in runs.values()] == [3, 3]
+    assert all(both > 0 for _, both in runs["exact", "a"]) and all(both is None for _, both in runs["exact", "b"])
+
+
+def test_ratios_are_those_of_one_repeat(monkeypatch):
+    """The machine is thrice as slow in the second repeat, and twice as slow in the last one."""
+    runs = {OURS: [(1.0, 4.0), (3.0, 12.0), (2.0, 8.0)], FLEX: [(2.0, None), (6.0, None), (3.0, None)]}
+    runs[DENSE] = [(4.0, 8.0), (12.0, 36.0), (9.0, 16.0)]
+
+    def contestants_of(pattern, tokens, shape):
+        return [Contestant(name, pattern, None) for name in (OURS, FLEX)], {LOCAL: "it is too late"}
+
+    def time_contestants(contestants, *rest):
+        return {(one.pattern, one.name): runs[one.name] for one in contestants}
+
+    monkeypatch.setattr(peers, "contestants_of", contestants_of)
+    monkeypatch.setattr(peers, "time_contestants", time_contestants)
+    monkeypatch.setattr(peers, "check_contestant", lambda *call: (1e-7, None, None))
+    ours, flex, dense, local = peers.measure_peers(CallShape(1, 1, 2), 4, ["window:2"], 3)
+    times = ("forward", "both", "forward_ratio", "both_ratio", "error")
+    assert [ours[name] for name in times] == [2, 8, 1, 1, 1e-7]
+    assert [flex[name] for name in times] == [3, None, 2, None, 1e-7]
+    assert [dense[name] for name in times] == [9, 16, 4, 2, 1e-7]
+    assert (dense["pattern"], dense["computes"]) == ("window:2", "exact")
+    assert [local[name] for name in (*times, "skipped")] == [None] * 5 + ["it is too late"]
 
 
 def run_peers(words, environment):

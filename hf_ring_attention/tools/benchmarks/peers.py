@@ -1,5 +1,6 @@
 """Measures attention by pattern beside other implementations: in one run, on the same tensors, in turns.
 
+Times are medians, and ratios are medians of the ratios of one repeat, which a busy machine changes less.
 Before any is timed, its first call, which compiles it and does not count, is compared with the dense oracle: what computes
 something else is not timed. Since attention is causal, the first tokens of a long row are a short row of their own.
 """
@@ -27,6 +28,8 @@ _CHECKED = 1024
 _LIMITS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
+#: Of forward without gradients, and of forward + backward; None where there is no backward.
+Seconds = tuple[float, float | None]
 
 
 def relative_error(computed: Tensor, expected: Tensor) -> float:
@@ -53,12 +56,11 @@ class Oracle:
         dout[:, :, self.tokens :] = 0
         with torch.no_grad():
             out = contestant.attend(*(x.detach() for x in tensors[:3]))
-        computed = [out]
+        pairs = [(out, self.expected[0])]
         if contestant.has_backward:
             q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
             trained = contestant.attend(q, k, v)
-            computed = [trained.detach(), *torch.autograd.grad(trained, (q, k, v), dout)]
-        pairs = zip(computed, self.expected)
+            pairs += zip([trained.detach(), *torch.autograd.grad(trained, (q, k, v), dout)], self.expected)
         return max(relative_error(x[:, :, : self.tokens], expected) for x, expected in pairs), out
 
 
@@ -85,10 +87,10 @@ def check_contestant(
 
 def time_contestants(
     contestants: Sequence[Contestant], tensors: Tensors, repeats: int, device: str
-) -> dict[tuple[str, str], tuple[float, float | None]]:
-    """Returns the median seconds of forward without gradients and of forward + backward, by pattern and name."""
+) -> dict[tuple[str, str], list[Seconds]]:
+    """Returns the seconds of forward without gradients and of forward + backward in each repeat, by pattern and name."""
     by_key: dict[Any, Contestant] = {(contestant.pattern, contestant.name): contestant for contestant in contestants}
-    runs: dict[Any, list[tuple[float, float | None]]] = {key: [] for key in by_key}
+    runs: dict[Any, list[Seconds]] = {key: [] for key in by_key}
     keys: list[Any] = list(by_key)
     for number in progress(range(repeats), "peers"):
         for key in alternately(keys, number):
@@ -99,13 +101,7 @@ def time_contestants(
                 forward, _ = timed(lambda attend=attend, inputs=inputs: attend(*inputs), device)  # type: ignore[misc]
             both = sum(forward_backward(attend, tensors, device)) if by_key[key].has_backward else None
             runs[key].append((forward, both))
-    return {
-        key: (
-            statistics.median(forward for forward, _ in seconds),
-            statistics.median(both for _, both in seconds if both is not None) if by_key[key].has_backward else None,
-        )
-        for key, seconds in runs.items()
-    }
+    return runs
 
 
 def measure_peers(shape: CallShape, tokens: int, patterns: Sequence[str], repeats: int) -> list[dict[str, Any]]:
@@ -131,32 +127,38 @@ def measure_peers(shape: CallShape, tokens: int, patterns: Sequence[str], repeat
             checks[pattern, contestant.name] = error, reason
     everyone = [dense, *(contestant for found, _ in groups.values() for contestant in found)]
     timed_ones = [contestant for contestant in everyone if checks[contestant.pattern, contestant.name][1] is None]
-    seconds = time_contestants(timed_ones, tensors, repeats, shape.device)
+    runs = time_contestants(timed_ones, tensors, repeats, shape.device)
     rows = []
     for pattern, (found, missing) in groups.items():
-        own = seconds.get((pattern, found[0].name), (None, None))
+        own = runs.get((pattern, found[0].name), [])
         for contestant in (*found, dense):
             key = contestant.pattern, contestant.name
-            row = _row(pattern, contestant.name, seconds.get(key, (None, None)), own)
+            row = _row(pattern, contestant.name, runs.get(key, []), own)
             error, reason = checks[key]
             rows.append(row | {"computes": contestant.pattern, "error": error, "skipped": reason})
-        rows += [_row(pattern, name, (None, None), own) | {"skipped": reason} for name, reason in missing.items()]
+        rows += [_row(pattern, name, [], own) | {"skipped": reason} for name, reason in missing.items()]
     return rows
 
 
-def _row(pattern: str, name: str, seconds: Sequence[float | None], own: Sequence[float | None]) -> dict[str, Any]:
-    ratios = [mine and theirs and theirs / mine for theirs, mine in zip(seconds, own)]
+def _row(pattern: str, name: str, runs: Sequence[Seconds], own: Sequence[Seconds]) -> dict[str, Any]:
+    pairs = list(zip(runs, own))
     return {
         "pattern": pattern,
         "attention": name,
         "computes": pattern,
-        "forward": seconds[0],
-        "both": seconds[1],
-        "forward_ratio": ratios[0],
-        "both_ratio": ratios[1],
+        "forward": _median([forward for forward, _ in runs]),
+        "both": _median([both for _, both in runs]),
+        "forward_ratio": _median([theirs[0] / ours[0] for theirs, ours in pairs]),
+        "both_ratio": _median([theirs[1] and ours[1] and theirs[1] / ours[1] for theirs, ours in pairs]),
         "error": None,
         "skipped": None,
     }
+
+
+def _median(numbers: Sequence[float | None]) -> float | None:
+    """Returns the median of the numbers that are known, or None without any."""
+    known = [number for number in numbers if number is not None]
+    return statistics.median(known) if known else None
 
 
 def peers_report(rows: list[dict[str, Any]], shape: CallShape, tokens: int, repeats: int) -> Sheet:
@@ -167,7 +169,7 @@ def peers_report(rows: list[dict[str, Any]], shape: CallShape, tokens: int, repe
             reasons.setdefault(f"{row['attention']}: {row['skipped']}", []).append(row["pattern"])
     notes = [
         f"{DENSE} computes all keys, whatever the pattern.",
-        "/ ours: the seconds over those of the first row of the pattern; more than 1 is slower.",
+        "/ ours: the seconds over those of the first row of the pattern in the same repeat; more than 1 is slower.",
         f"error: of outputs and gradients of the first {min(_CHECKED, tokens)} tokens against the dense oracle, or of all "
         f"outputs against ours, whichever is larger.",
     ]
