@@ -74,7 +74,7 @@ REFUSED = [
     (
         "cli",
         "bench typing",
-        "one of speed, memory, model, decode, transport, ideal, ring-memory, overlap, step-memory, scaling was expected, got",
+        "ideal, ring-memory, overlap, step-memory, scaling, peers was expected, got",
     ),
     ("cli", "bench --ranks 1", "'--ranks': a whole number of at least 2 was expected, got 1"),
     ("cli", "bench --heads 0", "'--heads': a whole number of at least 1 was expected, got 0"),
@@ -117,6 +117,7 @@ REFUSED = [
     ("cli", "bench --rank-tokens 5", "'--rank-tokens': a multiple of 2 was expected, got 5 = 2 * 2 + 1: take 4 or 6"),
     ("cli", "bench --memory-ranks 2,0", "'--memory-ranks': a whole number of at least 1 was expected, got 0"),
     ("cli", "bench --decode-tokens 0", "'--decode-tokens': a whole number of at least 1 was expected, got 0"),
+    ("cli", "bench peers --peer-tokens 0", "'--peer-tokens': a whole number of at least 1 was expected, got 0"),
     ("cli", "bench decode --model {empty}", "'--model': the folder '{empty}' holds no model"),
     ("finetune", "--steps 0", "--steps: a whole number of at least 1 was expected, got 0"),
     ("finetune", "--ring-size 0", "--ring-size: a whole number of at least 1 was expected, got 0"),

@@ -45,7 +45,10 @@ PARTS = {
     "overlap": ("how much of a delay of messages shows", 7),
     "step-memory": ("a training step by part, as rows get longer", 1),
     "scaling": ("tokens a second as the ring grows", 5),
+    "peers": ("other implementations beside ours; only when named", 3),
 }
+#: The measurements that run only when they are named: they take minutes, and depend on what else is installed.
+ONLY_NAMED = ("peers",)
 #: The measurements that --plots draws.
 _WITH_PICTURES = ("step-memory", "scaling")
 _PATTERNS = ["longnet:2048/1,8192/4,32768/16", "pyramid:512,3"]
@@ -58,6 +61,7 @@ Examples:
   hf-ring-attention bench speed memory --tokens 128k --pattern pyramid:512,3
   hf-ring-attention bench transport ideal overlap --ranks 4 --json
   hf-ring-attention bench step-memory scaling --plots pictures --memory 80GB
+  hf-ring-attention bench peers --pattern window:512
 """
 
 
@@ -82,6 +86,8 @@ class BenchOptions:
     step_lengths: list[int]
     memory: int | None
     scaling_ranks: list[int]
+    peer_tokens: int
+    peer_patterns: list[str] | None
 
     def times(self, part: str) -> int:
         """Returns how often a part runs."""
@@ -92,7 +98,7 @@ def bench_command(
     parts: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[PART]...", parser=parsed(one_of(*PARTS)), help="What to measure; default: everything."
+            metavar="[PART]...", parser=parsed(one_of(*PARTS)), help="What to measure; default: all but peers."
         ),
     ] = None,
     tokens: Annotated[int, tokens_option("--tokens", "Tokens of speed and memory.")] = "32k",  # type: ignore[assignment]
@@ -102,7 +108,8 @@ def bench_command(
             "--pattern",
             parser=parsed(pattern_text),
             metavar="TEXT",
-            help="A pattern; may be given several times. step-memory takes the first one, and exact without any.",
+            help="A pattern; may be given several times. step-memory takes the first one, and exact without any; peers "
+            "has windows, a pyramid and exact.",
             show_default=", ".join(_PATTERNS),
         ),
     ] = None,
@@ -146,6 +153,7 @@ def bench_command(
         ),
     ] = None,
     scaling_ranks: Annotated[Any, list_option("--scaling-ranks", at_least(1), "Ranks of scaling.")] = "1,2,4",
+    peer_tokens: Annotated[int, tokens_option("--peer-tokens", "Tokens of peers.")] = "16k",  # type: ignore[assignment]
     plots: Annotated[
         Path | None,
         typer.Option(
@@ -161,7 +169,7 @@ def bench_command(
 
     Runs that are compared alternate, and medians are shown.
     """
-    chosen = [part for part in PARTS if part in (parts or PARTS)]
+    chosen = [part for part in PARTS if (part in parts if parts else part not in ONLY_NAMED)]
     check_division(chosen, heads, ranks, ring_tokens, scaling_ranks)
     check_step(chosen, head_dim, ranks, step_lengths)
     groups = checked("--kv-heads", key_value_heads, heads, kv_heads)
@@ -197,6 +205,8 @@ def bench_command(
             step_lengths=step_lengths,
             memory=memory,
             scaling_ranks=scaling_ranks,
+            peer_tokens=peer_tokens,
+            peer_patterns=pattern,
         )
         figures: dict[str, Any] = {
             "machine": machine_name(where),
@@ -318,6 +328,14 @@ def _scaling(options: BenchOptions) -> tuple[Any, Sheet]:
     return figures, scaling_report(figures, repeats)
 
 
+def _peers(options: BenchOptions) -> tuple[Any, Sheet]:
+    from ..benchmarks.peers import PEER_PATTERNS, measure_peers, peers_report
+
+    patterns, repeats = list(dict.fromkeys(options.peer_patterns or PEER_PATTERNS)), options.times("peers")
+    rows = measure_peers(options.shape, options.peer_tokens, patterns, repeats)
+    return rows, peers_report(rows, options.shape, options.peer_tokens, repeats)
+
+
 #: The function of each part, which returns figures for JSON and the table that shows them.
 MEASUREMENTS: dict[str, Callable[[BenchOptions], tuple[Any, Sheet]]] = {
     "speed": _speed,
@@ -330,4 +348,5 @@ MEASUREMENTS: dict[str, Callable[[BenchOptions], tuple[Any, Sheet]]] = {
     "overlap": _overlap,
     "step-memory": _step_memory,
     "scaling": _scaling,
+    "peers": _peers,
 }
