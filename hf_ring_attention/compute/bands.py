@@ -23,9 +23,11 @@ from ..plan.tiles import Shape
 from .merge import accumulation_dtype, merge_
 from .rows import KeyLengths, Lengths
 
-#: A stretch has width / FORWARD_SHARE rows in forward and width / BACKWARD_SHARE in backward, within these bounds.
+#: A stretch has width / FORWARD_SHARE rows in forward and width / BACKWARD_SHARE in backward, within these bounds, and a
+#: multiple of ROWS_OF_A_BLOCK, which is how many torch's kernel for CPUs takes at once.
 FEWEST_ROWS, MOST_ROWS = 64, 384
-FORWARD_SHARE, BACKWARD_SHARE = 8, 4
+FORWARD_SHARE, BACKWARD_SHARE = 8, 5
+ROWS_OF_A_BLOCK = 32
 #: Bands of this width or more are cut into triangles and rectangles, in stretches of CUT_ROWS, which must be less.
 CUT_FROM = 4096
 CUT_ROWS = 1024
@@ -214,7 +216,8 @@ class _Stretches(NamedTuple):
 def _cut(num_queries: int, num_keys: int, fold_size: int, share: int) -> Iterator[tuple[_Stretches, list[_Part]]]:
     """Yields (stretches of a band, the parts of their keys): first all of equal rows, then one of the rows that are left."""
     width = num_keys - num_queries + 1
-    rows = CUT_ROWS if width >= CUT_FROM else min(max(width // share, FEWEST_ROWS), MOST_ROWS)
+    rows = min(max(width // share // ROWS_OF_A_BLOCK * ROWS_OF_A_BLOCK, FEWEST_ROWS), MOST_ROWS)
+    rows = CUT_ROWS if width >= CUT_FROM else rows
     if fold_size > 1 and width < CUT_FROM:
         rows = min(rows, max(FEWEST_ROWS, LARGEST_MASK // (fold_size * width)))
     number, rest = divmod(num_queries, rows)

@@ -181,6 +181,7 @@ def test_bands_in_stretches(kernel, dtype, cut_from, operators, monkeypatch, rng
         monkeypatch.setattr(bands, "CUT_ROWS", rng.randint(1, 5))
         monkeypatch.setattr(bands, "FEWEST_ROWS", rng.randint(1, 5))
         monkeypatch.setattr(bands, "MOST_ROWS", rng.randint(5, 9))
+        monkeypatch.setattr(bands, "ROWS_OF_A_BLOCK", rng.randint(1, 3))
         monkeypatch.setattr(bands, "RESULTS_AT_ONCE", rng.choice([1, 40, 200]))
         monkeypatch.setattr(bands, "GRADIENTS_AT_ONCE", rng.choice([1, 40, 200]))
         checked = operators(dtype)
