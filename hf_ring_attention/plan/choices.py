@@ -51,8 +51,8 @@ def check_choices(layout: str, transport: str, world_size: int) -> None:
     """
     if layout not in ("auto", "contiguous", "zigzag"):
         raise ValueError(f"layout must be 'auto', 'contiguous' or 'zigzag', got {layout!r}")
-    if transport not in ("auto", "ring", "collective", "local"):
-        raise ValueError(f"transport must be 'auto', 'ring', 'collective' or 'local', got {transport!r}")
+    if transport not in ("auto", "ring", "collective", "heads", "local"):
+        raise ValueError(f"transport must be 'auto', 'ring', 'collective', 'heads' or 'local', got {transport!r}")
     if transport == "local" and world_size > 1:
         raise ValueError(f"transport='local' serves 1 rank, got {world_size}: use 'auto', 'ring' or 'collective'")
 
@@ -104,6 +104,11 @@ def choose_transport(problem: Problem, sizes: RowBytes) -> Decision:
     if rows <= COLLECTIVE_SHARE * shard:
         return Decision("collective", f"{needs}, {share}: one exchange holds little")
     return Decision("ring", f"{needs}, {share}: the ring holds a few payloads, and moves them behind the computation")
+
+
+def decide_transport(asked: str, problem: Problem, sizes: RowBytes) -> Decision:
+    """Returns the transport of a call, with the reason: the one asked for, or with "auto" that of `choose_transport`."""
+    return choose_transport(problem, sizes) if asked == "auto" else Decision(asked, "it was asked for")
 
 
 def _mib(size: int) -> str:

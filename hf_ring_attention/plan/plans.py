@@ -139,6 +139,11 @@ def plan_rank(problem: Problem, rank: int) -> RankPlan:
     return RankPlan(rank, own, remote, sum(batch.pairs(problem.group) for batch in own + remote))
 
 
+def pairs_by_tokens(problem: Problem, rank: int) -> int:
+    """Returns the query-key pairs of the tokens of `rank`, over all batch rows and query heads."""
+    return plan_rank(problem, rank).pairs
+
+
 @lru_cache(maxsize=256)
 def remote_tiles(problem: Problem, rank: int) -> tuple[TileBatch, ...]:
     """Returns the tiles of `rank` with keys of other ranks; key rows are indices in the whole sequence."""
@@ -203,6 +208,8 @@ def _batches(
                 num_heads=problem.num_heads,
                 num_kv_heads=problem.num_kv_heads,
                 causal=problem.causal,
+                first_head=problem.first_head,
+                first_kv_head=problem.first_kv_head,
             ):
                 # A single fold of n rows is written as n tiles of one row, so that single folds of any size have one shape.
                 single = len(tile.queries) == 1

@@ -65,6 +65,8 @@ class Problem:
 
     Attributes:
         held: None where queries and keys are the same tokens, sharded alike; else the keys of a cache that a rank holds.
+        first_head, first_kv_head: the numbers that the first query head and the first key/value head have among all heads of
+            the attention, on which their phases depend, where these are some of them.
 
     Raises:
         ValueError: head counts that do not divide, or documents that are empty, overlap or leave the sequence.
@@ -79,6 +81,8 @@ class Problem:
     causal: bool = True
     held: HeldKeys | None = None
     settings: RingSettings = RingSettings()
+    first_head: int = 0
+    first_kv_head: int = 0
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:

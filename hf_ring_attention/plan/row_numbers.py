@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from .heads import pieces_of, problem_of_heads
 from .joins import Joining, joined
 from .plans import TileBatch, of_heads, plan_rank, tiles_from
 from .problem import Problem
@@ -28,6 +29,14 @@ def collective_numbers(problem: Problem, rank: int, joining: Joining | None) -> 
 def ring_numbers(problem: Problem, rank: int, joining: Joining | None) -> int:
     """Returns the most bytes of row numbers that the ring transport keeps for `rank`."""
     return _NUMBER * sum(_of_lap(problem, rank, lap, joining) for lap in ring_laps(problem))
+
+
+def heads_numbers(problem: Problem, rank: int, joining: Joining | None) -> int:
+    """Returns the most bytes of row numbers that the heads transport keeps for `rank`."""
+    problems = [problem_of_heads(problem, heads) for heads in pieces_of(problem, rank)]
+    return _NUMBER * sum(
+        _of_tiles(one, plan_rank(one, 0).own, range(one.num_kv_heads), joining, views=True) for one in problems
+    )
 
 
 def _of_lap(problem: Problem, rank: int, lap: Lap, joining: Joining | None) -> int:

@@ -280,16 +280,18 @@ class _BranchOfPhase:
 
 @lru_cache(maxsize=64)
 def _branches_of_phases(
-    pattern: Pattern, num_heads: int, num_kv_heads: int, causal: bool
+    pattern: Pattern, num_heads: int, num_kv_heads: int, causal: bool, first_head: int, first_kv_head: int
 ) -> tuple[_BranchOfPhase, ...]:
     """Returns the branches in their order, each for every phase that a head has."""
+    # Where a key/value head has one query head, this one's number may yet be another one: among all heads it shares the key.
+    first = first_head if pattern.phase_by == "query_head" else first_kv_head
     branches = []
     for number, branch in enumerate(pattern.branches):
         dilation = _dilation(branch)
         per_query_head = dilation > 1 and pattern.phase_by == "query_head" and num_heads > num_kv_heads
         heads_of: dict[int, list[int]] = {}
         for head in range(num_heads if per_query_head else num_kv_heads):
-            heads_of.setdefault(head % dilation, []).append(head)
+            heads_of.setdefault((first + head) % dilation, []).append(head)
         branches += [
             _BranchOfPhase(pattern, number, residue, tuple(heads), per_query_head, causal)
             for residue, heads in heads_of.items()
@@ -336,6 +338,8 @@ def tile_document(
     num_heads: int,
     num_kv_heads: int,
     causal: bool,
+    first_head: int = 0,
+    first_kv_head: int = 0,
 ) -> list[Tile]:
     """Returns tiles that cover each pair of these queries and keys as often as `Pattern.multiplicity` says.
 
@@ -343,12 +347,13 @@ def tile_document(
         length: tokens of the document.
         queries: runs of the document's tokens that are queries here, by ascending position; their rows ascend too.
         keys: runs of the tokens that are keys here, in the same order; their rows number another storage.
+        first_head, first_kv_head: as of `Problem`.
 
     Returns:
         Tiles by ascending branch.
     """
     tiles: list[Tile] = []
-    for branch in _branches_of_phases(pattern, num_heads, num_kv_heads, causal):
+    for branch in _branches_of_phases(pattern, num_heads, num_kv_heads, causal, first_head, first_kv_head):
         key_groups = progressions(keys, branch.dilation, branch.residue)
         if not key_groups:
             continue

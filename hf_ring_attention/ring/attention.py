@@ -12,13 +12,15 @@ from torch import Tensor
 from ..compute.binding import bind_held
 from ..compute.kernels import choose_kernel
 from ..compute.merge import accumulation_dtype, add_sinks, merge_
+from ..plan.heads import check_heads
 from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
 from ..plan.problem import Documents, HeldKeys, Problem
 from ..plan.traffic import RowBytes
 from ..transport.agreement import Agreement
+from ..transport.heads import HeadsTransport
 from ..transport.transports import LocalTransport
-from .engine import RingAttention
+from .engine import HeadsAttention, RingAttention
 from .ring import Ring
 
 _ALONE = Ring.alone()
@@ -98,6 +100,8 @@ def ring_attention(
         pattern = as_pattern(pattern, "ring_attention")
         _check_tensors(q, k, v, softcap, sinks)
         problem = _problem(q, k, pattern, ring, layout, causal, documents)
+        if ring.transport == "heads":
+            check_heads(problem.num_heads, problem.num_kv_heads, ring.world_size)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if ring.world_size > 1:
             _describe(call, q, k, v, ring, problem, scale, softcap, sinks)
@@ -106,7 +110,11 @@ def ring_attention(
     sizes = RowBytes(widths * q.element_size(), widths * accumulation_dtype(q.dtype).itemsize)
     transport = ring.transport_for(problem, sizes, q.device, kernel.joining)
     before_backward = ring.backward_check(q.device) if _recorded(q, k, v, sinks) else None
-    out, lse = RingAttention.apply(q, k, v, sinks, transport, kernel, scale, before_backward)
+    call_of_all = q, k, v, sinks, transport, kernel, scale, before_backward
+    if isinstance(transport, HeadsTransport):
+        out, lse = HeadsAttention.apply(*call_of_all, return_lse)
+    else:
+        out, lse = RingAttention.apply(*call_of_all)
     return (out, lse) if return_lse else out
 
 

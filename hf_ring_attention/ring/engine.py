@@ -1,9 +1,10 @@
-"""The loop over steps, and the one autograd function: exact attention over all that a plan's tiles cover."""
+"""The loop over steps, and the autograd functions: exact attention over all that a plan's tiles cover."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from ..compute.binding import BoundBatch
 from ..compute.kernels import Kernel
 from ..compute.merge import accumulation_dtype, add_sinks, sinks_grad
+from ..transport.heads import HeadsTransport
 from ..transport.transports import BackwardStep, ForwardStep, Transport
 
 #: Tiles whose rows are copied take at most about 1 / PART of the queries at once. Backward holds more tensors than forward.
@@ -38,41 +40,142 @@ class RingAttention(torch.autograd.Function):
         scale: float,
         before_backward: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if transport.whole is not None:
-            out, lse = kernel.forward(q, k, v, transport.whole.shape, scale)
-        else:
-            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-            dtype = accumulation_dtype(q.dtype)
-            total = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=dtype)
-            lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-            for step in transport.forward(k, v):
-                _forward_step(step, q, total, lse, kernel, scale)
-                del step  # Drop its payload before the next one arrives: only two buffers exist.
-            out = total.to(q.dtype)
-        if sinks is not None:
-            out, lse = add_sinks(out, lse, sinks)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        saved = forward_pass(q, k, v, sinks, transport, kernel, scale)
+        ctx.save_for_backward(*saved, sinks)
         ctx.call = (transport, kernel, scale, before_backward)
+        ctx.mark_non_differentiable(saved.lse)
+        return saved.out, saved.lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        *saved, sinks = ctx.saved_tensors
+        transport, kernel, scale, before_backward = ctx.call
+        if before_backward is not None:
+            before_backward()
+        grads = backward_pass(dout, Pass(*saved), sinks, transport, kernel, scale)
+        return *(grad.to(dout.dtype) for grad in grads[:3]), grads[3], None, None, None, None
+
+
+class HeadsAttention(torch.autograd.Function):
+    """The same by the heads transport: each rank computes some heads of the whole sequence, a piece of them after another.
+
+    While a piece is computed, the next one arrives and the one before leaves. The function saves a piece's q, k, v, out and
+    lse as they were computed, so that backward moves gradients alone. lse is computed and empty unless `with_lse`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        transport: HeadsTransport,
+        kernel: Kernel,
+        scale: float,
+        before_backward: Callable[[], None] | None = None,
+        with_lse: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        pieces, passes = transport.binding.pieces, []
+        out = q.new_empty(*q.shape[:3], v.shape[-1])
+        lse = q.new_empty(q.shape[:3] if with_lse else 0, dtype=accumulation_dtype(q.dtype))
+        coming, leaving = transport.to_heads(pieces[0], [q], [k, v]), None
+        for piece, following in zip(pieces, (*pieces[1:], None)):
+            whole = coming.finish("queries, keys and values")
+            if following is not None:
+                coming = transport.to_heads(following, [q], [k, v])
+            of_heads = transport.own_heads(piece, sinks)
+            done = forward_pass(whole[0], whole[1], whole[2], of_heads, transport.local(piece), kernel, scale)
+            passes.append(done)
+            if leaving is not None:
+                leaving.finish("outputs")
+            leaving = transport.to_tokens(piece, [(done.out, out), (done.lse, lse)][: 1 + with_lse], [])
+        assert leaving is not None
+        leaving.finish("outputs")
+        ctx.save_for_backward(sinks, *itertools.chain.from_iterable(passes))
+        ctx.call = (transport, kernel, scale, before_backward)
+        ctx.shapes = [(x.shape, x.dtype) for x in (q, k, v)]
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse = ctx.saved_tensors
+        sinks, *saved = ctx.saved_tensors
         transport, kernel, scale, before_backward = ctx.call
         if before_backward is not None:
             before_backward()
-        if transport.whole is not None:
-            dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, transport.whole.shape, scale)
-        else:
-            dout = dout.contiguous()
-            dq, dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(q.dtype)) for x in (q, k, v))
-            for step in transport.backward(k, v, dk, dv):
-                _backward_step(step, dout, q, out, lse, dq, kernel, scale)
-                del step
-        dsinks = None if sinks is None else sinks_grad(dout, out, lse, sinks)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
+        pieces, size = transport.binding.pieces, len(Pass._fields)
+        passes = [Pass(*saved[start : start + size]) for start in range(0, len(saved), size)]
+        dtype = accumulation_dtype(dout.dtype)
+        dq, dk, dv = (dout.new_zeros(shape, dtype=x if i == 0 else dtype) for i, (shape, x) in enumerate(ctx.shapes))
+        dsinks = None if sinks is None else torch.zeros_like(sinks)
+        coming, leaving = transport.to_heads(pieces[0], [dout], []), None
+        for piece, following, done in zip(pieces, (*pieces[1:], None), passes):
+            [dout_of_heads] = coming.finish("gradients of outputs")
+            if following is not None:
+                coming = transport.to_heads(following, [dout], [])
+            of_heads = transport.own_heads(piece, sinks)
+            *grads, dsinks_of_heads = backward_pass(
+                dout_of_heads, done, of_heads, transport.local(piece), kernel, scale
+            )
+            if dsinks is not None:
+                transport.own_heads(piece, dsinks).copy_(dsinks_of_heads)
+            if leaving is not None:
+                leaving.finish("gradients")
+            own = [grad.to(dout.dtype) for grad in grads]
+            leaving = transport.to_tokens(piece, [(own[0], dq)], [(own[1], dk), (own[2], dv)])
+        assert leaving is not None
+        leaving.finish("gradients")
+        grads = [grad.to(dout.dtype) for grad in (dq, dk, dv)]
+        return *grads, dsinks, None, None, None, None, None
+
+
+class Pass(NamedTuple):
+    """What a forward pass leaves for its backward pass: contiguous q, k and v, out and lse."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def forward_pass(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, transport: Transport, kernel: Kernel, scale: float
+) -> Pass:
+    """Returns the attention of all that the transport yields; out has the dtype of q."""
+    if transport.whole is not None:
+        out, lse = kernel.forward(q, k, v, transport.whole.shape, scale)
+    else:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        dtype = accumulation_dtype(q.dtype)
+        total = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=dtype)
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+        for step in transport.forward(k, v):
+            _forward_step(step, q, total, lse, kernel, scale)
+            del step  # Drop its payload before the next one arrives: only two buffers exist.
+        out = total.to(q.dtype)
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    return Pass(q, k, v, out, lse)
+
+
+def backward_pass(
+    dout: Tensor, done: Pass, sinks: Tensor | None, transport: Transport, kernel: Kernel, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Returns dq, dk and dv, in the accumulation dtype or that of q, and the gradient of sinks, if there are any."""
+    q, k, v, out, lse = done
+    if transport.whole is not None:
+        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, transport.whole.shape, scale)
+    else:
+        dout = dout.contiguous()
+        dq, dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(q.dtype)) for x in (q, k, v))
+        for step in transport.backward(k, v, dk, dv):
+            _backward_step(step, dout, q, out, lse, dq, kernel, scale)
+            del step
+    return dq, dk, dv, None if sinks is None else sinks_grad(dout, out, lse, sinks)
 
 
 def _forward_step(step: ForwardStep, q: Tensor, total: Tensor, lse: Tensor, kernel: Kernel, scale: float) -> None:

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..plan.choices import Decision, check_choices, choose_layout, choose_transport
+from ..plan.choices import Decision, check_choices, choose_layout, decide_transport
+from ..plan.heads import check_heads, heads_fit, heads_pairs, heads_traffic
 from ..plan.joins import PACKED, PADDED
 from ..plan.layouts import LayoutKind, SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
-from ..plan.plans import plan_rank
+from ..plan.plans import pairs_by_tokens
 from ..plan.problem import Problem
-from ..plan.row_numbers import collective_numbers, ring_numbers
+from ..plan.row_numbers import collective_numbers, heads_numbers, ring_numbers
 from ..plan.traffic import RankTraffic, RowBytes, collective_traffic, ring_traffic
 
 #: The bytes of a number, and of a number of its sums (`compute.merge.accumulation_dtype`), by the name of the dtype.
@@ -33,13 +34,15 @@ class RankShare:
     Attributes:
         forward_flops: floating point operations of the forward pass, 2 (D + Dv) for each query-key pair; backward has
             2.5 times as many.
-        ring, collective: bytes that each transport would move, and those that it would hold for other ranks.
+        ring, collective, heads: bytes that each transport would move, and those that it would hold for other ranks; None
+            for heads that do not divide among the ranks.
     """
 
     rank: int
     forward_flops: int
     ring: RankTraffic
     collective: RankTraffic
+    heads: RankTraffic | None
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class Explanation:
             "row numbers |",
             "|---|---:|---:|---:|---:|---:|---:|",
         ]
-        for name in ("ring", "collective"):
+        for name in self.row_numbers:
             traffic: list[RankTraffic] = [getattr(share, name) for share in self.ranks]
             columns = [
                 max(rank.forward.received for rank in traffic),
@@ -114,7 +117,7 @@ def explain(
     documents: Sequence[Sequence[tuple[int, int]]] | None = None,
     causal: bool = True,
     layout: LayoutKind | Literal["auto"] = "auto",
-    transport: Literal["auto", "ring", "collective", "local"] = "auto",
+    transport: Literal["auto", "ring", "collective", "heads", "local"] = "auto",
 ) -> Explanation:
     """Returns what `ring_attention` would do with sequences of `seq_len` tokens over `world_size` ranks; nothing runs.
 
@@ -168,12 +171,18 @@ def explain(
     )
     widths = head_dim + value_dim
     sizes = RowBytes(widths * itemsize, widths * accumulated)
+    if transport == "heads":
+        check_heads(num_heads, num_kv_heads, world_size)
+    by_heads = heads_fit(num_heads, num_kv_heads, world_size)
+    decision = decide_transport(transport, problem, sizes)
+    pairs_of_rank = heads_pairs if decision.choice == "heads" else pairs_by_tokens
     shares = tuple(
         RankShare(
             rank=rank,
-            forward_flops=plan_rank(problem, rank).flops(head_dim, value_dim),
+            forward_flops=2 * widths * pairs_of_rank(problem, rank),
             ring=ring_traffic(problem, rank, sizes),
             collective=collective_traffic(problem, rank, sizes),
+            heads=heads_traffic(problem, rank, sizes) if by_heads else None,
         )
         for rank in range(world_size)
     )
@@ -183,11 +192,12 @@ def explain(
         pattern=pattern,
         layout=division,
         layout_decision=layout_decision,
-        decision=choose_transport(problem, sizes) if transport == "auto" else Decision(transport, "it was asked for"),
+        decision=decision,
         imbalance=max(flops) * len(flops) / (sum(flops) or 1),
         ranks=shares,
         row_numbers={
-            "ring": max(ring_numbers(problem, busiest, joining) for joining in (PADDED, PACKED)),
-            "collective": max(collective_numbers(problem, busiest, joining) for joining in (PADDED, PACKED)),
+            name: max(numbers(problem, busiest, joining) for joining in (PADDED, PACKED))
+            for name, numbers in (("ring", ring_numbers), ("collective", collective_numbers), ("heads", heads_numbers))
+            if name != "heads" or by_heads
         },
     )

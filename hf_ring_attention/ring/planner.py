@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..compute.binding import bind_own
-from ..plan.choices import Decision, choose_transport
+from ..plan.choices import Decision, decide_transport
 from ..plan.joins import Joining
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, Problem
 from ..plan.traffic import RowBytes
+from ..transport.heads import bind_heads
 from ..transport.schedules import bind_collective, bind_ring
 from .bindings import ROUNDS_TO_WAIT, Bindings, Turns
 
@@ -26,18 +27,15 @@ from .bindings import ROUNDS_TO_WAIT, Bindings, Turns
 _PLANNING = Turns()
 
 #: What turns a plan into rows of tensors, by the name of the transport.
-_BIND: dict[str, Callable[..., Any]] = {"local": bind_own, "collective": bind_collective, "ring": bind_ring}
+_BIND: dict[str, Callable[..., Any]] = {
+    "local": bind_own, "collective": bind_collective, "ring": bind_ring, "heads": bind_heads,
+}  # fmt: skip
 
 #: The name of the threads that plan ahead.
 THREAD = "ring-planner"
 
 #: The most batches that are remembered until their calls come.
 _MOST_BATCHES = 64
-
-
-def decide_transport(asked: str, problem: Problem, sizes: RowBytes) -> Decision:
-    """Returns the transport of a call, with the reason: the one asked for, or with "auto" that of `choose_transport`."""
-    return choose_transport(problem, sizes) if asked == "auto" else Decision(asked, "it was asked for")
 
 
 class _BatchRows(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..plan.choices import Decision, check_choices, choose_layout
+from ..plan.choices import Decision, check_choices, choose_layout, decide_transport
 from ..plan.joins import Joining
 from ..plan.layouts import LayoutKind, SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
@@ -22,11 +22,12 @@ from ..plan.problem import Problem, RingSettings
 from ..plan.traffic import RowBytes
 from ..transport.agreement import Agreement, agree, agreement
 from ..transport.communicators import Communicator, ProcessGroupCommunicator
+from ..transport.heads import HeadsTransport
 from ..transport.transports import CollectiveTransport, LocalTransport, RingTransport, Traffic, Transport
 from .bindings import Bindings
 from .calls import Calls
 from .mesh import check_alone, mesh_of
-from .planner import Planner, decide_transport
+from .planner import Planner
 
 if TYPE_CHECKING:
     from ..training.loaders import RingDataLoader
@@ -42,7 +43,9 @@ class Ring:
             torch.distributed is not initialized.
         layout: "contiguous", "zigzag", or "auto": zigzag where contiguous pieces would leave ranks with unequal work.
         transport: how keys and values reach other ranks: "ring" (neighbour to neighbour, two payloads held), "collective"
-            (one exchange of the rows needed), "local" (one rank), or "auto", which chooses for each call as `decide` says.
+            (one exchange of the rows needed), "heads" (each rank computes some heads of all tokens, which it exchanges for its
+            tokens of all heads, so that all work alike whatever the documents), "local" (one rank), or "auto", which
+            chooses for each call as `decide` says.
 
     Raises:
         ValueError: an unknown name, a transport that cannot serve this many ranks, a group this rank is not in, or no group
@@ -61,7 +64,7 @@ class Ring:
         group: dist.ProcessGroup | None = None,
         *,
         layout: LayoutKind | Literal["auto"] = "auto",
-        transport: Literal["auto", "ring", "collective", "local"] = "auto",
+        transport: Literal["auto", "ring", "collective", "heads", "local"] = "auto",
     ) -> None:
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
@@ -92,7 +95,7 @@ class Ring:
         size: int | None,
         *,
         layout: LayoutKind | Literal["auto"] = "auto",
-        transport: Literal["auto", "ring", "collective", "local"] = "auto",
+        transport: Literal["auto", "ring", "collective", "heads", "local"] = "auto",
     ) -> Ring:
         """Makes the ring of this process on a mesh ("dp", "ring") of all processes of an `accelerate.Accelerator`.
 
@@ -118,7 +121,7 @@ class Ring:
         self.rank = 0 if communicator is None else communicator.rank
         self.world_size = 1 if communicator is None else communicator.world_size
         check_choices(layout, transport, self.world_size)
-        if transport in ("ring", "collective") and communicator is None:
+        if transport in ("ring", "collective", "heads") and communicator is None:
             raise ValueError(f"transport={transport!r} needs torch.distributed to be initialized")
         self.dp_rank, self.dp_size = 0, 1
         self.layout = layout
@@ -151,7 +154,7 @@ class Ring:
 
     def transport_for(
         self, problem: Problem, sizes: RowBytes, device: torch.device, joining: Joining | None
-    ) -> Transport:
+    ) -> Transport | HeadsTransport:
         """Returns the transport of a call, by the choice of `decide`, with the call's row numbers on the device."""
         start = time.perf_counter()
         decision, binding = self.planner.plan(self.decide, problem, sizes, device, joining)
@@ -163,6 +166,8 @@ class Ring:
         if decision.choice == "local":
             return LocalTransport(binding)
         assert self._communicator is not None
+        if decision.choice == "heads":
+            return HeadsTransport(binding, self._communicator, self._traffic)
         transport = CollectiveTransport if decision.choice == "collective" else RingTransport
         return transport(binding, self._communicator, self._traffic)
 

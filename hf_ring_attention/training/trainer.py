@@ -42,7 +42,7 @@ class RingTrainingArguments(TrainingArguments):
             parallel. It is needed if there are several processes: 1 makes each process a ring of its own, and the number
             of processes makes one ring of all.
         ring_layout: "auto", "contiguous" or "zigzag".
-        ring_transport: "auto", "ring", "collective" or "local".
+        ring_transport: "auto", "ring", "collective", "heads" or "local".
         loss_tokens_at_once: tokens whose logits exist at any time (`sliced_loss`); 0 for those of the whole shard.
         offload_activations: whether tensors that the forward pass saves wait in host memory; with
             gradient_checkpointing, these are the inputs of the layers.
@@ -57,7 +57,7 @@ class RingTrainingArguments(TrainingArguments):
         default=None, metadata={"help": "processes that share each sequence; 1: each has rows of its own"}
     )
     ring_layout: str = field(default="auto", metadata={"help": "auto, contiguous or zigzag"})
-    ring_transport: str = field(default="auto", metadata={"help": "auto, ring, collective or local"})
+    ring_transport: str = field(default="auto", metadata={"help": "auto, ring, collective, heads or local"})
     loss_tokens_at_once: int = field(default=1024, metadata={"help": "tokens whose logits exist at a time; 0: all"})
     offload_activations: bool = field(default=False, metadata={"help": "keep saved activations in host memory"})
     # TrainingArguments has "str | bool", which HfArgumentParser reads as a bool.

@@ -107,7 +107,8 @@ class LocalTransport:
         yield BackwardStep(k, v, dk, dv, self.binding.batches)
 
 
-def _wait(pending: Pending, traffic: Traffic, where: str) -> None:
+def wait_for(pending: Pending, traffic: Traffic, where: str) -> None:
+    """Waits for messages, and counts the time; an error tells `where` it was."""
     start = time.perf_counter()
     try:
         pending.wait()
@@ -116,7 +117,8 @@ def _wait(pending: Pending, traffic: Traffic, where: str) -> None:
     traffic.waited_seconds += time.perf_counter() - start
 
 
-def _size(x: Tensor) -> int:
+def size_of(x: Tensor) -> int:
+    """Returns the bytes of a tensor."""
     return x.numel() * x.element_size()
 
 
@@ -139,8 +141,8 @@ class CollectiveTransport:
     def _start(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> tuple[Tensor, Pending]:
         received = rows.new_empty(sum(receive_counts), rows.shape[1])
         pending = self.communicator.all_to_all(received, rows, receive_counts, send_counts)
-        self.traffic.sent_bytes += _size(rows)
-        self.traffic.received_bytes += _size(received)
+        self.traffic.sent_bytes += size_of(rows)
+        self.traffic.received_bytes += size_of(received)
         self.traffic.hops += 1
         return received, pending
 
@@ -156,7 +158,7 @@ class CollectiveTransport:
             return
         received, pending = self._start_keys(k, v)
         yield ForwardStep(k, v, binding.own.batches)
-        _wait(pending, self.traffic, "collective attention, forward pass, keys and values")
+        wait_for(pending, self.traffic, "collective attention, forward pass, keys and values")
         keys, values = received[None, None].split([k.shape[-1], v.shape[-1]], dim=-1)
         yield ForwardStep(keys, values, binding.remote)
 
@@ -167,14 +169,14 @@ class CollectiveTransport:
             return
         received, pending = self._start_keys(k, v)
         yield BackwardStep(k, v, dk, dv, binding.own.batches)
-        _wait(pending, self.traffic, "collective attention, backward pass, keys and values")
+        wait_for(pending, self.traffic, "collective attention, backward pass, keys and values")
         widths = [k.shape[-1], v.shape[-1]]
         grads = torch.zeros_like(received, dtype=accumulation_dtype(k.dtype))
         keys, values = received[None, None].split(widths, dim=-1)
         dkeys, dvalues = grads[None, None].split(widths, dim=-1)
         yield BackwardStep(keys, values, dkeys, dvalues, binding.remote)
         home, pending = self._start(grads, binding.receive_counts, binding.send_counts)
-        _wait(pending, self.traffic, "collective attention, backward pass, gradients")
+        wait_for(pending, self.traffic, "collective attention, backward pass, gradients")
         for target, part in zip((dk, dv), home.split(widths, dim=-1)):
             binding.send.add_(target, part)
 
@@ -252,15 +254,15 @@ class RingTransport:
         if not sends and not receives:
             return None
         pending = self.communicator.exchange(sends, receives)
-        self.traffic.sent_bytes += sum(_size(message.tensor) for message in sends)
-        self.traffic.received_bytes += sum(_size(message.tensor) for message in receives)
+        self.traffic.sent_bytes += sum(size_of(message.tensor) for message in sends)
+        self.traffic.received_bytes += sum(size_of(message.tensor) for message in receives)
         self.traffic.hops += 1
         return pending
 
     def _wait(self, pending: Pending | None, name: str, step: RingStep, content: str) -> None:
         if pending is not None:
             where = f"{name} pass, step {step.number} of {step.of}, {content}, on rank {self.communicator.rank}"
-            _wait(pending, self.traffic, f"ring attention, {where}")
+            wait_for(pending, self.traffic, f"ring attention, {where}")
 
     def _travel(self, k: Tensor, v: Tensor, name: str) -> Iterator[tuple[RingStep, RingStep | None, Tensor, Tensor]]:
         """Yields each step, the next one, and the step's keys and values; those of the next are under way meanwhile."""

@@ -55,7 +55,7 @@ CASES = {
     "ministral": {},
 }
 #: Layout and transport, in turn over the batches of a type.
-WAYS = list(itertools.product(("contiguous", "zigzag"), ("ring", "collective")))
+WAYS = list(itertools.product(("contiguous", "zigzag"), ("ring", "collective", "heads")))
 
 
 @functools.lru_cache(maxsize=1)  # for the ring of 2, and then for the ring of 4

@@ -6,7 +6,7 @@ import torch
 import hf_ring_attention as ra
 from tests.support.ranks import run_ranks
 
-TRANSPORTS = ["ring", "collective"]
+TRANSPORTS = ["ring", "collective", "heads"]
 
 
 def call(ring, seed):

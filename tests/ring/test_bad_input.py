@@ -102,7 +102,7 @@ def test_one_rank(name):
     ("settings", "message"),
     [
         ({"layout": "striped"}, "layout must be 'auto', 'contiguous' or 'zigzag', got 'striped'"),
-        ({"transport": "nccl"}, "transport must be 'auto', 'ring', 'collective' or 'local', got 'nccl'"),
+        ({"transport": "nccl"}, "transport must be 'auto', 'ring', 'collective', 'heads' or 'local', got 'nccl'"),
         ({"transport": "collective"}, r"transport='collective' needs torch\.distributed to be initialized"),
     ],
     ids=str,

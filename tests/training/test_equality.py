@@ -25,6 +25,8 @@ ON_TWO = {
     "checkpointing": (loop, "padded", {"checkpointing": True}),
     "ring, zigzag": (loop, "padded", {"transport": "ring", "layout": "zigzag"}),
     "collective, contiguous": (loop, "padded", {"transport": "collective", "layout": "contiguous"}),
+    "heads": (loop, "packed", {"batch_size": 3, "transport": "heads"}),
+    "heads, FSDP2, checkpointing": (loop, "padded", {"transport": "heads", "wrap": "fsdp2", "checkpointing": True}),
     "accumulating": (loop, "padded", {"accumulate": 3, "batch_size": 1}),
     "all logits at once": (loop, "padded", {"tokens_at_once": 0}),
     "exact attention": (loop, "padded", {"pattern": ra.Pattern.exact()}),
@@ -32,6 +34,7 @@ ON_TWO = {
     "FSDP2, accumulating, checkpointing": (loop, "packed", {"wrap": "fsdp2", "accumulate": 3, "checkpointing": True}),
     "Trainer": (trainer, "padded", {}),
     "Trainer, packed, ring": (trainer, "packed", {"batch_size": 3, "transport": "ring"}),
+    "Trainer, packed, heads, zigzag": (trainer, "packed", {"batch_size": 3, "transport": "heads", "layout": "zigzag"}),
     "Trainer, accumulating, checkpointing": (
         trainer,
         "padded",

@@ -91,7 +91,7 @@ def explain_command(
     bidirectional: Bidirectional = False,
     layout: LayoutName = "auto",
     transport: Annotated[
-        str, choice_option("--transport", ("auto", "ring", "collective", "local"), "How keys travel")
+        str, choice_option("--transport", ("auto", "ring", "collective", "heads", "local"), "How keys travel")
     ] = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -240,15 +240,16 @@ def _answer(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerK
                 "forward_flops": max(flops),
                 "backward_flops": BACKWARD * max(flops),
                 "forward_flops_of_all_ranks": sum(flops),
-                "ring_bytes": _largest([share.ring for share in kind.explanation.ranks])
-                | {"row_numbers": kind.explanation.row_numbers["ring"]},
-                "collective_bytes": _largest([share.collective for share in kind.explanation.ranks])
-                | {"row_numbers": kind.explanation.row_numbers["collective"]},
+                **{
+                    f"{name}_bytes": _largest([getattr(share, name) for share in kind.explanation.ranks])
+                    | {"row_numbers": numbers}
+                    for name, numbers in kind.explanation.row_numbers.items()
+                },
             }
         )
     flops_of_ranks = [sum(len(k.layers) * k.explanation.ranks[rank].forward_flops for k in kinds) for rank in ranks]
     totals: dict[str, dict[str, int]] = {}
-    for transport in ("chosen", "ring", "collective"):
+    for transport in ("chosen", *base.row_numbers):
         per_rank = [_added([(len(k.layers), _used(k.explanation, rank, transport)) for k in kinds]) for rank in ranks]
         totals[f"{transport}_bytes"] = {name: max(one[name] for one in per_rank) for name in per_rank[0]}
         # Layers that do the same share their row numbers.
@@ -343,10 +344,10 @@ def _print(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerKi
     print_sheet(Sheet(f"TFLOP of one layer{several}", headings, rows, notes, left=2), console)
     rows = []
     for row in answer["layer_kinds"]:
-        for name in ("ring", "collective"):
+        for name in base.row_numbers:
             mark = "* " if name == row["transport"] else "  "
             rows.append((row["kind"], mark + name, *(short_bytes(row[f"{name}_bytes"][key]) for key in _BYTE_COLUMNS)))
-    for name in ("chosen", "ring", "collective") if step["layers"] > 1 else ():
+    for name in ("chosen", *base.row_numbers) if step["layers"] > 1 else ():
         label = {"chosen": "* as chosen"}.get(name, f"  {name}")
         rows.append(("a step", label, *(short_bytes(step[f"{name}_bytes"][key]) for key in _BYTE_COLUMNS)))
     headings = (

@@ -1,0 +1,190 @@
+"""The exchange of tokens for heads: each rank gives its tokens of all heads for all tokens of its heads, and back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..compute.binding import OwnBinding, bind_own
+from ..plan.heads import Heads, pieces_of, problem_of_heads
+from ..plan.joins import Joining
+from ..plan.problem import Problem
+from .communicators import Communicator, Pending
+from .transports import LocalTransport, Traffic, size_of, wait_for
+
+
+@dataclass(frozen=True)
+class HeadsPiece:
+    """Heads that are exchanged and computed together: those of every rank, and the tiles of this rank's."""
+
+    of_ranks: tuple[Heads, ...]
+    own: OwnBinding
+
+
+@dataclass(frozen=True)
+class HeadsBinding:
+    """The pieces of a rank, and the runs of the sequence's tokens that each rank holds."""
+
+    pieces: tuple[HeadsPiece, ...]
+    tokens: tuple[tuple[range, ...], ...]
+
+
+def bind_heads(problem: Problem, rank: int, device: torch.device, joining: Joining | None) -> HeadsBinding:
+    """Binds the plan of `rank` for the heads transport.
+
+    Raises:
+        ValueError: numbers of heads that do not divide among the ranks.
+    """
+    ranks = range(problem.layout.world_size)
+    pieces = zip(*(pieces_of(problem, other) for other in ranks))
+    return HeadsBinding(
+        pieces=tuple(
+            HeadsPiece(of_ranks, bind_own(problem_of_heads(problem, of_ranks[rank]), 0, device, joining))
+            for of_ranks in pieces
+        ),
+        tokens=tuple(problem.layout.pieces(other) for other in ranks),
+    )
+
+
+class HeadsTransport:
+    """Exchanges tokens for heads, a piece of the heads at a time, all tensors of a piece in one message to each rank."""
+
+    def __init__(self, binding: HeadsBinding, communicator: Communicator, traffic: Traffic) -> None:
+        self.binding = binding
+        self.communicator = communicator
+        self.traffic = traffic
+        self.rank = communicator.rank
+
+    def local(self, piece: HeadsPiece) -> LocalTransport:
+        """Returns the transport of a piece's heads, whose tokens are all here."""
+        return LocalTransport(piece.own)
+
+    def own_heads(self, piece: HeadsPiece, x: Tensor | None) -> Tensor | None:
+        """Returns a view of the numbers that this rank's heads of a piece have in x [H]; None for None."""
+        heads = piece.of_ranks[self.rank].query
+        return None if x is None else x[heads.start : heads.stop]
+
+    def to_heads(self, piece: HeadsPiece, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> Exchange:
+        """Starts to take tensors [B, heads, local tokens, ...] of all heads to [B, heads of the piece, tokens, ...].
+
+        `finish` of what it returns gives those of `queries`, and then those of `keys`, which are of key/value heads.
+        """
+        tensors = [(x, [heads.query for heads in piece.of_ranks]) for x in queries]
+        tensors += [(x, [heads.kv for heads in piece.of_ranks]) for x in keys]
+
+        def sent(rank: int) -> list[Tensor]:
+            return [x[:, heads[rank].start : heads[rank].stop] for x, heads in tensors]
+
+        def finish(parts: list[list[Tensor]]) -> list[Tensor]:
+            wholes = []
+            for number, (x, heads) in enumerate(tensors):
+                shape = (x.shape[0], len(heads[self.rank]), x.shape[2] * len(heads), *x.shape[3:])
+                whole = x.new_empty(shape)
+                for runs, part in zip(self.binding.tokens, parts):
+                    for run, rows in _by_run(runs, part[number]):
+                        whole[:, :, run.start : run.stop] = rows
+                wholes.append(whole)
+            return wholes
+
+        shapes = [[x.shape for x in sent(self.rank)]] * len(piece.of_ranks)
+        return self._start(sent, shapes, finish)
+
+    def to_tokens(
+        self, piece: HeadsPiece, queries: Sequence[tuple[Tensor, Tensor]], keys: Sequence[tuple[Tensor, Tensor]]
+    ) -> Exchange:
+        """Starts to bring tensors [B, heads of the piece, tokens, ...] home, into [B, heads, local tokens, ...] of all heads.
+
+        Args:
+            queries: tensors of query heads, each with the one that it is put into.
+            keys: tensors of key/value heads, each with the one that it is added to: several ranks may have had the same head.
+        """
+        tensors = [x for x, _ in (*queries, *keys)]
+
+        def sent(rank: int) -> list[Tensor]:
+            runs = self.binding.tokens[rank]
+            return [torch.cat([x[:, :, run.start : run.stop] for run in runs], 2) for x in tensors]
+
+        def finish(parts: list[list[Tensor]]) -> list[Tensor]:
+            for heads, part in zip(piece.of_ranks, parts):
+                for (_, target), rows in zip(queries, part):
+                    target[:, heads.query.start : heads.query.stop] = rows
+                for (_, target), rows in zip(keys, part[len(queries) :]):
+                    target[:, heads.kv.start : heads.kv.stop] += rows
+            return []
+
+        shapes = [[x.shape for x in sent(self.rank)]] * len(piece.of_ranks)
+        return self._start(sent, shapes, finish)
+
+    def _start(
+        self,
+        sent: Callable[[int], list[Tensor]],
+        shapes: list[list[torch.Size]],
+        finish: Callable[[list[list[Tensor]]], list[Tensor]],
+    ) -> Exchange:
+        """Starts to send `sent(rank)` to each other rank, and to receive tensors of `shapes` of each."""
+        own = sent(self.rank)
+        others = [rank for rank in range(len(shapes)) if rank != self.rank]
+        messages = [torch.cat([x.flatten() for x in sent(rank)]) for rank in others]
+        message = torch.cat(messages) if messages else own[0].new_empty(0)
+        counts = [
+            0 if rank == self.rank else sum(shape.numel() for shape in shapes[rank]) for rank in range(len(shapes))
+        ]
+        received = torch.empty_like(message)
+        pending = None
+        if others:
+            pending = self.communicator.all_to_all(received, message, counts, counts)
+            self.traffic.sent_bytes += size_of(message)
+            self.traffic.received_bytes += size_of(received)
+            self.traffic.hops += 1
+
+        def parts() -> list[list[Tensor]]:
+            by_rank = received.split(counts)
+            return [own if rank == self.rank else _unpacked(part, shapes[rank]) for rank, part in enumerate(by_rank)]
+
+        return Exchange(pending, self.traffic, message, parts, finish)
+
+
+class Exchange:
+    """An exchange under way; `message` is what is sent, which has to stay until it has arrived."""
+
+    def __init__(
+        self,
+        pending: Pending | None,
+        traffic: Traffic,
+        message: Tensor,
+        parts: Callable[[], list[list[Tensor]]],
+        finish: Callable[[list[list[Tensor]]], list[Tensor]],
+    ) -> None:
+        self._pending, self._traffic, self._message, self._parts, self._finish = (
+            pending,
+            traffic,
+            message,
+            parts,
+            finish,
+        )
+
+    def finish(self, name: str) -> list[Tensor]:
+        """Waits for what the other ranks sent, and returns the tensors that it makes of it.
+
+        Args:
+            name: of what was exchanged, for errors.
+        """
+        if self._pending is not None:
+            wait_for(self._pending, self._traffic, f"attention by heads, {name}")
+        return self._finish(self._parts())
+
+
+def _unpacked(message: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
+    """Returns the tensors of these shapes that follow each other in a message."""
+    parts = message.split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes)]
+
+
+def _by_run(runs: Sequence[range], rows: Tensor) -> list[tuple[range, Tensor]]:
+    """Returns each run of tokens with its rows of [B, heads, local tokens, ...]."""
+    starts = itertools.accumulate((len(run) for run in runs), initial=0)
+    return [(run, rows[:, :, start : start + len(run)]) for run, start in zip(runs, starts)]

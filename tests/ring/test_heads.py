@@ -1,0 +1,157 @@
+"""The heads transport: the definition's outputs and gradients, the plan's bytes, and refusals with their arithmetic."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+import hf_ring_attention as ra
+from hf_ring_attention.plan.heads import heads_pairs, heads_traffic, pieces_of
+from hf_ring_attention.plan.plans import plan_rank
+from hf_ring_attention.plan.problem import Problem, RingSettings
+from hf_ring_attention.plan.traffic import RowBytes
+from tests.support.cases import check_cases, random_case
+from tests.support.ranks import run_simulated
+
+LAYOUTS = ("contiguous", "zigzag")
+#: As few heads in a piece as can be, or all in one.
+SETTINGS = {"pieces": RingSettings(rows_of_a_head_group=1), "whole": RingSettings(rows_of_a_head_group=10**9)}
+
+
+def fitting_case(rng, world_size, dtype=torch.float64):
+    """A random case whose heads divide among the ranks: key/value heads for each of them, or one for several."""
+    num_kv_heads = rng.choice([n for n in range(1, 3 * world_size + 1) if 0 in (world_size % n, n % world_size)])
+    num_heads = max(world_size, num_kv_heads) * rng.choice([1, 2, 3])
+    return replace(random_case(rng, dtype), num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+
+def fitting_cases(rng, world_size, count, dtype=torch.float64):
+    cases = [fitting_case(rng, world_size, dtype) for _ in range(count)]
+    for case in cases:
+        assert case.definition and case.rounding
+    return cases
+
+
+@pytest.mark.parametrize("pieces", SETTINGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("world_size", "count"), [(1, 10), (2, 10), (3, 10), (4, 6), (8, 3)])
+def test_simulated(world_size, count, layout, pieces, rng):
+    cases = [case for dtype in (torch.float64, torch.float32) for case in fitting_cases(rng, world_size, count, dtype)]
+
+    def check(ring):
+        ring.settings = SETTINGS[pieces]
+        check_cases(ring, cases)
+
+    run_simulated(check, world_size, layout=layout, transport="heads")
+
+
+def checked_in_a_process(rank, world_size, seed):
+    rng = random.Random(seed)
+    cases = fitting_cases(rng, world_size, 6)
+    for layout in LAYOUTS:
+        ring = ra.Ring(layout=layout, transport="heads")
+        ring.settings = SETTINGS["pieces"]
+        check_cases(ring, cases)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_processes(world_size, ranks, rng):
+    ranks.run(checked_in_a_process, world_size, world_size, rng.random())
+
+
+def test_bytes_are_those_of_the_plan(rng):
+    for world_size in (1, 2, 4):
+        for dtype in (torch.float32, torch.bfloat16):
+            case = fitting_case(rng, world_size, dtype)
+
+            def moved(ring, case=case):
+                ring.settings = SETTINGS["pieces"]
+                layout = ring.layout_for(case.seq_len, case.pattern)
+                leaves = [ring.shard(x, layout, dim=2).requires_grad_() for x in case.tensors[:3]]
+                out = ra.ring_attention(*leaves, **case.options, ring=ring, layout=layout)
+                forward = ring.traffic().sent_bytes, ring.traffic().received_bytes
+                ring.reset_traffic()
+                out.sum().backward()
+                backward = ring.traffic().sent_bytes, ring.traffic().received_bytes
+                width = (case.head_dim + case.value_dim) * dtype.itemsize
+                planned = heads_traffic(case.problem(layout, ring.settings), ring.rank, RowBytes(width, 2 * width))
+                return (forward, backward) == (planned.forward, planned.backward), sum(forward)
+
+            by_rank = run_simulated(moved, world_size, transport="heads")
+            assert all(right for right, _ in by_rank), case
+            assert all((size > 0) == (world_size > 1) for _, size in by_rank)
+
+
+def test_reference_case():
+    """131072 tokens over 8 ranks, 32/8 heads x 128 in bfloat16: MiB of a rank and layer; a ring moves 448 and 1312."""
+    call = {"seq_len": 131072, "world_size": 8, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    said = ra.explain("exact", **call, transport="heads")
+    assert [share.heads.forward.received / 2**20 for share in said.ranks] == [280.0] * 8
+    assert [share.heads.backward.sent / 2**20 for share in said.ranks] == [280.0] * 8
+    assert said.imbalance == 1.0
+    assert said.decision.choice == "heads"
+
+
+def test_every_rank_works_alike_on_packed_rows(rng):
+    cuts = sorted(rng.sample(range(1, 4096), 20))
+    documents = (tuple(zip([0, *cuts], [*cuts, 4096], strict=True)),)
+    for pattern in ("exact", "window:64+4"):
+        layout = ra.SequenceLayout("zigzag", 4096, 8)
+        problem = Problem(ra.Pattern.parse(pattern), layout, documents, num_heads=32, num_kv_heads=8)
+        assert len({heads_pairs(problem, rank) for rank in range(8)}) == 1
+        assert sum(heads_pairs(problem, rank) for rank in range(8)) == sum(
+            plan_rank(problem, rank).pairs for rank in range(8)
+        )
+
+
+def test_pieces_are_all_heads_once(rng):
+    for _ in range(50):
+        world_size = rng.randint(1, 8)
+        case = fitting_case(rng, world_size)
+        problem = case.problem(ra.SequenceLayout("contiguous", case.seq_len, world_size), SETTINGS[rng.choice([*SETTINGS])])
+        pieces = [pieces_of(problem, rank) for rank in range(world_size)]
+        assert [head for of_rank in pieces for piece in of_rank for head in piece.query] == list(range(case.num_heads))
+        group = case.num_heads // case.num_kv_heads
+        for of_rank in pieces:
+            assert [len(piece.query) for piece in of_rank] == [len(piece.query) for piece in pieces[0]]
+            for piece in of_rank:
+                assert {head // group for head in piece.query} == set(piece.kv)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "world_size", "said"),
+    [
+        (6, 6, 4, r"each of 4 ranks as many query heads, and 6 / 4 = 1\.50"),
+        (12, 6, 4, "each of 4 ranks as many key/value heads, or several ranks one: 6 of them and 4 ranks"),
+    ],
+)
+def test_heads_that_do_not_divide_are_refused_on_every_rank(heads, kv_heads, world_size, said):
+    def refused(ring):
+        q, k = torch.randn(1, heads, 4, 8), torch.randn(1, kv_heads, 4, 8)
+        with pytest.raises(ValueError, match=said):
+            ra.ring_attention(q, k, k, pattern="exact", ring=ring)
+        return ring.traffic().hops
+
+    assert run_simulated(refused, world_size, transport="heads") == [0] * world_size
+    with pytest.raises(ValueError, match=said):
+        ra.explain(
+            "exact", seq_len=64, world_size=world_size, num_heads=heads, num_kv_heads=kv_heads, head_dim=8, transport="heads"
+        )
+    # What is not asked for is not shown.
+    said_of_others = ra.explain(
+        "exact", seq_len=64, world_size=world_size, num_heads=heads, num_kv_heads=kv_heads, head_dim=8
+    )
+    assert {share.heads for share in said_of_others.ranks} == {None}
+    assert "heads" not in said_of_others.row_numbers
+
+
+def test_a_rank_that_fails_ends_the_others():
+    def failing(ring):
+        if ring.rank == 1:
+            raise KeyError("of this rank")
+        x = torch.randn(1, 2, 4, 8)
+        ra.ring_attention(x, x, x, pattern="exact", ring=ring)
+
+    with pytest.raises(KeyError, match="of this rank"):
+        run_simulated(failing, 2, transport="heads")
