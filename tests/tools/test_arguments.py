@@ -58,7 +58,7 @@ REFUSED = [
     (
         "cli",
         f"{EXPLAIN} --transport mail",
-        "'--transport': one of auto, ring, collective, local was expected, got 'mail'",
+        "'--transport': one of auto, ring, collective, heads, local was expected, got 'mail'",
     ),
     ("cli", f"{EXPLAIN} --pattern ring", "pattern 'ring' is not known"),
     ("cli", f"{EXPLAIN} --pattern window:x", "pattern 'window:x' cannot be read: a number was expected, got 'x'"),
