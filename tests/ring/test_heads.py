@@ -74,7 +74,7 @@ def test_bytes_are_those_of_the_plan(rng):
                 ring.reset_traffic()
                 out.sum().backward()
                 backward = ring.traffic().sent_bytes, ring.traffic().received_bytes
-                width = (case.head_dim + case.value_dim) * dtype.itemsize
+                width = (case.head_dim + case.value_dim) * case.dtype.itemsize
                 planned = heads_traffic(case.problem(layout, ring.settings), ring.rank, RowBytes(width, 2 * width))
                 return (forward, backward) == (planned.forward, planned.backward), sum(forward)
 
@@ -109,7 +109,9 @@ def test_pieces_are_all_heads_once(rng):
     for _ in range(50):
         world_size = rng.randint(1, 8)
         case = fitting_case(rng, world_size)
-        problem = case.problem(ra.SequenceLayout("contiguous", case.seq_len, world_size), SETTINGS[rng.choice([*SETTINGS])])
+        problem = case.problem(
+            ra.SequenceLayout("contiguous", case.seq_len, world_size), SETTINGS[rng.choice([*SETTINGS])]
+        )
         pieces = [pieces_of(problem, rank) for rank in range(world_size)]
         assert [head for of_rank in pieces for piece in of_rank for head in piece.query] == list(range(case.num_heads))
         group = case.num_heads // case.num_kv_heads
@@ -136,7 +138,13 @@ def test_heads_that_do_not_divide_are_refused_on_every_rank(heads, kv_heads, wor
     assert run_simulated(refused, world_size, transport="heads") == [0] * world_size
     with pytest.raises(ValueError, match=said):
         ra.explain(
-            "exact", seq_len=64, world_size=world_size, num_heads=heads, num_kv_heads=kv_heads, head_dim=8, transport="heads"
+            "exact",
+            seq_len=64,
+            world_size=world_size,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=8,
+            transport="heads",
         )
     # What is not asked for is not shown.
     said_of_others = ra.explain(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 import torch
 
 import hf_ring_attention as ra
+from hf_ring_attention.plan.heads import heads_fit
 
 from .cases import random_pattern
 from .random_rows import Batch, Document, random_batch, rows_of
@@ -164,7 +165,7 @@ def draw_case(seed: int) -> Case:
     task = "train" if task == "generate" and model_type in CACHELESS else task
     changes = random_changes(rng, model_type, task)
     batches = random_batches(rng, model_type, task, by_length="rope_parameters" in changes)
-    ring = random_ring(rng, model_type)
+    ring = random_ring(rng, model_type, changes)
     patched = ring is not None or rng.random() < 0.6
     shards = ring is not None or (patched and rng.random() < 0.3)
     patterns = random_patterns(rng, model_type, changes, batches) if patched else {}
@@ -187,11 +188,16 @@ def draw_case(seed: int) -> Case:
     )
 
 
-def random_ring(rng, model_type):
+def random_ring(rng, model_type, changes):
     if rng.random() > (0.6 if SUPPORTED[model_type].ring else 0.1):
         return None
     layout = rng.choice(["auto", "contiguous", "zigzag"])
-    return rng.choice([2, 2, 3, 4]), layout, rng.choice(["auto", "ring", "collective"])
+    world_size, transports = rng.choice([2, 2, 3, 4]), ["auto", "ring", "collective"]
+    # The heads of other cases are those of the type, which may not divide among the ranks.
+    heads = changes.get("num_attention_heads", 1), changes.get("num_key_value_heads", 1)
+    if heads_fit(*heads, world_size):
+        transports.append("heads")
+    return world_size, layout, rng.choice(transports)
 
 
 def random_batches(rng, model_type, task, by_length):

@@ -92,7 +92,7 @@ def test_every_part_measures(tmp_path):
         assert row["rates"].keys() == {"1", "2"} and min(row["rates"].values()) > 0
         assert row["efficiency"] == pytest.approx(row["rates"]["2"] / (2 * row["rates"]["1"]))
     for part in ("step-memory", "scaling"):
-        file = tmp_path / "a" / "pictures" / f"{part}.png"
+        file = tmp_path / "a" / "pictures" / f"{part.replace('-', '_')}.png"
         assert file.stat().st_size > 5000 and f"wrote {file}\n" in done.stderr
     titles = ("attention on one device", "peak memory of forward", "in a 4-layer model", "in the cache", "ring against")
     for title in (

@@ -237,7 +237,7 @@ def _draw(part: str, figures: Any, folder: Path) -> Path:
     """Writes the picture of a part, and returns its file."""
     from ..bench_plots import plot_scaling, plot_step_memory
 
-    path = folder / f"{part}.png"
+    path = folder / f"{part.replace('-', '_')}.png"
     {"step-memory": plot_step_memory, "scaling": plot_scaling}[part](figures, path)
     return path
 
