@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal, get_args
 
 from .layouts import LayoutKind, SequenceLayout
 from .patterns import Pattern
 from .plans import plan_rank
 from .problem import Problem
 from .traffic import RowBytes, exchanged
+
+TransportKind = Literal["auto", "ring", "collective", "heads", "local"]
 
 #: Contiguous pieces are kept while the busiest rank does at most this many times the mean work.
 IMBALANCE_WORTH_A_ZIGZAG = 1.05
@@ -43,18 +46,30 @@ def imbalance(problem: Problem) -> float:
     return max(pairs) * len(pairs) / (sum(pairs) or 1)
 
 
-def check_choices(layout: str, transport: str, world_size: int) -> None:
+def check_choices(layout: str, transport: str, world_size: int, heads: int | None = None) -> None:
     """Refuses names of layouts and transports that do not exist, or cannot serve this many ranks.
+
+    Args:
+        heads: how many neighbouring ranks exchange heads; None for all, or no transport by heads.
 
     Raises:
         ValueError: the message names what was expected.
     """
     if layout not in ("auto", "contiguous", "zigzag"):
         raise ValueError(f"layout must be 'auto', 'contiguous' or 'zigzag', got {layout!r}")
-    if transport not in ("auto", "ring", "collective", "heads", "local"):
+    if transport not in get_args(TransportKind):
         raise ValueError(f"transport must be 'auto', 'ring', 'collective', 'heads' or 'local', got {transport!r}")
     if transport == "local" and world_size > 1:
         raise ValueError(f"transport='local' serves 1 rank, got {world_size}: use 'auto', 'ring' or 'collective'")
+    if heads is None:
+        return
+    if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1 or world_size % heads:
+        raise ValueError(
+            f"heads must be a number of ranks that divides the ring's {world_size}, got {heads!r}: groups of so many "
+            f"neighbours exchange heads"
+        )
+    if transport != "heads":
+        raise ValueError(f"heads={heads} needs transport='heads', got {transport!r}")
 
 
 @lru_cache(maxsize=256)

@@ -1,7 +1,13 @@
 """The heads transport in integers: each rank computes some heads of the whole sequence (Ulysses, arXiv 2309.14509).
 
-Rank i of p has the i-th of p equal parts of the query heads, and the key/value heads that these share. Where there are fewer
-key/value heads than ranks, several ranks have the same one, each with its part of the query heads that share it.
+Of h ranks that exchange heads, the i-th has the i-th of h equal parts of the query heads, and the key/value heads that these
+share. Where there are fewer key/value heads than ranks, several ranks have the same one, each with its part of the query heads
+that share it.
+
+Where the p ranks are more than h, neighbours exchange heads, h of them each: such a group holds the tokens of its ranks, and
+those of its ranks that have the same heads in all p / h groups form a ring (USP, arXiv 2405.07719). h ranks side by side hold
+contiguous pieces of contiguous pieces, and of a zigzag both pieces of one of p / h ranks: so the ring has a layout of the same
+kind.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ from typing import NamedTuple
 from .layouts import SequenceLayout
 from .plans import plan_rank
 from .problem import Problem
-from .traffic import Bytes, RankTraffic, RowBytes
+from .traffic import Bytes, RankTraffic, RowBytes, ring_traffic
 
 #: A rank's heads are exchanged in at most so many pieces, one of which travels while another is computed.
 MOST_PIECES = 4
@@ -24,6 +30,13 @@ class Heads(NamedTuple):
 
     query: range
     kv: range
+
+
+class Place(NamedTuple):
+    """A rank's place: which of the groups that exchange heads it is in, and its number there."""
+
+    group: int
+    member: int
 
 
 def heads_fit(num_heads: int, num_kv_heads: int, world_size: int) -> bool:
@@ -50,15 +63,25 @@ def check_heads(num_heads: int, num_kv_heads: int, world_size: int) -> None:
         )
 
 
-def pieces_of(problem: Problem, rank: int) -> tuple[Heads, ...]:
-    """Returns the heads of a rank in pieces; those of all ranks are as large as each other."""
-    p = problem.layout.world_size
-    check_heads(problem.num_heads, problem.num_kv_heads, p)
-    share, kv_share = problem.num_heads // p, max(1, problem.num_kv_heads // p)
-    first, first_kv = rank * share, rank * problem.num_kv_heads // p
-    if problem.num_kv_heads <= p:
+def group_size(problem: Problem) -> int:
+    """Returns how many ranks exchange heads with each other."""
+    return problem.settings.heads or problem.layout.world_size
+
+
+def place_of(problem: Problem, rank: int) -> Place:
+    """Returns the place of a rank."""
+    return Place(*divmod(rank, group_size(problem)))
+
+
+def pieces_of(problem: Problem, member: int) -> tuple[Heads, ...]:
+    """Returns the heads of a member of each group, in pieces; those of all members are as large as each other."""
+    size = group_size(problem)
+    check_heads(problem.num_heads, problem.num_kv_heads, size)
+    share, kv_share = problem.num_heads // size, max(1, problem.num_kv_heads // size)
+    first, first_kv = member * share, member * problem.num_kv_heads // size
+    if problem.num_kv_heads <= size:
         return (Heads(range(first, first + share), range(first_kv, first_kv + 1)),)
-    rows = share * problem.layout.padded_len * len(problem.documents)
+    rows = share * problem.layout.local_len * size * len(problem.documents)
     count = max(1, min(kv_share, MOST_PIECES, rows // problem.settings.rows_of_a_head_group))
     cuts = [number * kv_share // count for number in range(count + 1)]
     group = problem.group
@@ -69,20 +92,36 @@ def pieces_of(problem: Problem, rank: int) -> tuple[Heads, ...]:
 
 
 def problem_of_heads(problem: Problem, heads: Heads) -> Problem:
-    """Returns the problem of one rank that has these heads of the whole sequence, with its padding."""
+    """Returns the problem of the ring of those ranks that have these heads, one of each group; its rows have their padding."""
+    layout = problem.layout
     return replace(
         problem,
-        layout=SequenceLayout("contiguous", problem.layout.padded_len, 1),
+        layout=SequenceLayout(layout.kind, layout.padded_len, layout.world_size // group_size(problem)),
         num_heads=len(heads.query),
         num_kv_heads=len(heads.kv),
+        settings=replace(problem.settings, heads=None),
         first_head=heads.query.start,
         first_kv_head=heads.kv.start,
     )
 
 
+def rows_of_member(problem: Problem, member: int) -> tuple[range, ...]:
+    """Returns the runs of rows that a member's tokens have among those of its group, in the order in which it holds them."""
+    size = group_size(problem)
+    ring = SequenceLayout(problem.layout.kind, problem.layout.padded_len, problem.layout.world_size // size)
+    pieces = ring.pieces(0)  # where each piece of a group begins among its rows, and at which token
+    starts = list(zip(itertools.accumulate((len(piece) for piece in pieces), initial=0), pieces))
+    runs = []
+    for run in problem.layout.pieces(member):
+        row, piece = next((row, piece) for row, piece in starts if run.start in piece)
+        runs.append(range(row + run.start - piece.start, row + run.stop - piece.start))
+    return tuple(runs)
+
+
 def heads_pairs(problem: Problem, rank: int) -> int:
     """Returns the query-key pairs that `rank` computes, over all batch rows and query heads."""
-    return sum(plan_rank(problem_of_heads(problem, heads), 0).pairs for heads in pieces_of(problem, rank))
+    group, member = place_of(problem, rank)
+    return sum(plan_rank(problem_of_heads(problem, heads), group).pairs for heads in pieces_of(problem, member))
 
 
 def heads_traffic(problem: Problem, rank: int, sizes: RowBytes) -> RankTraffic:
@@ -90,11 +129,18 @@ def heads_traffic(problem: Problem, rank: int, sizes: RowBytes) -> RankTraffic:
 
     A row of a query and of its output are as many bytes as one of a key and a value, and so are those of their gradients,
     which travel in the dtype of the rows. Two exchanges are under way at once at most: that of the next piece's queries,
-    keys and values, and that of the last piece's outputs; each holds what is sent and what arrives.
+    keys and values, and that of the last piece's outputs; each holds what is sent and what arrives. Where there are several
+    groups, the rings between them move their bytes for each piece.
     """
-    layout, pieces = problem.layout, pieces_of(problem, rank)
-    tokens = len(problem.documents) * layout.local_len * (layout.world_size - 1)
+    (group, member), size = place_of(problem, rank), group_size(problem)
+    pieces = pieces_of(problem, member)
+    tokens = len(problem.documents) * problem.layout.local_len * (size - 1)
     heads = sum(len(piece.query) + len(piece.kv) for piece in pieces)
     largest = max(len(piece.query) + len(piece.kv) for piece in pieces)
-    moved = Bytes(*(2 * [tokens * heads * sizes.row_bytes]))
-    return RankTraffic(forward=moved, backward=moved, buffers=2 * tokens * largest * sizes.row_bytes)
+    moved, buffers = tokens * heads * sizes.row_bytes, 2 * tokens * largest * sizes.row_bytes
+    rings = [ring_traffic(problem_of_heads(problem, piece), group, sizes) for piece in pieces]
+    return RankTraffic(
+        forward=Bytes(*(moved + sum(counts) for counts in zip(*(ring.forward for ring in rings)))),
+        backward=Bytes(*(moved + sum(counts) for counts in zip(*(ring.backward for ring in rings)))),
+        buffers=buffers + max(ring.buffers for ring in rings),
+    )

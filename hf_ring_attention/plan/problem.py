@@ -51,12 +51,14 @@ class RingSettings:
             fewer.
         head_groups: the most head groups there are; each has p - 1 hops of its own.
         both_ways_below: rows travel both ways round the ring where that leaves at most this share of the bytes of one way.
+        heads: how many neighbouring ranks exchange heads in the heads transport; None for all ranks.
     """
 
     large_payload: int = 8
     rows_of_a_head_group: int = 1 << 12
     head_groups: int = 8
     both_ways_below: float = 0.5
+    heads: int | None = None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .heads import pieces_of, problem_of_heads
+from .heads import pieces_of, place_of, problem_of_heads
 from .joins import Joining, joined
 from .plans import TileBatch, of_heads, plan_rank, tiles_from
 from .problem import Problem
@@ -33,10 +33,9 @@ def ring_numbers(problem: Problem, rank: int, joining: Joining | None) -> int:
 
 def heads_numbers(problem: Problem, rank: int, joining: Joining | None) -> int:
     """Returns the most bytes of row numbers that the heads transport keeps for `rank`."""
-    problems = [problem_of_heads(problem, heads) for heads in pieces_of(problem, rank)]
-    return _NUMBER * sum(
-        _of_tiles(one, plan_rank(one, 0).own, range(one.num_kv_heads), joining, views=True) for one in problems
-    )
+    group, member = place_of(problem, rank)
+    pieces = pieces_of(problem, member)
+    return sum(ring_numbers(problem_of_heads(problem, heads), group, joining) for heads in pieces)
 
 
 def _of_lap(problem: Problem, rank: int, lap: Lap, joining: Joining | None) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..compute.binding import bind_held
 from ..compute.kernels import choose_kernel
 from ..compute.merge import accumulation_dtype, add_sinks, merge_
-from ..plan.heads import check_heads
+from ..plan.heads import check_heads, group_size
 from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
 from ..plan.problem import Documents, HeldKeys, Problem
@@ -101,7 +101,7 @@ def ring_attention(
         _check_tensors(q, k, v, softcap, sinks)
         problem = _problem(q, k, pattern, ring, layout, causal, documents)
         if ring.transport == "heads":
-            check_heads(problem.num_heads, problem.num_kv_heads, ring.world_size)
+            check_heads(problem.num_heads, problem.num_kv_heads, group_size(problem))
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if ring.world_size > 1:
             _describe(call, q, k, v, ring, problem, scale, softcap, sinks)

@@ -86,7 +86,7 @@ class HeadsAttention(torch.autograd.Function):
             if following is not None:
                 coming = transport.to_heads(following, [q], [k, v])
             of_heads = transport.own_heads(piece, sinks)
-            done = forward_pass(whole[0], whole[1], whole[2], of_heads, transport.local(piece), kernel, scale)
+            done = forward_pass(whole[0], whole[1], whole[2], of_heads, transport.of_piece(piece), kernel, scale)
             passes.append(done)
             if leaving is not None:
                 leaving.finish("outputs")
@@ -118,7 +118,7 @@ class HeadsAttention(torch.autograd.Function):
                 coming = transport.to_heads(following, [dout], [])
             of_heads = transport.own_heads(piece, sinks)
             *grads, dsinks_of_heads = backward_pass(
-                dout_of_heads, done, of_heads, transport.local(piece), kernel, scale
+                dout_of_heads, done, of_heads, transport.of_piece(piece), kernel, scale
             )
             if dsinks is not None:
                 transport.own_heads(piece, dsinks).copy_(dsinks_of_heads)

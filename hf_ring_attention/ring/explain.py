@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..plan.choices import Decision, check_choices, choose_layout, decide_transport
-from ..plan.heads import check_heads, heads_fit, heads_pairs, heads_traffic
+from ..plan.choices import Decision, TransportKind, check_choices, choose_layout, decide_transport
+from ..plan.heads import check_heads, group_size, heads_fit, heads_pairs, heads_traffic
 from ..plan.joins import PACKED, PADDED
 from ..plan.layouts import LayoutKind, SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
 from ..plan.plans import pairs_by_tokens
-from ..plan.problem import Problem
+from ..plan.problem import Problem, RingSettings
 from ..plan.row_numbers import collective_numbers, heads_numbers, ring_numbers
 from ..plan.traffic import RankTraffic, RowBytes, collective_traffic, ring_traffic
 
@@ -117,7 +117,8 @@ def explain(
     documents: Sequence[Sequence[tuple[int, int]]] | None = None,
     causal: bool = True,
     layout: LayoutKind | Literal["auto"] = "auto",
-    transport: Literal["auto", "ring", "collective", "heads", "local"] = "auto",
+    transport: TransportKind = "auto",
+    heads: int | None = None,
 ) -> Explanation:
     """Returns what `ring_attention` would do with sequences of `seq_len` tokens over `world_size` ranks; nothing runs.
 
@@ -127,7 +128,7 @@ def explain(
         batch_size: the number of sequences, of one document each; `documents`, if there are any, replace it.
         dtype: the dtype of q, k and v: a torch.dtype, or its name.
         documents, causal: as for `ring_attention`.
-        layout, transport: as for `Ring`.
+        layout, transport, heads: as for `Ring`.
 
     Raises:
         ValueError: what `Ring` and `ring_attention` would refuse.
@@ -143,7 +144,7 @@ def explain(
     """
     pattern = as_pattern(pattern, "explain")
     itemsize, accumulated = _bytes_of(dtype)
-    check_choices(layout, transport, world_size)
+    check_choices(layout, transport, world_size, heads)
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     value_dim = head_dim if value_dim is None else value_dim
     for name, number in (
@@ -168,12 +169,13 @@ def explain(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         causal=causal,
+        settings=RingSettings(heads=heads),
     )
     widths = head_dim + value_dim
     sizes = RowBytes(widths * itemsize, widths * accumulated)
     if transport == "heads":
-        check_heads(num_heads, num_kv_heads, world_size)
-    by_heads = heads_fit(num_heads, num_kv_heads, world_size)
+        check_heads(num_heads, num_kv_heads, group_size(problem))
+    by_heads = heads_fit(num_heads, num_kv_heads, group_size(problem))
     decision = decide_transport(transport, problem, sizes)
     pairs_of_rank = heads_pairs if decision.choice == "heads" else pairs_by_tokens
     shares = tuple(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..plan.choices import Decision, check_choices, choose_layout, decide_transport
+from ..plan.choices import Decision, TransportKind, check_choices, choose_layout, decide_transport
 from ..plan.joins import Joining
 from ..plan.layouts import LayoutKind, SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
@@ -44,8 +44,9 @@ class Ring:
         layout: "contiguous", "zigzag", or "auto": zigzag where contiguous pieces would leave ranks with unequal work.
         transport: how keys and values reach other ranks: "ring" (neighbour to neighbour, two payloads held), "collective"
             (one exchange of the rows needed), "heads" (each rank computes some heads of all tokens, which it exchanges for its
-            tokens of all heads, so that all work alike whatever the documents), "local" (one rank), or "auto", which
-            chooses for each call as `decide` says.
+            tokens of all heads, so that all work alike), "local" (one rank), or "auto", which chooses as `decide` says.
+        heads: with transport="heads", how many neighbouring ranks exchange heads, where that are not all: keys and values
+            then travel round rings of the ranks that have the same heads.
 
     Raises:
         ValueError: an unknown name, a transport that cannot serve this many ranks, a group this rank is not in, or no group
@@ -64,7 +65,8 @@ class Ring:
         group: dist.ProcessGroup | None = None,
         *,
         layout: LayoutKind | Literal["auto"] = "auto",
-        transport: Literal["auto", "ring", "collective", "heads", "local"] = "auto",
+        transport: TransportKind = "auto",
+        heads: int | None = None,
     ) -> None:
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
@@ -72,7 +74,7 @@ class Ring:
             check_alone("Ring", "call torch.distributed.init_process_group, or make the Accelerator, before the ring")
         if group is not None and dist.get_rank(group) < 0:
             raise ValueError(f"Ring: rank {dist.get_rank()} of the world is not in the group it was given")
-        self._set_up(None if group is None else ProcessGroupCommunicator(group), layout, transport)
+        self._set_up(None if group is None else ProcessGroupCommunicator(group), layout, transport, heads)
 
     @classmethod
     def alone(cls) -> Ring:
@@ -82,10 +84,12 @@ class Ring:
         return ring
 
     @classmethod
-    def over(cls, communicator: Communicator, layout: str = "auto", transport: str = "auto") -> Ring:
+    def over(
+        cls, communicator: Communicator, layout: str = "auto", transport: str = "auto", heads: int | None = None
+    ) -> Ring:
         """Makes the ring of a rank that reaches the others by `communicator`."""
         ring = cls.__new__(cls)
-        ring._set_up(communicator, layout, transport)
+        ring._set_up(communicator, layout, transport, heads)
         return ring
 
     @classmethod
@@ -95,7 +99,8 @@ class Ring:
         size: int | None,
         *,
         layout: LayoutKind | Literal["auto"] = "auto",
-        transport: Literal["auto", "ring", "collective", "heads", "local"] = "auto",
+        transport: TransportKind = "auto",
+        heads: int | None = None,
     ) -> Ring:
         """Makes the ring of this process on a mesh ("dp", "ring") of all processes of an `accelerate.Accelerator`.
 
@@ -104,30 +109,31 @@ class Ring:
 
         Args:
             size: ranks of a ring; it divides the number of processes. None is refused.
+            layout, transport, heads: as for `Ring`; ranks that exchange heads are neighbours, too.
 
         Raises:
             ValueError: on every process: sizes that differ or do not divide the number of processes, or an Accelerator
                 that shards sequences itself, or hands out its batches from one process.
         """
         mesh = mesh_of(accelerator, size)
-        ring = cls(mesh.group, layout=layout, transport=transport)
+        ring = cls(mesh.group, layout=layout, transport=transport, heads=heads)
         ring.dp_rank, ring.dp_size = mesh.dp_rank, mesh.dp_size
         ring._everyone, ring.device = mesh.everyone, accelerator.device
         ring._accelerator = weakref.ref(accelerator)
         ring.data_seed = accelerator.dataloader_config.data_seed
         return ring
 
-    def _set_up(self, communicator: Communicator | None, layout: str, transport: str) -> None:
+    def _set_up(self, communicator: Communicator | None, layout: str, transport: str, heads: int | None = None) -> None:
         self.rank = 0 if communicator is None else communicator.rank
         self.world_size = 1 if communicator is None else communicator.world_size
-        check_choices(layout, transport, self.world_size)
+        check_choices(layout, transport, self.world_size, heads)
         if transport in ("ring", "collective", "heads") and communicator is None:
             raise ValueError(f"transport={transport!r} needs torch.distributed to be initialized")
         self.dp_rank, self.dp_size = 0, 1
         self.layout = layout
         self.transport = transport
         #: The ways of rows round this ring; they are the same on all ranks.
-        self.settings = RingSettings()
+        self.settings = RingSettings(heads=heads)
         self._communicator = communicator
         #: Reaches all processes that train together: those of the ring, or of the accelerator if there is one.
         self._everyone = communicator
@@ -166,10 +172,9 @@ class Ring:
         if decision.choice == "local":
             return LocalTransport(binding)
         assert self._communicator is not None
-        if decision.choice == "heads":
-            return HeadsTransport(binding, self._communicator, self._traffic)
-        transport = CollectiveTransport if decision.choice == "collective" else RingTransport
-        return transport(binding, self._communicator, self._traffic)
+        kinds: dict[str, Any] = {"collective": CollectiveTransport, "ring": RingTransport, "heads": HeadsTransport}
+        transport: Transport | HeadsTransport = kinds[decision.choice](binding, self._communicator, self._traffic)
+        return transport
 
     def layout_for(self, seq_len: int, pattern: Pattern | str) -> SequenceLayout:
         """Returns the division of a sequence of `seq_len` tokens under `pattern` among the ranks."""

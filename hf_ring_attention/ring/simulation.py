@@ -17,14 +17,19 @@ Result = TypeVar("Result")
 
 
 def simulate(
-    world_size: int, *, layout: LayoutKind | str = "auto", transport: str = "auto", timeout: float = 300.0
+    world_size: int,
+    *,
+    layout: LayoutKind | str = "auto",
+    transport: str = "auto",
+    heads: int | None = None,
+    timeout: float = 300.0,
 ) -> list[Ring]:
     """Returns the rings of all ranks, in this process; each needs a thread of its own, as `run_simulated` gives it.
 
     They compute what processes would, on any device that the tensors are on; they are no faster than one rank.
 
     Args:
-        layout, transport: as for `Ring`.
+        layout, transport, heads: as for `Ring`.
         timeout: the most seconds that a rank waits for another.
 
     Raises:
@@ -40,7 +45,7 @@ def simulate(
     """
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise ValueError(f"simulate: world_size must be an integer of at least 1, got {world_size!r}")
-    return [Ring.over(c, layout, transport) for c in SimulatedCommunicator.all_of(world_size, timeout)]
+    return [Ring.over(c, layout, transport, heads) for c in SimulatedCommunicator.all_of(world_size, timeout)]
 
 
 def run_simulated(
@@ -49,12 +54,13 @@ def run_simulated(
     *,
     layout: LayoutKind | str = "auto",
     transport: str = "auto",
+    heads: int | None = None,
     timeout: float = 300.0,
 ) -> list[Result]:
     """Returns [function(ring) for the ring of each rank]; the calls run side by side, each in a thread.
 
     Args:
-        world_size, layout, transport, timeout: as for `simulate`.
+        world_size, layout, transport, heads, timeout: as for `simulate`.
 
     Raises:
         Exception: whatever `function` raises on a rank; the other ranks end as well.
@@ -66,7 +72,7 @@ def run_simulated(
         >>> ra.run_simulated(attend, 3)
         [torch.Size([1, 2, 4, 8]), torch.Size([1, 2, 4, 8]), torch.Size([1, 2, 4, 8])]
     """
-    rings = simulate(world_size, layout=layout, transport=transport, timeout=timeout)
+    rings = simulate(world_size, layout=layout, transport=transport, heads=heads, timeout=timeout)
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def run(ring: Ring) -> Result:

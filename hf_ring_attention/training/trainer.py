@@ -43,6 +43,7 @@ class RingTrainingArguments(TrainingArguments):
             of processes makes one ring of all.
         ring_layout: "auto", "contiguous" or "zigzag".
         ring_transport: "auto", "ring", "collective", "heads" or "local".
+        ring_heads: with "heads", how many neighbouring processes exchange heads; None for all of a ring.
         loss_tokens_at_once: tokens whose logits exist at any time (`sliced_loss`); 0 for those of the whole shard.
         offload_activations: whether tensors that the forward pass saves wait in host memory; with
             gradient_checkpointing, these are the inputs of the layers.
@@ -58,6 +59,9 @@ class RingTrainingArguments(TrainingArguments):
     )
     ring_layout: str = field(default="auto", metadata={"help": "auto, contiguous or zigzag"})
     ring_transport: str = field(default="auto", metadata={"help": "auto, ring, collective, heads or local"})
+    ring_heads: int | None = field(
+        default=None, metadata={"help": "With ring_transport heads: how many neighbours exchange heads; default: all."}
+    )
     loss_tokens_at_once: int = field(default=1024, metadata={"help": "tokens whose logits exist at a time; 0: all"})
     offload_activations: bool = field(default=False, metadata={"help": "keep saved activations in host memory"})
     # TrainingArguments has "str | bool", which HfArgumentParser reads as a bool.
@@ -84,7 +88,8 @@ class RingTrainerMixin(_Trainer):
     or set `loss_tokens_at_once` to 0. Evaluation sums over tokens, and also gives the perplexity and the number of tokens.
 
     Args:
-        ring_size, ring_layout, ring_transport, loss_tokens_at_once, offload_activations: as in `RingTrainingArguments`,
+        ring_size, ring_layout, ring_transport, ring_heads, loss_tokens_at_once, offload_activations: as in
+            `RingTrainingArguments`,
             for Trainers with arguments of their own.
 
     Raises:
@@ -106,7 +111,9 @@ class RingTrainerMixin(_Trainer):
     """
 
     ring: Ring
-    _SETTINGS = ("ring_size", "ring_layout", "ring_transport", "loss_tokens_at_once", "offload_activations")
+    _SETTINGS = (
+        "ring_size", "ring_layout", "ring_transport", "ring_heads", "loss_tokens_at_once", "offload_activations",
+    )  # fmt: skip
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.ring_settings = {name: kwargs.pop(name) for name in self._SETTINGS if name in kwargs}
@@ -142,6 +149,7 @@ class RingTrainerMixin(_Trainer):
             self._ring_size(),
             layout=self.ring_setting("ring_layout"),
             transport=self.ring_setting("ring_transport"),
+            heads=self.ring_setting("ring_heads"),
         )
         if self.model is not None:
             patch_model(self.model, ring=self.ring)

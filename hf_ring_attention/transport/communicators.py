@@ -31,8 +31,8 @@ class Pending(Protocol):
         """
 
 
-class Communicator(Protocol):
-    """The connection of this rank to the `world_size` ranks of its ring, by their numbers there."""
+class Exchanger(Protocol):
+    """The connection of this rank to `world_size` ranks, by their numbers among these, for rows."""
 
     rank: int
     world_size: int
@@ -43,6 +43,10 @@ class Communicator(Protocol):
     def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Pending:
         """Starts to send rows of `sent` to each rank, in the order of ranks, and to fill `received` likewise."""
 
+
+class Communicator(Exchanger, Protocol):
+    """The connection of this rank to the ranks of its ring, by their numbers there."""
+
     def gather(self, x: Tensor) -> list[Tensor]:
         """Returns x of all ranks; the shapes are equal."""
 
@@ -51,6 +55,34 @@ class Communicator(Protocol):
 
     def sum_(self, x: Tensor) -> None:
         """Makes x the sum of all ranks' x."""
+
+
+class PartOfRanks:
+    """Some ranks of a communicator, by their place among `members`; other parts send at the same time as this one.
+
+    Every rank of the communicator is in one part, and all of them make the same calls, each in its own part.
+    """
+
+    def __init__(self, whole: Exchanger, members: Sequence[int]) -> None:
+        self.whole = whole
+        self.members = list(members)
+        self.rank = self.members.index(whole.rank)
+        self.world_size = len(self.members)
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """As `Communicator.exchange`."""
+        return self.whole.exchange(
+            [Message(self.members[peer], tensor) for peer, tensor in sends],
+            [Message(self.members[peer], tensor) for peer, tensor in receives],
+        )
+
+    def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Pending:
+        """As `Communicator.all_to_all`, of neighbours in ascending order: ranks between them would be between the rows."""
+        counts = [[0] * self.whole.world_size for _ in range(2)]
+        for whole, part in zip(counts, (receive_counts, send_counts)):
+            for member, count in zip(self.members, part):
+                whole[member] = count
+        return self.whole.all_to_all(received, sent, *counts)
 
 
 class _Works:

@@ -1,4 +1,4 @@
-"""The exchange of tokens for heads: each rank gives its tokens of all heads for all tokens of its heads, and back."""
+"""The exchange of tokens for heads: each rank gives its tokens of all heads for all its group's tokens of some, and back."""
 
 from __future__ import annotations
 
@@ -9,28 +9,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..compute.binding import OwnBinding, bind_own
-from ..plan.heads import Heads, pieces_of, problem_of_heads
+from ..plan.heads import Heads, Place, group_size, pieces_of, place_of, problem_of_heads, rows_of_member
 from ..plan.joins import Joining
 from ..plan.problem import Problem
-from .communicators import Communicator, Pending
-from .transports import LocalTransport, Traffic, size_of, wait_for
+from .communicators import Exchanger, PartOfRanks, Pending
+from .schedules import RingBinding, bind_ring
+from .transports import RingTransport, Traffic, size_of, wait_for
 
 
 @dataclass(frozen=True)
 class HeadsPiece:
-    """Heads that are exchanged and computed together: those of every rank, and the tiles of this rank's."""
+    """Heads that are exchanged and computed together: those of every member of a group, and the steps of this one's ring."""
 
     of_ranks: tuple[Heads, ...]
-    own: OwnBinding
+    ring: RingBinding
 
 
 @dataclass(frozen=True)
 class HeadsBinding:
-    """The pieces of a rank, and the runs of the sequence's tokens that each rank holds."""
+    """The pieces of a rank.
+
+    Attributes:
+        place: the rank's group, of those that exchange heads, and its number there.
+        rows: for each member of a group, the runs of rows that its tokens have among those of the group.
+    """
 
     pieces: tuple[HeadsPiece, ...]
-    tokens: tuple[tuple[range, ...], ...]
+    place: Place
+    rows: tuple[tuple[range, ...], ...]
 
 
 def bind_heads(problem: Problem, rank: int, device: torch.device, joining: Joining | None) -> HeadsBinding:
@@ -39,29 +45,34 @@ def bind_heads(problem: Problem, rank: int, device: torch.device, joining: Joini
     Raises:
         ValueError: numbers of heads that do not divide among the ranks.
     """
-    ranks = range(problem.layout.world_size)
-    pieces = zip(*(pieces_of(problem, other) for other in ranks))
+    place, members = place_of(problem, rank), range(group_size(problem))
+    pieces = zip(*(pieces_of(problem, member) for member in members))
     return HeadsBinding(
         pieces=tuple(
-            HeadsPiece(of_ranks, bind_own(problem_of_heads(problem, of_ranks[rank]), 0, device, joining))
+            HeadsPiece(
+                of_ranks, bind_ring(problem_of_heads(problem, of_ranks[place.member]), place.group, device, joining)
+            )
             for of_ranks in pieces
         ),
-        tokens=tuple(problem.layout.pieces(other) for other in ranks),
+        place=place,
+        rows=tuple(rows_of_member(problem, member) for member in members),
     )
 
 
 class HeadsTransport:
     """Exchanges tokens for heads, a piece of the heads at a time, all tensors of a piece in one message to each rank."""
 
-    def __init__(self, binding: HeadsBinding, communicator: Communicator, traffic: Traffic) -> None:
+    def __init__(self, binding: HeadsBinding, communicator: Exchanger, traffic: Traffic) -> None:
         self.binding = binding
-        self.communicator = communicator
         self.traffic = traffic
-        self.rank = communicator.rank
+        (group, self.rank), size = binding.place, len(binding.rows)
+        #: The group that exchanges heads, and the ring of those that have the same heads in all groups.
+        self.communicator = PartOfRanks(communicator, range(group * size, (group + 1) * size))
+        self.ring = PartOfRanks(communicator, range(self.rank, communicator.world_size, size))
 
-    def local(self, piece: HeadsPiece) -> LocalTransport:
-        """Returns the transport of a piece's heads, whose tokens are all here."""
-        return LocalTransport(piece.own)
+    def of_piece(self, piece: HeadsPiece) -> RingTransport:
+        """Returns the transport of a piece's heads, once the tokens of the group are here."""
+        return RingTransport(piece.ring, self.ring, self.traffic)
 
     def own_heads(self, piece: HeadsPiece, x: Tensor | None) -> Tensor | None:
         """Returns a view of the numbers that this rank's heads of a piece have in x [H]; None for None."""
@@ -84,7 +95,7 @@ class HeadsTransport:
             for number, (x, heads) in enumerate(tensors):
                 shape = (x.shape[0], len(heads[self.rank]), x.shape[2] * len(heads), *x.shape[3:])
                 whole = x.new_empty(shape)
-                for runs, part in zip(self.binding.tokens, parts):
+                for runs, part in zip(self.binding.rows, parts):
                     for run, rows in _by_run(runs, part[number]):
                         whole[:, :, run.start : run.stop] = rows
                 wholes.append(whole)
@@ -105,7 +116,7 @@ class HeadsTransport:
         tensors = [x for x, _ in (*queries, *keys)]
 
         def sent(rank: int) -> list[Tensor]:
-            runs = self.binding.tokens[rank]
+            runs = self.binding.rows[rank]
             return [torch.cat([x[:, :, run.start : run.stop] for run in runs], 2) for x in tensors]
 
         def finish(parts: list[list[Tensor]]) -> list[Tensor]:

@@ -87,9 +87,10 @@ class SimulatedCommunicator:
         return _Receiving(finish)
 
     def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Pending:
+        # A message of nothing would lie before those that others of its ranks exchange meanwhile.
         return self.exchange(
-            [Message(peer, part) for peer, part in enumerate(sent.split(send_counts))],
-            [Message(peer, part) for peer, part in enumerate(received.split(receive_counts))],
+            [Message(peer, part) for peer, part in enumerate(sent.split(send_counts)) if len(part)],
+            [Message(peer, part) for peer, part in enumerate(received.split(receive_counts)) if len(part)],
         )
 
     def gather(self, x: Tensor) -> list[Tensor]:

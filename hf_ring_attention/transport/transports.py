@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..compute.binding import BoundBatch, OwnBinding
 from ..compute.merge import accumulation_dtype
-from .communicators import Communicator, Message, Pending
+from .communicators import Exchanger, Message, Pending
 from .row_sets import RowSet
 from .schedules import CollectiveBinding, RingBinding, RingStep
 
@@ -129,7 +129,7 @@ class CollectiveTransport:
     accumulation dtype.
     """
 
-    def __init__(self, binding: CollectiveBinding, communicator: Communicator, traffic: Traffic) -> None:
+    def __init__(self, binding: CollectiveBinding, communicator: Exchanger, traffic: Traffic) -> None:
         self.binding = binding
         self.communicator = communicator
         self.traffic = traffic
@@ -240,7 +240,7 @@ class RingTransport:
     computation behind, in the accumulation dtype, and the last rank to use a row sends its gradient to the row's owner.
     """
 
-    def __init__(self, binding: RingBinding, communicator: Communicator, traffic: Traffic) -> None:
+    def __init__(self, binding: RingBinding, communicator: Exchanger, traffic: Traffic) -> None:
         self.binding = binding
         self.communicator = communicator
         self.traffic = traffic

@@ -46,27 +46,44 @@ def test_simulated(world_size, count, layout, pieces, rng):
     run_simulated(check, world_size, layout=layout, transport="heads")
 
 
-def checked_in_a_process(rank, world_size, seed):
+#: Ranks, and how many of them exchange heads.
+MESHES = [(2, 1), (4, 2), (6, 2), (6, 3), (8, 2), (8, 4)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("world_size", "heads"), MESHES)
+def test_simulated_rings_of_groups(world_size, heads, layout, rng):
+    """Heads are exchanged between neighbours, and keys travel round rings between these groups."""
+    cases = fitting_cases(rng, heads, 5)
+
+    def check(ring):
+        ring.settings = replace(ring.settings, rows_of_a_head_group=1)
+        check_cases(ring, cases)
+
+    run_simulated(check, world_size, layout=layout, transport="heads", heads=heads)
+
+
+def checked_in_a_process(rank, heads, seed):
     rng = random.Random(seed)
-    cases = fitting_cases(rng, world_size, 6)
+    cases = fitting_cases(rng, heads, 6)
     for layout in LAYOUTS:
-        ring = ra.Ring(layout=layout, transport="heads")
-        ring.settings = SETTINGS["pieces"]
+        ring = ra.Ring(layout=layout, transport="heads", heads=heads)
+        ring.settings = replace(ring.settings, rows_of_a_head_group=1)
         check_cases(ring, cases)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_processes(world_size, ranks, rng):
-    ranks.run(checked_in_a_process, world_size, world_size, rng.random())
+@pytest.mark.parametrize(("world_size", "heads"), [(2, 2), (3, 3), (4, 4), (4, 2), (6, 3)])
+def test_processes(world_size, heads, ranks, rng):
+    ranks.run(checked_in_a_process, world_size, heads, rng.random())
 
 
 def test_bytes_are_those_of_the_plan(rng):
-    for world_size in (1, 2, 4):
+    for world_size, heads in [(1, 1), (2, 2), (4, 4), *MESHES]:
         for dtype in (torch.float32, torch.bfloat16):
-            case = fitting_case(rng, world_size, dtype)
+            case = fitting_case(rng, heads, dtype)
 
             def moved(ring, case=case):
-                ring.settings = SETTINGS["pieces"]
+                ring.settings = replace(ring.settings, rows_of_a_head_group=1)
                 layout = ring.layout_for(case.seq_len, case.pattern)
                 leaves = [ring.shard(x, layout, dim=2).requires_grad_() for x in case.tensors[:3]]
                 out = ra.ring_attention(*leaves, **case.options, ring=ring, layout=layout)
@@ -75,12 +92,13 @@ def test_bytes_are_those_of_the_plan(rng):
                 out.sum().backward()
                 backward = ring.traffic().sent_bytes, ring.traffic().received_bytes
                 width = (case.head_dim + case.value_dim) * case.dtype.itemsize
-                planned = heads_traffic(case.problem(layout, ring.settings), ring.rank, RowBytes(width, 2 * width))
+                grads = (case.head_dim + case.value_dim) * 4
+                planned = heads_traffic(case.problem(layout, ring.settings), ring.rank, RowBytes(width, grads))
                 return (forward, backward) == (planned.forward, planned.backward), sum(forward)
 
-            by_rank = run_simulated(moved, world_size, transport="heads")
+            by_rank = run_simulated(moved, world_size, transport="heads", heads=heads)
             assert all(right for right, _ in by_rank), case
-            assert all((size > 0) == (world_size > 1) for _, size in by_rank)
+            assert heads == 1 or all(size > 0 for _, size in by_rank)
 
 
 def test_reference_case():
@@ -91,6 +109,9 @@ def test_reference_case():
     assert [share.heads.backward.sent / 2**20 for share in said.ranks] == [280.0] * 8
     assert said.imbalance == 1.0
     assert said.decision.choice == "heads"
+    # In groups of 4 each rank has 8 query and 2 key/value heads of 65536 tokens, and needs these keys of the other group.
+    groups = ra.explain("exact", **call, transport="heads", heads=4, layout="zigzag")
+    assert groups.ranks[0].heads.forward.received / 2**20 == 16384 * 3 * (8 + 2) * 512 / 2**20 + 65536 * 2 * 512 / 2**20
 
 
 def test_every_rank_works_alike_on_packed_rows(rng):
@@ -163,3 +184,17 @@ def test_a_rank_that_fails_ends_the_others():
 
     with pytest.raises(KeyError, match="of this rank"):
         run_simulated(failing, 2, transport="heads")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"transport": "heads", "heads": 3}, "a number of ranks that divides the ring's 4, got 3"),
+        ({"transport": "heads", "heads": 0}, "a number of ranks that divides the ring's 4, got 0"),
+        ({"transport": "heads", "heads": "2"}, "a number of ranks that divides the ring's 4, got '2'"),
+        ({"transport": "ring", "heads": 2}, "heads=2 needs transport='heads', got 'ring'"),
+    ],
+)
+def test_groups_that_do_not_divide_are_refused(settings, said):
+    with pytest.raises(ValueError, match=said):
+        ra.simulate(4, **settings)
