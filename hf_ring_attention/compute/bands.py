@@ -202,6 +202,10 @@ class _Stretches(NamedTuple):
     def add_keys_(self, x: Tensor, part: _Part, values: Tensor) -> None:
         """Adds [number, T * H, length, D] to a part's keys of x [T, H, Lk, D]."""
         values = values.unflatten(1, x.shape[:2])
+        if self.number * self.rows < part.length:  # There are fewer stretches than times that a key is in one.
+            for number, keys in enumerate(self.key_view(x, part.first, part.length)):
+                keys.add_(values[number])
+            return
         # Neighbouring stretches share keys, but `rows` keys at one offset in each are all different, and are added at once.
         for offset in range(0, part.length, self.rows):
             length = min(self.rows, part.length - offset)
