@@ -6,6 +6,7 @@ then reads a fixed number of rows a step.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +22,9 @@ from .fitting import Strategy, best_fit, check_rows, pieces_that_fit
 #: Columns of documents that were packed before, or that have positions of their own.
 _OF_ROWS = ("seq_lengths", "seq_idx", "position_ids")
 
+#: A buffer of fewer rows is warned of where their fill is lower: half a row of 50 is a hundredth.
+_ROWS_OF_A_BUFFER, _WELL_FILLED = 50, 0.97
+
 
 def pack_documents(
     documents: Table | StreamedTable | Mapping[str, Sequence[Any]],
@@ -33,7 +37,7 @@ def pack_documents(
 
     The longest document of a buffer comes first, and each goes into the fullest row that has room for it. About half a row
     of each buffer stays empty: 10,000 documents whose lengths are log-normal, with a mean of an eighth of a row, fill their
-    rows to more than 99 %. Where a buffer makes only a few rows, take a larger one.
+    rows to more than 99 %. Long rows of short documents need a larger buffer, which a warning names: 50 rows or more.
 
     Args:
         documents: a data set of the datasets library, or a stream of it, which is packed as it is read; its order is that
@@ -68,7 +72,7 @@ def pack_documents(
     check_rows("pack_documents", row_length, excess_length_strategy)
     if not is_integer(buffer) or buffer < 1:
         raise ValueError(f"pack_documents: buffer must be a number of documents of at least 1, got {buffer!r}")
-    into_rows = partial(_pack_buffer, row_length=row_length, strategy=excess_length_strategy)
+    into_rows = partial(_pack_buffer, row_length=row_length, strategy=excess_length_strategy, buffer=buffer)
     if isinstance(documents, Mapping):
         return into_rows(documents)
     if not isinstance(documents, (Table, StreamedTable)):
@@ -89,11 +93,14 @@ def _pack_buffer(
     *,
     row_length: int,
     strategy: Strategy,
+    buffer: int,
 ) -> dict[str, list[list[Any]]]:
     """Returns the columns of the rows that the documents of one buffer make.
 
     Args:
-        numbers: the number of each document in its data set, by which an error names it.
+        numbers: the number of each document in its data set, by which an error names it; None for columns, which are a
+            buffer of their own.
+        buffer: the most documents that are packed together.
     """
     if "input_ids" not in columns:
         raise ValueError(f"pack_documents: documents need input_ids, got the columns {', '.join(map(str, columns))}")
@@ -120,8 +127,22 @@ def _pack_buffer(
         tokens = {name: x[start:stop] for name, x in document.items()}
         for first, last in pieces_that_fit(stop - start, row_length, strategy, who):
             pieces.append({name: x[first:last] for name, x in tokens.items()})
-    rows = best_fit([len(piece["input_ids"]) for piece in pieces], row_length)
+    lengths = [len(piece["input_ids"]) for piece in pieces]
+    rows = best_fit(lengths, row_length)
+    if numbers is not None and numbers[0] == 0 and len(numbers) == buffer:  # the first buffer speaks for the others
+        _warn_of_few_rows(len(rows), sum(lengths), row_length, buffer)
     packed = {
         name: [torch.cat([pieces[x][name] for x in row]).tolist() for row in rows] for name in names or ["input_ids"]
     }
-    return packed | {"seq_lengths": [[len(pieces[x]["input_ids"]) for x in row] for row in rows]}
+    return packed | {"seq_lengths": [[lengths[x] for x in row] for row in rows]}
+
+
+def _warn_of_few_rows(rows: int, tokens: int, row_length: int, buffer: int) -> None:
+    """Warns of a buffer whose last row, which is filled in part, is a large share of its rows."""
+    if 0 < rows < _ROWS_OF_A_BUFFER and tokens < _WELL_FILLED * rows * row_length:
+        warnings.warn(
+            f"the {buffer} documents of a buffer have {tokens} tokens in {rows} rows of {row_length}, which are "
+            f"{tokens / (rows * row_length):.0%} full: for {_ROWS_OF_A_BUFFER} rows, where the last one hardly counts, take "
+            f"buffer={-(-buffer * _ROWS_OF_A_BUFFER // rows)}",
+            stacklevel=2,
+        )

@@ -99,6 +99,11 @@ def test_columns_of_tokens_stay_with_their_documents(lengths):
     assert found == {n: (columns["input_ids"][n], columns["assistant_masks"][n]) for n in range(len(lengths))}
 
 
+#: For tests of small buffers, which are to be told by a warning.
+SMALL_BUFFERS = pytest.mark.filterwarnings("ignore:the .* documents of a buffer have:UserWarning")
+
+
+@SMALL_BUFFERS
 @pytest.mark.parametrize("buffer", [1, 7, 1000])
 def test_a_data_set_and_a_stream_are_packed_as_their_buffers_are(buffer, lengths):
     columns = tokens_of(lengths)
@@ -119,7 +124,7 @@ def test_a_data_set_and_a_stream_are_packed_as_their_buffers_are(buffer, lengths
 
 def test_a_stream_is_packed_in_the_order_of_its_epoch(lengths):
     stream = Dataset.from_dict(tokens_of(lengths)).to_iterable_dataset().shuffle(seed=3, buffer_size=100)
-    rows = ra.pack_documents(stream, ROW, buffer=50)
+    rows = ra.pack_documents(stream, ROW, buffer=150)
     epochs = []
     for epoch in (0, 1, 0):
         rows.set_epoch(epoch)
@@ -128,12 +133,25 @@ def test_a_stream_is_packed_in_the_order_of_its_epoch(lengths):
     assert sorted(itertools.chain(*epochs[0])) == sorted(itertools.chain(*epochs[1]))
 
 
+def test_a_buffer_of_few_rows_is_told_with_a_larger_one():
+    documents = Dataset.from_dict(tokens_of([3] * 9))
+    for data in (documents, documents.to_iterable_dataset()):
+        with pytest.warns(
+            UserWarning, match="4 documents .* 12 tokens in 2 rows of 10, .* 60% full: .* buffer=100"
+        ) as told:
+            assert len(list(ra.pack_documents(data, 10, buffer=4))) == 5
+        assert len(told) == 1
+    assert len(ra.pack_documents(documents, 10, buffer=100)) == 3  # there are no more documents, so nothing is told
+    assert len(ra.pack_documents(documents[:], 10, buffer=4)["input_ids"]) == 3
+
+
 def test_padding_of_documents_does_not_fill_rows():
     ids, mask = [[1, 2, 3, 0, 0], [0, 0, 0, 4, 5], [0, 0, 0, 0, 0]], [[1, 1, 1, 0, 0], [0, 0, 0, 1, 1], [0] * 5]
     packed = ra.pack_documents({"input_ids": ids, "labels": ids, "attention_mask": mask}, 5)
     assert packed == {"input_ids": [[1, 2, 3, 4, 5]], "labels": [[1, 2, 3, 4, 5]], "seq_lengths": [[3, 2]]}
 
 
+@SMALL_BUFFERS
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
@@ -152,6 +170,7 @@ def test_long_documents_become_what_is_asked_for(strategy, expected):
             assert sorted(rows) == expected
 
 
+@SMALL_BUFFERS
 def test_a_long_document_is_refused_by_its_number_in_the_data_set():
     dataset = Dataset.from_dict(tokens_of([2, 3, 1, 10, 2]))
     message = (
@@ -205,7 +224,7 @@ def packed(lengths, streamed):
     documents = Dataset.from_dict(tokens_of(lengths))
     if streamed:
         documents = documents.to_iterable_dataset(num_shards=4).shuffle(seed=1, buffer_size=40)
-    return ra.pack_documents(documents, ROW, buffer=50)
+    return ra.pack_documents(documents, ROW, buffer=150)
 
 
 def read_by_rings(rank, lengths):
