@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .ring.simulation import simulate as simulate
     from .training.collators import PackingCollator as PackingCollator
     from .training.collators import PaddingCollator as PaddingCollator
+    from .training.fill import row_fill as row_fill
     from .training.losses import next_token_loss as next_token_loss
     from .training.losses import sliced_loss as sliced_loss
     from .training.next_tokens import count_tokens as count_tokens
@@ -74,6 +75,7 @@ _HOMES = {
     "perplexity": "evaluation.perplexity",
     "prefill": "hf.generation",
     "ring_attention": "ring.attention",
+    "row_fill": "training.fill",
     "run_simulated": "ring.simulation",
     "shard_batch": "training.shards",
     "simulate": "ring.simulation",
@@ -109,6 +111,7 @@ __all__ = [
     "perplexity",
     "prefill",
     "ring_attention",
+    "row_fill",
     "run_simulated",
     "shard_batch",
     "simulate",

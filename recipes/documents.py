@@ -19,14 +19,14 @@ from typing import Any
 import datasets
 import torch
 from accelerate import PartialState
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_ring_attention as ra
 from hf_ring_attention.tools.arguments import at_least, check, existing_file
 from hf_ring_attention.training.lengths import token_counts
 
-LONG = ("split", "truncate", "drop")
+LONG = ("split", "truncate", "drop", "raise")
 #: How a local file is read, by the end of its name.
 BUILDERS = {
     ".json": "json",
@@ -71,7 +71,10 @@ class Sources:
     )
     long_documents: str = field(
         default="split",
-        metadata={"help": "split, truncate or drop a document that is longer than a row", "choices": LONG},
+        metadata={
+            "help": "split, truncate, drop or refuse (raise) documents that are longer than a row",
+            "choices": LONG,
+        },
     )
     held_out: int = field(
         default=0, metadata={"help": "tokens of the first documents that are kept for evaluation, and not trained on"}
@@ -191,12 +194,12 @@ def prepare(sources: Sources, tokenizer: PreTrainedTokenizerBase, *, seed: int =
     """
     with _one_process_first():
         documents = tokenize(load(sources), tokenizer, sources.columns, sources.dataset)
-        checksum, names = digest(documents), _names_of(documents)
+        checksum = digest(documents)
         held_out, documents = hold_out(documents, sources.held_out)
         if isinstance(documents, IterableDataset):
             documents = documents.shuffle(seed=seed, buffer_size=sources.buffer)
-        rows = pack(documents, sources, names)
-        held_out_rows = pack(Dataset.from_list(held_out), sources, names) if held_out else None
+        rows = pack(documents, sources)
+        held_out_rows = pack(Dataset.from_list(held_out), sources) if held_out else None
     return Data(
         rows=rows,
         held_out=_as_tensors(held_out) if held_out else None,
@@ -294,11 +297,10 @@ def tokenize(
     """Returns input_ids of each document, and assistant_masks of chats; documents that teach nothing are left out."""
     columns, chat = _columns_to_learn(dataset, columns, name)
     tokens = partial(_chats, tokenizer, columns[0]) if chat else partial(_texts, tokenizer, columns)
-    return dataset.map(tokens, batched=True, batch_size=100, remove_columns=_names_of(dataset))
-
-
-def _names_of(dataset: Dataset | IterableDataset) -> list[str]:
-    return list(dataset.column_names or next(iter(dataset)))  # Only the rows of some streams tell their columns.
+    names = dataset.column_names or list(next(iter(dataset)))  # Only the rows of some streams tell their columns.
+    # With these, a stream knows its columns, and need not be shuffled and read to tell them.
+    features = {"input_ids": List(Value("int32"))} | ({"assistant_masks": List(Value("int8"))} if chat else {})
+    return dataset.map(tokens, batched=True, batch_size=100, remove_columns=names, features=Features(features))
 
 
 def _columns_to_learn(
@@ -401,12 +403,13 @@ def hold_out(
     return held_out, datasets.concatenate_datasets(others)
 
 
-def pack(documents: Dataset | IterableDataset, sources: Sources, names: Sequence[str]) -> Dataset | IterableDataset:
+def pack(documents: Dataset | IterableDataset, sources: Sources) -> Dataset | IterableDataset:
     """Returns rows of `seq_len` tokens or fewer; without packing, the documents as they are, which a collator cuts."""
     if not sources.packing:
         return documents
-    into_rows = partial(ra.pack_documents, row_length=sources.seq_len, excess_length_strategy=sources.long_documents)
-    return documents.map(into_rows, batched=True, batch_size=sources.buffer, remove_columns=[*names])
+    return ra.pack_documents(
+        documents, sources.seq_len, buffer=sources.buffer, excess_length_strategy=sources.long_documents
+    )
 
 
 def collator(sources: Sources, tokenizer: PreTrainedTokenizerBase) -> ra.PaddingCollator:
@@ -420,7 +423,8 @@ def collator(sources: Sources, tokenizer: PreTrainedTokenizerBase) -> ra.Padding
 def describe(rows: Dataset | IterableDataset, sources: Sources, needed: int = 1) -> str:
     """Returns one line about what is trained on; ends the program where there are fewer than `needed` rows."""
     if isinstance(rows, IterableDataset):
-        return f"a stream of documents, packed into rows of {sources.seq_len} by {sources.buffer}"
+        packed = f"packed into rows of {sources.seq_len} by {sources.buffer}"
+        return f"a stream of documents, {packed if sources.packing else f'in rows of {sources.seq_len} of their own'}"
     tokens = int(token_counts(rows).sum())
     if len(rows) < needed:
         raise SystemExit(

@@ -186,8 +186,18 @@ def main() -> None:
     data = documents.prepare(sources, tokenizer, seed=args.seed, needed=args.batch_size * ring.dp_size)
     accelerator.print(data.description)
     # A run must not change these settings when it goes on: the data, their order, the pattern, and those of the optimizer.
-    names = ("pattern", "seq_len", "batch_size", "accumulate", "held_out", "lora", "lr", "seed")
-    settings = {name: getattr(args, name) for name in names}
+    names = (
+        "pattern",
+        "seq_len",
+        "packing",
+        "buffer",
+        "long_documents",
+        "held_out",
+        "batch_size",
+        "accumulate",
+        "lora",
+    )
+    settings = {name: getattr(args, name) for name in (*names, "lr", "seed")}
     settings |= {"rings": ring.dp_size, "documents": data.digest}
     if resumed:
         (resumed,) = broadcast_object_list([resumed])  # Every process goes on from the same checkpoint.
@@ -261,18 +271,14 @@ def main() -> None:
         optimizer.zero_grad()
         # Each share is scaled by the number of processes, because gradients are averaged over them.
         loss = float(accelerator.reduce(total, "mean"))
-        masks = [shard["attention_mask"] for shard in shards]
-        slots = torch.stack(
-            [sum(mask.sum() for mask in masks), torch.tensor(sum(map(torch.numel, masks))).to(masks[0])]
-        )
-        filled, slots = accelerator.reduce(slots, "sum").tolist()
+        fill = ra.row_fill(shards)
         seconds = time.perf_counter() - start
         figures.steps.append(
             {
                 "loss": loss,
                 "grad_norm": float(norm),
                 "tokens": int(tokens),
-                "fill": filled / slots,
+                "fill": fill,
                 "seconds": seconds,
                 "lr": schedule.get_last_lr()[0],
             }

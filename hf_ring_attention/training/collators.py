@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .columns import Document, is_integer, read_all, read_document
+from .fitting import Strategy, best_fit, check_rows, pieces_that_fit
 from .shards import IGNORED, fill_of
-
-#: The treatment of documents longer than a row; the name and three of the words are axolotl's.
-Strategy = Literal["raise", "truncate", "split", "drop"]
-
-_STRATEGIES = ("raise", "truncate", "split", "drop")
 
 
 @dataclass(frozen=True)
@@ -91,10 +88,11 @@ class PaddingCollator:
 
 @dataclass(frozen=True)
 class PackingCollator:
-    """Packs documents into rows of `row_length` tokens, each into the first row that has room for it.
+    """Packs the documents of a batch into rows of `row_length` tokens, each into the fullest row that has room for it.
 
-    It packs the documents of a batch: with a batch size of few short documents, rows stay mostly empty, and the number of
-    rows changes from step to step. `pack_documents` packs a whole data set ahead of time, into rows that are nearly full.
+    With a batch size of few short documents, rows stay mostly empty, and the number of rows changes from step to step.
+    `pack_documents` packs a data set or a stream before it is read in batches, into rows that are nearly full, of which a
+    loader reads the same number at each step.
 
     Args:
         row_length: tokens of a row; None for a single row as long as all documents together.
@@ -108,9 +106,9 @@ class PackingCollator:
         >>> documents = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6, 7, 8]}]
         >>> batch = ra.PackingCollator(row_length=6)(documents)
         >>> batch["input_ids"].tolist()
-        [[1, 2, 3, 4, 5, 0], [6, 7, 8, 0, 0, 0]]
+        [[1, 2, 3, 6, 7, 8], [4, 5, 0, 0, 0, 0]]
         >>> batch["position_ids"].tolist()
-        [[0, 1, 2, 0, 1, 0], [0, 1, 2, 0, 0, 0]]
+        [[0, 1, 2, 0, 1, 2], [0, 1, 0, 0, 0, 0]]
     """
 
     row_length: int | None = None
@@ -131,33 +129,21 @@ class PackingCollator:
         uncut = read_all(documents, type(self).__name__)
         fitting = _as_short_as_rows(uncut, self.row_length, self.excess_length_strategy)
         length = self.row_length or sum(map(len, fitting))
-        rows: list[list[tuple[int, Document]]] = [[]]
-        stops = [0]  # how far each row is filled
-        for document in fitting:
-            row = next((row for row, stop in enumerate(stops) if stop + len(document) <= length), len(stops))
-            if row == len(stops):
-                rows.append([])
-                stops.append(0)
-            rows[row].append((stops[row], document))
-            stops[row] += len(document)
+        rows: list[list[tuple[int, Document]]] = []
+        for numbers in best_fit([len(document) for document in fitting], length) or [[]]:
+            starts = itertools.accumulate((len(fitting[x]) for x in numbers), initial=0)
+            rows.append([(start, fitting[x]) for start, x in zip(starts, numbers)])
         return _batch(rows, length, self.pad_token_id, _other_columns(uncut), positions=True, numbers=True)
 
 
 def _check_settings(collator: PaddingCollator | PackingCollator) -> None:
     name = type(collator).__name__
-    row_length, pad, strategy = collator.row_length, collator.pad_token_id, collator.excess_length_strategy
-    if row_length is not None and (not is_integer(row_length) or row_length < 1):
-        raise ValueError(f"{name}: row_length must be a number of tokens of at least 1, or None, got {row_length!r}")
+    check_rows(name, collator.row_length, collator.excess_length_strategy)
+    pad = collator.pad_token_id
     if not is_integer(pad) or pad < 0:
         raise ValueError(
             f"{name}: pad_token_id must be the id of a token, got {pad!r}: a tokenizer without a padding token has None; "
             f"padding is never seen, so any token will do, such as tokenizer.eos_token_id"
-        )
-    if strategy not in _STRATEGIES:
-        raise ValueError(f"{name}: excess_length_strategy must be one of {_STRATEGIES}, got {strategy!r}")
-    if row_length is None and strategy != "raise":
-        raise ValueError(
-            f"{name}: excess_length_strategy={strategy!r} needs a row_length: without one, no document is too long"
         )
 
 
@@ -168,31 +154,26 @@ def _as_short_as_rows(documents: list[Document], row_length: int | None, strateg
     """Returns documents that fit into a row, made from longer ones by the strategy."""
     fitting = []
     for number, document in enumerate(documents):
-        if row_length is None or len(document) <= row_length:
-            fitting.append(document)
-        elif strategy == "raise":
+        spans = pieces_that_fit(len(document), row_length, strategy, f"document {number}")
+        if len(spans) > 1 and "position_ids" in document.columns:
             raise ValueError(
-                f"document {number} has {len(document)} tokens, and does not fit a row of {row_length}: {REMEDY}"
+                f"document {number} has {len(document)} tokens with position_ids of its own, and a row has {row_length}: "
+                f"pieces would count from 0: make rows longer, or truncate or drop such documents"
             )
-        elif strategy == "truncate":
-            first = document.cut(0, row_length)
-            if bool((first.columns["labels"] == IGNORED).all()) and bool((document.columns["labels"] != IGNORED).any()):
-                warnings.warn(
-                    "documents that were truncated to the length of a row have nothing to learn: all their labels stood "
-                    "behind the cut; make rows longer, or leave such documents out",
-                    stacklevel=2,
-                )
-            fitting.append(first)
-        elif strategy == "split":
-            if "position_ids" in document.columns:
-                raise ValueError(
-                    f"document {number} has {len(document)} tokens with position_ids of its own, and a row has {row_length}: "
-                    f"pieces would count from 0: make rows longer, or truncate or drop such documents"
-                )
-            fitting += [
-                document.cut(x, min(x + row_length, len(document))) for x in range(0, len(document), row_length)
-            ]
+        pieces = [document.cut(start, stop) for start, stop in spans]
+        if strategy == "truncate" and _learns(document) and not _learns(pieces[0]):
+            warnings.warn(
+                "documents that were truncated to the length of a row have nothing to learn: all their labels stood "
+                "behind the cut; make rows longer, or leave such documents out",
+                stacklevel=2,
+            )
+        fitting += pieces
     return fitting
+
+
+def _learns(document: Document) -> bool:
+    """Returns whether a document has a token to be learned."""
+    return bool((document.columns["labels"] != IGNORED).any())
 
 
 def is_longer(document: Any, collator: PaddingCollator | PackingCollator) -> bool:
@@ -201,13 +182,6 @@ def is_longer(document: Any, collator: PaddingCollator | PackingCollator) -> boo
         collator.row_length is not None
         and len(read_document(document, "a document of the dataset")) > collator.row_length
     )
-
-
-#: The remedies for a document that is longer than a row.
-REMEDY = (
-    "make rows longer, or choose the collator's excess_length_strategy: 'truncate' keeps the first tokens, 'split' makes "
-    "several documents, 'drop' leaves it out"
-)
 
 
 def _other_columns(documents: list[Document]) -> dict[str, tuple[torch.dtype, torch.Size]]:

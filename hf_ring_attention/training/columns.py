@@ -83,9 +83,9 @@ def read_document(document: Any, who: str) -> Document:
         raise ValueError(
             f"{who} has no input_ids, only the columns {sorted(map(str, document))}: tokenize documents first"
         )
-    columns = _columns(document, who)
+    columns = token_columns(document, who)
     mask = columns.pop("attention_mask", None)
-    start, stop = (0, len(columns["input_ids"])) if mask is None else _unpadded(mask, who)
+    start, stop = (0, len(columns["input_ids"])) if mask is None else unpadded(mask, who)
     columns = {name: x[start:stop] for name, x in columns.items()}
     ids = columns["input_ids"] = _integers(columns["input_ids"], "input_ids", who)
     if len(ids) == 0:
@@ -97,8 +97,12 @@ def read_document(document: Any, who: str) -> Document:
     return Document(columns, _lengths(columns, document.get("seq_lengths"), (start, stop, uncut_length), who))
 
 
-def _columns(document: Mapping[str, Any], who: str) -> dict[str, Tensor]:
-    """Returns the columns that have a value for each token."""
+def token_columns(document: Mapping[str, Any], who: str) -> dict[str, Tensor]:
+    """Returns the columns that have a value for each token; `who` is what an error calls the document.
+
+    Raises:
+        ValueError: no input_ids, or numbers that are fewer or more than the tokens.
+    """
     if "shift_labels" in document:
         raise ValueError(
             f"{who} has shift_labels: pass labels instead, which are shifted when rows are cut into shards"
@@ -163,7 +167,7 @@ def _marked(mask: Tensor, name: str, who: str) -> Tensor:
     return mask == 1
 
 
-def _unpadded(mask: Tensor, who: str) -> tuple[int, int]:
+def unpadded(mask: Tensor, who: str) -> tuple[int, int]:
     """Returns (start, stop) of the tokens that are no padding."""
     tokens = torch.nonzero(_marked(mask, "attention_mask", who)).flatten()
     start, stop = (int(tokens[0]), int(tokens[-1]) + 1) if len(tokens) else (0, 0)

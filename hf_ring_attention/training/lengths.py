@@ -13,7 +13,8 @@ from datasets import Dataset as Table
 from torch.utils.data import ConcatDataset, Subset
 
 from ..compute.private import selected_rows
-from .collators import REMEDY, PackingCollator, PaddingCollator, is_longer
+from .collators import PackingCollator, PaddingCollator, is_longer
+from .fitting import REMEDY
 
 #: The most documents that are read, of those that seem too long, to see whether they are without their padding.
 _READ_AT_MOST = 100

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -38,33 +38,51 @@ def count_tokens(shards: Iterable[Mapping[str, Any]] | Mapping[str, Any]) -> Ten
         >>> int(ra.count_tokens(shard))  # the first token of a document is not predicted
         3
     """
-    shards = [shards] if isinstance(shards, Mapping) else list(shards)
-    error: ValueError | None = None
-    counts: list[Tensor] = []
-    try:
-        if not shards:
-            raise ValueError("count_tokens: got no shards: pass all shards of this process for one optimizer step")
-        counts = [(shift_labels_of(shard, "count_tokens") != IGNORED).sum() for shard in shards]
-    except ValueError as refusal:
-        error = refusal
-    device = counts[0].device if counts else _device(shards)
-    total = torch.stack([*counts, torch.zeros((), dtype=torch.int64, device=device)]).sum()
-    sums = torch.stack([total, torch.tensor(int(error is not None), device=device)])
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(sums)
-    if error is not None:
-        raise error
-    total, failures = sums
-    if failures > 0:
-        raise ValueError(
-            f"count_tokens: {int(failures)} other processes refused their shards; their own errors say why"
-        )
+    total = sum_over_processes(shards, _labels_of, 1, "count_tokens")[0]
     if total == 0:
         raise ValueError(
             "count_tokens: no token of this step has a label: every label is -100, and the mean of no losses is no number: "
             "leave out documents of which nothing is learned"
         )
     return total
+
+
+def _labels_of(shard: Mapping[str, Any]) -> Tensor:
+    """Returns [1] the number of labels of a shard."""
+    return (shift_labels_of(shard, "count_tokens") != IGNORED).sum()[None]
+
+
+def sum_over_processes(
+    shards: Iterable[Mapping[str, Any]] | Mapping[str, Any],
+    count: Callable[[Mapping[str, Any]], Tensor],
+    width: int,
+    caller: str,
+) -> Tensor:
+    """Returns [width] the sum of the numbers that `count` has for each of the shards of all processes.
+
+    Raises:
+        ValueError: on every process: a process has no shards, or `count` refuses one of them.
+    """
+    shards = [shards] if isinstance(shards, Mapping) else list(shards)
+    error: ValueError | None = None
+    counts: list[Tensor] = []
+    try:
+        if not shards:
+            raise ValueError(f"{caller}: got no shards: pass all shards of this process for one optimizer step")
+        counts = [count(shard) for shard in shards]
+    except ValueError as refusal:
+        error = refusal
+    device = counts[0].device if counts else _device(shards)
+    total = torch.stack([*counts, torch.zeros(width, dtype=torch.int64, device=device)]).sum(0)
+    sums = torch.cat([total, torch.tensor([int(error is not None)], device=device)])
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(sums)
+    if error is not None:
+        raise error
+    failures = int(sums[-1])
+    if failures > 0:
+        raise ValueError(f"{caller}: {failures} other processes refused their shards; their own errors say why")
+    return sums[:-1]
 
 
 def _device(shards: Iterable[Any]) -> torch.device:

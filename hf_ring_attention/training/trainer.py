@@ -23,6 +23,7 @@ from ..ring.ring import Ring
 from ..transport.lost_processes import naming_lost_processes
 from .collators import PackingCollator, PaddingCollator
 from .columns import TOKEN_COLUMNS
+from .fill import tokens_and_slots
 from .loaders import LoaderPreparer, RingDataLoader
 from .losses import sliced_loss
 from .next_tokens import shift_labels_of
@@ -86,6 +87,7 @@ class RingTrainerMixin(_Trainer):
     of processes, as that of `super().compute_loss` is. The model's loss is computed for `loss_tokens_at_once` tokens at a
     time, so that outputs of calls with labels have no logits: for a loss that needs logits, call the model without labels,
     or set `loss_tokens_at_once` to 0. Evaluation sums over tokens, and also gives the perplexity and the number of tokens.
+    Training logs the fill of its rows beside the loss, unless `include_num_input_tokens_seen` is "no".
 
     Args:
         ring_size, ring_layout, ring_transport, ring_heads, loss_tokens_at_once, offload_activations: as in
@@ -123,6 +125,7 @@ class RingTrainerMixin(_Trainer):
         self._preprocess_checked = False
         self._nll: Tensor | None = None
         self._scored: Tensor | int = 0
+        self._tokens = self._slots = 0
         self._shard_preprocess: Callable[..., Any] | None = None
         super().__init__(*args, **kwargs)
         self.ring.agree_everywhere({}, wrong_settings(self, RingTrainerMixin))
@@ -209,12 +212,13 @@ class RingTrainerMixin(_Trainer):
         return super().get_total_train_batch_size(args) // self.ring.world_size
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """Counts tokens, without the padding that fills a row up to its layout."""
-        if self.args.include_num_input_tokens_seen == "no":
+        """Counts tokens, without the padding that fills a row up to its layout, and the slots of rows, for `log`."""
+        kind = self.args.include_num_input_tokens_seen
+        if kind == "no":
             return
-        mask = inputs.get("attention_mask") if self.args.include_num_input_tokens_seen == "non_padding" else None
-        count = torch.tensor(inputs["shift_labels"].numel(), device=self.args.device) if mask is None else mask.sum()
-        self.state.num_input_tokens_seen += int(self.accelerator.gather(count).sum())
+        tokens, slots = self.accelerator.gather(tokens_and_slots(inputs)[None]).sum(0).tolist()
+        self.state.num_input_tokens_seen += tokens if kind == "non_padding" else slots
+        self._tokens, self._slots = self._tokens + tokens, self._slots + slots
 
     # ---- losses
 
@@ -314,11 +318,14 @@ class RingTrainerMixin(_Trainer):
         return concatenate([rows for rows in by_process if rows is not None])
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Logs as Trainer does, but leaves out the steps per second of an evaluation.
+        """Logs as Trainer does, and the fill of the rows since the last loss of training: the share that is no padding.
 
-        Trainer counts these as if each process read rows of its own.
+        The steps per second of an evaluation are left out, since Trainer counts them as if each process read its own rows.
         """
         self._leave_out_steps(logs)
+        if "loss" in logs and self._slots:
+            logs["fill"] = round(self._tokens / self._slots, 4)
+            self._tokens = self._slots = 0
         super().log(logs, *args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:

@@ -230,7 +230,7 @@ def test_documents_are_left_in_rows_of_their_own_where_that_is_asked_for(tokeniz
 
 def test_too_few_rows_are_told_with_the_arithmetic(tokenizer):
     sources = Sources(seq_len=4)
-    rows = documents.pack(tokens_of(10), sources, ["input_ids"])
+    rows = documents.pack(tokens_of(10), sources)
     with pytest.raises(SystemExit, match=r"which are 3 row\(s\) of 4, and 5 or more are needed: about 5 \* 4 = 20"):
         documents.describe(rows, sources, needed=5)
 
