@@ -69,7 +69,7 @@ def ring_attention(
         ring: the ranks that share the sequences; None for this process alone.
         layout: the division of the sequences; None for `ring.layout_for(n * ring.world_size, pattern)`, without padding.
         causal: whether a query sees only itself and earlier keys.
-        scale: factor of the scores; None for D ** -0.5.
+        scale: factor of the scores, above 0; None for D ** -0.5.
         documents: for each batch row the (start, stop) of its documents in the whole sequence, ascending; tokens in none
             are padding. None for one document of `layout.seq_len` tokens in each.
         softcap: scores s become softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118); None leaves them.
@@ -102,7 +102,7 @@ def ring_attention(
         problem = _problem(q, k, pattern, ring, layout, causal, documents)
         if ring.transport == "heads":
             check_heads(problem.num_heads, problem.num_kv_heads, group_size(problem))
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        scale = _scale_of_call(scale, q)
         if ring.world_size > 1:
             _describe(call, q, k, v, ring, problem, scale, softcap, sinks)
     kernel = choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
@@ -172,7 +172,7 @@ def cached_attention(
             causal=bool(causal),
             held=held,
         )
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        scale = _scale_of_call(scale, q)
         if ring.world_size > 1:
             _describe(call, q, k, v, ring, problem, scale, softcap, sinks)
     kernel = choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
@@ -186,6 +186,13 @@ def cached_attention(
     for part in parts[1:]:
         merge_(total, total_lse, part[..., :-1], part[..., -1])
     return (total if sinks is None else add_sinks(total, total_lse, sinks)[0]).to(q.dtype)
+
+
+def _scale_of_call(scale: float | None, q: Tensor) -> float:
+    """Returns the factor of the scores; masks are -inf, which only a factor above 0 leaves as it is."""
+    if scale is not None and not scale > 0:
+        raise ValueError(f"ring_attention: scale must be above 0, or None for D ** -0.5, got {scale!r}")
+    return q.shape[-1] ** -0.5 if scale is None else scale
 
 
 def _device_of_call(q: Any) -> torch.device:

@@ -58,6 +58,8 @@ WRONG_TENSORS = {
     "complex numbers": (tensors(dtype=torch.complex64), r"floating point tensors, got torch\.complex64"),
 }
 WRONG_OPTIONS = {
+    "scale below 0": ({"scale": -0.5}, r"scale must be above 0, or None for D \*\* -0\.5, got -0\.5"),
+    "scale 0": ({"scale": 0.0}, r"scale must be above 0, or None for D \*\* -0\.5, got 0\.0"),
     "an unknown pattern": ({"pattern": "exactly"}, "ring_attention: pattern 'exactly' is not known"),
     "pattern as a dict": ({"pattern": EXACT.to_dict()}, "pattern must be a Pattern, or its text .*, got {'branches'"),
     "a branch for a pattern": (
