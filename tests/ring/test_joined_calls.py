@@ -38,8 +38,19 @@ class JoinedCalls:
 
 
 def joined_cases(rng, kernel, count):
-    """Random cases of many documents, whose scores are capped where plain math computes them alone."""
+    """Random cases, whose scores are capped where plain math computes them alone.
+
+    The first one has tiles of each shape in unequal lengths: documents that are shorter than its window, and longer ones.
+    """
     cases = random_cases(rng, count, max_len=60)
+    cases[0] = dataclasses.replace(
+        cases[0],
+        pattern=ra.Pattern.parse("window:12+2"),
+        batch=1,
+        seq_len=60,
+        causal=True,
+        documents=[[(0, 9), (9, 22), (22, 40), (40, 57)]],
+    )
     capped = kernel.softcap if isinstance(kernel, Math) else None
     cases = [dataclasses.replace(case, softcap=capped) for case in cases]
     for case in cases:
