@@ -91,12 +91,17 @@ def pieces_of(problem: Problem, member: int) -> tuple[Heads, ...]:
     )
 
 
-def problem_of_heads(problem: Problem, heads: Heads) -> Problem:
-    """Returns the problem of the ring of those ranks that have these heads, one of each group; its rows have their padding."""
+def _layout_of_groups(problem: Problem) -> SequenceLayout:
+    """Returns the division of rows, with their padding, among the groups."""
     layout = problem.layout
+    return SequenceLayout(layout.kind, layout.padded_len, layout.world_size // group_size(problem))
+
+
+def problem_of_heads(problem: Problem, heads: Heads) -> Problem:
+    """Returns the problem of the ring of those ranks that have these heads, one of each group."""
     return replace(
         problem,
-        layout=SequenceLayout(layout.kind, layout.padded_len, layout.world_size // group_size(problem)),
+        layout=_layout_of_groups(problem),
         num_heads=len(heads.query),
         num_kv_heads=len(heads.kv),
         settings=replace(problem.settings, heads=None),
@@ -107,9 +112,9 @@ def problem_of_heads(problem: Problem, heads: Heads) -> Problem:
 
 def rows_of_member(problem: Problem, member: int) -> tuple[range, ...]:
     """Returns the runs of rows that a member's tokens have among those of its group, in the order in which it holds them."""
-    size = group_size(problem)
-    ring = SequenceLayout(problem.layout.kind, problem.layout.padded_len, problem.layout.world_size // size)
-    pieces = ring.pieces(0)  # where each piece of a group begins among its rows, and at which token
+    pieces = _layout_of_groups(problem).pieces(
+        0
+    )  # where each piece of a group begins among its rows, and at which token
     starts = list(zip(itertools.accumulate((len(piece) for piece in pieces), initial=0), pieces))
     runs = []
     for run in problem.layout.pieces(member):

@@ -61,7 +61,7 @@ class HeadsAttention(torch.autograd.Function):
     """The same by the heads transport: each rank computes some heads of the whole sequence, a piece of them after another.
 
     While a piece is computed, the next one arrives and the one before leaves. The function saves a piece's q, k, v, out and
-    lse as they were computed, so that backward moves gradients alone. lse is computed and empty unless `with_lse`.
+    lse as they were computed, so that backward moves gradients alone. The lse that it returns is empty without `with_lse`.
     """
 
     @staticmethod
@@ -95,7 +95,7 @@ class HeadsAttention(torch.autograd.Function):
         leaving.finish("outputs")
         ctx.save_for_backward(sinks, *itertools.chain.from_iterable(passes))
         ctx.call = (transport, kernel, scale, before_backward)
-        ctx.shapes = [(x.shape, x.dtype) for x in (q, k, v)]
+        ctx.shapes = q.shape, k.shape, v.shape
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -109,7 +109,8 @@ class HeadsAttention(torch.autograd.Function):
         pieces, size = transport.binding.pieces, len(Pass._fields)
         passes = [Pass(*saved[start : start + size]) for start in range(0, len(saved), size)]
         dtype = accumulation_dtype(dout.dtype)
-        dq, dk, dv = (dout.new_zeros(shape, dtype=x if i == 0 else dtype) for i, (shape, x) in enumerate(ctx.shapes))
+        dq = dout.new_empty(ctx.shapes[0])
+        dk, dv = (dout.new_zeros(shape, dtype=dtype) for shape in ctx.shapes[1:])
         dsinks = None if sinks is None else torch.zeros_like(sinks)
         coming, leaving = transport.to_heads(pieces[0], [dout], []), None
         for piece, following, done in zip(pieces, (*pieces[1:], None), passes):
@@ -128,8 +129,7 @@ class HeadsAttention(torch.autograd.Function):
             leaving = transport.to_tokens(piece, [(own[0], dq)], [(own[1], dk), (own[2], dv)])
         assert leaving is not None
         leaving.finish("gradients")
-        grads = [grad.to(dout.dtype) for grad in (dq, dk, dv)]
-        return *grads, dsinks, None, None, None, None, None
+        return dq, dk.to(dout.dtype), dv.to(dout.dtype), dsinks, None, None, None, None, None
 
 
 class Pass(NamedTuple):

@@ -101,8 +101,7 @@ class HeadsTransport:
                 wholes.append(whole)
             return wholes
 
-        shapes = [[x.shape for x in sent(self.rank)]] * len(piece.of_ranks)
-        return self._start(sent, shapes, finish)
+        return self._start(sent, finish)
 
     def to_tokens(
         self, piece: HeadsPiece, queries: Sequence[tuple[Tensor, Tensor]], keys: Sequence[tuple[Tensor, Tensor]]
@@ -117,7 +116,7 @@ class HeadsTransport:
 
         def sent(rank: int) -> list[Tensor]:
             runs = self.binding.rows[rank]
-            return [torch.cat([x[:, :, run.start : run.stop] for run in runs], 2) for x in tensors]
+            return [_cat([x[:, :, run.start : run.stop] for run in runs], 2) for x in tensors]
 
         def finish(parts: list[list[Tensor]]) -> list[Tensor]:
             for heads, part in zip(piece.of_ranks, parts):
@@ -127,24 +126,19 @@ class HeadsTransport:
                     target[:, heads.kv.start : heads.kv.stop] += rows
             return []
 
-        shapes = [[x.shape for x in sent(self.rank)]] * len(piece.of_ranks)
-        return self._start(sent, shapes, finish)
+        return self._start(sent, finish)
 
     def _start(
-        self,
-        sent: Callable[[int], list[Tensor]],
-        shapes: list[list[torch.Size]],
-        finish: Callable[[list[list[Tensor]]], list[Tensor]],
+        self, sent: Callable[[int], list[Tensor]], finish: Callable[[list[list[Tensor]]], list[Tensor]]
     ) -> Exchange:
-        """Starts to send `sent(rank)` to each other rank, and to receive tensors of `shapes` of each."""
-        own = sent(self.rank)
-        others = [rank for rank in range(len(shapes)) if rank != self.rank]
-        messages = [torch.cat([x.flatten() for x in sent(rank)]) for rank in others]
-        message = torch.cat(messages) if messages else own[0].new_empty(0)
-        counts = [
-            0 if rank == self.rank else sum(shape.numel() for shape in shapes[rank]) for rank in range(len(shapes))
-        ]
-        received = torch.empty_like(message)
+        """Starts to send `sent(rank)` to each other member, and to receive as much of it; `finish` takes all parts."""
+        own, members = sent(self.rank), range(len(self.binding.rows))
+        others = [member for member in members if member != self.rank]
+        rows = [x.flatten() for member in others for x in sent(member)] or [own[0].new_empty(0)]
+        message = _cat(rows).contiguous()  # The gradient of a sum is one number for all rows.
+        received, counts = torch.empty_like(message), [0] * len(members)
+        for member in others:
+            counts[member] = message.numel() // len(others)
         pending = None
         if others:
             pending = self.communicator.all_to_all(received, message, counts, counts)
@@ -152,41 +146,42 @@ class HeadsTransport:
             self.traffic.received_bytes += size_of(received)
             self.traffic.hops += 1
 
-        def parts() -> list[list[Tensor]]:
-            by_rank = received.split(counts)
-            return [own if rank == self.rank else _unpacked(part, shapes[rank]) for rank, part in enumerate(by_rank)]
+        def arrived() -> list[Tensor]:
+            shapes = [x.shape for x in own]
+            parts = received.split(counts)
+            return finish([own if i == self.rank else _unpacked(part, shapes) for i, part in enumerate(parts)])
 
-        return Exchange(pending, self.traffic, message, parts, finish)
+        return Exchange(pending, self.traffic, message, arrived)
 
 
+@dataclass(frozen=True)
 class Exchange:
-    """An exchange under way; `message` is what is sent, which has to stay until it has arrived."""
+    """An exchange under way.
 
-    def __init__(
-        self,
-        pending: Pending | None,
-        traffic: Traffic,
-        message: Tensor,
-        parts: Callable[[], list[list[Tensor]]],
-        finish: Callable[[list[list[Tensor]]], list[Tensor]],
-    ) -> None:
-        self._pending, self._traffic, self._message, self._parts, self._finish = (
-            pending,
-            traffic,
-            message,
-            parts,
-            finish,
-        )
+    Attributes:
+        message: what is sent, which has to stay until it has arrived.
+        arrived: what to do then.
+    """
+
+    pending: Pending | None
+    traffic: Traffic
+    message: Tensor
+    arrived: Callable[[], list[Tensor]]
 
     def finish(self, name: str) -> list[Tensor]:
-        """Waits for what the other ranks sent, and returns the tensors that it makes of it.
+        """Waits for what the other ranks sent, and returns the tensors that are made of it.
 
         Args:
             name: of what was exchanged, for errors.
         """
-        if self._pending is not None:
-            wait_for(self._pending, self._traffic, f"attention by heads, {name}")
-        return self._finish(self._parts())
+        if self.pending is not None:
+            wait_for(self.pending, self.traffic, f"attention by heads, {name}")
+        return self.arrived()
+
+
+def _cat(parts: list[Tensor], dim: int = 0) -> Tensor:
+    """Returns the parts one behind the other; a single one as it is, without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _unpacked(message: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
