@@ -42,6 +42,8 @@ READY_MADE = {"fuyu", "gemma3", "gemma4"}
 DEAF = {"nemotron", "stablelm"}
 #: Types whose own loss is not that of next tokens, and that take no position_ids.
 WITHOUT_SHIFT = SELF_NUMBERED | {"whisper"}
+#: Types whose `generate` does not number rows beside padding.
+UNNUMBERED = WITHOUT_SHIFT | {"moss_transcribe_diarize"}
 #: Types whose caches Transformers does not make as their configs want them.
 CACHELESS = {"hrm_text"}
 #: Types that hand masks to their layers by position; reentrant checkpointing copies these, and a ring refuses copies.
@@ -123,7 +125,7 @@ class Case:
             or (bool(self.first) and self.patched and told)
             # Documents, or prefilled rows beside padding, that the model would number wrongly.
             or (self.model_type in SELF_NUMBERED and self.patched and (told or self.task == "generate"))
-            or (self.model_type in WITHOUT_SHIFT and self.shards and self.task == "generate")
+            or (self.model_type in UNNUMBERED and self.shards and self.task == "generate")
             or (self.model_type in WITHOUT_SHIFT and self.shards and self.loss != "logits")
             # Masks or positions that they make themselves, and that do not know the documents.
             or (self.model_type in READY_MADE and self.patched and told)
