@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import itertools
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
-LayoutKind = Literal["contiguous", "zigzag"]
+LayoutKind = Literal["contiguous", "zigzag", "documents"]
+
+#: The pieces of each rank in one batch row.
+RowPieces = tuple[tuple[range, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -16,8 +20,14 @@ class SequenceLayout:
     in this order, which gives every rank the same causal work. The sequence is padded at its end to `padded_len`, a
     multiple of p (or 2p); the padding belongs to no document.
 
+    In "documents" the pieces are those of `rows`, for each batch row its own: every rank holds as many tokens of a row, and
+    has about the same work in all rows together. `Ring.layout_for` finds them.
+
+    Attributes:
+        rows: of "documents", the pieces of each rank in each batch row, ascending.
+
     Raises:
-        ValueError: an unknown kind, or a length or world size below 1.
+        ValueError: an unknown kind, a length or world size below 1, or pieces that are not those of all tokens.
 
     Example:
         >>> layout = ra.SequenceLayout("zigzag", seq_len=7, world_size=2)
@@ -30,23 +40,41 @@ class SequenceLayout:
     kind: LayoutKind
     seq_len: int
     world_size: int
+    rows: tuple[RowPieces, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in ("contiguous", "zigzag"):
-            raise ValueError(f"SequenceLayout: kind must be 'contiguous' or 'zigzag', got {self.kind!r}")
+        if self.kind not in get_args(LayoutKind):
+            raise ValueError(f"SequenceLayout: kind must be one of {get_args(LayoutKind)}, got {self.kind!r}")
         for name in ("seq_len", "world_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"SequenceLayout: {name} must be an integer of at least 1, got {value!r}")
+        if (self.kind == "documents") != bool(self.rows):
+            raise ValueError(
+                f"SequenceLayout: {self.kind!r} {'needs' if not self.rows else 'has no'} pieces of rows: "
+                f"ring.layout_for(seq_len, pattern, documents=...) makes a layout of documents"
+            )
+        for row in self.rows:
+            self._check_pieces(row)
+
+    def _check_pieces(self, row: RowPieces) -> None:
+        sizes = [sum(map(len, pieces)) for pieces in row]
+        ends = [0, *(end for piece in sorted(itertools.chain(*row), key=_start) for end in (piece.start, piece.stop))]
+        tokens = self.padded_len
+        if sizes != [self.local_len] * self.world_size or ends[::2] != [*ends[1::2], tokens]:
+            raise ValueError(
+                f"SequenceLayout: the pieces of a row must be all of its {tokens} tokens, {self.local_len} on each of "
+                f"{self.world_size} ranks, got {sizes}"
+            )
 
     @property
     def num_pieces(self) -> int:
-        """The number of equal pieces of the padded sequence: p, or 2p for zigzag."""
+        """The number of equal pieces that padding completes: p, or 2p for zigzag."""
         return self.world_size * (2 if self.kind == "zigzag" else 1)
 
     @property
     def piece_len(self) -> int:
-        """The number of tokens in a piece."""
+        """The number of tokens in one of these pieces."""
         return -(-self.seq_len // self.num_pieces)
 
     @property
@@ -59,13 +87,27 @@ class SequenceLayout:
         """The number of tokens that a rank holds, with padding."""
         return self.padded_len // self.world_size
 
-    def pieces(self, rank: int) -> tuple[range, ...]:
-        """Returns the runs of the sequence's tokens that `rank` holds, in the order in which it holds them."""
+    def pieces(self, rank: int, row: int = 0) -> tuple[range, ...]:
+        """Returns the runs of a batch row's tokens that `rank` holds, in the order in which it holds them.
+
+        Raises:
+            ValueError: a rank that there is not.
+        """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"SequenceLayout: rank must be in 0..{self.world_size - 1}, got {rank!r}")
+        if self.rows:
+            return self.rows[row][rank]
         numbers = (rank,) if self.kind == "contiguous" else (rank, self.num_pieces - 1 - rank)
         return tuple(range(number * self.piece_len, (number + 1) * self.piece_len) for number in numbers)
 
-    def positions(self, rank: int) -> list[int]:
-        """Returns where each of the rank's `local_len` tokens stands in the sequence; `seq_len` and above is padding."""
-        return [index for piece in self.pieces(rank) for index in piece]
+    def positions(self, rank: int, row: int = 0) -> list[int]:
+        """Returns where each of the rank's `local_len` tokens stands in a batch row; `seq_len` and above is padding."""
+        return [index for piece in self.pieces(rank, row) for index in piece]
+
+    def of_row(self, row: int) -> RowPieces:
+        """Returns the pieces of each rank in a batch row; those of rows that are divided alike are equal."""
+        return tuple(self.pieces(rank, row) for rank in range(self.world_size))
+
+
+def _start(piece: range) -> int:
+    return piece.start

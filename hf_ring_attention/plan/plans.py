@@ -6,7 +6,7 @@ Every rank can compute every rank's plan, so nothing is negotiated: what one sen
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -148,17 +148,18 @@ def pairs_by_tokens(problem: Problem, rank: int) -> int:
 def remote_tiles(problem: Problem, rank: int) -> tuple[TileBatch, ...]:
     """Returns the tiles of `rank` with keys of other ranks; key rows are indices in the whole sequence."""
     layout = problem.layout
-    elsewhere = sorted(
-        (piece for other in range(layout.world_size) if other != rank for piece in layout.pieces(other)),
-        key=lambda piece: piece.start,
-    )
-    return _batches(problem, _local(layout.pieces(rank)), [(piece.start, piece) for piece in elsewhere])
+
+    def elsewhere(row: int) -> _Pieces:
+        pieces = (piece for other in range(layout.world_size) if other != rank for piece in layout.pieces(other, row))
+        return [(piece.start, piece) for piece in sorted(pieces, key=lambda piece: piece.start)]
+
+    return _batches(problem, _held_by(problem, rank), elsewhere)
 
 
 @lru_cache(maxsize=256)
 def tiles_from(problem: Problem, rank: int, source: int) -> tuple[TileBatch, ...]:
     """Returns the tiles of `rank` with keys of rank `source`; key rows are local indices of `source`."""
-    return _batches(problem, _local(problem.layout.pieces(rank)), _local(problem.layout.pieces(source)))
+    return _batches(problem, _held_by(problem, rank), _held_by(problem, source))
 
 
 def held_tiles(problem: Problem) -> tuple[TileBatch, ...]:
@@ -166,7 +167,8 @@ def held_tiles(problem: Problem) -> tuple[TileBatch, ...]:
     held = problem.held
     assert held is not None
     queries = [(0, range(held.row_len - held.num_queries, held.row_len))]
-    return _batches(problem, queries, [(row, range(start, stop)) for row, start, stop in held.keys])
+    keys = [(row, range(start, stop)) for row, start, stop in held.keys]
+    return _batches(problem, lambda _: queries, lambda _: keys)
 
 
 def of_heads(batches: tuple[TileBatch, ...], kv_heads: range, group: int) -> tuple[TileBatch, ...]:
@@ -190,14 +192,29 @@ def of_heads(batches: tuple[TileBatch, ...], kv_heads: range, group: int) -> tup
     return tuple(batch for batch in map(with_these_heads, batches) if batch.items)
 
 
+#: Pieces of a sequence, each with the row of a tensor in which its first token is.
+_Pieces = list[tuple[int, range]]
+
+
+def _held_by(problem: Problem, rank: int) -> Callable[[int], _Pieces]:
+    """Returns what gives the pieces of a rank in a batch row; their tokens follow each other in its tensors."""
+
+    def pieces(row: int) -> _Pieces:
+        own = problem.layout.pieces(rank, row)
+        return list(zip(itertools.accumulate((len(piece) for piece in own), initial=0), own))
+
+    return pieces
+
+
 def _batches(
-    problem: Problem, queries: list[tuple[int, range]], keys: list[tuple[int, range]]
+    problem: Problem, queries: Callable[[int], _Pieces], keys: Callable[[int], _Pieces]
 ) -> tuple[TileBatch, ...]:
-    """Returns the tiles of the queries against the keys; both are (first row, piece) pairs."""
+    """Returns the tiles of the queries against the keys; both are pieces of a batch row."""
     batches: dict[_BatchShape, list[Item]] = {}
     for documents, batch_rows in problem.row_classes:
+        query_pieces, key_pieces = queries(batch_rows[0]), keys(batch_rows[0])
         for start, stop in documents:
-            query_runs, key_runs = tuple(_runs(queries, start, stop)), tuple(_runs(keys, start, stop))
+            query_runs, key_runs = tuple(_runs(query_pieces, start, stop)), tuple(_runs(key_pieces, start, stop))
             if not query_runs or not key_runs:
                 continue
             for tile in tile_document(
@@ -266,13 +283,8 @@ def _shape(tile: Tile, fold_size: int) -> _BatchShape:
     )
 
 
-def _local(pieces: tuple[range, ...]) -> list[tuple[int, range]]:
-    """Returns (local index of its first token, piece) for each of a rank's pieces."""
-    return list(zip(itertools.accumulate((len(piece) for piece in pieces), initial=0), pieces))
-
-
-def _runs(pieces: list[tuple[int, range]], start: int, stop: int) -> Iterator[Run]:
-    """Yields the parts of (first row, piece) pairs that lie in the document [start, stop)."""
+def _runs(pieces: _Pieces, start: int, stop: int) -> Iterator[Run]:
+    """Yields the parts of pieces that lie in the document [start, stop)."""
     for row, piece in pieces:
         low, high = max(piece.start, start), min(piece.stop, stop)
         if low < high:

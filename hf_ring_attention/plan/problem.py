@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
-from .layouts import SequenceLayout
+from .layouts import RowPieces, SequenceLayout
 from .patterns import Pattern
 
 
@@ -92,6 +92,11 @@ class Problem:
                 f"the number of query heads must be a multiple of the number of key/value heads, got {self.num_heads} "
                 f"and {self.num_kv_heads}"
             )
+        if self.layout.rows and len(self.layout.rows) != len(self.documents):
+            raise ValueError(
+                f"the layout was made for the documents of {len(self.layout.rows)} batch rows, and there are "
+                f"{len(self.documents)}: make it by ring.layout_for(seq_len, pattern, documents=...) with those of this batch"
+            )
         for row, documents in enumerate(self.documents):
             end = 0
             for start, stop in documents:
@@ -104,11 +109,12 @@ class Problem:
 
     @cached_property
     def row_classes(self) -> tuple[tuple[tuple[tuple[int, int], ...], tuple[int, ...]], ...]:
-        """Pairs of documents and the batch rows that have them: batch rows with equal documents share all tiles."""
-        rows_of: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        """Pairs of documents and the batch rows that have them: batch rows that are divided alike, too, share all tiles."""
+        rows_of: dict[tuple[tuple[tuple[int, int], ...], RowPieces], list[int]] = {}
         for batch_row, documents in enumerate(self.documents):
-            rows_of.setdefault(documents, []).append(batch_row)
-        return tuple((documents, tuple(rows)) for documents, rows in rows_of.items())
+            pieces = self.layout.rows[batch_row] if self.layout.rows else ()
+            rows_of.setdefault((documents, pieces), []).append(batch_row)
+        return tuple((documents, tuple(rows)) for (documents, _), rows in rows_of.items())
 
     @property
     def group(self) -> int:

@@ -158,11 +158,13 @@ def _needs(problem: Problem, rank: int) -> tuple[KeyRows, ...]:
             rows, first = _key_rows(batch, item), number[item.batch_rows] * problem.num_kv_heads
             for head in {head // problem.group if batch.per_query_head else head for head in item.heads}:
                 sets[first + head] |= rows
-    known: dict[int, list[int]] = {}  # Heads often need the same.
-    for rows in sets:
-        if rows not in known:
-            known[rows] = _by_source(problem.layout, rows)
-    by_source = [known[rows] for rows in sets]
+    known: dict[tuple[int, int], list[int]] = {}  # Heads often need the same.
+    by_source = []
+    for i, rows in enumerate(sets):
+        _, batch_rows = problem.row_classes[i // problem.num_kv_heads]
+        if (batch_rows[0], rows) not in known:
+            known[batch_rows[0], rows] = _by_source(problem.layout, batch_rows[0], rows)
+        by_source.append(known[batch_rows[0], rows])
     weights = tuple(len(rows) for _, rows in problem.row_classes for _ in range(problem.num_kv_heads))
     return tuple(
         KeyRows(problem.num_kv_heads, weights, tuple(rows[source] for rows in by_source))
@@ -170,21 +172,25 @@ def _needs(problem: Problem, rank: int) -> tuple[KeyRows, ...]:
     )
 
 
-def _by_source(layout: SequenceLayout, rows: int) -> list[int]:
+def _by_source(layout: SequenceLayout, batch_row: int, rows: int) -> list[int]:
     """Returns, for each rank, which of these rows of the whole sequence it holds, by local index."""
     if not rows:
         return [0] * layout.world_size
-    length = layout.piece_len
-    mask, octets = (1 << length) - 1, rows.to_bytes(-(-rows.bit_length() // 8), "little")
+    octets = rows.to_bytes(-(-rows.bit_length() // 8), "little")
 
     def local(piece: range) -> int:
         # A shift of all rows for each piece would copy all of them for each.
-        return int.from_bytes(octets[piece.start // 8 : -(-piece.stop // 8)], "little") >> piece.start % 8 & mask
+        octets_of_piece = octets[piece.start // 8 : -(-piece.stop // 8)]
+        return int.from_bytes(octets_of_piece, "little") >> piece.start % 8 & (1 << len(piece)) - 1
 
-    return [
-        sum(local(piece) << i * length for i, piece in enumerate(layout.pieces(source)))
-        for source in range(layout.world_size)
-    ]
+    held = []
+    for source in range(layout.world_size):
+        bits = begin = 0
+        for piece in layout.pieces(source, batch_row):
+            bits |= local(piece) << begin
+            begin += len(piece)
+        held.append(bits)
+    return held
 
 
 def needed(problem: Problem, rank: int, source: int) -> KeyRows:

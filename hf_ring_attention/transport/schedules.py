@@ -99,9 +99,11 @@ def bind_collective(problem: Problem, rank: int, device: torch.device, joining: 
     # Rows arrive by source, and by their number there; tiles number them as in the whole sequence.
     whole = []
     for other, numbers in receive.items():
-        positions = torch.tensor(layout.positions(other), device=device)
-        local = numbers % layout.local_len
-        whole.append(numbers // layout.local_len * layout.padded_len + positions[local])
+        rows = [layout.positions(other, row) for row in range(len(layout.rows) or 1)]
+        positions, local = torch.tensor(rows, device=device), numbers % layout.local_len
+        row_of_head = numbers // layout.local_len
+        batch_row = row_of_head // problem.num_kv_heads if layout.rows else torch.zeros_like(local)
+        whole.append(row_of_head * layout.padded_len + positions[batch_row, local])
     numbers, places = torch.sort(torch.cat(whole)) if whole else (nothing, nothing)
 
     def arrived(batch: TileBatch) -> IndexRows:

@@ -1,0 +1,190 @@
+"""Layouts that know the documents: every rank has as many tokens as the others, and about as much work.
+
+A zigzag gives each rank a piece of much work and one of little, from both ends of a sequence, and so do these. The tokens of a
+row are put in order of their work: the document whose queries see most keys first, and its last token before the others. Each
+rank in turn takes tokens from both ends of what is left, as many as it has room for, and as many of them from the heavy end as
+make its work the mean. Documents are cut between neighbouring ranks only, long ones for as many ranks as their work is worth,
+and where balance leaves a choice, the cuts are those that divide the fewest tokens.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from .layouts import RowPieces, SequenceLayout
+from .patterns import Pattern
+from .problem import Documents
+from .work import Work, work_under
+
+#: The work of the first r ranks may differ by this share of a rank's from r times the mean, where that spares a cut.
+TOLERANCE = 0.025
+#: A division is good where the busiest rank does at most this many times the mean work.
+GOOD_BALANCE = 1.06
+#: Documents are put in order whole, or else in spans of a rank's tokens divided by these numbers, until balance is good.
+PARTS_OF_A_RANK = (0, 1, 2, 4, 8)
+#: So many ends of documents on either side of a cut are tried in its place.
+_NEAR = 8
+
+
+@lru_cache(maxsize=64)
+def balanced_layout(seq_len: int, world_size: int, pattern: Pattern, documents: Documents) -> SequenceLayout:
+    """Returns the layout "documents" of a batch: for each row, pieces by which all ranks have equal tokens and even work.
+
+    Args:
+        documents: of each batch row; the work of all rows together is balanced.
+    """
+    work, local_len = work_under(pattern, seq_len), -(-seq_len // world_size)
+    best: tuple[float, list[list[_Share]]] | None = None
+    for parts in PARTS_OF_A_RANK:
+        most = max(1, local_len // parts) if parts else seq_len
+        loads, rows = [0.0] * world_size, []
+        for spans in documents:
+            row = _Row(spans, most, local_len * world_size, work)
+            mean = (sum(loads) + row.works[-1]) / world_size
+            rows.append(row.divided(local_len, [mean - load for load in loads]))
+            loads = [load + share.work for load, share in zip(loads, rows[-1])]
+        found = max(loads) * world_size / (sum(loads) or 1.0)
+        if best is None or found < best[0]:
+            best = found, rows
+        if found <= GOOD_BALANCE:
+            break
+    assert best is not None
+    pieces = (tuple(_joined(share.pieces) for share in shares) for shares in best[1])
+    return SequenceLayout("documents", seq_len, world_size, tuple(pieces))
+
+
+def estimated_imbalance(layout: SequenceLayout, pattern: Pattern, documents: Documents) -> float:
+    """Returns about how many times the mean work the busiest rank does, by estimates of `Work`."""
+    work, loads = work_under(pattern, layout.seq_len), [0.0] * layout.world_size
+    for row, spans in enumerate(documents):
+        starts = [start for start, _ in spans]
+        for rank, piece in ((rank, piece) for rank in range(layout.world_size) for piece in layout.pieces(rank, row)):
+            first = max(0, bisect.bisect_right(starts, piece.start) - 1)
+            for start, stop in itertools.takewhile(lambda span: span[0] < piece.stop, spans[first:]):
+                loads[rank] += work.of_tokens(max(piece.start - start, 0), max(min(piece.stop, stop) - start, 0))
+    return max(loads) * layout.world_size / (sum(loads) or 1.0)
+
+
+class _Span(NamedTuple):
+    """Tokens [start, stop) of a row, of the document that begins at `document`, and their work; padding has none."""
+
+    start: int
+    stop: int
+    document: int
+    work: float
+
+
+class _Share(NamedTuple):
+    """What a rank has of a row."""
+
+    pieces: list[range]
+    work: float
+
+
+class _Row:
+    """The tokens of a row in order of their work: documents one behind the other, each from its end, and then padding.
+
+    Args:
+        most: tokens of a document that are put in order together.
+        length: tokens of the row, with padding.
+    """
+
+    def __init__(self, documents: Sequence[tuple[int, int]], most: int, length: int, work: Work) -> None:
+        self.length, self.work = length, work
+        ends = [0, *itertools.chain(*documents), length]
+        spans = [_Span(start, stop, stop, 0.0) for start, stop in zip(ends[::2], ends[1::2]) if start < stop]
+        for start, stop in documents:
+            count = -(-(stop - start) // most)
+            cuts = [start + (stop - start) * number // count for number in range(count + 1)]
+            spans += [_Span(a, b, start, work.of_tokens(a - start, b - start)) for a, b in itertools.pairwise(cuts)]
+        self.spans = sorted(spans, key=lambda span: span.work / (span.start - span.stop))
+        #: Where each span begins in this order, and the work before it.
+        self.starts = list(itertools.accumulate((span.stop - span.start for span in self.spans), initial=0))
+        self.works = list(itertools.accumulate((span.work for span in self.spans), initial=0.0))
+
+    def work_of(self, start: int, stop: int) -> float:
+        """Returns the work of tokens [start, stop) in this order."""
+        return self._work_before(stop) - self._work_before(start)
+
+    def _work_before(self, token: int) -> float:
+        number = bisect.bisect_right(self.starts, token) - 1
+        if number == len(self.spans):
+            return self.works[-1]
+        span, left = self.spans[number], self.starts[number + 1] - token
+        if not span.work:
+            return self.works[number]
+        return self.works[number + 1] - self.work.of_tokens(
+            span.start - span.document, span.start - span.document + left
+        )
+
+    def divided(self, local_len: int, targets: Sequence[float]) -> list[_Share]:
+        """Returns the share of each rank: `local_len` tokens, and about its target of work."""
+        low, high, missing = 0, self.length, 0.0
+        mean = sum(targets) / len(targets)
+        shares = []
+        for target in targets:
+            wanted = target + missing
+
+            def taken(heavy: int) -> float:
+                return self.work_of(low, low + heavy) + self.work_of(high - local_len + heavy, high)
+
+            heavy = self._fewest_cuts(low, high, local_len, taken, wanted, TOLERANCE * mean)
+            missing = wanted - taken(heavy)
+            pieces = [*self._pieces(low, low + heavy), *self._pieces(high - local_len + heavy, high)]
+            shares.append(_Share(pieces, taken(heavy)))
+            low, high = low + heavy, high - local_len + heavy
+        return shares
+
+    def _fewest_cuts(
+        self, low: int, high: int, local_len: int, taken: Callable[[int], float], wanted: float, tolerance: float
+    ) -> int:
+        """Returns how many tokens of the heavy end give about the work wanted, and divide the fewest tokens."""
+        least, most = max(0, local_len - (high - low)), local_len
+        while most - least > 1:
+            middle = (least + most) // 2
+            least, most = (least, middle) if taken(middle) >= wanted else (middle, most)
+        best = min((least, most), key=lambda heavy: abs(taken(heavy) - wanted))
+        candidates = {best}
+        for first in (low, high - local_len):  # The ends of documents near either cut.
+            span = bisect.bisect_right(self.starts, first + best)
+            candidates |= {start - first for start in self.starts[max(0, span - _NEAR) : span + _NEAR]}
+
+        def divided(heavy: int) -> int:
+            return self._before_cut(low + heavy) + self._before_cut(high - local_len + heavy)
+
+        fitting = [
+            heavy for heavy in candidates if 0 <= heavy <= local_len and abs(taken(heavy) - wanted) <= tolerance
+        ]
+        return min(fitting, key=lambda heavy: (divided(heavy), abs(taken(heavy) - wanted)), default=best)
+
+    def _before_cut(self, token: int) -> int:
+        """Returns how many tokens of a document are before a cut, whose keys the queries behind it need."""
+        number = bisect.bisect_left(self.starts, token)
+        if number == 0 or self.starts[number] == token:
+            return 0
+        span = self.spans[number - 1]
+        return self.starts[number] - token + span.start - span.document if span.work else 0
+
+    def _pieces(self, start: int, stop: int) -> Iterator[range]:
+        """Yields the runs of the row that are tokens [start, stop) in this order."""
+        for span in range(bisect.bisect_right(self.starts, start) - 1, len(self.spans)):
+            first, last = max(start, self.starts[span]), min(stop, self.starts[span + 1])
+            if first >= last:
+                return
+            end = self.starts[span] + self.spans[span].stop  # In this order tokens of a document go from its end on.
+            yield range(end - last, end - first)
+
+
+def _joined(pieces: Iterable[range]) -> tuple[range, ...]:
+    """Returns pieces in ascending order, those that follow each other as one."""
+    joined: list[range] = []
+    for piece in sorted(pieces, key=lambda piece: piece.start):
+        if joined and joined[-1].stop == piece.start:
+            joined[-1] = range(joined[-1].start, piece.stop)
+        else:
+            joined.append(piece)
+    return tuple(joined)

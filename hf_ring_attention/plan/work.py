@@ -1,0 +1,63 @@
+"""The work of queries in documents, estimated in no time: what divides rows among ranks, and documents among rings."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .patterns import Pattern, Segment
+from .plans import pairs_of_row
+
+#: Work is counted for documents of these lengths, each longer than the last one by this factor, and estimated between them.
+_GROWTH = 1.06
+#: So many segments of a pattern are also counted one by one.
+_MOST_SEGMENTS = 128
+
+
+@dataclass(frozen=True)
+class Work:
+    """The query-key pairs of the first n tokens of a causal document, whatever follows them, for every n.
+
+    They are counted for some lengths. Between these the mean number of keys that a query sees is taken to be linear, which it
+    is for exact attention.
+
+    Attributes:
+        lengths: the lengths for which pairs are counted, ascending from 0.
+        means: the pairs of each, divided by the length.
+    """
+
+    lengths: tuple[int, ...]
+    means: tuple[float, ...]
+
+    def of_first(self, tokens: int) -> float:
+        """Returns the pairs of a document's first tokens."""
+        right = bisect.bisect_left(self.lengths, tokens)
+        if right == len(self.lengths):  # Beyond the last one, every query sees as many keys as on average before.
+            return self.means[-1] * tokens
+        if self.lengths[right] == tokens:
+            return self.means[right] * tokens
+        left = right - 1
+        share = (tokens - self.lengths[left]) / (self.lengths[right] - self.lengths[left])
+        return (self.means[left] + share * (self.means[right] - self.means[left])) * tokens
+
+    def of_tokens(self, start: int, stop: int) -> float:
+        """Returns the pairs of tokens [start, stop) of a document."""
+        return self.of_first(stop) - self.of_first(start)
+
+
+@lru_cache(maxsize=32)
+def work_under(pattern: Pattern, most_tokens: int) -> Work:
+    """Returns the work of documents of at most so many tokens under a pattern, for one head."""
+    lengths = [0, *range(1, min(16, most_tokens) + 1)]
+    while lengths[-1] < most_tokens:
+        lengths.append(min(most_tokens, math.ceil(lengths[-1] * _GROWTH)))
+    # Under dilated segments work rises in each segment, and falls behind it.
+    segments = [branch.length for branch in pattern.branches if isinstance(branch, Segment) and branch.length]
+    for segment in segments:
+        if most_tokens // segment <= _MOST_SEGMENTS:
+            lengths += [*range(segment, most_tokens, segment), *range(segment + 1, most_tokens, segment)]
+    lengths = sorted(set(lengths))
+    means = (pairs_of_row(pattern, length, 1, 1, True) / length if length else 0.0 for length in lengths)
+    return Work(tuple(lengths), tuple(means))
