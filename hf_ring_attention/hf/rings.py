@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
+from ..plan.problem import Documents
 from ..ring.ring import Ring
 from .config import layer_pattern
 from .positions import first_position
@@ -51,11 +52,14 @@ def untrainable_model(ring: Ring) -> ValueError | None:
     return next((error for error in errors if error is not None), None)
 
 
-def layout_of_rows(ring: Ring, seq_len: int, pattern: Pattern | str | None = None) -> tuple[SequenceLayout, int]:
+def layout_of_rows(
+    ring: Ring, seq_len: int, pattern: Pattern | str | None = None, documents: Documents | None = None
+) -> tuple[SequenceLayout, int]:
     """Returns the layout of rows of `seq_len` tokens, and the position id of their first token.
 
     Args:
         pattern: the pattern that decides the layout; None for that of the model that was patched with this ring.
+        documents: those of each batch row, for a layout that knows them; None for one document a row.
 
     Raises:
         ValueError: no pattern where the layout depends on one, or models whose layouts differ.
@@ -67,7 +71,7 @@ def layout_of_rows(ring: Ring, seq_len: int, pattern: Pattern | str | None = Non
     if pattern is not None:
         chosen = as_pattern(pattern, "the pattern of rows")
         rules = {(chosen, first) for _, first in rules} or {(chosen, 0)}
-    if not rules and (ring.layout != "auto" or ring.world_size == 1):
+    if not rules and (ring.layout in ("contiguous", "zigzag") or ring.world_size == 1):
         rules = {(Pattern.exact(), 0)}
     if not rules:
         raise ValueError(
@@ -75,7 +79,7 @@ def layout_of_rows(ring: Ring, seq_len: int, pattern: Pattern | str | None = Non
             "ra.patch_model(model, ring=ring) first, or pass the pattern, or make the ring with layout='contiguous' "
             "or 'zigzag'"
         )
-    layouts = {(ring.layout_for(seq_len, pattern), first) for pattern, first in rules}
+    layouts = {(ring.layout_for(seq_len, pattern, documents), first) for pattern, first in rules}
     if len(layouts) > 1:
         raise ValueError(
             f"models of one ring divide rows of {seq_len} tokens in different ways: {sorted(map(str, layouts))}: "

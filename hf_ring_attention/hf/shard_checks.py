@@ -22,6 +22,7 @@ from .documents import (
     packed_documents,
 )
 from .forward_pass import ForwardPass
+from .numbered_documents import layout_of_runs, numbered_runs, tells_its_layout
 from .positions import first_position, remembered_places
 from .shard_documents import ShardRun, check_not_local, documents_of_row, runs_of_shard
 from .support import takes_shift_labels
@@ -149,9 +150,12 @@ def checked_shard(
                 f"a sharded forward pass takes no {type(cache).__name__}: to generate, fill a sharded cache with "
                 f"cache = ra.prefill(model, input_ids), then call model.generate(longer_input_ids, past_key_values=cache)"
             )
+        numbers = kwargs.get("seq_idx") if cache is None else None
+        by_numbers = tells_its_layout(ring, numbers)
         layout = model_layout(module.config, ring, tokens.shape[1] * ring.world_size) if cache is None else cache.layout
         call.same("the shape of the input", tuple(tokens.shape[:2]))
         call.same("layout", layout)
+        call.same("whether seq_idx tells the layout", by_numbers)
         call.same("whether attention_mask is given", mask is not None)
         call.same("whether the model trains", module.training)
         call.same("output_attentions", bool(kwargs.get("output_attentions")))
@@ -160,16 +164,29 @@ def checked_shard(
         if ends is not None:
             packed_documents(1, int(ends[-1]), ends, None)
             call.same("cu_seq_lens_q", tuple(ends.tolist()))
-        call.message = runs_of_shard(positions, mask, kwargs.get("seq_idx"), layout, ring.rank, tokens.shape[0], first)
-    by_rank: list[tuple[list[list[ShardRun]], int]] = call.answers
-    batch = len(by_rank[0][0])
-    rows = [sorted(run for runs, _ in by_rank for run in runs[row]) for row in range(batch)]
-    documents = tuple(documents_of_row(row, runs, mask is not None, layout, first) for row, runs in enumerate(rows))
+        if by_numbers:
+            assert numbers is not None
+            runs = numbered_runs(positions, mask, numbers, first)
+            if tuple(numbers.shape) != tuple(tokens.shape[:2]):
+                raise ValueError(
+                    f"seq_idx of a shard must have the shape of its tokens, {tuple(tokens.shape[:2])}, got "
+                    f"{tuple(numbers.shape)}: shard them alike"
+                )
+            call.message = runs, int(positions.max())  # type: ignore[union-attr]
+        else:
+            call.message = runs_of_shard(
+                positions, mask, kwargs.get("seq_idx"), layout, ring.rank, tokens.shape[0], first
+            )
+    by_rank: list[tuple[Any, int]] = call.answers
+    if by_numbers:
+        layout, documents = layout_of_runs([runs for runs, _ in by_rank])
+    else:
+        documents = _documents_of_shards([runs for runs, _ in by_rank], mask is not None, layout, first)
     if ends is not None:
         _check_ends(ends, documents, layout)
         length = int(ends[-1])  # The row ends here; the rest fills it up to its layout.
         documents = tuple(tuple((start, stop) for start, stop in row if start < length) for row in documents)
-    elif kwargs.get("seq_idx") is None:
+    elif numbers is None:
         check_not_local(documents, layout)
     last_position, places = max(last for _, last in by_rank), remembered_places(module)
     if places is not None and last_position - first >= places:
@@ -179,6 +196,14 @@ def checked_shard(
             f"positions"
         )
     return ForwardPass(module.config, documents=documents, layout=layout, last_position=last_position)
+
+
+def _documents_of_shards(
+    by_rank: list[list[list[ShardRun]]], masked: bool, layout: SequenceLayout, first: int
+) -> Documents:
+    """Returns the documents of whole rows, of the runs of each rank in each row."""
+    rows = (sorted(run for shard in by_rank for run in shard[row]) for row in range(len(by_rank[0])))
+    return tuple(documents_of_row(row, runs, masked, layout, first) for row, runs in enumerate(rows))
 
 
 def _check_ends(ends: Tensor, documents: Documents, layout: SequenceLayout) -> None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from .layouts import RowPieces, SequenceLayout
+from .layouts import SequenceLayout, joined
 from .patterns import Pattern
 from .problem import Documents
 from .work import Work, work_under
@@ -53,7 +53,7 @@ def balanced_layout(seq_len: int, world_size: int, pattern: Pattern, documents: 
         if found <= GOOD_BALANCE:
             break
     assert best is not None
-    pieces = (tuple(_joined(share.pieces) for share in shares) for shares in best[1])
+    pieces = (tuple(joined(share.pieces) for share in shares) for shares in best[1])
     return SequenceLayout("documents", seq_len, world_size, tuple(pieces))
 
 
@@ -61,11 +61,12 @@ def estimated_imbalance(layout: SequenceLayout, pattern: Pattern, documents: Doc
     """Returns about how many times the mean work the busiest rank does, by estimates of `Work`."""
     work, loads = work_under(pattern, layout.seq_len), [0.0] * layout.world_size
     for row, spans in enumerate(documents):
-        starts = [start for start, _ in spans]
-        for rank, piece in ((rank, piece) for rank in range(layout.world_size) for piece in layout.pieces(rank, row)):
-            first = max(0, bisect.bisect_right(starts, piece.start) - 1)
-            for start, stop in itertools.takewhile(lambda span: span[0] < piece.stop, spans[first:]):
-                loads[rank] += work.of_tokens(max(piece.start - start, 0), max(min(piece.stop, stop) - start, 0))
+        starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
+        for rank in range(layout.world_size):
+            for piece in layout.pieces(rank, row):
+                first, last = bisect.bisect_right(stops, piece.start), bisect.bisect_left(starts, piece.stop)
+                for start, stop in spans[first:last]:
+                    loads[rank] += work.of_tokens(max(piece.start - start, 0), min(piece.stop, stop) - start)
     return max(loads) * layout.world_size / (sum(loads) or 1.0)
 
 
@@ -123,45 +124,17 @@ class _Row:
 
     def divided(self, local_len: int, targets: Sequence[float]) -> list[_Share]:
         """Returns the share of each rank: `local_len` tokens, and about its target of work."""
-        low, high, missing = 0, self.length, 0.0
-        mean = sum(targets) / len(targets)
-        shares = []
+        shares, missing, tolerance = [], 0.0, TOLERANCE * sum(targets) / len(targets)
+        left = _Left(self, local_len, 0, self.length)
         for target in targets:
-            wanted = target + missing
-
-            def taken(heavy: int) -> float:
-                return self.work_of(low, low + heavy) + self.work_of(high - local_len + heavy, high)
-
-            heavy = self._fewest_cuts(low, high, local_len, taken, wanted, TOLERANCE * mean)
-            missing = wanted - taken(heavy)
-            pieces = [*self._pieces(low, low + heavy), *self._pieces(high - local_len + heavy, high)]
-            shares.append(_Share(pieces, taken(heavy)))
-            low, high = low + heavy, high - local_len + heavy
+            heavy = left.fewest_cuts(target + missing, tolerance)
+            missing += target - left.work(heavy)
+            ends = ((left.low, left.low + heavy), (left.light_from(heavy), left.high))
+            shares.append(_Share([piece for end in ends for piece in self._pieces(*end)], left.work(heavy)))
+            left = left._replace(low=left.low + heavy, high=left.light_from(heavy))
         return shares
 
-    def _fewest_cuts(
-        self, low: int, high: int, local_len: int, taken: Callable[[int], float], wanted: float, tolerance: float
-    ) -> int:
-        """Returns how many tokens of the heavy end give about the work wanted, and divide the fewest tokens."""
-        least, most = max(0, local_len - (high - low)), local_len
-        while most - least > 1:
-            middle = (least + most) // 2
-            least, most = (least, middle) if taken(middle) >= wanted else (middle, most)
-        best = min((least, most), key=lambda heavy: abs(taken(heavy) - wanted))
-        candidates = {best}
-        for first in (low, high - local_len):  # The ends of documents near either cut.
-            span = bisect.bisect_right(self.starts, first + best)
-            candidates |= {start - first for start in self.starts[max(0, span - _NEAR) : span + _NEAR]}
-
-        def divided(heavy: int) -> int:
-            return self._before_cut(low + heavy) + self._before_cut(high - local_len + heavy)
-
-        fitting = [
-            heavy for heavy in candidates if 0 <= heavy <= local_len and abs(taken(heavy) - wanted) <= tolerance
-        ]
-        return min(fitting, key=lambda heavy: (divided(heavy), abs(taken(heavy) - wanted)), default=best)
-
-    def _before_cut(self, token: int) -> int:
+    def before_cut(self, token: int) -> int:
         """Returns how many tokens of a document are before a cut, whose keys the queries behind it need."""
         number = bisect.bisect_left(self.starts, token)
         if number == 0 or self.starts[number] == token:
@@ -179,12 +152,36 @@ class _Row:
             yield range(end - last, end - first)
 
 
-def _joined(pieces: Iterable[range]) -> tuple[range, ...]:
-    """Returns pieces in ascending order, those that follow each other as one."""
-    joined: list[range] = []
-    for piece in sorted(pieces, key=lambda piece: piece.start):
-        if joined and joined[-1].stop == piece.start:
-            joined[-1] = range(joined[-1].start, piece.stop)
-        else:
-            joined.append(piece)
-    return tuple(joined)
+class _Left(NamedTuple):
+    """The tokens [low, high) of a row, in order of their work, that are left for a rank and those after it."""
+
+    row: _Row
+    local_len: int
+    low: int
+    high: int
+
+    def light_from(self, heavy: int) -> int:
+        """Returns where the rank's tokens of the light end begin, if it takes so many of the heavy one."""
+        return self.high - self.local_len + heavy
+
+    def work(self, heavy: int) -> float:
+        """Returns the rank's work, if it takes so many tokens of the heavy end."""
+        return self.row.work_of(self.low, self.low + heavy) + self.row.work_of(self.light_from(heavy), self.high)
+
+    def fewest_cuts(self, wanted: float, tolerance: float) -> int:
+        """Returns how many tokens of the heavy end give about the work wanted, and divide the fewest tokens."""
+        least, most = 0, self.local_len
+        while most - least > 1:
+            middle = (least + most) // 2
+            least, most = (least, middle) if self.work(middle) >= wanted else (middle, most)
+        best = min((least, most), key=lambda heavy: abs(self.work(heavy) - wanted))
+        candidates = {best}
+        starts = self.row.starts
+        for first in (self.low, self.high - self.local_len):  # The ends of documents near either cut.
+            near = bisect.bisect_right(starts, first + best)
+            candidates |= {start - first for start in starts[max(0, near - _NEAR) : near + _NEAR]}
+        fitting = [x for x in candidates if 0 <= x <= self.local_len and abs(self.work(x) - wanted) <= tolerance]
+        return min(fitting, key=lambda heavy: (self._divided(heavy), abs(self.work(heavy) - wanted)), default=best)
+
+    def _divided(self, heavy: int) -> int:
+        return self.row.before_cut(self.low + heavy) + self.row.before_cut(self.light_from(heavy))

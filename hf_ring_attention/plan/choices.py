@@ -6,16 +6,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, get_args
 
+from .balance import balanced_layout, estimated_imbalance
 from .layouts import LayoutKind, SequenceLayout
 from .patterns import Pattern
 from .plans import plan_rank
-from .problem import Problem
+from .problem import Documents, Problem
 from .traffic import RowBytes, exchanged
 
 TransportKind = Literal["auto", "ring", "collective", "heads", "local"]
 
 #: Contiguous pieces are kept while the busiest rank does at most this many times the mean work.
 IMBALANCE_WORTH_A_ZIGZAG = 1.05
+
+#: Pieces are made for the documents of a batch where otherwise the busiest rank would do more than so many times the mean work.
+IMBALANCE_WORTH_PIECES = 1.1
 
 #: One exchange of at most this many bytes is as fast as the ring's hops, or faster: `hf-ring-attention bench transport`
 #: measures it.
@@ -55,8 +59,8 @@ def check_choices(layout: str, transport: str, world_size: int, heads: int | Non
     Raises:
         ValueError: the message names what was expected.
     """
-    if layout not in ("auto", "contiguous", "zigzag"):
-        raise ValueError(f"layout must be 'auto', 'contiguous' or 'zigzag', got {layout!r}")
+    if layout != "auto" and layout not in get_args(LayoutKind):
+        raise ValueError(f"layout must be 'auto', 'contiguous', 'zigzag' or 'documents', got {layout!r}")
     if transport not in get_args(TransportKind):
         raise ValueError(f"transport must be 'auto', 'ring', 'collective', 'heads' or 'local', got {transport!r}")
     if transport == "local" and world_size > 1:
@@ -92,6 +96,41 @@ def choose_layout(seq_len: int, world_size: int, pattern: Pattern) -> Decision:
     zigzag = imbalance_in("zigzag")
     choice = "contiguous" if contiguous <= zigzag else "zigzag"
     return Decision(choice, f"{busiest}, in zigzag {zigzag:.2f}")
+
+
+def decide_layout(
+    asked: str,
+    seq_len: int,
+    world_size: int,
+    pattern: Pattern,
+    documents: Documents | None = None,
+    balanced_by_heads: bool = False,
+) -> tuple[SequenceLayout, Decision]:
+    """Returns the layout of a batch, and its kind with the reason: the one asked for, or with "auto" a balanced one.
+
+    Args:
+        documents: those of each batch row; None for one document a row, which needs no layout of documents.
+        balanced_by_heads: whether all ranks have equal work in every layout.
+    """
+    decision = Decision(asked, "it was asked for")
+    if asked == "auto" or (asked == "documents" and documents is None):
+        decision = choose_layout(seq_len, world_size, pattern)
+    if decision.choice != "documents":
+        layout = SequenceLayout(decision.choice, seq_len, world_size)  # type: ignore[arg-type]
+        if asked != "auto" or documents is None or world_size == 1 or balanced_by_heads:
+            return layout, decision
+        busiest = estimated_imbalance(layout, pattern, documents)
+        if busiest <= IMBALANCE_WORTH_PIECES:
+            return layout, decision
+    assert documents is not None
+    balanced = balanced_layout(seq_len, world_size, pattern, documents)
+    if asked == "documents":
+        return balanced, decision
+    balance = estimated_imbalance(balanced, pattern, documents)
+    told = f"with these documents the busiest rank does {busiest:.2f} times the mean work in {layout.kind} pieces"
+    if balance >= busiest:
+        return layout, Decision(layout.kind, f"{told}, and {balance:.2f} in pieces made for them")
+    return balanced, Decision("documents", f"{told}, {balance:.2f} in pieces made for them")
 
 
 @lru_cache(maxsize=256)

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
-from .layouts import SequenceLayout
+from .layouts import SequenceLayout, joined
 from .plans import plan_rank
 from .problem import Problem
 from .traffic import Bytes, RankTraffic, RowBytes, ring_traffic
@@ -91,10 +92,18 @@ def pieces_of(problem: Problem, member: int) -> tuple[Heads, ...]:
     )
 
 
+@lru_cache(maxsize=256)
 def _layout_of_groups(problem: Problem) -> SequenceLayout:
     """Returns the division of rows, with their padding, among the groups."""
-    layout = problem.layout
-    return SequenceLayout(layout.kind, layout.padded_len, layout.world_size // group_size(problem))
+    layout, size = problem.layout, group_size(problem)
+    groups = layout.world_size // size
+    if groups == 1:
+        return SequenceLayout("contiguous", layout.padded_len, 1)
+    rows = tuple(
+        tuple(joined(itertools.chain(*row[group * size : (group + 1) * size])) for group in range(groups))
+        for row in layout.rows
+    )
+    return SequenceLayout(layout.kind, layout.padded_len, groups, rows)
 
 
 def problem_of_heads(problem: Problem, heads: Heads) -> Problem:
@@ -110,14 +119,13 @@ def problem_of_heads(problem: Problem, heads: Heads) -> Problem:
     )
 
 
-def rows_of_member(problem: Problem, member: int) -> tuple[range, ...]:
+def rows_of_member(problem: Problem, place: Place, batch_row: int = 0) -> tuple[range, ...]:
     """Returns the runs of rows that a member's tokens have among those of its group, in the order in which it holds them."""
-    pieces = _layout_of_groups(problem).pieces(
-        0
-    )  # where each piece of a group begins among its rows, and at which token
+    pieces = _layout_of_groups(problem).pieces(place.group, batch_row)
+    # Where each piece of the group begins among its rows, and at which token.
     starts = list(zip(itertools.accumulate((len(piece) for piece in pieces), initial=0), pieces))
     runs = []
-    for run in problem.layout.pieces(member):
+    for run in problem.layout.pieces(place.group * group_size(problem) + place.member, batch_row):
         row, piece = next((row, piece) for row, piece in starts if run.start in piece)
         runs.append(range(row + run.start - piece.start, row + run.stop - piece.start))
     return tuple(runs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -111,3 +112,14 @@ class SequenceLayout:
 
 def _start(piece: range) -> int:
     return piece.start
+
+
+def joined(pieces: Iterable[range]) -> tuple[range, ...]:
+    """Returns pieces in ascending order, those that follow each other as one."""
+    joined: list[range] = []
+    for piece in sorted(pieces, key=_start):
+        if joined and joined[-1].stop == piece.start:
+            joined[-1] = range(joined[-1].start, piece.stop)
+        else:
+            joined.append(piece)
+    return tuple(joined)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from operator import index
 
 from .layouts import RowPieces, SequenceLayout
 from .patterns import Pattern
@@ -38,6 +40,37 @@ class HeldKeys:
 
 #: The (start, stop) of each document in its sequence, for each batch row.
 Documents = tuple[tuple[tuple[int, int], ...], ...]
+
+
+def documents_of(documents: Sequence[Sequence[tuple[int, int]]] | None, seq_len: int, who: str) -> Documents | None:
+    """Returns the documents of batch rows, as a function `who` was given them; None if it was given none.
+
+    Raises:
+        ValueError: what is no list of (start, stop) for each batch row, or documents that are empty, overlap or leave the
+            sequence.
+    """
+    if documents is None:
+        return None
+    try:
+        spans = tuple(tuple((index(start), index(stop)) for start, stop in row) for row in documents)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{who}: documents must be a list of (start, stop) for each batch row, got {documents!r}"
+        ) from None
+    _check_documents(spans, seq_len)
+    return spans
+
+
+def _check_documents(documents: Documents, seq_len: int) -> None:
+    for row, spans in enumerate(documents):
+        end = 0
+        for start, stop in spans:
+            if not end <= start < stop <= seq_len:
+                raise ValueError(
+                    f"documents of batch row {row} must be ascending, apart, not empty and within the sequence of "
+                    f"{seq_len} tokens, got (start, stop) = ({start}, {stop}) after {end} tokens"
+                )
+            end = stop
 
 
 @dataclass(frozen=True)
@@ -97,15 +130,7 @@ class Problem:
                 f"the layout was made for the documents of {len(self.layout.rows)} batch rows, and there are "
                 f"{len(self.documents)}: make it by ring.layout_for(seq_len, pattern, documents=...) with those of this batch"
             )
-        for row, documents in enumerate(self.documents):
-            end = 0
-            for start, stop in documents:
-                if not end <= start < stop <= self.layout.seq_len:
-                    raise ValueError(
-                        f"documents of batch row {row} must be ascending, apart, not empty and within the sequence of "
-                        f"{self.layout.seq_len} tokens, got (start, stop) = ({start}, {stop}) after {end} tokens"
-                    )
-                end = stop
+        _check_documents(self.documents, self.layout.seq_len)
 
     @cached_property
     def row_classes(self) -> tuple[tuple[tuple[tuple[int, int], ...], tuple[int, ...]], ...]:

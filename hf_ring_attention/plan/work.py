@@ -47,9 +47,13 @@ class Work:
         return self.of_first(stop) - self.of_first(start)
 
 
-@lru_cache(maxsize=32)
 def work_under(pattern: Pattern, most_tokens: int) -> Work:
     """Returns the work of documents of at most so many tokens under a pattern, for one head."""
+    return _counted(pattern, 1 << (most_tokens - 1).bit_length())  # Rows of many lengths share what was counted.
+
+
+@lru_cache(maxsize=32)
+def _counted(pattern: Pattern, most_tokens: int) -> Work:
     lengths = [0, *range(1, min(16, most_tokens) + 1)]
     while lengths[-1] < most_tokens:
         lengths.append(min(most_tokens, math.ceil(lengths[-1] * _GROWTH)))

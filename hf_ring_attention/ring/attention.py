@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import index
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from ..compute.merge import accumulation_dtype, add_sinks, merge_
 from ..plan.heads import check_heads, group_size
 from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
-from ..plan.problem import Documents, HeldKeys, Problem
+from ..plan.problem import Documents, HeldKeys, Problem, documents_of
 from ..plan.traffic import RowBytes
 from ..transport.agreement import Agreement
 from ..transport.heads import HeadsTransport
@@ -285,6 +284,7 @@ def _problem(
             f"ring_attention: as many query tokens as key tokens are expected, got {n} and {k.shape[2]}: "
             f"q {tuple(q.shape)}, k {tuple(k.shape)}"
         )
+    # A layout without documents is the same whatever these are, so that a caller who shards by it finds it here.
     layout = ring.layout_for(n * ring.world_size, pattern) if layout is None else layout
     ring.check_layout(layout)
     if n != layout.local_len:
@@ -305,14 +305,9 @@ def _problem(
 
 
 def _documents_of_call(documents: Sequence[Sequence[tuple[int, int]]] | None, seq_len: int, batch: int) -> Documents:
-    if documents is None:
+    spans = documents_of(documents, seq_len, "ring_attention")
+    if spans is None:
         return (((0, seq_len),),) * batch
-    try:
-        spans = tuple(tuple((index(start), index(stop)) for start, stop in row) for row in documents)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"ring_attention: documents must be a list of (start, stop) for each batch row, got {documents!r}"
-        ) from None
     if len(spans) != batch:
         raise ValueError(
             f"ring_attention: documents must have one list for each batch row, got {len(spans)} for {batch} batch rows"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..plan.choices import Decision, TransportKind, check_choices, choose_layout, decide_transport
+from ..plan.choices import Decision, TransportKind, check_choices, decide_layout, decide_transport
 from ..plan.joins import Joining
 from ..plan.layouts import LayoutKind, SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
-from ..plan.problem import Problem, RingSettings
+from ..plan.problem import Problem, RingSettings, documents_of
 from ..plan.traffic import RowBytes
 from ..transport.agreement import Agreement, agree, agreement
 from ..transport.communicators import Communicator, ProcessGroupCommunicator
@@ -28,6 +28,7 @@ from .bindings import Bindings
 from .calls import Calls
 from .mesh import check_alone, mesh_of
 from .planner import Planner
+from .shards import SideBySide, check_shard, shard_of, whole_of
 
 if TYPE_CHECKING:
     from ..training.loaders import RingDataLoader
@@ -41,7 +42,8 @@ class Ring:
     Args:
         group: a torch.distributed process group; None is the whole world, or this process alone where
             torch.distributed is not initialized.
-        layout: "contiguous", "zigzag", or "auto": zigzag where contiguous pieces would leave ranks with unequal work.
+        layout: "contiguous", "zigzag", "documents", whose pieces are made for the documents of each batch, or "auto": the
+            first of these that gives the ranks about equal work.
         transport: how keys and values reach other ranks: "ring" (neighbour to neighbour, two payloads held), "collective"
             (one exchange of the rows needed), "heads" (each rank computes some heads of all tokens, which it exchanges for its
             tokens of all heads, so that all work alike), "local" (one rank), or "auto", which chooses as `decide` says.
@@ -176,11 +178,31 @@ class Ring:
         transport: Transport | HeadsTransport = kinds[decision.choice](binding, self._communicator, self._traffic)
         return transport
 
-    def layout_for(self, seq_len: int, pattern: Pattern | str) -> SequenceLayout:
-        """Returns the division of a sequence of `seq_len` tokens under `pattern` among the ranks."""
-        pattern = as_pattern(pattern, "layout_for")
-        kind = self.layout if self.layout != "auto" else choose_layout(seq_len, self.world_size, pattern).choice
-        return SequenceLayout(kind, seq_len, self.world_size)  # type: ignore[arg-type]
+    def layout_for(
+        self, seq_len: int, pattern: Pattern | str, documents: Sequence[Sequence[tuple[int, int]]] | None = None
+    ) -> SequenceLayout:
+        """Returns the division of sequences of `seq_len` tokens under `pattern` among the ranks.
+
+        Args:
+            documents: those of each batch row, as for `ring_attention`; None for one document a row. A layout of documents,
+                asked for or chosen by "auto", is made for them, and serves no other batch.
+
+        Raises:
+            ValueError: documents that are empty, overlap or leave the sequence.
+
+        Example:
+            >>> [ring, _] = ra.simulate(2)  # in pieces of three tokens, rank 0 would do 2.5 times the work of rank 1
+            >>> layout = ring.layout_for(12, "exact", documents=[[(0, 8), (8, 10), (10, 12)]])
+            >>> layout.kind, layout.positions(0), layout.positions(1)
+            ('documents', [0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11])
+        """
+        pattern, rows = as_pattern(pattern, "layout_for"), documents_of(documents, seq_len, "layout_for")
+        return decide_layout(self.layout, seq_len, self.world_size, pattern, rows, self.balanced_by_heads)[0]
+
+    @property
+    def balanced_by_heads(self) -> bool:
+        """Whether every rank has equal work in every layout: where each computes some heads of all tokens."""
+        return self.transport == "heads" and self.settings.heads in (None, self.world_size)
 
     @property
     def accelerator(self) -> Any:
@@ -230,26 +252,17 @@ class Ring:
         """Returns this rank's part of whole sequences.
 
         Args:
-            tensor: `layout.seq_len` tokens along `dim`.
+            tensor: `layout.seq_len` tokens along `dim`; for a layout of documents, its batch rows along dim 0.
             fill: value of the padding.
 
         Returns:
             `layout.local_len` tokens along `dim`, in the order of `layout.positions(rank)`.
 
         Raises:
-            ValueError: another length along `dim`, or a layout for another number of ranks.
+            ValueError: another length along `dim`, or a layout for other batch rows or another number of ranks.
         """
         self.check_layout(layout)
-        if tensor.shape[dim] != layout.seq_len:
-            raise ValueError(
-                f"shard: expected {layout.seq_len} tokens along dim {dim}, got {tensor.shape[dim]} in {tuple(tensor.shape)}"
-            )
-        padding = layout.padded_len - layout.seq_len
-        if padding:
-            shape = list(tensor.shape)
-            shape[dim] = padding
-            tensor = torch.cat([tensor, tensor.new_full(shape, fill)], dim)
-        return torch.cat([tensor.narrow(dim, p.start, len(p)) for p in layout.pieces(self.rank)], dim)
+        return shard_of(tensor, layout, self.rank, dim, fill)
 
     def unshard(self, local: Tensor, layout: SequenceLayout, dim: int = 1) -> Tensor:
         """Returns the whole sequences, without padding, on every rank.
@@ -271,21 +284,9 @@ class Ring:
         """
         with self.agreement(local.device) as call:
             self.check_layout(layout)
-            if local.shape[dim] != layout.local_len:
-                raise ValueError(
-                    f"unshard: expected {layout.local_len} tokens along dim {dim}, got {local.shape[dim]} in "
-                    f"{tuple(local.shape)}"
-                )
+            check_shard(local, layout, dim)
             self._describe(call, "unshard", local, dim)
-        whole = self._side_by_side(local, dim)
-        dim %= local.dim()
-        parts = {}
-        for rank in range(self.world_size):
-            offset = rank * layout.local_len
-            for piece in layout.pieces(rank):
-                parts[piece.start] = whole.narrow(dim, offset, len(piece))
-                offset += len(piece)
-        return torch.cat([parts[start] for start in sorted(parts)], dim).narrow(dim, 0, layout.seq_len)
+        return whole_of(self._side_by_side(local, dim), layout, dim % local.dim())
 
     def first_token(self, local: Tensor) -> Tensor:
         """Returns the first token of whole sequences, [B, 1, ...], from shards [B, n, ...]; it is differentiable."""
@@ -308,7 +309,7 @@ class Ring:
             return local
         recorded = torch.is_grad_enabled() and local.requires_grad
         before_backward = self.backward_check(local.device) if recorded else None
-        whole: Tensor = _Gather.apply(local, self._communicator, dim % local.dim(), before_backward)
+        whole: Tensor = SideBySide.apply(local, self._communicator, dim % local.dim(), before_backward)
         return whole
 
     def gather(self, x: Tensor) -> list[Tensor]:
@@ -377,24 +378,3 @@ def _device_of(communicator: Communicator | None) -> torch.device:
     group = getattr(communicator, "group", None)
     nccl = group is not None and "nccl" in dist.get_backend(group)
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-
-
-class _Gather(torch.autograd.Function):
-    """Tensors of all ranks, side by side along `dim`; gradients are summed over ranks and taken home."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, local: Tensor, communicator: Communicator, dim: int, before_backward: Callable[[], None] | None
-    ) -> Tensor:
-        ctx.call = (communicator, dim, local.shape[dim], before_backward)
-        return torch.cat(communicator.gather(local.contiguous()), dim)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        communicator, dim, length, before_backward = ctx.call
-        if before_backward is not None:
-            before_backward()
-        grad = grad.contiguous().clone()
-        communicator.sum_(grad)
-        return grad.narrow(dim, communicator.rank * length, length).contiguous(), None, None, None

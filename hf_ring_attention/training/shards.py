@@ -17,6 +17,7 @@ from ..hf.documents import (
     documents_of_rows,
     positions_of_documents,
 )
+from ..hf.numbered_documents import layout_of_runs, runs_of_layout, tells_its_layout
 from ..hf.rings import layout_of_rows
 from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern
@@ -79,7 +80,7 @@ def shard_batch(
 
 
 class CutBatch(NamedTuple):
-    """This rank's part of a batch, the layout of its rows, and the documents that a model will find in the shards."""
+    """This rank's part of a batch, and the layout and the documents that a model will find in the shards."""
 
     shard: dict[str, Any]
     layout: SequenceLayout
@@ -113,18 +114,26 @@ def cut_batch(
     whole.setdefault("labels", whole["shift_labels"])
     if "attention_mask" not in whole and layout.padded_len > length:
         whole["attention_mask"] = torch.ones(size, length, dtype=torch.int64, device=tokens.device)
-    if any(len(row) > 1 for row in documents):
+    if layout.kind == "documents" or any(len(row) > 1 for row in documents):
         whole["seq_idx"] = numbers.to(tokens.device)
     shard = {name: ring.shard(x, layout, fill=fill_of(name, x.dtype)) for name, x in whole.items()} | rest
     shard = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in shard.items()}
-    return CutBatch(shard, layout, documents)
+    return CutBatch(shard, *_as_models_find(layout, documents, ring))
 
 
 def expect_batch(batch: Any, ring: Ring, pattern: Pattern | str | None) -> None:
     """Has the ring plan its calls over a batch that a loader has read, some time before its turn to be cut."""
     with suppress(Exception):  # of a batch that `cut_batch` refuses as well, when it is its turn
         layout, _, documents = _rows_of_batch(batch, ring, pattern)
-        ring.planner.expect(layout, documents)
+        ring.planner.expect(*_as_models_find(layout, documents, ring))
+
+
+def _as_models_find(layout: SequenceLayout, documents: Documents, ring: Ring) -> tuple[SequenceLayout, Documents]:
+    """Returns the layout and the documents that models read from the shards of a batch."""
+    told = layout.kind == "documents" or any(len(row) > 1 for row in documents)
+    if not tells_its_layout(ring, True if told else None):
+        return layout, documents
+    return layout_of_runs([runs_of_layout(layout, documents, rank) for rank in range(ring.world_size)])
 
 
 def _rows_of_batch(
@@ -141,8 +150,11 @@ def _rows_of_batch(
             f"rows of {length} tokens cannot be sharded over a ring of {ring.world_size}: each rank needs one token at "
             f"least: use longer rows, a smaller ring, or pad rows to {ring.world_size} tokens"
         )
-    layout, first = layout_of_rows(ring, length, pattern)
-    return layout, first, _documents_of_batch(batch, size, length, first)
+    # How a model numbers tokens says where documents begin, and these divide the row.
+    _, first = layout_of_rows(ring, length, pattern)
+    documents = _documents_of_batch(batch, size, length, first)
+    layout, _ = layout_of_rows(ring, length, pattern, documents)
+    return layout, first, documents
 
 
 def _tokens(batch: Mapping[str, Any]) -> Tensor:

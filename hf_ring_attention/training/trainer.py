@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,8 +17,10 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
+from ..hf.numbered_documents import layout_of_shards, tells_its_layout
 from ..hf.patch import patch_model
 from ..hf.rings import layout_of_rows
+from ..plan.layouts import SequenceLayout
 from ..ring.ring import Ring
 from ..transport.lost_processes import naming_lost_processes
 from .collators import PackingCollator, PaddingCollator
@@ -288,11 +290,11 @@ class RingTrainerMixin(_Trainer):
             self._shard_preprocess is not None
         ):  # before shards are joined, so that logits of whole sequences never exist
             logits = self._preprocessed(logits, labels)
-        mask = inputs.get("attention_mask")
+        mask, layout = inputs.get("attention_mask"), self._layout_of(inputs)
         rows = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
         if mask is not None:  # a ring that had no rows left took part with rows of padding
-            rows = self._whole_rows(mask).any(1)
-        logits, labels = recursively_apply(lambda x: self._whole_rows(x)[rows], (logits, labels))
+            rows = self._whole_rows(mask, layout).any(1)
+        logits, labels = recursively_apply(lambda x: self._whole_rows(x, layout)[rows], (logits, labels))
         return loss, logits, labels
 
     def _preprocessed(self, logits: Tensor, labels: Tensor) -> Any:
@@ -305,10 +307,16 @@ class RingTrainerMixin(_Trainer):
         self._preprocess_checked = True
         return result
 
-    def _whole_rows(self, shards: Tensor) -> Tensor:
+    def _layout_of(self, shard: Mapping[str, Any]) -> SequenceLayout:
+        """Returns the layout of a batch, of this rank's shard."""
+        numbers = shard.get("seq_idx")
+        if tells_its_layout(self.ring, numbers):
+            return layout_of_shards(self.ring, shard["position_ids"], shard.get("attention_mask"), shard["seq_idx"])
+        return layout_of_rows(self.ring, shard["labels"].shape[1] * self.ring.world_size)[0]
+
+    def _whole_rows(self, shards: Tensor, layout: SequenceLayout) -> Tensor:
         if self.ring.world_size == 1:
             return shards.detach()
-        layout, _ = layout_of_rows(self.ring, shards.shape[1] * self.ring.world_size)
         whole: Tensor = self.ring.unshard(shards.detach(), layout)
         return whole
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,12 +31,13 @@ class HeadsBinding:
 
     Attributes:
         place: the rank's group, of those that exchange heads, and its number there.
-        rows: for each member of a group, the runs of rows that its tokens have among those of the group.
+        rows: for each member of the group, the runs of rows that its tokens have among those of the group: in each batch
+            row, or once for all where these are divided alike.
     """
 
     pieces: tuple[HeadsPiece, ...]
     place: Place
-    rows: tuple[tuple[range, ...], ...]
+    rows: tuple[tuple[tuple[range, ...], ...], ...]
 
 
 def bind_heads(problem: Problem, rank: int, device: torch.device, joining: Joining | None) -> HeadsBinding:
@@ -55,7 +56,13 @@ def bind_heads(problem: Problem, rank: int, device: torch.device, joining: Joini
             for of_ranks in pieces
         ),
         place=place,
-        rows=tuple(rows_of_member(problem, member) for member in members),
+        rows=tuple(
+            tuple(
+                rows_of_member(problem, place._replace(member=member), row)
+                for row in range(len(problem.layout.rows) or 1)
+            )
+            for member in members
+        ),
     )
 
 
@@ -96,8 +103,8 @@ class HeadsTransport:
                 shape = (x.shape[0], len(heads[self.rank]), x.shape[2] * len(heads), *x.shape[3:])
                 whole = x.new_empty(shape)
                 for runs, part in zip(self.binding.rows, parts):
-                    for run, rows in _by_run(runs, part[number]):
-                        whole[:, :, run.start : run.stop] = rows
+                    for batch_rows, run, own in _by_run(runs):
+                        whole[batch_rows, :, run] = part[number][batch_rows, :, own]
                 wholes.append(whole)
             return wholes
 
@@ -115,8 +122,7 @@ class HeadsTransport:
         tensors = [x for x, _ in (*queries, *keys)]
 
         def sent(rank: int) -> list[Tensor]:
-            runs = self.binding.rows[rank]
-            return [_cat([x[:, :, run.start : run.stop] for run in runs], 2) for x in tensors]
+            return [_rows(x, self.binding.rows[rank]) for x in tensors]
 
         def finish(parts: list[list[Tensor]]) -> list[Tensor]:
             for heads, part in zip(piece.of_ranks, parts):
@@ -190,7 +196,18 @@ def _unpacked(message: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes)]
 
 
-def _by_run(runs: Sequence[range], rows: Tensor) -> list[tuple[range, Tensor]]:
-    """Returns each run of tokens with its rows of [B, heads, local tokens, ...]."""
-    starts = itertools.accumulate((len(run) for run in runs), initial=0)
-    return [(run, rows[:, :, start : start + len(run)]) for run, start in zip(runs, starts)]
+def _by_run(rows: Sequence[Sequence[range]]) -> Iterator[tuple[slice, slice, slice]]:
+    """Yields the batch rows of each run of rows, the run, and the rows that it is of a member's own."""
+    for row, runs in enumerate(rows):
+        batch_rows = slice(row, row + 1) if len(rows) > 1 else slice(None)
+        starts = itertools.accumulate((len(run) for run in runs), initial=0)
+        for run, start in zip(runs, starts):
+            yield batch_rows, slice(run.start, run.stop), slice(start, start + len(run))
+
+
+def _rows(x: Tensor, rows: Sequence[Sequence[range]]) -> Tensor:
+    """Returns a member's rows of x [B, heads, tokens, ...], [B, heads, local tokens, ...]."""
+    by_row: dict[int, list[Tensor]] = {}
+    for batch_rows, run, _ in _by_run(rows):
+        by_row.setdefault(batch_rows.start or 0, []).append(x[batch_rows, :, run])
+    return _cat([_cat(runs, 2) for runs in by_row.values()], 0)

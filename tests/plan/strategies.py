@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from hf_ring_attention.plan.layouts import SequenceLayout
+from hf_ring_attention.plan.layouts import SequenceLayout, joined
 from hf_ring_attention.plan.patterns import Pattern, Segment, Sink, Window
 from hf_ring_attention.plan.problem import Problem
 from tests.support.cases import random_documents, random_pattern
@@ -22,6 +22,27 @@ def as_tuples(documents, batch, seq_len):
     return tuple(tuple(map(tuple, row)) for row in documents)
 
 
+def random_pieces(rng, seq_len, world_size, batch):
+    """A layout "documents" of any pieces, other ones in each batch row."""
+    local_len = -(-seq_len // world_size)
+    rows = []
+    for _ in range(batch):
+        tokens = [rank for rank in range(world_size) for _ in range(local_len)]
+        for _ in range(rng.randint(0, len(tokens))):  # the more exchanges, the shorter the pieces
+            i, j = rng.randrange(len(tokens)), rng.randrange(len(tokens))
+            tokens[i], tokens[j] = tokens[j], tokens[i]
+        held = [[range(i, i + 1) for i, rank in enumerate(tokens) if rank == own] for own in range(world_size)]
+        rows.append(tuple(map(joined, held)))
+    return SequenceLayout("documents", seq_len, world_size, tuple(rows))
+
+
+def random_layout(rng, seq_len, world_size, batch):
+    kind = rng.choice(["contiguous", "zigzag", "documents"])
+    if kind == "documents":
+        return random_pieces(rng, seq_len, world_size, batch)
+    return SequenceLayout(kind, seq_len, world_size)
+
+
 def random_problem(rng):
     """Any pattern, and as often one that reaches near, which sends both ways."""
     batch, seq_len, num_kv_heads = rng.randint(1, 3), rng.randint(1, 30), rng.randint(1, 3)
@@ -29,7 +50,7 @@ def random_problem(rng):
     sinks = rng.choice([(), (Sink(1),)])
     return Problem(
         rng.choice([random_pattern(rng), Pattern((*sinks, near))]),
-        SequenceLayout(rng.choice(["contiguous", "zigzag"]), seq_len, rng.randint(1, 6)),
+        random_layout(rng, seq_len, rng.randint(1, 6), batch),
         as_tuples(random_documents(rng, batch, seq_len), batch, seq_len),
         num_heads=num_kv_heads * rng.randint(1, 3),
         num_kv_heads=num_kv_heads,

@@ -94,7 +94,7 @@ def test_bytes_decide_not_tokens():
 @pytest.mark.parametrize(
     ("layout", "transport", "world_size", "message"),
     [
-        ("striped", "auto", 2, "layout must be 'auto', 'contiguous' or 'zigzag', got 'striped'"),
+        ("striped", "auto", 2, "layout must be 'auto', 'contiguous', 'zigzag' or 'documents', got 'striped'"),
         ("auto", "nccl", 2, "transport must be 'auto', 'ring', 'collective', 'heads' or 'local', got 'nccl'"),
         ("auto", "local", 2, "transport='local' serves 1 rank, got 2: use 'auto', 'ring' or 'collective'"),
     ],

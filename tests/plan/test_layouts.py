@@ -81,7 +81,7 @@ def test_frozen_and_hashable():
 def test_refused_kinds(kind):
     with pytest.raises(
         ValueError,
-        match=re.escape(f"SequenceLayout: kind must be 'contiguous' or 'zigzag', got {kind!r}"),
+        match=re.escape(f"SequenceLayout: kind must be one of ('contiguous', 'zigzag', 'documents'), got {kind!r}"),
     ):
         SequenceLayout(kind, 8, 2)
 
@@ -102,3 +102,36 @@ def test_refused_ranks(kind, rank):
     for ask in (layout.pieces, layout.positions):
         with pytest.raises(ValueError, match=re.escape(f"SequenceLayout: rank must be in 0..2, got {rank}")):
             ask(rank)
+
+
+def test_pieces_of_documents():
+    rows = (((range(0, 2), range(5, 6)), (range(2, 5),)), ((range(3, 6),), (range(0, 3),)))
+    layout = SequenceLayout("documents", 5, 2, rows)
+    assert (layout.padded_len, layout.local_len) == (6, 3)
+    assert [layout.positions(rank, row) for row in (0, 1) for rank in (0, 1)] == [
+        [0, 1, 5], [2, 3, 4], [3, 4, 5], [0, 1, 2],
+    ]  # fmt: skip
+    assert layout.pieces(0) == rows[0][0]
+    assert layout == SequenceLayout("documents", 5, 2, rows) != SequenceLayout("documents", 5, 2, rows[:1])
+    assert str(layout) == "SequenceLayout(kind='documents', seq_len=5, world_size=2)"
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        (((range(0, 3),), (range(3, 5),)),),  # too few on the second rank
+        (((range(0, 3),), (range(2, 5),)),),  # one twice
+        (((range(0, 2), range(3, 5)), (range(2, 3), range(5, 6))),),  # other numbers
+        (((range(0, 6),),),),  # one rank
+    ],
+)
+def test_refused_pieces(rows):
+    with pytest.raises(ValueError, match="must be all of its 6 tokens, 3 on each of 2 ranks, got"):
+        SequenceLayout("documents", 5, 2, rows)
+
+
+def test_pieces_belong_to_documents_alone():
+    with pytest.raises(ValueError, match="'documents' needs pieces of rows"):
+        SequenceLayout("documents", 5, 2)
+    with pytest.raises(ValueError, match="'zigzag' has no pieces of rows"):
+        SequenceLayout("zigzag", 4, 2, (((range(0, 2),), (range(2, 4),)),))

@@ -33,16 +33,17 @@ def pairs_of(batch, problem, query_positions, key_positions):
             heads = [number] if batch.per_query_head else range(number * group, (number + 1) * group)
             for i in range(batch.num_queries):
                 query_row = item.query_row + fold + i * batch.query_stride
-                assert 0 <= query_row < len(query_positions)
+                assert 0 <= query_row < len(query_positions[batch_row])
                 for head in heads:
                     queries_seen[batch_row, head, query_row] += 1
                 width = batch.num_keys - batch.num_queries + 1
                 seen = {"full": range(batch.num_keys), "causal": range(i + 1), "band": range(i, i + width)}[batch.shape]
                 for j in seen:
                     key_row = item.key_row + j * batch.key_stride
-                    assert 0 <= key_row < len(key_positions)
+                    assert 0 <= key_row < len(key_positions[batch_row])
+                    query, key = query_positions[batch_row][query_row], key_positions[batch_row][key_row]
                     for head in heads:
-                        pairs[batch_row, head, query_positions[query_row], key_positions[key_row]] += 1
+                        pairs[batch_row, head, query, key] += 1
     assert max(queries_seen.values()) == 1, "two tiles of a batch share a query row of a head"
     return pairs
 
@@ -75,13 +76,13 @@ def check(problem):
     for rank in range(layout.world_size):
         plan = plan_rank(problem, rank)
         assert plan.rank == rank
-        mine = layout.positions(rank)
+        mine = [layout.positions(rank, row) for row in range(len(problem.documents))]
         of_rank = Counter()
         for batch in plan.own:
             of_rank += pairs_of(batch, problem, mine, mine)
         for batch in plan.remote:
-            elsewhere = pairs_of(batch, problem, mine, whole)
-            assert not {key for *_, key in elsewhere} & set(mine), "a rank's own keys are asked of others"
+            elsewhere = pairs_of(batch, problem, mine, [whole] * len(mine))
+            assert not any(key in mine[row] for row, *_, key in elsewhere), "a rank's own keys are asked of others"
             of_rank += elsewhere
         assert plan.pairs == of_rank.total(), (problem, rank)
         assert plan.flops(8) == 2 * (8 + 8) * plan.pairs

@@ -30,10 +30,15 @@ def needs_of(problem):
     """{(reader, source): rows} of each pair of different ranks, as the visible pairs have them."""
     layout, group = problem.layout, problem.num_heads // problem.num_kv_heads
     ranks = range(layout.world_size)
-    home = {position: (rank, row) for rank in ranks for row, position in enumerate(layout.positions(rank))}
+    home = {
+        (batch_row, position): (rank, row)
+        for batch_row in range(len(problem.documents))
+        for rank in ranks
+        for row, position in enumerate(layout.positions(rank, batch_row))
+    }
     needs = {(reader, source): set() for reader, source in itertools.permutations(ranks, 2)}
     for batch_row, head, query, key in expected(problem):
-        (reader, _), (source, row) = home[query], home[key]
+        (reader, _), (source, row) = home[batch_row, query], home[batch_row, key]
         if reader != source:
             needs[reader, source].add((batch_row, head // group, row))
     return needs
@@ -156,7 +161,7 @@ def check_tiles(problem):
     layout, group = problem.layout, problem.num_heads // problem.num_kv_heads
     total = Counter()
     for lap, rank in itertools.product(ring_laps(problem), range(layout.world_size)):
-        mine = layout.positions(rank)
+        mine = [layout.positions(rank, row) for row in range(len(problem.documents))]
         if lap.with_own:
             for batch in of_heads(tiles_from(problem, rank, rank), lap.heads, group):
                 total.update(pairs_of(batch, problem, mine, mine))
@@ -164,12 +169,11 @@ def check_tiles(problem):
             hop, source = lap.hop(rank, step), lap.source(rank, step)
             if hop is None:
                 continue
-            theirs = layout.positions(source)
-            row_of = {position: row for row, position in enumerate(theirs)}
+            theirs = [layout.positions(source, row) for row in range(len(problem.documents))]
             arrived = rows_of(problem, hop.rows)
             for batch in of_heads(tiles_from(problem, rank, source), lap.heads, group):
                 pairs = pairs_of(batch, problem, mine, theirs)
-                used = {(batch_row, head // group, row_of[key]) for batch_row, head, _, key in pairs}
+                used = {(row, head // group, theirs[row].index(key)) for row, head, _, key in pairs}
                 assert used <= arrived, (problem, lap, rank, step)
                 total.update(pairs)
     assert total == expected(problem), problem

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import multiplicity_matrix, reference_attention
 from hf_ring_attention.plan import routes
+from hf_ring_attention.plan.choices import decide_layout
 from hf_ring_attention.plan.problem import Problem, RingSettings
 from tests.support.cases import EXACT_ATTENTION, check_cases, random_case, random_cases
 from tests.support.ranks import run_simulated
@@ -19,7 +20,7 @@ DTYPES = (torch.float64, torch.float32)
 #: Where kernels sum in another order than the CPU's, and those of bfloat16, which keeps 8 bits, round the weights of
 #: values too.
 ON_CUDA = {torch.float64: EXACT_ATTENTION, torch.float32: 1e-5, torch.bfloat16: 2e-2}
-LAYOUTS = ("contiguous", "zigzag")
+LAYOUTS = ("contiguous", "zigzag", "documents")
 TRANSPORTS = ("ring", "collective")
 #: A transport, and whether in as many head groups as there can be.
 WAYS = {"ring": ("ring", False), "ring of head groups": ("ring", True), "collective": ("collective", False)}
@@ -88,7 +89,8 @@ def test_simulated_on_64_ranks(layout, rng):
     seq_len = rng.randint(130, 200)
     documents = [[(0, seq_len)], [(0, 70), (71, seq_len)]]
     case = replace(random_case(rng), batch=2, seq_len=seq_len, num_heads=4, num_kv_heads=2, documents=documents)
-    plan_once(case.problem(ra.SequenceLayout(layout, seq_len, 64)))
+    rows = tuple(map(tuple, documents))
+    plan_once(case.problem(decide_layout(layout, seq_len, 64, case.pattern, rows)[0]))
     assert case.definition  # computed once for all ranks
     for transport in TRANSPORTS:
         run_simulated(lambda ring: check_cases(ring, [case]), 64, layout=layout, transport=transport)

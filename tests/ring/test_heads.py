@@ -14,7 +14,7 @@ from hf_ring_attention.plan.traffic import RowBytes
 from tests.support.cases import check_cases, random_case
 from tests.support.ranks import run_simulated
 
-LAYOUTS = ("contiguous", "zigzag")
+LAYOUTS = ("contiguous", "zigzag", "documents")
 #: As few heads in a piece as can be, or all in one.
 SETTINGS = {"pieces": RingSettings(rows_of_a_head_group=1), "whole": RingSettings(rows_of_a_head_group=10**9)}
 

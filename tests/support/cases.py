@@ -175,7 +175,7 @@ def errors_of(ring, case, device="cpu"):
     Every rank has the same whole tensors, keeps its part, and compares the unsharded results.
     """
     *whole, dout, logits = case.tensors
-    layout = ring.layout_for(case.seq_len, case.pattern)
+    layout = ring.layout_for(case.seq_len, case.pattern, case.rows)
     local = [ring.shard(x, layout, dim=2).to(device).detach().requires_grad_() for x in whole]
     sinks = None if logits is None else logits.to(device, copy=True).requires_grad_()
     out, lse = ra.ring_attention(*local, **case.options, sinks=sinks, ring=ring, layout=layout, return_lse=True)

@@ -1,0 +1,95 @@
+"""The parts of tensors that ranks hold, by their layout, and the whole again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..plan.layouts import SequenceLayout
+from ..transport.communicators import Communicator
+
+
+def shard_of(tensor: Tensor, layout: SequenceLayout, rank: int, dim: int, fill: float) -> Tensor:
+    """Returns the tokens along `dim` that `rank` holds, with padding of this value.
+
+    Raises:
+        ValueError: a tensor of another length, or of other batch rows than the layout's.
+    """
+    if tensor.shape[dim] != layout.seq_len:
+        raise ValueError(
+            f"shard: expected {layout.seq_len} tokens along dim {dim}, got {tensor.shape[dim]} in {tuple(tensor.shape)}"
+        )
+    _check_rows("shard", tensor, layout, dim)
+    padding = layout.padded_len - layout.seq_len
+    if padding:
+        shape = list(tensor.shape)
+        shape[dim] = padding
+        tensor = torch.cat([tensor, tensor.new_full(shape, fill)], dim)
+    if not layout.rows:
+        return torch.cat([tensor.narrow(dim, p.start, len(p)) for p in layout.pieces(rank)], dim)
+    positions = [layout.positions(rank, row) for row in range(len(layout.rows))]
+    return _rows_at(tensor, torch.tensor(positions, device=tensor.device), dim)
+
+
+def whole_of(shards: Tensor, layout: SequenceLayout, dim: int) -> Tensor:
+    """Returns whole sequences, without padding, of the shards of all ranks, which follow each other along `dim`."""
+    if layout.rows:
+        ranks = range(layout.world_size)
+        orders = [[token for rank in ranks for token in layout.positions(rank, row)] for row in range(len(layout.rows))]
+        places = torch.tensor(orders, device=shards.device).argsort(-1)[:, : layout.seq_len]
+        return _rows_at(shards, places, dim)
+    parts = {}
+    for rank in range(layout.world_size):
+        offset = rank * layout.local_len
+        for piece in layout.pieces(rank):
+            parts[piece.start] = shards.narrow(dim, offset, len(piece))
+            offset += len(piece)
+    return torch.cat([parts[start] for start in sorted(parts)], dim).narrow(dim, 0, layout.seq_len)
+
+
+def check_shard(local: Tensor, layout: SequenceLayout, dim: int) -> None:
+    """Refuses what is no shard of this layout.
+
+    Raises:
+        ValueError: a tensor of another length, or of other batch rows than the layout's.
+    """
+    if local.shape[dim] != layout.local_len:
+        raise ValueError(
+            f"unshard: expected {layout.local_len} tokens along dim {dim}, got {local.shape[dim]} in {tuple(local.shape)}"
+        )
+    _check_rows("unshard", local, layout, dim)
+
+
+def _check_rows(name: str, tensor: Tensor, layout: SequenceLayout, dim: int) -> None:
+    if layout.rows and (dim % tensor.dim() == 0 or tensor.shape[0] != len(layout.rows)):
+        raise ValueError(
+            f"{name}: the layout was made for the documents of {len(layout.rows)} batch rows, which are expected along "
+            f"dim 0, got {tuple(tensor.shape)} with tokens along dim {dim}"
+        )
+
+
+def _rows_at(x: Tensor, places: Tensor, dim: int) -> Tensor:
+    """Returns the tokens of x [B, ...] at places [B, n] along `dim`."""
+    rows = torch.arange(len(places), device=x.device)[:, None]
+    return x.movedim(dim, 1)[rows, places].movedim(1, dim)
+
+
+class SideBySide(torch.autograd.Function):
+    """Tensors of all ranks, one behind the other along `dim`; gradients are summed over ranks and taken home."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, communicator: Communicator, dim: int, before_backward: Any) -> Tensor:
+        ctx.call = (communicator, dim, local.shape[dim], before_backward)
+        return torch.cat(communicator.gather(local.contiguous()), dim)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        communicator, dim, length, before_backward = ctx.call
+        if before_backward is not None:
+            before_backward()
+        grad = grad.contiguous().clone()
+        communicator.sum_(grad)
+        return grad.narrow(dim, communicator.rank * length, length).contiguous(), None, None, None

@@ -1,0 +1,140 @@
+"""Layouts that know the documents: equal tokens, even work, few bytes, whatever is packed into the rows."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_ring_attention.plan.balance import balanced_layout, estimated_imbalance
+from hf_ring_attention.plan.choices import decide_layout, imbalance
+from hf_ring_attention.plan.layouts import SequenceLayout
+from hf_ring_attention.plan.patterns import Pattern
+from hf_ring_attention.plan.plans import pairs_of_row
+from hf_ring_attention.plan.problem import Problem
+from hf_ring_attention.plan.traffic import RowBytes, collective_traffic, ring_traffic
+from hf_ring_attention.plan.work import work_under
+from tests.plan.strategies import drawn
+from tests.support.cases import random_documents, random_pattern
+
+PATTERNS = [Pattern.parse(text) for text in ("exact", "window:4096", "window:512+4", "pyramid:512,4")]
+
+
+def random_packing(rng, tokens, median=None, spread=None):
+    """Documents of log-normal lengths that fill a row; at the end of some rows is padding."""
+    median = rng.uniform(50, 8000) if median is None else median
+    spread = rng.uniform(0.3, 2.0) if spread is None else spread
+    documents, end = [], 0
+    while end < tokens:
+        length = max(1, min(tokens - end, round(median * rng.lognormvariate(0, spread))))
+        documents.append((end, end + length))
+        end += length
+    return tuple(documents[:-1]) if len(documents) > 2 and rng.random() < 0.3 else tuple(documents)
+
+
+def problem_of(layout, documents, pattern):
+    return Problem(pattern, layout, documents, num_heads=1, num_kv_heads=1)
+
+
+@settings(max_examples=1000)
+@given(drawn(lambda rng: rng.random()), st.sampled_from([2, 3, 4, 6, 8, 16, 32, 64]), st.sampled_from(PATTERNS))
+def test_random_packings_are_even(seed, world_size, pattern):
+    """By estimates, which `test_estimates_are_the_plans` compares with plans."""
+    rng = random.Random(seed)
+    tokens = rng.randint(16384, 131072)
+    documents = (random_packing(rng, tokens),)
+    layout = balanced_layout(tokens, world_size, pattern, documents)
+    assert estimated_imbalance(layout, pattern, documents) <= 1.1, (tokens, documents)
+
+
+def test_estimates_are_the_plans(rng):
+    for _ in range(12):
+        tokens, world_size, pattern = rng.randint(16384, 65536), rng.choice([2, 3, 8, 16]), rng.choice(PATTERNS)
+        documents = (random_packing(rng, tokens),)
+        for layout in (
+            balanced_layout(tokens, world_size, pattern, documents),
+            SequenceLayout("zigzag", tokens, world_size),
+            SequenceLayout("contiguous", tokens, world_size),
+        ):
+            estimated = estimated_imbalance(layout, pattern, documents)
+            assert estimated == pytest.approx(imbalance(problem_of(layout, documents, pattern)), rel=0.02)
+
+
+@pytest.mark.parametrize("pattern", [PATTERNS[0], PATTERNS[3]], ids=str)
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_bytes_are_about_those_of_a_zigzag(world_size, pattern, rng):
+    """Of all packings together: a zigzag of documents that end by chance where its pieces do moves next to nothing."""
+    sizes, moved = RowBytes(1, 1), {"documents": 0, "zigzag": 0}
+    for _ in range(12):
+        documents = (random_packing(rng, 65536),)
+        zigzag = SequenceLayout("zigzag", 65536, world_size)
+        for layout in (balanced_layout(65536, world_size, pattern, documents), zigzag):
+            problem = problem_of(layout, documents, pattern)
+            for traffic in (ring_traffic, collective_traffic):
+                moved[layout.kind] += sum(traffic(problem, r, sizes).forward.received for r in range(world_size))
+    assert moved["documents"] <= 1.35 * moved["zigzag"]
+
+
+def test_rows_of_a_batch_are_balanced_together(rng):
+    """A row of few tokens cannot be even by itself: the others make up for it."""
+    pattern, tokens = Pattern.exact(), 8192
+    rows = [random_packing(rng, tokens) for _ in range(4)] + [((0, 3),), ()]
+    rng.shuffle(rows)
+    layout = balanced_layout(tokens, 4, pattern, tuple(rows))
+    assert imbalance(problem_of(layout, tuple(rows), pattern)) <= 1.1
+
+
+@settings(max_examples=300)
+@given(drawn(lambda rng: rng.random()))
+def test_all_tokens_are_held_once(seed):
+    """Any pattern, documents with gaps, rows shorter than the ring."""
+    rng = random.Random(seed)
+    batch, tokens, world_size = rng.randint(1, 3), rng.randint(1, 60), rng.randint(1, 8)
+    documents = random_documents(rng, batch, tokens)
+    rows = ((((0, tokens),),) * batch) if documents is None else tuple(tuple(map(tuple, row)) for row in documents)
+    layout = balanced_layout(tokens, world_size, random_pattern(rng), rows)
+    for row in range(batch):
+        held = [layout.positions(rank, row) for rank in range(world_size)]
+        assert sorted(itertools.chain(*held)) == list(range(layout.padded_len))
+        assert all(own == sorted(own) for own in held)
+
+
+def test_short_documents_are_not_cut_where_they_fit():
+    documents = tuple((start, start + 64) for start in range(0, 1024, 64))
+    layout = balanced_layout(1024, 4, Pattern.exact(), (documents,))
+    starts = {start for start, _ in documents}
+    assert all(piece.start in starts for rank in range(4) for piece in layout.pieces(rank))
+
+
+def test_one_document_is_a_zigzag():
+    layout = balanced_layout(1024, 4, Pattern.exact(), (((0, 1024),),))
+    assert [len(layout.pieces(rank)) for rank in range(4)] == [2, 2, 2, 1]
+    assert imbalance(problem_of(layout, (((0, 1024),),), Pattern.exact())) <= 1.05
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_work_is_that_of_the_tiles(pattern, rng):
+    work = work_under(pattern, 20000)
+    for tokens in [*range(1, 40), *(rng.randint(40, 20000) for _ in range(40))]:
+        assert work.of_first(tokens) == pytest.approx(pairs_of_row(pattern, tokens, 1, 1, True), rel=0.01)
+    assert work.of_tokens(0, 0) == work.of_first(0) == 0
+
+
+def test_auto_takes_pieces_of_documents_where_others_are_not_even(rng):
+    long_and_short = ((0, 8192), *((start, start + 64) for start in range(8192, 16384, 64)))
+    layout, decision = decide_layout("auto", 16384, 4, Pattern.exact(), (long_and_short,))
+    assert layout.kind == decision.choice == "documents"
+    assert decision.reason.startswith("with these documents the busiest rank does 1.")
+    for documents in (None, (((0, 16384),),), (tuple((start, start + 64) for start in range(0, 16384, 64)),)):
+        layout, decision = decide_layout("auto", 16384, 4, Pattern.exact(), documents)
+        assert layout.kind == decision.choice == "zigzag"
+    layout, decision = decide_layout("auto", 16384, 4, Pattern.exact(), (long_and_short,), balanced_by_heads=True)
+    assert layout.kind == decision.choice == "zigzag"
+
+
+def test_what_is_asked_for_is_taken():
+    documents = (((0, 64),),)
+    assert decide_layout("documents", 64, 2, Pattern.exact(), documents)[0].kind == "documents"
+    assert decide_layout("documents", 64, 2, Pattern.exact())[0].kind == "zigzag"  # without documents, as by "auto"
+    assert decide_layout("contiguous", 64, 2, Pattern.exact(), documents)[0].kind == "contiguous"
