@@ -8,17 +8,46 @@ import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 import hf_ring_attention as ra
 from tests.support.as_gpus import take_cpus_for_gpus
 from tests.support.ranks import run_ranks
 from tests.support.tolerance import EXACT
-from tests.support.training import documents, process_environment, tiny_llama
+from tests.support.training import assert_equal_runs, documents, process_environment, tiny_llama, trainer
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
 DATA = {"rows": documents(9, 20, 61, seed=0, prompt=3), "collator": ra.PaddingCollator()}
+EVAL_ROWS = documents(5, 20, 61, seed=3)
+
+
+# ---- Trainer
+
+
+def by_cp_size(rank, folder):
+    """The run with cp_size, that with ring_size, and the error of two sizes."""
+    config = ParallelismConfig(cp_size=2)
+    runs = []
+    for arguments in ({"ring_size": None, "parallelism_config": config}, {"ring_size": 2}):
+        run, made = trainer(rank, folder, batch_size=2, eval_rows=EVAL_ROWS, **arguments, **DATA)
+        assert (made.ring.world_size, made.ring.dp_size) == (2, 1)
+        runs.append(run | {"losses": [*run["losses"], made.evaluate()["eval_loss"]]})
+    with pytest.raises(ValueError) as refused:
+        trainer(rank, folder, ring_size=1, parallelism_config=config, **DATA)
+    trainer(rank, folder, ring_size=2, parallelism_config=config, **DATA)
+    return *runs, str(refused.value)
+
+
+def test_a_trainer_takes_cp_size_for_ring_size(tmp_path):
+    alone, made = trainer(0, tmp_path, batch_size=2, eval_rows=EVAL_ROWS, **DATA)
+    alone["losses"].append(made.evaluate()["eval_loss"])
+    for one_word, other_word, error in run_ranks(by_cp_size, 2, tmp_path):
+        assert one_word["losses"] == other_word["losses"]
+        assert_equal_runs(one_word, alone, "cp_size")
+        assert "ring_size=1 and cp_size=2" in error
 
 
 def as_on_gpus(rank, world_size):
@@ -26,6 +55,31 @@ def as_on_gpus(rank, world_size):
     process_environment(rank, world_size)
     take_cpus_for_gpus()
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # DDP is told no numbers of devices
+
+
+def by_ddp(rank, folder):
+    as_on_gpus(rank, 4)
+    config = ParallelismConfig(dp_shard_size=2, cp_size=2)
+    run, made = trainer(rank, folder, ring_size=None, use_cpu=False, parallelism_config=config, **DATA)
+    assert (made.ring.world_size, made.ring.dp_size) == (2, 2) and isinstance(made.model_wrapped, DDP)
+    return run["losses"]
+
+
+def by_fsdp_and_environment(rank, folder):
+    """`accelerate launch --use_parallelism_config` sets this; it takes FSDP 2 alone."""
+    as_on_gpus(rank, 4)
+    os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+    os.environ.update(PARALLELISM_CONFIG_DP_SHARD_SIZE="2", PARALLELISM_CONFIG_CP_SIZE="2")
+    run, made = trainer(rank, folder, ring_size=None, use_cpu=False, fsdp=True, **DATA)
+    assert (made.ring.world_size, made.ring.dp_size) == (2, 2) and isinstance(made.model_wrapped, FSDPModule)
+    return run["losses"]
+
+
+@pytest.mark.parametrize("run", [by_ddp, by_fsdp_and_environment])
+def test_a_trainer_takes_configs_of_several_rings(run, tmp_path):
+    alone, _ = trainer(0, tmp_path, batch_size=2, **DATA)
+    for losses in run_ranks(run, 4, tmp_path):
+        assert losses == pytest.approx(alone["losses"], rel=EXACT)
 
 
 # ---- Accelerate
