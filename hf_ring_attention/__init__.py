@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .ring.ring import Ring as Ring
     from .ring.simulation import run_simulated as run_simulated
     from .ring.simulation import simulate as simulate
+    from .training.arguments import RingTrainingArguments as RingTrainingArguments
     from .training.collators import PackingCollator as PackingCollator
     from .training.collators import PaddingCollator as PaddingCollator
     from .training.fill import row_fill as row_fill
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from .training.shards import shard_batch as shard_batch
     from .training.trainer import RingTrainer as RingTrainer
     from .training.trainer import RingTrainerMixin as RingTrainerMixin
-    from .training.trainer import RingTrainingArguments as RingTrainingArguments
     from .transport.lost_processes import naming_lost_processes as naming_lost_processes
     from .transport.transports import Traffic as Traffic
 
@@ -59,7 +59,7 @@ _HOMES = {
     "Ring": "ring.ring",
     "RingTrainer": "training.trainer",
     "RingTrainerMixin": "training.trainer",
-    "RingTrainingArguments": "training.trainer",
+    "RingTrainingArguments": "training.arguments",
     "Segment": "plan.patterns",
     "SequenceLayout": "plan.layouts",
     "Sink": "plan.patterns",

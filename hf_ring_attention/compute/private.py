@@ -108,6 +108,11 @@ def schedules_of(accelerator: Any) -> list[Any]:
     return list(getattr(accelerator, "_schedulers", ()))
 
 
+def prepared_models(accelerator: Any) -> list[Any]:
+    """Returns the models that an accelerator has prepared."""
+    return list(getattr(accelerator, "_models", ()))
+
+
 def is_prepared(loader: Any) -> bool:
     """Returns whether Accelerate has prepared a data loader, or takes it for a prepared one."""
     return bool(getattr(loader, "_is_accelerate_prepared", False))

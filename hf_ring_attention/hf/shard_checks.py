@@ -226,5 +226,6 @@ def sharded_without_documents(module: nn.Module) -> str:
     return (
         f"{type(module).__name__} of a sharded model was called without the mask that ring_dilated made for it, so the "
         f"documents of the whole sequence are unknown: call the model, not its layers; a model that makes its masks itself "
-        f"cannot be sharded"
+        f"cannot be sharded; if Accelerate has a cp_size, make the ring by Ring.from_accelerator before accelerator.prepare, "
+        f"which would otherwise drop the masks"
     )

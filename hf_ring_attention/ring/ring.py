@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..plan.choices import Decision, TransportKind, check_choices, decide_layout, decide_transport
 from ..plan.joins import Joining
@@ -21,12 +22,12 @@ from ..plan.patterns import Pattern, as_pattern
 from ..plan.problem import Problem, RingSettings, documents_of
 from ..plan.traffic import RowBytes
 from ..transport.agreement import Agreement, agree, agreement
-from ..transport.communicators import Communicator, ProcessGroupCommunicator
+from ..transport.communicators import Communicator
 from ..transport.heads import HeadsTransport
 from ..transport.transports import CollectiveTransport, LocalTransport, RingTransport, Traffic, Transport
 from .bindings import Bindings
 from .calls import Calls
-from .mesh import check_alone, mesh_of
+from .mesh import communicator_of, mesh_of
 from .planner import Planner
 from .shards import SideBySide, check_shard, shard_of, whole_of
 
@@ -40,8 +41,8 @@ class Ring:
     """A group of ranks over which sequences are sharded.
 
     Args:
-        group: a torch.distributed process group; None is the whole world, or this process alone where
-            torch.distributed is not initialized.
+        group: a torch.distributed process group; a torch DeviceMesh of one dimension, or of several of which one is called
+            "cp" or "ring"; None is the whole world, or this process alone where torch.distributed is not initialized.
         layout: "contiguous", "zigzag", "documents", whose pieces are made for the documents of each batch, or "auto": the
             first of these that gives the ranks about equal work.
         transport: how keys and values reach other ranks: "ring" (neighbour to neighbour, two payloads held), "collective"
@@ -51,9 +52,9 @@ class Ring:
             then travel round rings of the ranks that have the same heads.
 
     Raises:
-        ValueError: an unknown name, a transport that cannot serve this many ranks, a group this rank is not in, or no group
-            where a launcher has started several processes (the environment's WORLD_SIZE): `Ring.alone()` is a ring of
-            this process all the same.
+        ValueError: an unknown name, a transport that cannot serve this many ranks, a group or mesh this rank is not in, a
+            mesh without such a dimension, or no group where a launcher has started several processes (the environment's
+            WORLD_SIZE): `Ring.alone()` is a ring of this process all the same.
 
     Example:
         >>> ring = ra.Ring.alone()
@@ -64,19 +65,13 @@ class Ring:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         layout: LayoutKind | Literal["auto"] = "auto",
         transport: TransportKind = "auto",
         heads: int | None = None,
     ) -> None:
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
-        if group is None:
-            check_alone("Ring", "call torch.distributed.init_process_group, or make the Accelerator, before the ring")
-        if group is not None and dist.get_rank(group) < 0:
-            raise ValueError(f"Ring: rank {dist.get_rank()} of the world is not in the group it was given")
-        self._set_up(None if group is None else ProcessGroupCommunicator(group), layout, transport, heads)
+        self._set_up(communicator_of(group), layout, transport, heads)
 
     @classmethod
     def alone(cls) -> Ring:
@@ -98,7 +93,7 @@ class Ring:
     def from_accelerator(
         cls,
         accelerator: Any,
-        size: int | None,
+        size: int | None = None,
         *,
         layout: LayoutKind | Literal["auto"] = "auto",
         transport: TransportKind = "auto",
@@ -109,13 +104,18 @@ class Ring:
         Ranks of a ring are neighbours in the world, so that they share a node where they can. `dp_rank` is the number
         of the ring among the `dp_size` rings, which read different rows; DDP and FSDP go over the whole world.
 
+        With `ParallelismConfig(cp_size=N)`, rings are the dimension "cp" of the accelerator's own device mesh. From then on
+        its config has cp_size=1, and dp_shard_size=N times what it was: FSDP shards the model alike, while Accelerate's own
+        context parallelism takes no part, which would shard each sequence once more.
+
         Args:
-            size: ranks of a ring; it divides the number of processes. None is refused.
+            size: ranks of a ring; it divides the number of processes. None for cp_size; it is refused without one.
             layout, transport, heads: as for `Ring`; ranks that exchange heads are neighbours, too.
 
         Raises:
-            ValueError: on every process: sizes that differ or do not divide the number of processes, or an Accelerator
-                that shards sequences itself, or hands out its batches from one process.
+            ValueError: on every process: sizes that differ or do not divide the number of processes; an Accelerator with
+                sp_size or tp_size, one that has prepared a model with cp_size, or whose mesh has other dimensions than
+                those of data before "cp"; or one that hands out its batches from one process.
         """
         mesh = mesh_of(accelerator, size)
         ring = cls(mesh.group, layout=layout, transport=transport, heads=heads)

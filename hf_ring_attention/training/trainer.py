@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from accelerate.utils import concatenate, recursively_apply, send_to_device
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from ..hf.numbered_documents import layout_of_shards, tells_its_layout
 from ..hf.patch import patch_model
@@ -23,6 +22,7 @@ from ..hf.rings import layout_of_rows
 from ..plan.layouts import SequenceLayout
 from ..ring.ring import Ring
 from ..transport.lost_processes import naming_lost_processes
+from .arguments import RingTrainingArguments, cp_size_of, parallelism_beside_rings
 from .collators import PackingCollator, PaddingCollator
 from .columns import TOKEN_COLUMNS
 from .fill import tokens_and_slots
@@ -34,43 +34,6 @@ from .shards import IGNORED
 from .trainer_checks import preprocessed_by_token, warn_of_methods, wrong_settings
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class RingTrainingArguments(TrainingArguments):
-    """`TrainingArguments` of a `RingTrainer`; batch sizes are those of a ring.
-
-    Args:
-        ring_size: processes that share each sequence. It divides the number of processes, and the rings are data
-            parallel. It is needed if there are several processes: 1 makes each process a ring of its own, and the number
-            of processes makes one ring of all.
-        ring_layout: "auto", "contiguous" or "zigzag".
-        ring_transport: "auto", "ring", "collective", "heads" or "local".
-        ring_heads: with "heads", how many neighbouring processes exchange heads; None for all of a ring.
-        loss_tokens_at_once: tokens whose logits exist at any time (`sliced_loss`); 0 for those of the whole shard.
-        offload_activations: whether tensors that the forward pass saves wait in host memory; with
-            gradient_checkpointing, these are the inputs of the layers.
-
-    Example:
-        >>> args = ra.RingTrainingArguments("output", ring_layout="zigzag", use_cpu=True, report_to=[])
-        >>> args.ring_layout, args.ring_transport, args.loss_tokens_at_once
-        ('zigzag', 'auto', 1024)
-    """
-
-    ring_size: int | None = field(
-        default=None, metadata={"help": "processes that share each sequence; 1: each has rows of its own"}
-    )
-    ring_layout: str = field(default="auto", metadata={"help": "auto, contiguous or zigzag"})
-    ring_transport: str = field(default="auto", metadata={"help": "auto, ring, collective, heads or local"})
-    ring_heads: int | None = field(
-        default=None, metadata={"help": "With ring_transport heads: how many neighbours exchange heads; default: all."}
-    )
-    loss_tokens_at_once: int = field(default=1024, metadata={"help": "tokens whose logits exist at a time; 0: all"})
-    offload_activations: bool = field(default=False, metadata={"help": "keep saved activations in host memory"})
-    # TrainingArguments has "str | bool", which HfArgumentParser reads as a bool.
-    include_num_input_tokens_seen: str = field(
-        default="non_padding", metadata={"help": "which tokens are counted: non_padding, all or no"}
-    )
 
 
 if TYPE_CHECKING:
@@ -142,13 +105,19 @@ class RingTrainerMixin(_Trainer):
         return self.ring_settings.get(name, getattr(self.args, name, default))
 
     def _ring_size(self) -> int | None:
-        """Returns the ring size; 1 for a process alone that has none. `Ring.from_accelerator` refuses None of several."""
+        """Returns the ring size, or else the cp_size of the arguments; 1 for a process alone that has neither.
+
+        `Ring.from_accelerator` refuses None for several processes, unless the environment has set a cp_size.
+        """
         size: int | None = self.ring_setting("ring_size")
+        if size is None and cp_size_of(self.args) > 1:
+            return cp_size_of(self.args)
         return 1 if size is None and self.accelerator.num_processes == 1 else size
 
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the accelerator, and then the ring, and patches the model."""
-        super().create_accelerator_and_postprocess()
+        with _swapped(self.args, parallelism_config=parallelism_beside_rings(self.args)):
+            super().create_accelerator_and_postprocess()
         self.ring = Ring.from_accelerator(
             self.accelerator,
             self._ring_size(),

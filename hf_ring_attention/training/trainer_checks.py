@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..hf.support import untrainable
 from ..hf.wrappers import unwrapped, whole_model
+from .arguments import cp_size_of
 from .next_tokens import check_next_token_loss
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,12 @@ def wrong_settings(trainer: Any, mixin: type[Any]) -> ValueError | None:
             whole_model(trainer.model, type(trainer).__name__)
     except ValueError as error:
         return error
+    cp_size = cp_size_of(args)
+    if cp_size not in (1, trainer.ring.world_size):
+        return ValueError(
+            f"ring_size={trainer.ring.world_size} and cp_size={cp_size} of the parallelism_config are two names of one "
+            f"number, the processes that share each sequence: give one of them, or the same twice"
+        )
     at_once = trainer.ring_setting("loss_tokens_at_once")
     if not isinstance(at_once, int) or at_once < 0:
         return ValueError(f"loss_tokens_at_once must be a number of tokens, or 0 for all at once, got {at_once!r}")

@@ -46,7 +46,7 @@ def test_launch_accepts_the_file(name):
     assert (args.num_processes, args.num_machines, args.machine_rank) == (processes, machines, 0)
     assert args.mixed_precision == precision
     assert args.use_cpu is (name == "cpu-2.yaml")
-    # The package refuses Accelerate's own context and sequence parallelism.
+    # Rings shard the sequences; --ring-size says over how many processes.
     assert not args.use_parallelism_config
     assert args.parallelism_config_cp_size == args.parallelism_config_sp_size == 1
 

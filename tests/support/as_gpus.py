@@ -31,7 +31,8 @@ def take_cpus_for_gpus():
     os.environ.pop("ACCELERATE_USE_CPU", None)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         deepspeed_without_operators()
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     state.PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
     state.PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
 

@@ -410,20 +410,3 @@ def test_every_process_says_what_is_wrong():
         for name, text in EXPECTED.items():
             assert text in errors.get(name, "no error"), name
         assert len(errors) == len(EXPECTED)
-
-
-@pytest.mark.parametrize("name", ["cp_size", "sp_size"])
-def test_context_parallelism_beside_a_ring_is_refused(name):
-    class Config:
-        cp_size = sp_size = 1
-
-    setattr(Config, name, 2)
-
-    class Stub:
-        num_processes = 2
-        parallelism_config = Config()
-        dataloader_config = DataLoaderConfiguration()
-        device = torch.device("cpu")
-
-    with pytest.raises(ValueError, match=f"{name}=2"):
-        ra.Ring.from_accelerator(Stub(), size=2)
