@@ -89,7 +89,7 @@ def layout_of_shards(ring: Ring, positions: Tensor | None, mask: Tensor | None, 
 
 def runs_of_layout(layout: SequenceLayout, documents: Documents, rank: int) -> RunsOfShard:
     """Returns the runs of a rank's shard, as `numbered_runs` will find them in it."""
-    return [list(_joined(_runs_of_row(layout.pieces(rank, row), spans))) for row, spans in enumerate(documents)]
+    return [list(_merged_runs(_runs_of_row(layout.pieces(rank, row), spans))) for row, spans in enumerate(documents)]
 
 
 def _runs_of_row(pieces: Sequence[range], spans: Sequence[tuple[int, int]]) -> Iterator[NumberedRun]:
@@ -104,7 +104,7 @@ def _runs_of_row(pieces: Sequence[range], spans: Sequence[tuple[int, int]]) -> I
         yield NumberedRun(-1, 0, piece.stop - done)
 
 
-def _joined(runs: Iterable[NumberedRun]) -> Iterator[NumberedRun]:
+def _merged_runs(runs: Iterable[NumberedRun]) -> Iterator[NumberedRun]:
     """Yields runs that are not empty, those that follow each other in a document, or in padding, as one."""
     last: NumberedRun | None = None
     for run in runs:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from .layouts import SequenceLayout, joined
+from .layouts import SequenceLayout, merged_pieces
 from .patterns import Pattern
 from .problem import Documents
 from .work import Work, work_under
@@ -53,7 +53,7 @@ def balanced_layout(seq_len: int, world_size: int, pattern: Pattern, documents: 
         if found <= GOOD_BALANCE:
             break
     assert best is not None
-    pieces = (tuple(joined(share.pieces) for share in shares) for shares in best[1])
+    pieces = (tuple(merged_pieces(share.pieces) for share in shares) for shares in best[1])
     return SequenceLayout("documents", seq_len, world_size, tuple(pieces))
 
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from .layouts import SequenceLayout, joined
+from .layouts import SequenceLayout, merged_pieces
 from .plans import plan_rank
 from .problem import Problem
 from .traffic import Bytes, RankTraffic, RowBytes, ring_traffic
@@ -100,7 +100,7 @@ def _layout_of_groups(problem: Problem) -> SequenceLayout:
     if groups == 1:
         return SequenceLayout("contiguous", layout.padded_len, 1)
     rows = tuple(
-        tuple(joined(itertools.chain(*row[group * size : (group + 1) * size])) for group in range(groups))
+        tuple(merged_pieces(itertools.chain(*row[group * size : (group + 1) * size])) for group in range(groups))
         for row in layout.rows
     )
     return SequenceLayout(layout.kind, layout.padded_len, groups, rows)

@@ -114,12 +114,12 @@ def _start(piece: range) -> int:
     return piece.start
 
 
-def joined(pieces: Iterable[range]) -> tuple[range, ...]:
+def merged_pieces(pieces: Iterable[range]) -> tuple[range, ...]:
     """Returns pieces in ascending order, those that follow each other as one."""
-    joined: list[range] = []
+    merged: list[range] = []
     for piece in sorted(pieces, key=_start):
-        if joined and joined[-1].stop == piece.start:
-            joined[-1] = range(joined[-1].start, piece.stop)
+        if merged and merged[-1].stop == piece.start:
+            merged[-1] = range(merged[-1].start, piece.stop)
         else:
-            joined.append(piece)
-    return tuple(joined)
+            merged.append(piece)
+    return tuple(merged)

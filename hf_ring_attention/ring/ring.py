@@ -191,10 +191,10 @@ class Ring:
             ValueError: documents that are empty, overlap or leave the sequence.
 
         Example:
-            >>> [ring, _] = ra.simulate(2)  # in pieces of three tokens, rank 0 would do 2.5 times the work of rank 1
-            >>> layout = ring.layout_for(12, "exact", documents=[[(0, 8), (8, 10), (10, 12)]])
+            >>> [ring, _] = ra.simulate(2)  # in zigzag, rank 1 would do 1.3 times the mean work
+            >>> layout = ring.layout_for(16, "exact", documents=[[(0, 8), (8, 10), (10, 12), (12, 14), (14, 16)]])
             >>> layout.kind, layout.positions(0), layout.positions(1)
-            ('documents', [0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11])
+            ('documents', [6, 7, 10, 11, 12, 13, 14, 15], [0, 1, 2, 3, 4, 5, 8, 9])
         """
         pattern, rows = as_pattern(pattern, "layout_for"), documents_of(documents, seq_len, "layout_for")
         return decide_layout(self.layout, seq_len, self.world_size, pattern, rows, self.balanced_by_heads)[0]

@@ -21,7 +21,7 @@ def shard_of(tensor: Tensor, layout: SequenceLayout, rank: int, dim: int, fill: 
         raise ValueError(
             f"shard: expected {layout.seq_len} tokens along dim {dim}, got {tensor.shape[dim]} in {tuple(tensor.shape)}"
         )
-    _check_rows("shard", tensor, layout, dim)
+    _check_batch_rows("shard", tensor, layout, dim)
     padding = layout.padded_len - layout.seq_len
     if padding:
         shape = list(tensor.shape)
@@ -59,10 +59,10 @@ def check_shard(local: Tensor, layout: SequenceLayout, dim: int) -> None:
         raise ValueError(
             f"unshard: expected {layout.local_len} tokens along dim {dim}, got {local.shape[dim]} in {tuple(local.shape)}"
         )
-    _check_rows("unshard", local, layout, dim)
+    _check_batch_rows("unshard", local, layout, dim)
 
 
-def _check_rows(name: str, tensor: Tensor, layout: SequenceLayout, dim: int) -> None:
+def _check_batch_rows(name: str, tensor: Tensor, layout: SequenceLayout, dim: int) -> None:
     if layout.rows and (dim % tensor.dim() == 0 or tensor.shape[0] != len(layout.rows)):
         raise ValueError(
             f"{name}: the layout was made for the documents of {len(layout.rows)} batch rows, which are expected along "

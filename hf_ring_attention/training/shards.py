@@ -94,7 +94,7 @@ def cut_batch(
     tokens = _tokens(batch)
     batch = {name: x for name, x in batch.items() if x is not None}
     size, length = tokens.shape[:2]
-    layout, first, documents = _rows_of_batch(batch, ring, pattern)
+    layout, first, documents = rows_of_batch(batch, ring, pattern)
     whole = {
         name: x
         for name, x in batch.items()
@@ -124,7 +124,7 @@ def cut_batch(
 def expect_batch(batch: Any, ring: Ring, pattern: Pattern | str | None) -> None:
     """Has the ring plan its calls over a batch that a loader has read, some time before its turn to be cut."""
     with suppress(Exception):  # of a batch that `cut_batch` refuses as well, when it is its turn
-        layout, _, documents = _rows_of_batch(batch, ring, pattern)
+        layout, _, documents = rows_of_batch(batch, ring, pattern)
         ring.planner.expect(*_as_models_find(layout, documents, ring))
 
 
@@ -136,7 +136,7 @@ def _as_models_find(layout: SequenceLayout, documents: Documents, ring: Ring) ->
     return layout_of_runs([runs_of_layout(layout, documents, rank) for rank in range(ring.world_size)])
 
 
-def _rows_of_batch(
+def rows_of_batch(
     batch: Mapping[str, Any], ring: Ring, pattern: Pattern | str | None
 ) -> tuple[SequenceLayout, int, Documents]:
     """Returns the layout of a batch's rows, the position id of their first tokens, and their documents.

@@ -122,7 +122,7 @@ class HeadsTransport:
         tensors = [x for x, _ in (*queries, *keys)]
 
         def sent(rank: int) -> list[Tensor]:
-            return [_rows(x, self.binding.rows[rank]) for x in tensors]
+            return [_rows_of_member(x, self.binding.rows[rank]) for x in tensors]
 
         def finish(parts: list[list[Tensor]]) -> list[Tensor]:
             for heads, part in zip(piece.of_ranks, parts):
@@ -205,7 +205,7 @@ def _by_run(rows: Sequence[Sequence[range]]) -> Iterator[tuple[slice, slice, sli
             yield batch_rows, slice(run.start, run.stop), slice(start, start + len(run))
 
 
-def _rows(x: Tensor, rows: Sequence[Sequence[range]]) -> Tensor:
+def _rows_of_member(x: Tensor, rows: Sequence[Sequence[range]]) -> Tensor:
     """Returns a member's rows of x [B, heads, tokens, ...], [B, heads, local tokens, ...]."""
     by_row: dict[int, list[Tensor]] = {}
     for batch_rows, run, _ in _by_run(rows):

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from hf_ring_attention.plan.layouts import SequenceLayout, joined
+from hf_ring_attention.plan.layouts import SequenceLayout, merged_pieces
 from hf_ring_attention.plan.patterns import Pattern, Segment, Sink, Window
 from hf_ring_attention.plan.problem import Problem
 from tests.support.cases import random_documents, random_pattern
@@ -32,7 +32,7 @@ def random_pieces(rng, seq_len, world_size, batch):
             i, j = rng.randrange(len(tokens)), rng.randrange(len(tokens))
             tokens[i], tokens[j] = tokens[j], tokens[i]
         held = [[range(i, i + 1) for i, rank in enumerate(tokens) if rank == own] for own in range(world_size)]
-        rows.append(tuple(map(joined, held)))
+        rows.append(tuple(map(merged_pieces, held)))
     return SequenceLayout("documents", seq_len, world_size, tuple(rows))
 
 

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.rings import layout_of_rows
+from hf_ring_attention.training.shards import rows_of_batch
 
 from .dense import DENSE
 from .random_cases import DEAF, NUMBERED_BY_MASK, SELF_NUMBERED, Case, draw_case
@@ -332,7 +332,7 @@ def of_shard(case, model, ring, batch, tokens):
     if case.shifted:
         whole = {**{name: x for name, x in whole.items() if name != "labels"}, "shift_labels": batch.targets()}
     shard = ra.shard_batch(whole, ring)
-    layout, _ = layout_of_rows(ring, batch.shape[1])
+    layout, _, _ = rows_of_batch(whole, ring, None)
     inputs = {name: x for name, x in shard.items() if name not in ("labels", "shift_labels")}
     if case.loss == "slices":
         with torch.no_grad():

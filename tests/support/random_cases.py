@@ -193,7 +193,7 @@ def draw_case(seed: int) -> Case:
 def random_ring(rng, model_type, changes):
     if rng.random() > (0.6 if SUPPORTED[model_type].ring else 0.1):
         return None
-    layout = rng.choice(["auto", "contiguous", "zigzag"])
+    layout = rng.choice(["auto", "contiguous", "zigzag", "documents", "documents"])
     world_size, transports = rng.choice([2, 2, 3, 4]), ["auto", "ring", "collective"]
     # The heads of other cases are those of the type, which may not divide among the ranks.
     heads = changes.get("num_attention_heads", 1), changes.get("num_key_value_heads", 1)
