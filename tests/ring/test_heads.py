@@ -78,7 +78,8 @@ def named_case(rng, pattern, rows, heads, kv_heads):
         "packed": [[(0, first), (first, second), (second, seq_len)], [(0, second), (second, seq_len)]],
         "padded": [[(first, seq_len)], [(0, second)]],
     }
-    count = ra.Pattern((ra.Window(5), ra.Segment(8, 2), ra.Sink(2)), overlap="count")
+    # The number of a head, among all heads, says which keys its dilated branches keep.
+    count = ra.Pattern((ra.Window(5), ra.Segment(16, 4), ra.Sink(2)), "count", "query_head")
     return replace(
         random_case(rng),
         pattern=count if pattern == "count" else ra.Pattern.parse(pattern),
