@@ -1,6 +1,7 @@
 """The heads transport: the definition's outputs and gradients, the plan's bytes, and refusals with their arithmetic."""
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from hf_ring_attention.plan.heads import heads_pairs, heads_traffic, pieces_of
 from hf_ring_attention.plan.plans import plan_rank
 from hf_ring_attention.plan.problem import Problem, RingSettings
 from hf_ring_attention.plan.traffic import RowBytes
+from hf_ring_attention.transport.heads import HeadsTransport
 from tests.support.cases import check_cases, random_case
 from tests.support.ranks import run_simulated
 
@@ -230,6 +232,28 @@ def test_a_rank_that_fails_ends_the_others():
 
     with pytest.raises(KeyError, match="of this rank"):
         run_simulated(failing, 2, transport="heads")
+
+
+def test_errors_of_groups_name_ranks_by_their_number_in_the_ring(monkeypatch):
+    """Of two groups of two, ranks 1 and 3 have the same heads; rank 3 ends before keys go between them."""
+    of_piece = HeadsTransport.of_piece
+
+    def ending(transport, piece):
+        if transport.communicator.whole.rank == 3:
+            raise KeyError("of this rank")
+        return of_piece(transport, piece)
+
+    monkeypatch.setattr(HeadsTransport, "of_piece", ending)
+
+    def attend(ring):
+        x = torch.randn(1, 2, 4, 8)
+        with pytest.raises((KeyError, RuntimeError)) as error:
+            ra.ring_attention(x, x, x, pattern="exact", causal=False, ring=ring)
+        return str(error.value)
+
+    said = run_simulated(attend, 4, transport="heads", heads=2)
+    assert re.match(r"ring attention, forward pass, .*, on rank 1: receiving from rank 3 did not end", said[1])
+    assert re.match(r"attention by heads, outputs: receiving from rank 3 did not end", said[2])
 
 
 @pytest.mark.parametrize(
