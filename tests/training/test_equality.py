@@ -54,7 +54,6 @@ ON_FOUR = {
     "FSDP2": (loop, "padded", {"wrap": "fsdp2", "checkpointing": True}),
     "Trainer": (trainer, "padded", {}),
     "Trainer, accumulating": (trainer, "padded", {"accumulate": 3}),
-    "Trainer, packed, heads": (trainer, "packed", {"transport": "heads", "batch_size": 3}),
     "Trainer, one ring of groups by heads": (
         trainer,
         "packed",
