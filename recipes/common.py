@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import torch
 from filelock import FileLock
@@ -28,7 +29,9 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 import hf_ring_attention as ra
-from hf_ring_attention.tools.arguments import missing_extra
+from hf_ring_attention.plan.choices import TransportKind, check_choices
+from hf_ring_attention.plan.layouts import LayoutKind
+from hf_ring_attention.tools.arguments import at_least, missing_extra
 
 #: The model of the demo, and of a recipe that names none: SmolLM2-135M-Instruct, Apache-2.0.
 BUNDLED = "smollm2-135m"
@@ -262,6 +265,36 @@ def ring_size(number: int | None, processes: int, option: str = "--ring-size") -
         )
     meanings = "; ".join(f"{option} {size}: {_meaning(size, processes)}" for size in sizes)
     raise SystemExit(f"{reason}. {meanings}")
+
+
+def add_ring(parser: argparse.ArgumentParser) -> None:
+    """Adds the options for what a ring does beside its size."""
+    parser.add_argument(
+        "--ring-layout",
+        choices=("auto", *get_args(LayoutKind)),
+        default="auto",
+        help="how sequences are divided (default auto)",
+    )
+    parser.add_argument(
+        "--ring-transport",
+        choices=get_args(TransportKind),
+        default="auto",
+        help="how keys and values reach other processes (default auto)",
+    )
+    parser.add_argument(
+        "--ring-heads",
+        type=at_least(1),
+        help="with --ring-transport heads: how many neighbours exchange heads, with rings between such groups; default: all "
+        "of a ring",
+    )
+
+
+def check_ring(size: int, layout: str, transport: str, heads: int | None) -> None:
+    """Ends the program where a ring of this size cannot do what was asked for."""
+    try:
+        check_choices(layout, transport, size, heads)
+    except ValueError as error:
+        raise SystemExit(f"a ring of {size}: {error}") from None
 
 
 def _meaning(size: int, processes: int) -> str:

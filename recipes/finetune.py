@@ -71,6 +71,7 @@ def parse_args(argv=None) -> argparse.Namespace:
         help="processes that share a sequence; several processes need it: their number for one ring of all, 1 for sequences "
         "of their own",
     )
+    common.add_ring(parser)
     documents.add_arguments(parser)
 
     training = parser.add_argument_group("training")
@@ -178,7 +179,10 @@ def main() -> None:
             gradient_accumulation_steps=args.accumulate,
             gradient_clipping=args.clip,
         )
-    ring = ra.Ring.from_accelerator(accelerator, size=common.ring_size(args.ring_size, accelerator.num_processes))
+    size = common.ring_size(args.ring_size, accelerator.num_processes)
+    ways = {"layout": args.ring_layout, "transport": args.ring_transport, "heads": args.ring_heads}
+    common.check_ring(size, **ways)
+    ring = ra.Ring.from_accelerator(accelerator, size, **ways)
     set_seed(args.seed)
 
     tokenizer = common.load_tokenizer(args.model)
@@ -226,7 +230,9 @@ def main() -> None:
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.init_trackers("finetune", config=settings)
 
-    figures = Figures(world_size=accelerator.num_processes, ring_size=ring.world_size, pattern=args.pattern)
+    figures = Figures(
+        world_size=accelerator.num_processes, ring_size=ring.world_size, transport=ring.transport, pattern=args.pattern
+    )
     # A checkpoint also holds these, beside the model, its optimizer and the random states.
     accelerator.register_for_checkpointing(schedule, loader, figures)
 

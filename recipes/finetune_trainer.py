@@ -69,6 +69,8 @@ class TrainingArguments(ra.RingTrainingArguments):
 #: The texts of --help for the TrainingArguments that most runs need; --help-all shows all of them.
 OFTEN = {
     "ring_size": "processes that share each sequence; several processes need it",
+    "ring_transport": "how keys and values reach other processes: auto, ring, collective or heads",
+    "ring_heads": "with heads: how many neighbours exchange them, with rings between such groups; else all of a ring",
     "max_steps": "optimizer steps; -1: as many as --num_train_epochs",
     "num_train_epochs": "passes over the data, with --max_steps -1",
     "per_device_train_batch_size": "rows that a ring reads at once",
@@ -178,6 +180,7 @@ def resumed(training: TrainingArguments) -> str | None:
 def main() -> None:
     args, training = parse_args()
     training.ring_size = common.ring_size(training.ring_size, training.world_size, "--ring_size")
+    common.check_ring(training.ring_size, training.ring_layout, training.ring_transport, training.ring_heads)
     resume = resumed(training)
     training.eval_on_start = bool(args.held_out) and resume is None
     tokenizer = common.load_tokenizer(args.model)

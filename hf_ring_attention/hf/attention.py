@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ..compute.private import attentions_are_collected
+from ..plan.heads import check_heads
 from ..plan.patterns import Pattern, Window
 from ..plan.problem import HeldKeys
 from ..ring.attention import UNTRACEABLE, cached_attention, check_not_traced, ring_attention
+from ..ring.ring import Ring
 from .config import layer_pattern
 from .documents import documents_of_collator
 from .forward_pass import forward_pass_of
@@ -50,8 +52,8 @@ def ring_dilated_attention(
         out [B, m, H, Dv], and None for the weights that are never formed.
 
     Raises:
-        ValueError: dropout, attention weights asked for, a mask that is not [B, n], packed rows that contradict it, or
-            a pattern that reaches keys which the cache has dropped.
+        ValueError: dropout, attention weights asked for, a mask that is not [B, n], packed rows that contradict it, a
+            pattern that reaches keys which the cache has dropped, or heads that do not divide among the ranks.
         NotImplementedError: position biases, head masks, paged caches and cross-attention.
     """
     check_not_traced()
@@ -76,6 +78,8 @@ def ring_dilated_attention(
         window = tokens.window if tokens.causal is not None else sliding_window
         pattern = layer_pattern(config, getattr(module, "layer_idx", None), window)
         held = tokens.held or _held(module, query, key, tokens, causal, pattern)
+        if ring is not None and held is None:
+            _check_heads(module, ring, query.shape[1], key.shape[1])
         documents = tokens.documents
         if not sharded and (cu_seq_lens_q is not None or seq_idx is not None):
             if held is not None:
@@ -144,6 +148,16 @@ def _held(
             f"made without the config, which keeps all"
         )
     return None if num_queries == written == num_rows else HeldKeys.whole(written, num_queries, num_rows)
+
+
+def _check_heads(module: nn.Module, ring: Ring, num_heads: int, num_kv_heads: int) -> None:
+    """Refuses, in the name of the layer, heads that do not divide among ranks which exchange them."""
+    if ring.transport != "heads":
+        return
+    try:
+        check_heads(num_heads, num_kv_heads, ring.settings.heads or ring.world_size)
+    except ValueError as error:
+        raise ValueError(f"{type(module).__name__}: layer {getattr(module, 'layer_idx', None)}: {error}") from None
 
 
 def _check_call(module: nn.Module, attention_mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:

@@ -79,7 +79,7 @@ class HeadsTransport:
 
     def of_piece(self, piece: HeadsPiece) -> RingTransport:
         """Returns the transport of a piece's heads, once the tokens of the group are here."""
-        return RingTransport(piece.ring, self.ring, self.traffic)
+        return RingTransport(piece.ring, self.ring, self.traffic, name=self.ring.whole.rank)
 
     def own_heads(self, piece: HeadsPiece, x: Tensor | None) -> Tensor | None:
         """Returns a view of the numbers that this rank's heads of a piece have in x [H]; None for None."""

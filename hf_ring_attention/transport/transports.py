@@ -238,12 +238,18 @@ class RingTransport:
     While the caller computes with one payload, the next is under way: two payloads are held, whatever the number of
     ranks. K and V travel in one message. In backward they travel again; the gradients of a payload's rows follow one
     computation behind, in the accumulation dtype, and the last rank to use a row sends its gradient to the row's owner.
+
+    Args:
+        name: of this rank, for errors; None for its number in `communicator`.
     """
 
-    def __init__(self, binding: RingBinding, communicator: Exchanger, traffic: Traffic) -> None:
+    def __init__(
+        self, binding: RingBinding, communicator: Exchanger, traffic: Traffic, name: int | None = None
+    ) -> None:
         self.binding = binding
         self.communicator = communicator
         self.traffic = traffic
+        self.name = communicator.rank if name is None else name
 
     @property
     def whole(self) -> BoundBatch | None:
@@ -261,7 +267,7 @@ class RingTransport:
 
     def _wait(self, pending: Pending | None, name: str, step: RingStep, content: str) -> None:
         if pending is not None:
-            where = f"{name} pass, step {step.number} of {step.of}, {content}, on rank {self.communicator.rank}"
+            where = f"{name} pass, step {step.number} of {step.of}, {content}, on rank {self.name}"
             wait_for(pending, self.traffic, f"ring attention, {where}")
 
     def _travel(self, k: Tensor, v: Tensor, name: str) -> Iterator[tuple[RingStep, RingStep | None, Tensor, Tensor]]:

@@ -226,12 +226,13 @@ def tokens_of_one_device(model_type):
     return answers
 
 
-def differing_from_one_device(rank, model_type, answers):
+def differing_from_one_device(rank, model_type, answers, transport):
     """The cases in which a ring generates something else."""
     wrong = []
     for number, (layout, pattern) in enumerate(itertools.product(LAYOUTS, PATTERNS)):
         whole, rows, mask, way = document_and_question(number)
-        model = ra.patch_model(tiny_model(model_type, "eager"), PATTERNS[pattern], ring=ra.Ring(layout=layout))
+        ring = ra.Ring(layout=layout, transport=transport)
+        model = ra.patch_model(tiny_model(model_type, "eager"), PATTERNS[pattern], ring=ring)
         cache = ra.prefill(model, whole[:, :PROMPT], mask)
         if way == "beams":
             cache.batch_repeat_interleave(3)
@@ -244,11 +245,12 @@ def differing_from_one_device(rank, model_type, answers):
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "transport"), [(2, "heads"), (3, "auto")])
 @pytest.mark.parametrize("model_type", TYPES)
-def test_sharded_keys(ranks, model_type, world_size):
+def test_sharded_keys(ranks, model_type, world_size, transport):
     """Documents prefilled over a ring, then questions: the tokens of one device, in every layout, pattern and way."""
-    for wrong in ranks.run(differing_from_one_device, world_size, model_type, tokens_of_one_device(model_type)):
+    answers = tokens_of_one_device(model_type)
+    for wrong in ranks.run(differing_from_one_device, world_size, model_type, answers, transport):
         assert wrong == []
 
 

@@ -78,16 +78,19 @@ def run(model, inputs, labels, total):
     return logits.detach(), grads
 
 
-def errors(rank, name, layout_name, padding, pattern_name, checkpointing=None):
-    """Of the logits and of the gradients summed over ranks, against one process that holds the whole sequences."""
+def errors(rank, name, layout_name, padding, pattern_name, checkpointing=None, transport=None):
+    """Of the logits and of the gradients summed over ranks, against one process that holds the whole sequences.
+
+    Without a transport, as keywords of `Ring`, the layouts have one each: "auto" takes one for rows as short as these.
+    """
     pattern = PATTERNS[pattern_name]
     ids, mask, positions, labels = batch(padding)
     total = int((labels != -100).sum())
     whole = {"input_ids": ids, "position_ids": positions, "attention_mask": None if padding == "none" else mask}
     want, want_grads = run(ra.patch_model(make(name), pattern), whole, labels, total)
 
-    # "auto" would take one of them for rows as short as these.
-    ring = ra.Ring(layout=layout_name, transport={"contiguous": "collective", "zigzag": "ring"}[layout_name])
+    transport = transport or {"transport": {"contiguous": "collective", "zigzag": "ring"}[layout_name]}
+    ring = ra.Ring(layout=layout_name, **transport)
     model = ra.patch_model(make(name), pattern, ring).train()
     if checkpointing is not None:
         # A later Transformers 5 renamed it, and warns of the old name.
@@ -124,6 +127,13 @@ def test_logits_and_gradients_of_one_process(ranks, case):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing(ranks, use_reentrant, layout):
     assert_equal(ranks.run(errors, 2, "llama", layout, "left", "pyramid", use_reentrant))
+
+
+@pytest.mark.parametrize(("world_size", "heads"), [(2, None), (4, 2)])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_by_heads(ranks, use_reentrant, world_size, heads):
+    transport = {"transport": "heads", "heads": heads}
+    assert_equal(ranks.run(errors, world_size, "mistral", "zigzag", "left", "pyramid", use_reentrant, transport))
 
 
 def refused_inputs(name, ring, layout):

@@ -1,16 +1,18 @@
-"""Representative model types over 2 and 4 gloo ranks: logits and gradients of one device, padded and packed."""
+"""Representative model types over rings: logits, gradients and generated tokens of one device, padded and packed."""
 
 import functools
-import itertools
 
 import pytest
+import torch
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.positions import first_position
 from hf_ring_attention.hf.wrappers import runner_of
 
-from ..support.probe import BATCHES, GRADIENTS, LOGITS, batch, errors, logits_and_gradients, of_shards
-from ..support.tiny_models import tiny_model
+from ..support.probe import BATCHES, GRADIENTS, LOGITS, batch, distance, errors, logits_and_gradients, of_shards
+from ..support.ranks import run_simulated
+from ..support.tiny_models import VOCAB, tiny_model
+from ..support.tolerance import EXACT
 
 ROPE = {"rope_theta": 1e4, "factor": 4.0}
 #: What each shows beside grouped heads, full causal attention and plain RoPE.
@@ -54,8 +56,14 @@ CASES = {
     "roberta": {},  # positions that begin behind the padding's
     "ministral": {},
 }
-#: Layout and transport, in turn over the batches of a type.
-WAYS = list(itertools.product(("contiguous", "zigzag"), ("ring", "collective", "heads")))
+LAYOUTS = ("contiguous", "zigzag")
+#: What `Ring` is told; the last one has rings of two groups that exchange heads.
+TRANSPORTS = {
+    "ring": lambda world_size: {"transport": "ring"},
+    "collective": lambda world_size: {"transport": "collective"},
+    "heads": lambda world_size: {"transport": "heads"},
+    "heads, ring": lambda world_size: {"transport": "heads", "heads": world_size // 2},
+}
 
 
 @functools.lru_cache(maxsize=1)  # for the ring of 2, and then for the ring of 4
@@ -75,21 +83,77 @@ def case_model(name):
 
 def errors_of_a_rank(rank, name, answers, turn):
     model = case_model(name)
-    by_kind = {}
+    by_way = {}
     for number, kind in enumerate(BATCHES):
-        layout, transport = WAYS[(number + turn) % len(WAYS)]
+        transport = [*TRANSPORTS][(number + turn) % 4]
+        layout = LAYOUTS[(number + turn // 4) % 2]
         inputs, labels = batch(kind, first_position(runner_of(model)))
-        ring = ra.Ring(layout=layout, transport=transport)
-        by_kind[kind] = errors(of_shards(ra.patch_model(model, ring=ring), ring, inputs, labels), answers[kind])
-    return by_kind
+        ring = ra.Ring(layout=layout, **TRANSPORTS[transport](torch.distributed.get_world_size()))
+        answer = of_shards(ra.patch_model(model, ring=ring), ring, inputs, labels)
+        by_way[kind, layout, transport] = errors(answer, answers[kind])
+    return by_way
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_results_of_one_device(ranks, name, world_size):
-    """Every type takes all ways over its four batches, and other ones on 4 ranks than on 2."""
-    turn = list(CASES).index(name) + world_size // 4
-    for by_kind in ranks.run(errors_of_a_rank, world_size, name, expected_answers(name), turn):
-        for kind, (logits, gradients) in by_kind.items():
-            assert logits <= LOGITS, kind
-            assert gradients <= GRADIENTS, kind
+    """Every type takes all transports over its four batches, and the other layouts on 4 ranks than on 2."""
+    turn = list(CASES).index(name) + world_size
+    for by_way in ranks.run(errors_of_a_rank, world_size, name, expected_answers(name), turn):
+        for way, (logits, gradients) in by_way.items():
+            assert logits <= LOGITS, way
+            assert gradients <= GRADIENTS, way
+
+
+def generated(model, row, cache):
+    """Three tokens, and the logits behind them."""
+    settings = {"do_sample": False, "max_new_tokens": 3, "min_new_tokens": 3, "attention_mask": torch.ones_like(row)}
+    output = model.generate(row, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **settings)
+    return output.sequences, torch.stack(output.logits)
+
+
+@pytest.mark.parametrize("transport", ["heads", "heads, ring"])
+@pytest.mark.parametrize("name", CASES)
+def test_generated_tokens_of_one_device(name, transport):
+    """Steps after a prefill on 4 ranks; one device fills its cache likewise, which tells where RoPE goes by length."""
+    row, document = torch.randint(3, VOCAB, (2, 20)), 17
+    one = ra.patch_model(case_model(name))
+    with torch.no_grad():
+        cache = one(row[:, :document], position_ids=torch.arange(document)[None], use_cache=True).past_key_values
+    sequences, logits = generated(one, row, cache)
+    models = [case_model(name) for _ in range(4)]
+
+    def answers(ring):
+        model = ra.patch_model(models[ring.rank], ring=ring)
+        return generated(model, row, ra.prefill(model, row[:, :document]))
+
+    for sequences_of_rank, logits_of_rank in run_simulated(answers, 4, **TRANSPORTS[transport](4)):
+        assert torch.equal(sequences_of_rank, sequences)
+        assert distance(logits_of_rank, logits) <= EXACT
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "groups_of", "message"),
+    [
+        (6, 2, None, r"6 / 4 = 1\.50"),
+        (12, 3, None, "3 of them and 4 ranks divide neither way"),
+        (3, 1, 2, r"3 / 2 = 1\.50"),
+    ],
+)
+def test_a_model_whose_heads_do_not_divide_is_refused_by_name_on_every_rank(heads, kv_heads, groups_of, message):
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 8 * heads}
+    models = [tiny_model("llama", "eager", **sizes) for _ in range(4)]
+    row = torch.randint(3, VOCAB, (1, 16))
+
+    def refused(ring):
+        model = ra.patch_model(models[ring.rank], ring=ring)
+        layout = ring.layout_for(16, ra.Pattern.exact())
+        positions = ring.shard(torch.arange(16)[None], layout)
+        message_of_layer = rf"LlamaAttention: layer 0: transport='heads' .*{message}"
+        with pytest.raises(ValueError, match=message_of_layer):
+            model(ring.shard(row, layout), position_ids=positions, use_cache=False)
+        with pytest.raises(ValueError, match=message_of_layer):
+            ra.prefill(model, row)
+        return ring.traffic().hops
+
+    assert run_simulated(refused, 4, transport="heads", heads=groups_of) == [0] * 4

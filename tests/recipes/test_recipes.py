@@ -298,6 +298,21 @@ def test_several_processes_must_be_told_their_ring(folder, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--ring-transport", "heads", "--ring-heads", 3), "a ring of 2: heads must be a number of ranks that divides"),
+        (("--ring-heads", 2), "a ring of 2: heads=2 needs transport='heads', got 'auto'"),
+    ],
+)
+def test_heads_that_a_ring_cannot_exchange_are_refused(options, said, folder, tmp_path):
+    how = ["--model", folder / "model", "--ring-size", 2, "--output", tmp_path / "run"]
+    assert said in refused("finetune.py", *how, *options, processes=2)
+    options = [str(x).replace("ring-", "ring_") for x in options]
+    how = ["--model", folder / "model", "--ring_size", 2, "--output_dir", tmp_path / "run"]
+    assert said in refused("finetune_trainer.py", *how, *options, processes=2)
+
+
 def test_a_batch_that_the_text_does_not_fill_is_refused(folder, tmp_path):
     """Before a model is loaded, and not by its loader."""
     options = ["--model", folder / "model", "--text", folder / "text.txt", "--seq-len", 1000, "--batch-size", 99]
@@ -309,7 +324,10 @@ def test_a_batch_that_the_text_does_not_fill_is_refused(folder, tmp_path):
 def test_finetune_with_sharded_parameters(plugin, folder, bounds, tmp_path):
     if plugin == "zero3":
         pytest.importorskip("deepspeed", reason=NO_DEEPSPEED)
-    finetune(folder, tmp_path, "--ring-size", 2, "--checkpointing", "--offload", launcher=plugin)
+    by_heads = ["--ring-transport", "heads", "--ring-heads", 2]
+    options = ["--ring-size", 2, *by_heads, "--checkpointing", "--offload"]
+    figures, _ = finetune(folder, tmp_path, *options, launcher=plugin)
+    assert figures["transport"] == "heads"
     assert_same_steps(tmp_path, folder, bounds)
 
 
@@ -377,4 +395,5 @@ def test_finetune_by_the_trainer(launcher, folder, by_the_trainer, tmp_path):
     if launcher == "zero3":
         pytest.importorskip("deepspeed", reason=NO_DEEPSPEED)
     run, bounds = by_the_trainer
-    assert_equal_runs(train(folder, tmp_path, 2, launcher), run, launcher, bounds)
+    by_heads = [] if launcher == "torchrun" else ["--ring_transport", "heads", "--ring_heads", 2]
+    assert_equal_runs(train(folder, tmp_path, 2, launcher, *by_heads), run, launcher, bounds)

@@ -1,6 +1,7 @@
 """The heads transport: the definition's outputs and gradients, the plan's bytes, and refusals with their arithmetic."""
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from hf_ring_attention.plan.heads import heads_pairs, heads_traffic, pieces_of
 from hf_ring_attention.plan.plans import plan_rank
 from hf_ring_attention.plan.problem import Problem, RingSettings
 from hf_ring_attention.plan.traffic import RowBytes
+from hf_ring_attention.transport.heads import HeadsTransport
 from tests.support.cases import check_cases, random_case
 from tests.support.ranks import run_simulated
 
@@ -63,6 +65,58 @@ def test_simulated_rings_of_groups(world_size, heads, layout, rng):
     run_simulated(check, world_size, layout=layout, transport="heads", heads=heads)
 
 
+#: Every kind of pattern, and of rows; ranks, and how many of them exchange heads.
+PATTERNS = ("exact", "window:7", "window:7+3", "pyramid:3,3,2,2", "longnet:6/1,12/2,all/4@once", "count")
+ROWS = ("one document", "packed", "padded")
+RANKS = [(2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (8, 4), (8, 2)]
+
+
+def named_case(rng, pattern, rows, heads, kv_heads):
+    """A case of uneven length with all that attention may have: grouped heads, softcap, sinks, values narrower than keys."""
+    seq_len = 2 * rng.randint(20, 30) + 1
+    first, second = rng.randint(3, 9), rng.randint(12, 18)
+    documents = {
+        "one document": [[(0, seq_len)]] * 2,
+        "packed": [[(0, first), (first, second), (second, seq_len)], [(0, second), (second, seq_len)]],
+        "padded": [[(first, seq_len)], [(0, second)]],
+    }
+    # The number of a head, among all heads, says which keys its dilated branches keep.
+    count = ra.Pattern((ra.Window(5), ra.Segment(16, 4), ra.Sink(2)), "count", "query_head")
+    return replace(
+        random_case(rng),
+        pattern=count if pattern == "count" else ra.Pattern.parse(pattern),
+        batch=2,
+        seq_len=seq_len,
+        num_heads=2 * max(heads, kv_heads),
+        num_kv_heads=kv_heads,
+        head_dim=8,
+        value_dim=5,
+        documents=documents[rows],
+        softcap=1.5,
+        sinks=True,
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("world_size", "heads"), RANKS)
+def test_every_pattern_packed_padded_and_uneven(world_size, heads, layout, rng):
+    """Each pattern takes each kind of rows in turn, with more and with fewer key/value heads than ranks."""
+    turn = RANKS.index((world_size, heads)) + LAYOUTS.index(layout)
+    more_and_fewer = (2 * heads, 1, heads, heads // 2 if heads % 2 == 0 else 1)
+    cases = [
+        named_case(rng, pattern, ROWS[(number + turn) % 3], heads, more_and_fewer[(number + turn) % 4])
+        for number, pattern in enumerate(PATTERNS)
+    ]
+    for case in cases:
+        assert case.definition and case.rounding
+
+    def check(ring):
+        ring.settings = replace(ring.settings, rows_of_a_head_group=1)
+        check_cases(ring, cases)
+
+    run_simulated(check, world_size, layout=layout, transport="heads", heads=heads)
+
+
 def checked_in_a_process(rank, heads, seed):
     rng = random.Random(seed)
     cases = fitting_cases(rng, heads, 6)
@@ -78,7 +132,7 @@ def test_processes(world_size, heads, ranks, rng):
 
 
 def test_bytes_are_those_of_the_plan(rng):
-    for world_size, heads in [(1, 1), (2, 2), (4, 4), *MESHES]:
+    for world_size, heads in [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), *MESHES]:
         for dtype in (torch.float32, torch.bfloat16):
             case = fitting_case(rng, heads, dtype)
 
@@ -143,36 +197,30 @@ def test_pieces_are_all_heads_once(rng):
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "world_size", "said"),
+    ("heads", "kv_heads", "world_size", "groups_of", "said"),
     [
-        (6, 6, 4, r"each of 4 ranks as many query heads, and 6 / 4 = 1\.50"),
-        (12, 6, 4, "each of 4 ranks as many key/value heads, or several ranks one: 6 of them and 4 ranks"),
+        (6, 6, 4, None, r"each of 4 ranks as many query heads, and 6 / 4 = 1\.50"),
+        (8, 2, 3, None, r"each of 3 ranks as many query heads, and 8 / 3 = 2\.67"),
+        (12, 6, 4, None, "each of 4 ranks as many key/value heads, or several ranks one: 6 of them and 4 ranks"),
+        (6, 3, 8, 4, r"each of 4 ranks as many query heads, and 6 / 4 = 1\.50"),
+        (12, 3, 4, 2, "each of 2 ranks as many key/value heads, or several ranks one: 3 of them and 2 ranks"),
     ],
 )
-def test_heads_that_do_not_divide_are_refused_on_every_rank(heads, kv_heads, world_size, said):
+def test_heads_that_do_not_divide_are_refused_on_every_rank(heads, kv_heads, world_size, groups_of, said):
     def refused(ring):
         q, k = torch.randn(1, heads, 4, 8), torch.randn(1, kv_heads, 4, 8)
         with pytest.raises(ValueError, match=said):
             ra.ring_attention(q, k, k, pattern="exact", ring=ring)
         return ring.traffic().hops
 
-    assert run_simulated(refused, world_size, transport="heads") == [0] * world_size
+    assert run_simulated(refused, world_size, transport="heads", heads=groups_of) == [0] * world_size
+    call = {"seq_len": 64, "world_size": world_size, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 8}
     with pytest.raises(ValueError, match=said):
-        ra.explain(
-            "exact",
-            seq_len=64,
-            world_size=world_size,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=8,
-            transport="heads",
-        )
-    # What is not asked for is not shown.
-    said_of_others = ra.explain(
-        "exact", seq_len=64, world_size=world_size, num_heads=heads, num_kv_heads=kv_heads, head_dim=8
-    )
-    assert {share.heads for share in said_of_others.ranks} == {None}
-    assert "heads" not in said_of_others.row_numbers
+        ra.explain("exact", **call, transport="heads", heads=groups_of)
+    if groups_of is None:  # What is not asked for is not shown.
+        said_of_others = ra.explain("exact", **call)
+        assert {share.heads for share in said_of_others.ranks} == {None}
+        assert "heads" not in said_of_others.row_numbers
 
 
 def test_a_rank_that_fails_ends_the_others():
@@ -184,6 +232,28 @@ def test_a_rank_that_fails_ends_the_others():
 
     with pytest.raises(KeyError, match="of this rank"):
         run_simulated(failing, 2, transport="heads")
+
+
+def test_errors_of_groups_name_ranks_by_their_number_in_the_ring(monkeypatch):
+    """Of two groups of two, ranks 1 and 3 have the same heads; rank 3 ends before keys go between them."""
+    of_piece = HeadsTransport.of_piece
+
+    def ending(transport, piece):
+        if transport.communicator.whole.rank == 3:
+            raise KeyError("of this rank")
+        return of_piece(transport, piece)
+
+    monkeypatch.setattr(HeadsTransport, "of_piece", ending)
+
+    def attend(ring):
+        x = torch.randn(1, 2, 4, 8)
+        with pytest.raises((KeyError, RuntimeError)) as error:
+            ra.ring_attention(x, x, x, pattern="exact", causal=False, ring=ring)
+        return str(error.value)
+
+    said = run_simulated(attend, 4, transport="heads", heads=2)
+    assert re.match(r"ring attention, forward pass, .*, on rank 1: receiving from rank 3 did not end", said[1])
+    assert re.match(r"attention by heads, outputs: receiving from rank 3 did not end", said[2])
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,13 @@ import hf_ring_attention as ra
 from hf_ring_attention.compute.kernels import CpuFlash
 from tests.support.ranks import PROMPTLY, TIMEOUT, run_ranks
 
-TRANSPORTS = ("ring", "collective")
+TRANSPORTS = ("ring", "collective", "heads")
 SECONDS_OF_A_STALL = 5
 
 
 def attempt(ring):
     """(the error, or None; seconds) of a call on one ring."""
-    q, k = torch.ones(1, 4, 2, 8), torch.ones(1, 2, 2, 8)
+    q, k = torch.ones(1, 6, 2, 8), torch.ones(1, 3, 2, 8)
     start = time.monotonic()
     try:
         ra.ring_attention(q, k, k, pattern=ra.Pattern.exact(), ring=ring, causal=False)

@@ -281,10 +281,8 @@ def found_on_ring(case: Case, models) -> Result | Refused:
     Raises:
         AssertionError: ranks that differ in what is equal on all of them, or of which only some refuse.
     """
-    world_size, layout, transport = case.ring
-    by_rank = run_simulated(
-        lambda ring: result_of(case, models[ring.rank], ring), world_size, layout=layout, transport=transport
-    )
+    world_size, settings = case.ring
+    by_rank = run_simulated(lambda ring: result_of(case, models[ring.rank], ring), world_size, **settings)
     refused = [isinstance(result, Refused) for result in by_rank]
     assert all(refused) or not any(refused), f"only some ranks refuse: {by_rank}"
     if refused[0]:

@@ -68,7 +68,7 @@ class Case:
         changes: of the tiny model's config.
         batches: of one optimizer step; one batch for other tasks.
         patched: by `ra.patch_model`; else the model only names "ring_dilated".
-        ring: (world size, layout, transport), or None for one process.
+        ring: (world size, what else the ring is told), or None for one process.
         shards: whether batches go through `ra.shard_batch`; always so on a ring.
         patterns: by layer, None for all layers without a window; {} for the exact one.
         loss: "logits": in float64 from the logits; "slices": `ra.next_token_loss`; "model": the model's own.
@@ -87,7 +87,7 @@ class Case:
     dtype: torch.dtype
     batches: tuple[Batch, ...]
     patched: bool
-    ring: tuple[int, str, str] | None
+    ring: tuple[int, dict] | None
     shards: bool
     patterns: dict
     loss: str
@@ -194,12 +194,16 @@ def random_ring(rng, model_type, changes):
     if rng.random() > (0.6 if SUPPORTED[model_type].ring else 0.1):
         return None
     layout = rng.choice(["auto", "contiguous", "zigzag", "documents", "documents"])
-    world_size, transports = rng.choice([2, 2, 3, 4]), ["auto", "ring", "collective"]
+    world_size = rng.choice([2, 2, 3, 4])
+    ways = [{"transport": transport} for transport in ("auto", "ring", "collective")]
     # The heads of other cases are those of the type, which may not divide among the ranks.
     heads = changes.get("num_attention_heads", 1), changes.get("num_key_value_heads", 1)
-    if heads_fit(*heads, world_size):
-        transports.append("heads")
-    return world_size, layout, rng.choice(transports)
+    ways += [
+        {"transport": "heads", "heads": size}
+        for size in range(2, world_size + 1)
+        if world_size % size == 0 and heads_fit(*heads, size)
+    ]
+    return world_size, {"layout": layout, **rng.choice(ways)}
 
 
 def random_batches(rng, model_type, task, by_length):

@@ -65,6 +65,7 @@ def loop(
     *,
     ring_size=1,
     transport="auto",
+    heads=None,
     layout="auto",
     rows,
     collator,
@@ -81,7 +82,7 @@ def loop(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     process_environment(rank, world_size)
     accelerator = Accelerator()
-    ring = ra.Ring.from_accelerator(accelerator, size=ring_size, layout=layout, transport=transport)
+    ring = ra.Ring.from_accelerator(accelerator, size=ring_size, layout=layout, transport=transport, heads=heads)
     model = tiny_llama(pattern)
     ra.patch_model(model, ring=ring)
     if checkpointing:
@@ -152,6 +153,7 @@ def trainer(
     *,
     ring_size=1,
     transport="auto",
+    heads=None,
     layout="auto",
     rows,
     collator,
@@ -172,6 +174,7 @@ def trainer(
         **{
             "ring_size": ring_size,
             "ring_transport": transport,
+            "ring_heads": heads,
             "ring_layout": layout,
             "loss_tokens_at_once": 7,
             "per_device_train_batch_size": batch_size,

@@ -113,6 +113,19 @@ def test_explain_says_in_json_what_the_library_says(pattern, capsys):
     assert step["chosen_bytes"] == step[f"{expected.decision.choice}_bytes"]
 
 
+@pytest.mark.parametrize(("options", "heads"), [("", None), ("--ring-heads 2", 2)])
+def test_explain_by_heads_among_all_ranks_and_in_groups(options, heads, capsys):
+    words = f"explain {CALL} --transport heads {options}"
+    answer = json.loads(run(f"{words} --json", capsys))
+    call = {"seq_len": 8192, "world_size": 4, "num_heads": 8, "num_kv_heads": 2, "head_dim": 32}
+    expected = explain("exact", **call, transport="heads", heads=heads)
+    (kind,) = answer["layer_kinds"]
+    assert (kind["transport"], answer["ring_heads"]) == ("heads", heads)
+    assert kind["heads_bytes"]["forward_received"] == max(rank.heads.forward.received for rank in expected.ranks)
+    assert kind["heads_bytes"]["buffers"] == max(rank.heads.buffers for rank in expected.ranks)
+    assert ("exchanged by 2 neighbours each; rings between groups: 2 ranks" in run(words, capsys)) == (heads == 2)
+
+
 def test_explain_adds_up_layers_of_two_kinds(gemma, capsys):
     answer = json.loads(run(f"explain --tokens 16k --ranks 4 --model {gemma} --json", capsys))
     kinds = {kind["kind"]: kind for kind in answer["layer_kinds"]}

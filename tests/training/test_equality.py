@@ -41,12 +41,24 @@ ON_TWO = {
         {"accumulate": 3, "checkpointing": True, "offload_activations": True},
     ),
 }
-#: The batches of one process are those of both rings together.
+#: The batches of one process are those of all rings together.
 ON_FOUR = {
     "loop": (loop, "padded", {"transport": "ring"}),
+    "loop, packed, ring": (loop, "packed", {"transport": "ring", "batch_size": 3}),
+    "loop, packed, heads": (loop, "packed", {"transport": "heads", "batch_size": 3}),
+    "one ring of groups by heads, FSDP2": (
+        loop,
+        "packed",
+        {"transport": "heads", "heads": 2, "wrap": "fsdp2", "ring_size": 4, "batch_size": 6},
+    ),
     "FSDP2": (loop, "padded", {"wrap": "fsdp2", "checkpointing": True}),
     "Trainer": (trainer, "padded", {}),
     "Trainer, accumulating": (trainer, "padded", {"accumulate": 3}),
+    "Trainer, one ring of groups by heads": (
+        trainer,
+        "packed",
+        {"transport": "heads", "heads": 2, "ring_size": 4, "batch_size": 6},
+    ),
 }
 
 
@@ -74,10 +86,13 @@ def test_a_ring_of_two(name):
 
 
 @pytest.mark.parametrize("name", ON_FOUR)
-def test_two_rings_of_two(name):
-    kind, data, settings = ON_FOUR[name]
-    expected = alone(kind, data, {**settings, "batch_size": 2})
-    for rank, figures in enumerate(run_ranks(run, 4, kind, data, {**settings, "ring_size": 2, "batch_size": 1})):
+def test_four_processes(name):
+    """Two rings of two, or one of four; `batch_size` is that of a ring."""
+    kind, data, changes = ON_FOUR[name]
+    settings = {"ring_size": 2, "batch_size": 1, **changes}
+    rings = 4 // settings["ring_size"]
+    expected = alone(kind, data, {**settings, "batch_size": rings * settings["batch_size"]})
+    for rank, figures in enumerate(run_ranks(run, 4, kind, data, settings)):
         assert_equal_runs(figures, expected, f"{name}, rank {rank} of 4")
 
 

@@ -18,16 +18,16 @@ STAGES = (1, 2, 3)
 DATA = {"rows": documents(9, 20, 61, seed=0, prompt=3), "collator": ra.PaddingCollator()}
 
 
-def all_stages(rank, ring_size, batch_size):
-    return [zero(rank, stage, ring_size, batch_size) for stage in STAGES]
+def all_stages(rank, ring_size, batch_size, transport):
+    return [zero(rank, stage, ring_size, batch_size, transport) for stage in STAGES]
 
 
-def zero(rank, stage, ring_size, batch_size, steps=5):
+def zero(rank, stage, ring_size, batch_size, transport, steps=5):
     deepspeed = deepspeed_without_operators()
     world_size = dist.get_world_size()
     process_environment(rank, world_size)
     accelerator = Accelerator()
-    ring = ra.Ring.from_accelerator(accelerator, size=ring_size)
+    ring = ra.Ring.from_accelerator(accelerator, size=ring_size, transport=transport)
     model = ra.patch_model(tiny_llama(), ring=ring)
     torch.manual_seed(1)
     rows = DataLoader(DATA["rows"], batch_size=batch_size, shuffle=True, collate_fn=DATA["collator"])
@@ -55,10 +55,10 @@ def zero(rank, stage, ring_size, batch_size, steps=5):
     return losses
 
 
-@pytest.mark.parametrize(("world_size", "batch_size"), [(2, 2), (4, 1)])
-def test_zero_has_the_losses_of_one_process(world_size, batch_size):
+@pytest.mark.parametrize(("world_size", "batch_size", "transport"), [(2, 2, "heads"), (4, 1, "auto")])
+def test_zero_has_the_losses_of_one_process(world_size, batch_size, transport):
     pytest.importorskip("deepspeed", reason=NO_DEEPSPEED)
     expected = loop(0, **DATA, batch_size=2, steps=5)["losses"]
-    for by_stage in run_ranks(all_stages, world_size, 2, batch_size):
+    for by_stage in run_ranks(all_stages, world_size, 2, batch_size, transport):
         for stage, losses in zip(STAGES, by_stage, strict=True):
             assert losses == pytest.approx(expected, rel=EXACT), f"ZeRO {stage}"

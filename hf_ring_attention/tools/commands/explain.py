@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ...plan.choices import check_choices
 from ...plan.patterns import Pattern
 from ...plan.traffic import RankTraffic
 from ...ring.explain import Explanation, explain
@@ -47,6 +48,8 @@ Examples:
   hf-ring-attention explain --tokens 128k --ranks 8 --model Qwen/Qwen3-8B
   hf-ring-attention explain --tokens 1M --ranks 8 --pattern pyramid:512,3 \\
       --heads 32 --kv-heads 8 --head-dim 128
+  hf-ring-attention explain --tokens 1M --ranks 16 --model ./folder \\
+      --transport heads --ring-heads 8
   hf-ring-attention explain --tokens 32k --ranks 4 --model ./folder --json
 """
 
@@ -93,12 +96,21 @@ def explain_command(
     transport: Annotated[
         str, choice_option("--transport", ("auto", "ring", "collective", "heads", "local"), "How keys travel")
     ] = "auto",
+    ring_heads: Annotated[
+        int | None,
+        number_option("--ring-heads", "With --transport heads: neighbours that exchange heads; default: all ranks."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what attention over a ring would do: layout, transport, FLOPs and bytes.
 
     Nothing is computed and no weights are loaded.
     """
+    if ring_heads is not None:
+        try:
+            check_choices(layout, transport, ranks, ring_heads)
+        except ValueError as error:
+            raise refuse(str(error), "--ring-heads") from None
     wanted = None if pattern is None else Pattern.parse(pattern)
     attention = asked_attention(model, wanted, heads, kv_heads, head_dim, layers, ranks)
 
@@ -117,6 +129,7 @@ def explain_command(
                 causal=not bidirectional,
                 layout=layout_kind,
                 transport=transport,  # type: ignore[arg-type]
+                heads=ring_heads,
             )
         except ValueError as error:
             raise refuse(str(error)) from None
@@ -126,7 +139,8 @@ def explain_command(
         pairs = tokens * tokens if bidirectional else tokens * (tokens + 1) // 2
         exact = 2 * (attention.head_dim + attention.value_dim) * attention.num_heads * batch_size * pairs
         kinds = _kinds(attention, base, explained, exact)
-    answer = _answer(attention, base, kinds, dtype=dtype, batch_size=batch_size, causal=not bidirectional)
+    call = {"dtype": dtype, "batch_size": batch_size, "causal": not bidirectional, "ring_heads": ring_heads}
+    answer = _answer(attention, base, kinds, **call)
     if as_json:
         print_json(answer)
     else:
@@ -312,6 +326,11 @@ def _print(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerKi
             for row in answer["layer_kinds"]
         ),
     ]
+    if answer["ring_heads"]:
+        groups = layout.world_size // answer["ring_heads"]
+        facts.append(
+            ("heads", f"exchanged by {answer['ring_heads']} neighbours each; rings between groups: {groups} ranks")
+        )
     if attention.name:
         facts.insert(0, ("model", f"{attention.name} ({attention.model_type})"))
     from rich.table import Table
