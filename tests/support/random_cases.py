@@ -252,8 +252,10 @@ def random_training(rng, model_type, task, batches, ring, shards, embedded):
     if ring is None and model_type in WITHOUT_SHIFT:
         losses.remove("model")
     # The reentrant kind finds gradients only where its inputs ask for some, and not of keys that layers share.
-    reentrant = not embedded and model_type != "gemma3n_text" and (ring is None or model_type not in MASKS_BY_POSITION)
+    reentrant = not embedded and (ring is None or model_type not in MASKS_BY_POSITION)
     checkpointing = rng.choice([False, reentrant]) if task == "train" and rng.random() < 0.25 else None
+    if model_type == "gemma3n_text":  # which asks for one number in float32, where backward computes it again
+        checkpointing = None
     without_cache = model_type in CACHELESS or any(batch.as_eager for batch in batches)
     cached = not (shards or without_cache or checkpointing is not None) and rng.random() < 0.3
     return {
