@@ -245,10 +245,12 @@ def _without_last_position(module: nn.Module, args: tuple[Any, ...], output: Any
 
 @torch.compiler.disable(reason="it asks another rank")
 def _with_first_token(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Gives a pooler, which reads the first token [B, D] of [B, n, D], that of the whole sequence: the first one of rank 0."""
+    """Gives a pooler, which reads the first token [B, D] of [B, n, D], that of the whole sequence."""
     ring = attached_ring(module)
     assert ring is not None  # This hook is registered on rings only.
     states: Tensor = args[0]
     one_token = states.dim() == 2
-    first = ring.first_token(states.unsqueeze(1) if one_token else states)
+    sharded = FORWARD_PASS.get()
+    layout = None if sharded is None else sharded.layout
+    first = ring.first_token(states.unsqueeze(1) if one_token else states, layout)
     return (first.squeeze(1) if one_token else first, *args[1:])

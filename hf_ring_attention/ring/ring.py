@@ -288,12 +288,20 @@ class Ring:
             self._describe(call, "unshard", local, dim)
         return whole_of(self._side_by_side(local, dim), layout, dim % local.dim())
 
-    def first_token(self, local: Tensor) -> Tensor:
-        """Returns the first token of whole sequences, [B, 1, ...], from shards [B, n, ...]; it is differentiable."""
+    def first_token(self, local: Tensor, layout: SequenceLayout | None = None) -> Tensor:
+        """Returns the first token of whole sequences, [B, 1, ...], from shards [B, n, ...]; it is differentiable.
+
+        Args:
+            layout: that of the shards; None where rank 0 holds the first token of every row.
+        """
         first = local[:, :1]
         with self.agreement(local.device) as call:
             self._describe(call, "first_token", first, 1)
-        return self._side_by_side(first, 1)[:, :1]
+        of_ranks = self._side_by_side(first, 1)
+        if layout is None or not layout.rows:
+            return of_ranks[:, :1]
+        holders = [next((r for r, own in enumerate(row) if own[0].start == 0), 0) for row in layout.rows]
+        return torch.stack([of_ranks[row, rank] for row, rank in enumerate(holders)]).unsqueeze(1)
 
     def _describe(self, call: Agreement, name: str, local: Tensor, dim: int) -> None:
         """Sets the values that all ranks' tensors must have in common to be gathered."""

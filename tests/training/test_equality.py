@@ -22,6 +22,12 @@ ON_TWO = {
     "loop left": (loop, "left", {}),
     "loop packed": (loop, "packed", {"batch_size": 3}),
     "loop packed zigzag": (loop, "packed", {"batch_size": 3, "layout": "zigzag", "transport": "ring"}),
+    "loop packed documents": (loop, "packed", {"batch_size": 3, "layout": "documents", "transport": "ring"}),
+    "documents, FSDP2, checkpointing": (
+        loop,
+        "left",
+        {"layout": "documents", "wrap": "fsdp2", "checkpointing": True},
+    ),
     "checkpointing": (loop, "padded", {"checkpointing": True}),
     "ring, zigzag": (loop, "padded", {"transport": "ring", "layout": "zigzag"}),
     "collective, contiguous": (loop, "padded", {"transport": "collective", "layout": "contiguous"}),
@@ -33,6 +39,7 @@ ON_TWO = {
     "FSDP2": (loop, "padded", {"wrap": "fsdp2"}),
     "FSDP2, accumulating, checkpointing": (loop, "packed", {"wrap": "fsdp2", "accumulate": 3, "checkpointing": True}),
     "Trainer": (trainer, "padded", {}),
+    "Trainer, packed, documents": (trainer, "packed", {"batch_size": 3, "layout": "documents"}),
     "Trainer, packed, ring": (trainer, "packed", {"batch_size": 3, "transport": "ring"}),
     "Trainer, packed, heads, zigzag": (trainer, "packed", {"batch_size": 3, "transport": "heads", "layout": "zigzag"}),
     "Trainer, accumulating, checkpointing": (

@@ -67,10 +67,11 @@ class WithShiftedMetrics(WithMetrics):
     preprocess = staticmethod(of_the_next)
 
 
-def evaluate(rank, folder, ring_size):
+def evaluate(rank, folder, ring_size, layout="auto"):
     figures = {}
     for name, kind in (("loss alone", ra.RingTrainer), ("with metrics", WithMetrics)):
-        _, made = trainer(rank, folder, ring_size=ring_size, eval_rows=EVAL_ROWS, trainer_class=kind, **DATA)
+        settings = {"ring_size": ring_size, "layout": layout, "trainer_class": kind}
+        _, made = trainer(rank, folder, eval_rows=EVAL_ROWS, **settings, **DATA)
         figures[name] = made.evaluate()
     # The same by perplexity, row by row.
     reports = [ra.perplexity(made.model, torch.tensor(row["input_ids"]), ring=made.ring) for row in EVAL_ROWS]
@@ -78,11 +79,11 @@ def evaluate(rank, folder, ring_size):
     return figures
 
 
-@pytest.mark.parametrize(("world_size", "ring_size"), [(2, 2), (4, 2)])
-def test_evaluation_sums_over_tokens(world_size, ring_size, tmp_path):
+@pytest.mark.parametrize(("world_size", "ring_size", "layout"), [(2, 2, "auto"), (2, 2, "documents"), (4, 2, "auto")])
+def test_evaluation_sums_over_tokens(world_size, ring_size, layout, tmp_path):
     # With four processes a step has more rows, and the model is another one.
     alone = evaluate(0, tmp_path, 1)["with metrics"]["eval_right"] if world_size == 2 else None
-    for figures in run_ranks(evaluate, world_size, tmp_path, ring_size):
+    for figures in run_ranks(evaluate, world_size, tmp_path, ring_size, layout):
         for name in ("loss alone", "with metrics"):
             # five rows in batches of two: the last one is short, and a ring has none
             assert figures[name]["eval_loss"] == pytest.approx(figures["perplexity"], rel=EXACT)
