@@ -1,26 +1,32 @@
-"""Measures the transports against each other, and how good the automatic choice is."""
+"""Measures layouts and transports against each other, and how good the automatic choice is."""
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ...compute.merge import accumulation_dtype
+from ...plan.choices import imbalance
+from ...plan.heads import heads_fit, heads_pairs
+from ...plan.layouts import SequenceLayout
 from ...plan.patterns import Pattern, Window
-from ...plan.problem import Problem
+from ...plan.problem import Documents, Problem
 from ...plan.traffic import RowBytes
 from ...ring.attention import ring_attention
 from ...ring.ring import Ring
 from ..output import Sheet
-from .harness import (
-    CallShape,
-    forward_backward,
-    progress,
-)
+from .harness import CallShape, forward_backward, progress
+
+#: What the others are compared with: the ring, in the layout that "auto" chooses.
+_BASE = "ring"
+
+#: Documents of packed rows are log-normal: with this median share of a row, and spread of its logarithm.
+_MEDIAN_SHARE, _SPREAD = 1 / 60, 1.0
 
 
 def patterns_for(tokens: int) -> dict[str, Pattern]:
@@ -32,101 +38,142 @@ def patterns_for(tokens: int) -> dict[str, Pattern]:
     }
 
 
-def compare_transports(shape: CallShape, lengths: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-    """Returns the seconds of forward + backward by both transports, and what "auto" takes, for each pattern and length.
+def packed_row(tokens: int, seed: int = 0) -> Documents:
+    """Returns documents of log-normal lengths that fill a row, about 30 to 60 of them."""
+    rng, documents, end = random.Random(seed), [], 0
+    while end < tokens:
+        stop = min(tokens, end + max(1, round(tokens * _MEDIAN_SHARE * rng.lognormvariate(0, _SPREAD))))
+        documents.append((end, stop))
+        end = stop
+    return (tuple(documents),)
 
-    Calls alternate; the ratio is the median of the ratios of neighbouring calls.
+
+class Way(NamedTuple):
+    """A ring and the layout that it computes a row in."""
+
+    ring: Ring
+    layout: SequenceLayout
+
+
+def ways_for(shape: CallShape, tokens: int, pattern: Pattern, documents: Documents) -> dict[str, Way]:
+    """Returns the ways to compute a row, by their names."""
+    world_size = dist.get_world_size()
+    rings = {_BASE: Ring(transport="ring"), "collective": Ring(transport="collective")}
+    if heads_fit(shape.heads, shape.kv_heads, world_size):
+        rings["heads"] = Ring(transport="heads")
+    for size in range(2, world_size):
+        if world_size % size == 0 and heads_fit(shape.heads, shape.kv_heads, size):
+            rings[f"heads {size} x ring {world_size // size}"] = Ring(transport="heads", heads=size)
+    ways = {name: Way(ring, ring.layout_for(tokens, pattern, documents)) for name, ring in rings.items()}
+    if ways[_BASE].layout.kind == "documents":
+        zigzag = Ring(transport="ring", layout="zigzag")
+        ways["ring in zigzag"] = Way(zigzag, zigzag.layout_for(tokens, pattern, documents))
+    return ways
+
+
+def compare_transports(shape: CallShape, lengths: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """Returns the seconds of forward + backward in each way, and what "auto" takes, for each pattern, row and length.
+
+    Calls alternate; a ratio is the median of the ratios to the base's call of the same turn.
     """
-    rings = {name: Ring(transport=name) for name in ("ring", "collective")}
-    auto, rows = Ring(), []
-    widths = 2 * shape.head_dim
-    dtype = getattr(torch, shape.dtype)
-    sizes = RowBytes(widths * dtype.itemsize, widths * accumulation_dtype(dtype).itemsize)
-    cells = [(tokens, name) for tokens in lengths for name in patterns_for(tokens)]
-    for tokens, name in progress(cells, "transports"):
-        pattern = patterns_for(tokens)[name]
-        layout = auto.layout_for(tokens, pattern)
-        tensors = shape.tensors(layout.local_len)
-        times: dict[str, list[float]] = {name: [] for name in rings}
-        number, least = 0, repeats
-        while number <= least:
-            for transport in list(times)[:: 1 if number % 2 else -1]:
-                elapsed = forward_backward(
-                    lambda *x, ring=rings[transport], p=pattern, at=layout: ring_attention(
-                        *x, pattern=p, ring=ring, layout=at
-                    ),
-                    tensors,
-                    shape.device,
-                )
-                if number:
-                    times[transport].append(sum(elapsed))
-            if number == 1:  # Short calls scatter more, and are repeated for a second, equally often on every rank.
-                pairs = torch.tensor([1 / sum(map(sum, times.values()))], device=shape.device)
-                dist.broadcast(pairs, 0)
-                least = max(repeats, min(100, int(pairs)))
-            number += 1
-        seconds = {transport: statistics.median(calls) for transport, calls in times.items()}
-        ratio = statistics.median(c / r for c, r in zip(times["collective"], times["ring"]))
-        problem = Problem(pattern, layout, (((0, tokens),),), num_heads=shape.heads, num_kv_heads=shape.kv_heads)
-        decision = auto.decide(problem, sizes)
-        worse = {"ring": 1 / ratio, "collective": ratio, "local": 1.0}[decision.choice]  # "local" has nothing to move.
-        rows.append(
-            {
-                "pattern": name,
-                "tokens": tokens,
-                "layout": layout.kind,
-                **seconds,
-                "pairs": len(times["ring"]),
-                "collective_over_ring": ratio,
-                "auto": decision.choice,
-                "reason": decision.reason,
-                "auto_over_best": max(1.0, worse),
-            }
-        )
-    return rows
+    cells = [(tokens, name, packed) for tokens in lengths for name in patterns_for(tokens) for packed in (False, True)]
+    return [
+        _cell(shape, tokens, name, packed_row(tokens) if packed else (((0, tokens),),), repeats)
+        for tokens, name, packed in progress(cells, "transports")
+    ]
+
+
+def _cell(shape: CallShape, tokens: int, name: str, documents: Documents, repeats: int) -> dict[str, Any]:
+    pattern = patterns_for(tokens)[name]
+    ways = ways_for(shape, tokens, pattern, documents)
+    tensors = {way: shape.tensors(layout.local_len) for way, (_, layout) in ways.items()}
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    number, least = 0, repeats
+    while number <= least:
+        for way in list(ways)[:: 1 if number % 2 else -1]:
+            ring, layout = ways[way]
+            elapsed = forward_backward(
+                lambda *x, ring=ring, at=layout: ring_attention(
+                    *x, pattern=pattern, ring=ring, layout=at, documents=documents
+                ),
+                tensors[way],
+                shape.device,
+            )
+            if number:
+                times[way].append(sum(elapsed))
+        if number == 1:  # Short calls scatter more, and are repeated for a second, equally often on every rank.
+            pairs = torch.tensor([1 / sum(map(sum, times.values()))], device=shape.device)
+            dist.broadcast(pairs, 0)
+            least = max(repeats, min(100, int(pairs)))
+        number += 1
+    to_base = {way: statistics.median(a / b for a, b in zip(times[way], times[_BASE])) for way in ways}
+    problems = {way: _problem(shape, pattern, layout, documents, ring) for way, (ring, layout) in ways.items()}
+    widths, dtype = 2 * shape.head_dim, getattr(torch, shape.dtype)
+    auto = Ring()
+    decision = auto.decide(
+        problems[_BASE], RowBytes(widths * dtype.itemsize, widths * accumulation_dtype(dtype).itemsize)
+    )
+    chosen = _BASE if decision.choice == "local" else decision.choice  # "local" has nothing to move.
+    return {
+        "pattern": name,
+        "tokens": tokens,
+        "documents": len(documents[0]),
+        "layout": ways[_BASE].layout.kind,
+        "seconds": {way: statistics.median(calls) for way, calls in times.items()},
+        "turns": len(times[_BASE]),
+        "to_ring": to_base,
+        "busiest_over_mean": {way: _imbalance(problem, way) for way, problem in problems.items()},
+        "auto": decision.choice,
+        "reason": decision.reason,
+        "auto_over_best": to_base[chosen] / min(to_base.values()),
+    }
+
+
+def _problem(shape: CallShape, pattern: Pattern, layout: SequenceLayout, documents: Documents, ring: Ring) -> Problem:
+    return Problem(
+        pattern, layout, documents, num_heads=shape.heads, num_kv_heads=shape.kv_heads, settings=ring.settings
+    )
+
+
+def _imbalance(problem: Problem, way: str) -> float:
+    if not way.startswith("heads"):
+        return imbalance(problem)
+    pairs = [heads_pairs(problem, rank) for rank in range(problem.layout.world_size)]
+    return max(pairs) * len(pairs) / (sum(pairs) or 1)
 
 
 def transport_report(rows: list[dict[str, Any]], world_size: int) -> Sheet:
-    """Returns the table, the crossover of each pattern, and how good the automatic choice was."""
-    lines = ["paired ratio: collective / ring"]
-    for name in dict.fromkeys(row["pattern"] for row in rows):
-        cells = [row for row in rows if row["pattern"] == name]
-        # The ring is never slower from the first of these lengths on.
-        wins = [
-            row["tokens"]
-            for i, row in enumerate(cells)
-            if all(later["collective_over_ring"] >= 1 for later in cells[i:])
-        ]
-        where = (
-            f"from {wins[0]} tokens on the ring is faster" if wins else "the ring is not faster at the longest length"
-        )
-        lines.append(f"{name}, {world_size} ranks: {where}")
+    """Returns the table, and how good the automatic choice was."""
+    ways = list(dict.fromkeys(way for row in rows for way in row["seconds"]))
+    lines = [
+        "ms of forward + backward; in brackets the paired ratio to the ring, and behind it that of the busiest ranks' work",
+    ]
     good = sum(row["auto_over_best"] <= 1.1 for row in rows)
-    lines.append(f"auto is within 10 % of the better one in {good} of {len(rows)} cells")
-    return Sheet(
-        f"ring against collective, forward + backward, {world_size} ranks",
-        (
-            "pattern",
-            "tokens",
-            "layout",
-            "ring ms",
-            "collective ms",
-            "paired ratio",
-            "auto",
-            "auto / better",
-        ),
-        [
+    lines.append(f"auto is within 10 % of the best way in {good} of {len(rows)} cells")
+    table = []
+    for row in rows:
+        cells = []
+        for way in ways:
+            if way not in row["seconds"]:
+                cells.append("")
+                continue
+            planned = row["busiest_over_mean"][way] / row["busiest_over_mean"][_BASE]
+            ratio = "" if way == _BASE else f" ({row['to_ring'][way]:.2f}, {planned:.2f})"
+            cells.append(f"{1e3 * row['seconds'][way]:.1f}{ratio}")
+        table.append(
             (
                 row["pattern"],
                 row["tokens"],
+                row["documents"],
                 row["layout"],
-                f"{1e3 * row['ring']:.1f}",
-                f"{1e3 * row['collective']:.1f}",
-                f"{row['collective_over_ring']:.2f}",
+                *cells,
                 row["auto"],
                 f"{row['auto_over_best']:.2f}",
             )
-            for row in rows
-        ],
+        )
+    return Sheet(
+        f"layouts and transports, forward + backward, {world_size} ranks",
+        ("pattern", "tokens", "documents", "layout", *ways, "auto", "auto / best"),
+        table,
         lines,
     )
