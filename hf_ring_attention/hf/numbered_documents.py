@@ -165,10 +165,19 @@ def _begins(row: int, held: Sequence[Sequence[NumberedRun]]) -> dict[int, tuple[
         ValueError: documents of which tokens are missing, or held twice.
     """
     by_number: dict[int, list[NumberedRun]] = {}
-    for runs in held:
+    for rank, runs in enumerate(held):
+        last: dict[int, int] = {}
         for run in runs:
-            if run.number >= 0:
-                by_number.setdefault(run.number, []).append(run)
+            if run.number < 0:
+                continue
+            if run.position < last.get(run.number, run.position):
+                raise ValueError(
+                    f"rank {rank} holds tokens of document {run.number} (seq_idx) of batch row {row} out of their order: "
+                    f"position {run.position} behind position {last[run.number]}: a shard holds the tokens "
+                    f"of a document in its order"
+                )
+            last[run.number] = run.position + run.length - 1
+            by_number.setdefault(run.number, []).append(run)
     begins = {}
     for number, runs in by_number.items():
         runs.sort()

@@ -70,6 +70,13 @@ def estimated_imbalance(layout: SequenceLayout, pattern: Pattern, documents: Doc
     return max(loads) * layout.world_size / (sum(loads) or 1.0)
 
 
+def mean_keys(pattern: Pattern, documents: Documents) -> float:
+    """Returns about how many keys a query sees, of one head; 0 where there are no documents."""
+    lengths = [stop - start for row in documents for start, stop in row]
+    work = work_under(pattern, max(lengths, default=1))
+    return sum(map(work.of_first, lengths)) / (sum(lengths) or 1)
+
+
 class _Span(NamedTuple):
     """Tokens [start, stop) of a row, of the document that begins at `document`, and their work; padding has none."""
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, get_args
 
-from .balance import balanced_layout, estimated_imbalance
+from .balance import balanced_layout, estimated_imbalance, mean_keys
+from .heads import heads_fit, layout_of_groups
 from .layouts import LayoutKind, SequenceLayout
 from .patterns import Pattern
 from .plans import plan_rank
@@ -25,6 +28,12 @@ IMBALANCE_WORTH_PIECES = 1.1
 #: measures it.
 COLLECTIVE_BYTES = 8 << 20
 
+#: To exchange a token of a head for the tokens of others' heads takes no longer than so many keys of a query: measured are 110
+#: between processes of a CPU; a GPU computes about a thousand in the time that its link takes.
+HEADS_AS_KEYS = 1024
+#: Heads are exchanged where waiting for the busiest rank would take at least so many times as long.
+WORTH_AN_EXCHANGE = 1.05
+
 #: A rank whose remote keys are at most this share of its own keys holds little beside its own, whatever the length.
 COLLECTIVE_SHARE = 0.25
 
@@ -32,6 +41,9 @@ COLLECTIVE_SHARE = 0.25
 @dataclass(frozen=True)
 class Decision:
     """A choice of the program, with its reason.
+
+    Attributes:
+        heads: where the choice is a transport by heads among some ranks, how many neighbours exchange them.
 
     Example:
         >>> call = ra.explain("exact", seq_len=8192, world_size=4, num_heads=8, head_dim=64)
@@ -42,12 +54,17 @@ class Decision:
 
     choice: str
     reason: str
+    heads: int | None = None
 
 
 def imbalance(problem: Problem) -> float:
     """Returns the query-key pairs of the busiest rank, divided by the mean of all ranks."""
-    pairs = [plan_rank(problem, rank).pairs for rank in range(problem.layout.world_size)]
-    return max(pairs) * len(pairs) / (sum(pairs) or 1)
+    return busiest_over_mean([plan_rank(problem, rank).pairs for rank in range(problem.layout.world_size)])
+
+
+def busiest_over_mean(work: Sequence[float]) -> float:
+    """Returns the work of the busiest rank, divided by the mean; 0 where there is none."""
+    return max(work) * len(work) / (sum(work) or 1)
 
 
 def check_choices(layout: str, transport: str, world_size: int, heads: int | None = None) -> None:
@@ -135,15 +152,19 @@ def decide_layout(
 
 @lru_cache(maxsize=256)
 def choose_transport(problem: Problem, sizes: RowBytes) -> Decision:
-    """Chooses local, collective or ring for a call of this problem; all ranks choose alike.
+    """Chooses local, collective, ring or heads for a call of this problem; all ranks choose alike.
 
     The collective waits once and holds all rows that a rank needs of others; the ring hides its hops behind the
     computation and holds a few payloads, whatever the number of ranks. So the collective is chosen where it holds little:
-    in bytes (`COLLECTIVE_BYTES`) or beside the rank's own keys (`COLLECTIVE_SHARE`).
+    in bytes (`COLLECTIVE_BYTES`) or beside the rank's own keys (`COLLECTIVE_SHARE`). Where the layout leaves ranks with so
+    uneven work that an exchange of heads costs less than waiting for the busiest, heads are exchanged (`HEADS_AS_KEYS`).
     """
     p = problem.layout.world_size
     if p == 1:
         return Decision("local", "one rank holds the whole sequence")
+    by_heads = _choose_heads(problem)
+    if by_heads is not None:
+        return by_heads
     rows = max(map(sum, exchanged(problem)))
     if not rows:
         return Decision("local", "no rank needs a key of another one")
@@ -158,6 +179,42 @@ def choose_transport(problem: Problem, sizes: RowBytes) -> Decision:
     if rows <= COLLECTIVE_SHARE * shard:
         return Decision("collective", f"{needs}, {share}: one exchange holds little")
     return Decision("ring", f"{needs}, {share}: the ring holds a few payloads, and moves them behind the computation")
+
+
+def _choose_heads(problem: Problem) -> Decision | None:
+    """Returns the choice of exchanging heads where it is worth it; None elsewhere."""
+    layout, p = problem.layout, problem.layout.world_size
+    sizes = [size for size in range(p, 1, -1) if p % size == 0]
+    sizes = [size for size in sizes if heads_fit(problem.num_heads, problem.num_kv_heads, size)]
+    if not sizes or not problem.causal or problem.held is not None:
+        return None
+    keys = mean_keys(problem.pattern, problem.documents) * sum(b - a for row in problem.documents for a, b in row)
+    cost = HEADS_AS_KEYS * layout.padded_len * len(problem.documents) / keys if keys else math.inf
+    busiest = estimated_imbalance(layout, problem.pattern, problem.documents)
+    if busiest <= (1 + cost) * WORTH_AN_EXCHANGE:
+        return None
+
+    def in_groups(size: int) -> float:
+        groups = layout_of_groups(replace(problem, settings=replace(problem.settings, heads=size)))
+        return estimated_imbalance(groups, problem.pattern, problem.documents) + cost
+
+    size = min(sizes, key=in_groups)
+    if busiest <= in_groups(size) * WORTH_AN_EXCHANGE:
+        return None
+    who = f"all {p} ranks exchange heads" if size == p else f"{size} neighbours exchange heads"
+    return Decision(
+        "heads",
+        f"the busiest of {p} ranks does {busiest:.2f} times the mean work in {layout.kind} pieces, and where {who} "
+        f"{in_groups(size) - cost:.2f} times, which is worth the exchange of a token for about {HEADS_AS_KEYS} keys of a query",
+        None if size == p else size,
+    )
+
+
+def as_decided(problem: Problem, decision: Decision) -> Problem:
+    """Returns the problem with the ranks that exchange heads, where a decision names some."""
+    if decision.heads is None:
+        return problem
+    return replace(problem, settings=replace(problem.settings, heads=decision.heads))
 
 
 def decide_transport(asked: str, problem: Problem, sizes: RowBytes) -> Decision:

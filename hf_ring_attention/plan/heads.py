@@ -93,7 +93,7 @@ def pieces_of(problem: Problem, member: int) -> tuple[Heads, ...]:
 
 
 @lru_cache(maxsize=256)
-def _layout_of_groups(problem: Problem) -> SequenceLayout:
+def layout_of_groups(problem: Problem) -> SequenceLayout:
     """Returns the division of rows, with their padding, among the groups."""
     layout, size = problem.layout, group_size(problem)
     groups = layout.world_size // size
@@ -110,7 +110,7 @@ def problem_of_heads(problem: Problem, heads: Heads) -> Problem:
     """Returns the problem of the ring of those ranks that have these heads, one of each group."""
     return replace(
         problem,
-        layout=_layout_of_groups(problem),
+        layout=layout_of_groups(problem),
         num_heads=len(heads.query),
         num_kv_heads=len(heads.kv),
         settings=replace(problem.settings, heads=None),
@@ -121,7 +121,7 @@ def problem_of_heads(problem: Problem, heads: Heads) -> Problem:
 
 def rows_of_member(problem: Problem, place: Place, batch_row: int = 0) -> tuple[range, ...]:
     """Returns the runs of rows that a member's tokens have among those of its group, in the order in which it holds them."""
-    pieces = _layout_of_groups(problem).pieces(place.group, batch_row)
+    pieces = layout_of_groups(problem).pieces(place.group, batch_row)
     # Where each piece of the group begins among its rows, and at which token.
     starts = list(zip(itertools.accumulate((len(piece) for piece in pieces), initial=0), pieces))
     runs = []

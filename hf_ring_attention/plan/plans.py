@@ -15,7 +15,7 @@ from .intervals import Run
 from .layouts import SequenceLayout
 from .patterns import Pattern
 from .problem import Problem
-from .tiles import Shape, Tile, tile_document
+from .tiles import Shape, Tile, pairs_of_tile, tile_document
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +69,7 @@ class TileBatch:
 
     def pairs(self, group: int) -> int:
         """Returns the query-key pairs over all batch rows and query heads; `group` of these share a key/value head."""
-        rows, keys = self.num_queries, self.num_keys
-        tile = {"full": rows * keys, "causal": rows * (rows + 1) // 2, "band": rows * (keys - rows + 1)}[self.shape]
+        tile = pairs_of_tile(self.shape, self.num_queries, self.num_keys)
         return tile * self.fold_size * self.num_tiles * (1 if self.per_query_head else group)
 
     @property

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import index
 
 from .layouts import RowPieces, SequenceLayout
@@ -73,6 +74,25 @@ def _check_documents(documents: Documents, seq_len: int) -> None:
             end = stop
 
 
+@lru_cache(maxsize=64)
+def _check_order(layout: SequenceLayout, documents: Documents) -> None:
+    """Refuses pieces that a rank holds in another order than that of their tokens in a document."""
+    for row, spans in enumerate(documents):
+        starts = [start for start, _ in spans]
+        for rank in range(layout.world_size):
+            ends: dict[int, int] = {}  # by document, that of the last piece with a token of it
+            for piece in layout.pieces(rank, row):
+                first = max(0, bisect.bisect_right(starts, piece.start) - 1)
+                for number in range(first, bisect.bisect_left(starts, piece.stop)):
+                    if piece.start < ends.get(number, 0):
+                        raise ValueError(
+                            f"rank {rank} holds tokens of document {spans[number]} of batch row {row} out of their order: "
+                            f"tokens {piece.start} to {piece.stop - 1} behind token {ends[number] - 1}: pieces of a document "
+                            f"must be held in its order"
+                        )
+                    ends[number] = piece.stop
+
+
 @dataclass(frozen=True)
 class RingSettings:
     """How rows travel round a ring; the defaults were measured, and all ranks must have the same.
@@ -131,6 +151,8 @@ class Problem:
                 f"{len(self.documents)}: make it by ring.layout_for(seq_len, pattern, documents=...) with those of this batch"
             )
         _check_documents(self.documents, self.layout.seq_len)
+        if self.layout.rows:
+            _check_order(self.layout, self.documents)
 
     @cached_property
     def row_classes(self) -> tuple[tuple[tuple[tuple[int, int], ...], tuple[int, ...]], ...]:

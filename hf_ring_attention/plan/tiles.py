@@ -64,6 +64,13 @@ class Tile:
     shape: Shape
 
 
+def pairs_of_tile(shape: Shape, queries: int, keys: int) -> int:
+    """Returns the query-key pairs of a tile of one head without folds."""
+    return {"full": queries * keys, "causal": queries * (queries + 1) // 2, "band": queries * (keys - queries + 1)}[
+        shape
+    ]
+
+
 def _cells(queries: Progression, region: Region) -> Iterator[tuple[int, int, int]]:
     """Cuts queries into cells, each inside one piece and one block of every segment length.
 

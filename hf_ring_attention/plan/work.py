@@ -7,8 +7,9 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from .intervals import Run
 from .patterns import Pattern, Segment
-from .plans import pairs_of_row
+from .tiles import pairs_of_tile, tile_document
 
 #: Work is counted for documents of these lengths, each longer than the last one by this factor, and estimated between them.
 _GROWTH = 1.06
@@ -63,5 +64,13 @@ def _counted(pattern: Pattern, most_tokens: int) -> Work:
         if most_tokens // segment <= _MOST_SEGMENTS:
             lengths += [*range(segment, most_tokens, segment), *range(segment + 1, most_tokens, segment)]
     lengths = sorted(set(lengths))
-    means = (pairs_of_row(pattern, length, 1, 1, True) / length if length else 0.0 for length in lengths)
-    return Work(tuple(lengths), tuple(means))
+    return Work(
+        tuple(lengths), tuple(_pairs_of_document(pattern, length) / length if length else 0.0 for length in lengths)
+    )
+
+
+def _pairs_of_document(pattern: Pattern, length: int) -> int:
+    """Returns the query-key pairs of one head in a causal document, without a plan, which nobody would need again."""
+    rows = [Run(0, 0, length)]
+    tiles = tile_document(pattern, length=length, queries=rows, keys=rows, num_heads=1, num_kv_heads=1, causal=True)
+    return sum(pairs_of_tile(t.shape, len(t.queries), len(t.keys)) * t.fold_size for t in tiles)

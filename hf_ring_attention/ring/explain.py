@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..plan.choices import Decision, TransportKind, check_choices, choose_layout, decide_transport
+from ..plan.balance import balanced_layout, estimated_imbalance
+from ..plan.choices import (
+    Decision,
+    TransportKind,
+    as_decided,
+    busiest_over_mean,
+    check_choices,
+    decide_layout,
+    decide_transport,
+)
 from ..plan.heads import check_heads, group_size, heads_fit, heads_pairs, heads_traffic
 from ..plan.joins import PACKED, PADDED
 from ..plan.layouts import LayoutKind, SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
 from ..plan.plans import pairs_by_tokens
-from ..plan.problem import Problem, RingSettings
+from ..plan.problem import Problem, RingSettings, documents_of
 from ..plan.row_numbers import collective_numbers, heads_numbers, ring_numbers
 from ..plan.traffic import RankTraffic, RowBytes, collective_traffic, ring_traffic
 
 #: The bytes of a number, and of a number of its sums (`compute.merge.accumulation_dtype`), by the name of the dtype.
 _BYTES = {"float16": (2, 4), "bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}
+
+
+#: Groups that exchange heads are shown for so many ranks at most: the rings of each kind of group are planned.
+MOST_RANKS_OF_GROUPS = 16
 
 
 def _bytes_of(dtype: Any) -> tuple[int, int]:
@@ -54,6 +67,9 @@ class Explanation:
         decision: the transport, with its reason.
         imbalance: the work of the busiest rank, divided by the mean.
         ranks: the work of each rank.
+        layouts: by kind of layout, about how many times the mean work the busiest rank does, where it computes with its tokens.
+        balance: the same by transport, in the layout that is taken.
+        groups: by how many neighbours exchange heads, where that are not all ranks, that balance and the bytes of each rank.
         row_numbers: by transport, the most bytes that the numbers of rows take on the rank with the most work. Tiles and
             messages need them that are no views of a tensor; they are kept for equal calls, such as those of other layers.
 
@@ -71,6 +87,9 @@ class Explanation:
     decision: Decision
     imbalance: float
     ranks: tuple[RankShare, ...]
+    layouts: dict[str, float]
+    balance: dict[str, float]
+    groups: dict[int, tuple[float, tuple[RankTraffic, ...]]]
     row_numbers: dict[str, int]
 
     def __str__(self) -> str:
@@ -81,26 +100,34 @@ class Explanation:
             f"sequence   {layout.seq_len} tokens over {p} ranks: {layout.local_len} each"
             + (f", {layout.padded_len - layout.seq_len} of padding" if layout.padded_len > layout.seq_len else ""),
             f"layout     {layout.kind}: {self.layout_decision.reason}",
+            "           busiest / mean of "
+            + ", ".join(f"{kind} {of_kind:.2f}" for kind, of_kind in self.layouts.items()),
             f"transport  {self.decision.choice}: {self.decision.reason}",
             f"forward    {max(flops) / 1e12:.4g} TFLOP on the busiest rank, {sum(flops) / 1e12:.4g} in all, "
             f"busiest / mean {self.imbalance:.3f}",
             "",
             "| MiB of the busiest rank | forward received | forward sent | backward received | backward sent | buffers | "
-            "row numbers |",
-            "|---|---:|---:|---:|---:|---:|---:|",
+            "row numbers | busiest / mean |",
+            "|---|---:|---:|---:|---:|---:|---:|---:|",
         ]
-        for name in self.row_numbers:
+        for name, numbers in self.row_numbers.items():
             traffic: list[RankTraffic] = [getattr(share, name) for share in self.ranks]
-            columns = [
-                max(rank.forward.received for rank in traffic),
-                max(rank.forward.sent for rank in traffic),
-                max(rank.backward.received for rank in traffic),
-                max(rank.backward.sent for rank in traffic),
-                max(rank.buffers for rank in traffic),
-                self.row_numbers[name],
-            ]
-            lines.append(f"| {name} | " + " | ".join(f"{column / 2**20:.1f}" for column in columns) + " |")
+            lines.append(_row_of_table(name, traffic, f"{numbers / 2**20:.1f}", self.balance[name]))
+        for size, (balance, of_ranks) in self.groups.items():
+            lines.append(_row_of_table(f"heads {size} x ring {p // size}", of_ranks, "", balance))
         return "\n".join(lines)
+
+
+def _row_of_table(name: str, traffic: Sequence[RankTraffic], numbers: str, balance: float) -> str:
+    columns = [
+        max(rank.forward.received for rank in traffic),
+        max(rank.forward.sent for rank in traffic),
+        max(rank.backward.received for rank in traffic),
+        max(rank.backward.sent for rank in traffic),
+        max(rank.buffers for rank in traffic),
+    ]
+    cells = [name, *(f"{column / 2**20:.1f}" for column in columns), numbers, f"{balance:.2f}"]
+    return "| " + " | ".join(cells) + " |"
 
 
 def explain(
@@ -116,7 +143,7 @@ def explain(
     batch_size: int = 1,
     documents: Sequence[Sequence[tuple[int, int]]] | None = None,
     causal: bool = True,
-    layout: LayoutKind | Literal["auto"] = "auto",
+    layout: LayoutKind | Literal["auto"] | SequenceLayout = "auto",
     transport: TransportKind = "auto",
     heads: int | None = None,
 ) -> Explanation:
@@ -126,9 +153,10 @@ def explain(
         num_kv_heads: None for `num_heads`.
         value_dim: width of v; None for `head_dim`.
         batch_size: the number of sequences, of one document each; `documents`, if there are any, replace it.
+        layout: as for `Ring`, or a layout that another pattern of the same model decided.
         dtype: the dtype of q, k and v: a torch.dtype, or its name.
         documents, causal: as for `ring_attention`.
-        layout, transport, heads: as for `Ring`.
+        transport, heads: as for `Ring`.
 
     Raises:
         ValueError: what `Ring` and `ring_attention` would refuse.
@@ -144,7 +172,7 @@ def explain(
     """
     pattern = as_pattern(pattern, "explain")
     itemsize, accumulated = _bytes_of(dtype)
-    check_choices(layout, transport, world_size, heads)
+    check_choices("auto" if isinstance(layout, SequenceLayout) else layout, transport, world_size, heads)
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     value_dim = head_dim if value_dim is None else value_dim
     for name, number in (
@@ -157,15 +185,17 @@ def explain(
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"explain: {name} must be an integer of at least 1, got {number!r}")
     SequenceLayout("contiguous", seq_len, world_size)  # it refuses lengths and world sizes below 1
-    layout_decision = (
-        choose_layout(seq_len, world_size, pattern) if layout == "auto" else Decision(layout, "it was asked for")
-    )
-    division = SequenceLayout(layout_decision.choice, seq_len, world_size)  # type: ignore[arg-type]
-    rows = (((0, seq_len),),) * batch_size if documents is None else tuple(tuple(map(tuple, row)) for row in documents)
+    asked_rows = documents_of(documents, seq_len, "explain")
+    rows = (((0, seq_len),),) * batch_size if asked_rows is None else asked_rows
+    balanced_by_heads = transport == "heads" and heads in (None, world_size)
+    if isinstance(layout, SequenceLayout):
+        division, layout_decision = layout, Decision(layout.kind, "it was decided for another pattern of the model")
+    else:
+        division, layout_decision = decide_layout(layout, seq_len, world_size, pattern, asked_rows, balanced_by_heads)
     problem = Problem(
         pattern=pattern,
         layout=division,
-        documents=rows,  # type: ignore[arg-type]
+        documents=rows,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         causal=causal,
@@ -175,8 +205,9 @@ def explain(
     sizes = RowBytes(widths * itemsize, widths * accumulated)
     if transport == "heads":
         check_heads(num_heads, num_kv_heads, group_size(problem))
-    by_heads = heads_fit(num_heads, num_kv_heads, group_size(problem))
     decision = decide_transport(transport, problem, sizes)
+    problem = as_decided(problem, decision)
+    by_heads = heads_fit(num_heads, num_kv_heads, group_size(problem))
     pairs_of_rank = heads_pairs if decision.choice == "heads" else pairs_by_tokens
     shares = tuple(
         RankShare(
@@ -190,16 +221,46 @@ def explain(
     )
     flops = [share.forward_flops for share in shares]
     busiest = flops.index(max(flops))
+    by_tokens = [pairs_by_tokens(problem, rank) for rank in range(world_size)]
+    balance = dict.fromkeys(("ring", "collective"), busiest_over_mean(by_tokens))
+    if by_heads:
+        balance["heads"] = busiest_over_mean([heads_pairs(problem, rank) for rank in range(world_size)])
     return Explanation(
         pattern=pattern,
         layout=division,
         layout_decision=layout_decision,
         decision=decision,
-        imbalance=max(flops) * len(flops) / (sum(flops) or 1),
+        imbalance=busiest_over_mean(flops),
         ranks=shares,
+        layouts=_balance_of_layouts(problem),
+        balance=balance,
+        groups=_groups(problem, sizes),
         row_numbers={
             name: max(numbers(problem, busiest, joining) for joining in (PADDED, PACKED))
             for name, numbers in (("ring", ring_numbers), ("collective", collective_numbers), ("heads", heads_numbers))
             if name != "heads" or by_heads
         },
     )
+
+
+def _balance_of_layouts(problem: Problem) -> dict[str, float]:
+    """Returns about how many times the mean work the busiest rank does in each kind of layout."""
+    seq_len, p, pattern = problem.layout.seq_len, problem.layout.world_size, problem.pattern
+    kinds: tuple[LayoutKind, ...] = ("contiguous", "zigzag")
+    layouts = [SequenceLayout(kind, seq_len, p) for kind in kinds]
+    layouts.append(balanced_layout(seq_len, p, pattern, problem.documents))
+    return {layout.kind: estimated_imbalance(layout, pattern, problem.documents) for layout in layouts}
+
+
+def _groups(problem: Problem, sizes: RowBytes) -> dict[int, tuple[float, tuple[RankTraffic, ...]]]:
+    """Returns the balance, and the bytes of each rank, where groups of neighbours exchange heads; of few ranks only."""
+    ranks, found = range(problem.layout.world_size), {}
+    if len(ranks) > MOST_RANKS_OF_GROUPS:
+        return {}
+    for size in range(2, len(ranks)):
+        fits = len(ranks) % size == 0 and heads_fit(problem.num_heads, problem.num_kv_heads, size)
+        if fits and size != problem.settings.heads:
+            grouped = replace(problem, settings=replace(problem.settings, heads=size))
+            traffic = tuple(heads_traffic(grouped, rank, sizes) for rank in ranks)
+            found[size] = busiest_over_mean([heads_pairs(grouped, rank) for rank in ranks]), traffic
+    return found

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..compute.binding import bind_own
-from ..plan.choices import Decision, decide_transport
+from ..plan.choices import Decision, as_decided, decide_transport
 from ..plan.joins import Joining
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, Problem
@@ -98,6 +98,7 @@ class Planner:
         """Returns the decision for a call and its binding; it waits for the thread where that is making the same one."""
         with _PLANNING.of(problem):
             decision = decide(problem, sizes)
+            problem = as_decided(problem, decision)
             return decision, self.bindings.of(_BIND[decision.choice], problem, self.rank, device, joining)
 
     def learn(
@@ -186,8 +187,9 @@ class Planner:
 def _plan_ahead(kind: _Kind, rows: _BatchRows, rank: int, bindings: Bindings) -> None:
     problem = replace(kind.problem, layout=rows.layout, documents=rows.documents)
     with _PLANNING.of(problem):
-        bind = _BIND[decide_transport(kind.transport, problem, kind.sizes).choice]
-        bindings.make_ahead(kind.device, bind, problem, rank, kind.device, kind.joining)
+        decision = decide_transport(kind.transport, problem, kind.sizes)
+        problem = as_decided(problem, decision)
+        bindings.make_ahead(kind.device, _BIND[decision.choice], problem, rank, kind.device, kind.joining)
 
 
 def _work(reference: weakref.ref[Planner]) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 
+from ..plan.layouts import LayoutKind
 from .arguments import at_least, comma_list, one_of, pattern_text, token_count
 
 Value = TypeVar("Value")
@@ -86,5 +87,7 @@ RowTokens = Annotated[
     ),
 ]
 RingRanks = Annotated[int, number_option("--ranks", "Ranks of the ring.")]
-LayoutName = Annotated[str, choice_option("--layout", ("auto", "contiguous", "zigzag"), "How the row is divided")]
+LayoutName = Annotated[
+    str, choice_option("--layout", ("auto", *get_args(LayoutKind)), "How the row is divided among the ranks")
+]
 Bidirectional = Annotated[bool, typer.Option("--bidirectional", help="Queries also see keys after them.")]

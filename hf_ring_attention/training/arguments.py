@@ -19,7 +19,7 @@ class RingTrainingArguments(TrainingArguments):
             parallel. It is needed if there are several processes: 1 makes each process a ring of its own, and the number
             of processes makes one ring of all. `parallelism_config=ParallelismConfig(cp_size=N)` is understood as
             ring_size=N; Accelerate's own context parallelism, which needs FSDP 2 and drops masks, then takes no part.
-        ring_layout: "auto", "contiguous" or "zigzag".
+        ring_layout: "auto", "contiguous", "zigzag" or "documents".
         ring_transport: "auto", "ring", "collective", "heads" or "local".
         ring_heads: with "heads", how many neighbouring processes exchange heads; None for all of a ring.
         loss_tokens_at_once: tokens whose logits exist at any time (`sliced_loss`); 0 for those of the whole shard.
@@ -35,7 +35,7 @@ class RingTrainingArguments(TrainingArguments):
     ring_size: int | None = field(
         default=None, metadata={"help": "processes that share each sequence; 1: each has rows of its own"}
     )
-    ring_layout: str = field(default="auto", metadata={"help": "auto, contiguous or zigzag"})
+    ring_layout: str = field(default="auto", metadata={"help": "auto, contiguous, zigzag or documents"})
     ring_transport: str = field(default="auto", metadata={"help": "auto, ring, collective, heads or local"})
     ring_heads: int | None = field(
         default=None, metadata={"help": "With ring_transport heads: how many neighbours exchange heads; default: all."}

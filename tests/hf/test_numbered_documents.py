@@ -128,6 +128,10 @@ CONTRADICTIONS = {
         lambda shard, rank: shard | {"position_ids": shard["position_ids"] + (shard["position_ids"] > 3)},
         r"in batch row 0, the tokens of document 0 \(seq_idx\) have positions \d to 3, and the next ones 5 to",
     ),
+    "another order": (
+        lambda shard, rank: {name: x.flip(1) for name, x in shard.items()},
+        r"rank 0 holds tokens of document \d \(seq_idx\) of batch row 0 out of their order: position \d+ behind position \d+",
+    ),
     "no positions": (
         lambda shard, rank: {name: x for name, x in shard.items() if name != "position_ids"},
         r"position_ids are missing",

@@ -1,10 +1,11 @@
 """Choices and their reasons: the layout by balance, the transport by what a rank needs of others."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from hf_ring_attention.plan.choices import check_choices, choose_layout, choose_transport, imbalance
+from hf_ring_attention.plan.choices import as_decided, check_choices, choose_layout, choose_transport, imbalance
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.patterns import Pattern, Segment, Sink, Window
 from hf_ring_attention.plan.problem import Problem
@@ -60,7 +61,7 @@ def test_zigzag_balances_exact_attention(world_size):
         # The last of 8 ranks needs 7 x 1024 rows of 8 heads: 28 MiB; of 8 x 128 tokens, 3.5 MiB.
         (
             "much",
-            problem(Pattern.exact(), 8192, 8),
+            problem(Pattern.exact(), 8192, 8, "zigzag"),
             "ring",
             r"8 ranks needs 28\.0 MiB .*, 7\.00 times its own 4\.0 MiB",
         ),
@@ -74,7 +75,7 @@ def test_zigzag_balances_exact_attention(world_size):
         ),
         ("many rows of a neighbour", problem(Pattern((Window(8192),)), 131072, 8), "ring", r"0\.50 times its own"),
         ("a batch", problem(Pattern.exact(), 1024, 8, batch=4), "ring", r"14\.0 MiB"),
-        ("two ranks", problem(Pattern.exact(), 131072, 2), "ring", r"1\.00 times its own 256\.0 MiB"),
+        ("two ranks", problem(Pattern.exact(), 131072, 2, "zigzag"), "ring", r"1\.00 times its own 256\.0 MiB"),
     ],
     ids=lambda x: x if isinstance(x, str) and x.isidentifier() else None,
 )
@@ -102,3 +103,28 @@ def test_bytes_decide_not_tokens():
 def test_refused(layout, transport, world_size, message):
     with pytest.raises(ValueError, match=message):
         check_choices(layout, transport, world_size)
+
+
+def test_heads_are_exchanged_where_others_would_wait():
+    """Contiguous pieces of a causal row: the last of 8 ranks does 1.87 times the mean work."""
+    decision = choose_transport(problem(Pattern.exact(), 131072, 8), SIZES)
+    assert (decision.choice, decision.heads) == ("heads", None)
+    assert "the busiest of 8 ranks does 1.87 times the mean work in contiguous pieces" in decision.reason
+    # Few keys of a query, or even work, are not worth it; nor can 3 ranks divide 32 heads.
+    for case in (
+        problem(Pattern.exact(), 1024, 8),
+        problem(Pattern.exact(), 131072, 8, "zigzag"),
+        problem(Pattern.exact(), 131072, 3),
+        replace(problem(Pattern.exact(), 131072, 8), causal=False),
+    ):
+        assert choose_transport(case, SIZES).choice != "heads"
+
+
+def test_neighbours_exchange_heads_where_there_are_few():
+    """16 ranks cannot divide 8 heads; 8 neighbours can, and the rings between two groups wait less."""
+    case = problem(Pattern.exact(), 1 << 20, 16, heads=(8, 8))
+    decision = choose_transport(case, SIZES)
+    assert (decision.choice, decision.heads) == ("heads", 8)
+    assert "8 neighbours exchange heads 1.50 times" in decision.reason
+    assert as_decided(case, decision).settings.heads == 8
+    assert as_decided(case, choose_transport(problem(Pattern.exact(), 64, 2), SIZES)) is case

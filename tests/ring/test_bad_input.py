@@ -10,7 +10,7 @@ import torch.distributed as dist
 import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import reference_attention
 from tests.support.cases import EXACT_ATTENTION
-from tests.support.ranks import PROMPTLY, run_ranks
+from tests.support.ranks import PROMPTLY, run_ranks, run_simulated
 
 EXACT = ra.Pattern.exact()
 BATCH, HEADS, KV_HEADS, TOKENS, WIDTH = 2, 4, 2, 6, 8
@@ -228,3 +228,19 @@ def refused_on_both_ranks(rank, agreed_before):
 @pytest.mark.parametrize("agreed_before", [False, True], ids=["at_first", "after_a_right_call"])
 def test_ranks_that_differ(agreed_before):
     run_ranks(refused_on_both_ranks, 2, agreed_before)
+
+
+def test_pieces_of_a_document_out_of_its_order():
+    rows = (((range(6, 8), range(0, 2)), (range(2, 6),)),)
+    layout = ra.SequenceLayout("documents", 8, 2, rows)
+
+    def call(ring):
+        x = torch.zeros(1, 1, 4, 4)
+        with pytest.raises(
+            ValueError, match=r"rank 0 holds tokens of document \(0, 8\) of batch row 0 out of their order"
+        ):
+            ra.ring_attention(x, x, x, pattern="exact", ring=ring, layout=layout)
+        apart = ra.ring_attention(x, x, x, pattern="exact", ring=ring, layout=layout, documents=[[(0, 5), (5, 8)]])
+        assert apart.shape == x.shape
+
+    run_simulated(call, 2)

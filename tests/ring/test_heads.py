@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
+from hf_ring_attention.plan import choices
 from hf_ring_attention.plan.heads import heads_pairs, heads_traffic, pieces_of
 from hf_ring_attention.plan.plans import plan_rank
 from hf_ring_attention.plan.problem import Problem, RingSettings
@@ -268,3 +269,30 @@ def test_errors_of_groups_name_ranks_by_their_number_in_the_ring(monkeypatch):
 def test_groups_that_do_not_divide_are_refused(settings, said):
     with pytest.raises(ValueError, match=said):
         ra.simulate(4, **settings)
+
+
+@pytest.mark.parametrize(("world_size", "heads"), [(2, 2), (4, 2), (4, 4)])
+def test_auto_exchanges_heads_where_the_choice_says_so(world_size, heads, rng, monkeypatch):
+    """The results are the definition's, whichever ranks exchange."""
+    monkeypatch.setattr(choices, "HEADS_AS_KEYS", 0)
+    monkeypatch.setattr(choices, "WORTH_AN_EXCHANGE", 0.9)
+    choices.choose_transport.cache_clear()
+    # Only groups of this size can divide the heads.
+    cases = [replace(random_case(rng), num_heads=heads, num_kv_heads=heads, causal=True) for _ in range(8)]
+    for case in cases:
+        assert case.definition and case.rounding
+
+    def check(ring):
+        check_cases(ring, cases)
+        return ring.traffic().hops
+
+    run_simulated(check, world_size, layout="contiguous")
+    chosen = [
+        choices.choose_transport(
+            case.problem(ra.SequenceLayout("contiguous", case.seq_len, world_size)), RowBytes(1, 1)
+        )
+        for case in cases
+    ]
+    choices.choose_transport.cache_clear()
+    assert all(decision.heads in (None, heads) for decision in chosen)
+    assert any(decision.choice == "heads" for decision in chosen)

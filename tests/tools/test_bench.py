@@ -68,11 +68,15 @@ def test_every_part_measures(tmp_path):
     assert figures["model"]["ratio"] > 0
     assert [row["pattern"] for row in figures["decode"]] == [*patterns, "exact"]
     assert all(row["ratio"] > 0 for row in figures["decode"])
-    assert {(row["pattern"], row["tokens"]) for row in figures["transport"]} == {
-        (pattern, tokens) for pattern in choice.patterns_for(64) for tokens in (64, 128)
+    assert {(row["pattern"], row["tokens"], row["documents"]) for row in figures["transport"]} == {
+        (pattern, tokens, documents)
+        for pattern in choice.patterns_for(64)
+        for tokens in (64, 128)
+        for documents in (1, len(choice.packed_row(tokens)[0]))
     }
+    assert all(row["seconds"].keys() >= {"ring", "collective", "heads"} for row in figures["transport"])
     good = sum(row["auto_over_best"] <= 1.1 for row in figures["transport"])
-    assert f"auto is within 10 % of the better one in {good} of 6 cells" in done.stderr
+    assert f"auto is within 10 % of the best way in {good} of 12 cells" in done.stderr
     assert [row["pattern"].split(",")[0] for row in figures["ideal"]] == ["exact", "longnet"]
     assert all(row["both"] > 0 for row in figures["ideal"])
     assert {name: {*peaks} for name, peaks in figures["ring-memory"].items()} == {

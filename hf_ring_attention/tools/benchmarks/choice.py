@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ...compute.merge import accumulation_dtype
-from ...plan.choices import imbalance
+from ...plan.choices import busiest_over_mean, imbalance
 from ...plan.heads import heads_fit, heads_pairs
 from ...plan.layouts import SequenceLayout
 from ...plan.patterns import Pattern, Window
@@ -107,7 +107,7 @@ def _cell(shape: CallShape, tokens: int, name: str, documents: Documents, repeat
             least = max(repeats, min(100, int(pairs)))
         number += 1
     to_base = {way: statistics.median(a / b for a, b in zip(times[way], times[_BASE])) for way in ways}
-    problems = {way: _problem(shape, pattern, layout, documents, ring) for way, (ring, layout) in ways.items()}
+    problems = {way: _problem_of(shape, pattern, layout, documents, ring) for way, (ring, layout) in ways.items()}
     widths, dtype = 2 * shape.head_dim, getattr(torch, shape.dtype)
     auto = Ring()
     decision = auto.decide(
@@ -129,7 +129,9 @@ def _cell(shape: CallShape, tokens: int, name: str, documents: Documents, repeat
     }
 
 
-def _problem(shape: CallShape, pattern: Pattern, layout: SequenceLayout, documents: Documents, ring: Ring) -> Problem:
+def _problem_of(
+    shape: CallShape, pattern: Pattern, layout: SequenceLayout, documents: Documents, ring: Ring
+) -> Problem:
     return Problem(
         pattern, layout, documents, num_heads=shape.heads, num_kv_heads=shape.kv_heads, settings=ring.settings
     )
@@ -138,8 +140,7 @@ def _problem(shape: CallShape, pattern: Pattern, layout: SequenceLayout, documen
 def _imbalance(problem: Problem, way: str) -> float:
     if not way.startswith("heads"):
         return imbalance(problem)
-    pairs = [heads_pairs(problem, rank) for rank in range(problem.layout.world_size)]
-    return max(pairs) * len(pairs) / (sum(pairs) or 1)
+    return busiest_over_mean([heads_pairs(problem, rank) for rank in range(problem.layout.world_size)])
 
 
 def transport_report(rows: list[dict[str, Any]], world_size: int) -> Sheet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from ...plan.choices import check_choices
 from ...plan.patterns import Pattern
 from ...plan.traffic import RankTraffic
 from ...ring.explain import Explanation, explain
-from ..arguments import at_least, key_value_heads
+from ..arguments import at_least, key_value_heads, token_count
 from ..model_config import ModelAttention, model_attention
 from ..options import (
     DTYPES,
@@ -23,21 +24,14 @@ from ..options import (
     RowTokens,
     checked,
     choice_option,
+    list_option,
     number_option,
     parsed,
     pattern_text,
     refuse,
 )
-from ..output import (
-    Sheet,
-    layer_numbers,
-    print_json,
-    print_sheet,
-    short_bytes,
-    short_count,
-    spinner,
-    terminal,
-)
+from ..output import print_json, spinner
+from .explain_tables import print_answer
 from .models import support_of
 
 #: The floating point operations of backward over those of forward: five products of matrices against two.
@@ -91,6 +85,10 @@ def explain_command(
     ] = 1,
     dtype: Annotated[str, choice_option("--dtype", DTYPES, "Type of numbers")] = "bfloat16",
     batch_size: Annotated[int, number_option("--batch-size", "Rows at once.")] = 1,
+    documents: Annotated[
+        Any,
+        list_option("--documents", token_count(), "Lengths of the documents that are packed into a row; default: one."),
+    ] = None,
     bidirectional: Bidirectional = False,
     layout: LayoutName = "auto",
     transport: Annotated[
@@ -114,7 +112,9 @@ def explain_command(
     wanted = None if pattern is None else Pattern.parse(pattern)
     attention = asked_attention(model, wanted, heads, kv_heads, head_dim, layers, ranks)
 
-    def explained(layer_pattern: Pattern, layout_kind: Any) -> Explanation:
+    rows = None if documents is None else [_documents(documents, tokens)] * batch_size
+
+    def explained(layer_pattern: Pattern, asked_layout: Any) -> Explanation:
         try:
             return explain(
                 layer_pattern,
@@ -127,7 +127,8 @@ def explain_command(
                 dtype=dtype,
                 batch_size=batch_size,
                 causal=not bidirectional,
-                layout=layout_kind,
+                documents=rows,
+                layout=asked_layout,
                 transport=transport,  # type: ignore[arg-type]
                 heads=ring_heads,
             )
@@ -136,7 +137,8 @@ def explain_command(
 
     with spinner(f"planning {tokens} tokens over {ranks} ranks"):
         base = explained(attention.base, layout)
-        pairs = tokens * tokens if bidirectional else tokens * (tokens + 1) // 2
+        lengths = [tokens] if documents is None else documents
+        pairs = sum(n * n if bidirectional else n * (n + 1) // 2 for n in lengths)
         exact = 2 * (attention.head_dim + attention.value_dim) * attention.num_heads * batch_size * pairs
         kinds = _kinds(attention, base, explained, exact)
     call = {"dtype": dtype, "batch_size": batch_size, "causal": not bidirectional, "ring_heads": ring_heads}
@@ -144,7 +146,17 @@ def explain_command(
     if as_json:
         print_json(answer)
     else:
-        _print(attention, base, kinds, answer)
+        print_answer(attention, base, answer)
+
+
+def _documents(lengths: Sequence[int], tokens: int) -> list[tuple[int, int]]:
+    """Returns the (start, stop) of documents of these lengths, one behind the other."""
+    ends = list(itertools.accumulate(lengths, initial=0))
+    if ends[-1] > tokens:
+        raise refuse(
+            f"the documents have {' + '.join(map(str, lengths))} = {ends[-1]} tokens, and a row {tokens}", "--documents"
+        )
+    return list(itertools.pairwise(ends))
 
 
 def asked_attention(
@@ -196,7 +208,7 @@ def _kinds(
         numbers.setdefault(key, []).append(number)
     kinds = []
     for (pattern, sliding), layers in numbers.items():
-        answer = base if pattern == attention.base else explained(pattern, base.layout.kind)
+        answer = base if pattern == attention.base else explained(pattern, base.layout)
         flops = sum(share.forward_flops for share in answer.ranks)
         name = "sliding" if sliding else "full"
         kinds.append(LayerKind(name, tuple(layers), answer, flops / exact))
@@ -254,9 +266,13 @@ def _answer(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerK
                 "forward_flops": max(flops),
                 "backward_flops": BACKWARD * max(flops),
                 "forward_flops_of_all_ranks": sum(flops),
+                "groups_that_exchange_heads": {
+                    str(size): _largest(traffic) | {"imbalance": balance}
+                    for size, (balance, traffic) in kind.explanation.groups.items()
+                },
                 **{
                     f"{name}_bytes": _largest([getattr(share, name) for share in kind.explanation.ranks])
-                    | {"row_numbers": numbers}
+                    | {"row_numbers": numbers, "imbalance": kind.explanation.balance[name]}
                     for name, numbers in kind.explanation.row_numbers.items()
                 },
             }
@@ -284,6 +300,7 @@ def _answer(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerK
         **call,
         "layout": base.layout.kind,
         "layout_reason": base.layout_decision.reason,
+        "imbalance_of_layouts": base.layouts,
         "layer_kinds": layers,
         "step": {
             "layers": count,
@@ -295,105 +312,3 @@ def _answer(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerK
             **totals,
         },
     }
-
-
-_BYTE_COLUMNS = ("forward_sent", "forward_received", "backward_sent", "backward_received", "buffers", "row_numbers")
-
-
-def _print(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerKind], answer: dict[str, Any]) -> None:
-    from rich.text import Text
-
-    console = terminal()
-    layout, step = base.layout, answer["step"]
-    padding = f", {answer['padding']} of padding" if answer["padding"] else ""
-    shape = f"{attention.num_heads}/{attention.num_kv_heads} heads x {attention.head_dim}"
-    if attention.value_dim != attention.head_dim:
-        shape += f" (values {attention.value_dim})"
-    facts = [
-        (
-            "sequence",
-            f"{short_count(layout.seq_len)} tokens over {layout.world_size} ranks: {layout.local_len} each{padding}",
-        ),
-        ("attention", f"{_layers(step['layers'])}, {shape}, {answer['dtype']}, batch size {answer['batch_size']}"),
-        *(
-            (f"layers, {row['kind']}", layer_numbers(row["layers"]))
-            for row in answer["layer_kinds"]
-            if len(answer["layer_kinds"]) > 1
-        ),
-        ("layout", f"{layout.kind}: {answer['layout_reason']}"),
-        *(
-            (f"transport, {row['kind']}", f"{row['transport']}: {row['transport_reason']}")
-            for row in answer["layer_kinds"]
-        ),
-    ]
-    if answer["ring_heads"]:
-        groups = layout.world_size // answer["ring_heads"]
-        facts.append(
-            ("heads", f"exchanged by {answer['ring_heads']} neighbours each; rings between groups: {groups} ranks")
-        )
-    if attention.name:
-        facts.insert(0, ("model", f"{attention.name} ({attention.model_type})"))
-    from rich.table import Table
-
-    grid = Table.grid(padding=(0, 2))
-    for name, text in facts:
-        grid.add_row(Text(name, style="bold"), Text(text))
-    console.print(grid)
-    console.print()
-    several = " and of a step of all layers" if step["layers"] > 1 else ""
-    rows: list[tuple[str, ...]] = [
-        (row["kind"], row["pattern"], str(len(row["layers"])), *_flop_cells(row)) for row in answer["layer_kinds"]
-    ]
-    if step["layers"] > 1:
-        rows.append(("a step", "", str(step["layers"]), *_flop_cells(step)))
-    headings: tuple[str, ...] = (
-        "layers",
-        "pattern",
-        "number",
-        "forward",
-        "backward",
-        "all ranks",
-        "imbalance",
-        "of exact",
-    )
-    notes = (
-        "forward, backward: the busiest rank; all ranks: the sum of forward; imbalance: busiest / mean; of exact: the share of "
-        "exact attention's FLOPs",
-    )
-    print_sheet(Sheet(f"TFLOP of one layer{several}", headings, rows, notes, left=2), console)
-    rows = []
-    for row in answer["layer_kinds"]:
-        for name in base.row_numbers:
-            mark = "* " if name == row["transport"] else "  "
-            rows.append((row["kind"], mark + name, *(short_bytes(row[f"{name}_bytes"][key]) for key in _BYTE_COLUMNS)))
-    for name in ("chosen", *base.row_numbers) if step["layers"] > 1 else ():
-        label = {"chosen": "* as chosen"}.get(name, f"  {name}")
-        rows.append(("a step", label, *(short_bytes(step[f"{name}_bytes"][key]) for key in _BYTE_COLUMNS)))
-    headings = (
-        "layers",
-        "transport",
-        "forward sent",
-        "forward received",
-        "backward sent",
-        "backward received",
-        "buffers",
-        "row numbers",
-    )
-    notes = (
-        "* marks what the call takes; row numbers are kept for equal calls, while a ring has at most 256 MiB of them",
-    )
-    print_sheet(Sheet(f"Bytes of the busiest rank in one layer{several}", headings, rows, notes, left=2), console)
-
-
-def _layers(count: int) -> str:
-    return f"{count} layer" + ("s" if count > 1 else "")
-
-
-def _flop_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    return (
-        f"{row['forward_flops'] / 1e12:.4g}",
-        f"{row['backward_flops'] / 1e12:.4g}",
-        f"{row['forward_flops_of_all_ranks'] / 1e12:.4g}",
-        f"{row['imbalance']:.3f}",
-        f"{row['share_of_exact_flops']:.2%}",
-    )
