@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 
 from ..plan.layouts import LayoutKind
+from ..plan.problem import Documents
 from .arguments import at_least, comma_list, one_of, pattern_text, token_count
 
 Value = TypeVar("Value")
@@ -62,6 +64,15 @@ def list_option(name: str, kind: Callable[[str], Any], text: str) -> Any:
     return typer.Option(name, parser=parsed(comma_list(kind)), metavar="N,N,...", help=text)
 
 
+def documents_of_lengths(lengths: list[int], tokens: int) -> Documents:
+    """Returns one row of documents of these lengths, one behind the other."""
+    ends = list(itertools.accumulate(lengths, initial=0))
+    if ends[-1] > tokens:
+        numbers = " + ".join(map(str, lengths))
+        raise refuse(f"a row has {tokens} tokens, and the documents {numbers} = {ends[-1]}", "--documents")
+    return (tuple(itertools.pairwise(ends)),)
+
+
 def choice_option(name: str, choices: tuple[str, ...], text: str) -> Any:
     """Returns an option that takes one of several names."""
     return typer.Option(name, parser=parsed(one_of(*choices)), metavar="NAME", help=f"{text}: {', '.join(choices)}.")
@@ -89,5 +100,8 @@ RowTokens = Annotated[
 RingRanks = Annotated[int, number_option("--ranks", "Ranks of the ring.")]
 LayoutName = Annotated[
     str, choice_option("--layout", ("auto", *get_args(LayoutKind)), "How the row is divided among the ranks")
+]
+DocumentLengths = Annotated[
+    Any, list_option("--documents", token_count(), "Lengths of the documents that are packed into a row. Default: one.")
 ]
 Bidirectional = Annotated[bool, typer.Option("--bidirectional", help="Queries also see keys after them.")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -13,18 +12,19 @@ from ...plan.choices import check_choices
 from ...plan.patterns import Pattern
 from ...plan.traffic import RankTraffic
 from ...ring.explain import Explanation, explain
-from ..arguments import at_least, key_value_heads, token_count
+from ..arguments import at_least, key_value_heads
 from ..model_config import ModelAttention, model_attention
 from ..options import (
     DTYPES,
     AsJson,
     Bidirectional,
+    DocumentLengths,
     LayoutName,
     RingRanks,
     RowTokens,
     checked,
     choice_option,
-    list_option,
+    documents_of_lengths,
     number_option,
     parsed,
     pattern_text,
@@ -85,10 +85,7 @@ def explain_command(
     ] = 1,
     dtype: Annotated[str, choice_option("--dtype", DTYPES, "Type of numbers")] = "bfloat16",
     batch_size: Annotated[int, number_option("--batch-size", "Rows at once.")] = 1,
-    documents: Annotated[
-        Any,
-        list_option("--documents", token_count(), "Lengths of the documents that are packed into a row; default: one."),
-    ] = None,
+    documents: DocumentLengths = None,
     bidirectional: Bidirectional = False,
     layout: LayoutName = "auto",
     transport: Annotated[
@@ -112,7 +109,7 @@ def explain_command(
     wanted = None if pattern is None else Pattern.parse(pattern)
     attention = asked_attention(model, wanted, heads, kv_heads, head_dim, layers, ranks)
 
-    rows = None if documents is None else [_documents(documents, tokens)] * batch_size
+    rows = None if documents is None else documents_of_lengths(documents, tokens) * batch_size
 
     def explained(layer_pattern: Pattern, asked_layout: Any) -> Explanation:
         try:
@@ -147,16 +144,6 @@ def explain_command(
         print_json(answer)
     else:
         print_answer(attention, base, answer)
-
-
-def _documents(lengths: Sequence[int], tokens: int) -> list[tuple[int, int]]:
-    """Returns the (start, stop) of documents of these lengths, one behind the other."""
-    ends = list(itertools.accumulate(lengths, initial=0))
-    if ends[-1] > tokens:
-        raise refuse(
-            f"the documents have {' + '.join(map(str, lengths))} = {ends[-1]} tokens, and a row {tokens}", "--documents"
-        )
-    return list(itertools.pairwise(ends))
 
 
 def asked_attention(

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ...plan.choices import choose_layout
-from ...plan.layouts import SequenceLayout
+from ...plan.choices import decide_layout
 from ...plan.patterns import Pattern
 from ...plan.plans import plan_rank
 from ...plan.problem import Problem
@@ -18,12 +17,14 @@ from ..arguments import key_value_heads, missing_extra, new_file, pattern_text, 
 from ..model_config import ModelAttention
 from ..options import (
     AsJson,
+    DocumentLengths,
     LayoutName,
     OnePattern,
     RingRanks,
     RowTokens,
     checked,
     choice_option,
+    documents_of_lengths,
     number_option,
     parsed,
     refuse,
@@ -163,16 +164,19 @@ def plot_layout_command(
     tokens: RowTokens,
     ranks: RingRanks,
     pattern: OnePattern = "exact",
+    documents: DocumentLengths = None,
     layout: LayoutName = "auto",
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
     """Show which tokens of a row each rank holds, and the work that a pattern gives it."""
     with spinner("planning"):
-        row_pattern, chosen, reason = _layout(tokens, ranks, Pattern.parse(pattern), layout)
-        problem = Problem(row_pattern, chosen, (((0, tokens),),), num_heads=1, num_kv_heads=1)
+        row_pattern = Pattern.parse(pattern)
+        rows = None if documents is None else documents_of_lengths(documents, tokens)
+        chosen, decision = decide_layout(layout, tokens, ranks, row_pattern, rows)
+        problem = Problem(row_pattern, chosen, rows or (((0, tokens),),), num_heads=1, num_kv_heads=1)
         pairs = [plan_rank(problem, rank).pairs for rank in range(ranks)]
-    work = [count * ranks / sum(pairs) for count in pairs]
+    work = [count * ranks / (sum(pairs) or 1) for count in pairs]
     from ..plots import plot_layout
     from ..text_plots import layout_lines
 
@@ -184,13 +188,13 @@ def plot_layout_command(
             {
                 "tokens": tokens,
                 "layout": chosen.kind,
-                "reason": reason,
+                "reason": decision.reason,
                 "padded_tokens": chosen.padded_len,
                 "ranks": [{"pieces": pieces_of_rank, "work": share} for pieces_of_rank, share in zip(pieces, work)],
             }
         )
     elif output is None:
-        _print_lines([f"{chosen.kind}: {reason}", *layout_lines(chosen, work)], terminal())
+        _print_lines([f"{chosen.kind}: {decision.reason}", *layout_lines(chosen, work)], terminal())
     else:
         print(f"wrote {output}")
 
@@ -223,6 +227,7 @@ def plot_ring_command(
     kv_heads: Annotated[int | None, number_option("--kv-heads", "Key/value heads; default: as --heads.")] = None,
     head_dim: Annotated[int | None, number_option("--head-dim", "Size of a head, without --model.")] = None,
     dtype: Annotated[str, choice_option("--dtype", ("bfloat16", "float16", "float32"), "Type of numbers")] = "bfloat16",
+    documents: DocumentLengths = None,
     layout: LayoutName = "auto",
     output: Output = None,
     as_json: AsJson = False,
@@ -241,12 +246,14 @@ def plot_ring_command(
 
     widths = attention.head_dim + attention.value_dim
     with spinner("planning"):
-        layer_pattern, chosen, _ = _layout(tokens, ranks, attention.base, layout)
+        layer_pattern = attention.base
+        rows = None if documents is None else documents_of_lengths(documents, tokens)
+        chosen, _ = decide_layout(layout, tokens, ranks, layer_pattern, rows)
         timeline = ring_timeline(
             Problem(
                 layer_pattern,
                 chosen,
-                (((0, tokens),),),
+                rows or (((0, tokens),),),
                 num_heads=attention.num_heads,
                 num_kv_heads=attention.num_kv_heads,
             ),
@@ -275,13 +282,6 @@ def plot_ring_command(
         _print_lines([title, timeline_summary(timeline), "", *ring_lines(timeline), "", RING_LEGEND], terminal())
     else:
         print(f"wrote {output}")
-
-
-def _layout(tokens: int, ranks: int, pattern: Pattern, kind: str) -> tuple[Pattern, SequenceLayout, str]:
-    decision = choose_layout(tokens, ranks, pattern) if kind == "auto" else None
-    chosen: Any = kind if decision is None else decision.choice
-    reason = "it was asked for" if decision is None else decision.reason
-    return pattern, SequenceLayout(chosen, tokens, ranks), reason
 
 
 def _print_lines(lines: list[str], console: Any) -> None:
