@@ -5,6 +5,9 @@ row are put in order of their work: the document whose queries see most keys fir
 rank in turn takes tokens from both ends of what is left, as many as it has room for, and as many of them from the heavy end as
 make its work the mean. Documents are cut between neighbouring ranks only, long ones for as many ranks as their work is worth,
 and where balance leaves a choice, the cuts are those that divide the fewest tokens.
+
+The last rank takes first, and short documents are taken from their end too: so of two ranks that share a document the first one
+has its first tokens, and keys travel round the ring in its direction, to the next rank.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ from .problem import Documents
 from .work import Work, work_under
 
 #: The work of the first r ranks may differ by this share of a rank's from r times the mean, where that spares a cut.
-TOLERANCE = 0.025
+TOLERANCE = 0.04
 #: A division is good where the busiest rank does at most this many times the mean work.
-GOOD_BALANCE = 1.06
+GOOD_BALANCE = 1.08
 #: Documents are put in order whole, or else in spans of a rank's tokens divided by these numbers, until balance is good.
 PARTS_OF_A_RANK = (0, 1, 2, 4, 8)
+#: Documents of at most this share of a rank's tokens are short.
+SHORT = 0.5
 #: So many ends of documents on either side of a cut are tried in its place.
 _NEAR = 8
 
@@ -43,9 +48,10 @@ def balanced_layout(seq_len: int, world_size: int, pattern: Pattern, documents: 
         most = max(1, local_len // parts) if parts else seq_len
         loads, rows = [0.0] * world_size, []
         for spans in documents:
-            row = _Row(spans, most, local_len * world_size, work)
+            row = _Row(spans, most, int(local_len * SHORT), local_len * world_size, work)
             mean = (sum(loads) + row.works[-1]) / world_size
-            rows.append(row.divided(local_len, [mean - load for load in loads]))
+            shares = row.divided(local_len, [mean - load for load in reversed(loads)])
+            rows.append(shares[::-1])
             loads = [load + share.work for load, share in zip(loads, rows[-1])]
         found = max(loads) * world_size / (sum(loads) or 1.0)
         if best is None or found < best[0]:
@@ -78,12 +84,20 @@ def mean_keys(pattern: Pattern, documents: Documents) -> float:
 
 
 class _Span(NamedTuple):
-    """Tokens [start, stop) of a row, of the document that begins at `document`, and their work; padding has none."""
+    """Tokens [start, stop) of a row, of the document that begins at `document`, and their work; padding has none.
+
+    In the order of work they follow each other from the end on, or from the start on where the document is short.
+    """
 
     start: int
     stop: int
     document: int
     work: float
+    from_end: bool
+
+    def token(self, number: int) -> int:
+        """Returns which token of the row has this many of the span before it, in the order of their work."""
+        return self.stop - number if self.from_end else self.start + number
 
 
 class _Share(NamedTuple):
@@ -94,21 +108,25 @@ class _Share(NamedTuple):
 
 
 class _Row:
-    """The tokens of a row in order of their work: documents one behind the other, each from its end, and then padding.
+    """The tokens of a row in order of their work: documents, or spans of them, one behind the other, and then padding.
 
     Args:
         most: tokens of a document that are put in order together.
+        short: the most tokens of a short document.
         length: tokens of the row, with padding.
     """
 
-    def __init__(self, documents: Sequence[tuple[int, int]], most: int, length: int, work: Work) -> None:
+    def __init__(self, documents: Sequence[tuple[int, int]], most: int, short: int, length: int, work: Work) -> None:
         self.length, self.work = length, work
         ends = [0, *itertools.chain(*documents), length]
-        spans = [_Span(start, stop, stop, 0.0) for start, stop in zip(ends[::2], ends[1::2]) if start < stop]
+        spans = [_Span(start, stop, stop, 0.0, False) for start, stop in zip(ends[::2], ends[1::2]) if start < stop]
         for start, stop in documents:
             count = -(-(stop - start) // most)
             cuts = [start + (stop - start) * number // count for number in range(count + 1)]
-            spans += [_Span(a, b, start, work.of_tokens(a - start, b - start)) for a, b in itertools.pairwise(cuts)]
+            spans += [
+                _Span(a, b, start, work.of_tokens(a - start, b - start), stop - start > short)
+                for a, b in itertools.pairwise(cuts)
+            ]
         self.spans = sorted(spans, key=lambda span: span.work / (span.start - span.stop))
         #: Where each span begins in this order, and the work before it.
         self.starts = list(itertools.accumulate((span.stop - span.start for span in self.spans), initial=0))
@@ -122,12 +140,11 @@ class _Row:
         number = bisect.bisect_right(self.starts, token) - 1
         if number == len(self.spans):
             return self.works[-1]
-        span, left = self.spans[number], self.starts[number + 1] - token
-        if not span.work:
+        span, done = self.spans[number], token - self.starts[number]
+        if not span.work or not done:
             return self.works[number]
-        return self.works[number + 1] - self.work.of_tokens(
-            span.start - span.document, span.start - span.document + left
-        )
+        first, last = sorted((span.token(0), span.token(done)))
+        return self.works[number] + self.work.of_tokens(first - span.document, last - span.document)
 
     def divided(self, local_len: int, targets: Sequence[float]) -> list[_Share]:
         """Returns the share of each rank: `local_len` tokens, and about its target of work."""
@@ -147,16 +164,16 @@ class _Row:
         if number == 0 or self.starts[number] == token:
             return 0
         span = self.spans[number - 1]
-        return self.starts[number] - token + span.start - span.document if span.work else 0
+        return span.token(token - self.starts[number - 1]) - span.document if span.work else 0
 
     def _pieces(self, start: int, stop: int) -> Iterator[range]:
         """Yields the runs of the row that are tokens [start, stop) in this order."""
-        for span in range(bisect.bisect_right(self.starts, start) - 1, len(self.spans)):
-            first, last = max(start, self.starts[span]), min(stop, self.starts[span + 1])
+        for number in range(bisect.bisect_right(self.starts, start) - 1, len(self.spans)):
+            first, last = max(start, self.starts[number]), min(stop, self.starts[number + 1])
             if first >= last:
                 return
-            end = self.starts[span] + self.spans[span].stop  # In this order tokens of a document go from its end on.
-            yield range(end - last, end - first)
+            span, begin = self.spans[number], self.starts[number]
+            yield range(*sorted((span.token(first - begin), span.token(last - begin))))
 
 
 class _Left(NamedTuple):

@@ -194,7 +194,7 @@ class Ring:
             >>> [ring, _] = ra.simulate(2)  # in zigzag, rank 1 would do 1.3 times the mean work
             >>> layout = ring.layout_for(16, "exact", documents=[[(0, 8), (8, 10), (10, 12), (12, 14), (14, 16)]])
             >>> layout.kind, layout.positions(0), layout.positions(1)
-            ('documents', [6, 7, 10, 11, 12, 13, 14, 15], [0, 1, 2, 3, 4, 5, 8, 9])
+            ('documents', [0, 1, 2, 3, 4, 5, 8, 9], [6, 7, 10, 11, 12, 13, 14, 15])
         """
         pattern, rows = as_pattern(pattern, "layout_for"), documents_of(documents, seq_len, "layout_for")
         return decide_layout(self.layout, seq_len, self.world_size, pattern, rows, self.balanced_by_heads)[0]

@@ -63,17 +63,20 @@ def test_estimates_are_the_plans(rng):
 
 @pytest.mark.parametrize("pattern", [PATTERNS[0], PATTERNS[3]], ids=str)
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_bytes_are_about_those_of_a_zigzag(world_size, pattern, rng):
-    """Of all packings together: a zigzag of documents that end by chance where its pieces do moves next to nothing."""
-    sizes, moved = RowBytes(1, 1), {"documents": 0, "zigzag": 0}
-    for _ in range(12):
-        documents = (random_packing(rng, 65536),)
+def test_bytes_are_about_those_of_a_zigzag(world_size, pattern):
+    """Of all packings together: a zigzag of documents that end by chance where its pieces do moves next to nothing.
+
+    The packings are always the same ones: the figure scatters with them, and the promise is of their mean.
+    """
+    sizes, moved, rng = RowBytes(1, 1), {"documents": 0, "zigzag": 0}, random.Random(1)
+    for _ in range(25):
+        documents = (random_packing(rng, 65536, median=1100, spread=1.2),)
         zigzag = SequenceLayout("zigzag", 65536, world_size)
         for layout in (balanced_layout(65536, world_size, pattern, documents), zigzag):
             problem = problem_of(layout, documents, pattern)
             for traffic in (ring_traffic, collective_traffic):
                 moved[layout.kind] += sum(traffic(problem, r, sizes).forward.received for r in range(world_size))
-    assert moved["documents"] <= 1.35 * moved["zigzag"]
+    assert moved["documents"] <= 1.35 * moved["zigzag"], moved
 
 
 def test_rows_of_a_batch_are_balanced_together(rng):
@@ -109,7 +112,7 @@ def test_short_documents_are_not_cut_where_they_fit():
 
 def test_one_document_is_a_zigzag():
     layout = balanced_layout(1024, 4, Pattern.exact(), (((0, 1024),),))
-    assert [len(layout.pieces(rank)) for rank in range(4)] == [2, 2, 2, 1]
+    assert [len(layout.pieces(rank)) for rank in range(4)] == [1, 2, 2, 2]
     assert imbalance(problem_of(layout, (((0, 1024),),), Pattern.exact())) <= 1.05
 
 

@@ -54,7 +54,11 @@ REFUSED = [
         f"{EXPLAIN} --dtype int8",
         "'--dtype': one of float32, bfloat16, float16, float64 was expected, got 'int8'",
     ),
-    ("cli", f"{EXPLAIN} --layout striped", "'--layout': one of auto, contiguous, zigzag, documents was expected, got 'striped'"),
+    (
+        "cli",
+        f"{EXPLAIN} --layout striped",
+        "'--layout': one of auto, contiguous, zigzag, documents was expected, got 'striped'",
+    ),
     (
         "cli",
         f"{EXPLAIN} --transport mail",
