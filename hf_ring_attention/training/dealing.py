@@ -205,9 +205,10 @@ def _reason_for_count(loader: Any, ring: Ring, deal: str) -> str | None:
     if isinstance(loader.dataset, IterableDataset):
         return "the lengths of a stream's documents are known only when they are read"
     if type(loader.batch_sampler) is not BatchSampler:
-        return f"the loader has a {type(loader.batch_sampler).__name__}, whose batches stay as it makes them"
+        kind = type(loader.batch_sampler).__name__
+        return f"the loader has a batch sampler of its own ({kind}), whose batches stay as they are"
     if deal == "auto" and isinstance(loader.batch_sampler.sampler, SequentialSampler):
-        return "rows are read in the order of the dataset, which may be wanted; deal='work' deals shuffled datasets too"
+        return "rows are read in the order of the dataset, which may be wanted; deal='work' deals them all the same"
     if not models_of(ring):
         return "no model was patched with this ring, whose pattern tells the work: call ra.patch_model(model, ring=ring) first"
     return None
