@@ -238,7 +238,8 @@ class Ring:
             deal: how rows go to rings. "count": each ring has the next batch. "work": the rows that all rings read in an
                 optimizer step change places until rings have even work, if the dataset tells the lengths of its documents,
                 as above. "auto": by work, unless the loader keeps the order of its dataset. The Accelerator's
-                gradient_accumulation_steps say how many batches a step has. The logger tells the choice.
+                gradient_accumulation_steps say how many batches a step has, the first of which begins an epoch. The logger
+                tells the choice.
 
         Raises:
             ValueError: on every process: a loader that was prepared already, divides its rows itself or differs between

@@ -231,7 +231,11 @@ def _work_of_documents(ring: Ring, pattern: Pattern | None, collator: Any) -> Ca
         row_length, strategy = collator.row_length, collator.excess_length_strategy
     filled = isinstance(collator, PaddingCollator) and row_length is not None
     configs = [model.config.get_text_config() for model in models_of(ring)]
-    models = {(pattern or layer_pattern(config, None), 0 if filled else 6 * config.hidden_size) for config in configs}
+    models = {
+        # A config without one hidden size, such as that of a model of several levels, leaves tokens out too.
+        (pattern or layer_pattern(config, None), 0 if filled else 6 * (getattr(config, "hidden_size", None) or 0))
+        for config in configs
+    }
 
     def work_of(length: int, most: int) -> int:
         # What seems too long for a row, where that is refused, has padding of its own, which is cut off.

@@ -96,6 +96,15 @@ def test_parts_have_as_many_items_as_they_have_room_for(rng):
         assert list(map(len, parts)) == rooms and sorted(itertools.chain(*parts)) == list(range(len(works)))
     assert divided_evenly([9, 5, 4, 1], [2, 2]) == [[0, 3], [1, 2]]
     assert divided_evenly([100, 40, 30, 20], [1, 3]) == [[0], [1, 2, 3]]
+    # Longest first would leave 9 + 6 + 6 = 21 to one part, where the mean is 53 / 3.
+    assert divided_evenly([6, 7, 6, 1, 9, 9, 6, 8, 1], [3, 3, 3]) == [[0, 2, 6], [1, 3, 5], [4, 7, 8]]
+
+
+def test_a_step_that_would_be_less_even_is_left_as_it_is():
+    works = [9, 7, 2, 8, 1, 9, 5, 5, 7]
+    assert [sum(works[x] for x in part) for part in divided_evenly(works, [3, 3, 3])] == [17, 19, 17]
+    groups = steps_of(works, 3, 1, 3)
+    assert Dealer(np.array(works), 1, alike=True).dealt(groups) is groups
 
 
 def test_batches_of_all_rings_resemble_each_other_at_the_same_time():
