@@ -209,7 +209,13 @@ class Ring:
         """The accelerator of `from_accelerator`; None for other rings, and where it is gone."""
         return self._accelerator()
 
-    def prepare_data_loader(self, loader: Any, *, pattern: Pattern | str | None = None) -> RingDataLoader:
+    def prepare_data_loader(
+        self,
+        loader: Any,
+        *,
+        pattern: Pattern | str | None = None,
+        deal: Literal["auto", "work", "count"] = "auto",
+    ) -> RingDataLoader:
         """Returns a loader of this rank's shards, from one of whole sequences; it replaces `accelerator.prepare(loader)`.
 
         All ranks of a ring read the same sequences, which each batch proves by a checksum, and other rings read others.
@@ -229,6 +235,11 @@ class Ring:
                 the dataset is a list or a `datasets.Dataset` without a transform (or torch's Subset or ConcatDataset of
                 these), which tell their lengths at once; others are refused when they are read.
             pattern: see `shard_batch`.
+            deal: how rows go to rings. "count": each ring has the next batch. "work": the rows that all rings read in an
+                optimizer step change places until rings have even work, if the dataset tells the lengths of its documents,
+                as above. "auto": by work, unless the loader keeps the order of its dataset. The Accelerator's
+                gradient_accumulation_steps say how many batches a step has, the first of which begins an epoch. The logger
+                tells the choice.
 
         Raises:
             ValueError: on every process: a loader that was prepared already, divides its rows itself or differs between
@@ -237,7 +248,7 @@ class Ring:
         # The one import from a folder above: Accelerate and datasets are loaded by those alone who load data.
         from ..training.loaders import prepare_data_loader
 
-        return prepare_data_loader(loader, self, pattern)
+        return prepare_data_loader(loader, self, pattern, deal)
 
     def check_layout(self, layout: SequenceLayout) -> None:
         """Raises ValueError for what is no layout, or one for another number of ranks."""

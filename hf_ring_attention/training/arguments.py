@@ -22,6 +22,8 @@ class RingTrainingArguments(TrainingArguments):
         ring_layout: "auto", "contiguous", "zigzag" or "documents".
         ring_transport: "auto", "ring", "collective", "heads" or "local".
         ring_heads: with "heads", how many neighbouring processes exchange heads; None for all of a ring.
+        ring_deal: "auto", "work" or "count": how the rows of an optimizer step go to rings, as `deal` of
+            `Ring.prepare_data_loader`; evaluation and prediction keep their order.
         loss_tokens_at_once: tokens whose logits exist at any time (`sliced_loss`); 0 for those of the whole shard.
         offload_activations: whether tensors that the forward pass saves wait in host memory; with
             gradient_checkpointing, these are the inputs of the layers.
@@ -40,6 +42,7 @@ class RingTrainingArguments(TrainingArguments):
     ring_heads: int | None = field(
         default=None, metadata={"help": "With ring_transport heads: how many neighbours exchange heads; default: all."}
     )
+    ring_deal: str = field(default="auto", metadata={"help": "how rows go to rings: auto, work or count"})
     loss_tokens_at_once: int = field(default=1024, metadata={"help": "tokens whose logits exist at a time; 0: all"})
     offload_activations: bool = field(default=False, metadata={"help": "keep saved activations in host memory"})
     # TrainingArguments has "str | bool", which HfArgumentParser reads as a bool.

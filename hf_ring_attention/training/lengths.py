@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,9 @@ from .fitting import REMEDY
 
 #: The most documents that are read, of those that seem too long, to see whether they are without their padding.
 _READ_AT_MOST = 100
+
+#: Columns that say, token by token, where the documents of a row end.
+_OTHER_ENDS = ("seq_idx", "position_ids")
 
 
 def check_lengths(dataset: Any, collate: Any, *, warn: bool) -> ValueError | None:
@@ -54,27 +58,106 @@ def check_lengths(dataset: Any, collate: Any, *, warn: bool) -> ValueError | Non
 
 def token_counts(dataset: Any) -> np.ndarray | None:
     """Returns [documents] the lengths of their input_ids; None if the documents would have to be read."""
+    return _by_row(dataset, _counts_of_table, _counts_of_list)
+
+
+def sums_over_documents(dataset: Any, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray | None:
+    """Returns [rows] the sums, over the documents of each row, of what a function makes of their lengths.
+
+    It is None if the rows would have to be read, or if nothing but their positions or the numbers of their documents says
+    where documents of a row end. Padding that a row has already counts as a part of its last document.
+
+    Args:
+        function: returns an integer for each of many lengths.
+    """
+
+    def of_table(table: Table) -> np.ndarray | None:
+        sums = _sums(_documents_of_table(table), function)
+        return None if sums is None else _selected(table, sums)
+
+    return _by_row(dataset, of_table, lambda rows: _sums(_documents_of_list(rows), function))
+
+
+#: The lengths of all documents, row after row, and how many of them each row has.
+_Documents = tuple[np.ndarray, np.ndarray]
+
+
+def _by_row(
+    dataset: Any,
+    of_table: Callable[[Table], np.ndarray | None],
+    of_list: Callable[[Sequence[Any]], np.ndarray | None],
+) -> np.ndarray | None:
+    """Returns a number for each row of a dataset that is made of tables and lists; None for others."""
     if isinstance(dataset, Subset):
-        counts = token_counts(dataset.dataset)
-        return None if counts is None else counts[[int(index) for index in dataset.indices]]
+        numbers = _by_row(dataset.dataset, of_table, of_list)
+        return None if numbers is None else numbers[[int(index) for index in dataset.indices]]
     if isinstance(dataset, ConcatDataset):
-        parts = [token_counts(part) for part in dataset.datasets]
+        parts = [_by_row(part, of_table, of_list) for part in dataset.datasets]
         return None if any(part is None for part in parts) else np.concatenate(parts)  # type: ignore[arg-type]
     if isinstance(dataset, Table):
-        return _counts_of_table(dataset)
-    if isinstance(dataset, (list, tuple)):
-        ids = [row.get("input_ids") if isinstance(row, Mapping) else None for row in dataset]
-        return np.array([len(x) if isinstance(x, Sized) else 0 for x in ids], dtype=np.int64)
-    return None
+        return of_table(dataset)
+    return of_list(dataset) if isinstance(dataset, (list, tuple)) else None
 
 
 def _counts_of_table(table: Table) -> np.ndarray | None:
-    """Returns `token_counts` of a table from the offsets of its lists, without reading the lists."""
-    if "input_ids" not in table.column_names or table.format["type"] == "custom":  # a transform makes the rows
+    counts = _counts_of_column(table, "input_ids")
+    return None if counts is None else _selected(table, counts)
+
+
+def _counts_of_column(table: Table, name: str) -> np.ndarray | None:
+    """Returns [stored rows] the lengths of a column's lists from their offsets, without reading the lists."""
+    if name not in table.column_names or table.format["type"] == "custom":  # a transform makes the rows
         return None
-    column = table.data.column("input_ids")
+    column = table.data.column(name)
     if not (pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type)):
         return None
-    counts = pyarrow.compute.list_value_length(column).fill_null(0).to_numpy()
+    counts: np.ndarray = pyarrow.compute.list_value_length(column).fill_null(0).to_numpy()
+    return counts
+
+
+def _selected(table: Table, numbers: np.ndarray) -> np.ndarray:
+    """Returns the numbers of a table's rows, of those of all rows that it stores."""
     indices = selected_rows(table)  # the rows that select, filter or shuffle left
-    return counts if indices is None else counts[indices.column(0).to_numpy()]
+    return numbers if indices is None else numbers[indices.column(0).to_numpy()]
+
+
+def _counts_of_list(rows: Sequence[Any]) -> np.ndarray:
+    ids = [row.get("input_ids") if isinstance(row, Mapping) else None for row in rows]
+    return np.array([len(x) if isinstance(x, Sized) else 0 for x in ids], dtype=np.int64)
+
+
+def _documents_of_table(table: Table) -> _Documents | None:
+    tokens, counts = _counts_of_column(table, "input_ids"), _counts_of_column(table, "seq_lengths")
+    read = table.format["columns"]  # a format may hide columns from whoever reads the rows
+    if tokens is None or "input_ids" not in read:
+        return None
+    if counts is None or "seq_lengths" not in read:
+        return None if {*_OTHER_ENDS} & {*read} else (tokens, np.ones_like(tokens))
+    lengths = pyarrow.compute.list_flatten(table.data.column("seq_lengths")).to_numpy()
+    single = np.flatnonzero(counts == 0)  # rows without the column are single documents
+    lengths = np.insert(lengths, (np.cumsum(counts) - counts)[single], tokens[single])
+    return lengths, np.maximum(counts, 1)
+
+
+def _documents_of_list(rows: Sequence[Any]) -> _Documents | None:
+    lengths: list[list[int]] = []
+    for row in rows:
+        ids = row.get("input_ids") if isinstance(row, Mapping) else None
+        if not isinstance(ids, Sized):
+            return None
+        own = row.get("seq_lengths")
+        if own is None and any(row.get(name) is not None for name in _OTHER_ENDS):
+            return None
+        lengths.append([len(ids)] if own is None else [int(length) for length in own])
+    flat = np.fromiter(itertools.chain(*lengths), dtype=np.int64)
+    return flat, np.array([len(own) for own in lengths], dtype=np.int64)
+
+
+def _sums(documents: _Documents | None, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray | None:
+    if documents is None:
+        return None
+    lengths, counts = documents
+    before = np.concatenate([[0], np.cumsum(function(lengths))])
+    ends = np.cumsum(counts)
+    sums: np.ndarray = before[ends] - before[ends - counts]
+    return sums

@@ -19,6 +19,7 @@ from ..compute.private import mark_prepared
 from ..hf.rings import untrainable_model
 from ..plan.patterns import Pattern, as_pattern
 from ..ring.ring import Ring
+from .dealing import Dealer, Dealing, decide_deal, wrong_deal
 from .loader_checks import check_schedules, drops_last, first_row, length_of, wrong_loader
 from .samplers import (
     BatchesOfRows,
@@ -34,27 +35,43 @@ from .shard_iterators import Shards
 from .shards import expect_batch
 
 
-def prepare_data_loader(loader: Any, ring: Ring, pattern: Pattern | str | None) -> RingDataLoader:
-    """Returns what `Ring.prepare_data_loader` describes."""
+def prepare_data_loader(
+    loader: Any, ring: Ring, pattern: Pattern | str | None, deal: str, together: int | None = None
+) -> RingDataLoader:
+    """Returns what `Ring.prepare_data_loader` describes.
+
+    Args:
+        together: how many batches an optimizer step accumulates; None for what the ring's accelerator was told.
+    """
     pattern = None if pattern is None else as_pattern(pattern, "prepare_data_loader")
-    if isinstance(loader, RingDataLoader) and loader.ring is ring and pattern in (None, loader.pattern):
-        return loader
-    error, agreed, seed = wrong_loader(loader, ring) or untrainable_model(ring), {}, 0
+    error, agreed, seed, dealing = (
+        wrong_loader(loader, ring) or wrong_deal(deal) or untrainable_model(ring),
+        {},
+        0,
+        None,
+    )
     if isinstance(loader, RingDataLoader):
+        if loader.ring is ring and pattern in (None, loader.pattern) and deal in ("auto", loader.dealing.asked):
+            return loader
         error = ValueError(
-            "the loader was prepared already, by another ring or for another pattern: prepare the torch DataLoader itself"
+            "the loader was prepared already, by another ring, for another pattern or with another deal: prepare the torch "
+            "DataLoader itself"
         )
     if error is None:
         seed = _seed_of_loader(loader, ring)
+        dealing = decide_deal(loader, ring, pattern, deal, together)
         agreed = {
             "the loader's dataset": type(loader.dataset).__name__,
             "the number of its rows": length_of(loader.dataset),
             "its first row": first_row(loader.dataset),
             "batch_size": loader.batch_size,
             "drop_last": drops_last(loader),
+            **dealing.agreed(),
         }
     seeds = ring.agree_everywhere(agreed, error, tell=seed)
-    return RingDataLoader(loader, ring, pattern, seeds[0])
+    assert dealing is not None
+    dealing.log(ring)
+    return RingDataLoader(loader, ring, pattern, seeds[0], dealing)
 
 
 def _seed_of_loader(loader: DataLoader[Any], ring: Ring) -> int:
@@ -65,11 +82,11 @@ def _seed_of_loader(loader: DataLoader[Any], ring: Ring) -> int:
     return (torch.initial_seed() if ring.data_seed is None else ring.data_seed) % 2**63
 
 
-def _source(loader: DataLoader[Any], ring: Ring, seed: int) -> RingBatchSampler | RingStream:
+def _source(loader: DataLoader[Any], ring: Ring, seed: int, dealer: Dealer | None) -> RingBatchSampler | RingStream:
     """Returns what gives the rows of this ring to a loader."""
     dataset: Any = loader.dataset
     if not isinstance(dataset, IterableDataset):
-        return RingBatchSampler(loader.batch_sampler, ring.dp_rank, ring.dp_size, drops_last(loader), seed)
+        return RingBatchSampler(loader.batch_sampler, ring.dp_rank, ring.dp_size, drops_last(loader), seed, dealer)
     streamed = isinstance(dataset, StreamedDataset)
     if streamed and ring.dp_size > 1:
         dataset = split_dataset_by_node(dataset, ring.dp_rank, ring.dp_size)
@@ -161,12 +178,14 @@ class RingDataLoader(DataLoaderStateMixin):
 
     _drop_last = True  # Accelerate would cut a remainder of rows off the last batch, and shards are not rows
 
-    def __init__(self, loader: DataLoader[Any], ring: Ring, pattern: Pattern | None, seed: int) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], ring: Ring, pattern: Pattern | None, seed: int, dealing: Dealing
+    ) -> None:
         self.dataset, self.batch_size, self.num_workers = loader.dataset, loader.batch_size, loader.num_workers
-        self.ring, self.pattern = ring, pattern
+        self.ring, self.pattern, self.dealing = ring, pattern, dealing
         self.gradient_state = GradientState()
         self._drops = drops_last(loader)
-        self._source = _source(loader, ring, seed)
+        self._source = _source(loader, ring, seed, dealing.dealer)
         self.rows = _loader_of_rows(loader, self._source, partial(expect_batch, ring=ring, pattern=pattern))
         # Persistent workers serve one pass at a time, and a stream of `datasets` has one epoch for its copies in workers.
         streamed = isinstance(loader.dataset, StreamedDataset) and loader.num_workers > 0
@@ -226,6 +245,7 @@ class RingDataLoader(DataLoaderStateMixin):
             "seed": self._source.seed,
             "rings": self.ring.dp_size,
             "batch_size": self.batch_size,
+            "dealt_together": self.dealing.together,
             "order": self._order_of(at),
         }
 
@@ -236,7 +256,8 @@ class RingDataLoader(DataLoaderStateMixin):
         dataset, its sampler and its collator keep as attributes. Numbers from other sources are not drawn again.
 
         Raises:
-            ValueError: no state of a loader, or a state with another batch size or a number of rings that does not fit.
+            ValueError: no state of a loader, or a state with another batch size, a number of rings that does not fit, or
+                within a step whose rows were dealt to rings in another way.
         """
         entries = state if isinstance(state, Mapping) else {}
         if not all(_is_count(entries.get(name)) for name in ("epoch", "batches")):
@@ -255,6 +276,14 @@ class RingDataLoader(DataLoaderStateMixin):
                 f"load_state_dict: each of {rings} rings has taken {batches} batches, and {self.ring.dp_size} rings cannot go "
                 f"on after {batches} x {rings} = {batches * rings} of them: go on with {rings} rings, or from the beginning "
                 f"of an epoch"
+            )
+        before, now = entries.get("dealt_together", 1), self.dealing.together
+        if (batches % before or count % now) and (rings, before) != (self.ring.dp_size, now):
+            raise ValueError(
+                f"load_state_dict: each of {rings} rings has taken {batches} batches, of which {before} were dealt together, "
+                f"and this loader deals {now} together to {self.ring.dp_size} rings, so that it would read some rows of a step "
+                f"twice, and others not at all: go on with the same rings, gradient_accumulation_steps and deal, or from the "
+                f"beginning of an epoch"
             )
         self._source.seed = entries.get("seed", self._source.seed)
         self._next(_Pass(entries["epoch"], count, expected=entries.get("order"), resumed=True))
@@ -330,10 +359,15 @@ class RingDataLoader(DataLoaderStateMixin):
 
 
 class LoaderPreparer:
-    """Stands in for the accelerator where a Trainer makes its loaders: the ring prepares them instead."""
+    """Stands in for the accelerator where a Trainer makes its loaders: the ring prepares them instead.
 
-    def __init__(self, accelerator: Any, ring: Ring) -> None:
+    Args:
+        deal, together: as for `prepare_data_loader`, for loaders that the user has not prepared.
+    """
+
+    def __init__(self, accelerator: Any, ring: Ring, deal: str, together: int) -> None:
         self.accelerator, self.ring = accelerator, ring
+        self.deal, self.together = deal, together
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.accelerator, name)
@@ -347,7 +381,8 @@ class LoaderPreparer:
 
     def prepare_data_loader(self, loader: DataLoader[Any], **options: Any) -> RingDataLoader:
         """Prepares a loader by the ring, whatever the accelerator's options."""
-        return self.ring.prepare_data_loader(loader)
+        deal = "auto" if isinstance(loader, RingDataLoader) else self.deal
+        return prepare_data_loader(loader, self.ring, None, deal, self.together)
 
 
 def _is_count(x: Any) -> bool:

@@ -7,6 +7,7 @@ of a ring, in whichever process the batch is read, and when a run continues from
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import operator
@@ -20,6 +21,8 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch import Tensor
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
+
+from .dealing import Dealer
 
 _Random = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
 
@@ -126,16 +129,25 @@ class RingBatchSampler(Sampler[Batch]):
 
     The last group may have fewer batches than there are rings. The length is the number of groups, and with `drop_last`
     the number of whole groups. All processes draw the same batches, by `seed` and the epoch alone, since the states of
-    their global generators differ as soon as their rows do.
+    their global generators differ as soon as their rows do. A `dealer` exchanges rows among the batches of a step.
     """
 
-    def __init__(self, batch_sampler: Any, dp_rank: int, dp_size: int, drop_last: bool, seed: int) -> None:
+    def __init__(
+        self,
+        batch_sampler: Any,
+        dp_rank: int,
+        dp_size: int,
+        drop_last: bool,
+        seed: int,
+        dealer: Dealer | None = None,
+    ) -> None:
         self.batch_sampler, self._shuffled = _shuffled_by_epoch(batch_sampler)
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.seed, self.epoch = seed, 0
         self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
-        self.drop_last = drop_last
-        #: Checksums of the last pass: number i is that of all rings' rows in its first i + 1 groups of batches.
+        self.drop_last, self.dealer = drop_last, dealer
+        #: Checksums of the last pass: number i is that of all rings' rows in its first i + 1 groups of batches. At the end
+        #: of a step it is that of the sampler's order, which is the same for any number of rings, however they are dealt.
         self.order: list[int] = []
         self._skip = 0
         self._expected: int | None = None
@@ -176,17 +188,27 @@ class RingBatchSampler(Sampler[Batch]):
                 sampler.set_epoch(epoch)
         with draws:
             batches = iter(self.batch_sampler)
-        checksum = 0
-        for first in itertools.count(step=self.dp_size):
+        groups = self._groups(batches, draws)
+        together = 1 if self.dealer is None else self.dealer.together
+        checksum, number = 0, self.dp_rank
+        while step := list(itertools.islice(groups, together)):
+            dealt = step if self.dealer is None else self.dealer.dealt(step)
+            within, checksum = checksum, functools.reduce(_with_group, step, checksum)
+            for group in dealt:
+                within = _with_group(within, group)
+                order.append(checksum if group is dealt[-1] else within)
+                if self.dp_rank < len(group):
+                    yield Batch(group[self.dp_rank], seed_of(self.seed, epoch, number), epoch)
+                number += self.dp_size
+
+    def _groups(self, batches: Iterator[Any], draws: Draws) -> Iterator[list[Any]]:
+        """Yields the next batches of all rings, as often as they are drawn."""
+        while True:
             with draws:
                 group = list(itertools.islice(batches, self.dp_size))
-            if not group:
+            if not group or (self.drop_last and len(group) < self.dp_size):
                 return
-            for batch in group:
-                checksum = zlib.crc32(repr(_names(batch)).encode(), checksum)
-            order.append(checksum)
-            if self.dp_rank < len(group) and (len(group) == self.dp_size or not self.drop_last):
-                yield Batch(group[self.dp_rank], seed_of(self.seed, epoch, first + self.dp_rank), epoch)
+            yield group
 
     def _after(self, batches: Iterator[Batch], order: list[int], skip: int, expected: int | None) -> Iterator[Batch]:
         self._skip, self._expected = 0, None  # here and not in __iter__: torch also makes iterators that it never uses
@@ -218,6 +240,11 @@ def _shuffled_by_epoch(batch_sampler: Any) -> tuple[Any, SeedableRandomSampler |
         sampler.data_source, sampler.replacement, sampler.num_samples, torch.Generator(), data_seed=0
     )
     return BatchSampler(shuffled, batch_sampler.batch_size, batch_sampler.drop_last), shuffled
+
+
+def _with_group(checksum: int, group: list[Any]) -> int:
+    """Returns a checksum of batches that continues one of those before them."""
+    return functools.reduce(lambda total, batch: zlib.crc32(repr(_names(batch)).encode(), total), group, checksum)
 
 
 def _names(batch: Any) -> list[Any]:

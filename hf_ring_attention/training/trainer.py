@@ -55,9 +55,8 @@ class RingTrainerMixin(_Trainer):
     Training logs the fill of its rows beside the loss, unless `include_num_input_tokens_seen` is "no".
 
     Args:
-        ring_size, ring_layout, ring_transport, ring_heads, loss_tokens_at_once, offload_activations: as in
-            `RingTrainingArguments`,
-            for Trainers with arguments of their own.
+        ring_size, ring_layout, ring_transport, ring_heads, ring_deal, loss_tokens_at_once, offload_activations: as in
+            `RingTrainingArguments`, for Trainers with arguments of their own.
 
     Raises:
         ValueError: on every process, at set-up: no ring size for several processes, or one that does not divide their
@@ -79,7 +78,8 @@ class RingTrainerMixin(_Trainer):
 
     ring: Ring
     _SETTINGS = (
-        "ring_size", "ring_layout", "ring_transport", "ring_heads", "loss_tokens_at_once", "offload_activations",
+        "ring_size", "ring_layout", "ring_transport", "ring_heads", "ring_deal", "loss_tokens_at_once",
+        "offload_activations",
     )  # fmt: skip
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -136,20 +136,22 @@ class RingTrainerMixin(_Trainer):
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Returns Trainer's own loader, prepared by the ring."""
-        with self._preparing_by_the_ring():
+        with self._preparing_by_the_ring(kwargs.get("is_training", False)):
             return super()._get_dataloader(*args, **kwargs)
 
-    def _preparing_by_the_ring(self) -> AbstractContextManager[None]:
-        """Returns a context in which Trainer's own methods prepare loaders by the ring."""
-        return _swapped(self, accelerator=LoaderPreparer(self.accelerator, self.ring))
+    def _preparing_by_the_ring(self, training: bool) -> AbstractContextManager[None]:
+        """Returns a context in which Trainer's own methods prepare loaders by the ring; predictions keep their order."""
+        deal = self.ring_setting("ring_deal") if training else "count"
+        together = self.args.gradient_accumulation_steps
+        return _swapped(self, accelerator=LoaderPreparer(self.accelerator, self.ring, deal, together))
 
     def _loader_of_ring(self, getter: Callable[..., Any], training: bool, *args: Any, **kwargs: Any) -> Any:
         """Returns the loader of a user's `get_..._dataloader`, prepared by the ring if it is not yet.
 
         Trainer's loop gets the loader of whole sequences, since it may have to skip some; other callers get shards.
         """
-        with self._preparing_by_the_ring():
-            loader = self.ring.prepare_data_loader(getter(*args, **kwargs))
+        with self._preparing_by_the_ring(training):
+            loader = self.accelerator.prepare_data_loader(getter(*args, **kwargs))
         if not (training and self._in_training_loop):
             return loader
         self._training_loader = loader

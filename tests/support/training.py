@@ -81,7 +81,7 @@ def loop(
     """An Accelerate loop as the recipe has it; `wrap` is what holds the parameters."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     process_environment(rank, world_size)
-    accelerator = Accelerator()
+    accelerator = Accelerator(gradient_accumulation_steps=accumulate)  # the losses are not scaled by it
     ring = ra.Ring.from_accelerator(accelerator, size=ring_size, layout=layout, transport=transport, heads=heads)
     model = tiny_llama(pattern)
     ra.patch_model(model, ring=ring)
