@@ -33,6 +33,8 @@ PARTS_OF_A_RANK = (0, 1, 2, 4, 8)
 SHORT = 0.5
 #: So many ends of documents on either side of a cut are tried in its place.
 _NEAR = 8
+#: So are so many other cuts on either side, which are this share of a rank's tokens apart.
+_OTHERS, _OTHERS_APART = 16, 128
 
 
 @lru_cache(maxsize=64)
@@ -204,6 +206,10 @@ class _Left(NamedTuple):
         for first in (self.low, self.high - self.local_len):  # The ends of documents near either cut.
             near = bisect.bisect_right(starts, first + best)
             candidates |= {start - first for start in starts[max(0, near - _NEAR) : near + _NEAR]}
+        apart = max(1, self.local_len // _OTHERS_APART)
+        candidates |= {
+            best + number * apart for number in range(-_OTHERS, _OTHERS + 1)
+        }  # A shorter piece of a document.
         fitting = [x for x in candidates if 0 <= x <= self.local_len and abs(self.work(x) - wanted) <= tolerance]
         return min(fitting, key=lambda heavy: (self._divided(heavy), abs(self.work(heavy) - wanted)), default=best)
 

@@ -47,9 +47,8 @@ class Decision:
 
     Example:
         >>> call = ra.explain("exact", seq_len=8192, world_size=4, num_heads=8, head_dim=64)
-        >>> call.layout_decision
-        Decision(choice='zigzag',
-                 reason='with contiguous pieces the busiest rank does 1.75 times the mean work, in zigzag 1.00')
+        >>> call.layout_decision.choice, call.layout_decision.reason
+        ('zigzag', 'with contiguous pieces the busiest rank does 1.75 times the mean work, in zigzag 1.00')
     """
 
     choice: str
