@@ -6,6 +6,7 @@ which pieces they hold. Their rows are those of the batch without the padding be
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -93,14 +94,14 @@ def runs_of_layout(layout: SequenceLayout, documents: Documents, rank: int) -> R
 
 
 def _runs_of_row(pieces: Sequence[range], spans: Sequence[tuple[int, int]]) -> Iterator[NumberedRun]:
+    starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
     for piece in pieces:
         done = piece.start
-        for number, (start, stop) in enumerate(spans):
-            low, high = max(done, start), min(piece.stop, stop)
-            if low < high:
-                yield NumberedRun(-1, 0, low - done)
-                yield NumberedRun(number, low - start, high - low)
-                done = high
+        for number in range(bisect.bisect_right(stops, piece.start), bisect.bisect_left(starts, piece.stop)):
+            low, high = max(done, starts[number]), min(piece.stop, stops[number])
+            yield NumberedRun(-1, 0, low - done)
+            yield NumberedRun(number, low - starts[number], high - low)
+            done = high
         yield NumberedRun(-1, 0, piece.stop - done)
 
 

@@ -139,7 +139,7 @@ def test_bytes_are_those_of_the_plan(rng):
 
             def moved(ring, case=case):
                 ring.settings = replace(ring.settings, rows_of_a_head_group=1)
-                layout = ring.layout_for(case.seq_len, case.pattern)
+                layout = ring.layout_for(case.seq_len, case.pattern, case.rows)
                 leaves = [ring.shard(x, layout, dim=2).requires_grad_() for x in case.tensors[:3]]
                 out = ra.ring_attention(*leaves, **case.options, ring=ring, layout=layout)
                 forward = ring.traffic().sent_bytes, ring.traffic().received_bytes

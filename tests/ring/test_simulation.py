@@ -177,7 +177,7 @@ def results(ring, cases):
     """The local outs, log-sum-exps and gradients."""
     by_case = []
     for case in cases:
-        layout = ring.layout_for(case.seq_len, case.pattern)
+        layout = ring.layout_for(case.seq_len, case.pattern, case.rows)
         leaves = [ring.shard(x, layout, dim=2).requires_grad_() for x in case.tensors[:3]]
         out, lse = ra.ring_attention(*leaves, **case.options, ring=ring, layout=layout, return_lse=True)
         out.backward(torch.cos(torch.arange(out.numel(), dtype=torch.float64)).view_as(out))

@@ -25,7 +25,7 @@ TRANSPORTS = {"ring": ring_traffic, "collective": collective_traffic}
 
 def other_traffic(ring, case):
     """What differs from the plan in the traffic of a case, or None; and whether this rank sent anything in its forward pass."""
-    layout = ring.layout_for(case.seq_len, case.pattern)
+    layout = ring.layout_for(case.seq_len, case.pattern, case.rows)
     leaves = [ring.shard(x, layout, dim=2).requires_grad_() for x in case.tensors[:3]]
     ring.reset_traffic()
     out = ra.ring_attention(*leaves, **case.options, ring=ring, layout=layout)
@@ -72,7 +72,7 @@ def test_bytes_are_those_of_the_plan(ranks, rng, world_size, transport):
     assert_as_planned(ranks.run(traffic_of_a_process, world_size, transport, rng.random()))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "documents"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_bytes_of_a_simulated_ring(transport, layout, rng):
     seed = rng.random()
