@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .training.losses import sliced_loss as sliced_loss
     from .training.next_tokens import count_tokens as count_tokens
     from .training.packing import pack_documents as pack_documents
+    from .training.shards import layout_of_shard as layout_of_shard
     from .training.shards import shard_batch as shard_batch
     from .training.trainer import RingTrainer as RingTrainer
     from .training.trainer import RingTrainerMixin as RingTrainerMixin
@@ -77,6 +78,7 @@ _HOMES = {
     "ring_attention": "ring.attention",
     "row_fill": "training.fill",
     "run_simulated": "ring.simulation",
+    "layout_of_shard": "training.shards",
     "shard_batch": "training.shards",
     "simulate": "ring.simulation",
     "sliced_loss": "training.losses",
@@ -103,6 +105,7 @@ __all__ = [
     "__version__",
     "count_tokens",
     "explain",
+    "layout_of_shard",
     "naming_lost_processes",
     "next_token_loss",
     "pack_documents",

@@ -251,7 +251,7 @@ def _row_nll(model: PreTrainedModel, ring: Ring, row: Tensor, logits_at_once: in
         ring.shard(positions, layout),
         logits_at_once,
     )
-    return ring.unshard(nll, layout)[0, :-1].cpu()
+    return ring.joined(nll, layout)[0, :-1].cpu()
 
 
 def _next_token_nll(

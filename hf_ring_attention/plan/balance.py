@@ -3,18 +3,20 @@
 A zigzag gives each rank a piece of much work and one of little, from both ends of a sequence, and so do these. The tokens of a
 row are put in order of their work: the document whose queries see most keys first, and its last token before the others. Each
 rank in turn takes tokens from both ends of what is left, as many as it has room for, and as many of them from the heavy end as
-make its work the mean. Documents are cut between neighbouring ranks only, long ones for as many ranks as their work is worth,
-and where balance leaves a choice, the cuts are those that divide the fewest tokens.
+make its work the mean. Such a share exists as long as the order is right: from the light end alone it has too little work, from
+the heavy end alone too much, and a token makes a small difference. Where balance leaves a choice, the cuts are those that
+divide the fewest tokens.
 
-The last rank takes first, and short documents are taken from their end too: so of two ranks that share a document the first one
-has its first tokens, and keys travel round the ring in its direction, to the next rank.
+So a document is shared by neighbouring ranks, a long one by as many as its work is worth. The last rank takes first, and short
+documents are put in order from their first token on, so that of two ranks that share a document the later one has its later
+tokens, and keys travel round the ring in its direction, to the next rank.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,14 +25,12 @@ from .patterns import Pattern
 from .problem import Documents
 from .work import Work, work_under
 
-#: The work of the first r ranks may differ by this share of a rank's from r times the mean, where that spares a cut.
+#: The work of the first ranks may differ from the mean by this share of a rank's, where that spares a cut.
 TOLERANCE = 0.04
-#: A division is good where the busiest rank does at most this many times the mean work.
-GOOD_BALANCE = 1.08
-#: Documents are put in order whole, or else in spans of a rank's tokens divided by these numbers, until balance is good.
-PARTS_OF_A_RANK = (0, 1, 2, 4, 8)
 #: Documents of at most this share of a rank's tokens are short.
 SHORT = 0.5
+#: Where there is no even share, long documents are put in order in pieces of a rank's tokens divided by these.
+_PIECES = (1, 4, 16, 64)
 #: So many ends of documents on either side of a cut are tried in its place.
 _NEAR = 8
 #: So are so many other cuts on either side, which are this share of a rank's tokens apart.
@@ -45,24 +45,14 @@ def balanced_layout(seq_len: int, world_size: int, pattern: Pattern, documents: 
         documents: of each batch row; the work of all rows together is balanced.
     """
     work, local_len = work_under(pattern, seq_len), -(-seq_len // world_size)
-    best: tuple[float, list[list[_Share]]] | None = None
-    for parts in PARTS_OF_A_RANK:
-        most = max(1, local_len // parts) if parts else seq_len
-        loads, rows = [0.0] * world_size, []
-        for spans in documents:
-            row = _Row(spans, most, int(local_len * SHORT), local_len * world_size, work)
-            mean = (sum(loads) + row.works[-1]) / world_size
-            shares = row.divided(local_len, [mean - load for load in reversed(loads)])
-            rows.append(shares[::-1])
-            loads = [load + share.work for load, share in zip(loads, rows[-1])]
-        found = max(loads) * world_size / (sum(loads) or 1.0)
-        if best is None or found < best[0]:
-            best = found, rows
-        if found <= GOOD_BALANCE:
-            break
-    assert best is not None
-    pieces = (tuple(merged_pieces(share.pieces) for share in shares) for shares in best[1])
-    return SequenceLayout("documents", seq_len, world_size, tuple(pieces))
+    loads, rows = [0.0] * world_size, []
+    for documents_of_row in documents:
+        spans = _spans_of_row(documents_of_row, local_len * world_size)
+        mean = (sum(loads) + sum(span.work(work) for span in spans)) / world_size
+        shares = _shares_of_ranks(spans, local_len, work, [mean - load for load in loads])
+        rows.append(tuple(merged_pieces(range(span.start, span.stop) for span in share) for share in shares))
+        loads = [load + sum(span.work(work) for span in share) for load, share in zip(loads, shares)]
+    return SequenceLayout("documents", seq_len, world_size, tuple(rows))
 
 
 def estimated_imbalance(layout: SequenceLayout, pattern: Pattern, documents: Documents) -> float:
@@ -86,132 +76,150 @@ def mean_keys(pattern: Pattern, documents: Documents) -> float:
 
 
 class _Span(NamedTuple):
-    """Tokens [start, stop) of a row, of the document that begins at `document`, and their work; padding has none.
-
-    In the order of work they follow each other from the end on, or from the start on where the document is short.
-    """
+    """Tokens [start, stop) of a row, of the document that begins at `document`; None for padding, which is no work."""
 
     start: int
     stop: int
-    document: int
-    work: float
-    from_end: bool
+    document: int | None
+    size: int
 
-    def token(self, number: int) -> int:
-        """Returns which token of the row has this many of the span before it, in the order of their work."""
-        return self.stop - number if self.from_end else self.start + number
-
-
-class _Share(NamedTuple):
-    """What a rank has of a row."""
-
-    pieces: list[range]
-    work: float
+    def work(self, work: Work) -> float:
+        """Returns the query-key pairs of the tokens."""
+        return 0.0 if self.document is None else work.of_tokens(self.start - self.document, self.stop - self.document)
 
 
-class _Row:
-    """The tokens of a row in order of their work: documents, or spans of them, one behind the other, and then padding.
+def _spans_of_row(documents: Sequence[tuple[int, int]], length: int) -> list[_Span]:
+    """Returns the documents of a row, and the padding between and behind them."""
+    ends = [0, *itertools.chain(*documents), length]
+    padding = [_Span(start, stop, None, 0) for start, stop in zip(ends[::2], ends[1::2]) if start < stop]
+    return padding + [_Span(start, stop, start, stop - start) for start, stop in documents]
+
+
+def _shares_of_ranks(spans: Sequence[_Span], local_len: int, work: Work, targets: Sequence[float]) -> list[list[_Span]]:
+    """Returns the spans of each rank: `local_len` tokens, and about its target of work."""
+    order = _Order(spans, local_len, work)
+    tolerance = TOLERANCE * sum(targets) / len(targets)
+    shares: list[list[_Span]] = []
+    for ranks in range(len(targets), 0, -1):
+        # What the ranks before have too much or too little is shared by the others.
+        wanted = targets[ranks - 1] + (order.work_left() - sum(targets[:ranks])) / ranks
+        heavy = order.fewest_cuts(wanted, tolerance)
+        for pieces in _PIECES:
+            if abs(order.error(heavy, wanted)) <= tolerance:
+                break
+            # The work of long spans rises and falls too much on the way: shorter ones are in a better order.
+            order = _Order(_shorter(order.left(), max(1, local_len // pieces)), local_len, work)
+            heavy = order.fewest_cuts(wanted, tolerance)
+        shares.append(list(order.take(heavy)))
+    return shares[::-1]
+
+
+def _shorter(spans: Iterable[_Span], most: int) -> list[_Span]:
+    """Returns the spans in pieces of at most so many tokens."""
+    return [
+        span._replace(start=start, stop=min(start + most, span.stop))
+        for span in spans
+        for start in range(span.start, span.stop, most)
+    ]
+
+
+class _Order:
+    """Tokens in order of their work, of which ranks take from both ends.
+
+    Spans follow each other, those of long documents from their end on. Tokens [low, high) of this order are left.
 
     Args:
-        most: tokens of a document that are put in order together.
-        short: the most tokens of a short document.
-        length: tokens of the row, with padding.
+        local_len: tokens of a rank.
     """
 
-    def __init__(self, documents: Sequence[tuple[int, int]], most: int, short: int, length: int, work: Work) -> None:
-        self.length, self.work = length, work
-        ends = [0, *itertools.chain(*documents), length]
-        spans = [_Span(start, stop, stop, 0.0, False) for start, stop in zip(ends[::2], ends[1::2]) if start < stop]
-        for start, stop in documents:
-            count = -(-(stop - start) // most)
-            cuts = [start + (stop - start) * number // count for number in range(count + 1)]
-            spans += [
-                _Span(a, b, start, work.of_tokens(a - start, b - start), stop - start > short)
-                for a, b in itertools.pairwise(cuts)
-            ]
-        self.spans = sorted(spans, key=lambda span: span.work / (span.start - span.stop))
+    def __init__(self, spans: Sequence[_Span], local_len: int, work: Work) -> None:
+        self.local_len, self.work = local_len, work
+        works = {span: span.work(work) for span in spans}
+        self.spans = sorted(spans, key=lambda span: works[span] / (span.start - span.stop))
         #: Where each span begins in this order, and the work before it.
         self.starts = list(itertools.accumulate((span.stop - span.start for span in self.spans), initial=0))
-        self.works = list(itertools.accumulate((span.work for span in self.spans), initial=0.0))
+        self.works = list(itertools.accumulate((works[span] for span in self.spans), initial=0.0))
+        self.low, self.high = 0, self.starts[-1]
 
-    def work_of(self, start: int, stop: int) -> float:
-        """Returns the work of tokens [start, stop) in this order."""
-        return self._work_before(stop) - self._work_before(start)
+    def work_left(self) -> float:
+        """Returns the work of the tokens that are left."""
+        return self._before(self.high) - self._before(self.low)
 
-    def _work_before(self, token: int) -> float:
-        number = bisect.bisect_right(self.starts, token) - 1
-        if number == len(self.spans):
-            return self.works[-1]
-        span, done = self.spans[number], token - self.starts[number]
-        if not span.work or not done:
-            return self.works[number]
-        first, last = sorted((span.token(0), span.token(done)))
-        return self.works[number] + self.work.of_tokens(first - span.document, last - span.document)
+    def left(self) -> Iterator[_Span]:
+        """Yields the spans of the tokens that are left."""
+        return self._within(self.low, self.high)
 
-    def divided(self, local_len: int, targets: Sequence[float]) -> list[_Share]:
-        """Returns the share of each rank: `local_len` tokens, and about its target of work."""
-        shares, missing, tolerance = [], 0.0, TOLERANCE * sum(targets) / len(targets)
-        left = _Left(self, local_len, 0, self.length)
-        for target in targets:
-            heavy = left.fewest_cuts(target + missing, tolerance)
-            missing += target - left.work(heavy)
-            ends = ((left.low, left.low + heavy), (left.light_from(heavy), left.high))
-            shares.append(_Share([piece for end in ends for piece in self._pieces(*end)], left.work(heavy)))
-            left = left._replace(low=left.low + heavy, high=left.light_from(heavy))
-        return shares
+    def take(self, heavy: int) -> Iterator[_Span]:
+        """Yields the spans of a rank that takes so many tokens from the heavy end, and leaves the others."""
+        low, high = self.low, self.high
+        self.low, self.high = low + heavy, high - self.local_len + heavy
+        yield from self._within(low, self.low)
+        yield from self._within(self.high, high)
 
-    def before_cut(self, token: int) -> int:
-        """Returns how many tokens of a document are before a cut, whose keys the queries behind it need."""
-        number = bisect.bisect_left(self.starts, token)
-        if number == 0 or self.starts[number] == token:
-            return 0
-        span = self.spans[number - 1]
-        return span.token(token - self.starts[number - 1]) - span.document if span.work else 0
-
-    def _pieces(self, start: int, stop: int) -> Iterator[range]:
-        """Yields the runs of the row that are tokens [start, stop) in this order."""
-        for number in range(bisect.bisect_right(self.starts, start) - 1, len(self.spans)):
-            first, last = max(start, self.starts[number]), min(stop, self.starts[number + 1])
-            if first >= last:
-                return
-            span, begin = self.spans[number], self.starts[number]
-            yield range(*sorted((span.token(first - begin), span.token(last - begin))))
-
-
-class _Left(NamedTuple):
-    """The tokens [low, high) of a row, in order of their work, that are left for a rank and those after it."""
-
-    row: _Row
-    local_len: int
-    low: int
-    high: int
-
-    def light_from(self, heavy: int) -> int:
-        """Returns where the rank's tokens of the light end begin, if it takes so many of the heavy one."""
-        return self.high - self.local_len + heavy
-
-    def work(self, heavy: int) -> float:
-        """Returns the rank's work, if it takes so many tokens of the heavy end."""
-        return self.row.work_of(self.low, self.low + heavy) + self.row.work_of(self.light_from(heavy), self.high)
+    def error(self, heavy: int, wanted: float) -> float:
+        """Returns how much more than this work a rank has that takes so many tokens from the heavy end."""
+        low, high = self.low + heavy, self.high - self.local_len + heavy
+        heavy_end, light_end = (
+            self._before(low) - self._before(self.low),
+            self._before(self.high) - self._before(high),
+        )
+        return heavy_end + light_end - wanted
 
     def fewest_cuts(self, wanted: float, tolerance: float) -> int:
-        """Returns how many tokens of the heavy end give about the work wanted, and divide the fewest tokens."""
-        least, most = 0, self.local_len
+        """Returns how many tokens to take from the heavy end for about the work wanted, with the shortest cuts."""
+        least, most, behind = 0, self.local_len, self.high - self.local_len
         while most - least > 1:
             middle = (least + most) // 2
-            least, most = (least, middle) if self.work(middle) >= wanted else (middle, most)
-        best = min((least, most), key=lambda heavy: abs(self.work(heavy) - wanted))
-        candidates = {best}
-        starts = self.row.starts
-        for first in (self.low, self.high - self.local_len):  # The ends of documents near either cut.
-            near = bisect.bisect_right(starts, first + best)
-            candidates |= {start - first for start in starts[max(0, near - _NEAR) : near + _NEAR]}
+            least, most = (least, middle) if self.error(middle, wanted) >= 0 else (middle, most)
+        best = min((least, most), key=lambda heavy: abs(self.error(heavy, wanted)))
         apart = max(1, self.local_len // _OTHERS_APART)
-        candidates |= {
+        candidates = {
             best + number * apart for number in range(-_OTHERS, _OTHERS + 1)
-        }  # A shorter piece of a document.
-        fitting = [x for x in candidates if 0 <= x <= self.local_len and abs(self.work(x) - wanted) <= tolerance]
-        return min(fitting, key=lambda heavy: (self._divided(heavy), abs(self.work(heavy) - wanted)), default=best)
+        }  # Of a shorter piece of a document.
+        for first in (self.low, behind):  # The ends of spans near either cut.
+            near = bisect.bisect_right(self.starts, first + best)
+            candidates |= {start - first for start in self.starts[max(0, near - _NEAR) : near + _NEAR]}
+        errors = {heavy: abs(self.error(heavy, wanted)) for heavy in candidates if 0 <= heavy <= self.local_len}
+        fitting = [heavy for heavy, error in errors.items() if error <= tolerance]
+        cuts = {heavy: self._keys_before(self.low + heavy) + self._keys_before(behind + heavy) for heavy in fitting}
+        return min(fitting, key=lambda heavy: (cuts[heavy], errors[heavy]), default=best)
 
-    def _divided(self, heavy: int) -> int:
-        return self.row.before_cut(self.low + heavy) + self.row.before_cut(self.light_from(heavy))
+    def _from_end(self, span: _Span) -> bool:
+        return span.size > SHORT * self.local_len
+
+    def _first(self, span: _Span, count: int) -> _Span:
+        """Returns the first tokens of a span, in this order."""
+        if self._from_end(span):
+            return span._replace(start=span.stop - count)
+        return span._replace(stop=span.start + count)
+
+    def _at(self, token: int) -> tuple[int, int]:
+        """Returns the number of the span of a token of this order, and how many tokens of the span are before it."""
+        number = min(bisect.bisect_right(self.starts, token), len(self.spans)) - 1
+        return number, token - self.starts[number]
+
+    def _before(self, token: int) -> float:
+        """Returns the work of all tokens before this one."""
+        number, count = self._at(token)
+        return self.works[number] + (self._first(self.spans[number], count).work(self.work) if count else 0.0)
+
+    def _keys_before(self, token: int) -> int:
+        """Returns how many tokens of its document are before a cut at this token, whose keys the queries behind it need."""
+        number, count = self._at(token)
+        span = self.spans[number]
+        if not count or token == self.starts[number + 1] or span.document is None:
+            return 0
+        first = self._first(span, count)
+        return (first.start if self._from_end(span) else first.stop) - span.document
+
+    def _within(self, start: int, stop: int) -> Iterator[_Span]:
+        """Yields the spans of tokens [start, stop) of this order."""
+        number, skipped = self._at(start)
+        while start < stop:
+            span = self.spans[number]
+            taken = self._first(span, min(self.starts[number + 1], stop) - self.starts[number])
+            if self._from_end(span):
+                yield taken._replace(stop=span.stop - skipped)
+            else:
+                yield taken._replace(start=span.start + skipped)
+            number, skipped, start = number + 1, 0, self.starts[number + 1]

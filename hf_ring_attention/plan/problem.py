@@ -78,12 +78,12 @@ def _check_documents(documents: Documents, seq_len: int) -> None:
 def _check_order(layout: SequenceLayout, documents: Documents) -> None:
     """Refuses pieces that a rank holds in another order than that of their tokens in a document."""
     for row, spans in enumerate(documents):
-        starts = [start for start, _ in spans]
+        starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
         for rank in range(layout.world_size):
             ends: dict[int, int] = {}  # by document, that of the last piece with a token of it
             for piece in layout.pieces(rank, row):
-                first = max(0, bisect.bisect_right(starts, piece.start) - 1)
-                for number in range(first, bisect.bisect_left(starts, piece.stop)):
+                first, last = bisect.bisect_right(stops, piece.start), bisect.bisect_left(starts, piece.stop)
+                for number in range(first, last):
                     if piece.start < ends.get(number, 0):
                         raise ValueError(
                             f"rank {rank} holds tokens of document {spans[number]} of batch row {row} out of their order: "

@@ -6,12 +6,13 @@ import os
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..compute.private import prepared_models
 from ..transport.agreement import agree
-from ..transport.communicators import ProcessGroupCommunicator
+from ..transport.communicators import Communicator, ProcessGroupCommunicator
 
 #: The dimensions of a device mesh whose ranks share sequences: Accelerate's word, and this package's.
 _RING_NAMES = ("cp", "ring")
@@ -204,3 +205,10 @@ def _wrong_parallelism(accelerator: Any, size: int, rings: DeviceMesh | None) ->
     return ValueError(
         f"Ring.from_accelerator: the accelerator's device mesh cannot have the rings: {problem}: {remedy}"
     )
+
+
+def device_of(communicator: Communicator | None) -> torch.device:
+    """Returns the device on which the communicator's group gathers tensors."""
+    group = getattr(communicator, "group", None)
+    nccl = group is not None and "nccl" in dist.get_backend(group)
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

@@ -27,7 +27,7 @@ from ..transport.heads import HeadsTransport
 from ..transport.transports import CollectiveTransport, LocalTransport, RingTransport, Traffic, Transport
 from .bindings import Bindings
 from .calls import Calls
-from .mesh import communicator_of, mesh_of
+from .mesh import communicator_of, device_of, mesh_of
 from .planner import Planner
 from .shards import SideBySide, check_shard, shard_of, whole_of
 
@@ -132,14 +132,13 @@ class Ring:
         if transport in ("ring", "collective", "heads") and communicator is None:
             raise ValueError(f"transport={transport!r} needs torch.distributed to be initialized")
         self.dp_rank, self.dp_size = 0, 1
-        self.layout = layout
-        self.transport = transport
+        self.layout, self.transport = layout, transport
         #: The ways of rows round this ring; they are the same on all ranks.
         self.settings = RingSettings(heads=heads)
         self._communicator = communicator
         #: Reaches all processes that train together: those of the ring, or of the accelerator if there is one.
         self._everyone = communicator
-        self.device = _device_of(communicator)
+        self.device = device_of(communicator)
         #: The seed of data loaders that the accelerator has, if any.
         self.data_seed: int | None = None
         self._accelerator: Callable[[], Any] = lambda: None
@@ -149,6 +148,8 @@ class Ring:
         self._traffic = Traffic()
         self._calls = Calls(communicator)
         self._logged: set[str] = set()
+        #: The tokens of a rank in batches that loaders have divided by their documents.
+        self.cut_by_documents: set[int] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ring:
         return self  # a process group cannot be copied, and a copied model belongs to the same ranks
@@ -286,16 +287,23 @@ class Ring:
 
         Raises:
             ValueError: on every rank: another length along `dim`, a layout for another number of ranks, or ranks whose calls
-                differ.
+                differ; or a layout that does not know documents, where a loader of this ring has divided rows by theirs.
 
         Example:
             >>> layout = ra.SequenceLayout("zigzag", seq_len=5, world_size=2)
             >>> ra.run_simulated(lambda ring: ring.unshard(ring.shard(torch.arange(5)[None], layout), layout), 2)
             [tensor([[0, 1, 2, 3, 4]]), tensor([[0, 1, 2, 3, 4]])]
         """
+        return self._whole(local, layout, dim, self.cut_by_documents if self.layout == "auto" else set())
+
+    def joined(self, local: Tensor, layout: SequenceLayout, dim: int = 1) -> Tensor:
+        """Does what `unshard` does, where this is known to be the layout of these shards."""
+        return self._whole(local, layout, dim, set())
+
+    def _whole(self, local: Tensor, layout: SequenceLayout, dim: int, cut_by_documents: set[int]) -> Tensor:
         with self.agreement(local.device) as call:
             self.check_layout(layout)
-            check_shard(local, layout, dim)
+            check_shard(local, layout, dim, cut_by_documents)
             self._describe(call, "unshard", local, dim)
         return whole_of(self._side_by_side(local, dim), layout, dim % local.dim())
 
@@ -390,10 +398,3 @@ class Ring:
     def backward_check(self, device: torch.device) -> Callable[[], None] | None:
         """Returns what the backward pass of a call does first, as `Calls.backward_check` says."""
         return self._calls.backward_check(device)
-
-
-def _device_of(communicator: Communicator | None) -> torch.device:
-    """Returns the device on which the communicator's group gathers tensors."""
-    group = getattr(communicator, "group", None)
-    nccl = group is not None and "nccl" in dist.get_backend(group)
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

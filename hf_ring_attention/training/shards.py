@@ -17,7 +17,7 @@ from ..hf.documents import (
     documents_of_rows,
     positions_of_documents,
 )
-from ..hf.numbered_documents import layout_of_runs, runs_of_layout, tells_its_layout
+from ..hf.numbered_documents import layout_of_runs, layout_of_shards, runs_of_layout, tells_its_layout
 from ..hf.rings import layout_of_rows
 from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern
@@ -55,7 +55,9 @@ def shard_batch(
             padding, and position_ids, seq_idx or cu_seq_lens_q, which say where packed documents begin. Other tensors
             [B, n, ...] are cut but not shifted: a value of a label, such as its weight, must stand where shift_labels has
             the label, one token earlier. Values of other shapes are passed on.
-        pattern: the model's, which decides an "auto" layout; None for that of the model that was patched with this ring.
+        pattern: the model's, which decides an "auto" layout; None for that of the model that was patched with this ring. The
+            layout is then that of `ring.layout_for(n, pattern)`; "documents", which knows what a batch packs, is taken where
+            the ring has it, and by loaders.
         device: where the shard goes; None leaves it where the batch is.
 
     Returns:
@@ -76,7 +78,7 @@ def shard_batch(
         [[1, 2, 7, 8]] [[0, 1, 6, 7]] [[2, 3, 8, -100]]
         [[3, 4, 5, 6]] [[2, 3, 4, 5]] [[4, 5, 6, 7]]
     """
-    return cut_batch(batch, ring, pattern, device).shard
+    return cut_batch(batch, ring, pattern, device, by_documents=ring.layout == "documents").shard
 
 
 class CutBatch(NamedTuple):
@@ -88,13 +90,23 @@ class CutBatch(NamedTuple):
 
 
 def cut_batch(
-    batch: Mapping[str, Any], ring: Ring, pattern: Pattern | str | None, device: torch.device | None
+    batch: Mapping[str, Any],
+    ring: Ring,
+    pattern: Pattern | str | None,
+    device: torch.device | None,
+    by_documents: bool = True,
 ) -> CutBatch:
-    """Returns what `shard_batch` describes, with what it found out about the rows."""
+    """Returns what `shard_batch` describes, with what it found out about the rows.
+
+    Args:
+        by_documents: whether the documents of the batch may decide its layout.
+    """
     tokens = _tokens(batch)
     batch = {name: x for name, x in batch.items() if x is not None}
     size, length = tokens.shape[:2]
-    layout, first, documents = rows_of_batch(batch, ring, pattern)
+    layout, first, documents = rows_of_batch(batch, ring, pattern, by_documents)
+    if layout.kind == "documents":
+        ring.cut_by_documents.add(layout.local_len)
     whole = {
         name: x
         for name, x in batch.items()
@@ -137,7 +149,7 @@ def _as_models_find(layout: SequenceLayout, documents: Documents, ring: Ring) ->
 
 
 def rows_of_batch(
-    batch: Mapping[str, Any], ring: Ring, pattern: Pattern | str | None
+    batch: Mapping[str, Any], ring: Ring, pattern: Pattern | str | None, by_documents: bool = True
 ) -> tuple[SequenceLayout, int, Documents]:
     """Returns the layout of a batch's rows, the position id of their first tokens, and their documents.
 
@@ -151,9 +163,10 @@ def rows_of_batch(
             f"least: use longer rows, a smaller ring, or pad rows to {ring.world_size} tokens"
         )
     # How a model numbers tokens says where documents begin, and these divide the row.
-    _, first = layout_of_rows(ring, length, pattern)
+    layout, first = layout_of_rows(ring, length, pattern)
     documents = _documents_of_batch(batch, size, length, first)
-    layout, _ = layout_of_rows(ring, length, pattern, documents)
+    if by_documents:
+        layout, _ = layout_of_rows(ring, length, pattern, documents)
     return layout, first, documents
 
 
@@ -217,6 +230,32 @@ def _shifted(labels: Tensor, numbers: Tensor) -> Tensor:
     """Returns for each token the label of the next token of its document, -100 for a document's last token."""
     within = (numbers[:, 1:] == numbers[:, :-1]) & (numbers[:, :-1] >= 0)
     return F.pad(labels[:, 1:].masked_fill(~within, IGNORED), (0, 1), value=IGNORED)
+
+
+def layout_of_shard(shard: Mapping[str, Any], ring: Ring) -> SequenceLayout:
+    """Returns the layout of a batch, for `ring.unshard` of what a model makes of its shards; every rank calls it.
+
+    Where a loader has divided rows by their documents, whole rows have these one behind the other, and padding at the end.
+
+    Args:
+        shard: this rank's part of a batch, as a loader of the ring or `shard_batch` gives it.
+
+    Raises:
+        ValueError: on every rank, for shards that contradict each other.
+
+    Example:
+        >>> ids = torch.arange(1, 9)[None]
+        >>> batch = {"input_ids": ids, "labels": ids, "seq_idx": torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1]])}
+        >>> def round_trip(ring):
+        ...     shard = ra.shard_batch(batch, ring, "exact")
+        ...     return ring.unshard(shard["input_ids"], ra.layout_of_shard(shard, ring)).tolist()
+        >>> ra.run_simulated(round_trip, 2, layout="documents")
+        [[[1, 2, 3, 4, 5, 6, 7, 8]], [[1, 2, 3, 4, 5, 6, 7, 8]]]
+    """
+    numbers = shard.get("seq_idx")
+    if tells_its_layout(ring, numbers):
+        return layout_of_shards(ring, shard.get("position_ids"), shard.get("attention_mask"), shard["seq_idx"])
+    return layout_of_rows(ring, shard["position_ids"].shape[1] * ring.world_size)[0]
 
 
 class Entry(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,9 +16,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from ..hf.numbered_documents import layout_of_shards, tells_its_layout
 from ..hf.patch import patch_model
-from ..hf.rings import layout_of_rows
 from ..plan.layouts import SequenceLayout
 from ..ring.ring import Ring
 from ..transport.lost_processes import naming_lost_processes
@@ -30,7 +28,7 @@ from .loaders import LoaderPreparer, RingDataLoader
 from .losses import sliced_loss
 from .next_tokens import shift_labels_of
 from .shard_iterators import Shards
-from .shards import IGNORED
+from .shards import IGNORED, layout_of_shard
 from .trainer_checks import preprocessed_by_token, warn_of_methods, wrong_settings
 
 logger = logging.getLogger(__name__)
@@ -261,7 +259,7 @@ class RingTrainerMixin(_Trainer):
             self._shard_preprocess is not None
         ):  # before shards are joined, so that logits of whole sequences never exist
             logits = self._preprocessed(logits, labels)
-        mask, layout = inputs.get("attention_mask"), self._layout_of(inputs)
+        mask, layout = inputs.get("attention_mask"), layout_of_shard(inputs, self.ring)
         rows = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
         if mask is not None:  # a ring that had no rows left took part with rows of padding
             rows = self._whole_rows(mask, layout).any(1)
@@ -278,17 +276,10 @@ class RingTrainerMixin(_Trainer):
         self._preprocess_checked = True
         return result
 
-    def _layout_of(self, shard: Mapping[str, Any]) -> SequenceLayout:
-        """Returns the layout of a batch, of this rank's shard."""
-        numbers = shard.get("seq_idx")
-        if tells_its_layout(self.ring, numbers):
-            return layout_of_shards(self.ring, shard["position_ids"], shard.get("attention_mask"), shard["seq_idx"])
-        return layout_of_rows(self.ring, shard["labels"].shape[1] * self.ring.world_size)[0]
-
     def _whole_rows(self, shards: Tensor, layout: SequenceLayout) -> Tensor:
         if self.ring.world_size == 1:
             return shards.detach()
-        whole: Tensor = self.ring.unshard(shards.detach(), layout)
+        whole: Tensor = self.ring.joined(shards.detach(), layout)
         return whole
 
     def _gather_rows(self, x: Any) -> Any:

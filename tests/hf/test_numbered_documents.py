@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.utils.data import DataLoader
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.numbered_documents import layout_of_runs, numbered_runs, runs_of_layout
@@ -191,3 +192,33 @@ def test_rows_come_back_whole(dim, rng):
         return torch.equal(again, whole), distance(own.grad, 3 * 2 * own.detach())
 
     assert all(same and error <= EXACT for same, error in run_simulated(back, 3))
+
+
+def loaded(ring, models):
+    """A batch of a loader whose ring chooses the layout, and what comes of its shards."""
+    ra.patch_model(models[ring.rank], ring=ring)
+    batch = packed_batch([[160, *[4] * 20]], length=240)
+    [shard] = ring.prepare_data_loader(DataLoader([batch], collate_fn=lambda rows: rows[0]))
+    layout = ra.layout_of_shard(shard, ring)
+    whole = ring.unshard(shard["input_ids"], layout)
+    with pytest.raises(
+        ValueError, match="does not know the documents by which a loader of this ring has divided rows of 240"
+    ):
+        ring.unshard(shard["input_ids"], ring.layout_for(240, "exact"))
+    return layout.kind, torch.equal(whole, batch["input_ids"])
+
+
+def test_rows_of_a_loader_come_back_by_the_layout_that_they_tell():
+    models = [tiny_model("llama", "ring_dilated") for _ in range(2)]
+    assert run_simulated(lambda ring: loaded(ring, models), 2) == [("documents", True)] * 2
+
+
+def test_shards_of_users_are_divided_as_the_ring_says():
+    """Who cuts and joins rows by hand under "auto" knows nothing of documents."""
+    batch = packed_batch([[160, *[4] * 20]], length=240)
+
+    def back(ring):
+        shard = ra.shard_batch(batch, ring, "exact")
+        return torch.equal(ring.unshard(shard["input_ids"], ring.layout_for(240, "exact")), batch["input_ids"])
+
+    assert run_simulated(back, 2) == [True, True]

@@ -330,7 +330,7 @@ def of_shard(case, model, ring, batch, tokens):
     if case.shifted:
         whole = {**{name: x for name, x in whole.items() if name != "labels"}, "shift_labels": batch.targets()}
     shard = ra.shard_batch(whole, ring)
-    layout, _, _ = rows_of_batch(whole, ring, None)
+    layout, _, _ = rows_of_batch(whole, ring, None, by_documents=ring.layout == "documents")
     inputs = {name: x for name, x in shard.items() if name not in ("labels", "shift_labels")}
     if case.loss == "slices":
         with torch.no_grad():
