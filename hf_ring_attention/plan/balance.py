@@ -9,7 +9,7 @@ divide the fewest tokens.
 
 So a document is shared by neighbouring ranks, a long one by as many as its work is worth. The last rank takes first, and short
 documents are put in order from their first token on, so that of two ranks that share a document the later one has its later
-tokens, and keys travel round the ring in its direction, to the next rank.
+tokens, and keys travel round the ring in its direction, to the next rank. What is short is tried out.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .work import Work, work_under
 
 #: The work of the first ranks may differ from the mean by this share of a rank's, where that spares a cut.
 TOLERANCE = 0.04
-#: Documents of at most this share of a rank's tokens are short.
-SHORT = 0.5
+#: Documents of at most such a share of a rank's tokens count as short: the share is taken that moves the fewest keys.
+SHORT = (0.25, 0.5, 1.0, 2.0)
 #: Where there is no even share, long documents are put in order in pieces of a rank's tokens divided by these.
 _PIECES = (1, 4, 16, 64)
 #: So many ends of documents on either side of a cut are tried in its place.
-_NEAR = 8
+_NEAR = 4
 #: So are so many other cuts on either side, which are this share of a rank's tokens apart.
-_OTHERS, _OTHERS_APART = 16, 128
+_OTHERS, _OTHERS_APART = 8, 64
 
 
 @lru_cache(maxsize=64)
@@ -49,7 +49,12 @@ def balanced_layout(seq_len: int, world_size: int, pattern: Pattern, documents: 
     for documents_of_row in documents:
         spans = _spans_of_row(documents_of_row, local_len * world_size)
         mean = (sum(loads) + sum(span.work(work) for span in spans)) / world_size
-        shares = _shares_of_ranks(spans, local_len, work, [mean - load for load in loads])
+        targets = [mean - load for load in loads]
+        divisions = [_shares_of_ranks(spans, int(short * local_len), local_len, work, targets) for short in SHORT]
+        shares = min(
+            divisions,
+            key=lambda shares: (_most_over(shares, work, targets) > 2 * TOLERANCE * mean, _hops_of_keys(shares)),
+        )
         rows.append(tuple(merged_pieces(range(span.start, span.stop) for span in share) for share in shares))
         loads = [load + sum(span.work(work) for span in share) for load, share in zip(loads, shares)]
     return SequenceLayout("documents", seq_len, world_size, tuple(rows))
@@ -95,9 +100,36 @@ def _spans_of_row(documents: Sequence[tuple[int, int]], length: int) -> list[_Sp
     return padding + [_Span(start, stop, start, stop - start) for start, stop in documents]
 
 
-def _shares_of_ranks(spans: Sequence[_Span], local_len: int, work: Work, targets: Sequence[float]) -> list[list[_Span]]:
+def _most_over(shares: Sequence[Sequence[_Span]], work: Work, targets: Sequence[float]) -> float:
+    """Returns how much more work than its target a rank has at most."""
+    return max(sum(span.work(work) for span in share) - target for share, target in zip(shares, targets))
+
+
+def _hops_of_keys(shares: Sequence[Sequence[_Span]]) -> int:
+    """Returns about how many keys the ring moves, times the hops of each, where queries see all of a document before them."""
+    p = len(shares)
+    held: dict[int, list[tuple[int, int, int]]] = {}
+    for rank, share in enumerate(shares):
+        for span in share:
+            if span.document is not None:
+                held.setdefault(span.document, []).append((span.start, span.stop, rank))
+    one_way = both_ways = 0
+    for pieces in held.values():
+        pieces.sort()
+        for number, (start, stop, rank) in enumerate(pieces):
+            hops = [(reader - rank) % p for _, _, reader in pieces[number + 1 :] if reader != rank]
+            ahead = max((hop for hop in hops if hop <= p // 2), default=0)
+            behind = max((p - hop for hop in hops if hop > p // 2), default=0)
+            one_way += (stop - start) * max(hops, default=0)
+            both_ways += (stop - start) * (ahead + behind)
+    return min(one_way, both_ways)
+
+
+def _shares_of_ranks(
+    spans: Sequence[_Span], short: int, local_len: int, work: Work, targets: Sequence[float]
+) -> list[list[_Span]]:
     """Returns the spans of each rank: `local_len` tokens, and about its target of work."""
-    order = _Order(spans, local_len, work)
+    order = _Order(spans, short, local_len, work)
     tolerance = TOLERANCE * sum(targets) / len(targets)
     shares: list[list[_Span]] = []
     for ranks in range(len(targets), 0, -1):
@@ -108,7 +140,7 @@ def _shares_of_ranks(spans: Sequence[_Span], local_len: int, work: Work, targets
             if abs(order.error(heavy, wanted)) <= tolerance:
                 break
             # The work of long spans rises and falls too much on the way: shorter ones are in a better order.
-            order = _Order(_shorter(order.left(), max(1, local_len // pieces)), local_len, work)
+            order = _Order(_shorter(order.left(), max(1, local_len // pieces)), short, local_len, work)
             heavy = order.fewest_cuts(wanted, tolerance)
         shares.append(list(order.take(heavy)))
     return shares[::-1]
@@ -129,11 +161,12 @@ class _Order:
     Spans follow each other, those of long documents from their end on. Tokens [low, high) of this order are left.
 
     Args:
+        short: the most tokens of a short document.
         local_len: tokens of a rank.
     """
 
-    def __init__(self, spans: Sequence[_Span], local_len: int, work: Work) -> None:
-        self.local_len, self.work = local_len, work
+    def __init__(self, spans: Sequence[_Span], short: int, local_len: int, work: Work) -> None:
+        self.short, self.local_len, self.work = short, local_len, work
         works = {span: span.work(work) for span in spans}
         self.spans = sorted(spans, key=lambda span: works[span] / (span.start - span.stop))
         #: Where each span begins in this order, and the work before it.
@@ -185,7 +218,7 @@ class _Order:
         return min(fitting, key=lambda heavy: (cuts[heavy], errors[heavy]), default=best)
 
     def _from_end(self, span: _Span) -> bool:
-        return span.size > SHORT * self.local_len
+        return span.size > self.short
 
     def _first(self, span: _Span, count: int) -> _Span:
         """Returns the first tokens of a span, in this order."""
