@@ -43,7 +43,7 @@ def test_every_part_measures(tmp_path):
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     small = (
-        "--repeats 1 --heads 4 --kv-heads 2 --head-dim 8 --tokens 2k --lengths 64,128 --ring-tokens 256 "
+        "--repeats 1 --heads 4 --kv-heads 2 --head-dim 8 --tokens 2k --lengths 64 --ring-tokens 256 "
         "--longnet-tokens 512 --rank-tokens 64 --memory-ranks 1,2 --model-tokens 64 --decode-tokens 64 "
         f"--pattern longnet:128/1,1024/8 --pattern pyramid:64,2 --model {tmp_path} --json --step-lengths 4k,2k "
         f"--memory 3GB --scaling-ranks 1,2 --plots {tmp_path / 'a' / 'pictures'}"
@@ -71,12 +71,12 @@ def test_every_part_measures(tmp_path):
     assert {(row["pattern"], row["tokens"], row["documents"]) for row in figures["transport"]} == {
         (pattern, tokens, documents)
         for pattern in choice.patterns_for(64)
-        for tokens in (64, 128)
+        for tokens in (64,)
         for documents in (1, len(choice.packed_row(tokens)[0]))
     }
     assert all(row["seconds"].keys() >= {"ring", "collective", "heads"} for row in figures["transport"])
     good = sum(row["auto_over_best"] <= 1.1 for row in figures["transport"])
-    assert f"auto is within 10 % of the best way in {good} of 12 cells" in done.stderr
+    assert f"auto is within 10 % of the best way in {good} of 6 cells" in done.stderr
     assert [row["pattern"].split(",")[0] for row in figures["ideal"]] == ["exact", "longnet"]
     assert all(row["both"] > 0 for row in figures["ideal"])
     assert {name: {*peaks} for name, peaks in figures["ring-memory"].items()} == {
