@@ -12,7 +12,7 @@ from .patterns import Pattern, Segment
 from .tiles import pairs_of_tile, tile_document
 
 #: Work is counted for documents of these lengths, each longer than the last one by this factor, and estimated between them.
-_GROWTH = 1.06
+_GROWTH = 1.12
 #: So many segments of a pattern are also counted one by one.
 _MOST_SEGMENTS = 128
 
@@ -62,7 +62,7 @@ def _counted(pattern: Pattern, most_tokens: int) -> Work:
     segments = [branch.length for branch in pattern.branches if isinstance(branch, Segment) and branch.length]
     for segment in segments:
         if most_tokens // segment <= _MOST_SEGMENTS:
-            lengths += [*range(segment, most_tokens, segment), *range(segment + 1, most_tokens, segment)]
+            lengths += range(segment, most_tokens, segment)
     lengths = sorted(set(lengths))
     return Work(
         tuple(lengths), tuple(_pairs_of_document(pattern, length) / length if length else 0.0 for length in lengths)

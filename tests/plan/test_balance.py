@@ -91,7 +91,7 @@ def test_rows_of_a_batch_are_balanced_together(rng):
     assert imbalance(problem_of(layout, tuple(rows), pattern)) <= 1.1
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(drawn(lambda rng: rng.random()))
 def test_all_tokens_are_held_once(seed):
     """Any pattern, documents with gaps, rows shorter than the ring."""
