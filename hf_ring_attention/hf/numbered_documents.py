@@ -31,9 +31,9 @@ class NumberedRun(NamedTuple):
 RunsOfShard = list[list[NumberedRun]]
 
 
-def tells_its_layout(ring: Ring, seq_idx: object) -> bool:
-    """Returns whether the shards of a batch say which tokens they hold; other ones are divided as the ring divides rows."""
-    return ring.world_size > 1 and seq_idx is not None and ring.layout in ("auto", "documents")
+def tells_its_layout(ring: Ring) -> bool:
+    """Returns whether shards with seq_idx say which tokens they hold; other ones are divided as the ring divides rows."""
+    return ring.world_size > 1 and ring.layout in ("auto", "documents")
 
 
 def numbered_runs(positions: Tensor | None, mask: Tensor | None, seq_idx: Tensor, first: int) -> RunsOfShard:

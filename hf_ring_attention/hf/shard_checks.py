@@ -151,7 +151,7 @@ def checked_shard(
                 f"cache = ra.prefill(model, input_ids), then call model.generate(longer_input_ids, past_key_values=cache)"
             )
         numbers = kwargs.get("seq_idx") if cache is None else None
-        by_numbers = tells_its_layout(ring, numbers)
+        by_numbers = numbers is not None and tells_its_layout(ring)
         layout = model_layout(module.config, ring, tokens.shape[1] * ring.world_size) if cache is None else cache.layout
         call.same("the shape of the input", tuple(tokens.shape[:2]))
         call.same("layout", layout)

@@ -120,20 +120,21 @@ def decide_layout(
     world_size: int,
     pattern: Pattern,
     documents: Documents | None = None,
-    balanced_by_heads: bool = False,
+    transport: str = "auto",
+    heads: int | None = None,
 ) -> tuple[SequenceLayout, Decision]:
     """Returns the layout of a batch, and its kind with the reason: the one asked for, or with "auto" a balanced one.
 
     Args:
         documents: those of each batch row; None for one document a row, which needs no layout of documents.
-        balanced_by_heads: whether all ranks have equal work in every layout.
+        transport, heads: those asked for; where all ranks exchange heads, they have equal work in every layout.
     """
-    decision = Decision(asked, "it was asked for")
+    decision, by_heads = Decision(asked, "it was asked for"), transport == "heads" and heads in (None, world_size)
     if asked == "auto" or (asked == "documents" and documents is None):
         decision = choose_layout(seq_len, world_size, pattern)
     if decision.choice != "documents":
         layout = SequenceLayout(decision.choice, seq_len, world_size)  # type: ignore[arg-type]
-        if asked != "auto" or documents is None or world_size == 1 or balanced_by_heads:
+        if asked != "auto" or documents is None or world_size == 1 or by_heads:
             return layout, decision
         busiest = estimated_imbalance(layout, pattern, documents)
         if busiest <= IMBALANCE_WORTH_PIECES:

@@ -105,10 +105,6 @@ class SequenceLayout:
         """Returns where each of the rank's `local_len` tokens stands in a batch row; `seq_len` and above is padding."""
         return [index for piece in self.pieces(rank, row) for index in piece]
 
-    def of_row(self, row: int) -> RowPieces:
-        """Returns the pieces of each rank in a batch row; those of rows that are divided alike are equal."""
-        return tuple(self.pieces(rank, row) for rank in range(self.world_size))
-
 
 def _start(piece: range) -> int:
     return piece.start

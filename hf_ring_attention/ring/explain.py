@@ -188,11 +188,10 @@ def explain(
     SequenceLayout("contiguous", seq_len, world_size)  # it refuses lengths and world sizes below 1
     asked_rows = documents_of(documents, seq_len, "explain")
     rows = (((0, seq_len),),) * batch_size if asked_rows is None else asked_rows
-    balanced_by_heads = transport == "heads" and heads in (None, world_size)
     if isinstance(layout, SequenceLayout):
         division, layout_decision = layout, Decision(layout.kind, "it was decided for another pattern of the model")
     else:
-        division, layout_decision = decide_layout(layout, seq_len, world_size, pattern, asked_rows, balanced_by_heads)
+        division, layout_decision = decide_layout(layout, seq_len, world_size, pattern, asked_rows, transport, heads)
     problem = Problem(
         pattern=pattern,
         layout=division,

@@ -198,12 +198,8 @@ class Ring:
             ('documents', [0, 1, 2, 3, 4, 5, 8, 9], [6, 7, 10, 11, 12, 13, 14, 15])
         """
         pattern, rows = as_pattern(pattern, "layout_for"), documents_of(documents, seq_len, "layout_for")
-        return decide_layout(self.layout, seq_len, self.world_size, pattern, rows, self.balanced_by_heads)[0]
-
-    @property
-    def balanced_by_heads(self) -> bool:
-        """Whether every rank has equal work in every layout: where each computes some heads of all tokens."""
-        return self.transport == "heads" and self.settings.heads in (None, self.world_size)
+        asked = (self.transport, self.settings.heads)
+        return decide_layout(self.layout, seq_len, self.world_size, pattern, rows, *asked)[0]
 
     @property
     def accelerator(self) -> Any:

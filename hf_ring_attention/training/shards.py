@@ -126,7 +126,7 @@ def cut_batch(
     whole.setdefault("labels", whole["shift_labels"])
     if "attention_mask" not in whole and layout.padded_len > length:
         whole["attention_mask"] = torch.ones(size, length, dtype=torch.int64, device=tokens.device)
-    if layout.kind == "documents" or any(len(row) > 1 for row in documents):
+    if _is_numbered(layout, documents):
         whole["seq_idx"] = numbers.to(tokens.device)
     shard = {name: ring.shard(x, layout, fill=fill_of(name, x.dtype)) for name, x in whole.items()} | rest
     shard = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in shard.items()}
@@ -140,10 +140,14 @@ def expect_batch(batch: Any, ring: Ring, pattern: Pattern | str | None) -> None:
         ring.planner.expect(*_as_models_find(layout, documents, ring))
 
 
+def _is_numbered(layout: SequenceLayout, documents: Documents) -> bool:
+    """Returns whether shards have seq_idx: where a row has several documents, or its layout is told by them."""
+    return layout.kind == "documents" or any(len(row) > 1 for row in documents)
+
+
 def _as_models_find(layout: SequenceLayout, documents: Documents, ring: Ring) -> tuple[SequenceLayout, Documents]:
     """Returns the layout and the documents that models read from the shards of a batch."""
-    told = layout.kind == "documents" or any(len(row) > 1 for row in documents)
-    if not tells_its_layout(ring, True if told else None):
+    if not _is_numbered(layout, documents) or not tells_its_layout(ring):
         return layout, documents
     return layout_of_runs([runs_of_layout(layout, documents, rank) for rank in range(ring.world_size)])
 
@@ -252,8 +256,7 @@ def layout_of_shard(shard: Mapping[str, Any], ring: Ring) -> SequenceLayout:
         >>> ra.run_simulated(round_trip, 2, layout="documents")
         [[[1, 2, 3, 4, 5, 6, 7, 8]], [[1, 2, 3, 4, 5, 6, 7, 8]]]
     """
-    numbers = shard.get("seq_idx")
-    if tells_its_layout(ring, numbers):
+    if shard.get("seq_idx") is not None and tells_its_layout(ring):
         return layout_of_shards(ring, shard.get("position_ids"), shard.get("attention_mask"), shard["seq_idx"])
     return layout_of_rows(ring, shard["position_ids"].shape[1] * ring.world_size)[0]
 

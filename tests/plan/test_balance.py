@@ -135,7 +135,7 @@ def test_auto_takes_pieces_of_documents_where_others_are_not_even(rng):
     for documents in (None, (((0, 16384),),), (tuple((start, start + 64) for start in range(0, 16384, 64)),)):
         layout, decision = decide_layout("auto", 16384, 4, Pattern.exact(), documents)
         assert layout.kind == decision.choice == "zigzag"
-    layout, decision = decide_layout("auto", 16384, 4, Pattern.exact(), (long_and_short,), balanced_by_heads=True)
+    layout, decision = decide_layout("auto", 16384, 4, Pattern.exact(), (long_and_short,), transport="heads")
     assert layout.kind == decision.choice == "zigzag"
 
 

@@ -282,11 +282,7 @@ def test_auto_exchanges_heads_where_the_choice_says_so(world_size, heads, rng, m
     for case in cases:
         assert case.definition and case.rounding
 
-    def check(ring):
-        check_cases(ring, cases)
-        return ring.traffic().hops
-
-    run_simulated(check, world_size, layout="contiguous")
+    run_simulated(lambda ring: check_cases(ring, cases), world_size, layout="contiguous")
     chosen = [
         choices.choose_transport(
             case.problem(ra.SequenceLayout("contiguous", case.seq_len, world_size)), RowBytes(1, 1)
