@@ -252,8 +252,11 @@ def test_a_process_that_ends_waits_for_the_plan_under_way_alone():
         import hf_ring_attention as ra
         from hf_ring_attention.ring import planner
 
+        begun = threading.Event()
+
         def bind(*call, bind_own=planner.bind_own):
             if threading.current_thread().name == planner.THREAD:
+                begun.set()
                 while threading.main_thread().is_alive():
                     time.sleep(0.01)
                 print("planned", flush=True)
@@ -264,6 +267,7 @@ def test_a_process_that_ends_waits_for_the_plan_under_way_alone():
         for cut in range(1, 20):
             ring.planner.expect(ra.SequenceLayout("contiguous", 24, 1), (((0, cut), (cut, 24)),))
         ra.ring_attention(q, q, q, pattern="exact", ring=ring, documents=[[(0, 1), (1, 24)]])
+        begun.wait()
         print("done", flush=True)
     """
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
