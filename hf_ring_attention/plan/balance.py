@@ -1,15 +1,13 @@
 """Layouts that know the documents: every rank has as many tokens as the others, and about as much work.
 
-A zigzag gives each rank a piece of much work and one of little, from both ends of a sequence, and so do these. The tokens of a
-row are put in order of their work: the document whose queries see most keys first, and its last token before the others. Each
-rank in turn takes tokens from both ends of what is left, as many as it has room for, and as many of them from the heavy end as
-make its work the mean. Such a share exists as long as the order is right: from the light end alone it has too little work, from
-the heavy end alone too much, and a token makes a small difference. Where balance leaves a choice, the cuts are those that
-divide the fewest tokens.
+A zigzag gives each rank a piece of much work and one of little, from both ends of a sequence, and so do these. The documents
+of a row are put in order of their work: those whose queries see most keys first. Each rank in turn takes tokens from both
+ends of what is left, as many as it has room for, and as many of them from the heavy end as make its work the mean. Where whole
+documents make up its work, it takes these, and fills the rest of its room from the light end, where a cut moves few keys.
 
-So a document is shared by neighbouring ranks, a long one by as many as its work is worth. The last rank takes first, and short
-documents are put in order from their first token on, so that of two ranks that share a document the later one has its later
-tokens, and keys travel round the ring in its direction, to the next rank. What is short is tried out.
+A long document is shared by neighbouring ranks, by as many as its work is worth. The last rank takes first, and of each
+document the last tokens, so that keys travel round the ring in its direction, from one rank of a document to the next. Where
+both ends are too heavy or too light for an even share, documents change their places or are taken from their first token on.
 """
 
 from __future__ import annotations
@@ -27,14 +25,13 @@ from .work import Work, work_under
 
 #: The work of the first ranks may differ from the mean by this share of a rank's, where that spares a cut.
 TOLERANCE = 0.04
-#: Documents of at most such a share of a rank's tokens count as short: the share is taken that moves the fewest keys.
-SHORT = (0.25, 0.5, 1.0, 2.0)
-#: Where there is no even share, long documents are put in order in pieces of a rank's tokens divided by these.
-_PIECES = (1, 4, 16, 64)
+#: Whole documents are sought until their work is that near, in tolerances.
+_NEAR_ENOUGH = 0.25
 #: So many ends of documents on either side of a cut are tried in its place.
 _NEAR = 4
-#: So are so many other cuts on either side, which are this share of a rank's tokens apart.
-_OTHERS, _OTHERS_APART = 8, 64
+#: Where there is no even share, documents change their places in the order so often, and then are put in order in pieces of a
+#: rank's tokens divided by these.
+_CHANGES, _PIECES = 4, (1, 4, 16, 64)
 
 
 @lru_cache(maxsize=64)
@@ -50,11 +47,7 @@ def balanced_layout(seq_len: int, world_size: int, pattern: Pattern, documents: 
         spans = _spans_of_row(documents_of_row, local_len * world_size)
         mean = (sum(loads) + sum(span.work(work) for span in spans)) / world_size
         targets = [mean - load for load in loads]
-        divisions = [_shares_of_ranks(spans, int(short * local_len), local_len, work, targets) for short in SHORT]
-        shares = min(
-            divisions,
-            key=lambda shares: (_most_over(shares, work, targets) > 2 * TOLERANCE * mean, _hops_of_keys(shares)),
-        )
+        shares = _shares_of_ranks(spans, local_len, work, targets)
         rows.append(tuple(merged_pieces(range(span.start, span.stop) for span in share) for share in shares))
         loads = [load + sum(span.work(work) for span in share) for load, share in zip(loads, shares)]
     return SequenceLayout("documents", seq_len, world_size, tuple(rows))
@@ -81,69 +74,82 @@ def mean_keys(pattern: Pattern, documents: Documents) -> float:
 
 
 class _Span(NamedTuple):
-    """Tokens [start, stop) of a row, of the document that begins at `document`; None for padding, which is no work."""
+    """Tokens [start, stop) of a row, of the document that begins at `document`; None for padding, which is no work.
+
+    Attributes:
+        ascending: ranks take its first tokens first, and not its last ones.
+    """
 
     start: int
     stop: int
     document: int | None
-    size: int
+    ascending: bool = False
+
+    @property
+    def size(self) -> int:
+        """The number of tokens."""
+        return self.stop - self.start
 
     def work(self, work: Work) -> float:
         """Returns the query-key pairs of the tokens."""
         return 0.0 if self.document is None else work.of_tokens(self.start - self.document, self.stop - self.document)
 
+    def left(self, count: int) -> _Span:
+        """Returns so many tokens, which are those that are taken last."""
+        return self._replace(start=self.stop - count) if self.ascending else self._replace(stop=self.start + count)
+
+    def taken(self, count: int) -> _Span:
+        """Returns the others, where so many are left."""
+        return self._replace(stop=self.stop - count) if self.ascending else self._replace(start=self.start + count)
+
 
 def _spans_of_row(documents: Sequence[tuple[int, int]], length: int) -> list[_Span]:
     """Returns the documents of a row, and the padding between and behind them."""
     ends = [0, *itertools.chain(*documents), length]
-    padding = [_Span(start, stop, None, 0) for start, stop in zip(ends[::2], ends[1::2]) if start < stop]
-    return padding + [_Span(start, stop, start, stop - start) for start, stop in documents]
+    padding = [_Span(start, stop, None) for start, stop in zip(ends[::2], ends[1::2]) if start < stop]
+    return padding + [_Span(start, stop, start) for start, stop in documents]
 
 
-def _most_over(shares: Sequence[Sequence[_Span]], work: Work, targets: Sequence[float]) -> float:
-    """Returns how much more work than its target a rank has at most."""
-    return max(sum(span.work(work) for span in share) - target for share, target in zip(shares, targets))
-
-
-def _hops_of_keys(shares: Sequence[Sequence[_Span]]) -> int:
-    """Returns about how many keys the ring moves, times the hops of each, where queries see all of a document before them."""
-    p = len(shares)
-    held: dict[int, list[tuple[int, int, int]]] = {}
-    for rank, share in enumerate(shares):
-        for span in share:
-            if span.document is not None:
-                held.setdefault(span.document, []).append((span.start, span.stop, rank))
-    one_way = both_ways = 0
-    for pieces in held.values():
-        pieces.sort()
-        for number, (start, stop, rank) in enumerate(pieces):
-            hops = [(reader - rank) % p for _, _, reader in pieces[number + 1 :] if reader != rank]
-            ahead = max((hop for hop in hops if hop <= p // 2), default=0)
-            behind = max((p - hop for hop in hops if hop > p // 2), default=0)
-            one_way += (stop - start) * max(hops, default=0)
-            both_ways += (stop - start) * (ahead + behind)
-    return min(one_way, both_ways)
-
-
-def _shares_of_ranks(
-    spans: Sequence[_Span], short: int, local_len: int, work: Work, targets: Sequence[float]
-) -> list[list[_Span]]:
+def _shares_of_ranks(spans: Sequence[_Span], local_len: int, work: Work, targets: Sequence[float]) -> list[list[_Span]]:
     """Returns the spans of each rank: `local_len` tokens, and about its target of work."""
-    order = _Order(spans, short, local_len, work)
     tolerance = TOLERANCE * sum(targets) / len(targets)
-    shares: list[list[_Span]] = []
+    left, shares = _by_work(spans, work), []
     for ranks in range(len(targets), 0, -1):
         # What the ranks before have too much or too little is shared by the others.
-        wanted = targets[ranks - 1] + (order.work_left() - sum(targets[:ranks])) / ranks
-        heavy = order.fewest_cuts(wanted, tolerance)
-        for pieces in _PIECES:
-            if abs(order.error(heavy, wanted)) <= tolerance:
+        wanted = targets[ranks - 1] + (sum(span.work(work) for span in left) - sum(targets[:ranks])) / ranks
+        for order in _orders(left, local_len, work, wanted):
+            division = order.by_whole_documents(wanted, tolerance) or order.by_few_keys(wanted, wanted + tolerance)
+            if abs(division.work - wanted) <= tolerance:
                 break
-            # The work of long spans rises and falls too much on the way: shorter ones are in a better order.
-            order = _Order(_shorter(order.left(), max(1, local_len // pieces)), short, local_len, work)
-            heavy = order.fewest_cuts(wanted, tolerance)
-        shares.append(list(order.take(heavy)))
+        shares.append(division.share)
+        left = division.left
     return shares[::-1]
+
+
+def _orders(left: list[_Span], local_len: int, work: Work, wanted: float) -> Iterator[_Order]:
+    """Yields orders of what is left of which a rank might have an even share, those by which documents move least first."""
+    order = _Order(left, local_len, work)
+    yield order
+    for _ in range(_CHANGES):
+        first, last = left[0], left[-1]
+        if order.work_of(local_len) < wanted:  # What is left of the first document is light.
+            left = [*left[1:], first]
+        elif len(left) == 1:
+            half = first.size // 2
+            left = [first.taken(half), first.left(half)._replace(ascending=True)]
+        elif not last.ascending:  # The last tokens of the last document are heavy.
+            left = [*left[:-1], last._replace(ascending=True)]
+        else:
+            left = [last._replace(ascending=True), *left[:-1]]
+        order = _Order(left, local_len, work)
+        yield order
+    for pieces in _PIECES:
+        yield _Order(_by_work(_shorter(left, max(1, local_len // pieces)), work), local_len, work)
+
+
+def _by_work(spans: Iterable[_Span], work: Work) -> list[_Span]:
+    """Returns the spans in the order of their work, the most a token first."""
+    return sorted(spans, key=lambda span: -span.work(work) / span.size)
 
 
 def _shorter(spans: Iterable[_Span], most: int) -> list[_Span]:
@@ -155,104 +161,122 @@ def _shorter(spans: Iterable[_Span], most: int) -> list[_Span]:
     ]
 
 
-class _Order:
-    """Tokens in order of their work, of which ranks take from both ends.
+class _Division(NamedTuple):
+    """The share of a rank, its work, and what is left for the others."""
 
-    Spans follow each other, those of long documents from their end on. Tokens [low, high) of this order are left.
+    share: list[_Span]
+    left: list[_Span]
+    work: float
+
+
+class _Order:
+    """What is left of a row, heavy spans first; a rank takes tokens from both ends.
 
     Args:
-        short: the most tokens of a short document.
         local_len: tokens of a rank.
     """
 
-    def __init__(self, spans: Sequence[_Span], short: int, local_len: int, work: Work) -> None:
-        self.short, self.local_len, self.work = short, local_len, work
-        works = {span: span.work(work) for span in spans}
-        self.spans = sorted(spans, key=lambda span: works[span] / (span.start - span.stop))
-        #: Where each span begins in this order, and the work before it.
-        self.starts = list(itertools.accumulate((span.stop - span.start for span in self.spans), initial=0))
-        self.works = list(itertools.accumulate((works[span] for span in self.spans), initial=0.0))
-        self.low, self.high = 0, self.starts[-1]
+    def __init__(self, spans: list[_Span], local_len: int, work: Work) -> None:
+        self.spans, self.local_len, self.work = spans, local_len, work
+        #: The tokens before each span, and their work.
+        self.tokens = list(itertools.accumulate((span.size for span in spans), initial=0))
+        self.works = list(itertools.accumulate((span.work(work) for span in spans), initial=0.0))
 
-    def work_left(self) -> float:
-        """Returns the work of the tokens that are left."""
-        return self._before(self.high) - self._before(self.low)
+    def by_whole_documents(self, wanted: float, tolerance: float) -> _Division | None:
+        """Returns the share that has the work of whole spans, and the rest of its tokens from the light end.
 
-    def left(self) -> Iterator[_Span]:
-        """Yields the spans of the tokens that are left."""
-        return self._within(self.low, self.high)
+        Returns:
+            None where there is none of about the work wanted with the first span, which is the first one to go.
+        """
+        taken: set[int] = set()
+        room, work = self.local_len, 0.0
+        for number, span in enumerate(self.spans):
+            if number and not taken:
+                return None
+            own, rest = self.works[number + 1] - self.works[number], room - span.size
+            if self.tokens[-1] - self.tokens[number + 1] < rest:  # The room is for this span and all behind it.
+                break
+            if rest < 0 or (over := work + own + self._work_behind(rest) - wanted) > _NEAR_ENOUGH * tolerance:
+                continue
+            taken.add(number)
+            room, work = rest, work + own
+            if over >= -_NEAR_ENOUGH * tolerance:
+                break
+        if not taken or abs(work + self._work_behind(room) - wanted) > tolerance:
+            return None
+        others = [span for number, span in enumerate(self.spans) if number not in taken]
+        light = _Order(others, room, self.work).division(0)
+        return _Division([self.spans[number] for number in taken] + light.share, light.left, work + light.work)
 
-    def take(self, heavy: int) -> Iterator[_Span]:
-        """Yields the spans of a rank that takes so many tokens from the heavy end, and leaves the others."""
-        low, high = self.low, self.high
-        self.low, self.high = low + heavy, high - self.local_len + heavy
-        yield from self._within(low, self.low)
-        yield from self._within(self.high, high)
+    def by_few_keys(self, least: float, most: float) -> _Division:
+        """Returns a share of at least and at most so much work, or near it, whose cuts move the fewest keys.
 
-    def error(self, heavy: int, wanted: float) -> float:
-        """Returns how much more than this work a rank has that takes so many tokens from the heavy end."""
-        low, high = self.low + heavy, self.high - self.local_len + heavy
-        heavy_end, light_end = (
-            self._before(low) - self._before(self.low),
-            self._before(self.high) - self._before(high),
+        A rank that does less than its share makes the part of a long document that is left for others longer, and its keys
+        are needed by more of them.
+        """
+        wanted = (least + most) / 2
+        best = self._heavy_for(wanted)
+        candidates = {best}
+        for first in (0, self.tokens[-1] - self.local_len):  # The ends of spans near either cut.
+            near = bisect.bisect_right(self.tokens, first + best)
+            candidates |= {token - first for token in self.tokens[max(0, near - _NEAR) : near + _NEAR]}
+        works = {heavy: self.work_of(heavy) for heavy in candidates if 0 <= heavy <= self.local_len}
+        fitting = [heavy for heavy, work in works.items() if least <= work <= most]
+        return self.division(
+            min(fitting, key=lambda heavy: (self._keys_at_cuts(heavy), abs(works[heavy] - wanted)), default=best)
         )
-        return heavy_end + light_end - wanted
 
-    def fewest_cuts(self, wanted: float, tolerance: float) -> int:
-        """Returns how many tokens to take from the heavy end for about the work wanted, with the shortest cuts."""
-        least, most, behind = 0, self.local_len, self.high - self.local_len
+    def _heavy_for(self, wanted: float) -> int:
+        """Returns how many tokens from the heavy end make about this work."""
+        least, most = 0, self.local_len
         while most - least > 1:
             middle = (least + most) // 2
-            least, most = (least, middle) if self.error(middle, wanted) >= 0 else (middle, most)
-        best = min((least, most), key=lambda heavy: abs(self.error(heavy, wanted)))
-        apart = max(1, self.local_len // _OTHERS_APART)
-        candidates = {
-            best + number * apart for number in range(-_OTHERS, _OTHERS + 1)
-        }  # Of a shorter piece of a document.
-        for first in (self.low, behind):  # The ends of spans near either cut.
-            near = bisect.bisect_right(self.starts, first + best)
-            candidates |= {start - first for start in self.starts[max(0, near - _NEAR) : near + _NEAR]}
-        errors = {heavy: abs(self.error(heavy, wanted)) for heavy in candidates if 0 <= heavy <= self.local_len}
-        fitting = [heavy for heavy, error in errors.items() if error <= tolerance]
-        cuts = {heavy: self._keys_before(self.low + heavy) + self._keys_before(behind + heavy) for heavy in fitting}
-        return min(fitting, key=lambda heavy: (cuts[heavy], errors[heavy]), default=best)
+            least, most = (least, middle) if self.work_of(middle) >= wanted else (middle, most)
+        return min((least, most), key=lambda heavy: abs(self.work_of(heavy) - wanted))
 
-    def _from_end(self, span: _Span) -> bool:
-        return span.size > self.short
+    def division(self, heavy: int) -> _Division:
+        """Returns the share with so many tokens from the heavy end, and the others from the light end."""
+        counts = [self._left_of(number, heavy) for number in range(len(self.spans))]
+        share = [span.taken(count) for span, count in zip(self.spans, counts) if count < span.size]
+        return _Division(
+            share, [span.left(count) for span, count in zip(self.spans, counts) if count], self.work_of(heavy)
+        )
 
-    def _first(self, span: _Span, count: int) -> _Span:
-        """Returns the first tokens of a span, in this order."""
-        if self._from_end(span):
-            return span._replace(start=span.stop - count)
-        return span._replace(stop=span.start + count)
+    def work_of(self, heavy: int) -> float:
+        """Returns the work of a rank that takes so many tokens from the heavy end."""
+        if not self.spans:
+            return 0.0
+        first, last = self._at_cuts(heavy)
+        between = max(0.0, self.works[last] - self.works[first + 1])
+        return self.works[-1] - between - sum(self._work_left_of(number, heavy) for number in {first, last})
 
-    def _at(self, token: int) -> tuple[int, int]:
-        """Returns the number of the span of a token of this order, and how many tokens of the span are before it."""
-        number = min(bisect.bisect_right(self.starts, token), len(self.spans)) - 1
-        return number, token - self.starts[number]
+    def _work_behind(self, count: int) -> float:
+        """Returns the work of so many tokens from the light end."""
+        token = self.tokens[-1] - count
+        number = self._at(token)
+        left = self.spans[number].left(token - self.tokens[number])
+        return self.works[-1] - self.works[number] - left.work(self.work)
 
-    def _before(self, token: int) -> float:
-        """Returns the work of all tokens before this one."""
-        number, count = self._at(token)
-        return self.works[number] + (self._first(self.spans[number], count).work(self.work) if count else 0.0)
+    def _keys_at_cuts(self, heavy: int) -> int:
+        """Returns how many keys the parts of cut documents may need of each other."""
+        keys = 0
+        for number in set(self._at_cuts(heavy)):
+            span, count = self.spans[number], self._left_of(number, heavy)
+            if 0 < count < span.size and span.document is not None:
+                keys += min(span.left(count).stop, span.taken(count).stop) - span.document
+        return keys
 
-    def _keys_before(self, token: int) -> int:
-        """Returns how many tokens of its document are before a cut at this token, whose keys the queries behind it need."""
-        number, count = self._at(token)
-        span = self.spans[number]
-        if not count or token == self.starts[number + 1] or span.document is None:
-            return 0
-        first = self._first(span, count)
-        return (first.start if self._from_end(span) else first.stop) - span.document
+    def _at_cuts(self, heavy: int) -> tuple[int, int]:
+        return self._at(heavy), self._at(self.tokens[-1] - self.local_len + heavy)
 
-    def _within(self, start: int, stop: int) -> Iterator[_Span]:
-        """Yields the spans of tokens [start, stop) of this order."""
-        number, skipped = self._at(start)
-        while start < stop:
-            span = self.spans[number]
-            taken = self._first(span, min(self.starts[number + 1], stop) - self.starts[number])
-            if self._from_end(span):
-                yield taken._replace(stop=span.stop - skipped)
-            else:
-                yield taken._replace(start=span.start + skipped)
-            number, skipped, start = number + 1, 0, self.starts[number + 1]
+    def _at(self, token: int) -> int:
+        """Returns the number of the span of a token of this order."""
+        return min(bisect.bisect_right(self.tokens, token), len(self.spans)) - 1
+
+    def _left_of(self, number: int, heavy: int) -> int:
+        """Returns how many tokens of a span are left by a rank that takes so many tokens from the heavy end."""
+        stop = self.tokens[-1] - self.local_len + heavy
+        return max(0, min(stop, self.tokens[number + 1]) - max(heavy, self.tokens[number]))
+
+    def _work_left_of(self, number: int, heavy: int) -> float:
+        return self.spans[number].left(self._left_of(number, heavy)).work(self.work)

@@ -110,7 +110,7 @@ class RingSettings:
     large_payload: int = 8
     rows_of_a_head_group: int = 1 << 12
     head_groups: int = 8
-    both_ways_below: float = 0.5
+    both_ways_below: float = 0.75
     heads: int | None = None
 
 
