@@ -77,6 +77,8 @@ def test_every_part_measures(tmp_path):
     assert all(row["seconds"].keys() >= {"ring", "collective", "heads"} for row in figures["transport"])
     good = sum(row["auto_over_best"] <= 1.1 for row in figures["transport"])
     assert f"auto is within 10 % of the best way in {good} of 6 cells" in done.stderr
+    assert all(row["expected_seconds"].keys() == row["seconds"].keys() for row in figures["transport"])
+    assert all(0 < seconds < 10 for row in figures["transport"] for seconds in row["expected_seconds"].values())
     assert [row["pattern"].split(",")[0] for row in figures["ideal"]] == ["exact", "longnet"]
     assert all(row["both"] > 0 for row in figures["ideal"])
     assert {name: {*peaks} for name, peaks in figures["ring-memory"].items()} == {

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ...compute.merge import accumulation_dtype
-from ...plan.choices import busiest_over_mean, imbalance
-from ...plan.heads import heads_fit, heads_pairs
+from ...plan.heads import heads_fit
 from ...plan.layouts import SequenceLayout
 from ...plan.patterns import Pattern, Window
+from ...plan.plans import plan_rank
 from ...plan.problem import Documents, Problem
+from ...plan.times import KEYS_AT_ONCE, Speeds, computed_pairs, expected_seconds
 from ...plan.traffic import RowBytes
 from ...ring.attention import ring_attention
 from ...ring.ring import Ring
@@ -24,6 +26,11 @@ from .harness import CallShape, forward_backward, progress
 
 #: What the others are compared with: the ring, in the layout that "auto" chooses.
 _BASE = "ring"
+
+#: The tokens of each rank by which speeds are measured.
+_TOKENS_OF_SPEED = 4096
+#: Measured ratios are near the expected ones where they differ by at most this share.
+_NEAR = 0.1
 
 #: Documents of packed rows are log-normal: with this median share of a row, and spread of its logarithm.
 _MEDIAN_SHARE, _SPREAD = 1 / 60, 1.0
@@ -76,14 +83,43 @@ def compare_transports(shape: CallShape, lengths: Sequence[int], repeats: int) -
 
     Calls alternate; a ratio is the median of the ratios to the base's call of the same turn.
     """
+    speeds = measured_speeds(shape, repeats)
     cells = [(tokens, name, packed) for tokens in lengths for name in patterns_for(tokens) for packed in (False, True)]
     return [
-        _cell(shape, tokens, name, packed_row(tokens) if packed else (((0, tokens),),), repeats)
+        _cell(shape, tokens, name, packed_row(tokens) if packed else (((0, tokens),),), repeats, speeds)
         for tokens, name, packed in progress(cells, "transports")
     ]
 
 
-def _cell(shape: CallShape, tokens: int, name: str, documents: Documents, repeats: int) -> dict[str, Any]:
+def measured_speeds(shape: CallShape, repeats: int) -> Speeds:
+    """Returns how fast this rank computes dense attention of one sequence, and exchanges rows, while the others do the same.
+
+    Rows are exchanged, forward and backward, by calls whose queries see themselves alone.
+    """
+    world_size, near, exact = dist.get_world_size(), Pattern((Window(1),)), Pattern.exact()
+    shape = replace(shape, heads=4 * world_size, kv_heads=4 * world_size)
+    tensors, ring = shape.tensors(_TOKENS_OF_SPEED), Ring(transport="heads", layout="contiguous")
+    calls: dict[str, Callable[..., Any]] = {
+        "computing": lambda *x: ring_attention(*x, pattern=exact),
+        "near": lambda *x: ring_attention(*x, pattern=near),
+        "exchanging": lambda *x: ring_attention(*x, pattern=near, ring=ring),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats + 1):
+        for name, call in calls.items():
+            times[name].append(sum(forward_backward(call, tensors, shape.device)))
+    computing, alone, exchanging = (statistics.median(turns[1:]) for turns in times.values())
+    received = ring.traffic().received_bytes / (repeats + 1)
+    layout, documents = SequenceLayout("contiguous", _TOKENS_OF_SPEED, 1), (((0, _TOKENS_OF_SPEED),),)
+    problem = Problem(exact, layout, documents, num_heads=shape.heads, num_kv_heads=shape.kv_heads)
+    keys_at_once = KEYS_AT_ONCE[shape.device]
+    pairs = computed_pairs(plan_rank(problem, 0).own, problem.group, keys_at_once)
+    return Speeds(computing / pairs, max(0.0, exchanging - alone) / received, keys_at_once)
+
+
+def _cell(
+    shape: CallShape, tokens: int, name: str, documents: Documents, repeats: int, speeds: Speeds
+) -> dict[str, Any]:
     pattern = patterns_for(tokens)[name]
     ways = ways_for(shape, tokens, pattern, documents)
     tensors = {way: shape.tensors(layout.local_len) for way, (_, layout) in ways.items()}
@@ -109,10 +145,8 @@ def _cell(shape: CallShape, tokens: int, name: str, documents: Documents, repeat
     to_base = {way: statistics.median(a / b for a, b in zip(times[way], times[_BASE])) for way in ways}
     problems = {way: _problem_of(shape, pattern, layout, documents, ring) for way, (ring, layout) in ways.items()}
     widths, dtype = 2 * shape.head_dim, getattr(torch, shape.dtype)
-    auto = Ring()
-    decision = auto.decide(
-        problems[_BASE], RowBytes(widths * dtype.itemsize, widths * accumulation_dtype(dtype).itemsize)
-    )
+    sizes = RowBytes(widths * dtype.itemsize, widths * accumulation_dtype(dtype).itemsize)
+    decision = Ring().decide(problems[_BASE], sizes)
     chosen = _BASE if decision.choice == "local" else decision.choice  # "local" has nothing to move.
     return {
         "pattern": name,
@@ -122,7 +156,12 @@ def _cell(shape: CallShape, tokens: int, name: str, documents: Documents, repeat
         "seconds": {way: statistics.median(calls) for way, calls in times.items()},
         "turns": len(times[_BASE]),
         "to_ring": to_base,
-        "busiest_over_mean": {way: _imbalance(problem, way) for way, problem in problems.items()},
+        "expected_seconds": {
+            way: expected_seconds(
+                problem, "heads" if way.startswith("heads") else ways[way].ring.transport, sizes, speeds
+            )
+            for way, problem in problems.items()
+        },
         "auto": decision.choice,
         "reason": decision.reason,
         "auto_over_best": to_base[chosen] / min(to_base.values()),
@@ -137,19 +176,22 @@ def _problem_of(
     )
 
 
-def _imbalance(problem: Problem, way: str) -> float:
-    if not way.startswith("heads"):
-        return imbalance(problem)
-    return busiest_over_mean([heads_pairs(problem, rank) for rank in range(problem.layout.world_size)])
+def _expected(row: dict[str, Any], way: str) -> float:
+    return row["expected_seconds"][way] / row["expected_seconds"][_BASE]
 
 
 def transport_report(rows: list[dict[str, Any]], world_size: int) -> Sheet:
     """Returns the table, and how good the automatic choice was."""
     ways = list(dict.fromkeys(way for row in rows for way in row["seconds"]))
     lines = [
-        "ms of forward + backward; in brackets the paired ratio to the ring, and behind it that of the busiest ranks' work",
+        "ms of forward + backward; in brackets the paired ratio to the ring | the one that the plan lets expect",
     ]
     good = sum(row["auto_over_best"] <= 1.1 for row in rows)
+    ratios = [(row["to_ring"][way], _expected(row, way)) for row in rows for way in row["seconds"] if way != _BASE]
+    near = sum(abs(measured / expected - 1) <= _NEAR for measured, expected in ratios)
+    lines.append(
+        f"{near} of {len(ratios)} ratios are within {_NEAR:.0%} of what the plan lets expect (a call costs it nothing)"
+    )
     lines.append(f"auto is within 10 % of the best way in {good} of {len(rows)} cells")
     table = []
     for row in rows:
@@ -158,8 +200,7 @@ def transport_report(rows: list[dict[str, Any]], world_size: int) -> Sheet:
             if way not in row["seconds"]:
                 cells.append("")
                 continue
-            planned = row["busiest_over_mean"][way] / row["busiest_over_mean"][_BASE]
-            ratio = "" if way == _BASE else f" ({row['to_ring'][way]:.2f}, {planned:.2f})"
+            ratio = "" if way == _BASE else f" ({row['to_ring'][way]:.2f}|{_expected(row, way):.2f})"
             cells.append(f"{1e3 * row['seconds'][way]:.1f}{ratio}")
         table.append(
             (
@@ -174,7 +215,7 @@ def transport_report(rows: list[dict[str, Any]], world_size: int) -> Sheet:
         )
     return Sheet(
         f"layouts and transports, forward + backward, {world_size} ranks",
-        ("pattern", "tokens", "documents", "layout", *ways, "auto", "auto / best"),
+        ("pattern", "tokens", "documents", "layout", *ways, "auto", "auto/best"),
         table,
         lines,
     )
