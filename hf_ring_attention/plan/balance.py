@@ -28,10 +28,10 @@ TOLERANCE = 0.04
 #: Whole documents are sought until their work is that near, in tolerances.
 _NEAR_ENOUGH = 0.25
 #: So many ends of documents on either side of a cut are tried in its place.
-_NEAR = 4
+_ENDS_NEAR = 4
 #: Where there is no even share, documents change their places in the order so often, and then are put in order in pieces of a
 #: rank's tokens divided by these.
-_CHANGES, _PIECES = 4, (1, 4, 16, 64)
+_MOVES, _PIECES = 4, (1, 4, 16, 64)
 
 
 @lru_cache(maxsize=64)
@@ -130,7 +130,7 @@ def _orders(left: list[_Span], local_len: int, work: Work, wanted: float) -> Ite
     """Yields orders of what is left of which a rank might have an even share, those by which documents move least first."""
     order = _Order(left, local_len, work)
     yield order
-    for _ in range(_CHANGES):
+    for _ in range(_MOVES):
         first, last = left[0], left[-1]
         if order.work_of(local_len) < wanted:  # What is left of the first document is light.
             left = [*left[1:], first]
@@ -219,7 +219,7 @@ class _Order:
         candidates = {best}
         for first in (0, self.tokens[-1] - self.local_len):  # The ends of spans near either cut.
             near = bisect.bisect_right(self.tokens, first + best)
-            candidates |= {token - first for token in self.tokens[max(0, near - _NEAR) : near + _NEAR]}
+            candidates |= {token - first for token in self.tokens[max(0, near - _ENDS_NEAR) : near + _ENDS_NEAR]}
         works = {heavy: self.work_of(heavy) for heavy in candidates if 0 <= heavy <= self.local_len}
         fitting = [heavy for heavy, work in works.items() if least <= work <= most]
         return self.division(

@@ -30,7 +30,7 @@ _BASE = "ring"
 #: The tokens of each rank by which speeds are measured.
 _TOKENS_OF_SPEED = 4096
 #: Measured ratios are near the expected ones where they differ by at most this share.
-_NEAR = 0.1
+_AS_EXPECTED = 0.1
 
 #: Documents of packed rows are log-normal: with this median share of a row, and spread of its logarithm.
 _MEDIAN_SHARE, _SPREAD = 1 / 60, 1.0
@@ -188,9 +188,9 @@ def transport_report(rows: list[dict[str, Any]], world_size: int) -> Sheet:
     ]
     good = sum(row["auto_over_best"] <= 1.1 for row in rows)
     ratios = [(row["to_ring"][way], _expected(row, way)) for row in rows for way in row["seconds"] if way != _BASE]
-    near = sum(abs(measured / expected - 1) <= _NEAR for measured, expected in ratios)
+    near = sum(abs(measured / expected - 1) <= _AS_EXPECTED for measured, expected in ratios)
     lines.append(
-        f"{near} of {len(ratios)} ratios are within {_NEAR:.0%} of what the plan lets expect (a call costs it nothing)"
+        f"{near} of {len(ratios)} ratios are within {_AS_EXPECTED:.0%} of what the plan lets expect (a call costs it nothing)"
     )
     lines.append(f"auto is within 10 % of the best way in {good} of {len(rows)} cells")
     table = []
