@@ -74,11 +74,14 @@ def reference_attention(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     top = scores.masked_fill(counts == 0, -torch.inf).amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min).detach()
+    column = None if sinks is None else sinks.to(dtype)[None, :, None, None]
+    if column is not None:
+        top = top.maximum(column.detach())  # Where all scores are far below, their weights are 0 and the column's is 1.
     weights = counts * torch.exp(torch.where(counts > 0, scores - top, 0.0))
     total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        column = torch.exp(torch.where(total > 0, sinks.to(dtype)[None, :, None, None] - top, 0.0))
-        total = torch.where(total > 0, total + column, total)
+    if column is not None:
+        has_key = (counts > 0).any(-1, keepdim=True)
+        total = torch.where(has_key, total + torch.exp(column - top), total)
     out = weights @ v / torch.where(total > 0, total, 1.0)
     lse = torch.where(total > 0, top + torch.log(torch.where(total > 0, total, 1.0)), -torch.inf)
     return out, lse.squeeze(-1)

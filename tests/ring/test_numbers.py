@@ -1,0 +1,168 @@
+"""Numbers at their limits: what is not finite, large and tiny scores, float16, equal bits, long sequences."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import hf_ring_attention as ra
+from hf_ring_attention.plan.layouts import SequenceLayout
+from hf_ring_attention.plan.problem import Problem
+from hf_ring_attention.plan.traffic import RowBytes, collective_traffic, ring_traffic
+from tests.support.cases import check_cases, random_case, random_pattern
+from tests.support.ranks import run_simulated
+from tests.support.tolerance import allowed
+
+#: A transport, and the ranks of its ring.
+WAYS = [("ring", 1), ("ring", 3), ("collective", 2), ("heads", 2)]
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+PATTERNS = ("exact", "window:8+2", "pyramid:8,2", "longnet:16/1,64/4")
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def outputs(ring, tensors, dout, *, dtype=None, **options):
+    """Whole [out, dq, dk, dv] of a call on one ring; `tensors` are whole q, k, v."""
+    layout = ring.layout_for(tensors[0].shape[2], options["pattern"], options.get("documents"))
+    local = [ring.shard(x, layout, dim=2).clone().requires_grad_() for x in tensors]
+    out = ra.ring_attention(*local, ring=ring, layout=layout, **options)
+    out.backward(ring.shard(dout, layout, dim=2))
+    return [ring.unshard(x.detach(), layout, dim=2) for x in (out, *(x.grad for x in local))]
+
+
+def on_ranks(world_size, transport, tensors, dout, **options):
+    """`outputs` of the first of simulated ranks."""
+    return run_simulated(lambda ring: outputs(ring, tensors, dout, **options), world_size, transport=transport)[0]
+
+
+def drawn(dtype=torch.float32, tokens=64, heads=2, width=8):
+    return [torch.randn(1, heads, tokens, width).to(dtype) for _ in range(3)], torch.randn(1, heads, tokens, width).to(
+        dtype
+    )
+
+
+@pytest.mark.parametrize(("transport", "world_size"), WAYS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+def test_what_is_not_finite_stays_in_its_document(transport, world_size, value, rng):
+    """Neither padding nor another document changes a bit of a document's outputs and gradients."""
+    documents = [[(2, 20), (20, 50)]]
+    outside = {
+        "padding": [*range(2), *range(50, 64)],
+        "the first document": [*range(2, 20)],
+        "the second": [*range(20, 50)],
+    }
+    for pattern in (*PATTERNS, random_pattern(rng)):
+        tensors, dout = drawn(torch.float64)
+        clean = on_ranks(world_size, transport, tensors, dout, pattern=pattern, documents=documents)
+        for name, places in outside.items():
+            spoilt = [x.clone() for x in (*tensors, dout)]
+            for x in spoilt:
+                x[:, :, rng.sample(places, rng.randint(1, len(places)))] = value
+            found = on_ranks(world_size, transport, spoilt[:3], spoilt[3], pattern=pattern, documents=documents)
+            others = sorted({*range(64)} - {*places})
+            for which, x, right in zip(NAMES, found, clean):
+                assert torch.equal(x[:, :, others], right[:, :, others]), f"{value} in {name}: {which} under {pattern}"
+
+
+@pytest.mark.parametrize(("transport", "world_size"), WAYS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_scores_of_ten_thousand(dtype, transport, world_size, rng):
+    """Softmax picks a key or two there, and rounding of a score by one part in a million is a change of one in a hundred."""
+    cases = []
+    for _ in range(6):
+        case = random_case(rng, dtype)
+        if transport == "heads":
+            case = replace(case, num_heads=4, num_kv_heads=2)
+        q, k, *_ = case.tensors
+        largest = float(torch.einsum("bhqd,bgkd->bhgqk", q.double(), k.double()).abs().max()) or 1.0
+        case = replace(case, scale=1e4 / largest, softcap=None)
+        assert case.definition and case.rounding
+        cases.append(case)
+    tolerance = 1e-8 if dtype == torch.float64 else None
+    run_simulated(lambda ring: check_cases(ring, cases, tolerance), world_size, transport=transport)
+
+
+@pytest.mark.parametrize(("transport", "world_size"), WAYS)
+def test_subnormal_values(transport, world_size):
+    """They are weighted like others, to within some of the smallest number there is."""
+    (q, k, v), dout = drawn(torch.float64)
+    pattern = "window:8+2"
+    out, *_, dv = on_ranks(world_size, transport, (q, k, v), dout, pattern=pattern)
+    tiny, *_ = on_ranks(world_size, transport, (q, k, v * 1e-310), dout, pattern=pattern)
+    *_, tiny_dv = on_ranks(world_size, transport, (q, k, v), dout * 1e-310, pattern=pattern)
+    for found, right in ((tiny, out), (tiny_dv, dv)):
+        assert 0 < float(found.abs().max()) < torch.finfo(torch.float64).tiny
+        assert torch.allclose(found / 2**-1074, right * 1e-310 / 2**-1074, rtol=1e-6, atol=100)
+
+
+@pytest.mark.parametrize(("transport", "world_size"), WAYS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_float16_to_its_bounds(pattern, transport, world_size):
+    """Means of the largest numbers are these, however many parts are merged; scores beyond them are not infinite."""
+    largest = torch.finfo(torch.float16).max
+    (q, k, v), dout = drawn(torch.float16)
+    signs = torch.where(torch.arange(2) == 0, 1.0, -1.0)[None, :, None, None]
+    v = (signs * largest).expand_as(v).to(torch.float16).contiguous()
+    out, *_ = on_ranks(world_size, transport, (q, k, v), dout, pattern=pattern)
+    assert torch.equal(out, v)
+    q, k = (128 * x.sign() for x in (q, k))  # Scores of up to 128 * 128 * 8, twice the largest number of float16.
+    found = on_ranks(world_size, transport, (q, k, dout), dout, pattern=pattern, scale=1.0)
+    right = on_ranks(1, "ring", [x.double() for x in (q, k, dout)], dout.double(), pattern=pattern, scale=1.0)
+    scale = max(float(x.abs().max()) for x in right)
+    for name, x, exact in zip(NAMES, found, right):
+        error = float((x - exact).abs().max()) / scale
+        assert error <= allowed(0, torch.float16), f"{name} is {error} off"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("transport", "world_size"), WAYS)
+def test_two_runs_have_the_same_bits(transport, world_size, dtype, rng):
+    documents = [[(0, 20), (20, 50)], [(3, 64)]]
+    for pattern in ("exact", random_pattern(rng)):
+        tensors, dout = drawn(dtype)
+        tensors, dout = [torch.cat([x, x.flip(2)]) for x in tensors], torch.cat([dout, dout])
+        first, again = (
+            on_ranks(world_size, transport, tensors, dout, pattern=pattern, documents=documents) for _ in range(2)
+        )
+        assert all(map(torch.equal, first, again))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_transports_agree_up_to_the_rounding_of_sums(dtype, rng):
+    """They add the same parts in another order, and differ by what two right computations may."""
+    for pattern in ("exact", "pyramid:8,2", random_pattern(rng)):
+        tensors, dout = drawn(dtype)
+        exact = on_ranks(1, "ring", [x.double() for x in tensors], dout.double(), pattern=pattern)
+        plain = on_ranks(1, "ring", tensors, dout, pattern=pattern)
+        ways = [
+            on_ranks(p, transport, tensors, dout, pattern=pattern) for transport, p in (*WAYS[1:], ("collective", 3))
+        ]
+        scales = [float(exact[0].abs().max())] + [max(float(x.abs().max()) for x in exact[1:]) or 1.0] * 3
+        for number, (name, scale) in enumerate(zip(NAMES, scales)):
+            rounding = float((plain[number] - exact[number]).abs().max()) / scale
+            for one, other in itertools.combinations(ways, 2):
+                apart = float((one[number].double() - other[number].double()).abs().max()) / scale
+                assert apart <= 2 * allowed(rounding, dtype), f"{name} under {pattern}: {apart}"
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+def test_plans_of_more_elements_than_32_bits_count(kind):
+    """2^22 tokens of 8 heads x 128, 2^32 numbers, of which a window needs the last rows of each piece's neighbour."""
+    tokens, world_size, heads, width = 2**22, 8, 8, 4096
+    layout, sizes = SequenceLayout(kind, tokens, world_size), RowBytes(4 * 128, 8 * 128)
+    problem = Problem(
+        ra.Pattern.parse(f"window:{width}"), layout, (((0, tokens),),), num_heads=heads, num_kv_heads=heads
+    )
+    pieces = (
+        world_size if kind == "contiguous" else 2 * world_size - 1
+    )  # In zigzag the last rank has two that are neighbours.
+    needed = (pieces - 1) * (width - 1) * heads
+    for traffic in (ring_traffic, collective_traffic):
+        moved = sum(traffic(problem, rank, sizes).forward.received for rank in range(world_size))
+        assert moved == needed * sizes.row_bytes
+    call = ra.explain(
+        "exact", seq_len=tokens, world_size=world_size, num_heads=heads, head_dim=128, layout=kind, transport="ring"
+    )
+    of_last = (world_size - 1) * (tokens // world_size) * heads * 2 * 128 * 2
+    assert max(share.collective.forward.received for share in call.ranks) == of_last > 2**33
