@@ -1,4 +1,4 @@
-"""What a ring keeps on devices: one binding for equal calls, bounded in bytes."""
+"""What a ring keeps on devices: one binding for equal calls, bounded in bytes and in parts."""
 
 import torch
 
@@ -34,6 +34,15 @@ def test_one_that_is_too_large_is_kept_until_the_next():
     assert kept.of(of_size, "a", 9) is large and kept.nbytes == 72
     kept.of(of_size, "b", 1)
     assert kept.nbytes == 8
+
+
+def test_the_one_used_longest_ago_goes_where_they_have_too_many_parts():
+    kept = Bindings(max_parts=2)
+    first, second = kept.of(of_size, "a", 4), kept.of(of_size, "b", 4)
+    assert kept.of(of_size, "a", 4) is first
+    kept.of(of_size, "c", 1)
+    assert kept.of(of_size, "a", 4) is first and kept.nbytes == 40
+    assert kept.of(of_size, "b", 4) is not second
 
 
 def test_a_ring_counts_its_row_numbers_and_layers_share_them():
