@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from ..transport.agreement import agree
 from ..transport.communicators import Communicator, Message
+
+#: The values that a rank remembers: those of all layers of a step, and of some batches.
+_MOST_REMEMBERED = 256
 
 
 class Calls:
@@ -23,7 +27,8 @@ class Calls:
 
     def __init__(self, communicator: Communicator | None) -> None:
         self._communicator = communicator
-        self._digests: dict[Any, int] = {}
+        #: The digests of values that were agreed on, those used longest ago first: the same ones on all ranks.
+        self._digests: OrderedDict[Any, int] = OrderedDict()
         #: The number of calls whose gradients were recorded; it is equal on all ranks, as they compare their calls.
         self._count = 0
         #: The number of the call whose backward pass ran last; None if a call was recorded since.
@@ -46,19 +51,23 @@ class Calls:
         key = tuple(values.items())
         if device.type == "cpu":
             digest = self._digests.get(key)
-            if digest is None:
+            if digest is not None:
+                self._digests.move_to_end(key)
+            else:
                 digest = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little", signed=True)
                 self._remember(key, digest)
             self._compare(0 if error is not None else digest, values, error)
         elif error is not None or key not in self._digests:
             agree(self._communicator, "rank", values, error)
             self._remember(key, 0)
+        else:
+            self._digests.move_to_end(key)
         return []
 
     def _remember(self, key: Any, digest: int) -> None:
-        if len(self._digests) >= 4096:  # packed sequences differ from batch to batch
-            self._digests.clear()
         self._digests[key] = digest
+        if len(self._digests) > _MOST_REMEMBERED:  # Packed sequences differ from batch to batch.
+            self._digests.popitem(last=False)
 
     def _compare(self, number: int, values: Mapping[str, Any], error: Exception | None = None) -> None:
         """Goes on if all ranks came with this number and without an error; otherwise `agree` says what differs."""
