@@ -1,4 +1,4 @@
-"""Random models, batches and rings against eager attention; `tests.support.random_batches` runs any number of them."""
+"""Random models, batches and rings against eager attention; `make fuzz` runs any number of them."""
 
 import random
 from collections import Counter
@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ..support.random_batches import compared, found_by, repeat_line, run_case, seeds_of
+from ..fuzz import repeat_line, seeds_of
+from ..support.random_batches import compared, found_by, run_case
 from ..support.random_cases import draw_case
 
 pytestmark = pytest.mark.own_dtypes  # float64 where a case says so
@@ -24,7 +25,7 @@ def test_random_cases_are_those_of_eager_attention():
         try:
             kinds[run_case(case_seed).kind] += 1
         except BaseException:
-            print(f"wrong: {repeat_line(case_seed)}")
+            print(f"wrong: {repeat_line('models', case_seed)}")
             raise
     print(f"{CASES} cases of seed {seed}: {dict(kinds)}")
     assert kinds["refused"] < CASES / 3
