@@ -41,11 +41,6 @@ def run_model(case):
 KINDS = {"attention": (ring_cases.draw_ring_case, run_attention), "models": (draw_case, run_model)}
 
 
-def seeds_of(seed, count):
-    """The numbers of as many cases, all of them other ones."""
-    return random.Random(seed).sample(range(2**31), count)
-
-
 def repeat_line(kind, number):
     """What repeats one case."""
     return f"python -m tests.fuzz --case {kind}:{number}"
@@ -90,6 +85,7 @@ def run_many(seed, kinds, minutes=float("inf"), cases=None):
         report.seconds = time.perf_counter() - start
         if report.seconds > minutes * 60:
             break
+    bar.close()
     return report
 
 

@@ -20,7 +20,7 @@ import hf_ring_attention as ra
 from hf_ring_attention.training.shards import rows_of_batch
 
 from .dense import DENSE
-from .random_cases import DEAF, NUMBERED_BY_MASK, SELF_NUMBERED, Case, draw_case
+from .random_cases import DEAF, NUMBERED_BY_MASK, SELF_NUMBERED, Case
 from .random_rows import IGNORED
 from .ranks import run_simulated
 from .tiny_models import draw, tiny_config
@@ -419,16 +419,6 @@ class Outcome:
     case: Case
     kind: str
     message: str = ""
-
-
-def run_case(seed: int) -> Outcome:
-    """Draws a case and compares it.
-
-    Raises:
-        AssertionError: a wrong number; or whatever else the case ends in.
-    """
-    case = draw_case(seed)
-    return compared(case, found_by(case))
 
 
 def compared(case: Case, found: Result | Refused) -> Outcome:

@@ -32,7 +32,7 @@ NUMBERED_BEHIND_PADDING = {
     "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
 }  # fmt: skip
 #: Types that number tokens by the attention mask, and those that take no position_ids at all.
-NUMBERED_BY_MASK = {"opt", "biogpt"}
+NUMBERED_BY_MASK = {"opt"}
 SELF_NUMBERED = {
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart",
 }  # fmt: skip
