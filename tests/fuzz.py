@@ -113,9 +113,6 @@ def main(arguments=None):
     parser.add_argument("--only", choices=KINDS, help="one kind of cases")
     parser.add_argument("--case", metavar="KIND:NUMBER", help="repeats one case, and describes it")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    logging.set_verbosity_error()
-    warnings.simplefilter("ignore")  # Those of other libraries would tear the bar; under pytest they are errors.
     if options.case is not None:
         repeat(options.case)
         return 0
@@ -130,4 +127,7 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    warnings.simplefilter("ignore")  # Those of other libraries would tear the bar; under pytest they are errors.
     sys.exit(main())

@@ -33,11 +33,11 @@ def scales_gradients_of_values(monkeypatch):
     """They are a hundredth too small."""
     backward_pass = engine.backward_pass
 
-    def without(*call):
+    def scaled(*call):
         dq, dk, dv, dsinks = backward_pass(*call)
         return dq, dk, dv * 0.99, dsinks
 
-    monkeypatch.setattr(engine, "backward_pass", without)
+    monkeypatch.setattr(engine, "backward_pass", scaled)
 
 
 def merges_one_part_alone(monkeypatch):
@@ -57,6 +57,8 @@ def miscounts_bytes(monkeypatch):
     monkeypatch.setattr(transports, "size_of", lambda x: size_of(x) + 1)
 
 
+# As in tests/hf/test_random_batches.py.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 @pytest.mark.parametrize(
     ("kind", "defect", "cases"),
     [
