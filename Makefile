@@ -11,7 +11,7 @@ READY := $(INSTALLED)
 READY_TO_TEST := $(INSTALLED)-tests
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: demo test test-slow lint bench models clean
+.PHONY: demo test test-slow fuzz lint bench models clean
 
 demo: $(READY)
 	$(BIN)/python recipes/demo.py
@@ -23,6 +23,11 @@ test: $(READY_TO_TEST)
 
 test-slow: $(READY_TO_TEST)
 	$(BIN)/python -m pytest -m slow
+
+# Random cases of attention and of models for so many minutes; one that fails prints the line that repeats it.
+MINUTES ?= 30
+fuzz: $(READY_TO_TEST)
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -214,7 +214,9 @@ def test_commands_name_files_and_options_that_exist(page, command, capsys):
         return
     program, *rest = words
     if program == "python" and rest[0] == "-m":
-        assert importlib.util.find_spec(f"{rest[1]}.__main__") is not None
+        module = importlib.util.find_spec(rest[1])
+        assert module is not None
+        assert not module.submodule_search_locations or importlib.util.find_spec(f"{rest[1]}.__main__") is not None
     elif program == "python":
         check_program(rest, capsys)
     elif program == "torchrun":

@@ -1,13 +1,12 @@
-"""Random models, batches and rings against eager attention; `tests.support.random_batches` runs any number of them."""
+"""Random models, batches and rings against eager attention; `make fuzz` runs any number of them."""
 
-import random
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
-from ..support.random_batches import compared, found_by, repeat_line, run_case, seeds_of
+from ..fuzz import run_many
+from ..support.random_batches import compared, found_by
 from ..support.random_cases import draw_case
 
 pytestmark = pytest.mark.own_dtypes  # float64 where a case says so
@@ -17,23 +16,17 @@ CASES = 60
 
 # Reentrant checkpointing says so of logits that are computed without gradients, beside a sliced loss that has them.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
-def test_random_cases_are_those_of_eager_attention():
-    seed = random.randrange(10**6)
-    kinds = Counter()
-    for case_seed in seeds_of(seed, CASES):
-        try:
-            kinds[run_case(case_seed).kind] += 1
-        except BaseException:
-            print(f"wrong: {repeat_line(case_seed)}")
-            raise
-    print(f"{CASES} cases of seed {seed}: {dict(kinds)}")
-    assert kinds["refused"] < CASES / 3
-    assert kinds["equal"] > CASES / 3
+def test_random_cases_are_those_of_eager_attention(rng):
+    report = run_many(rng.randrange(10**6), ["models"], cases=CASES)
+    print(report)
+    assert not report.failed, "\n".join(report.failed)
+    assert report.outcomes["refused models"] < CASES / 3
+    assert report.outcomes["equal models"] > CASES / 3
 
 
 def drawn(wanted):
     """A case that is computed on one process, of those that are `wanted`."""
-    return next(case for case in map(draw_case, seeds_of(1, 10**4)) if case.ring is None and wanted(case))
+    return next(case for case in map(draw_case, range(10**4)) if case.ring is None and wanted(case))
 
 
 def long_enough(case):
@@ -68,7 +61,9 @@ def test_a_window_that_is_too_short_by_a_token_is_noticed():
 
 def test_documents_that_see_each_other_are_noticed():
     def packed(case):
-        return long_enough(case) and case.batches[0].name.startswith("restarts") and case.patched and not case.shards
+        batch = case.batches[0]
+        several = batch.name.startswith("restarts") and len(batch.documents[0]) > 1
+        return long_enough(case) and several and case.patched and not case.shards
 
     case = drawn(packed)
     compared(case, found_by(case))

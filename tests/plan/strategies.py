@@ -2,10 +2,10 @@
 
 from hypothesis import strategies as st
 
-from hf_ring_attention.plan.layouts import SequenceLayout, merged_pieces
+from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.patterns import Pattern, Segment, Sink, Window
 from hf_ring_attention.plan.problem import Problem
-from tests.support.cases import random_documents, random_pattern
+from tests.support.cases import random_documents, random_pattern, random_pieces
 
 #: A source of random numbers, which hypothesis makes simpler where a test fails.
 rngs = st.randoms(use_true_random=False)
@@ -20,20 +20,6 @@ def as_tuples(documents, batch, seq_len):
     if documents is None:
         return (((0, seq_len),),) * batch
     return tuple(tuple(map(tuple, row)) for row in documents)
-
-
-def random_pieces(rng, seq_len, world_size, batch):
-    """A layout "documents" of any pieces, other ones in each batch row."""
-    local_len = -(-seq_len // world_size)
-    rows = []
-    for _ in range(batch):
-        tokens = [rank for rank in range(world_size) for _ in range(local_len)]
-        for _ in range(rng.randint(0, len(tokens))):  # the more exchanges, the shorter the pieces
-            i, j = rng.randrange(len(tokens)), rng.randrange(len(tokens))
-            tokens[i], tokens[j] = tokens[j], tokens[i]
-        held = [[range(i, i + 1) for i, rank in enumerate(tokens) if rank == own] for own in range(world_size)]
-        rows.append(tuple(map(merged_pieces, held)))
-    return SequenceLayout("documents", seq_len, world_size, tuple(rows))
 
 
 def random_layout(rng, seq_len, world_size, batch):

@@ -14,19 +14,12 @@ from hf_ring_attention.plan.plans import plan_rank
 from hf_ring_attention.plan.problem import Problem, RingSettings
 from hf_ring_attention.plan.traffic import RowBytes
 from hf_ring_attention.transport.heads import HeadsTransport
-from tests.support.cases import check_cases, random_case
+from tests.support.cases import check_cases, fitting_case, random_case
 from tests.support.ranks import run_simulated
 
 LAYOUTS = ("contiguous", "zigzag", "documents")
 #: As few heads in a piece as can be, or all in one.
 SETTINGS = {"pieces": RingSettings(rows_of_a_head_group=1), "whole": RingSettings(rows_of_a_head_group=10**9)}
-
-
-def fitting_case(rng, world_size, dtype=torch.float64):
-    """A random case whose heads divide among the ranks: key/value heads for each of them, or one for several."""
-    num_kv_heads = rng.choice([n for n in range(1, 3 * world_size + 1) if 0 in (world_size % n, n % world_size)])
-    num_heads = max(world_size, num_kv_heads) * rng.choice([1, 2, 3])
-    return replace(random_case(rng, dtype), num_heads=num_heads, num_kv_heads=num_kv_heads)
 
 
 def fitting_cases(rng, world_size, count, dtype=torch.float64):

@@ -1,13 +1,14 @@
 """Random attention problems, and the comparison of outputs and all gradients with the oracle."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import reference_attention
+from hf_ring_attention.plan.layouts import SequenceLayout, merged_pieces
 from hf_ring_attention.plan.problem import Problem
 from tests.support.tolerance import allowed, largest
 
@@ -49,6 +50,20 @@ def random_documents(rng, batch, seq_len):
         cuts = sorted(rng.sample(range(seq_len + 1), min(seq_len + 1, rng.choice([2, 3, 4, 6]))))
         rows.append([pair for pair in itertools.pairwise(cuts) if rng.random() < 0.8])
     return rows
+
+
+def random_pieces(rng, seq_len, world_size, batch):
+    """A layout "documents" of any pieces, other ones in each batch row."""
+    local_len = -(-seq_len // world_size)
+    rows = []
+    for _ in range(batch):
+        tokens = [rank for rank in range(world_size) for _ in range(local_len)]
+        for _ in range(rng.randint(0, len(tokens))):  # the more exchanges, the shorter the pieces
+            i, j = rng.randrange(len(tokens)), rng.randrange(len(tokens))
+            tokens[i], tokens[j] = tokens[j], tokens[i]
+        held = [[range(i, i + 1) for i, rank in enumerate(tokens) if rank == own] for own in range(world_size)]
+        rows.append(tuple(map(merged_pieces, held)))
+    return SequenceLayout("documents", seq_len, world_size, tuple(rows))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,11 +139,14 @@ class Case:
         return self.by_definition(torch.float64)
 
     @cached_property
+    def rounded(self):
+        """The same as the oracle gives it where it is computed in the dtype of the case."""
+        return self.definition if self.dtype == torch.float64 else self.by_definition(self.dtype)
+
+    @cached_property
     def rounding(self):
-        """The errors of the oracle itself where it is computed in the dtype of the case."""
-        if self.dtype == torch.float64:
-            return relative_errors(self.definition, self.definition)
-        return relative_errors(self.by_definition(self.dtype), self.definition)
+        """The errors of the oracle itself in that dtype."""
+        return relative_errors(self.rounded, self.definition)
 
     def by_definition(self, dtype):
         *whole, dout, logits = self.tensors
@@ -169,26 +187,48 @@ def random_case(rng, dtype=torch.float64, max_len=40):
     )
 
 
-def errors_of(ring, case, device="cpu"):
+def fitting_case(rng, ranks, dtype=torch.float64, max_len=40):
+    """A random case whose heads divide among the ranks: key/value heads for each of them, or one for several."""
+    num_kv_heads = rng.choice([n for n in range(1, 3 * ranks + 1) if 0 in (ranks % n, n % ranks)])
+    num_heads = max(ranks, num_kv_heads) * rng.choice([1, 2, 3])
+    return replace(random_case(rng, dtype, max_len), num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+
+def errors_of(ring, calls, layouts, device="cpu", attention=ra.ring_attention):
     """The largest error of out, lse, dq, dk, dv and the sinks' gradient, relative to the largest value (of any gradient).
 
-    Every rank has the same whole tensors, keeps its part, and compares the unsharded results.
+    Every rank has the same whole tensors, of which it gives its part, and compares the unsharded results.
+
+    Args:
+        calls: cases of the same tensors, computed one after the other, so that their gradients add up.
+        layouts: that of each call.
     """
-    *whole, dout, logits = case.tensors
-    layout = ring.layout_for(case.seq_len, case.pattern, case.rows)
-    local = [ring.shard(x, layout, dim=2).to(device).detach().requires_grad_() for x in whole]
-    sinks = None if logits is None else logits.to(device, copy=True).requires_grad_()
-    out, lse = ra.ring_attention(*local, **case.options, sinks=sinks, ring=ring, layout=layout, return_lse=True)
-    assert out.dtype == case.dtype
-    out.backward(ring.shard(dout, layout, dim=2).to(device))
-    assert all(x.grad.dtype == case.dtype for x in local)
-    got = [ring.unshard(x.detach().cpu(), layout, dim=2) for x in (out, lse, *(x.grad for x in local))]
+    *whole, dout, logits = (None if x is None else x.to(device, copy=True) for x in calls[0].tensors)
+    leaves = [x.requires_grad_() for x in whole]
+    sinks = None if logits is None else logits.requires_grad_()
+    outputs = []
+    for case, layout in zip(calls, layouts, strict=True):
+        local = [ring.shard(x, layout, dim=2) for x in leaves]
+        out, lse = attention(*local, **case.options, sinks=sinks, ring=ring, layout=layout, return_lse=True)
+        assert out.dtype == case.dtype
+        out.backward(ring.shard(dout, layout, dim=2))
+        outputs.append([ring.unshard(x.detach().cpu(), layout, dim=2) for x in (out, lse)])
+    # Of a token's gradient, all ranks but the one that holds it have zeros.
+    grads = [sum(ring.gather(x.grad.cpu())) for x in leaves]
+    assert all(x.dtype == calls[0].dtype for x in grads)
     if sinks is not None:
-        got.append(torch.stack(ring.gather(sinks.grad.cpu())).double().sum(0))
-    without_keys = case.definition[1] == -torch.inf
+        grads.append(torch.stack(ring.gather(sinks.grad.cpu())).double().sum(0))
+    got, want = [*map(torch.cat, zip(*outputs)), *grads], together([case.definition for case in calls])
+    without_keys = want[1] == -torch.inf
     assert torch.equal(got[1] == -torch.inf, without_keys), "queries without a key"
     assert torch.all(got[0][without_keys] == 0), "output of queries without a key"
-    return relative_errors(got, case.definition)
+    return relative_errors(got, want)
+
+
+def together(results):
+    """The results of calls in a row as those of one: outputs and log-sum-exps side by side, gradients added up."""
+    (outs, lses), grads = zip(*(result[:2] for result in results)), zip(*(result[2:] for result in results))
+    return [torch.cat(outs), torch.cat(lses), *map(sum, grads)]
 
 
 def relative_errors(got, want):
@@ -202,14 +242,20 @@ def relative_errors(got, want):
 
 
 def check_cases(ring, cases, tolerance=None, device="cpu"):
-    """Compares each case with the oracle on this ring, whose ranks all have the same cases.
+    """Compares each case with the oracle on this ring, whose ranks all have the same cases."""
+    for case in cases:
+        check_calls(ring, [case], [ring.layout_for(case.seq_len, case.pattern, case.rows)], tolerance, device)
+
+
+def check_calls(ring, calls, layouts, tolerance=None, device="cpu", attention=ra.ring_attention):
+    """Compares calls in a row with the oracle, as `errors_of` has them.
 
     Without a tolerance the bound is `EXACT_ATTENTION` in float64, and what `allowed` gives in other dtypes.
     """
-    for case in cases:
-        errors = errors_of(ring, case, device)
-        bound = tolerance
-        if bound is None:
-            exact = case.dtype == torch.float64
-            bound = EXACT_ATTENTION if exact else allowed(largest(case.rounding.values()), case.dtype)
-        assert largest(errors.values()) <= bound, f"{ring}: {errors}, of {bound}, in {case}"
+    errors, dtype, bound = errors_of(ring, calls, layouts, device, attention), calls[0].dtype, tolerance
+    if bound is None and dtype == torch.float64:
+        bound = EXACT_ATTENTION
+    elif bound is None:
+        exact, rounded = (together([getattr(case, name) for case in calls]) for name in ("definition", "rounded"))
+        bound = allowed(largest(relative_errors(rounded, exact).values()), dtype)
+    assert largest(errors.values()) <= bound, f"{ring}: {errors}, of {bound}, in {calls}"

@@ -1,34 +1,26 @@
-"""Random models, batches and rings against eager attention: python -m tests.support.random_batches --cases 2000
+"""Random models, batches and rings against eager attention: python -m tests.fuzz --only models
 
-Every case follows from a number of its own and can be repeated alone with --case-seed. A case draws a supported model
-type with random heads, windows, layers and large weights; batches of documents as collators or people make them; one
-process or a simulated ring; and compares logits, the loss and all gradients, or generated tokens, or perplexity.
+Every case follows from a number of its own. A case draws a supported model type with random heads, windows, layers and
+large weights; batches of documents as collators or people make them; one process or a simulated ring; and compares logits,
+the loss and all gradients, or generated tokens, or perplexity.
 
 What is expected comes from Transformers' eager attention: a model that only names "ring_dilated" computes what it does
 with the same batch; a patched one, or one over a ring, each document by itself. Under patterns it comes from `dense`.
 Most cases compute in float64, also where Transformers asks for float32 (`tolerance`).
 """
 
-import argparse
 import copy
-import random
-import re
-import sys
-import time
-import traceback
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
 import hf_ring_attention as ra
 from hf_ring_attention.training.shards import rows_of_batch
 
 from .dense import DENSE
-from .random_cases import DEAF, NUMBERED_BY_MASK, SELF_NUMBERED, Case, draw_case
+from .random_cases import DEAF, NUMBERED_BY_MASK, SELF_NUMBERED, Case
 from .random_rows import IGNORED
 from .ranks import run_simulated
 from .tiny_models import draw, tiny_config
@@ -429,16 +421,6 @@ class Outcome:
     message: str = ""
 
 
-def run_case(seed: int) -> Outcome:
-    """Draws a case and compares it.
-
-    Raises:
-        AssertionError: a wrong number; or whatever else the case ends in.
-    """
-    case = draw_case(seed)
-    return compared(case, found_by(case))
-
-
 def compared(case: Case, found: Result | Refused) -> Outcome:
     """What is found against what is expected.
 
@@ -456,71 +438,3 @@ def compared(case: Case, found: Result | Refused) -> Outcome:
     bounds = {name: allowed(error) for name, error in errors(case, expected(case, found, torch.float32), want).items()}
     assert all(worst[name] <= bounds[name] for name in worst), f"errors {worst}, and eager attention allows {bounds}"
     return Outcome(case, "rounded")
-
-
-# ---- many cases
-
-
-def seeds_of(seed: int, count: int) -> list[int]:
-    return random.Random(seed).sample(range(2**31), count)
-
-
-def repeat_line(seed: int) -> str:
-    """What repeats one case."""
-    return f"python -m tests.support.random_batches --case-seed {seed}"
-
-
-def without_numbers(message: str) -> str:
-    """A refusal as it is counted."""
-    message = re.sub(r"\w*(For\w+|Model|LMHeadModel|Attention)\b", "M", message)
-    return re.sub(r"[(\[]?#[#, ()\[\]]*", "#", re.sub(r"-?\d+", "#", message))[:200]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=None, help="decides all cases; drawn and printed by default")
-    parser.add_argument("--case-seed", type=int, default=None, help="repeats one case, and describes it")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.set_verbosity_error()
-    if arguments.case_seed is not None:
-        print(draw_case(arguments.case_seed), flush=True)
-        outcome = run_case(arguments.case_seed)
-        print(outcome.kind, outcome.message)
-        return
-    seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
-    sys.exit(run_many(seed, arguments.cases))
-
-
-def run_many(seed: int, count: int) -> int:
-    """Runs the cases of a seed, and prints what came of them. Returns how many went wrong."""
-    from tqdm import tqdm
-
-    kinds, refusals, types, wrong, start = Counter(), Counter(), Counter(), [], time.perf_counter()
-    often = 0.1 if sys.stderr.isatty() else 30.0  # seconds; a log need not be filled with bars
-    for case_seed in tqdm(seeds_of(seed, count), desc=f"cases of seed {seed}", unit="case", mininterval=often):
-        try:
-            outcome = run_case(case_seed)
-        except Exception as error:  # whatever it is, it is counted, and the other cases are run
-            wrong.append(case_seed)
-            told = "".join(traceback.format_exception_only(error)).strip()[:2000]
-            tqdm.write(f"WRONG: {repeat_line(case_seed)}\n{told}")
-            continue
-        kinds[outcome.kind] += 1
-        types[outcome.case.model_type] += 1
-        if outcome.kind == "refused":
-            refusals[without_numbers(outcome.message)] += 1
-    seconds = time.perf_counter() - start
-    print(
-        f"{count} cases of seed {seed} in {seconds:.0f} s: {len(wrong)} wrong, {dict(kinds)}, {len(types)} model types"
-    )
-    for message, number in refusals.most_common():
-        print(f"refused {number:4}: {message}")
-    for case_seed in wrong:
-        print(f"wrong: {repeat_line(case_seed)}")
-    return len(wrong)
-
-
-if __name__ == "__main__":
-    main()

@@ -32,7 +32,7 @@ NUMBERED_BEHIND_PADDING = {
     "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
 }  # fmt: skip
 #: Types that number tokens by the attention mask, and those that take no position_ids at all.
-NUMBERED_BY_MASK = {"opt", "biogpt"}
+NUMBERED_BY_MASK = {"opt"}
 SELF_NUMBERED = {
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart",
 }  # fmt: skip
@@ -194,7 +194,7 @@ def random_ring(rng, model_type, changes):
     if rng.random() > (0.6 if SUPPORTED[model_type].ring else 0.1):
         return None
     layout = rng.choice(["auto", "contiguous", "zigzag", "documents", "documents"])
-    world_size = rng.choice([2, 2, 3, 4])
+    world_size = rng.choice([2, 2, 3, 4, rng.randint(5, 8)])
     ways = [{"transport": transport} for transport in ("auto", "ring", "collective")]
     # The heads of other cases are those of the type, which may not divide among the ranks.
     heads = changes.get("num_attention_heads", 1), changes.get("num_key_value_heads", 1)

@@ -1,0 +1,133 @@
+"""Random cases against what they must give, for as long as there is time: python -m tests.fuzz --minutes 30
+
+Every case follows from a number of its own. "attention": calls of a ring, against the definition
+(`tests.support.ring_cases`). "models": models, batches and rings, against eager attention
+(`tests.support.random_batches`). A case that fails prints the line that repeats it and its error, and the others go on; the
+exit status is 1 if there was any.
+"""
+
+import argparse
+import itertools
+import random
+import re
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from tqdm import tqdm
+from transformers.utils import logging
+
+from tests.support import random_batches, ring_cases
+from tests.support.random_cases import draw_case
+
+
+def run_attention(case):
+    """Runs a case of attention, and returns what came of it, and a word on it."""
+    case.run()
+    return "equal" if case.calls[0].dtype == torch.float64 else "rounded", ""
+
+
+def run_model(case):
+    """Runs a case of models, and returns what came of it, and the message of a refusal."""
+    outcome = random_batches.compared(case, random_batches.found_by(case))
+    return outcome.kind, outcome.message
+
+
+#: What draws a case from its number, and what runs it.
+KINDS = {"attention": (ring_cases.draw_ring_case, run_attention), "models": (draw_case, run_model)}
+
+
+def repeat_line(kind, number):
+    """What repeats one case."""
+    return f"python -m tests.fuzz --case {kind}:{number}"
+
+
+@dataclass
+class Report:
+    """What came of cases: how many there were by their outcome, the messages of refusals, and the lines of failures."""
+
+    seed: int
+    outcomes: Counter = field(default_factory=Counter)
+    refusals: Counter = field(default_factory=Counter)
+    failed: list = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __str__(self):
+        outcomes = ", ".join(f"{count} {name}" for name, count in sorted(self.outcomes.items()))
+        count = sum(self.outcomes.values()) + len(self.failed)
+        return f"{count} cases of seed {self.seed} in {self.seconds:.0f} s: {len(self.failed)} failed ({outcomes})"
+
+
+def run_many(seed, kinds, minutes=float("inf"), cases=None):
+    """Runs cases of these kinds in turn until the minutes or the cases are over, and prints those that fail."""
+    report, start = Report(seed), time.perf_counter()
+    rng, numbers = random.Random(seed), itertools.count() if cases is None else range(cases)
+    often = 0.1 if sys.stderr.isatty() else 30.0  # seconds; a log need not be filled with bars
+    bar = tqdm(numbers, desc=f"seed {seed}, 0 failed", unit=" cases", mininterval=often)
+    for kind, _ in zip(itertools.cycle(kinds), bar):
+        draw, run = KINDS[kind]
+        number = rng.randrange(2**31)
+        try:
+            outcome, message = run(draw(number))
+        except Exception as error:  # whatever it is, it is told, and the other cases are run
+            report.failed.append(repeat_line(kind, number))
+            told = "".join(traceback.format_exception_only(error)).strip()[:2000]
+            bar.write(f"{report.failed[-1]}\n{told}")
+            bar.set_description(f"seed {seed}, {len(report.failed)} failed")
+        else:
+            report.outcomes[f"{outcome} {kind}"] += 1
+            if outcome == "refused":
+                report.refusals[without_numbers(message)] += 1
+        report.seconds = time.perf_counter() - start
+        if report.seconds > minutes * 60:
+            break
+    bar.close()
+    return report
+
+
+def without_numbers(message):
+    """A refusal as it is counted."""
+    message = re.sub(r"\w*(For\w+|Model|LMHeadModel|Attention)\b", "M", message)
+    return re.sub(r"[(\[]?#[#, ()\[\]]*", "#", re.sub(r"-?\d+", "#", message))[:200]
+
+
+def repeat(name):
+    """Runs the case of a name, such as "attention:123", and describes it; it raises what the case does."""
+    kind, _, number = name.partition(":")
+    draw, run = KINDS[kind]
+    case = draw(int(number))
+    print(case, flush=True)
+    print(*run(case))
+
+
+def main(arguments=None):
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--cases", type=int, help="how many at most")
+    parser.add_argument("--seed", type=int, help="decides all cases; drawn and printed by default")
+    parser.add_argument("--only", choices=KINDS, help="one kind of cases")
+    parser.add_argument("--case", metavar="KIND:NUMBER", help="repeats one case, and describes it")
+    options = parser.parse_args(arguments)
+    if options.case is not None:
+        repeat(options.case)
+        return 0
+    seed = random.randrange(10**6) if options.seed is None else options.seed
+    report = run_many(seed, [options.only] if options.only else list(KINDS), options.minutes, options.cases)
+    for message, count in report.refusals.most_common():
+        print(f"refused {count:4}: {message}")
+    for line in report.failed:
+        print(f"failed: {line}")
+    print(report)
+    return 1 if report.failed else 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    warnings.simplefilter("ignore")  # Those of other libraries would tear the bar; under pytest they are errors.
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Whole cases of attention: tensors, the ring that shares them, and how often it is called; each from a number of its own."""
+
+import random
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import hf_ring_attention as ra
+from hf_ring_attention.compute.merge import accumulation_dtype
+from hf_ring_attention.plan.choices import as_decided
+from hf_ring_attention.plan.heads import group_size, heads_traffic
+from hf_ring_attention.plan.layouts import SequenceLayout
+from hf_ring_attention.plan.problem import RingSettings
+from hf_ring_attention.plan.traffic import RowBytes, collective_traffic, ring_traffic
+
+from .cases import Case, check_calls, fitting_case, random_case, random_documents, random_pieces
+from .ranks import PROMPTLY, run_simulated
+
+DTYPES = (torch.float64, torch.float64, torch.float32, torch.bfloat16)
+LONGEST = 32  # tokens of a sequence
+PLANNED = {"ring": ring_traffic, "collective": collective_traffic, "heads": heads_traffic}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingCase:
+    """Calls of a simulated ring.
+
+    Attributes:
+        calls: one, or two with the same tensors, whose gradients add up.
+        ring: what the ring is told.
+        pieces: the layout of each call, where the ring does not choose it.
+        checkpointing: whether backward computes each call again.
+    """
+
+    calls: tuple[Case, ...]
+    world_size: int
+    ring: dict
+    settings: RingSettings
+    pieces: tuple[SequenceLayout, ...] | None
+    checkpointing: bool
+
+    def run(self):
+        """Compares outputs, log-sum-exps, all gradients and the bytes that each rank moves with what they must be.
+
+        Raises:
+            AssertionError: one of them is wrong.
+        """
+        for case in self.calls:  # what ranks share, before their threads would each compute it
+            assert case.definition and case.rounded
+        run_simulated(self.check, self.world_size, timeout=PROMPTLY, **self.ring)
+
+    def check(self, ring):
+        """Does so on one rank."""
+        ring.settings = self.settings
+        attention = partial(checkpoint, ra.ring_attention, use_reentrant=False, preserve_rng_state=False)
+        layouts = self.pieces or [ring.layout_for(case.seq_len, case.pattern, case.rows) for case in self.calls]
+        check_calls(ring, self.calls, layouts, attention=attention if self.checkpointing else ra.ring_attention)
+        moved, planned = ring.traffic(), [self.planned(ring, *call) for call in zip(self.calls, layouts)]
+        bytes_moved, bytes_planned = (moved.sent_bytes, moved.received_bytes), tuple(map(sum, zip(*planned)))
+        assert bytes_moved == bytes_planned, f"{ring} sent and received {bytes_moved} bytes, not {bytes_planned}"
+
+    def planned(self, ring, case, layout):
+        """The bytes that a rank is to send and to receive in the passes of a call."""
+        problem, width = case.problem(layout, self.settings), case.head_dim + case.value_dim
+        narrow, wide = case.dtype.itemsize, accumulation_dtype(case.dtype).itemsize
+        sizes = RowBytes(width * narrow, width * wide)
+        decision = ring.decide(problem, sizes)
+        if decision.choice == "local":
+            return 0, 0
+        problem, more = as_decided(problem, decision), 0
+        if decision.choice == "heads":
+            # Plans are those of calls for outputs alone: a log-sum-exp goes in one message with its output, in one dtype.
+            size = group_size(problem)
+            rows = case.batch * case.num_heads // size * layout.local_len * (size - 1)
+            more = rows * (wide + case.value_dim * (wide - narrow))
+        traffic, forwards = PLANNED[decision.choice](problem, ring.rank, sizes), 1 + self.checkpointing
+        return tuple(forwards * (a + more) + b for a, b in zip(traffic.forward, traffic.backward))
+
+
+def draw_ring_case(seed: int) -> RingCase:
+    """The case of a number."""
+    rng = random.Random(seed)
+    world_size, dtype = rng.randint(1, 8), rng.choice(DTYPES)
+    transport = rng.choice(["auto", "ring", "ring", "collective", "heads"] + ["local"] * (world_size == 1))
+    ring = {"layout": rng.choice(["auto", "contiguous", "zigzag", "documents"]), "transport": transport}
+    settings, case = random_settings(rng), random_case(rng, dtype, LONGEST)
+    if transport == "heads":
+        ring["heads"] = rng.choice([None, *(size for size in range(1, world_size + 1) if world_size % size == 0)])
+        settings = replace(settings, heads=ring["heads"])
+        case = fitting_case(rng, ring["heads"] or world_size, dtype, LONGEST)
+    calls = (case,) if rng.random() < 0.75 else (case, other_call(rng, case))
+    pieces = None
+    if rng.random() < 0.15:
+        pieces = tuple(random_pieces(rng, case.seq_len, world_size, case.batch) for _ in calls)
+    return RingCase(
+        calls=calls,
+        world_size=world_size,
+        ring=ring,
+        settings=settings,
+        pieces=pieces,
+        checkpointing=rng.random() < 0.25,
+    )
+
+
+def random_settings(rng):
+    """The usual ones; or head groups however small they are, and rows that go both ways more or less readily."""
+    if rng.random() < 0.5:
+        return RingSettings()
+    return RingSettings(
+        large_payload=10**9,
+        rows_of_a_head_group=rng.choice([1, 20]),
+        head_groups=rng.randint(1, 8),
+        both_ways_below=rng.choice([0, 0.75, 2]),
+    )
+
+
+def other_call(rng, case):
+    """One with the tensors of a case, which differs in all else."""
+    other = random_case(rng, case.dtype, case.seq_len)
+    names = ("pattern", "causal", "scale", "softcap")
+    documents = random_documents(rng, case.batch, case.seq_len)
+    return replace(case, documents=documents, **{name: getattr(other, name) for name in names})

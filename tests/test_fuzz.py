@@ -1,0 +1,89 @@
+"""Random cases of `make fuzz`, as many as there is time for here; and cases that are wrong are reported, and repeated."""
+
+import re
+
+import pytest
+import torch
+
+from hf_ring_attention.compute import merge
+from hf_ring_attention.ring import engine
+from hf_ring_attention.transport import transports
+from tests import fuzz
+
+CASES = 200
+REPEATED = r"python -m tests\.fuzz --case ((?:attention|models):\d+)"
+
+
+def test_random_cases_of_attention(rng):
+    """Those of models are in tests/hf/test_random_batches.py."""
+    report = fuzz.run_many(rng.randrange(10**6), ["attention"], cases=CASES)
+    assert not report.failed, "\n".join(report.failed)
+    assert sum(report.outcomes.values()) == CASES
+
+
+def test_a_number_decides_its_case_whatever_ran_before(rng):
+    numbers = [rng.randrange(2**31) for _ in range(20)]
+    for draw, _ in fuzz.KINDS.values():
+        there, back = ([str(draw(number)) for number in order] for order in (numbers, numbers[::-1]))
+        assert there == back[::-1]
+        assert len(set(there)) > 1
+
+
+def scales_gradients_of_values(monkeypatch):
+    """They are a hundredth too small."""
+    backward_pass = engine.backward_pass
+
+    def scaled(*call):
+        dq, dk, dv, dsinks = backward_pass(*call)
+        return dq, dk, dv * 0.99, dsinks
+
+    monkeypatch.setattr(engine, "backward_pass", scaled)
+
+
+def merges_one_part_alone(monkeypatch):
+    """Of the parts of a softmax, only the first one counts."""
+
+    def first(out, lse, new_out, new_lse):
+        empty = lse == -torch.inf
+        out.copy_(new_out.where(empty.unsqueeze(-1), out))
+        lse.copy_(new_lse.where(empty, lse))
+
+    monkeypatch.setattr(merge, "merge_", first)
+
+
+def miscounts_bytes(monkeypatch):
+    """Each message of a ring counts one byte more than it has."""
+    size_of = transports.size_of
+    monkeypatch.setattr(transports, "size_of", lambda x: size_of(x) + 1)
+
+
+# As in tests/hf/test_random_batches.py.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+@pytest.mark.parametrize(
+    ("kind", "defect", "cases"),
+    [
+        ("attention", merges_one_part_alone, 12),
+        ("attention", scales_gradients_of_values, 12),
+        ("attention", miscounts_bytes, 20),
+        ("models", scales_gradients_of_values, 6),
+    ],
+)
+def test_a_defect_is_reported_and_repeated(kind, defect, cases, capsys, monkeypatch):
+    call = ["--only", kind, "--cases", str(cases), "--seed", "1"]
+    with monkeypatch.context() as patched:
+        defect(patched)
+        assert fuzz.main(call) == 1
+        told = capsys.readouterr().out
+        names = re.findall(f"^{REPEATED}$", told, re.MULTILINE)
+        assert names
+        assert re.search(rf"^{cases} cases of seed 1 in \d+ s: {len(names)} failed", told, re.MULTILINE)
+        assert re.findall(f"^failed: {REPEATED}$", told, re.MULTILINE) == names
+        with pytest.raises(AssertionError):
+            fuzz.main(["--case", names[0]])
+    # It was the defect, and not the case.
+    assert fuzz.main(["--case", names[0]]) == 0
+
+
+def test_time_ends_it(capsys):
+    assert fuzz.main(["--only", "attention", "--minutes", "0", "--seed", "1"]) == 0
+    assert "\n1 cases of seed 1 in 0 s: 0 failed" in "\n" + capsys.readouterr().out
