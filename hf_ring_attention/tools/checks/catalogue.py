@@ -23,7 +23,7 @@ from .machine import (
     private_names,
     versions,
 )
-from .runner import Check, Run
+from .runner import Check, CheckRun
 
 #: The oracle's checks: a transport each, and whether only neighbours exchange heads.
 _TRANSPORTS = {
@@ -32,7 +32,7 @@ _TRANSPORTS = {
     "oracle heads": ("heads", False),
     "oracle heads x ring": ("heads", True),
 }
-_ALONE = {"oracle local": ("local", False)}
+_ONE_PROCESS = {"oracle local": ("local", False)}
 _REACH = "Open the ports between the hosts, and name their network: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME."
 _WRONG = "Do not train: run `make test` on that host, try another torch release, and report it with this output."
 _INSTALL = "Install the package with its dependencies again on that host: pip install ."
@@ -43,7 +43,7 @@ _TRAIN = "Train a type that `hf-ring-attention models` lists; report this output
 def _later(module: str, name: str, *arguments: Any) -> Callable[..., Any]:
     """Returns a function of a module of this folder that is imported when it is called, with arguments after the run."""
 
-    def call(run: Run, *rest: Any) -> Any:
+    def call(run: CheckRun, *rest: Any) -> Any:
         return getattr(importlib.import_module(f".{module}", __package__), name)(run, *arguments, *rest)
 
     return call
@@ -51,7 +51,7 @@ def _later(module: str, name: str, *arguments: Any) -> Callable[..., Any]:
 
 def all_checks(ring_size: int) -> list[Check]:
     """Returns the checks of rings of this size, in the order in which they run."""
-    transports = _TRANSPORTS if ring_size > 1 else _ALONE
+    transports = _TRANSPORTS if ring_size > 1 else _ONE_PROCESS
     judge_transport = _later("oracle", "judge_transport")
     return [
         Check("launch", join_group, judge_launch, f"Start one process per device. {_REACH}"),

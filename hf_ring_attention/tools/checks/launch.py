@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from .board import Board
 from .catalogue import all_checks
-from .runner import CheckOptions, Run, Verdict, run_checks
+from .runner import CheckOptions, CheckRun, Verdict, run_checks
 
 
 class Outcome(NamedTuple):
@@ -36,7 +36,9 @@ def check_launch(options: CheckOptions, tell: Callable[[str, Verdict], None], to
         tell("launch", Verdict("failed", text, remedy))
         return Outcome(1, False)
     try:
-        verdicts = run_checks(Run(options, board, told_to_end), all_checks(options.ring_size or board.world_size), tell)
+        verdicts = run_checks(
+            CheckRun(options, board, told_to_end), all_checks(options.ring_size or board.world_size), tell
+        )
     except RuntimeError as error:
         print(f"hf-ring-attention check: {error}", file=sys.stderr)
         return Outcome(1, False)

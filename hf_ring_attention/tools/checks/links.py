@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import default_pg_nccl_timeout, default_
 
 from ..output import short_bytes, short_seconds
 from .machine import several
-from .runner import Run, Verdict, processes
+from .runner import CheckRun, Verdict, processes
 
 #: Clocks that differ by more than so many seconds make logs of several hosts hard to read.
 MOST_SECONDS_APART = 1.0
@@ -24,7 +24,7 @@ _SMALL, _LARGE = (8, 30), (4 << 20, 5)
 _MARGIN = 100
 
 
-def clock(run: Run, rounds: int = 5) -> tuple[float, float]:
+def clock(run: CheckRun, rounds: int = 5) -> tuple[float, float]:
     """Returns how many seconds this clock is ahead of process 0's, and how exact that is: half of the shortest round trip."""
     several(run)
     message = torch.zeros(1, dtype=torch.float64)
@@ -46,7 +46,7 @@ def clock(run: Run, rounds: int = 5) -> tuple[float, float]:
     return ahead, shortest / 2
 
 
-def judge_clocks(run: Run, answers: list[tuple[float, float]]) -> Verdict:
+def judge_clocks(run: CheckRun, answers: list[tuple[float, float]]) -> Verdict:
     ahead = [offset for offset, _ in answers]
     first, last = ahead.index(min(ahead)), ahead.index(max(ahead))
     apart = ahead[last] - ahead[first]
@@ -60,7 +60,7 @@ def judge_clocks(run: Run, answers: list[tuple[float, float]]) -> Verdict:
     return Verdict("ok", f"at most {short_seconds(apart)} apart, measured to {exact}", figures=figures)
 
 
-def _one_way(run: Run, size: int, repeats: int) -> float:
+def _one_way(run: CheckRun, size: int, repeats: int) -> float:
     """Returns the median seconds of a message of `size` bytes to the next process of the ring, by round trips.
 
     One link of a ring is measured after the other, so that each is seen by itself.
@@ -84,18 +84,18 @@ def _one_way(run: Run, size: int, repeats: int) -> float:
     return statistics.median(times[1:])  # The first one also connects.
 
 
-def latency(run: Run) -> float:
+def latency(run: CheckRun) -> float:
     """Returns the seconds of a small message to the next process."""
     return _one_way(run, *_SMALL)
 
 
-def bandwidth(run: Run) -> float:
+def bandwidth(run: CheckRun) -> float:
     """Returns the seconds of a large message to the next process."""
     return _one_way(run, *_LARGE)
 
 
-def _of_links(run: Run, seconds: list[float]) -> tuple[int, int, float, bool]:
-    """Returns the slowest link, its time, and whether it is far from the others of its kind: inside of a host, or between two."""
+def _of_links(run: CheckRun, seconds: list[float]) -> tuple[int, int, float, bool]:
+    """Returns the slowest link, its time, and whether others of its kind (inside of a host, between hosts) are much faster."""
     hosts = [machine["host"] for machine in run.facts["machines"]]
     ends = [rank // run.ring_size * run.ring_size + (rank + 1) % run.ring_size for rank in range(run.world_size)]
     slowest = max(range(run.world_size), key=lambda rank: seconds[rank])
@@ -104,18 +104,19 @@ def _of_links(run: Run, seconds: list[float]) -> tuple[int, int, float, bool]:
     return slowest, ends[slowest], seconds[slowest], seconds[slowest] > _SLOW * statistics.median(alike)
 
 
-def judge_latency(run: Run, answers: list[float]) -> Verdict:
+def judge_latency(run: CheckRun, answers: list[float]) -> Verdict:
     start, end, slowest, slow = _of_links(run, answers)
-    figures = {"median_seconds": statistics.median(answers), "slowest_seconds": slowest, "slowest_link": [start, end]}
+    median = statistics.median(answers)
+    figures = {"median_seconds": median, "slowest_seconds": slowest, "slowest_link": [start, end]}
     text = (
-        f"median {short_seconds(figures['median_seconds'])} of {_SMALL[0]} bytes to the next process, slowest "
-        f"{short_seconds(slowest)} from process {start} to {end}"
+        f"median {short_seconds(median)} of {_SMALL[0]} bytes to the next process, slowest {short_seconds(slowest)} from "
+        f"process {start} to {end}"
     )
     remedy = "Look for what else uses that link or those cores." if slow else ""
     return Verdict("warning" if slow else "ok", text, remedy, figures)
 
 
-def judge_bandwidth(run: Run, answers: list[float]) -> Verdict:
+def judge_bandwidth(run: CheckRun, answers: list[float]) -> Verdict:
     start, end, slowest, slow = _of_links(run, answers)
     run.facts["slowest"] = slowest
     median, least = (_LARGE[0] / seconds for seconds in (statistics.median(answers), slowest))
@@ -128,13 +129,14 @@ def judge_bandwidth(run: Run, answers: list[float]) -> Verdict:
     return Verdict("warning" if slow else "ok", text, remedy, figures)
 
 
-def timeouts(run: Run) -> float:
+def timeouts(run: CheckRun) -> float:
     """Returns the seconds that a job's process group waits, where it does not say otherwise."""
     several(run)
-    return (default_pg_nccl_timeout if run.device.type == "cuda" else default_pg_timeout).total_seconds()
+    default = default_pg_nccl_timeout if run.device.type == "cuda" else default_pg_timeout
+    return (default or default_pg_timeout).total_seconds()
 
 
-def judge_timeouts(run: Run, answers: list[float]) -> Verdict:
+def judge_timeouts(run: CheckRun, answers: list[float]) -> Verdict:
     seconds, slowest = min(answers), run.facts.get("slowest")
     waited = [machine["waited"] for machine in run.facts["machines"]]
     first, last = waited.index(max(waited)), waited.index(min(waited))

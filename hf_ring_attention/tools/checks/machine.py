@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from ..._version import __version__
-from .runner import NotApplicable, Run, Verdict, processes
+from .runner import CheckRun, NotApplicable, Verdict, processes
 
 #: The name of this package for pip.
 _DISTRIBUTION = "hf-ring-attention"
@@ -32,7 +32,7 @@ _DECISIVE = (
 _OF_A_HOST = ("IFNAME", "_HCA", "DEBUG", "TOPO_FILE")
 
 
-def join_group(run: Run) -> dict[str, Any]:
+def join_group(run: CheckRun) -> dict[str, Any]:
     """Makes the process group of all processes, and returns what this one runs on."""
     cuda = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("true", "1", "yes")
     local_rank = int(os.environ.get("LOCAL_RANK", run.rank if run.world_size > 1 else 0))
@@ -64,7 +64,7 @@ def join_group(run: Run) -> dict[str, Any]:
     }
 
 
-def communication_timeout(run: Run) -> float:
+def communication_timeout(run: CheckRun) -> float:
     """Returns the seconds after which the check's own communication fails.
 
     gloo says so before the check is over, and so tells who waits from who is late. NCCL would end the whole process.
@@ -76,7 +76,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def judge_launch(run: Run, answers: list[dict[str, Any]]) -> Verdict:
+def judge_launch(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
     hosts = list(dict.fromkeys(answer["host"] for answer in answers))
     run.facts["machines"] = answers
     names = list(dict.fromkeys(answer["name"] for answer in answers))
@@ -95,7 +95,7 @@ def judge_launch(run: Run, answers: list[dict[str, Any]]) -> Verdict:
     return Verdict("ok", f"{count} {where}, {' and '.join(names)}, {how}", figures=figures)
 
 
-def versions(run: Run) -> dict[str, str | None]:
+def versions(run: CheckRun) -> dict[str, str | None]:
     """Returns the versions of what computes, None for a package that is missing."""
     found: dict[str, str | None] = {"python": platform.python_version(), _DISTRIBUTION: __version__}
     for package in _PACKAGES:
@@ -107,7 +107,7 @@ def versions(run: Run) -> dict[str, str | None]:
     return found
 
 
-def judge_versions(run: Run, answers: list[dict[str, str | None]]) -> Verdict:
+def judge_versions(run: CheckRun, answers: list[dict[str, str | None]]) -> Verdict:
     first = answers[0]
     differing = _differences(answers)
     if differing:
@@ -159,7 +159,7 @@ def _with(answers: Sequence[Mapping[str, Any]], name: str, rank: int) -> str:
     return processes([r for r, answer in enumerate(answers) if answer.get(name) == answers[rank].get(name)])
 
 
-def environment(run: Run) -> dict[str, str]:
+def environment(run: CheckRun) -> dict[str, str]:
     """Returns the environment variables that change results or speed, and torch's number of threads."""
     own = {
         name: value
@@ -169,7 +169,7 @@ def environment(run: Run) -> dict[str, str]:
     return own | {"torch's threads": str(torch.get_num_threads())}
 
 
-def judge_environment(run: Run, answers: list[dict[str, str]]) -> Verdict:
+def judge_environment(run: CheckRun, answers: list[dict[str, str]]) -> Verdict:
     machines = run.facts["machines"]
     owners: dict[tuple[str, str], int] = {}
     for rank, machine in enumerate(machines):
@@ -200,7 +200,7 @@ def judge_environment(run: Run, answers: list[dict[str, str]]) -> Verdict:
     )
 
 
-def private_names(run: Run) -> None:
+def private_names(run: CheckRun) -> None:
     """Looks for the private names of other libraries that this package uses, as its import does."""
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -210,11 +210,11 @@ def private_names(run: Run) -> None:
     check_transformers(PreTrainedModel, PretrainedConfig)
 
 
-def judge_private_names(run: Run, answers: list[None]) -> Verdict:
+def judge_private_names(run: CheckRun, answers: list[None]) -> Verdict:
     return Verdict("ok", "what this package uses of torch and Transformers is there")
 
 
-def make_rings(run: Run) -> None:
+def make_rings(run: CheckRun) -> None:
     """Makes the process groups of the rings."""
     size = run.world_size if run.options.ring_size is None else run.options.ring_size
     if run.world_size % size:
@@ -228,14 +228,14 @@ def make_rings(run: Run) -> None:
         run.group, _ = dist.new_subgroups(group_size=size, timeout=timedelta(seconds=communication_timeout(run)))
 
 
-def judge_rings(run: Run, answers: list[None]) -> Verdict:
+def judge_rings(run: CheckRun, answers: list[None]) -> Verdict:
     count = run.world_size // run.ring_size
     size = "1 process" if run.ring_size == 1 else f"{run.ring_size} processes"
     text = f"1 ring of {size}" if count == 1 else f"{count} rings of {size} each"
     return Verdict("ok", text, figures={"rings": count, "ring_size": run.ring_size})
 
 
-def several(run: Run, of_ring: bool = False) -> None:
+def several(run: CheckRun, of_ring: bool = False) -> None:
     """Raises NotApplicable where there is no other process, in the world or in the ring."""
     if (run.ring_size if of_ring else run.world_size) == 1:
         raise NotApplicable("a ring of one process has no neighbour" if of_ring else "there is one process")

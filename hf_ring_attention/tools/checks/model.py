@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from ...hf.models import supported_models
 from ...hf.patch import patch_model
@@ -21,15 +20,15 @@ from ...training.next_tokens import count_tokens
 from ...training.shards import shard_batch
 from ..model_config import read_config
 from ..survey.precision import EXACT, float64
-from ..survey.tiny_models import NOT_BUILT, VOCAB, draw, shrunk_config, tiny_config
-from .runner import NotApplicable, Run, Verdict, processes
+from ..survey.tiny_models import NOT_BUILT, VOCAB, model_with_large_weights, shrunk_config, tiny_config
+from .runner import CheckRun, NotApplicable, Verdict, processes
 
 #: The type of the model where none is named.
 _DEFAULT_TYPE = "llama"
 _LEARNING_RATE = 1e-3
 
 
-def read_model(run: Run) -> dict[str, Any]:
+def read_model(run: CheckRun) -> dict[str, Any]:
     """Reads the config of the job's model, and keeps it with its dtype and pattern for later checks."""
     config: PretrainedConfig = tiny_config(_DEFAULT_TYPE)
     content: dict[str, Any] = {}
@@ -54,19 +53,19 @@ def read_model(run: Run) -> dict[str, Any]:
     }
 
 
-def judge_model(run: Run, answers: list[dict[str, Any]]) -> Verdict:
+def judge_model(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
     differing = [rank for rank, answer in enumerate(answers) if answer["digest"] != answers[0]["digest"]]
     if differing:
         text = f"the config of {run.options.model} on {processes(differing)} is not that of process 0"
         return Verdict("failed", text, "Copy the same folder to all hosts, or name the same revision.")
     own = answers[0]
-    name = "no --model: a tiny" if run.options.model is None else f"{Path(run.options.model).name}:"
+    name = "no --model: a tiny" if run.options.model is None else f"{run.options.model}:"
     layers = "" if run.options.model is None else f" of {own['layers']} layers"
     text = f"{name} {own['type']}{layers}, {own['dtype']}, pattern {own['pattern']}"
     return Verdict("ok", text, figures=own)
 
 
-def train_step(run: Run) -> dict[str, Any]:
+def train_step(run: CheckRun) -> dict[str, Any]:
     """Takes a step of SGD with the tiny model over the ring, and with the same model on this process alone, in float64.
 
     Returns:
@@ -88,22 +87,17 @@ def train_step(run: Run) -> dict[str, Any]:
     return {"alone": alone, "together": together, "type": config.model_type}
 
 
-def _tiny(run: Run, ring: Ring) -> Any:
+def _tiny(run: CheckRun, ring: Ring) -> Any:
     """Returns the tiny model with the job's pattern; its weights are the same at each call."""
-    model = AutoModelForCausalLM.from_config(
-        shrunk_config(run.state["config"]),
-        dtype=torch.float64,
-        attn_implementation="eager",
-        experts_implementation="eager",
-    )
-    draw(model.to(torch.float64))
-    # In evaluation mode no layer draws random numbers, and the gradients are the same.
-    return patch_model(model.to(run.device).eval(), run.state["pattern"], ring)
+    # In evaluation mode, which it is in, no layer draws random numbers, and the gradients are the same.
+    model = model_with_large_weights(shrunk_config(run.state["config"]), "eager").to(run.device)
+    return patch_model(model, run.state["pattern"], ring)
 
 
 def _steps(model: Any, shard: dict[str, Any] | None, batch: dict[str, Any]) -> tuple[float, float, float]:
     """Returns (the loss, the norm of its gradients, the loss after a step) of a shard over a ring, or of a whole batch."""
-    losses, norm = [], 0.0
+    losses: list[float] = []
+    norm = 0.0
     for _ in range(2):
         model.zero_grad()
         loss = (
@@ -129,7 +123,7 @@ def _steps(model: Any, shard: dict[str, Any] | None, batch: dict[str, Any]) -> t
     return losses[0], norm, losses[1]
 
 
-def judge_train_step(run: Run, answers: list[dict[str, Any]]) -> Verdict:
+def judge_train_step(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
     names = ("the loss", "the norm of the gradients", "the loss after the step")
     for index, name in enumerate(names):
         pairs = [(answer["together"][index], answer["alone"][index]) for answer in answers]
@@ -140,5 +134,6 @@ def judge_train_step(run: Run, answers: list[dict[str, Any]]) -> Verdict:
             return Verdict("failed", text, figures={"processes": wrong})
     loss, norm, after = answers[0]["together"]
     apart = max(abs(x - y) / abs(y) for answer in answers for x, y in zip(answer["together"], answer["alone"]))
-    text = f"tiny {answers[0]['type']}: loss {loss:.4f}, gradient norm {norm:.4f}, then {after:.4f}; one process's to {apart:.0e}"
+    far = "the same as" if apart == 0 else f"{apart:.0e} from"
+    text = f"tiny {answers[0]['type']}: loss {loss:.4f}, gradient norm {norm:.4f}, then loss {after:.4f}; {far} one process's"
     return Verdict("ok", text, figures={"loss": loss, "gradient_norm": norm, "loss_after": after, "apart": apart})

@@ -17,13 +17,13 @@ from ...compute.reference import reference_attention
 from ...plan.heads import heads_fit, heads_traffic
 from ...plan.layouts import LayoutKind, SequenceLayout
 from ...plan.patterns import Pattern
-from ...plan.problem import Problem
+from ...plan.problem import Documents, Problem
 from ...plan.traffic import RowBytes, collective_traffic, ring_traffic
 from ...ring.attention import ring_attention
 from ...ring.ring import Ring
 from ..model_config import model_attention
 from ..survey.precision import largest
-from .runner import NotApplicable, Run, Verdict, processes
+from .runner import CheckRun, NotApplicable, Verdict, processes
 
 #: The bound of errors in float64, relative to the largest entry: some thousand of its roundings.
 EXACT_IN_FLOAT64 = 1e-12
@@ -33,11 +33,10 @@ _FACTOR = 8
 _SPARSE = "pyramid:4,2"
 _NAMES = ("out", "dq", "dk", "dv")
 _PLANNED = {"ring": ring_traffic, "collective": collective_traffic, "heads": heads_traffic}
-Documents = list[list[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadSizes:
     """The sizes of attention: those of the model, since they decide the kernel, and whether heads divide among ranks."""
 
     query: int
@@ -46,21 +45,21 @@ class Heads:
     value_width: int
 
 
-def heads_of(run: Run) -> Heads:
+def heads_of(run: CheckRun) -> HeadSizes:
     """Returns the model's heads; without a model, or where its layers differ, some that divide among all ranks."""
     try:
         if run.options.model is not None:
             attention = model_attention(run.options.model)
-            return Heads(attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.value_dim)
+            return HeadSizes(attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.value_dim)
     except argparse.ArgumentTypeError:
         pass  # The check "model" has read the config already, so it is its layers that differ.
-    return Heads(2 * run.ring_size, run.ring_size, 16, 16)
+    return HeadSizes(2 * run.ring_size, run.ring_size, 16, 16)
 
 
 class Attention:
     """An attention problem, the same on every process, and its solution by the definition."""
 
-    def __init__(self, heads: Heads, pattern: Pattern, documents: Documents, tokens: int) -> None:
+    def __init__(self, heads: HeadSizes, pattern: Pattern, documents: Documents, tokens: int) -> None:
         self.heads, self.pattern, self.documents, self.tokens = heads, pattern, documents, tokens
         generator = torch.Generator().manual_seed(0)
         sizes = ((heads.query, heads.width), (heads.key_value, heads.width), (heads.key_value, heads.value_width))
@@ -88,7 +87,7 @@ class Attention:
         problem = Problem(
             self.pattern,
             layout,
-            tuple(map(tuple, self.documents)),
+            self.documents,
             num_heads=self.heads.query,
             num_kv_heads=self.heads.key_value,
             settings=ring.settings,
@@ -99,14 +98,14 @@ class Attention:
         return planned.forward.sent + planned.backward.sent, planned.forward.received + planned.backward.received
 
 
-class Oracle:
+class TransportOracle:
     """The problems that every transport is given, with their solutions, which are computed once.
 
     Attributes:
         dtypes: float64, and that of the model.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: CheckRun) -> None:
         self.run, self.heads = run, heads_of(run)
         self.dtypes = tuple(dict.fromkeys((torch.float64, run.state["dtype"])))
         #: The bytes of each call: (transport, layout, planned, counted).
@@ -116,9 +115,9 @@ class Oracle:
     def problems(self) -> list[tuple[str, Attention]]:
         """The problems, each with the kind of its layout: one document a row, and packed rows with padding."""
         tokens = max(50, 2 * self.run.ring_size + 5)
-        thirds = [0, tokens // 3, tokens // 2, tokens - 2]
-        whole: Documents = [[(0, tokens)]]
-        packed: Documents = [[*itertools.pairwise(thirds)], [(0, tokens)]]
+        cuts = [0, tokens // 3, tokens // 2, tokens - 2]
+        whole: Documents = (((0, tokens),),)
+        packed: Documents = (tuple(itertools.pairwise(cuts)), *whole)
         patterns = dict.fromkeys((Pattern.parse(self.run.state["pattern"]), Pattern.parse(_SPARSE)))
         return [
             (kind, Attention(self.heads, pattern, packed if kind == "documents" else whole, tokens))
@@ -175,15 +174,15 @@ def _errors_between(found: list[Tensor], expected: list[Tensor], whole: list[Ten
     return {name: float((x - y).abs().max()) / scale for name, x, y, scale in zip(_NAMES, found, expected, scales)}
 
 
-def oracle_of(run: Run) -> Oracle:
+def oracle_of(run: CheckRun) -> TransportOracle:
     """Returns the problems of this run, made when they are first asked for."""
     if "oracle" not in run.state:
-        run.state["oracle"] = Oracle(run)
-    oracle: Oracle = run.state["oracle"]
+        run.state["oracle"] = TransportOracle(run)
+    oracle: TransportOracle = run.state["oracle"]
     return oracle
 
 
-def check_transport(run: Run, transport: str, neighbours: bool = False) -> dict[str, Any]:
+def check_transport(run: CheckRun, transport: str, neighbours: bool = False) -> dict[str, Any]:
     """Compares a transport with the definition.
 
     Args:
@@ -202,7 +201,7 @@ def check_transport(run: Run, transport: str, neighbours: bool = False) -> dict[
     return oracle.errors(transport, size) | {"size": size}
 
 
-def judge_transport(run: Run, answers: list[dict[str, Any]]) -> Verdict:
+def judge_transport(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
     beyond = {rank: answer["beyond"] for rank, answer in enumerate(answers) if answer["beyond"]}
     if beyond:
         # A wrong output makes the gradients of other ranks wrong too, so those with one are named alone.
@@ -219,14 +218,14 @@ def judge_transport(run: Run, answers: list[dict[str, Any]]) -> Verdict:
     return Verdict("ok", text, figures={"errors": worst, "kernel": answers[0]["kernel"]})
 
 
-def check_bytes(run: Run) -> list[tuple[str, str, tuple[int, int], tuple[int, int]]]:
+def check_bytes(run: CheckRun) -> list[tuple[str, str, tuple[int, int], tuple[int, int]]]:
     """Returns the bytes of the calls that the oracle made."""
     if run.ring_size == 1:
         raise NotApplicable("a ring of one process moves nothing")
     return oracle_of(run).bytes
 
 
-def judge_bytes(run: Run, answers: list[list[tuple[str, str, tuple[int, int], tuple[int, int]]]]) -> Verdict:
+def judge_bytes(run: CheckRun, answers: list[list[tuple[str, str, tuple[int, int], tuple[int, int]]]]) -> Verdict:
     for rank, calls in enumerate(answers):
         for transport, layout, planned, counted in calls:
             if planned != counted:
@@ -235,6 +234,5 @@ def judge_bytes(run: Run, answers: list[list[tuple[str, str, tuple[int, int], tu
                     f"were {planned[0]} and {planned[1]}"
                 )
                 return Verdict("failed", text, figures={"processes": [rank]})
-    total = sum(counted[0] for calls in answers for *_, counted in calls)
-    calls = len(answers[0])
-    return Verdict("ok", f"{total} bytes in {calls} calls, each as planned", figures={"bytes": total, "calls": calls})
+    total, count = sum(counted[0] for calls in answers for *_, counted in calls), len(answers[0])
+    return Verdict("ok", f"{total} bytes in {count} calls, each as planned", figures={"bytes": total, "calls": count})

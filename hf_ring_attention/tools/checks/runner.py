@@ -6,6 +6,7 @@ that is gone, and neither keeps the others waiting.
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
@@ -40,7 +41,7 @@ class CheckOptions:
     timeout: float = 30.0
 
 
-class Run:
+class CheckRun:
     """One run of all checks on this process, and what earlier checks leave for later ones.
 
     Attributes:
@@ -86,7 +87,7 @@ class Verdict:
     out_of_step: bool = False
 
 
-class NotApplicable(Exception):  # noqa: N818
+class NotApplicable(Exception):
     """Raised by a measurement that has nothing to check here; its message is the reason."""
 
 
@@ -102,13 +103,13 @@ class Check:
     """
 
     name: str
-    measure: Callable[[Run], Any]
-    judge: Callable[[Run, list[Any]], Verdict]
+    measure: Callable[[CheckRun], Any]
+    judge: Callable[[CheckRun, list[Any]], Verdict]
     remedy: str
     needs: tuple[str, ...] = ()
 
 
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     """What one process brings to a check: its measurement, the reason for none, an error, or that it still measures."""
 
     kind: Literal["measured", "not applicable", "error", "busy"]
@@ -122,7 +123,7 @@ def processes(ranks: Sequence[int]) -> str:
 
 
 def run_checks(
-    run: Run,
+    run: CheckRun,
     checks: Sequence[Check],
     tell: Callable[[str, Verdict], None],
 ) -> dict[str, Verdict]:
@@ -152,7 +153,7 @@ def run_checks(
             else:
                 verdict = _report(run, check.name, future, deadline)
             verdicts[check.name] = verdict
-        _part(run)
+        _take_leave(run)
     return verdicts
 
 
@@ -192,22 +193,26 @@ def _measuring() -> Iterator[ThreadPoolExecutor]:
         worker.shutdown(wait=False, cancel_futures=True)
 
 
-def _answer_of(future: Future[Any]) -> Answer:
+def _answer_of(future: Future[Any]) -> Reply:
     """Returns what a process says of its measurement now."""
     if not future.done():
-        return Answer("busy")
+        return Reply("busy")
     error = future.exception()
     if error is None:
-        return Answer("measured", future.result())
+        return Reply("measured", future.result())
     if isinstance(error, NotApplicable):
-        return Answer("not applicable", str(error))
+        return Reply("not applicable", str(error))
     text = " ".join(str(error).split())
-    return Answer("error", (f"{type(error).__name__}: {text}", is_of_communication(error)))
+    if not isinstance(
+        error, (ValueError, NotImplementedError, argparse.ArgumentTypeError)
+    ):  # These are whole sentences.
+        text = f"{type(error).__name__}: {text}"
+    return Reply("error", (text, is_of_communication(error)))
 
 
-def _collect(run: Run, name: str, future: Future[Any], deadline: float) -> dict[int, Answer]:
+def _collect(run: CheckRun, name: str, future: Future[Any], deadline: float) -> dict[int, Reply]:
     """Returns, on process 0, the answers that processes give in time; those that are gone give none."""
-    answers: dict[int, Answer] = {}
+    answers: dict[int, Reply] = {}
     asked = False
     while True:
         if 0 not in answers and (asked or future.done()):
@@ -230,7 +235,7 @@ def _collect(run: Run, name: str, future: Future[Any], deadline: float) -> dict[
     return answers
 
 
-def _report(run: Run, name: str, future: Future[Any], deadline: float) -> Verdict:
+def _report(run: CheckRun, name: str, future: Future[Any], deadline: float) -> Verdict:
     """Leaves this process's answer for process 0, at the latest when that asks, and returns its verdict."""
     last = deadline + 4 * PATIENCE
     while not future.done() and not run.board.has(f"{name}/ask") and time.monotonic() < last:
@@ -248,7 +253,7 @@ def _report(run: Run, name: str, future: Future[Any], deadline: float) -> Verdic
     return verdict
 
 
-def _verdict(run: Run, check: Check, answers: dict[int, Answer]) -> Verdict:
+def _verdict(run: CheckRun, check: Check, answers: dict[int, Reply]) -> Verdict:
     """Returns the judgement of the answers, or why there is none; processes that are gone come first, as the others' cause."""
     gone = [rank for rank in range(run.world_size) if rank not in answers]
     busy = [rank for rank, answer in sorted(answers.items()) if answer.kind == "busy"]
@@ -285,7 +290,7 @@ def _of_errors(errors: dict[int, str]) -> str:
     return f"{processes([*errors])}: {next(iter(errors.values()))}"
 
 
-def _part(run: Run) -> None:
+def _take_leave(run: CheckRun) -> None:
     """Lets process 0, which may hold the store, leave after the others have read the last verdict."""
     if run.rank:
         run.board.post(f"bye/{run.rank}", True)

@@ -221,7 +221,11 @@ def tiny_model(model_type: str, attn_implementation: str, **changes: Any) -> Pre
 
     The weights are so large that attention is far from uniform; a wrong key then shows. Norms keep their scales.
     """
-    config = tiny_config(model_type, **changes)
+    return model_with_large_weights(tiny_config(model_type, **changes), attn_implementation)
+
+
+def model_with_large_weights(config: PretrainedConfig, attn_implementation: str) -> PreTrainedModel:
+    """Returns a model of a tiny config, as `tiny_model` says."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
