@@ -140,7 +140,7 @@ def judge_timeouts(run: CheckRun, answers: list[float]) -> Verdict:
     seconds, slowest = min(answers), run.facts.get("slowest")
     waited = [machine["waited"] for machine in run.facts["machines"]]
     first, last = waited.index(max(waited)), waited.index(min(waited))
-    backend = "nccl" if run.device.type == "cuda" else "gloo"
+    backend = "nccl" if run.facts["machines"][0]["type"] == "cuda" else "gloo"
     figures: dict[str, Any] = {"default_seconds": seconds, "check_seconds": run.options.timeout}
     text = (
         f"a process waits {seconds / 60:g} min for a late one, {backend}'s default; a check {run.options.timeout:g} s; "

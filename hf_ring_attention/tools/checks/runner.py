@@ -22,7 +22,7 @@ from ...transport.lost_processes import is_of_communication
 from .board import Board
 
 #: The seconds that other processes have to answer once one has failed, or after the time of a check is over.
-PATIENCE = 5.0
+PATIENCE = 3.0
 #: The seconds between two looks at the board.
 _BETWEEN_LOOKS = 0.02
 
