@@ -45,8 +45,8 @@ import sys
 from hf_ring_attention.tools import cli
 
 call = "--tokens 8k --ranks 4 --heads 8 --head-dim 32"
-for words in ("--version", "--help", "explain --help", "bench --help", "check --help", "models llama", "plot ring --help", "plot pattern exact",
-              f"explain {call}", "plot layout --tokens 1k --ranks 2"):
+for words in ("--version", "--help", "explain --help", "bench --help", "check --help", "models llama",
+              "plot ring --help", "plot pattern exact", f"explain {call}", "plot layout --tokens 1k --ranks 2"):
     try:
         cli.main(words.split())
     except SystemExit as end:

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 from ...transport.lost_processes import is_of_communication
 from .board import Board
 
-#: The seconds that other processes have to answer once one has failed, or after the time of a check is over.
+#: The seconds that other processes have to answer once one has failed, and again once process 0 has asked for them.
 PATIENCE = 3.0
 #: The seconds between two looks at the board.
 _BETWEEN_LOOKS = 0.02
@@ -203,11 +203,8 @@ def _answer_of(future: Future[Any]) -> Reply:
     if isinstance(error, NotApplicable):
         return Reply("not applicable", str(error))
     text = " ".join(str(error).split())
-    if not isinstance(
-        error, (ValueError, NotImplementedError, argparse.ArgumentTypeError)
-    ):  # These are whole sentences.
-        text = f"{type(error).__name__}: {text}"
-    return Reply("error", (text, is_of_communication(error)))
+    refused = isinstance(error, (ValueError, NotImplementedError, argparse.ArgumentTypeError))
+    return Reply("error", (text if refused else f"{type(error).__name__}: {text}", is_of_communication(error)))
 
 
 def _collect(run: CheckRun, name: str, future: Future[Any], deadline: float) -> dict[int, Reply]:
@@ -240,17 +237,20 @@ def _report(run: CheckRun, name: str, future: Future[Any], deadline: float) -> V
     last = deadline + 4 * PATIENCE
     while not future.done() and not run.board.has(f"{name}/ask") and time.monotonic() < last:
         wait([future], 5 * _BETWEEN_LOOKS)
-        if run.told_to_end.is_set():
-            last = min(last, time.monotonic() + 3 * PATIENCE)
+        last = _sooner(run, last)
     run.board.post(f"{name}/{run.rank}", _answer_of(future))
     while not run.board.has(f"{name}/verdict"):
-        if run.told_to_end.is_set():
-            last = min(last, time.monotonic() + 3 * PATIENCE)
+        last = _sooner(run, last)
         if time.monotonic() > last:
             raise RuntimeError(f"process 0 has not answered in the check {name!r}, so process {run.rank} ends too")
         time.sleep(_BETWEEN_LOOKS)
     verdict: Verdict = run.board.read(f"{name}/verdict")
     return verdict
+
+
+def _sooner(run: CheckRun, last: float) -> float:
+    """Returns until when to wait for process 0, which may be the one that is gone if the launcher ends the others."""
+    return min(last, time.monotonic() + 3 * PATIENCE) if run.told_to_end.is_set() else last
 
 
 def _verdict(run: CheckRun, check: Check, answers: dict[int, Reply]) -> Verdict:

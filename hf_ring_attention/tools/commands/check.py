@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 EXAMPLES_OF_CHECK = """\b
 Examples:
-  hf-ring-attention check
+  hf-ring-attention check --model ./folder
   torchrun --nproc-per-node 8 -m hf_ring_attention check --model ./folder
   torchrun --nproc-per-node 8 -m hf_ring_attention check --ring-size 4 \\
       --model Qwen/Qwen3-8B --pattern pyramid:512,3
