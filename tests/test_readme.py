@@ -197,6 +197,17 @@ def check_program(words, capsys):
         assert re.search(rf"{option}\b(?!-)", told), f"{file} has no option {option}"
 
 
+def check_command_line(words, capsys):
+    """The command line has the command, and that has the options."""
+    names = words[: 2 if words[:1] == ["plot"] else 1]
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*names, "--help"])
+    assert not ended.value.code
+    told = capsys.readouterr().out
+    parts = words[1:] if names == ["bench"] else [word for word in words if word.startswith("--")]
+    assert all(word in told for word in parts)
+
+
 def test_options_in_the_text_are_those_of_finetune(capsys):
     told = help_of("finetune", capsys)
     options = {*re.findall(r"--[a-z]+(?:-[a-z]+)*\b(?!_)", without_blocks(ROOT / "recipes" / "README.md"))}
@@ -223,7 +234,11 @@ def test_commands_name_files_and_options_that_exist(page, command, capsys):
         from torch.distributed.run import get_args_parser
 
         known = get_args_parser().parse_args(rest)
-        check_program([known.training_script, *known.training_script_args], capsys)
+        if known.module:
+            assert known.training_script == "hf_ring_attention"
+            check_command_line(known.training_script_args, capsys)
+        else:
+            check_program([known.training_script, *known.training_script_args], capsys)
     elif program == "accelerate":
         from accelerate.commands.launch import launch_command_parser
 
@@ -234,13 +249,7 @@ def test_commands_name_files_and_options_that_exist(page, command, capsys):
         assert known.config_file in (None, "FILE") or (ROOT / known.config_file).is_file()
         check_program([known.training_script, *known.training_script_args], capsys)
     elif program == "hf-ring-attention":
-        names = rest[: 2 if rest[:1] == ["plot"] else 1]
-        with pytest.raises(SystemExit) as ended:
-            cli.main([*names, "--help"])
-        assert not ended.value.code
-        told = capsys.readouterr().out
-        parts = rest[1:] if names == ["bench"] else [word for word in rest if word.startswith("--")]
-        assert all(word in told for word in parts)
+        check_command_line(rest, capsys)
     elif program == "make":
         targets = re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text("utf-8"), flags=re.MULTILINE)
         assert {word for word in rest if "=" not in word} <= {*targets}

@@ -65,7 +65,7 @@ class ModelAttention:
 
 
 def read_config(model: str) -> dict[str, Any]:
-    """Returns the config.json of a folder, or of a model of the hub.
+    """Returns the config.json of a folder, or of a model of the hub, or the one that is named itself.
 
     Raises:
         argparse.ArgumentTypeError: no config.json, or one that cannot be fetched or read.
@@ -75,6 +75,8 @@ def read_config(model: str) -> dict[str, Any]:
         file = folder / "config.json"
         if not file.is_file():
             raise argparse.ArgumentTypeError(f"the folder {model!r} holds no model: there is no config.json in it")
+    elif folder.is_file() and folder.suffix == ".json":
+        file = folder
     elif folder.exists():
         raise argparse.ArgumentTypeError(f"a folder or a hub id as 'owner/name' was expected, got the file {model!r}")
     else:
@@ -101,7 +103,7 @@ def _download(model: str) -> Path:
         reason = re.split(r"(?<=[a-z)'])\. ", " ".join(str(error).split()))[0].rstrip(".")
         raise argparse.ArgumentTypeError(
             f"there is no folder {model!r} (from {Path.cwd()}), and the hub does not give its config.json: {reason}. "
-            f"Name a folder with a config.json, or give --heads, --kv-heads and --head-dim"
+            f"Name a folder with a config.json, or, for attention alone, give --heads, --kv-heads and --head-dim"
         ) from None
 
 

@@ -51,7 +51,7 @@ def naming_lost_processes(seconds: float = 5.0) -> Iterator[None]:
         yield
     except RuntimeError as error:
         # A context inside this one has named the processes already if the error is a `_Lost`.
-        if isinstance(error, _Lost) or not dist.is_initialized() or not _OF_COMMUNICATION.search(str(error)):
+        if isinstance(error, _Lost) or not dist.is_initialized() or not is_of_communication(error):
             raise
         lost = _silent(seconds)
         if not lost:
@@ -62,6 +62,11 @@ def naming_lost_processes(seconds: float = 5.0) -> Iterator[None]:
             f"lost {which} of {dist.get_world_size()} (killed, or ended by an error that its own output shows), so process "
             f"{dist.get_rank()} ends too: {error}"
         ) from error
+
+
+def is_of_communication(error: BaseException) -> bool:
+    """Returns whether an error says that communication failed, and so may have its cause in another process."""
+    return isinstance(error, RuntimeError) and bool(_OF_COMMUNICATION.search(str(error)))
 
 
 def _silent(seconds: float) -> list[int]:

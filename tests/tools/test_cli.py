@@ -45,8 +45,8 @@ import sys
 from hf_ring_attention.tools import cli
 
 call = "--tokens 8k --ranks 4 --heads 8 --head-dim 32"
-for words in ("--version", "--help", "explain --help", "bench --help", "models llama", "plot ring --help", "plot pattern exact",
-              f"explain {call}", "plot layout --tokens 1k --ranks 2"):
+for words in ("--version", "--help", "explain --help", "bench --help", "check --help", "models llama",
+              "plot ring --help", "plot pattern exact", f"explain {call}", "plot layout --tokens 1k --ranks 2"):
     try:
         cli.main(words.split())
     except SystemExit as end:
@@ -60,7 +60,7 @@ for words in ("--version", "--help", "explain --help", "bench --help", "models l
 
 
 @pytest.mark.parametrize(
-    "command", ["", "explain", "models", "bench", "perplexity", "plot pattern", "plot layout", "plot ring"]
+    "command", ["", "explain", "models", "check", "bench", "perplexity", "plot pattern", "plot layout", "plot ring"]
 )
 def test_help_fits_80_columns_and_commands_have_examples(command, capsys):
     text = run(f"{command} --help", capsys)

@@ -94,6 +94,12 @@ _DOTS3_NOTE = {
 _QWEN4_EXP = {
     "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4,
 }  # fmt: skip
+# Settings of a model that change what is computed, whatever its sizes are.
+_NO_SIZES = (
+    "hidden_act", "hidden_activation", "attention_bias", "mlp_bias", "use_qk_norm", "tie_word_embeddings",
+    "attn_logit_softcapping", "final_logit_softcapping", "rms_norm_eps",
+)  # fmt: skip
+
 # Odd types need these changes besides, nested as their configs are.
 _CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},  # The default has no attention.
@@ -167,6 +173,16 @@ def tiny_config(model_type: str, **changes: Any) -> PretrainedConfig:
     return tiny(default, {**own, "text_config": {**own.get("text_config", {}), **changes}})
 
 
+def shrunk_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Returns a tiny config with the kinds of layers that a config has, and with its settings that are no sizes."""
+    small = tiny(config, _CHANGES.get(config.model_type, {}))
+    text = config.get_text_config()
+    for name in _NO_SIZES:
+        if getattr(text, name, None) is not None:
+            setattr(small.get_text_config(), name, getattr(text, name))
+    return small
+
+
 def tiny(default: PretrainedConfig, changes: dict[str, Any]) -> PretrainedConfig:
     """Returns a config like the default one with small numbers, down to its sub-configs; `changes` are nested likewise."""
     values = default.to_dict()
@@ -205,7 +221,11 @@ def tiny_model(model_type: str, attn_implementation: str, **changes: Any) -> Pre
 
     The weights are so large that attention is far from uniform; a wrong key then shows. Norms keep their scales.
     """
-    config = tiny_config(model_type, **changes)
+    return model_with_large_weights(tiny_config(model_type, **changes), attn_implementation)
+
+
+def model_with_large_weights(config: PretrainedConfig, attn_implementation: str) -> PreTrainedModel:
+    """Returns a model of a tiny config, as `tiny_model` says."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(

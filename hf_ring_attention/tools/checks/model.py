@@ -1,0 +1,139 @@
+"""Checks of the model of the job: its config, and a step of training with a tiny model of its type over the ring."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, PretrainedConfig
+
+from ...hf.models import supported_models
+from ...hf.patch import patch_model
+from ...hf.support import check_config
+from ...plan.patterns import Pattern
+from ...ring.ring import Ring
+from ...training.losses import next_token_loss
+from ...training.next_tokens import count_tokens
+from ...training.shards import shard_batch
+from ..model_config import read_config
+from ..survey.precision import EXACT, float64
+from ..survey.tiny_models import NOT_BUILT, VOCAB, model_with_large_weights, shrunk_config, tiny_config
+from .runner import CheckRun, NotApplicable, Verdict, processes
+
+#: The type of the model where none is named.
+_DEFAULT_TYPE = "llama"
+_LEARNING_RATE = 1e-3
+
+
+def read_model(run: CheckRun) -> dict[str, Any]:
+    """Reads the config of the job's model, and keeps it with its dtype and pattern for later checks."""
+    config: PretrainedConfig = tiny_config(_DEFAULT_TYPE)
+    content: dict[str, Any] = {}
+    if run.options.model is not None:
+        content = read_config(run.options.model)
+        config = AutoConfig.from_pretrained(run.options.model)
+    text = config.get_text_config()
+    saved = (getattr(text, "ring_dilated", None) or {}).get("pattern")
+    pattern = run.options.pattern or ("exact" if saved is None else str(Pattern.from_dict(saved)))
+    check_config(text)
+    support = {model.model_type: model for model in supported_models()}.get(config.model_type)
+    if run.ring_size > 1 and support is not None and not support.ring:
+        raise NotImplementedError(f"models of type {config.model_type!r} run on one process only: {support.reason}")
+    dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
+    run.state.update(config=config, pattern=pattern, dtype=dtype)
+    return {
+        "type": config.model_type,
+        "layers": getattr(text, "num_hidden_layers", None),
+        "dtype": str(dtype).removeprefix("torch."),
+        "pattern": pattern,
+        "digest": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest(),
+    }
+
+
+def judge_model(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
+    differing = [rank for rank, answer in enumerate(answers) if answer["digest"] != answers[0]["digest"]]
+    if differing:
+        text = f"the config of {run.options.model} on {processes(differing)} is not that of process 0"
+        return Verdict("failed", text, "Copy the same folder to all hosts, or name the same revision.")
+    own = answers[0]
+    name = "no --model: a tiny" if run.options.model is None else f"{run.options.model}:"
+    layers = "" if run.options.model is None else f" of {own['layers']} layers"
+    text = f"{name} {own['type']}{layers}, {own['dtype']}, pattern {own['pattern']}"
+    return Verdict("ok", text, figures=own)
+
+
+def train_step(run: CheckRun) -> dict[str, Any]:
+    """Takes a step of SGD with the tiny model over the ring, and with the same model on this process alone, in float64.
+
+    Returns:
+        Of both, (the loss, the norm of the gradients, the loss after the step).
+    """
+    config: PretrainedConfig = run.state["config"]
+    if config.model_type in NOT_BUILT:
+        raise NotApplicable(f"there is no tiny model of type {config.model_type!r}: {NOT_BUILT[config.model_type]}")
+    tokens = min(max(20, 2 * run.ring_size + 3), 100)
+    ids = torch.randint(3, VOCAB, (2, tokens), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, -tokens // 3 :] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    with float64():
+        alone = _steps(_tiny(run, Ring.alone()), None, {name: x.to(run.device) for name, x in batch.items()})
+        ring = Ring.alone() if run.ring_size == 1 else Ring(run.group)
+        sharded = _tiny(run, ring)
+        together = _steps(sharded, shard_batch(batch, ring, device=run.device), {})
+    return {"alone": alone, "together": together, "type": config.model_type}
+
+
+def _tiny(run: CheckRun, ring: Ring) -> Any:
+    """Returns the tiny model with the job's pattern; its weights are the same at each call."""
+    # In evaluation mode, which it is in, no layer draws random numbers, and the gradients are the same.
+    model = model_with_large_weights(shrunk_config(run.state["config"]), "eager").to(run.device)
+    return patch_model(model, run.state["pattern"], ring)
+
+
+def _steps(model: Any, shard: dict[str, Any] | None, batch: dict[str, Any]) -> tuple[float, float, float]:
+    """Returns (the loss, the norm of its gradients, the loss after a step) of a shard over a ring, or of a whole batch."""
+    losses: list[float] = []
+    norm = 0.0
+    for _ in range(2):
+        model.zero_grad()
+        loss = (
+            model(**batch, use_cache=False).loss
+            if shard is None
+            else next_token_loss(model, shard, count_tokens(shard))
+        )
+        loss.backward()
+        mean = loss.detach().clone()
+        for p in model.parameters():  # An expert that no token of this rank went to has none.
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        gradients = [p.grad for p in model.parameters()]
+        if shard is not None and dist.is_initialized():
+            for x in (mean, *gradients):
+                dist.all_reduce(x)
+                x /= dist.get_world_size()
+        if not losses:
+            norm = float(torch.stack([gradient.norm() for gradient in gradients]).norm())
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= _LEARNING_RATE * p.grad
+        losses.append(float(mean))
+    return losses[0], norm, losses[1]
+
+
+def judge_train_step(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
+    names = ("the loss", "the norm of the gradients", "the loss after the step")
+    for index, name in enumerate(names):
+        pairs = [(answer["together"][index], answer["alone"][index]) for answer in answers]
+        wrong = [rank for rank, (x, y) in enumerate(pairs) if not abs(x - y) <= EXACT * abs(y)]
+        if wrong:
+            x, y = pairs[wrong[0]]
+            text = f"{name} is {x:.12g} on {processes(wrong)}, and one process has {y:.12g}"
+            return Verdict("failed", text, figures={"processes": wrong})
+    loss, norm, after = answers[0]["together"]
+    apart = max(abs(x - y) / abs(y) for answer in answers for x, y in zip(answer["together"], answer["alone"]))
+    far = "the same as" if apart == 0 else f"{apart:.0e} from"
+    text = f"tiny {answers[0]['type']}: loss {loss:.4f}, gradient norm {norm:.4f}, then loss {after:.4f}; {far} one process's"
+    return Verdict("ok", text, figures={"loss": loss, "gradient_norm": norm, "loss_after": after, "apart": apart})

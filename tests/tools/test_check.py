@@ -1,0 +1,238 @@
+"""`hf-ring-attention check`: every verdict where all is well, and where one process is not, which it is and what to do."""
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hf_ring_attention.compute.kernels import CpuFlash
+from hf_ring_attention.tools import cli
+from hf_ring_attention.tools.checks.board import Board
+from hf_ring_attention.tools.checks.catalogue import all_checks
+from hf_ring_attention.tools.checks.runner import CheckOptions, CheckRun
+from tests.support.programs import run_program
+from tests.support.ranks import TIMEOUT
+
+ROOT = Path(__file__).parents[2]
+#: Seconds for a check where a process hangs: enough for all checks before it.
+SECONDS = 10
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
+
+
+def verdicts(printed):
+    """(the verdict, what is said) by the names of checks, and the last line."""
+    *lines, last = printed.splitlines()
+    rows = [re.match(r"(ok|warning|FAILED|-) +(\S+(?: \S+)*)  +(.*)", line) for line in lines]
+    return {row.group(2): (row.group(1), row.group(3)) for row in rows if row}, last
+
+
+def remedy_of(printed, name):
+    """What is said to do about a failed check."""
+    return re.search(rf"^FAILED +{name} .*\n +What to do: (.*)$", printed, re.MULTILINE).group(1)
+
+
+def alone(words, capsys):
+    """(the exit status, what it prints) of the command in this process."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(["check", *words])
+    return end.value.code, capsys.readouterr().out
+
+
+def two(fault, *words):
+    """The same of two processes, of which the second has a fault."""
+    done = run_program(__file__, fault, *words, processes=2, environment={**os.environ, **ENVIRONMENT}, timeout=TIMEOUT)
+    return done.returncode, done.stdout
+
+
+# ---- all is well
+
+
+def test_one_process(capsys):
+    status, printed = alone(["--pattern", "window:4+2"], capsys)
+    found, last = verdicts(printed)
+    assert status == 0, printed
+    assert list(found) == [check.name for check in all_checks(1)]
+    assert {name for name, (verdict, _) in found.items() if verdict == "-"} == {
+        "clocks", "latency", "bandwidth", "timeouts", "traffic",
+    }  # fmt: skip
+    assert re.fullmatch(r"all 8 checks are ok, in \d+ s", last)
+    assert "pattern window:4+2" in found["model"][1]
+    assert re.search(r"float64 \S+e-1\d of 1.0e-12, float32 \S+e-0\d of \S+e-0\d", found["oracle local"][1])
+
+
+def test_two_processes_of_torchrun(tmp_path):
+    """With a model, in JSON: every check, its figures, and nothing else on stdout."""
+    config = {
+        "model_type": "qwen3",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_size": 64,
+    }
+    file = tmp_path / "config.json"
+    file.write_text(
+        json.dumps({**config, "num_hidden_layers": 3, "dtype": "bfloat16", "architectures": ["Qwen3ForCausalLM"]})
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "hf_ring_attention", "check", "--model", str(file), "--json"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, **ENVIRONMENT}, timeout=TIMEOUT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout
+    found = {line["check"]: line for line in json.loads(done.stdout)}
+    assert list(found) == [check.name for check in all_checks(2)]
+    assert {name: line["text"] for name, line in found.items() if line["status"] not in ("ok", "warning")} == {
+        "oracle heads x ring": "4 query and 2 key/value heads do not divide among a part of 2 ranks"
+    }
+    assert found["launch"]["figures"]["processes"] == 2
+    assert found["model"]["figures"]["type"] == "qwen3"
+    for transport in ("ring", "collective", "heads"):
+        errors = found[f"oracle {transport}"]["figures"]["errors"]
+        assert errors.keys() == {"float64", "bfloat16"}
+        assert all(0 < error <= bound for error, bound in errors.values())
+    assert found["traffic"]["figures"]["calls"] == 3 * 2 * 3 * 2  # transports, patterns, layouts, dtypes
+    assert found["latency"]["figures"]["slowest_link"] in ([0, 1], [1, 0])
+    assert found["train step"]["figures"]["apart"] <= 1e-10
+
+
+# ---- something is not
+
+
+def test_a_version_that_differs():
+    status, printed = two("version")
+    found, last = verdicts(printed)
+    assert status == 1
+    assert re.fullmatch(r"transformers is 5\.10\.1 on process 1 and \S+ on process 0", found["versions"][1])
+    assert remedy_of(printed, "versions").startswith("Install the same transformers on all hosts")
+    assert found["train step"][0] == "-"
+    assert re.fullmatch(r"failed, after \d+ s: versions", last)
+
+
+def test_a_kernel_that_is_wrong_on_one_process():
+    status, printed = two("wrong")
+    found, _ = verdicts(printed)
+    assert status == 1
+    for transport in ("ring", "collective"):
+        assert re.match(
+            r"process 1: out is \S+ from the definition, of 1.0e-12, in contiguous", found[f"oracle {transport}"][1]
+        )
+    assert "run `make test` on that host" in remedy_of(printed, "oracle ring")
+    assert found["train step"] == ("-", "it needs 'oracle ring'")
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [("dies", "process 1 of 2 did not answer"), ("stalls", f"process 1 of 2 did not end within {SECONDS} s")],
+)
+def test_a_process_that_is_lost_in_the_oracle(fault, told):
+    start = time.monotonic()
+    status, printed = two(fault, "--timeout", str(SECONDS))
+    found, last = verdicts(printed)
+    assert status != 0
+    assert found["oracle ring"][0] == "FAILED" and found["oracle ring"][1].startswith(told), printed
+    assert remedy_of(printed, "oracle ring")
+    assert found["train step"] == ("-", "'oracle ring' left the processes out of step")
+    assert last.startswith("failed")
+    assert time.monotonic() - start < TIMEOUT / 4
+
+
+def test_a_ring_size_that_does_not_divide():
+    status, printed = two("none", "--ring-size", "3")
+    found, _ = verdicts(printed)
+    assert status == 1
+    assert found["rings"] == (
+        "FAILED", "processes 0, 1: rings of 3 were asked for, and there are 2 processes: 2 = 0 * 3 + 2",
+    )  # fmt: skip
+    assert remedy_of(printed, "rings") == "Give a --ring-size that divides the number of processes."
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [(None, "there is no folder"), ({"model_type": "bloom"}, "does not call Transformers' attention interface")],
+)
+def test_a_model_that_is_not_known_or_not_computed(config, told, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    status, printed = alone(["--model", "nobody/nothing" if config is None else str(tmp_path)], capsys)
+    found, _ = verdicts(printed)
+    assert status == 1
+    assert told in found["model"][1]
+    assert "`hf-ring-attention models`" in remedy_of(printed, "model")
+    assert found["train step"][0] == "-"
+
+
+# ---- verdicts that need other machines
+
+
+def judged(name, answers, **facts):
+    """The verdict of a check on what processes answered."""
+    run = CheckRun(CheckOptions(), Board(), None)
+    run.world_size = run.ring_size = len(answers)
+    run.facts.update(facts)
+    return next(check for check in all_checks(len(answers)) if check.name == name).judge(run, answers)
+
+
+MACHINES = [{"host": "a", "device": f"GPU {n}", "type": "cuda", "cores": 8, "waited": n} for n in range(2)]
+
+
+def test_devices_that_are_shared_and_variables_that_differ():
+    settings = {"torch's threads": "1", "NCCL_ALGO": "Ring"}
+    assert judged("environment", [settings, settings], machines=MACHINES).status == "ok"
+    shared = judged("environment", [settings] * 2, machines=[MACHINES[0]] * 2)
+    assert (shared.status, shared.text) == ("failed", "processes 0 and 1 share the device GPU 0 of a")
+    differing = judged("environment", [settings, {**settings, "NCCL_ALGO": "Tree"}], machines=MACHINES)
+    assert (differing.status, differing.text) == ("failed", "NCCL_ALGO is Tree on process 1 and Ring on process 0")
+    crowded = [{**machine, "type": "cpu"} for machine in MACHINES]
+    assert judged("environment", [{"torch's threads": "8"}] * 2, machines=crowded).status == "warning"
+
+
+def test_clocks_and_slow_links():
+    ahead = judged("clocks", [(0.0, 0.0), (3.0, 1e-4), (-1.0, 1e-4)])
+    assert (ahead.status, ahead.text) == ("warning", "process 1's clock is 4 s ahead of process 2's")
+    machines = [{**MACHINES[0], "device": f"GPU {n}"} for n in range(4)]
+    slow = judged("latency", [1e-5, 1e-5, 1e-3, 1e-5], machines=machines)
+    assert slow.status == "warning" and "slowest 1 ms from process 2 to 3" in slow.text
+    late = judged("timeouts", [1800.0] * 2, machines=MACHINES, slowest=60.0)
+    assert late.status == "failed" and "InitProcessGroupKwargs" in late.remedy
+
+
+def test_versions_that_are_not_supported():
+    versions = {"python": "3.11.0", "torch": "2.13.0+cpu"}
+    assert judged("versions", [versions] * 2).status == "ok"
+    old = judged("versions", [{**versions, "torch": "2.1.0"}] * 2)
+    assert (old.status, old.text, old.remedy) == (
+        "failed", "torch is 2.1.0, and >=2.8 is supported", "pip install 'torch>=2.8'",
+    )  # fmt: skip
+
+
+# ---- the program of two processes
+
+
+def faulty(fault):
+    """Gives this process a fault."""
+
+    def wrong(*args, forward=CpuFlash.forward_masked):
+        out, lse = forward(*args)
+        return 1.5 * out, lse
+
+    def version(package, found=importlib.metadata.version):
+        return "5.10.1" if package == "transformers" else found(package)
+
+    if fault == "version":
+        importlib.metadata.version = version
+    elif fault != "none":
+        faults = {"wrong": wrong, "dies": lambda *_: os._exit(3), "stalls": lambda *_: time.sleep(TIMEOUT)}
+        CpuFlash.forward_masked = faults[fault]
+
+
+if __name__ == "__main__":
+    if os.environ["RANK"] == "1":
+        faulty(sys.argv[1])
+    cli.main(["check", *sys.argv[2:]])
