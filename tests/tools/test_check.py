@@ -20,8 +20,9 @@ from tests.support.programs import run_program
 from tests.support.ranks import TIMEOUT
 
 ROOT = Path(__file__).parents[2]
-#: Seconds for a check where a process hangs: enough for all checks before it.
-SECONDS = 10
+#: Seconds for a check where a process hangs: enough for all checks before it. Elsewhere a busy machine has all the time.
+SECONDS = 30
+PATIENT = ("--timeout", str(TIMEOUT))
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
 
 
@@ -40,13 +41,14 @@ def remedy_of(printed, name):
 def alone(words, capsys):
     """(the exit status, what it prints) of the command in this process."""
     with pytest.raises(SystemExit) as end:
-        cli.main(["check", *words])
+        cli.main(["check", *PATIENT, *words])
     return end.value.code, capsys.readouterr().out
 
 
 def two(fault, *words):
     """The same of two processes, of which the second has a fault."""
-    done = run_program(__file__, fault, *words, processes=2, environment={**os.environ, **ENVIRONMENT}, timeout=TIMEOUT)
+    words = (fault, *PATIENT, *words)  # A later --timeout counts.
+    done = run_program(__file__, *words, processes=2, environment={**os.environ, **ENVIRONMENT}, timeout=TIMEOUT)
     return done.returncode, done.stdout
 
 
@@ -80,7 +82,7 @@ def test_two_processes_of_torchrun(tmp_path):
         json.dumps({**config, "num_hidden_layers": 3, "dtype": "bfloat16", "architectures": ["Qwen3ForCausalLM"]})
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "hf_ring_attention", "check", "--model", str(file), "--json"]
+    command += ["-m", "hf_ring_attention", "check", "--model", str(file), "--json", *PATIENT]
     done = subprocess.run(
         command, cwd=tmp_path, env={**os.environ, **ENVIRONMENT}, timeout=TIMEOUT, capture_output=True, text=True
     )
