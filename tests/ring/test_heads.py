@@ -46,19 +46,6 @@ def test_simulated(world_size, count, layout, pieces, rng):
 MESHES = [(2, 1), (4, 2), (6, 2), (6, 3), (8, 2), (8, 4)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("world_size", "heads"), MESHES)
-def test_simulated_rings_of_groups(world_size, heads, layout, rng):
-    """Heads are exchanged between neighbours, and keys travel round rings between these groups."""
-    cases = fitting_cases(rng, heads, 3)
-
-    def check(ring):
-        ring.settings = replace(ring.settings, rows_of_a_head_group=1)
-        check_cases(ring, cases)
-
-    run_simulated(check, world_size, layout=layout, transport="heads", heads=heads)
-
-
 #: Every kind of pattern, and of rows; ranks, and how many of them exchange heads.
 PATTERNS = ("exact", "window:7", "window:7+3", "pyramid:3,3,2,2", "longnet:6/1,12/2,all/4@once", "count")
 ROWS = ("one document", "packed", "padded")

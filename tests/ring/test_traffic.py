@@ -12,10 +12,8 @@ import torch
 import torch.distributed as dist
 
 import hf_ring_attention as ra
-from hf_ring_attention.plan.problem import RingSettings
 from hf_ring_attention.plan.traffic import RowBytes, collective_traffic, exchanged, ring_traffic
 from tests.support.cases import random_case
-from tests.support.ranks import run_simulated
 
 TRANSPORTS = {"ring": ring_traffic, "collective": collective_traffic}
 
@@ -70,25 +68,6 @@ def assert_as_planned(by_rank):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_are_those_of_the_plan(ranks, rng, world_size, transport):
     assert_as_planned(ranks.run(traffic_of_a_process, world_size, transport, rng.random()))
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "documents"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_bytes_of_a_simulated_ring(transport, layout, rng):
-    seed = rng.random()
-    by_rank = run_simulated(lambda ring: traffic_of_cases(ring, seed, 15), 5, layout=layout, transport=transport)
-    assert_as_planned(by_rank)
-
-
-def test_bytes_of_head_groups(rng):
-    """All payloads, however small, in as many head groups as there can be."""
-    seed = rng.random()
-
-    def traffic(ring):
-        ring.settings = RingSettings(rows_of_a_head_group=1, large_payload=10**9)
-        return traffic_of_cases(ring, seed, 15)
-
-    assert_as_planned(run_simulated(traffic, 5, transport="ring"))
 
 
 # ---- requests
