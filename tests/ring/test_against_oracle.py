@@ -26,7 +26,7 @@ WAYS = {"ring": ("ring", False), "ring of head groups": ("ring", True), "collect
 #: The settings of rings whose payloads travel as usual; and in as many head groups as there can be, however small.
 SETTINGS = {False: RingSettings(), True: RingSettings(rows_of_a_head_group=1, large_payload=10**9)}
 #: The ranks of the rings that one launch of 8 processes forms, each with its number of cases.
-RINGS = (((0, 1), 9), ((2, 3, 4), 7), ((0, 5, 6, 7), 4), (tuple(range(8)), 1))
+RINGS = (((0, 1), 6), ((2, 3, 4), 4), ((0, 5, 6, 7), 3), (tuple(range(8)), 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
