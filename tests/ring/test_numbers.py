@@ -68,18 +68,21 @@ def test_what_is_not_finite_stays_in_its_document(transport, world_size, value, 
 @pytest.mark.parametrize(("transport", "world_size"), WAYS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_scores_of_ten_thousand(dtype, transport, world_size, rng):
-    """Softmax picks a key or two there, and rounding of a score by one part in a million is a change of one in a hundred."""
-    cases = []
+    """Softmax picks a key or two there, and a weight is off by the rounding of its score: 10,000 times that of a number.
+
+    No plain computation says so, since it has no error at all where one key is picked; so the bound is that of any score.
+    """
+    cases, largest = [], 1e4
     for _ in range(6):
         case = random_case(rng, dtype)
         if transport == "heads":
             case = replace(case, num_heads=4, num_kv_heads=2)
         q, k, *_ = case.tensors
-        largest = float(torch.einsum("bhqd,bgkd->bhgqk", q.double(), k.double()).abs().max()) or 1.0
-        case = replace(case, scale=1e4 / largest, softcap=None)
+        norms = q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()  # No score is above their product.
+        case = replace(case, scale=largest / float(norms), softcap=None)
         assert case.definition and case.rounding
         cases.append(case)
-    tolerance = 1e-8 if dtype == torch.float64 else None
+    tolerance = allowed(largest * torch.finfo(dtype).eps, dtype)
     run_simulated(lambda ring: check_cases(ring, cases, tolerance), world_size, transport=transport)
 
 
@@ -99,20 +102,22 @@ def test_subnormal_values(transport, world_size):
 @pytest.mark.parametrize(("transport", "world_size"), WAYS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_float16_to_its_bounds(pattern, transport, world_size):
-    """Means of the largest numbers are these, however many parts are merged; scores beyond them are not infinite."""
+    """Means of the largest numbers are these to a rounding of each merge; scores beyond them are not infinite."""
     largest = torch.finfo(torch.float16).max
     (q, k, v), dout = drawn(torch.float16)
     signs = torch.where(torch.arange(2) == 0, 1.0, -1.0)[None, :, None, None]
     v = (signs * largest).expand_as(v).to(torch.float16).contiguous()
     out, *_ = on_ranks(world_size, transport, (q, k, v), dout, pattern=pattern)
-    assert torch.equal(out, v)
+    assert float((out.double() - v.double()).abs().max()) <= allowed(0, torch.float16) * largest  # Not infinite, that is.
     q, k = (128 * x.sign() for x in (q, k))  # Scores of up to 128 * 128 * 8, twice the largest number of float16.
     found = on_ranks(world_size, transport, (q, k, dout), dout, pattern=pattern, scale=1.0)
+    plain = on_ranks(1, "ring", (q, k, dout), dout, pattern=pattern, scale=1.0)
     right = on_ranks(1, "ring", [x.double() for x in (q, k, dout)], dout.double(), pattern=pattern, scale=1.0)
-    scale = max(float(x.abs().max()) for x in right)
+    largest = max(float(x.abs().max()) for x in right)
+    rounding = max(float((x - exact).abs().max()) for x, exact in zip(plain, right)) / largest
     for name, x, exact in zip(NAMES, found, right):
-        error = float((x - exact).abs().max()) / scale
-        assert error <= allowed(0, torch.float16), f"{name} is {error} off"
+        error = float((x - exact).abs().max()) / largest
+        assert error <= allowed(rounding, torch.float16), f"{name} is {error} off, where one device is {rounding}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
