@@ -4,6 +4,7 @@ A zigzag gives each rank a piece of much work and one of little, from both ends 
 of a row are put in order of their work: those whose queries see most keys first. Each rank in turn takes tokens from both
 ends of what is left, as many as it has room for, and as many of them from the heavy end as make its work the mean. Where whole
 documents make up its work, it takes these, and fills the rest of its room from the light end, where a cut moves few keys.
+Where it cuts a long document, whole light documents fill the rest of its room, if some of them have just so many tokens.
 
 A long document is shared by neighbouring ranks, by as many as its work is worth. The last rank takes first, and of each
 document the last tokens, so that keys travel round the ring in its direction, from one rank of a document to the next. Where
@@ -23,12 +24,19 @@ from .patterns import Pattern
 from .problem import Documents
 from .work import Work, work_under
 
-#: The work of the first ranks may differ from the mean by this share of a rank's, where that spares a cut.
+#: The work of a rank may differ from an even share of what is left by this share of the mean, where that spares a cut.
 TOLERANCE = 0.04
+#: The busiest rank may do this share of the mean more, since a long document on fewer ranks moves fewer bytes: from 8 ranks on,
+#: rows of long documents move a fifth less than with even work. Less is allowed on few ranks, where communication weighs little
+#: beside computation (`_MOST_OVER_OF_MANY` by the share of ranks beyond two), and where queries see few of the keys.
+_MOST_OVER, _MOST_OVER_OF_MANY = 0.085, 0.1
 #: Whole documents are sought until their work is that near, in tolerances.
 _NEAR_ENOUGH = 0.25
 #: So many ends of documents on either side of a cut are tried in its place.
 _ENDS_NEAR = 4
+#: Whole documents to fill the rest of a rank's room are chosen among this many from the light end, or fewer that have this many
+#: times the tokens needed; and this many sums of their tokens are tried, the nearest to the number needed first.
+_FILLS, _FILLS_TOKENS, _SUMS = 32, 3, 80
 #: Where there is no even share, documents change their places in the order so often, and then are put in order in pieces of a
 #: rank's tokens divided by these.
 _MOVES, _PIECES = 4, (1, 4, 16, 64)
@@ -112,14 +120,19 @@ def _spans_of_row(documents: Sequence[tuple[int, int]], length: int) -> list[_Sp
 
 def _shares_of_ranks(spans: Sequence[_Span], local_len: int, work: Work, targets: Sequence[float]) -> list[list[_Span]]:
     """Returns the spans of each rank: `local_len` tokens, and about its target of work."""
-    tolerance = TOLERANCE * sum(targets) / len(targets)
+    mean, world_size = sum(targets) / len(targets), len(targets)
+    tolerance = TOLERANCE * mean
+    longest = max((span.size for span in spans if span.document is not None), default=1)
+    seen = work.of_tokens(longest - 1, longest) / longest
+    most = (1 + seen * min(_MOST_OVER, _MOST_OVER_OF_MANY * (1 - 2 / world_size))) * mean
     left, shares = _by_work(spans, work), []
     for ranks in range(len(targets), 0, -1):
         # What the ranks before have too much or too little is shared by the others.
         wanted = targets[ranks - 1] + (sum(span.work(work) for span in left) - sum(targets[:ranks])) / ranks
+        limit = max(wanted + tolerance, most)
         for order in _orders(left, local_len, work, wanted):
-            division = order.by_whole_documents(wanted, tolerance) or order.by_few_keys(wanted, wanted + tolerance)
-            if abs(division.work - wanted) <= tolerance:
+            division = order.by_whole_documents(wanted, tolerance) or order.by_few_keys(wanted, limit)
+            if wanted - tolerance <= division.work <= limit:
                 break
         shares.append(division.share)
         left = division.left
@@ -222,9 +235,51 @@ class _Order:
             candidates |= {token - first for token in self.tokens[max(0, near - _ENDS_NEAR) : near + _ENDS_NEAR]}
         works = {heavy: self.work_of(heavy) for heavy in candidates if 0 <= heavy <= self.local_len}
         fitting = [heavy for heavy, work in works.items() if least <= work <= most]
-        return self.division(
-            min(fitting, key=lambda heavy: (self._keys_at_cuts(heavy), abs(works[heavy] - wanted)), default=best)
-        )
+        heavy = min(fitting, key=lambda heavy: (self._keys_at_cuts(heavy), abs(works[heavy] - wanted)), default=best)
+        keys, filled = self._filled_by_whole_documents(best, least, most)
+        if filled is not None and (not fitting or keys < self._keys_at_cuts(heavy)):
+            return filled
+        return self.division(heavy)
+
+    def _filled_by_whole_documents(self, heavy: int, least: float, most: float) -> tuple[int, _Division | None]:
+        """Returns the share of at least and at most so much work that cuts one span, where about so many heavy tokens end.
+
+        The rest of the share's room is filled by whole light spans.
+
+        Returns:
+            The keys that the parts of the cut span may need of each other, and the share of which they are fewest; None
+            where no spans have as many tokens as there is room for.
+        """
+        cut, needed = self._at(heavy), self.local_len - heavy
+        fills = _Sums(self.local_len)
+        for number in range(len(self.spans) - 1, cut, -1):
+            span = self.spans[number]
+            if span.document is None:  # Padding is cut for nothing.
+                return 0, None
+            if span.size <= self.local_len:
+                fills.add(number, span.size)
+            if len(fills) == _FILLS or fills.total >= _FILLS_TOKENS * needed + self.local_len // 8:
+                break
+        best: tuple[int, float, int, list[int]] | None = None
+        start, wanted = self.tokens[cut], (least + most) / 2
+        span = self.spans[cut]
+        for total in fills.nearest(needed, _SUMS):
+            count = start + span.size - (self.local_len - total)  # What is left of the span.
+            if not 0 <= count < span.size:
+                continue
+            chosen = fills.chosen(total)
+            work = self.works[cut] + span.taken(count).work(self.work)
+            work += sum(self.works[number + 1] - self.works[number] for number in chosen)
+            if least <= work <= most:
+                option = self._keys_between(span, count), abs(work - wanted), count, chosen
+                best = option if best is None else min(best, option)
+        if best is None:
+            return 0, None
+        keys, _, count, chosen = best
+        share = [*self.spans[:cut], span.taken(count), *(self.spans[number] for number in chosen)]
+        others = (self.spans[number] for number in range(cut + 1, len(self.spans)) if number not in set(chosen))
+        left = [span.left(count), *others] if count else [*others]
+        return keys, _Division(share, left, sum(part.work(self.work) for part in share))
 
     def _heavy_for(self, wanted: float) -> int:
         """Returns how many tokens from the heavy end make about this work."""
@@ -261,10 +316,15 @@ class _Order:
         """Returns how many keys the parts of cut documents may need of each other."""
         keys = 0
         for number in set(self._at_cuts(heavy)):
-            span, count = self.spans[number], self._left_of(number, heavy)
-            if 0 < count < span.size and span.document is not None:
-                keys += min(span.left(count).stop, span.taken(count).stop) - span.document
+            keys += self._keys_between(self.spans[number], self._left_of(number, heavy))
         return keys
+
+    @staticmethod
+    def _keys_between(span: _Span, count: int) -> int:
+        """Returns how many keys the parts of a span may need of each other, of which so many tokens are left."""
+        if span.document is None or count in (0, span.size):
+            return 0
+        return min(span.left(count).stop, span.taken(count).stop) - span.document
 
     def _at_cuts(self, heavy: int) -> tuple[int, int]:
         return self._at(heavy), self._at(self.tokens[-1] - self.local_len + heavy)
@@ -280,3 +340,46 @@ class _Order:
 
     def _work_left_of(self, number: int, heavy: int) -> float:
         return self.spans[number].left(self._left_of(number, heavy)).work(self.work)
+
+
+class _Sums:
+    """The sums up to a largest one that some of a few sizes make, as bits of an integer."""
+
+    def __init__(self, largest: int) -> None:
+        self.total = 0
+        self._mask = (1 << (largest + 1)) - 1
+        self._names: list[int] = []
+        self._sizes: list[int] = []
+        #: The sums of the first sizes, by their number.
+        self._sums = [1]
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def add(self, name: int, size: int) -> None:
+        """Adds a size by its name."""
+        self._names.append(name)
+        self._sizes.append(size)
+        self._sums.append((self._sums[-1] | self._sums[-1] << size) & self._mask)
+        self.total += size
+
+    def nearest(self, wanted: int, count: int) -> list[int]:
+        """Returns about so many sums, the nearest to a number first."""
+        sums, window = self._sums[-1], 4 * count
+        while True:
+            first = max(0, wanted - window)
+            bits = (sums >> first) & ((1 << (wanted + window + 1 - first)) - 1)
+            if bits.bit_count() >= count or window > max(wanted, self.total):
+                break
+            window *= 4
+        found = (first + place for place, bit in enumerate(reversed(f"{bits:b}")) if bit == "1")
+        return sorted(found, key=lambda total: abs(total - wanted))[:count]
+
+    def chosen(self, total: int) -> list[int]:
+        """Returns the names of sizes that make a sum, the first ones where there is a choice."""
+        names = []
+        for number in range(len(self) - 1, -1, -1):
+            if not self._sums[number] >> total & 1:
+                names.append(self._names[number])
+                total -= self._sizes[number]
+        return names
