@@ -173,3 +173,23 @@ def test_logged_once(caplog):
     lines = [record.getMessage() for record in caplog.records if "transport" in record.getMessage()]
     assert len(lines) == 1
     assert "ring of 2: transport collective, because the busiest of 2 ranks needs" in lines[0]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_formulas_of_bytes(layout, world_size):
+    """Those by which recipes/README.md chooses: G key/value and H query heads of D numbers of 2 bytes, n tokens, p ranks."""
+    n, h, g, d, p = 48 * 96, 48, 16, 64, world_size
+    call = ra.explain(
+        "exact", seq_len=n, world_size=p, num_heads=h, num_kv_heads=g, head_dim=d, layout=layout, transport="ring"
+    )
+    for way in ("ring", "collective"):
+        shares = [getattr(share, way) for share in call.ranks]
+        assert max(share.forward.received for share in shares) == 4 * g * d * n * (p - 1) // p
+        assert max(share.backward.received for share in shares) <= 3 * 4 * g * d * n * (p - 1) // p
+    if h % p == 0 and g % p == 0:
+        heads = [share.heads for share in call.ranks]
+        assert {share.forward.received for share in heads} == {4 * (h + g) * d * n * (p - 1) // p**2}
+        assert {share.backward.received for share in heads} == {4 * (h + g) * d * n * (p - 1) // p**2}
+    flops = sum(share.forward_flops for share in call.ranks)
+    assert flops == pytest.approx(2 * h * d * n * n, rel=0.01)
