@@ -32,7 +32,7 @@ PAGES = [
 ]
 LONGEST = 1600
 #: Where a link may lead outside: public pages of projects and papers.
-HOSTS = {"github.com", "huggingface.co", "arxiv.org"}
+HOSTS = {"github.com", "huggingface.co", "arxiv.org", "docs.nvidia.com"}
 #: What stands in a snippet for what its reader has; the tests have a tiny model, few steps and short texts.
 MODEL = "HuggingFaceTB/SmolLM2-135M"
 STEPS = "max_steps=20"
