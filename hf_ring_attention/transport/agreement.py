@@ -87,13 +87,17 @@ def agree(
 
     Raises:
         ValueError: on every rank, if one came with an error or the ranks differ; the message says which rank has which value.
+        RuntimeError: a rank is gone, or too late.
     """
     if communicator is None or communicator.world_size == 1:
         if error is not None:
             raise error
         return [tell]
     message = None if error is None else (type(error).__name__, str(error))
-    reports = communicator.gather_objects((dict(values), message, tell))
+    try:
+        reports = communicator.gather_objects((dict(values), message, tell))
+    except RuntimeError as lost:
+        raise RuntimeError(f"comparing what all {who}s came with, on {who} {communicator.rank}: {lost}") from lost
     if error is not None:
         raise error
     refusals = {rank: message for rank, (_, message, _) in enumerate(reports) if message is not None}

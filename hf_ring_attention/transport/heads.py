@@ -157,7 +157,7 @@ class HeadsTransport:
             parts = received.split(counts)
             return finish([own if i == self.rank else _unpacked(part, shapes) for i, part in enumerate(parts)])
 
-        return Exchange(pending, self.traffic, message, arrived)
+        return Exchange(pending, self.traffic, message, arrived, self.ring.whole.rank)
 
 
 @dataclass(frozen=True)
@@ -167,12 +167,14 @@ class Exchange:
     Attributes:
         message: what is sent, which has to stay until it has arrived.
         arrived: what to do then.
+        rank: this rank, for errors.
     """
 
     pending: Pending | None
     traffic: Traffic
     message: Tensor
     arrived: Callable[[], list[Tensor]]
+    rank: int
 
     def finish(self, name: str) -> list[Tensor]:
         """Waits for what the other ranks sent, and returns the tensors that are made of it.
@@ -181,7 +183,7 @@ class Exchange:
             name: of what was exchanged, for errors.
         """
         if self.pending is not None:
-            wait_for(self.pending, self.traffic, f"attention by heads, {name}")
+            wait_for(self.pending, self.traffic, f"attention by heads, {name}, on rank {self.rank}")
         return self.arrived()
 
 

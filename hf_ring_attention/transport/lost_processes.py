@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -29,7 +31,8 @@ def naming_lost_processes(seconds: float = 5.0) -> Iterator[None]:
     """Names the processes that no longer answer when communication fails inside; it is a context or a decorator.
 
     A process that meets such an error leaves an entry in the process group's store, and waits for those of the others; a
-    process that was killed, or that ended by an error of its own, leaves none.
+    process that was killed, that stalls, or that ended by an error of its own leaves none. Where the process group could not
+    be made there is no such store, and the error says which process was left alone.
 
     Args:
         seconds: the time to wait for the others.
@@ -51,16 +54,24 @@ def naming_lost_processes(seconds: float = 5.0) -> Iterator[None]:
         yield
     except RuntimeError as error:
         # A context inside this one has named the processes already if the error is a `_Lost`.
-        if isinstance(error, _Lost) or not dist.is_initialized() or not is_of_communication(error):
+        if isinstance(error, _Lost) or not is_of_communication(error):
             raise
+        if not dist.is_initialized():
+            if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+                raise
+            raise _Lost(
+                f"process {os.environ.get('RANK', '?')} of {os.environ['WORLD_SIZE']} was not joined by all others when the "
+                f"process group was set up: see in the output of each which did not start, or ended, and start all again: "
+                f"{error}"
+            ) from error
         lost = _silent(seconds)
         if not lost:
             raise
         # Others may be silent because they still wait for the one that is gone.
         which = f"process {lost[0]}" if len(lost) == 1 else f"one or more of the processes {lost}"
         raise _Lost(
-            f"lost {which} of {dist.get_world_size()} (killed, or ended by an error that its own output shows), so process "
-            f"{dist.get_rank()} ends too: {error}"
+            f"lost {which} of {dist.get_world_size()} (killed, stalled, or ended by an error that its own output shows), so "
+            f"process {dist.get_rank()} ends too; see to that one, and start again from the last checkpoint: {error}"
         ) from error
 
 
@@ -74,6 +85,9 @@ def _silent(seconds: float) -> list[int]:
     store = default_store()
     own, world_size = dist.get_rank(), dist.get_world_size()
     silent = [rank for rank in range(world_size) if rank != own]
+    # The process that holds the store may be the one that stalls, and the store's own timeout is as long as the group's.
+    timeout = store.timeout
+    store.set_timeout(timedelta(seconds=seconds))
     try:
         store.set(f"{_KEY}/{own}", "here")
         deadline = time.monotonic() + seconds
@@ -84,4 +98,6 @@ def _silent(seconds: float) -> list[int]:
             time.sleep(1)
     except (RuntimeError, ValueError, OSError):  # the store is gone, with the process that held it
         return [0] if own else silent
+    finally:
+        store.set_timeout(timeout)
     return silent

@@ -146,6 +146,9 @@ class CollectiveTransport:
         self.traffic.hops += 1
         return received, pending
 
+    def _wait(self, pending: Pending, content: str) -> None:
+        wait_for(pending, self.traffic, f"collective attention, {content}, on rank {self.communicator.rank}")
+
     def _start_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Pending]:
         binding = self.binding
         rows = torch.cat([binding.send.take(x) for x in (k, v)], dim=-1)
@@ -158,7 +161,7 @@ class CollectiveTransport:
             return
         received, pending = self._start_keys(k, v)
         yield ForwardStep(k, v, binding.own.batches)
-        wait_for(pending, self.traffic, "collective attention, forward pass, keys and values")
+        self._wait(pending, "forward pass, keys and values")
         keys, values = received[None, None].split([k.shape[-1], v.shape[-1]], dim=-1)
         yield ForwardStep(keys, values, binding.remote)
 
@@ -169,14 +172,14 @@ class CollectiveTransport:
             return
         received, pending = self._start_keys(k, v)
         yield BackwardStep(k, v, dk, dv, binding.own.batches)
-        wait_for(pending, self.traffic, "collective attention, backward pass, keys and values")
+        self._wait(pending, "backward pass, keys and values")
         widths = [k.shape[-1], v.shape[-1]]
         grads = torch.zeros_like(received, dtype=accumulation_dtype(k.dtype))
         keys, values = received[None, None].split(widths, dim=-1)
         dkeys, dvalues = grads[None, None].split(widths, dim=-1)
         yield BackwardStep(keys, values, dkeys, dvalues, binding.remote)
         home, pending = self._start(grads, binding.receive_counts, binding.send_counts)
-        wait_for(pending, self.traffic, "collective attention, backward pass, gradients")
+        self._wait(pending, "backward pass, gradients")
         for target, part in zip((dk, dv), home.split(widths, dim=-1)):
             binding.send.add_(target, part)
 
