@@ -1,25 +1,39 @@
 """The checkpoints of the recipes: whatever ends a run, and when, it goes on from a checkpoint that is whole.
 
-A checkpoint of `finetune.py` is written beside its name and renamed when all of it is there, so every folder
-`checkpoint-STEP` is whole; only then are surplus checkpoints renamed and deleted. Transformers' Trainer writes
-to the name itself, and its state last.
+A checkpoint of `finetune.py` is written beside its name and renamed when all of it is there and on the disk, so every
+folder `checkpoint-STEP` was whole once; only then are surplus checkpoints renamed and deleted. It has a list of its files
+and their sizes, by which one that a disk damaged later is passed over. Transformers' Trainer writes to the name itself,
+and its state last. `Stop` makes a checkpoint of the step in which SIGTERM or Ctrl-C comes.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
+import signal
+import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
+import torch
 from accelerate import Accelerator
-from transformers.trainer_callback import TrainerState
+from accelerate.utils import gather
+from safetensors import SafetensorError, safe_open
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 _NAME = re.compile(r"checkpoint-([0-9]+)")
+#: The last file of a checkpoint of `finetune.py`: the settings of its run, and the sizes of all other files in bytes.
 _SETTINGS = "run.json"
+#: The errors of a disk that is full or broken, and what torch and safetensors say instead where a file cannot be written.
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+_OF_WRITING = re.compile(r"PytorchStreamWriter|inline_container|basic_ios|iostream|os error (28|122|27|5|30)\b")
 
 
 def step_of(checkpoint: Path) -> int | None:
@@ -44,41 +58,116 @@ def refuse_earlier(output: Path, resume: str, option: str) -> None:
         )
 
 
+@contextmanager
+def writing(what: str, folder: Path, remedy: str) -> Iterator[None]:
+    """Ends the program with the reason and the remedy where a disk does not take what is written inside.
+
+    Other processes that wait for this one then name it: see `ra.naming_lost_processes`.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if not (error.errno in _OF_DISKS if isinstance(error, OSError) else _OF_WRITING.search(str(error))):
+            raise
+        disk = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+        free = shutil.disk_usage(disk).free / 2**20
+        raise SystemExit(
+            f"process {os.environ.get('RANK', 0)}: {what} could not be written ({' '.join(str(error).split())}; the disk of "
+            f"{folder} has {free:.1f} MiB free): {remedy}"
+        ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file beside its name and renames it, so that at any moment one of that name is whole: the old or the new."""
+    with writing(str(path), path.parent, "make space there, or name a file on another disk"):
+        if path.exists() and not path.is_file():  # /dev/stdout, or a pipe
+            path.write_text(text, encoding="utf-8")
+            return
+        part = path.with_name(f"{path.name}.part")
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
 def save(accelerator: Accelerator, output: Path, step: int, settings: Mapping[str, Any], keep: int = 1) -> None:
     """Writes the checkpoint of a step to a disk that all machines share; then deletes all but the last `keep`."""
     whole = output / f"checkpoint-{step}"
     part = output / f"{whole.name}.part"
-    if accelerator.is_main_process:
-        output.mkdir(parents=True, exist_ok=True)
-        # Runs that were killed left these folders.
-        for left in [*output.glob("checkpoint-*.part"), *output.glob("checkpoint-*.old")]:
-            shutil.rmtree(left)
-    accelerator.wait_for_everyone()
-    accelerator.save_state(str(part))
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        (part / _SETTINGS).write_text(json.dumps(dict(settings)))
-        part.rename(whole)
-        for older in checkpoints(output)[:-keep]:
-            # A folder that is deleted piece by piece must not bear the name of a whole one meanwhile.
-            shutil.rmtree(older.rename(output / f"{older.name}.old"))
+    before = [path.name for path in checkpoints(output) if path != whole and lacks(path) is None]
+    remedy = f"make space there, and go on with --resume from {before[-1]}" if before else "make space there"
+    try:
+        with writing(whole.name, output, f"{remedy}, or start again with an --output on another disk"):
+            if accelerator.is_main_process:
+                output.mkdir(parents=True, exist_ok=True)
+                # Runs that were killed left these folders.
+                for left in [*output.glob("checkpoint-*.part"), *output.glob("checkpoint-*.old")]:
+                    shutil.rmtree(left)
+            accelerator.wait_for_everyone()
+            accelerator.save_state(str(part))
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                (part / _SETTINGS).write_text(json.dumps({"settings": dict(settings), "files": _sizes(part)}))
+                for file in part.rglob("*"):
+                    if file.is_file():
+                        with file.open("rb") as opened:  # A name must not outlive its content when the machine fails.
+                            os.fsync(opened.fileno())
+                # A checkpoint of this step or a later one was damaged, or the run would have gone on from it.
+                later = [path for path in checkpoints(output) if (step_of(path) or 0) >= step]
+                for damaged in later:
+                    shutil.rmtree(damaged.rename(output / f"{damaged.name}.old"))
+                part.rename(whole)
+                for older in checkpoints(output)[:-keep]:
+                    # A folder that is deleted piece by piece must not bear the name of a whole one meanwhile.
+                    shutil.rmtree(older.rename(output / f"{older.name}.old"))
+    except SystemExit:
+        if accelerator.is_main_process:
+            shutil.rmtree(part, ignore_errors=True)  # What was written of it fills the disk.
+        raise
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Returns the bytes of each file of a checkpoint but the one that lists them."""
+    files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: path.stat().st_size for name, path in files.items() if name != _SETTINGS}
+
+
+def lacks(checkpoint: Path) -> str | None:
+    """Returns what a checkpoint of `finetune.py` lacks, by the list of its files; None if it is whole."""
+    if not (checkpoint / _SETTINGS).is_file():
+        return _SETTINGS
+    if lacks_end(checkpoint / _SETTINGS):
+        return f"the end of {_SETTINGS}"
+    expected, found = json.loads((checkpoint / _SETTINGS).read_text())["files"], _sizes(checkpoint)
+    for name, size in expected.items():
+        if found.get(name) != size:
+            return f"{name}" if name not in found else f"{name} of {size} bytes, which has {found[name]}"
+    return None
+
+
+def damaged(output: Path) -> dict[str, str]:
+    """Returns what the checkpoints of a run of `finetune.py` lack that are not whole, by their names."""
+    return {path.name: lacking for path in checkpoints(output) if (lacking := lacks(path))}
 
 
 def last_saved(output: Path) -> Path:
-    """Returns the last checkpoint of a run of `finetune.py`."""
-    saved = checkpoints(output)
-    if not saved:
-        unfinished = [path.name for path in output.glob("checkpoint-*.part")]
+    """Returns the last whole checkpoint of a run of `finetune.py`."""
+    lacking = damaged(output)
+    whole = [path for path in checkpoints(output) if path.name not in lacking]
+    if not whole:
+        told = [f"{path.name} was not finished" for path in output.glob("checkpoint-*.part")]
+        told += [f"{name} lacks {what}" for name, what in lacking.items()]
         raise SystemExit(
-            f"--resume: there is no checkpoint in {output}; a run with --save-every writes it"
-            + (f" ({', '.join(unfinished)} was not finished)" if unfinished else "")
+            f"--resume: there is no {'whole ' if lacking else ''}checkpoint in {output}; a run with --save-every writes it"
+            + (f" ({'; '.join(told)})" if told else "")
         )
-    return saved[-1]
+    return whole[-1]
 
 
 def check_settings(checkpoint: Path, settings: Mapping[str, Any]) -> None:
     """Ends a run that would go on from a checkpoint with other data, another model's pattern or another learning rate."""
-    before = json.loads((checkpoint / _SETTINGS).read_text())
+    before = json.loads((checkpoint / _SETTINGS).read_text())["settings"]
     different = [
         f"{name} {before.get(name)!r} there and {value!r} here"
         for name, value in settings.items()
@@ -124,15 +213,78 @@ def check_trainer(checkpoint: Path, output: Path) -> None:
 def _lacks_of_trainer(checkpoint: Path, processes: int) -> str | None:
     """Returns what a checkpoint of Trainer lacks, or None: the random states of all processes are written before its state."""
     names = ["rng_state.pth"] if processes == 1 else [f"rng_state_{process}.pth" for process in range(processes)]
-    for name in names:
+    for name in (*names, "trainer_state.json"):
         if not (checkpoint / name).is_file():
             return name
-        if not zipfile.is_zipfile(checkpoint / name):
-            return f"the end of {name}"
-    if not (checkpoint / "trainer_state.json").is_file():
-        return "trainer_state.json"
-    try:
-        TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    except ValueError:
-        return "the end of trainer_state.json"
-    return None
+    return next((f"the end of {file.name}" for file in sorted(checkpoint.iterdir()) if lacks_end(file)), None)
+
+
+def lacks_end(file: Path) -> bool:
+    """Returns whether a file in JSON, or of tensors by safetensors or torch, was cut short; others are not looked at."""
+    if file.suffix == ".json":
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:
+            return True
+    if file.suffix == ".safetensors":
+        try:
+            with safe_open(file, "pt"):  # It compares the size of the file with that of its tensors.
+                return False
+        except SafetensorError:
+            return True
+    return file.suffix in (".bin", ".pt", ".pth") and file.is_file() and not zipfile.is_zipfile(file)
+
+
+class Stop:
+    """A context in which SIGTERM and Ctrl-C let the step under way end, for a checkpoint; a second Ctrl-C ends at once."""
+
+    def __init__(self) -> None:
+        self._signal = 0
+        #: The number of the signal that all processes have agreed to stop for; 0 for none.
+        self.agreed = 0
+
+    def __enter__(self) -> Stop:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._signal == number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._signal = number
+        # A signal may come inside a print, whose stream takes no other one then.
+        os.write(2, f"{signal.Signals(number).name}: a checkpoint follows this step\n".encode())
+
+    def agree(self, device: torch.device) -> bool:
+        """Returns whether a signal came to any process; all of them call this after the same step."""
+        self.agreed = int(gather(torch.tensor([self._signal], device=device)).max())
+        return self.agreed > 0
+
+    def end(self, checkpoint: Path, option: str) -> None:
+        """Ends this process as one does that a signal ends, with the status 128 and the signal's number."""
+        if os.environ.get("RANK", "0") == "0":
+            name = signal.Signals(self.agreed).name
+            print(f"{name}: saved {checkpoint}; go on from it with {option}", file=sys.stderr, flush=True)
+        raise SystemExit(128 + self.agreed)
+
+
+class StopTrainer(TrainerCallback):
+    """The same for Transformers' Trainer, which saves and stops after the step in which a signal came.
+
+    Its own `enable_jit_checkpoint` knows SIGTERM alone, and each process would save by itself, after a step of its own.
+    """
+
+    def __init__(self, stop: Stop) -> None:
+        self.stop = stop
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        if self.stop.agree(args.device):
+            control.should_save = control.should_training_stop = True
+        return control

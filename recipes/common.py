@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+import checkpoints
 import torch
 from filelock import FileLock
 from transformers import (
@@ -85,10 +86,13 @@ def install_command(name: str) -> str:
 
 
 def _lacking(folder: Path) -> list[str]:
-    """Returns the files of a whole model that a folder lacks."""
+    """Returns the files of a whole model that a folder lacks, and those that were cut short."""
     weights = ("model.safetensors", "model.safetensors.index.json")
     lacking = [file for file in ("config.json", "tokenizer_config.json") if not (folder / file).is_file()]
-    return lacking + ([] if any((folder / file).is_file() for file in weights) else [weights[0]])
+    lacking += [] if any((folder / file).is_file() for file in weights) else [weights[0]]
+    if folder.is_dir():
+        lacking += [f"the end of {file.name}" for file in sorted(folder.iterdir()) if checkpoints.lacks_end(file)]
+    return lacking
 
 
 def obstacle(name: str) -> str | None:

@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+import checkpoints
 import common
 import documents
 import perplexity
@@ -117,7 +118,7 @@ def main() -> None:
         "finetune": tuning,
         "seconds": seconds,
     }
-    (args.output / "demo.json").write_text(json.dumps(figures, indent=1))
+    checkpoints.write_text(args.output / "demo.json", json.dumps(figures, indent=1))
     console.rule(f"done in {seconds / 60:.1f} minutes")
     for name in ("demo.json", "patterns.png", "losses.png"):
         console.print(f"{args.output / name}")

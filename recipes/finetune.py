@@ -205,6 +205,8 @@ def main() -> None:
     settings |= {"rings": ring.dp_size, "documents": data.digest}
     if resumed:
         (resumed,) = broadcast_object_list([resumed])  # Every process goes on from the same checkpoint.
+        for name, lacking in checkpoints.damaged(args.output).items():
+            accelerator.print(f"{name} is not whole and will be replaced: it lacks {lacking}")
         checkpoints.check_settings(resumed, settings)
         done = checkpoints.step_of(resumed)
         if done > args.steps:
@@ -259,42 +261,47 @@ def main() -> None:
         desc="fine-tuning",
         unit="step",
     )
-    for step in bar:
-        start = time.perf_counter()
-        shards = list(itertools.islice(batches, args.accumulate))
-        tokens = ra.count_tokens(shards)
-        total = torch.zeros((), device=accelerator.device)
-        for shard in shards:
-            with accelerator.accumulate(model):
-                with save_on_cpu(pin_memory=accelerator.device.type != "cpu") if args.offload else nullcontext():
-                    loss = ra.next_token_loss(model, shard, tokens)
-                # The loss is a share of the whole step's already; Accelerate would take the mean of the batches.
-                accelerator.backward(loss * args.accumulate)
-            total += loss.detach()
-        norm = accelerator.clip_grad_norm_(model.parameters(), args.clip)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        # Each share is scaled by the number of processes, because gradients are averaged over them.
-        loss = float(accelerator.reduce(total, "mean"))
-        fill = ra.row_fill(shards)
-        seconds = time.perf_counter() - start
-        figures.steps.append(
-            {
-                "loss": loss,
-                "grad_norm": float(norm),
-                "tokens": int(tokens),
-                "fill": fill,
-                "seconds": seconds,
-                "lr": schedule.get_last_lr()[0],
-            }
-        )
-        accelerator.log(figures.steps[-1], step=step)
-        bar.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{int(tokens) / seconds:.0f}")
-        if args.eval_every and step % args.eval_every == 0 and step < args.steps:
-            evaluate(step)
-        if args.save_every and step % args.save_every == 0:
-            checkpoints.save(accelerator, args.output, step, settings, args.keep)
+    with checkpoints.Stop() as stop:
+        for step in bar:
+            start = time.perf_counter()
+            shards = list(itertools.islice(batches, args.accumulate))
+            tokens = ra.count_tokens(shards)
+            total = torch.zeros((), device=accelerator.device)
+            for shard in shards:
+                with accelerator.accumulate(model):
+                    with save_on_cpu(pin_memory=accelerator.device.type != "cpu") if args.offload else nullcontext():
+                        loss = ra.next_token_loss(model, shard, tokens)
+                    # The loss is a share of the whole step's already; Accelerate would take the mean of the batches.
+                    accelerator.backward(loss * args.accumulate)
+                total += loss.detach()
+            norm = accelerator.clip_grad_norm_(model.parameters(), args.clip)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            # Each share is scaled by the number of processes, because gradients are averaged over them.
+            loss = float(accelerator.reduce(total, "mean"))
+            fill = ra.row_fill(shards)
+            seconds = time.perf_counter() - start
+            figures.steps.append(
+                {
+                    "loss": loss,
+                    "grad_norm": float(norm),
+                    "tokens": int(tokens),
+                    "fill": fill,
+                    "seconds": seconds,
+                    "lr": schedule.get_last_lr()[0],
+                }
+            )
+            accelerator.log(figures.steps[-1], step=step)
+            bar.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{int(tokens) / seconds:.0f}")
+            stopped = stop.agree(accelerator.device)  # There may be time for a checkpoint alone.
+            if args.eval_every and step % args.eval_every == 0 and step < args.steps and not stopped:
+                evaluate(step)
+            if stopped or (args.save_every and step % args.save_every == 0):
+                checkpoints.save(accelerator, args.output, step, settings, args.keep)
+            if stopped:
+                accelerator.end_training()
+                stop.end(args.output / f"checkpoint-{step}", "--resume")
     if data.held_out:
         figures["perplexity_after"] = evaluate(args.steps)
 
@@ -309,15 +316,18 @@ def main() -> None:
     for rank, peak in enumerate(figures["peak_memory_bytes"]):
         accelerator.print(f"rank {rank}: peak memory {peak / 2**30:.2f} GiB")
     if accelerator.is_main_process:
-        raw_model.save_pretrained(args.output, state_dict=weights)
-        tokenizer.save_pretrained(args.output)
+        with checkpoints.writing(
+            "the model", args.output, "make space there; --resume goes on from the last checkpoint"
+        ):
+            raw_model.save_pretrained(args.output, state_dict=weights)
+            tokenizer.save_pretrained(args.output)
         if args.plot:
             plot_training(losses, args.output / "loss.png", held_out=figures["held_out"])
         print(f"saved to {args.output}" + (", with loss.png" if args.plot else ""))
         if args.lora:
             print(common.how_to_load_adapters(args.output, args.pattern))
         if args.json:
-            args.json.write_text(json.dumps(figures.data))
+            checkpoints.write_text(args.json, json.dumps(figures.data))
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

@@ -198,13 +198,21 @@ def main() -> None:
         processing_class=tokenizer,
     )
     trainer.accelerator.print(data.description)
-    trainer.train(resume_from_checkpoint=resume)
+    output = Path(training.output_dir)
+    remedy = "make space there, and go on with --resume_from_checkpoint true"
+    with checkpoints.Stop() as stop, checkpoints.writing("a checkpoint", output, remedy):
+        trainer.add_callback(checkpoints.StopTrainer(stop))
+        trainer.train(resume_from_checkpoint=resume)
+    if stop.agreed:
+        trainer.accelerator.end_training()
+        stop.end(output / f"checkpoint-{trainer.state.global_step}", "--resume_from_checkpoint true")
     evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
     if args.held_out and trainer.state.global_step not in evaluated:
         trainer.evaluate()
     if trainer.is_fsdp_enabled:  # FSDP's checkpoints hold parts of the model, but here it is saved whole.
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    trainer.save_model()
+    with checkpoints.writing("the model", output, remedy):
+        trainer.save_model()
     peak = trainer.accelerator.gather(torch.tensor([peak_memory(training.device)], device=training.device))
     if trainer.is_world_process_zero():
         for rank, memory in enumerate(peak.tolist()):
@@ -213,7 +221,7 @@ def main() -> None:
             history = trainer.state.log_history
             losses = [entry["loss"] for entry in history if "loss" in entry]
             held_out = {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
-            plot_training(losses, Path(training.output_dir) / "loss.png", held_out)
+            plot_training(losses, output / "loss.png", held_out)
         print(f"saved to {training.output_dir}" + (", with loss.png" if args.plot else ""))
         if args.lora:
             print(common.how_to_load_adapters(training.output_dir, args.pattern))

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 
+import checkpoints
 import common
 import documents
 import torch
@@ -115,7 +116,7 @@ def main() -> None:
     if accelerator.is_main_process:
         Console().print(table(figures, f"{ids.shape[1]} tokens on {ring.world_size} process(es)"))
         if args.json:
-            args.json.write_text(json.dumps({"world_size": ring.world_size, "figures": figures}))
+            checkpoints.write_text(args.json, json.dumps({"world_size": ring.world_size, "figures": figures}))
         if args.plot:
             plot_quality(figures, args.plot)
             print(f"perplexity against FLOPs: {args.plot}")

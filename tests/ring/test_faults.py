@@ -1,0 +1,98 @@
+"""A rank that is killed, stalls or raises before, in or after any phase of a run: all others end, and name it.
+
+| phase | before | in | after |
+|---|---|---|---|
+| set-up | the process group is made | the group of the ring is made | the ring's first call |
+| forward hop, backward hop | the call | rows are under way | the next call |
+| all-to-all of rows, of heads | the call | rows are under way | the backward pass |
+| agreement | the exchange | sizes are known, and the objects are not | the next one |
+| save | the second checkpoint | its file is half written | the next agreement |
+
+`make test` draws a kind and a moment for each phase, so that every kind and every moment comes; `make test-slow` has all 63.
+What a stalled rank's launcher does once the others have ended, which is to kill it, the tests do.
+
+Other faults have tests beside: ranks that make calls in another order (test_backward_order.py, test_bad_input.py), ranks
+that die while a Trainer trains (tests/training/test_failures.py) or a job is checked (tests/tools/test_check.py), saves
+that are killed at any change of the disk (tests/recipes/test_checkpoints.py), and full disks, signals, and files that were
+cut short (tests/recipes/test_faults.py).
+"""
+
+import itertools
+import re
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import checkpoints
+import pytest
+
+from tests.support.faults import KINDS, MOMENTS, OWN_ERROR, PHASES, SETTINGS, WORLD_SIZE, Fault, outcome_of, whole_step
+
+#: What the errors of the others say that they were doing: one of them, or of what follows.
+DOING = {
+    "set-up": "comparing",
+    "forward hop": "comparing|ring attention, (forward|backward) pass, step",
+    "backward hop": "comparing|ring attention, backward pass, step",
+    "all-to-all of rows": "comparing|collective attention, (forward|backward) pass",
+    "all-to-all of heads": "comparing|attention by heads, .*, on rank",
+    "agreement": "comparing what all ranks came with, on rank",
+    "save": "comparing|",
+}
+
+
+def check(fault, folder):
+    """Runs the ranks with a fault, and says what is wrong of what becomes of them."""
+    outcome = outcome_of(fault, folder)
+    told = f"{fault}: {outcome}"
+    others = [rank for rank in range(WORLD_SIZE) if rank != fault.rank]
+    assert outcome.hung == ([fault.rank] if fault.kind == "stalled" else []), told
+    if fault.kind == "raising":
+        assert (outcome.statuses[fault.rank], outcome.errors[fault.rank]) == (1, f"RuntimeError: {OWN_ERROR}"), told
+    else:
+        assert outcome.statuses[fault.rank] == -signal.SIGKILL, told
+    for rank in others:
+        error = outcome.errors[rank]
+        assert outcome.statuses[rank] == 1, told
+        if fault.alone_at_start:
+            assert f"process {rank} of {WORLD_SIZE} was not joined by all others" in error, told
+            assert "see in the output of each which did not start, or ended, and start all again" in error, told
+            continue
+        # Another one may still wait while this one says who does not answer.
+        named = re.search(r"lost (?:process|one or more of the processes) \[?([\d, ]+)", error)
+        assert named is not None and str(fault.rank) in named[1].replace(" ", "").split(","), told
+        assert f"process {rank} ends too; see to that one, and start again from the last checkpoint" in error, told
+        assert re.search(DOING[fault.phase], error), told
+    if fault.phase == "save":
+        run = folder / "run"
+        assert whole_step(run) in {"before": (1,), "in": (1,), "after": (2,)}[fault.moment], told
+
+        def save_state(part):
+            for rank in range(WORLD_SIZE):
+                (part_of := checkpoints.Path(part)).mkdir(exist_ok=True)
+                (part_of / f"state_{rank}").write_text("half of step 3")
+
+        alone = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None, save_state=save_state)
+        checkpoints.save(alone, run, 3, SETTINGS)
+        assert whole_step(run) == 3 and [path.name for path in run.iterdir()] == ["checkpoint-3"], told
+
+
+def check_all(faults, folder):
+    """Side by side, since most of the time of each is waiting."""
+    folders = [folder / str(number) for number in range(len(faults))]
+    for each in folders:
+        each.mkdir()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(check, faults, folders))
+
+
+def test_faults_of_any_kind_in_every_phase(rng, tmp_path):
+    kinds, moments = ([*itertools.islice(itertools.cycle(rng.sample(x, 3)), len(PHASES))] for x in (KINDS, MOMENTS))
+    rng.shuffle(moments)
+    check_all([Fault(*each, rng.randrange(WORLD_SIZE)) for each in zip(kinds, PHASES, moments, strict=True)], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+def test_every_fault(phase, rng, tmp_path):
+    faults = [Fault(kind, phase, moment, rng.randrange(WORLD_SIZE)) for kind in KINDS for moment in MOMENTS]
+    check_all(faults, tmp_path)

@@ -1,0 +1,225 @@
+"""Ranks of which one is killed, stalls or raises at a chosen point, and what becomes of the others: see tests/ring/test_faults."""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import checkpoints
+import torch
+import torch.distributed as dist
+
+import hf_ring_attention as ra
+from hf_ring_attention.transport import heads, transports
+from tests.support.ranks import CONTEXT, TIMEOUT, begin_as_a_program
+
+KINDS = ("killed", "stalled", "raising")
+MOMENTS = ("before", "in", "after")
+#: The phases of a run, and the transport of a case of each.
+PHASES = {
+    "set-up": "ring",
+    "forward hop": "ring",
+    "backward hop": "ring",
+    "all-to-all of rows": "collective",
+    "all-to-all of heads": "heads",
+    "agreement": "ring",
+    "save": "ring",
+}
+WORLD_SIZE = 3
+#: Seconds after which ranks give up one that stalls. Whatever waits for no such timeout has all the time.
+SECONDS_OF_A_STALL = 10
+#: What the rank that raises says, which must reach its own output as it is.
+OWN_ERROR = "no memory left, says the test"
+SETTINGS = {"pattern": "exact"}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to which rank, when."""
+
+    kind: str
+    phase: str
+    moment: str
+    rank: int
+
+    def __str__(self):
+        return f"rank {self.rank} {self.kind} {self.moment} {self.phase}"
+
+    @property
+    def alone_at_start(self):
+        """Whether the process group is never complete."""
+        return (self.phase, self.moment) == ("set-up", "before")
+
+
+class FaultyRank:
+    """One rank of a run; if it is the one of the fault, it has it at its point."""
+
+    def __init__(self, rank, fault):
+        self.rank, self.fault = rank, fault
+
+    def reach(self, phase, moment):
+        """The fault, if this is where it is."""
+        fault = self.fault
+        if (self.rank, phase, moment) != (fault.rank, fault.phase, fault.moment):
+            return
+        if fault.kind == "raising":
+            raise RuntimeError(OWN_ERROR)
+        os.kill(os.getpid(), signal.SIGKILL if fault.kind == "killed" else signal.SIGSTOP)
+
+    def inside(self, phase, module, name, where):
+        """Patches a function of a module so that the fault is just before its call in which `where` is found."""
+        function = getattr(module, name)
+
+        def reached(*args, **options):
+            if where(args):
+                self.reach(phase, "in")
+            return function(*args, **options)
+
+        return mock.patch.object(module, name, reached)
+
+    def run(self, folder):
+        """Set-up, two steps of attention, an agreement and a save, each with its fault before, in and after."""
+        fault = self.fault
+        limit = timedelta(seconds=SECONDS_OF_A_STALL)
+        ends_by_timeout = fault.kind == "stalled" or fault.alone_at_start
+        self.reach("set-up", "before")
+        first = limit if fault.alone_at_start else timedelta(seconds=TIMEOUT)
+        dist.init_process_group("gloo", rank=self.rank, world_size=WORLD_SIZE, timeout=first)
+        # A first exchange takes longer than others, and longer on a busy machine.
+        dist.barrier()
+        self.reach("set-up", "in")
+        group = dist.new_group(timeout=limit if ends_by_timeout else None)
+        self.reach("set-up", "after")
+        ring = ra.Ring(group, layout="contiguous", transport=PHASES[fault.phase])
+        if fault.phase == "set-up":
+            self.attend(ring)
+        elif fault.phase == "agreement":
+            self.agree(ring)
+        elif fault.phase == "save":
+            self.save(group, folder)
+        else:
+            self.attend(ring)
+        # What a rank comes to after its fault, where the others wait for it.
+        ring.agree({"the end": "all is done"})
+
+    def attend(self, ring):
+        """One call forward and backward; "before" and "after" are around the pass that the phase is about."""
+        phase, transport = self.fault.phase, PHASES[self.fault.phase]
+        backward = phase == "backward hop"
+        awaited = {"ring": "ring attention", "collective": "collective attention", "heads": "attention by heads"}[transport]
+        awaited = f"{awaited}, backward pass" if backward else awaited
+        q, k, v = (torch.ones(1, 3, 4, 8, requires_grad=True) for _ in range(3))
+        with (
+            self.inside(phase, transports, "wait_for", lambda args: args[2].startswith(awaited)),
+            self.inside(phase, heads, "wait_for", lambda args: args[2].startswith(awaited)),
+        ):
+            if not backward:
+                self.reach(phase, "before")
+            out = ra.ring_attention(q, k, v, pattern="exact", ring=ring, causal=False)
+            self.reach(phase, "before" if backward else "after")
+            out.sum().backward()
+            if backward:
+                self.reach(phase, "after")
+
+    def agree(self, ring):
+        """An exchange of objects: their sizes, and then themselves."""
+        calls = iter(("of sizes", "of objects"))
+        of_objects = self.inside(
+            "agreement", dist.distributed_c10d, "all_gather", lambda _: next(calls, "") == "of objects"
+        )
+        self.reach("agreement", "before")
+        with of_objects:
+            ring.agree({"the pattern": "exact"})
+        self.reach("agreement", "after")
+
+    def save(self, group, folder):
+        """Two checkpoints, as the recipes write them; the fault is about the second."""
+        for step in (1, 2):
+            accelerator = SimpleNamespace(
+                is_main_process=self.rank == 0,
+                wait_for_everyone=lambda: dist.barrier(group),
+                save_state=lambda part, step=step: self.write_state(part, step),
+            )
+            if step == 2:
+                self.reach("save", "before")
+            checkpoints.save(accelerator, folder, step, SETTINGS)
+        self.reach("save", "after")
+
+    def write_state(self, folder, step):
+        """A file of this rank, with the fault in the middle of the second."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with Path(folder, f"state_{self.rank}").open("w") as file:
+            file.write("half of step ")
+            file.flush()
+            if step == 2:
+                self.reach("save", "in")
+            file.write(str(step))
+
+
+@dataclass
+class Outcome:
+    """What became of each rank: its exit status, and the error that it ended by."""
+
+    fault: Fault
+    statuses: list
+    errors: list
+    hung: list
+
+
+def outcome_of(fault, folder):
+    """Runs the ranks, as a launcher would: it kills the rank that stalls once the others have ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [CONTEXT.Process(target=_run, args=(rank, fault, folder, port)) for rank in range(WORLD_SIZE)]
+    for rank in ranks:
+        rank.start()
+    try:
+        # The process group's own timeout is TIMEOUT: ranks that end by it are too late here.
+        deadline = time.monotonic() + TIMEOUT / 2
+        others = [rank for number, rank in enumerate(ranks) if number != fault.rank]
+        while any(rank.is_alive() for rank in others) and (left := deadline - time.monotonic()) > 0:
+            wait([rank.sentinel for rank in others if rank.is_alive()], left)
+        if fault.kind != "stalled":
+            ranks[fault.rank].join(max(0, deadline - time.monotonic()))
+        hung = [number for number, rank in enumerate(ranks) if rank.is_alive()]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    errors = [file.read_text() if (file := Path(folder, f"{n}.error")).exists() else "" for n in range(WORLD_SIZE)]
+    return Outcome(fault, [rank.exitcode for rank in ranks], errors, hung)
+
+
+def _run(rank, fault, folder, port):
+    """The process of a rank, which leaves its error in a file and not on the screen of the tests."""
+    begin_as_a_program()
+    screen = os.open(Path(folder, f"{rank}.screen"), os.O_WRONLY | os.O_CREAT)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(screen, stream.fileno())
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        with ra.naming_lost_processes():
+            FaultyRank(rank, fault).run(Path(folder, "run"))
+    except (RuntimeError, ValueError, SystemExit) as error:
+        Path(folder, f"{rank}.error").write_text(f"{type(error).__name__}: {error}")
+        sys.exit(1)
+
+
+def whole_step(folder):
+    """The step of the last whole checkpoint, whose files are all of that step."""
+    last = checkpoints.last_saved(folder)
+    step = checkpoints.step_of(last)
+    assert json.loads((last / "run.json").read_text())["settings"] == SETTINGS
+    assert {path.name: path.read_text() for path in last.glob("state_*")} == {
+        f"state_{rank}": f"half of step {step}" for rank in range(WORLD_SIZE)
+    }
+    return step
