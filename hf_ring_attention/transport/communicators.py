@@ -126,9 +126,12 @@ class ProcessGroupCommunicator:
         return _Works(list(zip(works, names)))
 
     def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Pending:
-        work = dist.all_to_all_single(received, sent, receive_counts, send_counts, group=self.group, async_op=True)
-        peers = [rank for rank in range(self.world_size) if receive_counts[rank] or send_counts[rank]]
-        return _Works([(work, f"the exchange with ranks {peers}")])
+        name = f"the exchange with ranks {[r for r in range(self.world_size) if receive_counts[r] or send_counts[r]]}"
+        try:
+            work = dist.all_to_all_single(received, sent, receive_counts, send_counts, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise RuntimeError(f"{name} did not begin: {error}") from error
+        return _Works([(work, name)])
 
     def gather(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x) for _ in range(self.world_size)]

@@ -14,7 +14,7 @@ from ..plan.joins import Joining
 from ..plan.problem import Problem
 from .communicators import Exchanger, PartOfRanks, Pending
 from .schedules import RingBinding, bind_ring
-from .transports import RingTransport, Traffic, size_of, wait_for
+from .transports import RingTransport, Traffic, size_of, telling, wait_for
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,8 @@ class HeadsTransport:
             counts[member] = message.numel() // len(others)
         pending = None
         if others:
-            pending = self.communicator.all_to_all(received, message, counts, counts)
+            with telling(f"attention by heads, on rank {self.ring.whole.rank}"):
+                pending = self.communicator.all_to_all(received, message, counts, counts)
             self.traffic.sent_bytes += size_of(message)
             self.traffic.received_bytes += size_of(received)
             self.traffic.hops += 1

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -82,12 +82,19 @@ def is_of_communication(error: BaseException) -> bool:
 
 def _silent(seconds: float) -> list[int]:
     """Returns the processes that leave no entry within `seconds`."""
+    answers: list[list[int]] = []
+    # Where the process that holds the store stalls, the store answers never, whatever timeout it was given.
+    search = threading.Thread(target=lambda: answers.append(_without_entry(seconds)), daemon=True)
+    search.start()
+    search.join(2 * seconds + 1)
+    return answers[0] if answers else [0]
+
+
+def _without_entry(seconds: float) -> list[int]:
+    """Leaves this process's entry, and returns those that leave none; process 0 where the store went with it."""
     store = default_store()
     own, world_size = dist.get_rank(), dist.get_world_size()
     silent = [rank for rank in range(world_size) if rank != own]
-    # The process that holds the store may be the one that stalls, and the store's own timeout is as long as the group's.
-    timeout = store.timeout
-    store.set_timeout(timedelta(seconds=seconds))
     try:
         store.set(f"{_KEY}/{own}", "here")
         deadline = time.monotonic() + seconds
@@ -98,6 +105,4 @@ def _silent(seconds: float) -> list[int]:
             time.sleep(1)
     except (RuntimeError, ValueError, OSError):  # the store is gone, with the process that held it
         return [0] if own else silent
-    finally:
-        store.set_timeout(timeout)
     return silent

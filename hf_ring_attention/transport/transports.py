@@ -10,6 +10,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -107,13 +108,20 @@ class LocalTransport:
         yield BackwardStep(k, v, dk, dv, self.binding.batches)
 
 
+@contextmanager
+def telling(where: str) -> Iterator[None]:
+    """Has an error of the messages inside tell `where` it was."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"{where}: {error}") from error
+
+
 def wait_for(pending: Pending, traffic: Traffic, where: str) -> None:
     """Waits for messages, and counts the time; an error tells `where` it was."""
     start = time.perf_counter()
-    try:
+    with telling(where):
         pending.wait()
-    except RuntimeError as error:
-        raise RuntimeError(f"{where}: {error}") from error
     traffic.waited_seconds += time.perf_counter() - start
 
 
@@ -138,30 +146,34 @@ class CollectiveTransport:
     def whole(self) -> BoundBatch | None:
         return self.binding.own.batches[0] if self.binding.own.whole and not self.binding.used else None
 
-    def _start(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> tuple[Tensor, Pending]:
+    def _start(
+        self, where: str, rows: Tensor, send_counts: list[int], receive_counts: list[int]
+    ) -> tuple[Tensor, Pending]:
         received = rows.new_empty(sum(receive_counts), rows.shape[1])
-        pending = self.communicator.all_to_all(received, rows, receive_counts, send_counts)
+        with telling(where):
+            pending = self.communicator.all_to_all(received, rows, receive_counts, send_counts)
         self.traffic.sent_bytes += size_of(rows)
         self.traffic.received_bytes += size_of(received)
         self.traffic.hops += 1
         return received, pending
 
-    def _wait(self, pending: Pending, content: str) -> None:
-        wait_for(pending, self.traffic, f"collective attention, {content}, on rank {self.communicator.rank}")
+    def _where(self, content: str) -> str:
+        return f"collective attention, {content}, on rank {self.communicator.rank}"
 
-    def _start_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Pending]:
+    def _start_keys(self, where: str, k: Tensor, v: Tensor) -> tuple[Tensor, Pending]:
         binding = self.binding
         rows = torch.cat([binding.send.take(x) for x in (k, v)], dim=-1)
-        return self._start(rows, binding.send_counts, binding.receive_counts)
+        return self._start(where, rows, binding.send_counts, binding.receive_counts)
 
     def forward(self, k: Tensor, v: Tensor) -> Iterator[ForwardStep]:
         binding = self.binding
         if not binding.used:
             yield ForwardStep(k, v, binding.own.batches)
             return
-        received, pending = self._start_keys(k, v)
+        where = self._where("forward pass, keys and values")
+        received, pending = self._start_keys(where, k, v)
         yield ForwardStep(k, v, binding.own.batches)
-        self._wait(pending, "forward pass, keys and values")
+        wait_for(pending, self.traffic, where)
         keys, values = received[None, None].split([k.shape[-1], v.shape[-1]], dim=-1)
         yield ForwardStep(keys, values, binding.remote)
 
@@ -170,16 +182,18 @@ class CollectiveTransport:
         if not binding.used:
             yield BackwardStep(k, v, dk, dv, binding.own.batches)
             return
-        received, pending = self._start_keys(k, v)
+        where = self._where("backward pass, keys and values")
+        received, pending = self._start_keys(where, k, v)
         yield BackwardStep(k, v, dk, dv, binding.own.batches)
-        self._wait(pending, "backward pass, keys and values")
+        wait_for(pending, self.traffic, where)
         widths = [k.shape[-1], v.shape[-1]]
         grads = torch.zeros_like(received, dtype=accumulation_dtype(k.dtype))
         keys, values = received[None, None].split(widths, dim=-1)
         dkeys, dvalues = grads[None, None].split(widths, dim=-1)
         yield BackwardStep(keys, values, dkeys, dvalues, binding.remote)
-        home, pending = self._start(grads, binding.receive_counts, binding.send_counts)
-        self._wait(pending, "backward pass, gradients")
+        where = self._where("backward pass, gradients")
+        home, pending = self._start(where, grads, binding.receive_counts, binding.send_counts)
+        wait_for(pending, self.traffic, where)
         for target, part in zip((dk, dv), home.split(widths, dim=-1)):
             binding.send.add_(target, part)
 
@@ -258,20 +272,19 @@ class RingTransport:
     def whole(self) -> BoundBatch | None:
         return self.binding.whole
 
-    def _start(self, sends: list[Message], receives: list[Message]) -> Pending | None:
+    def _start(self, where: str, sends: list[Message], receives: list[Message]) -> Pending | None:
         sends, receives = ([m for m in messages if m.tensor.numel()] for messages in (sends, receives))
         if not sends and not receives:
             return None
-        pending = self.communicator.exchange(sends, receives)
+        with telling(where):
+            pending = self.communicator.exchange(sends, receives)
         self.traffic.sent_bytes += sum(size_of(message.tensor) for message in sends)
         self.traffic.received_bytes += sum(size_of(message.tensor) for message in receives)
         self.traffic.hops += 1
         return pending
 
-    def _wait(self, pending: Pending | None, name: str, step: RingStep, content: str) -> None:
-        if pending is not None:
-            where = f"{name} pass, step {step.number} of {step.of}, {content}, on rank {self.name}"
-            wait_for(pending, self.traffic, f"ring attention, {where}")
+    def _where(self, name: str, step: RingStep, content: str) -> str:
+        return f"ring attention, {name} pass, step {step.number} of {step.of}, {content}, on rank {self.name}"
 
     def _travel(self, k: Tensor, v: Tensor, name: str) -> Iterator[tuple[RingStep, RingStep | None, Tensor, Tensor]]:
         """Yields each step, the next one, and the step's keys and values; those of the next are under way meanwhile."""
@@ -287,11 +300,13 @@ class RingTransport:
                 continue
             (coming,) = pool.take(following.shape)
             (going,) = pool.pack(own if following.number == 1 else held, following.sent)
+            where = self._where(name, following, "keys and values")
             pending = self._start(
-                [Message(following.following, going.message)], [Message(following.previous, coming.message)]
+                where, [Message(following.following, going.message)], [Message(following.previous, coming.message)]
             )
             yield step, following, held.first, held.second
-            self._wait(pending, name, following, "keys and values")
+            if pending is not None:
+                wait_for(pending, self.traffic, where)
             pool.give(held)
             if going.buffer is not held.buffer:
                 pool.give(going)
@@ -328,6 +343,7 @@ class RingTransport:
         if goes_on.buffer is not grads.buffer:
             pool.give(grads)
         pending = self._start(
+            self._where("backward", step, "gradients"),
             [Message(step.following, goes_on.message), Message(step.source, finished.message)],
             [Message(step.previous, onward.message), Message(step.last_user, home.message)],
         )
@@ -345,7 +361,8 @@ class RingTransport:
         """Adds the gradients that came: those of own rows to dk and dv, those of the rows of `step` to `grads`."""
         if flight is None:
             return
-        self._wait(flight.pending, "backward", flight.step, "gradients")
+        if flight.pending is not None:
+            wait_for(flight.pending, self.traffic, self._where("backward", flight.step, "gradients"))
         if flight.step.home.count:
             flight.step.home.add_(dk, flight.home.first.flatten(0, 2))
             flight.step.home.add_(dv, flight.home.second.flatten(0, 2))

@@ -30,14 +30,20 @@ from tests.support.faults import KINDS, MOMENTS, OWN_ERROR, PHASES, SETTINGS, WO
 
 #: What the errors of the others say that they were doing: one of them, or of what follows.
 DOING = {
-    "set-up": "comparing",
+    "set-up": "",  # words of torch.distributed
     "forward hop": "comparing|ring attention, (forward|backward) pass, step",
     "backward hop": "comparing|ring attention, backward pass, step",
     "all-to-all of rows": "comparing|collective attention, (forward|backward) pass",
     "all-to-all of heads": "comparing|attention by heads, .*, on rank",
     "agreement": "comparing what all ranks came with, on rank",
-    "save": "comparing|",
+    "save": "",  # a barrier of torch.distributed's, or comparing
 }
+
+
+def drawn(kind, phase, moment, rng):
+    """The fault of any rank, but for one case: torch waits without end to make a group if the process stalls that holds its
+    store, process 0 of these. Under torchrun none of the processes holds it."""
+    return Fault(kind, phase, moment, rng.randrange((kind, phase, moment) == ("stalled", "set-up", "in"), WORLD_SIZE))
 
 
 def check(fault, folder):
@@ -88,11 +94,11 @@ def check_all(faults, folder):
 def test_faults_of_any_kind_in_every_phase(rng, tmp_path):
     kinds, moments = ([*itertools.islice(itertools.cycle(rng.sample(x, 3)), len(PHASES))] for x in (KINDS, MOMENTS))
     rng.shuffle(moments)
-    check_all([Fault(*each, rng.randrange(WORLD_SIZE)) for each in zip(kinds, PHASES, moments, strict=True)], tmp_path)
+    check_all([drawn(*each, rng) for each in zip(kinds, PHASES, moments, strict=True)], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 def test_every_fault(phase, rng, tmp_path):
-    faults = [Fault(kind, phase, moment, rng.randrange(WORLD_SIZE)) for kind in KINDS for moment in MOMENTS]
+    faults = [drawn(kind, phase, moment, rng) for kind in KINDS for moment in MOMENTS]
     check_all(faults, tmp_path)

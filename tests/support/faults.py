@@ -1,4 +1,4 @@
-"""Ranks of which one is killed, stalls or raises at a chosen point, and what becomes of the others: see tests/ring/test_faults."""
+"""Ranks of which one is killed, stalls or raises at a chosen point, and what becomes of the others: see tests/ring."""
 
 import json
 import os
@@ -58,6 +58,11 @@ class Fault:
         """Whether the process group is never complete."""
         return (self.phase, self.moment) == ("set-up", "before")
 
+    @property
+    def ends_by_timeout(self):
+        """Whether nothing but time tells the others: no connection of a group breaks that is not yet made."""
+        return self.kind == "stalled" or (self.phase == "set-up" and self.moment != "after")
+
 
 class FaultyRank:
     """One rank of a run; if it is the one of the fault, it has it at its point."""
@@ -89,14 +94,13 @@ class FaultyRank:
         """Set-up, two steps of attention, an agreement and a save, each with its fault before, in and after."""
         fault = self.fault
         limit = timedelta(seconds=SECONDS_OF_A_STALL)
-        ends_by_timeout = fault.kind == "stalled" or fault.alone_at_start
         self.reach("set-up", "before")
         first = limit if fault.alone_at_start else timedelta(seconds=TIMEOUT)
         dist.init_process_group("gloo", rank=self.rank, world_size=WORLD_SIZE, timeout=first)
         # A first exchange takes longer than others, and longer on a busy machine.
         dist.barrier()
         self.reach("set-up", "in")
-        group = dist.new_group(timeout=limit if ends_by_timeout else None)
+        group = dist.new_group(timeout=limit if fault.ends_by_timeout else None)
         self.reach("set-up", "after")
         ring = ra.Ring(group, layout="contiguous", transport=PHASES[fault.phase])
         if fault.phase == "set-up":
@@ -114,7 +118,9 @@ class FaultyRank:
         """One call forward and backward; "before" and "after" are around the pass that the phase is about."""
         phase, transport = self.fault.phase, PHASES[self.fault.phase]
         backward = phase == "backward hop"
-        awaited = {"ring": "ring attention", "collective": "collective attention", "heads": "attention by heads"}[transport]
+        awaited = {"ring": "ring attention", "collective": "collective attention", "heads": "attention by heads"}[
+            transport
+        ]
         awaited = f"{awaited}, backward pass" if backward else awaited
         q, k, v = (torch.ones(1, 3, 4, 8, requires_grad=True) for _ in range(3))
         with (
