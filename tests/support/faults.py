@@ -1,10 +1,13 @@
 """Ranks of which one is killed, stalls or raises at a chosen point, and what becomes of the others: see tests/ring."""
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -180,27 +183,44 @@ class Outcome:
     hung: list
 
 
+#: Processes learn of each other's ends when one is started or joined, which must not be in two threads at once.
+PROCESSES = threading.Lock()
+
+
+def free_port():
+    """A port that no process listens at, below those that the system gives to connections, for one case alone."""
+    while True:
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", random.SystemRandom().randrange(10000, 16000)))
+            return free.getsockname()[1]
+
+
+def alive(ranks):
+    with PROCESSES:
+        return [rank for rank in ranks if rank.is_alive()]
+
+
 def outcome_of(fault, folder):
     """Runs the ranks, as a launcher would: it kills the rank that stalls once the others have ended."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [CONTEXT.Process(target=_run, args=(rank, fault, folder, port)) for rank in range(WORLD_SIZE)]
-    for rank in ranks:
-        rank.start()
+    awaited = [rank for number, rank in enumerate(ranks) if fault.kind != "stalled" or number != fault.rank]
     try:
+        with PROCESSES:
+            for rank in ranks:
+                rank.start()
         # The process group's own timeout is TIMEOUT: ranks that end by it are too late here.
         deadline = time.monotonic() + TIMEOUT / 2
-        others = [rank for number, rank in enumerate(ranks) if number != fault.rank]
-        while any(rank.is_alive() for rank in others) and (left := deadline - time.monotonic()) > 0:
-            wait([rank.sentinel for rank in others if rank.is_alive()], left)
-        if fault.kind != "stalled":
-            ranks[fault.rank].join(max(0, deadline - time.monotonic()))
-        hung = [number for number, rank in enumerate(ranks) if rank.is_alive()]
+        while (waiting := alive(awaited)) and (left := deadline - time.monotonic()) > 0:
+            wait([rank.sentinel for rank in waiting], left)
+        running = alive(ranks)
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
+        with PROCESSES:
+            for rank in ranks:
+                if rank.pid is not None:
+                    rank.kill()
+                    rank.join()
+    hung = [number for number, rank in enumerate(ranks) if rank in running]
     errors = [file.read_text() if (file := Path(folder, f"{n}.error")).exists() else "" for n in range(WORLD_SIZE)]
     return Outcome(fault, [rank.exitcode for rank in ranks], errors, hung)
 

@@ -1,0 +1,444 @@
+"""Faults of the recipes' runs: signals, disks that are full, and files that were cut short. What is whole stays readable.
+
+| fault | what happens | test here |
+|---|---|---|
+| SIGTERM or Ctrl-C to any process | all end the step, save it and end with 143 or 130 | test_a_signal_..., test_torchrun_... |
+| a second Ctrl-C | the process ends at once | test_a_second_... |
+| the disk is full while a checkpoint, a model or a report is written | the run ends with the reason and the remedy; what was there before is whole | test_a_full_disk_... |
+| a checkpoint was cut short | the one before is taken, with the reason; the damaged one is replaced | test_a_checkpoint_that_was_cut_short_... |
+| the converted model was cut short, or its conversion was killed | the folder to delete is named; a killed conversion is made anew | test_a_converted_model_... |
+
+Each run that goes on takes the steps of the uninterrupted one. Processes that are killed, stall or raise are in
+tests/ring/test_faults.py and tests/training/test_failures.py.
+"""  # noqa: E501
+
+import contextlib
+import errno
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import checkpoints
+import common
+import finetune
+import finetune_trainer
+import pytest
+
+from tests.support.checkpoints import save_tiny_checkpoint
+from tests.support.programs import run_program
+from tests.support.ranks import TIMEOUT
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model with a byte-level tokenizer, and a text."""
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_checkpoint(folder / "model", hidden_size=32, intermediate_size=64, max_position_embeddings=4096)
+    (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog, again and again. " * 100)
+    return folder
+
+
+def words(folder, output, *more):
+    """The arguments of a run."""
+    options = ["--model", folder / "model", "--text", folder / "text.txt", "--pattern", "window:32+2", "--seq-len", 128]
+    options += ["--steps", STEPS, "--lr", "1e-2", "--schedule", "constant", "--output", output]
+    return [str(word) for word in (*options, "--json", output / "figures.json", *more)]
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Runs a recipe in this process, whose name is that of a module."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+    def run(recipe, arguments):
+        monkeypatch.setattr("sys.argv", [recipe.__name__, *arguments])
+        recipe.main()
+
+    return run
+
+
+def losses_of(output):
+    return [step["loss"] for step in json.loads((output / "figures.json").read_text())["steps"]]
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """The losses of a run that nothing interrupts."""
+    output = folder / "whole"
+    output.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        patch.setattr("sys.argv", ["finetune.py", *words(folder, output)])
+        finetune.main()
+    return losses_of(output)
+
+
+def assert_goes_on(here, folder, output, whole, step, capsys):
+    """From the step to the losses of the uninterrupted run."""
+    capsys.readouterr()
+    here(finetune, words(folder, output, "--resume"))
+    assert f"going on after step {step}, " in capsys.readouterr().out
+    assert losses_of(output) == whole
+
+
+def at_step(monkeypatch, module, number, act):
+    """Has a recipe `act` in the step of this number, from 1, before its loss."""
+    calls = iter(range(1, 100))
+    loss = module.ra.next_token_loss
+
+    def counted(*args, **options):
+        if next(calls) == number:
+            act()
+        return loss(*args, **options)
+
+    monkeypatch.setattr(module.ra, "next_token_loss", counted)
+
+
+# ---- signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_the_step_and_the_run_goes_on(number, here, folder, whole, tmp_path, monkeypatch, capsys):
+    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    with monkeypatch.context() as patch:
+        at_step(patch, finetune, 3, lambda: os.kill(os.getpid(), number))
+        with pytest.raises(SystemExit) as end:
+            here(finetune, words(folder, tmp_path))
+    assert end.value.code == 128 + number
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
+    assert [path.name for path in checkpoints.checkpoints(tmp_path)] == ["checkpoint-3"]
+    assert_goes_on(here, folder, tmp_path, whole, 3, capsys)
+
+
+def test_a_second_ctrl_c_ends_at_once(here, folder, tmp_path, monkeypatch):
+    def twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    at_step(monkeypatch, finetune, 2, twice)
+    with pytest.raises(KeyboardInterrupt):
+        here(finetune, words(folder, tmp_path))
+    assert checkpoints.checkpoints(tmp_path) == []
+
+
+TRAINER = {"--seq-len": "--seq_len", "--steps": "--max_steps", "--lr": "--learning_rate", "--output": "--output_dir"}
+TRAINER |= {"--schedule": "--lr_scheduler_type"}
+
+
+def by_the_trainer(here, folder, output, *more):
+    """A run of finetune_trainer.py."""
+    arguments = [TRAINER.get(word, word) for word in words(folder, output)[:-2]]
+    quiet = ["--disable_tqdm", "true", "--dataloader_pin_memory", "false"]
+    here(finetune_trainer, [*arguments, *quiet, *more])
+
+
+def losses_of_trainer(output):
+    state = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+
+
+SAVING = ("--save_strategy", "steps", "--save_steps", "2")
+RESUME = (*SAVING, "--resume_from_checkpoint", "true")
+
+
+def test_the_trainer_stops_saves_and_goes_on(here, folder, tmp_path, monkeypatch, disk):
+    """By a signal, by a full disk, and not at all."""
+    by_the_trainer(here, folder, tmp_path / "whole", *SAVING)
+    step, calls = finetune_trainer.ra.RingTrainer.training_step, []
+
+    def stopping(act):
+        def training_step(*args, **options):
+            calls.append(None)
+            if len(calls) == 3:
+                act()
+            return step(*args, **options)
+
+        return training_step
+
+    output = disk.folder / "run"
+    with monkeypatch.context() as patch:
+        act = stopping(lambda: os.kill(os.getpid(), signal.SIGTERM))
+        patch.setattr(finetune_trainer.ra.RingTrainer, "training_step", act)
+        with pytest.raises(SystemExit) as end:
+            by_the_trainer(here, folder, output, *SAVING)
+        assert end.value.code == 128 + signal.SIGTERM
+        assert checkpoints.last_of_trainer(output, 1).name == "checkpoint-3"
+        calls.clear()
+        patch.setattr(finetune_trainer.ra.RingTrainer, "training_step", stopping(disk.fill))
+        told = r"process 0: a checkpoint could not be written \(.*make space there, and go on with --resume_from_checkpoint"
+        with pytest.raises(SystemExit, match=told):
+            by_the_trainer(here, folder, output, *RESUME)
+        disk.free()
+    # The steps are 3, and after it 4, which was saved, 5, and 6, which was not.
+    assert checkpoints.last_of_trainer(output, 1).name == "checkpoint-4"
+    by_the_trainer(here, folder, output, *RESUME)
+    assert losses_of_trainer(output) == losses_of_trainer(tmp_path / "whole")
+
+
+# ---- full disks
+
+
+class Disk:
+    """A folder whose disk can be filled: it then takes 32 KiB more, and no model."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def fill(self):
+        """On a disk of its own, by a file."""
+        with contextlib.suppress(OSError), open(self.folder / "filler", "wb", buffering=0) as file:
+            while file.write(bytes(2**16)) == 2**16:
+                pass
+        size = (self.folder / "filler").stat().st_size
+        os.truncate(self.folder / "filler", size - 2**15)
+
+    def free(self):
+        (self.folder / "filler").unlink()
+
+
+class LimitedDisk(Disk):
+    """Where none can be mounted: the system refuses long files to this process, as a full disk does."""
+
+    def fill(self):
+        self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, self.limits[1]))
+
+    def free(self):
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.limits)
+
+
+@pytest.fixture(params=["a disk of its own", "a limit"])
+def disk(request, tmp_path):
+    """A small tmpfs, and the limit by which other machines test."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if request.param == "a limit":
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        yield LimitedDisk(folder)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        return
+    mount = shutil.which("mount")
+    if mount is None or os.name != "posix":
+        pytest.skip("this machine has no mount command: the test with a limit on files shows the same")
+    done = subprocess.run(
+        [mount, "-t", "tmpfs", "-o", "size=20m", "none", folder], capture_output=True, text=True, timeout=TIMEOUT
+    )
+    if done.returncode:
+        pytest.skip(f"no disk can be mounted ({done.stderr.strip()}): the test with a limit on files shows the same")
+    try:
+        yield Disk(folder)
+    finally:
+        subprocess.run(["umount", folder], check=True, timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    ("every", "step", "last", "told"),
+    [
+        (2, 3, 2, r"checkpoint-4 could not be written \(.*make space there, and go on with --resume from checkpoint-2"),
+        (4, 5, 4, r"the model could not be written \(.*make space there; --resume goes on from the last checkpoint"),
+    ],
+)
+def test_a_full_disk_ends_the_run_which_goes_on(
+    every, step, last, told, disk, here, folder, whole, monkeypatch, capsys
+):
+    output, saving = disk.folder / "run", ("--save-every", str(every))
+    output.mkdir()
+    with monkeypatch.context() as patch:
+        at_step(patch, finetune, step, disk.fill)
+        with pytest.raises(SystemExit, match=f"process 0: {told}"):
+            here(finetune, words(folder, output, *saving))
+    disk.free()
+    assert [path.name for path in output.glob("checkpoint-*")] == [f"checkpoint-{last}"]
+    assert checkpoints.last_saved(output).name == f"checkpoint-{last}"
+    assert_goes_on(here, folder, output, whole, last, capsys)
+
+
+def test_a_report_on_a_full_disk_is_the_old_one(disk):
+    report = disk.folder / "report.json"
+    checkpoints.write_text(report, "the old one")
+    disk.fill()
+    with pytest.raises(SystemExit, match=r"report\.json could not be written .*: make space there, or name a file on"):
+        checkpoints.write_text(report, "x" * 10**6)
+    assert [path.name for path in disk.folder.iterdir() if path.name != "filler"] == ["report.json"]
+    disk.free()
+    assert report.read_text() == "the old one"
+    checkpoints.write_text(report, "the new one")
+    assert report.read_text() == "the new one"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOENT, "no such data set"), RuntimeError("out of memory")])
+def test_other_errors_come_as_they_are(error, tmp_path):
+    with pytest.raises(type(error)) as raised, checkpoints.writing("a checkpoint", tmp_path, "make space"):
+        raise error
+    assert raised.value is error
+
+
+# ---- files that were cut short
+
+
+def cut(file):
+    """A file's first half."""
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+
+
+def test_a_checkpoint_that_was_cut_short_is_passed_over(here, folder, whole, tmp_path, rng, capsys):
+    output = tmp_path / "run"
+    output.mkdir()
+    here(finetune, words(folder, output, "--save-every", "2", "--keep", "2"))
+    assert losses_of(output) == whole
+    last = output / "checkpoint-6"
+    files = [path for path in last.rglob("*") if path.is_file()]
+    assert len(files) > 5
+    for file in files:
+        content = file.read_bytes()
+        cut(file)
+        assert file.name in checkpoints.lacks(last), file
+        file.unlink()
+        assert checkpoints.lacks(last) == str(file.relative_to(last))
+        assert checkpoints.last_saved(output).name == "checkpoint-4"
+        file.write_bytes(content)
+    assert checkpoints.lacks(last) is None
+    cut(rng.choice(files))
+    capsys.readouterr()
+    here(finetune, words(folder, output, "--save-every", "2", "--resume"))
+    out = capsys.readouterr().out
+    assert (
+        re.search("checkpoint-6 is not whole and will be replaced: it lacks ", out) and "going on after step 4" in out
+    )
+    assert losses_of(output) == whole
+    assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-6"]
+    assert checkpoints.lacks(last) is None
+    cut(rng.choice(files))
+    with pytest.raises(SystemExit, match=r"there is no whole checkpoint in .* \(checkpoint-6 lacks "):
+        here(finetune, words(folder, output, "--resume"))
+
+
+@pytest.fixture
+def converted(folder, tmp_path, monkeypatch):
+    """The folder of a converted model, with the tiny one in place of the bundled."""
+    monkeypatch.setenv("HF_RING_ATTENTION_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(common.INSTALLED, common.BUNDLED, common.Installed("nothing", (), lambda folder: folder))
+    monkeypatch.setattr(common, "missing_extra", lambda *_: None)
+    shutil.copytree(folder / "model", tmp_path / "cache" / common.BUNDLED)
+    return tmp_path / "cache" / common.BUNDLED
+
+
+def test_a_converted_model_that_was_cut_short_is_told(converted, capsys):
+    common.load(common.BUNDLED)
+    files = sorted(converted.iterdir())
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= {file.name for file in files}
+    for file in files:
+        content = file.read_bytes()
+        cut(file)
+        told = f"lacks the end of {re.escape(file.name)}: delete that folder, and it is made again: rm -r "
+        with pytest.raises(SystemExit, match=told):
+            common.load(common.BUNDLED)
+        with pytest.raises(SystemExit) as refused:
+            finetune.parse_args(["--model", common.BUNDLED])
+        assert refused.value.code == 2 and f"lacks the end of {file.name}" in capsys.readouterr().err
+        file.write_bytes(content)
+    common.load(common.BUNDLED)
+
+
+def test_a_conversion_that_was_killed_is_made_anew(converted, folder, monkeypatch):
+    shutil.rmtree(converted)
+    part = converted.with_name(f"{common.BUNDLED}.part-1")
+
+    def killed(command):
+        part.mkdir()
+        (part / "model.safetensors").write_bytes(b"half")
+        return subprocess.CompletedProcess(command, -signal.SIGKILL)
+
+    def converting(command):
+        assert not part.exists()
+        shutil.copytree(folder / "model", converted)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(common.subprocess, "run", killed)
+    with pytest.raises(SystemExit, match="was not converted"):
+        common.load_model(common.BUNDLED)
+    assert part.exists() and not converted.exists()
+    monkeypatch.setattr(common.subprocess, "run", converting)
+    assert common.load_model(common.BUNDLED).config.hidden_size == 32
+
+
+# ---- two processes
+
+
+def two(folder, output, fault, *more):
+    """finetune.py on two processes, of which the second has a fault in its third step or its save."""
+    return run_program(
+        __file__,
+        fault,
+        *words(folder, output, "--ring-size", "2", *more),
+        processes=2,
+        environment={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(map(str, (RECIPES, RECIPES.parent)))},
+        timeout=TIMEOUT,
+    )
+
+
+@pytest.fixture(scope="module")
+def whole_of_two(folder):
+    output = folder / "two"
+    output.mkdir()
+    done = two(folder, output, "none")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return losses_of(output)
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "step", "told"),
+    [
+        ("SIGTERM", 143, 3, "SIGTERM: saved .*checkpoint-3; go on from it with --resume"),
+        pytest.param("disk", 1, 2, "process 1: checkpoint-4 could not be written", marks=pytest.mark.slow),
+        pytest.param("SIGKILL", 9, 2, r"lost process 1 of 2 \(killed", marks=pytest.mark.slow),
+    ],
+)
+def test_a_fault_of_one_process_ends_both_and_they_go_on(fault, status, step, told, folder, whole_of_two, tmp_path):
+    done = two(folder, tmp_path, fault, "--save-every", "2")
+    assert done.returncode == status, done.stderr[-3000:]
+    assert re.search(told, done.stderr), done.stderr[-3000:]
+    if fault != "SIGTERM":
+        assert "lost process 1 of 2" in done.stderr
+    assert checkpoints.last_saved(tmp_path).name == f"checkpoint-{step}"
+    done = two(folder, tmp_path, "none", "--save-every", "2", "--resume")
+    assert done.returncode == 0 and f"going on after step {step}" in done.stdout, done.stderr[-3000:]
+    assert losses_of(tmp_path) == whole_of_two
+
+
+def faulty(fault):
+    """Gives this process a fault: a signal in its third step, or a disk that does not take its second save."""
+    if fault == "SIGTERM":
+        at_step(pytest.MonkeyPatch(), finetune, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        return
+    saves, save_state = iter((1, 2)), finetune.Accelerator.save_state
+
+    def saving(self, folder):
+        if next(saves) == 2:
+            if fault == "SIGKILL":
+                os.kill(os.getpid(), signal.SIGKILL)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**10, resource.RLIM_INFINITY))
+        return save_state(self, folder)
+
+    finetune.Accelerator.save_state = saving
+
+
+if __name__ == "__main__":
+    fault = sys.argv.pop(1)
+    if os.environ["RANK"] == "1" and fault != "none":
+        faulty(fault)
+    with finetune.ra.naming_lost_processes():
+        finetune.main()
