@@ -93,7 +93,7 @@ class FaultyRank:
 
         return mock.patch.object(module, name, reached)
 
-    def run(self, folder):
+    def run(self, folder, ready):
         """Set-up, two steps of attention, an agreement and a save, each with its fault before, in and after."""
         fault = self.fault
         limit = timedelta(seconds=SECONDS_OF_A_STALL)
@@ -105,6 +105,8 @@ class FaultyRank:
         self.reach("set-up", "in")
         group = dist.new_group(timeout=limit if fault.ends_by_timeout else None)
         self.reach("set-up", "after")
+        if fault.phase != "set-up":
+            self.meet(ready)
         ring = ra.Ring(group, layout="contiguous", transport=PHASES[fault.phase])
         if fault.phase == "set-up":
             self.attend(ring)
@@ -116,6 +118,14 @@ class FaultyRank:
             self.attend(ring)
         # What a rank comes to after its fault, where the others wait for it.
         ring.agree({"the end": "all is done"})
+
+    def meet(self, folder):
+        """Waits for all ranks without a message, so that the fault meets none of them in its set-up."""
+        folder.mkdir(exist_ok=True)
+        (folder / f"ready_{self.rank}").touch()
+        deadline = time.monotonic() + TIMEOUT
+        while len([*folder.glob("ready_*")]) < WORLD_SIZE and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def attend(self, ring):
         """One call forward and backward; "before" and "after" are around the pass that the phase is about."""
@@ -234,7 +244,7 @@ def _run(rank, fault, folder, port):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         with ra.naming_lost_processes():
-            FaultyRank(rank, fault).run(Path(folder, "run"))
+            FaultyRank(rank, fault).run(Path(folder, "run"), Path(folder, "ready"))
     except (RuntimeError, ValueError, SystemExit) as error:
         Path(folder, f"{rank}.error").write_text(f"{type(error).__name__}: {error}")
         sys.exit(1)
