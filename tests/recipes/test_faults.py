@@ -22,12 +22,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import checkpoints
 import common
 import finetune
 import finetune_trainer
+import psutil
 import pytest
 
 from tests.support.checkpoints import save_tiny_checkpoint
@@ -380,10 +382,14 @@ def test_a_conversion_that_was_killed_is_made_anew(converted, folder, monkeypatc
 
 def two(folder, output, fault, *more):
     """finetune.py on two processes, of which the second has a fault in its third step or its save."""
+    return run_two(fault, words(folder, output, "--ring-size", "2", *more))
+
+
+def run_two(fault, arguments):
     return run_program(
         __file__,
         fault,
-        *words(folder, output, "--ring-size", "2", *more),
+        *arguments,
         processes=2,
         environment={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(map(str, (RECIPES, RECIPES.parent)))},
         timeout=TIMEOUT,
@@ -417,6 +423,43 @@ def test_a_fault_of_one_process_ends_both_and_they_go_on(fault, status, step, to
     done = two(folder, tmp_path, "none", "--save-every", "2", "--resume")
     assert done.returncode == 0 and f"going on after step {step}" in done.stdout, done.stderr[-3000:]
     assert losses_of(tmp_path) == whole_of_two
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_torchrun_passes_a_signal_on_and_leaves_no_process(number, folder, tmp_path):
+    """To the launcher alone, as a scheduler and a terminal do: both processes save, and none is left."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(RECIPES / "finetune.py"), *words(folder, tmp_path, "--ring-size", "2", "--save-every", "2")]
+    command[command.index("--steps") + 1] = "10000"
+    environment = {**os.environ, **ENVIRONMENT}
+    with (
+        (tmp_path / "output").open("w+") as output,
+        subprocess.Popen(command, env=environment, stdout=output, stderr=output) as launcher,
+    ):
+        try:
+            deadline = time.monotonic() + TIMEOUT
+            while not checkpoints.checkpoints(tmp_path) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            processes = psutil.Process(launcher.pid).children(recursive=True)
+            launcher.send_signal(number)
+            assert launcher.wait(TIMEOUT) != 0
+            left = psutil.wait_procs(processes, timeout=TIMEOUT)[1]
+        finally:
+            launcher.kill()
+        output.seek(0)
+        said = output.read()
+    assert len(processes) >= 2 and not left
+    step = int(re.search(rf"{signal.Signals(number).name}: saved .*checkpoint-(\d+); go on from it", said)[1])
+    assert checkpoints.last_saved(tmp_path).name == f"checkpoint-{step}"
+    losses = []
+    for output, more in ((tmp_path, ["--resume"]), (tmp_path / "again", [])):
+        output.mkdir(exist_ok=True)
+        arguments = [*words(folder, output, "--ring-size", "2", *more), "--steps", str(step + 2)]
+        done = run_two("none", arguments)
+        assert done.returncode == 0, done.stderr[-3000:]
+        losses.append(losses_of(output))
+    assert losses[0] == losses[1] and len(losses[0]) == step + 2
 
 
 def faulty(fault):
