@@ -234,7 +234,7 @@ def test_errors_of_groups_name_ranks_by_their_number_in_the_ring(monkeypatch):
 
     said = run_simulated(attend, 4, transport="heads", heads=2)
     assert re.match(r"ring attention, forward pass, .*, on rank 1: receiving from rank 3 did not end", said[1])
-    assert re.match(r"attention by heads, outputs: receiving from rank 3 did not end", said[2])
+    assert re.match(r"attention by heads, outputs, on rank 2: receiving from rank 3 did not end", said[2])
 
 
 @pytest.mark.parametrize(
