@@ -195,9 +195,6 @@ def estimates_report(rows: Sequence[dict[str, Any]], shape: CallShape) -> Sheet:
         f"peak memory of a training step in MiB, busiest process, without what it held before: a model of width "
         f"{shape.heads * shape.head_dim}",
         ("run", "measured", "estimated", "error"),
-        [
-            (row["run"], mebibytes(row["measured"]), mebibytes(row["estimated"]), f"{row['error']:+.1%}")
-            for row in rows
-        ],
+        [(row["run"], mebibytes(row["measured"]), mebibytes(row["estimated"]), f"{row['error']:+.1%}") for row in rows],
         [f"the estimate is off by {worst:.1%} at most"],
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -10,10 +10,10 @@ from ...plan.choices import check_choices
 from ...plan.layouts import LayoutKind
 from ...plan.patterns import Pattern, as_pattern
 from .activations import CHECKPOINTED, SAVED_BY_AUTOGRAD, LayerMemory, layer_memory, logits_bytes
-from .exchange import FROM_THE_PLAN, LayerExchange, exchange_of_pattern
+from .exchange import ChosenBuffers, LayerExchange, bound_of_buffers, exchange_of_pattern
 from .model_shape import ModelShape, shape_of_model
 from .parts import NUMBER_BYTES, PARALLELS, MemoryPart, Parallel, TrainingSetting, total_bytes
-from .states import gradient_bytes_kept, optimizer_working_bytes, state_parts
+from .states import gradient_bytes_at, optimizer_working_bytes, state_parts
 
 
 @dataclass(frozen=True)
@@ -183,24 +183,11 @@ def _check_setting(setting: TrainingSetting) -> None:
     check_choices(setting.layout, setting.transport, setting.ring_size, setting.heads)
 
 
-def estimate_of_shape(
-    shape: ModelShape,
-    setting: TrainingSetting,
-    memory: int | None = None,
-    transports: tuple[str, ...] | None = None,
-) -> Estimate:
-    """Returns the estimate of a model whose sizes are known.
-
-    Args:
-        transports: those whose buffers are counted beside the chosen one's; None for all.
-    """
+def estimate_of_shape(shape: ModelShape, setting: TrainingSetting, memory: int | None = None) -> Estimate:
+    """Returns the estimate of a model whose sizes are known."""
     patterns = dict.fromkeys(shape.attention.layers)
-    exchanges = {pattern: exchange_of_pattern(shape, setting, pattern, transports) for pattern in patterns}
-    states = state_parts(shape, setting)
-    if setting.overhead:
-        measured = f"{setting.overhead:,} bytes"
-        states.append(MemoryPart("framework", setting.overhead, measured, "measured before the model is made"))
-    phases = {name: [*states, *parts] for name, parts in _phases(shape, setting, list(exchanges.values()), exchanges)}
+    exchanges = {pattern: exchange_of_pattern(shape, setting, pattern) for pattern in patterns}
+    phases = _phases(shape, setting, {pattern: one.chosen() for pattern, one in exchanges.items()})
     totals = {name: total_bytes(parts) for name, parts in phases.items()}
     peak = max(totals, key=lambda name: totals[name])
     waiting = max(phases.values(), key=lambda parts: total_bytes(parts, host=True))
@@ -210,42 +197,62 @@ def estimate_of_shape(
     return Estimate(shape, setting, parts, totals, together, {str(p): e for p, e in exchanges.items()}, memory)
 
 
+def bound_of_peak(shape: ModelShape, setting: TrainingSetting) -> int:
+    """Returns the peak of a device in bytes without a plan: the buffers of the exchange are bounded, all else is as estimated."""
+    return total_bytes(_parts_of_bound(shape, setting))
+
+
+def parts_by_bound(answer: Estimate, seq_len: int) -> list[MemoryPart]:
+    """Returns what a device holds at the peak of a step with sequences of another length, by `bound_of_peak`."""
+    return _parts_of_bound(answer.shape, replace(answer.setting, seq_len=seq_len))
+
+
+def _parts_of_bound(shape: ModelShape, setting: TrainingSetting) -> list[MemoryPart]:
+    bound = bound_of_buffers(shape, setting)
+    phases = _phases(shape, setting, dict.fromkeys(shape.attention.layers, bound))
+    return max(phases.values(), key=total_bytes)
+
+
 def _phases(
-    shape: ModelShape,
-    setting: TrainingSetting,
-    all_exchanges: Sequence[LayerExchange],
-    exchanges: dict[Pattern, LayerExchange],
-) -> list[tuple[str, list[MemoryPart]]]:
-    """Returns the phases of a step with what each holds beside the states of parameters, from the loss to the optimizer."""
-    of_layers = []
-    for layer, pattern in zip(shape.layers, shape.attention.layers):
-        of_layers.append((layer_memory(shape, layer, setting, exchanges[pattern].whole), exchanges[pattern]))
-    count = len(of_layers)
-    all_gradients = gradient_bytes_kept(shape, setting)
-    per_parameter = all_gradients / shape.parameters
-    head = int(shape.embedding * per_parameter)
-    phases = [("loss", _in_loss(shape, setting, [one for one, _ in of_layers], head, all_gradients))]
-    done = head
-    for number in range(count - 1, -1, -1):
-        kept = _kept(shape, setting, [one for one, _ in of_layers[: number + 1]])
-        one, exchange = of_layers[number]
-        done += int(shape.layers[number].parameters * per_parameter)
-        gradients = all_gradients if setting.accumulate else min(done, all_gradients)
-        if number in (0, count - 1) or shape.attention.layers[number] != shape.attention.layers[number + 1]:
-            phases.append(
-                (f"backward of layer {number}", [_gradients(setting, gradients), kept, *_working(setting, one, exchange)])
-            )
-    working, formula = optimizer_working_bytes(shape, setting)
-    optimizer = MemoryPart("optimizer step", working, formula, "torch.optim.AdamW")
-    phases.append(("optimizer step", [_gradients(setting, all_gradients), optimizer]))
+    shape: ModelShape, setting: TrainingSetting, buffers: Mapping[Pattern, ChosenBuffers]
+) -> dict[str, list[MemoryPart]]:
+    """Returns the phases of a step with all that each holds, from the loss to the optimizer."""
+    states = state_parts(shape, setting)
+    if setting.overhead:
+        measured = f"{setting.overhead:,} bytes"
+        states.append(MemoryPart("framework", setting.overhead, measured, "measured before the model is made"))
+    whole = setting.ring_size == 1
+    memories = [
+        layer_memory(shape, layer, setting, whole and pattern == Pattern.exact())
+        for layer, pattern in zip(shape.layers, shape.attention.layers)
+    ]
+    all_gradients = gradient_bytes_at(shape, setting, shape.parameters)
+    done = shape.embedding
+    head = gradient_bytes_at(shape, setting, done)
+    phases = {"loss": [*states, *_in_loss(shape, setting, memories, head, all_gradients)]}
+    last = len(memories) - 1
+    for number in range(last, -1, -1):
+        pattern = shape.attention.layers[number]
+        done += shape.layers[number].parameters
+        # Between the ends, what is held goes up or down with the layers: a kind of layer has its peak where it begins or ends.
+        if number in (0, last) or pattern != shape.attention.layers[number + 1]:
+            gradients = all_gradients if setting.accumulate else gradient_bytes_at(shape, setting, done)
+            saved = _kept(shape, setting, memories[: number + 1])
+            working = _working(setting, memories[number], buffers[pattern])
+            phases[f"backward of layer {number}"] = [*states, _gradients(setting, gradients), saved, *working]
+    size, formula = optimizer_working_bytes(shape, setting)
+    optimizer = MemoryPart("optimizer step", size, formula, "torch.optim.AdamW")
+    # The buckets of ZeRO 2 are gone then.
+    kept = gradient_bytes_at(shape, replace(setting, device="cuda"), shape.parameters)
+    phases["optimizer step"] = [*states, _gradients(setting, kept), optimizer]
     return phases
 
 
 def _gradients(setting: TrainingSetting, size: int) -> MemoryPart:
     number = setting.number_bytes if setting.parallel.startswith("zero") else setting.master_bytes
     divided = setting.devices > 1 and setting.parallel in ("fsdp2", "zero2", "zero3")
-    share = f", / {setting.devices} devices" if divided else ""
-    formula = f"{number} bytes a parameter{share}: {size:,} bytes then"
+    share = f" / {setting.devices} devices" if divided else ""
+    formula = f"{number} bytes x the parameters that have theirs{share}"
     return MemoryPart("gradients", size, formula, "layers get theirs one after another in backward")
 
 
@@ -261,22 +268,21 @@ def _kept(shape: ModelShape, setting: TrainingSetting, layers: Sequence[LayerMem
     return MemoryPart("saved activations", tokens * saved, formula, SAVED_BY_AUTOGRAD, host=offloaded)
 
 
-def _working(setting: TrainingSetting, layer: LayerMemory, exchange: LayerExchange) -> list[MemoryPart]:
+def _working(setting: TrainingSetting, layer: LayerMemory, buffers: ChosenBuffers) -> list[MemoryPart]:
     """Returns what backward of one layer works with: that of its MLP, or of its attention with the buffers of its exchange."""
-    tokens, choice = setting.local_tokens, exchange.decision.choice
-    buffers = exchange.buffers.get(choice, 0)
+    tokens = setting.local_tokens
     # Without checkpointing, what the layer has saved is counted already; in host memory it must come back first.
     counted = 0 if setting.checkpointing or setting.offload else layer.saved
     of_mlp = max(0, layer.backward_of_mlp - counted)
     of_attention = max(0, layer.backward_of_attention - counted)
-    if tokens * of_mlp >= tokens * of_attention + buffers:
+    if tokens * of_mlp >= tokens * of_attention + buffers.bytes:
         formula = f"{tokens:,} tokens x {of_mlp:,} bytes"
         return [MemoryPart("working set of an MLP", tokens * of_mlp, formula, SAVED_BY_AUTOGRAD)]
     formula = f"{tokens:,} tokens x {of_attention:,} bytes"
-    exchanged = f"{choice}: {buffers:,} bytes"
+    exchanged = f"{buffers.transport}: {buffers.bytes:,} bytes"
     return [
         MemoryPart("working set of attention", tokens * of_attention, formula, SAVED_BY_AUTOGRAD),
-        MemoryPart("exchange buffers", buffers, exchanged, FROM_THE_PLAN),
+        MemoryPart("exchange buffers", buffers.bytes, exchanged, buffers.source),
     ]
 
 
@@ -293,7 +299,12 @@ def _in_loss(
     return [
         _gradients(setting, all_gradients if setting.accumulate else of_head - head),
         _kept(shape, setting, layers),
-        MemoryPart("hidden states of the loss", norm, f"{tokens:,} tokens x {shape.width} x {4 + 4 * size} bytes", SAVED_BY_AUTOGRAD),
+        MemoryPart(
+            "hidden states of the loss",
+            norm,
+            f"{tokens:,} tokens x {shape.width} x {4 + 4 * size} bytes",
+            SAVED_BY_AUTOGRAD,
+        ),
         MemoryPart("logits", logits, formula, "a slice of the loss (training/losses.py)"),
         MemoryPart(
             "gradient of the head",
@@ -302,9 +313,3 @@ def _in_loss(
             "autograd adds it to that of the slices before",
         ),
     ]
-
-
-def with_changes(estimate_before: Estimate, **changes: Any) -> Estimate:
-    """Returns the estimate of the same model with another setting; what no transport chose is not counted."""
-    setting = replace(estimate_before.setting, **changes)
-    return estimate_of_shape(estimate_before.shape, setting, estimate_before.memory, ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from ...plan.choices import Decision, as_decided, check_choices, decide_layout, decide_transport
 from ...plan.heads import check_heads, group_size, heads_fit, heads_pairs, heads_traffic
@@ -17,6 +18,14 @@ from .parts import TrainingSetting
 
 #: The plan that a line's integers come from.
 FROM_THE_PLAN = "exact, from the plans of all ranks (plan/traffic.py)"
+
+
+class ChosenBuffers(NamedTuple):
+    """The bytes that a rank holds of others by one transport, and where the number comes from."""
+
+    transport: str
+    bytes: int
+    source: str
 
 
 @dataclass(frozen=True)
@@ -39,10 +48,10 @@ class LayerExchange:
     pairs: int
     pairs_of_all: int
 
-    @property
-    def whole(self) -> bool:
-        """Whether a rank computes one tile, its own."""
-        return self.problem.layout.world_size == 1 and self.problem.pattern == Pattern.exact()
+    def chosen(self) -> ChosenBuffers:
+        """Returns the buffers of the transport that the call takes."""
+        choice = self.decision.choice
+        return ChosenBuffers(choice, self.buffers.get(choice, 0), FROM_THE_PLAN)
 
 
 def exchange_of_pattern(
@@ -112,3 +121,21 @@ def _exchange_of_heads(
     pairs_of_rank = heads_pairs if decision.choice == "heads" else pairs_by_tokens
     pairs = [pairs_of_rank(problem, rank) for rank in ranks]
     return LayerExchange(problem, layout_decision, decision, buffers, received, max(pairs), sum(pairs))
+
+
+def bound_of_buffers(shape: ModelShape, setting: TrainingSetting) -> ChosenBuffers:
+    """Returns a bound of the buffers of any transport that "auto" takes, without a plan, for searches over many lengths.
+
+    The ring holds at most three payloads and three sets of float32 gradients of no more rows than a rank has
+    (`plan.traffic.ring_traffic`); an exchange of heads holds two pieces, sent and received, of queries, keys and values.
+    """
+    if setting.ring_size == 1:
+        return ChosenBuffers("local", 0, "one rank")
+    attention, size = shape.attention, setting.number_bytes
+    widths = attention.head_dim + attention.value_dim
+    rows = setting.local_tokens * attention.num_kv_heads
+    ring = 3 * rows * widths * (size + 4)
+    by_heads = 2 * setting.local_tokens * (attention.num_heads + attention.num_kv_heads) * widths * size
+    return ChosenBuffers(
+        "any", ring + (by_heads if setting.transport == "heads" else 0), "three payloads with their gradients"
+    )

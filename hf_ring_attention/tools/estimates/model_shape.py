@@ -240,7 +240,9 @@ def _counted_on_meta(
     stacks = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     stack = next((module for module in stacks if len(module) == len(attention.layers)), None)
     if stack is None:
-        raise ValueError(f"estimate: no list of {len(attention.layers)} layers was found in a model of type {model_type!r}")
+        raise ValueError(
+            f"estimate: no list of {len(attention.layers)} layers was found in a model of type {model_type!r}"
+        )
     layers = []
     for number, module in enumerate(stack):
         experts, per_token, of_expert, shared = _experts_of(config, number)

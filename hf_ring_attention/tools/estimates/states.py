@@ -20,16 +20,22 @@ _TORCH_DDP = "torch's DistributedDataParallel copies gradients to buckets (gradi
 _FSDP = "torch's fully_shard over each layer and the root, resharded after forward"
 
 
-def sharded_parameters(shape: ModelShape, setting: TrainingSetting) -> bool:
+def sharded_parameters(setting: TrainingSetting) -> bool:
     """Returns whether a device holds its part of the parameters alone."""
     return setting.devices > 1 and setting.parallel in ("fsdp2", "zero3")
 
 
-def gradient_bytes_kept(shape: ModelShape, setting: TrainingSetting) -> int:
-    """Returns the bytes of a device's gradients when all layers have theirs."""
-    divided = setting.parallel in ("fsdp2", "zero2", "zero3")
-    share = shape.parameters // (setting.devices if divided else 1)
-    return share * (setting.number_bytes if setting.parallel.startswith("zero") else setting.master_bytes)
+def gradient_bytes_at(shape: ModelShape, setting: TrainingSetting, done: int) -> int:
+    """Returns the bytes of a device's gradients when backward is done with this many parameters.
+
+    DeepSpeed's ZeRO 2 collects them whole in a bucket, and keeps its part of those of a full bucket. A GPU's bucket is taken at
+    once and counted apart; in main memory, pages of it count as they are written.
+    """
+    if setting.parallel == "zero2" and setting.devices > 1:
+        bucket = min(done, REDUCE_BUCKET) if setting.device == "cpu" else 0
+        return (bucket + (done - bucket) // setting.devices) * setting.number_bytes
+    divided = setting.devices if setting.parallel in ("fsdp2", "zero3") else 1
+    return done // divided * (setting.number_bytes if setting.parallel.startswith("zero") else setting.master_bytes)
 
 
 def state_parts(shape: ModelShape, setting: TrainingSetting) -> list[MemoryPart]:
@@ -40,7 +46,7 @@ def state_parts(shape: ModelShape, setting: TrainingSetting) -> list[MemoryPart]
     divided = f" / {devices} devices" if devices > 1 else ""
     counted = f"counted by {shape.counted_by}"
     parts = []
-    kept, divisor = (computing if zero else master), (devices if sharded_parameters(shape, setting) else 1)
+    kept, divisor = (computing if zero else master), (devices if sharded_parameters(setting) else 1)
     parts.append(
         MemoryPart(
             "parameters",
@@ -99,7 +105,8 @@ def _exchange_part(shape: ModelShape, setting: TrainingSetting) -> MemoryPart | 
             f"x {computing} bytes",
             _FSDP if parallel == "fsdp2" else "DeepSpeed's ZeRO-3 gathers a layer and prefetches the next",
         )
-    # A GPU's bucket is taken whole; pages of main memory count once they are written.
+    if parallel == "zero2" and setting.device == "cpu":
+        return None  # It is counted with the gradients that are in it.
     bucket = REDUCE_BUCKET if setting.device == "cuda" else min(REDUCE_BUCKET, shape.parameters)
     return MemoryPart(
         "gradient buckets",
