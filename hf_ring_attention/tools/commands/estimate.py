@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -114,6 +115,8 @@ def estimate_command(
     missing = missing_extra("a picture", "matplotlib") if plot is not None else None
     if missing:
         raise refuse(missing, "--plot")
+    # Plans of many ranks are some hundred thousand objects without circles, and searching them for circles takes a while.
+    gc.disable()
     with spinner(f"planning {seq_len} tokens over {ring_size or devices} ranks"):
         try:
             answer = estimate(
@@ -149,6 +152,7 @@ def estimate_command(
         if plot is not None:
             _draw_estimate(answer, plot, flops, (gbps or 0.0) * 1e9 / 8)
         figures = _figures(answer, times)
+    gc.enable()
     if as_json:
         print_json(figures)
     else:

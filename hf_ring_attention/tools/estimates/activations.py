@@ -1,8 +1,8 @@
 """Memory that grows with the sequence: what the forward pass saves, and what a layer's backward pass and the loss work with.
 
-The formulas follow what autograd saves for the operations of Transformers' layers (arXiv 2205.05198, section 4, counts likewise for
-another model): each norm its input in float32, the normalized rows and its output; attention its queries, keys, values, output and
-log-sum-exp; a gated MLP its two projections, the activated one, and the product.
+The formulas follow what autograd saves for the operations of Transformers' layers (arXiv 2205.05198, section 4, counts likewise
+for another model): each norm its input in float32, the normalized rows and its output; attention its queries, keys, values,
+output and log-sum-exp; a gated MLP its two projections, the activated one, and the product.
 """
 
 from __future__ import annotations
@@ -23,18 +23,13 @@ class LayerMemory:
 
     Attributes:
         saved: what autograd saves.
-        backward_of_mlp, backward_of_attention: the most that exists at once while backward computes the one or the other, what is
-            still saved of the layer included.
+        backward_of_mlp, backward_of_attention: the most that exists at once while backward computes the one or the other, with
+            what is still saved of the layer.
     """
 
     saved: int
     backward_of_mlp: int
     backward_of_attention: int
-
-    @property
-    def working(self) -> int:
-        """The most that exists at once, beyond what the layer has saved."""
-        return max(0, self.backward_of_mlp - self.saved, self.backward_of_attention - self.saved)
 
 
 def layer_memory(shape: ModelShape, layer: LayerShape, setting: TrainingSetting, whole: bool) -> LayerMemory:

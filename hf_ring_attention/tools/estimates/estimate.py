@@ -198,7 +198,7 @@ def estimate_of_shape(shape: ModelShape, setting: TrainingSetting, memory: int |
 
 
 def bound_of_peak(shape: ModelShape, setting: TrainingSetting) -> int:
-    """Returns the peak of a device in bytes without a plan: the buffers of the exchange are bounded, all else is as estimated."""
+    """Returns the peak of a device in bytes without a plan: buffers of the exchange are bounded, all else is as estimated."""
     return total_bytes(_parts_of_bound(shape, setting))
 
 

@@ -133,9 +133,11 @@ def bound_of_buffers(shape: ModelShape, setting: TrainingSetting) -> ChosenBuffe
         return ChosenBuffers("local", 0, "one rank")
     attention, size = shape.attention, setting.number_bytes
     widths = attention.head_dim + attention.value_dim
-    rows = setting.local_tokens * attention.num_kv_heads
-    ring = 3 * rows * widths * (size + 4)
-    by_heads = 2 * setting.local_tokens * (attention.num_heads + attention.num_kv_heads) * widths * size
-    return ChosenBuffers(
-        "any", ring + (by_heads if setting.transport == "heads" else 0), "three payloads with their gradients"
-    )
+    tokens, kv_heads = setting.local_tokens, attention.num_kv_heads
+    ring = 3 * tokens * kv_heads * widths * (size + 4)
+    if setting.transport != "heads":
+        return ChosenBuffers("any", ring, "a bound: three payloads with their gradients")
+    group = setting.heads or setting.ring_size
+    by_heads = 2 * tokens * (attention.num_heads + max(kv_heads, group)) * widths * size * (group - 1) // group
+    rings = ring if group < setting.ring_size else 0
+    return ChosenBuffers("heads", by_heads + rings, "a bound: pieces of all heads, sent and received")

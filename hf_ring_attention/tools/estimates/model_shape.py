@@ -16,9 +16,9 @@ from ...plan.patterns import Pattern
 from ..model_config import WIDTHS, ModelAttention, attention_of_config, first_number, read_config, text_config_of
 
 #: Types with gated MLPs, root-mean-square norms and linear layers without biases, whose parameters are counted by formulas,
-#: and how they differ: the norms of a layer, norms of queries and keys over each head, biases, gate and up in one tensor, and tied embeddings by default. The experts of a
-#: layer are two tensors, of which that of gate and up is the larger one.
-_COUNTED: dict[str, dict[str, Any]] = {
+#: and how they differ: the norms of a layer, norms of queries and keys over each head, biases, gate and up in one tensor, and
+#: tied embeddings by default. The experts of a layer are two tensors, of which that of gate and up is the larger one.
+COUNTED: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
     "mixtral": {"experts": True},
@@ -113,7 +113,7 @@ def shape_of_model(model: Any, pattern: Pattern | None = None, *, on_meta: bool 
         vocabulary = first_number(name, config, ("vocab_size",))
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"estimate: {error}") from None
-    special = _COUNTED.get(model_type)
+    special = COUNTED.get(model_type)
     if special is None or on_meta or config.get("mlp_bias") or config.get("per_layer_config"):
         return _counted_on_meta(whole, config, model_type, attention, width, vocabulary)
     layers = tuple(_layer(config, special, attention, width, number) for number in range(len(attention.layers)))
@@ -174,7 +174,7 @@ def _experts_of(config: Mapping[str, Any], number: int) -> tuple[int, int, int, 
 def _layer(
     config: Mapping[str, Any], special: Mapping[str, Any], attention: ModelAttention, width: int, number: int
 ) -> LayerShape:
-    """Returns a layer of one of the types of `_COUNTED`."""
+    """Returns a layer of one of the types of `COUNTED`."""
     heads, kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
     biased = bool(config.get("attention_bias"))
     norms = [width] * special.get("norms", 2)

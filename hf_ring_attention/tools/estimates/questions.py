@@ -56,7 +56,7 @@ def longest_sequence(answer: Estimate) -> int | None:
 
 
 def smallest_ring(answer: Estimate) -> tuple[int, int] | None:
-    """Returns the size of the smallest ring whose ranks hold the sequence, and the devices: those asked for, or as many as needed.
+    """Returns the size of the smallest ring whose ranks hold the sequence, and the devices: those asked for, or more if needed.
 
     None where no ring of up to `MOST_TIMES_THE_DEVICES` times the devices does.
 

@@ -1,8 +1,8 @@
 """Memory that does not depend on the sequence: parameters, gradients, the optimizer's state, and buffers of their exchange.
 
 ZeRO's stages are those of arXiv 1910.02054, section 5: stage 1 divides the optimizer's state among the devices, stage 2 the
-gradients too, stage 3 (and FSDP) the parameters too. What implementations hold beside that is theirs: DDP's buckets, DeepSpeed's
-buckets and float32 copies, and the layers that FSDP and ZeRO-3 gather.
+gradients too, stage 3 (and FSDP) the parameters too. What implementations hold beside that is theirs: DDP's buckets,
+DeepSpeed's buckets and float32 copies, and the layers that FSDP and ZeRO-3 gather.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def step_times(answer: Estimate, flops: float, bandwidth: float) -> list[TimePar
         TimePart(
             "products with weights",
             products / flops,
-            f"2 x {setting.local_tokens:,} tokens x ({active:,} parameters x {passes} passes + {shape.embedding:,} of the head x "
-            f"{head_passes}) / {flops:.3g} a second",
+            f"2 x {setting.local_tokens:,} tokens x ({active:,} parameters x {passes} passes + {shape.embedding:,} of the head "
+            f"x {head_passes}) / {flops:.3g} a second",
         )
     ]
     attention, waiting, work, moved = 0.0, 0.0, 0, 0
