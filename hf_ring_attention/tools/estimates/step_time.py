@@ -64,7 +64,9 @@ def step_times(answer: Estimate, flops: float, bandwidth: float) -> list[TimePar
             late_backward = received[1] / bandwidth - ATTENTION_BACKWARD * forward / flops
         else:  # one exchange, and nothing is computed meanwhile
             late_forward, late_backward = received[0] / bandwidth, received[1] / bandwidth
-        waiting += max(0.0, late_forward) * (1 + setting.checkpointing) + max(0.0, late_backward)
+        # A difference that is a rounding of the sum is none.
+        late = [one if one > 1e-9 * forward / flops else 0.0 for one in (late_forward, late_backward)]
+        waiting += late[0] * (1 + setting.checkpointing) + late[1]
         moved += received[0] * (1 + setting.checkpointing) + received[1]
     attention = work / flops
     parts.append(TimePart("attention", attention, f"{work:.4g} operations of the busiest rank / {flops:.3g} a second"))
@@ -74,10 +76,10 @@ def step_times(answer: Estimate, flops: float, bandwidth: float) -> list[TimePar
         )
     )
     travelling, formula = _bytes_of_parameters(answer)
-    late = max(0.0, travelling / bandwidth - products / flops - attention)
+    unhidden = max(0.0, travelling / bandwidth - products / flops - attention)
     parts.append(
         TimePart(
-            "waiting for parameters", late, f"what computing does not hide of {formula} / {bandwidth:.3g} a second"
+            "waiting for parameters", unhidden, f"what computing does not hide of {formula} / {bandwidth:.3g} a second"
         )
     )
     return parts
