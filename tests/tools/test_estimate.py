@@ -294,7 +294,9 @@ def test_the_table_says_all_and_the_picture_is_drawn(folder, tmp_path, capsys):
     words = (
         f"estimate --model {folder} --seq-len 256k --devices 4 --memory 60GB --tflops 400 --gbps 400 --plot {picture}"
     )
-    cli.main(words.split())
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words.split())
+    assert not ended.value.code
     text = capsys.readouterr().out
     for expected in (
         "peak of a device",
