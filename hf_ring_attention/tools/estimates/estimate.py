@@ -32,7 +32,7 @@ class Estimate:
         ...               num_attention_heads=32, num_key_value_heads=8, vocab_size=128256)
         >>> answer = ra.estimate(config, 1 << 20, devices=8, offload=True, memory=80 * 10**9)
         >>> answer.fits, round(answer.peak / 2**30, 1), answer.peak_phase
-        (True, 64.8, 'backward of layer 31')
+        (True, 52.4, 'backward of layer 0')
     """
 
     shape: ModelShape
@@ -197,19 +197,23 @@ def estimate_of_shape(shape: ModelShape, setting: TrainingSetting, memory: int |
     return Estimate(shape, setting, parts, totals, together, {str(p): e for p, e in exchanges.items()}, memory)
 
 
-def bound_of_peak(shape: ModelShape, setting: TrainingSetting) -> int:
-    """Returns the peak of a device in bytes without a plan: buffers of the exchange are bounded, all else is as estimated."""
-    return total_bytes(_parts_of_bound(shape, setting))
+def bound_of_peak(shape: ModelShape, setting: TrainingSetting, buffers: ChosenBuffers | None = None) -> int:
+    """Returns the peak of a device in bytes without a plan: buffers of the exchange are bounded, all else is as estimated.
+
+    Args:
+        buffers: those of every layer, where they are known; None for their bound.
+    """
+    return total_bytes(_parts_of_bound(shape, setting, buffers))
 
 
 def parts_by_bound(answer: Estimate, seq_len: int) -> list[MemoryPart]:
     """Returns what a device holds at the peak of a step with sequences of another length, by `bound_of_peak`."""
-    return _parts_of_bound(answer.shape, replace(answer.setting, seq_len=seq_len))
+    return _parts_of_bound(answer.shape, replace(answer.setting, seq_len=seq_len), None)
 
 
-def _parts_of_bound(shape: ModelShape, setting: TrainingSetting) -> list[MemoryPart]:
-    bound = bound_of_buffers(shape, setting)
-    phases = _phases(shape, setting, dict.fromkeys(shape.attention.layers, bound))
+def _parts_of_bound(shape: ModelShape, setting: TrainingSetting, buffers: ChosenBuffers | None) -> list[MemoryPart]:
+    known = buffers or bound_of_buffers(shape, setting)
+    phases = _phases(shape, setting, dict.fromkeys(shape.attention.layers, known))
     return max(phases.values(), key=total_bytes)
 
 

@@ -1,7 +1,7 @@
 """The inverse questions: the longest sequence that fits, the smallest ring for a sequence, and what to switch on next.
 
-Searches ask for many lengths and rings, so the buffers of an exchange are bounded there and not planned
-(`exchange.bound_of_buffers`): what is found fits, and a little more may.
+Searches ask for many lengths and rings, so the buffers of an exchange are not planned there: those of exact attention grow with
+the sequence, and others are bounded (`exchange.bound_of_buffers`). What is found fits, and a little more may.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...plan.patterns import Pattern
 from .estimate import Estimate, bound_of_peak
+from .exchange import ChosenBuffers
 from .model_shape import ModelShape
 from .parts import TrainingSetting
 
@@ -42,7 +44,8 @@ def longest_sequence(answer: Estimate) -> int | None:
     unit = 2 * answer.setting.ring_size
 
     def fits(units: int) -> bool:
-        return bound_of_peak(answer.shape, replace(answer.setting, seq_len=units * unit)) <= memory
+        setting = replace(answer.setting, seq_len=units * unit)
+        return bound_of_peak(answer.shape, setting, _scaled_buffers(answer, setting)) <= memory
 
     if not fits(1):
         return None
@@ -53,6 +56,20 @@ def longest_sequence(answer: Estimate) -> int | None:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low * unit
+
+
+def _scaled_buffers(answer: Estimate, setting: TrainingSetting) -> ChosenBuffers | None:
+    """Returns the buffers at another length: those of exact attention are as much larger as the sequence; None for others."""
+    exchanges = list(answer.exchanges.values())
+    if (
+        len(exchanges) > 1
+        or exchanges[0].problem.pattern != Pattern.exact()
+        or setting.seq_len < answer.setting.ring_size << 12
+    ):
+        return None
+    known = exchanges[0].chosen()
+    scaled = -(-known.bytes * setting.local_tokens // answer.setting.local_tokens)
+    return ChosenBuffers(known.transport, scaled, known.source)
 
 
 def smallest_ring(answer: Estimate) -> tuple[int, int] | None:
