@@ -106,7 +106,7 @@ def peak_of_run(shape: CallShape, run: MeasuredRun) -> int:
 
 
 def _step_of_run(shape: CallShape, run: MeasuredRun) -> int:
-    """Returns the bytes that the second optimizer step held at most; the first one makes the optimizer's state."""
+    """Returns the bytes that the third step held at most: the first makes the optimizer's state, the second DDP's buckets."""
     device = torch.device(shape.device)
     gc.collect()
     start = held_memory(device)
@@ -116,7 +116,7 @@ def _step_of_run(shape: CallShape, run: MeasuredRun) -> int:
     ids = torch.randint(model.config.vocab_size, (1, run.tokens))
     shard = shard_batch({"input_ids": ids, "labels": ids}, ring, device=device)
     labels = count_tokens(shard)
-    for _ in range(2):
+    for _ in range(3):
         gc.collect()
         reset_peak_memory(device)
         with save_on_cpu() if run.offload else nullcontext():

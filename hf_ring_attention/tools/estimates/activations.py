@@ -40,7 +40,9 @@ def layer_memory(shape: ModelShape, layer: LayerShape, setting: TrainingSetting,
     """
     size, attention, width = setting.number_bytes, shape.attention, shape.width
     queries = attention.num_heads * attention.head_dim
-    keys = attention.num_kv_heads * (attention.head_dim + attention.value_dim)
+    # Where fewer key/value heads than ranks are exchanged, several ranks have the same one (plan/heads.py).
+    group = (setting.heads or setting.ring_size) if setting.transport == "heads" else 1
+    keys = max(attention.num_kv_heads, group) * (attention.head_dim + attention.value_dim)
     outputs = attention.num_heads * attention.value_dim
     # A norm saves its input in float32 and the reciprocal root, the normalized rows, and the output that a linear layer reads.
     norms = sum(norm * (4 + 2 * size) + 4 for norm in layer.norm_widths)
