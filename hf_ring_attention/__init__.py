@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from .ring.ring import Ring as Ring
     from .ring.simulation import run_simulated as run_simulated
     from .ring.simulation import simulate as simulate
+    from .tools.estimates.estimate import Estimate as Estimate
+    from .tools.estimates.estimate import estimate as estimate
     from .training.arguments import RingTrainingArguments as RingTrainingArguments
     from .training.collators import PackingCollator as PackingCollator
     from .training.collators import PaddingCollator as PaddingCollator
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 #: Where each public name is, as in the imports above, which only type checkers run.
 _HOMES = {
     "Decision": "plan.choices",
+    "Estimate": "tools.estimates.estimate",
     "Explanation": "ring.explain",
     "ModelSupport": "hf.models",
     "PackingCollator": "training.collators",
@@ -67,6 +70,7 @@ _HOMES = {
     "Traffic": "transport.transports",
     "Window": "plan.patterns",
     "count_tokens": "training.next_tokens",
+    "estimate": "tools.estimates.estimate",
     "explain": "ring.explain",
     "naming_lost_processes": "transport.lost_processes",
     "next_token_loss": "training.losses",
@@ -87,6 +91,7 @@ _HOMES = {
 
 __all__ = [
     "Decision",
+    "Estimate",
     "Explanation",
     "ModelSupport",
     "PackingCollator",
@@ -104,6 +109,7 @@ __all__ = [
     "Window",
     "__version__",
     "count_tokens",
+    "estimate",
     "explain",
     "layout_of_shard",
     "naming_lost_processes",

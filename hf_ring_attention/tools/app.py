@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .._version import __version__
-from .commands import bench, check, explain, models, perplexity, plot, recipes
+from .commands import bench, check, estimate, explain, models, perplexity, plot, recipes
 
 PROGRAM = "hf-ring-attention"
 
@@ -36,6 +36,7 @@ def _program(
 
 
 app.command("explain", epilog=explain.EXAMPLES_OF_EXPLAIN)(explain.explain_command)
+app.command("estimate", epilog=estimate.EXAMPLES_OF_ESTIMATE)(estimate.estimate_command)
 app.add_typer(plot.plot_commands, name="plot")
 app.command("models", epilog=models.EXAMPLES_OF_MODELS)(models.models_command)
 app.command("perplexity", epilog=perplexity.EXAMPLES_OF_PERPLEXITY)(perplexity.perplexity_command)

@@ -39,7 +39,8 @@ _FULL_EVERY = {
 }
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
-_WIDTHS = ("hidden_size", "n_embd", "d_model")
+#: The names that configs have for the width of the residual stream.
+WIDTHS = ("hidden_size", "n_embd", "d_model")
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,24 @@ def model_attention(model: str, pattern: Pattern | None = None) -> ModelAttentio
     Raises:
         argparse.ArgumentTypeError: no config that can be read, or one that says too little.
     """
-    whole = read_config(model)
+    return attention_of_config(read_config(model), model, pattern)
+
+
+def text_config_of(whole: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the part of a config.json that describes the language model, which is all of it for a model of text alone."""
     config: Mapping[str, Any] = whole.get("text_config") or whole
+    return config
+
+
+def attention_of_config(whole: Mapping[str, Any], model: str, pattern: Pattern | None = None) -> ModelAttention:
+    """Returns the attention of the model that a config.json describes, as `model_attention` does, which has its errors.
+
+    Args:
+        model: the name that errors say.
+    """
+    config = text_config_of(whole)
     _check_alike(model, config)
-    heads, layers = _first_number(model, config, _HEADS), _first_number(model, config, _LAYER_COUNTS)
+    heads, layers = first_number(model, config, _HEADS), first_number(model, config, _LAYER_COUNTS)
     kv_heads = config.get("num_key_value_heads") or (1 if config.get("multi_query") else heads)
     if isinstance(config.get("attn_config"), Mapping):  # Configs of dbrx have one.
         kv_heads = config["attn_config"].get("kv_n_heads") or kv_heads
@@ -125,7 +140,7 @@ def model_attention(model: str, pattern: Pattern | None = None) -> ModelAttentio
         head_dim = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
         value_dim, kv_heads = config.get("v_head_dim") or head_dim, heads
     if not head_dim:
-        head_dim = value_dim = _first_number(model, config, _WIDTHS) // heads
+        head_dim = value_dim = first_number(model, config, WIDTHS) // heads
     base, own = _saved_patterns(model, config, pattern)
     windows = _windows(config, layers)
     return ModelAttention(
@@ -155,7 +170,8 @@ def _check_alike(model: str, config: Mapping[str, Any]) -> None:
         )
 
 
-def _first_number(model: str, config: Mapping[str, Any], names: Sequence[str]) -> int:
+def first_number(model: str, config: Mapping[str, Any], names: Sequence[str]) -> int:
+    """Returns the number that a config has under the first of these names; one of at least 1 is expected."""
     for name in names:
         if isinstance(config.get(name), int) and config[name] >= 1:
             return int(config[name])

@@ -144,12 +144,18 @@ def plot_layout(layout: SequenceLayout, work: Sequence[float], pattern: Pattern,
 
 
 def plot_ring(timeline: Timeline, title: str, path: Path) -> None:
-    """Draws a ring's forward pass as a Gantt chart: what each rank computes, sends and waits for."""
+    """Draws a ring's forward pass as a Gantt chart to a file: what each rank computes, sends and waits for."""
+    figure = new_figure(10, 1.8 + 0.5 * min(timeline.ranks, 24))
+    handles = draw_ring(figure.subplots(), timeline, title)
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def draw_ring(axis: Any, timeline: Timeline, title: str) -> list[Any]:
+    """Draws the Gantt chart of `plot_ring` on an axis of a figure, and returns the entries of its legend."""
     p = timeline.ranks
-    figure = new_figure(10, 1.8 + 0.5 * min(p, 24))
     from matplotlib.patches import Patch
 
-    axis = figure.subplots()
     units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
     unit, name = next(((size, unit) for size, unit in units if timeline.seconds >= size), (1e-9, "ns"))
     # A bar has the number of the rank whose keys it computes with, where there is room.
@@ -173,15 +179,13 @@ def plot_ring(timeline: Timeline, title: str, path: Path) -> None:
     axis.set_ylabel("rank")
     axis.set_xlabel(f"time ({name})")
     axis.set_title(f"{title}\n{timeline_summary(timeline)}", fontsize=10)
-    handles = [
+    return [
         Patch(
             color=COMPUTE[0], label="compute" + (", with the keys of the rank that is named" if show_sources else "")
         ),
         Patch(color=SEND, label="send"),
         Patch(facecolor="white", edgecolor=WAIT, hatch="///", label="wait"),
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
-    figure.savefig(path, dpi=120)
 
 
 def timeline_summary(timeline: Timeline) -> str:

@@ -30,8 +30,8 @@ _MODEL_LAYERS, _MODEL_VOCABULARY = 4, 8192
 _TOKENS_OF_WARMING_UP = 32
 
 
-def training_model(shape: CallShape, tokens: int) -> Any:
-    """Returns a small Llama of the shape's heads, with random weights and gradient checkpointing, for rows of `tokens`."""
+def training_model(shape: CallShape, tokens: int, checkpointing: bool = True) -> Any:
+    """Returns a small Llama of the shape's heads, with random weights, by default with checkpointing, for rows of `tokens`."""
     torch.manual_seed(0)
     hidden = shape.heads * shape.head_dim
     config = LlamaConfig(
@@ -46,8 +46,9 @@ def training_model(shape: CallShape, tokens: int) -> Any:
     )
     model: Any = LlamaForCausalLM(config)
     model.to(shape.device, getattr(torch, shape.dtype)).train()
-    # Newer releases of Transformers have another name for it, and warn about this one.
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    if checkpointing:
+        # Newer releases of Transformers have another name for it, and warn about this one.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model
 
 

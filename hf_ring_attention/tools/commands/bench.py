@@ -44,11 +44,12 @@ PARTS = {
     "ring-memory": ("peak memory as the ring grows", 1),
     "overlap": ("how much of a delay of messages shows", 7),
     "step-memory": ("a training step by part, as rows get longer", 1),
+    "estimate": ("peaks of training steps beside ra.estimate; only when named", 1),
     "scaling": ("tokens a second as the ring grows", 5),
     "peers": ("other implementations beside ours; only when named", 3),
 }
 #: The measurements that run only when they are named: they take minutes, and depend on what else is installed.
-ONLY_NAMED = ("peers",)
+ONLY_NAMED = ("estimate", "peers")
 #: The measurements that --plots draws.
 _WITH_PICTURES = ("step-memory", "scaling")
 _PATTERNS = ["longnet:2048/1,8192/4,32768/16", "pyramid:512,3"]
@@ -98,7 +99,9 @@ def bench_command(
     parts: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[PART]...", parser=parsed(one_of(*PARTS)), help="What to measure; default: all but peers."
+            metavar="[PART]...",
+            parser=parsed(one_of(*PARTS)),
+            help="What to measure; default: all but estimate and peers.",
         ),
     ] = None,
     tokens: Annotated[int, tokens_option("--tokens", "Tokens of speed and memory.")] = "32k",  # type: ignore[assignment]
@@ -319,6 +322,13 @@ def _step_memory(options: BenchOptions) -> tuple[Any, Sheet]:
     return figures, step_memory_report(figures, options.shape)
 
 
+def _estimate(options: BenchOptions) -> tuple[Any, Sheet]:
+    from ..benchmarks.estimate_runs import estimates_report, measure_estimates
+
+    rows = measure_estimates(options.shape)
+    return rows, estimates_report(rows, options.shape)
+
+
 def _scaling(options: BenchOptions) -> tuple[Any, Sheet]:
     from ..benchmarks.scaling import measure_scaling, scaling_report
 
@@ -347,6 +357,7 @@ MEASUREMENTS: dict[str, Callable[[BenchOptions], tuple[Any, Sheet]]] = {
     "ring-memory": _ring_memory,
     "overlap": _overlap,
     "step-memory": _step_memory,
+    "estimate": _estimate,
     "scaling": _scaling,
     "peers": _peers,
 }
