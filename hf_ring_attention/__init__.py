@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from .hf.models import ModelSupport as ModelSupport
     from .hf.models import supported_models as supported_models
     from .hf.patch import patch_model as patch_model
+    from .plan.branches import Segment as Segment
+    from .plan.branches import Sink as Sink
+    from .plan.branches import Window as Window
     from .plan.choices import Decision as Decision
     from .plan.layouts import SequenceLayout as SequenceLayout
     from .plan.patterns import Pattern as Pattern
-    from .plan.patterns import Segment as Segment
-    from .plan.patterns import Sink as Sink
-    from .plan.patterns import Window as Window
     from .ring.attention import ring_attention as ring_attention
     from .ring.explain import Explanation as Explanation
     from .ring.explain import explain as explain
@@ -64,11 +64,11 @@ _HOMES = {
     "RingTrainer": "training.trainer",
     "RingTrainerMixin": "training.trainer",
     "RingTrainingArguments": "training.arguments",
-    "Segment": "plan.patterns",
+    "Segment": "plan.branches",
     "SequenceLayout": "plan.layouts",
-    "Sink": "plan.patterns",
+    "Sink": "plan.branches",
     "Traffic": "transport.transports",
-    "Window": "plan.patterns",
+    "Window": "plan.branches",
     "count_tokens": "training.next_tokens",
     "estimate": "tools.estimates.estimate",
     "explain": "ring.explain",

@@ -17,11 +17,17 @@ from ..plan.patterns import Pattern
 @lru_cache(maxsize=64)
 def multiplicity_matrix(pattern: Pattern, length: int, num_heads: int, num_kv_heads: int, causal: bool) -> Tensor:
     """Returns `Pattern.multiplicity` of every head, query position and key position: [H, length, length] float64."""
-    by_phase = {}
-    for head in range(num_heads):
-        phase = pattern.phase(head, num_heads=num_heads, num_kv_heads=num_kv_heads)
-        if phase not in by_phase:
-            by_phase[phase] = [
+    by_kind = {}
+    kinds = [
+        (
+            pattern.of_kv_head(head // (num_heads // num_kv_heads)),
+            pattern.phase(head, num_heads=num_heads, num_kv_heads=num_kv_heads),
+        )
+        for head in range(num_heads)
+    ]
+    for head, kind in enumerate(kinds):
+        if kind not in by_kind:
+            by_kind[kind] = [
                 [
                     pattern.multiplicity(
                         query, key, head=head, num_heads=num_heads, num_kv_heads=num_kv_heads, causal=causal
@@ -30,8 +36,7 @@ def multiplicity_matrix(pattern: Pattern, length: int, num_heads: int, num_kv_he
                 ]
                 for query in range(length)
             ]
-    phases = [pattern.phase(head, num_heads=num_heads, num_kv_heads=num_kv_heads) for head in range(num_heads)]
-    return torch.tensor([by_phase[phase] for phase in phases], dtype=torch.float64)
+    return torch.tensor([by_kind[kind] for kind in kinds], dtype=torch.float64)
 
 
 def reference_attention(

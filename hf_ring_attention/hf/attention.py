@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ..compute.private import attentions_are_collected
+from ..plan.branches import Window
 from ..plan.heads import check_heads
-from ..plan.patterns import Pattern, Window
+from ..plan.patterns import Pattern
 from ..plan.problem import HeldKeys
 from ..ring.attention import UNTRACEABLE, cached_attention, check_not_traced, ring_attention
 from ..ring.ring import Ring
@@ -135,12 +136,13 @@ def _held(
             f"{name}: the mask has {tokens.length} tokens, for {num_queries} query and {num_rows} key tokens: pass the "
             f"attention_mask of all tokens so far, those in the cache included"
         )
-    if tokens.dropped and not (
-        len(pattern.branches) == 1
-        and isinstance(pattern.branches[0], Window)
-        and pattern.branches[0].dilation == 1
+    if tokens.dropped and not all(
+        isinstance(branch, Window)
+        and branch.dilation == 1
         and tokens.window is not None
-        and pattern.branches[0].length <= tokens.window
+        and branch.length <= tokens.window
+        for one in pattern.kv_heads or (pattern,)
+        for branch in one.branches
     ):
         raise ValueError(
             f"{name}: layer {getattr(module, 'layer_idx', None)} has the pattern {pattern}, and its cache keeps only the "

@@ -12,8 +12,9 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from ..compute.private import implementation_of, set_implementation
+from ..plan.branches import Window
 from ..plan.layouts import SequenceLayout
-from ..plan.patterns import Pattern, Window, as_pattern
+from ..plan.patterns import Pattern, as_pattern
 from ..ring.ring import Ring
 from .registration import IMPLEMENTATION
 from .support import check_config, class_name
@@ -159,6 +160,13 @@ def model_layout(config: Any, ring: Ring, seq_len: int) -> SequenceLayout:
     return ring.layout_for(seq_len, layer_pattern(config, None))
 
 
+def _check_kv_heads(pattern: Pattern, config: PretrainedConfig) -> None:
+    """Refuses patterns of other key/value heads; a config that does not say how many it has is checked when it computes."""
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    if isinstance(heads, int):
+        pattern.check_heads(heads, class_name(config))
+
+
 def patch_config(
     config: PretrainedConfig,
     pattern: Pattern | str | None = None,
@@ -181,8 +189,8 @@ def patch_config(
         The config.
 
     Raises:
-        ValueError: no pattern, two of them, layers the model does not have, or a model that does not call the attention
-            interface.
+        ValueError: no pattern, two of them, one for another number of key/value heads, layers the model does not have, or
+            a model that does not call the attention interface.
         NotImplementedError: a model that ring_dilated does not compute.
 
     Example:
@@ -207,6 +215,7 @@ def patch_config(
     pattern = as_pattern(pattern, "patch_config")  # type: ignore[arg-type]
     text_config = config.get_text_config()
     check_config(text_config)
+    _check_kv_heads(pattern, text_config)
     _patterns(text_config)
     settings = dict(getattr(text_config, IMPLEMENTATION, None) or {})
     if layers is None:

@@ -103,7 +103,8 @@ def choose_layout(seq_len: int, world_size: int, pattern: Pattern) -> Decision:
 
     def imbalance_in(kind: LayoutKind) -> float:
         layout = SequenceLayout(kind, length, world_size)
-        return imbalance(Problem(pattern, layout, (((0, length),),), num_heads=1, num_kv_heads=1))
+        heads = pattern.num_kv_heads or 1
+        return imbalance(Problem(pattern, layout, (((0, length),),), num_heads=heads, num_kv_heads=heads))
 
     contiguous = imbalance_in("contiguous")
     busiest = f"with contiguous pieces the busiest rank does {contiguous:.2f} times the mean work"

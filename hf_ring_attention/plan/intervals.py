@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from .patterns import Branch, Pattern, Segment, Sink, Window
+from .branches import Branch, Segment, Sink, Window
+from .patterns import Pattern
 
 
 class Run(NamedTuple):

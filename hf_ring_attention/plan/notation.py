@@ -7,12 +7,15 @@
     branches:sink=4,window=512,window=2048/4:dilated,segment=all/8@count@query_head
                                   any other pattern: each branch with its length, its dilation and its queries, where they
                                   are not the usual ones; then the overlap, and which heads' numbers set the phases
+    kv0,3-5=exact;kv1-2=window:512+4
+                                  a pattern for each key/value head, by their numbers from 0 on
 
 This module reads and writes the texts; `Pattern` knows their meaning.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +23,8 @@ from typing import Any, NamedTuple
 FORMS = (
     "exact; window:LENGTH[+SINKS]; pyramid:WINDOW,LEVELS[,RATIO[,SINKS]]; longnet:LENGTH/RATE,... with 'all' for the whole "
     "document; branches:sink=TOKENS,window=LENGTH[/DILATION][:QUERIES],segment=LENGTH[/DILATION][:QUERIES]. Behind each may "
-    "stand @count or @once, and @query_head or @kv_head. For example window:512+4, pyramid:512,3 or longnet:512/1,2048/4,all/8"
+    "stand @count or @once, and @query_head or @kv_head. For example window:512+4, pyramid:512,3 or longnet:512/1,2048/4,all/8 "
+    "(where key/value heads differ, kvNUMBERS=PATTERN for all of them: kv0,3-5=exact;kv1-2=window:512+4)"
 )
 #: The words that may stand behind an @, each with the setting whose value it is.
 _SETTINGS = {"count": "overlap", "once": "overlap", "kv_head": "phase_by", "query_head": "phase_by"}
@@ -60,6 +64,50 @@ def read(text: str) -> PatternText:
         return PatternText(maker, arguments, _settings(settings))
     except ValueError as error:
         raise ValueError(f"pattern {text!r} cannot be read: {error}. A pattern is one of: {FORMS}") from None
+
+
+def read_heads(text: str) -> list[str] | None:
+    """Returns the text of each key/value head's pattern, by the heads' numbers; None for a text that heads share.
+
+    Raises:
+        ValueError: heads that are named twice or not at all.
+    """
+    if not isinstance(text, str) or not text.strip().startswith("kv"):
+        return None
+    texts: dict[int, str] = {}
+    for part in text.split(";"):
+        match = re.fullmatch(r"\s*kv([0-9,\- ]+)=(.+)", part)
+        if match is None or match.group(2).strip().startswith("kv"):
+            raise ValueError(
+                f"pattern {text!r} cannot be read: kvNUMBERS=PATTERN was expected, got {part!r}. {_HEADS_FORM}"
+            )
+        for number in _numbers(match.group(1), text):
+            if number in texts:
+                raise ValueError(
+                    f"pattern {text!r} cannot be read: it names key/value head {number} twice. {_HEADS_FORM}"
+                )
+            texts[number] = match.group(2).strip()
+    missing = sorted({*range(max(texts) + 1)} - {*texts})
+    if missing:
+        raise ValueError(f"pattern {text!r} cannot be read: it leaves out the key/value heads {missing}. {_HEADS_FORM}")
+    return [texts[number] for number in sorted(texts)]
+
+
+_HEADS_FORM = "Each key/value head from 0 on has one pattern, for example kv0,3-5=exact;kv1-2=window:512+4"
+
+
+def _numbers(text: str, whole: str) -> list[int]:
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        try:
+            low, high = _number(first), _number(last if dash else first)
+            if high < low:
+                raise ValueError(f"{part!r} ends before it begins")
+        except ValueError as error:
+            raise ValueError(f"pattern {whole!r} cannot be read: {error}. {_HEADS_FORM}") from None
+        numbers += range(low, high + 1)
+    return numbers
 
 
 def _settings(words: Sequence[str]) -> dict[str, str]:
@@ -131,7 +179,9 @@ def _number(text: str) -> int:
 
 
 def write(pattern: Mapping[str, Any]) -> str:
-    """Returns the shortest text of a pattern in the form of `Pattern.to_dict`; `read` reads it back."""
+    """Returns the shortest text of a pattern in the form of `Pattern.to_dict`; `read` and `read_heads` read it back."""
+    if "kv_heads" in pattern:
+        return _write_heads([write(one) for one in pattern["kv_heads"]])
     branches: list[dict[str, Any]] = pattern["branches"]
     overlap, usual_overlap = pattern["overlap"], "once"
     text = _as_window(branches) or _as_pyramid(branches) if overlap == "once" else None
@@ -145,6 +195,16 @@ def write(pattern: Mapping[str, Any]) -> str:
     if overlap != usual_overlap:
         text += f"@{overlap}"
     return text if pattern["phase_by"] == "kv_head" else f"{text}@{pattern['phase_by']}"
+
+
+def _write_heads(texts: Sequence[str]) -> str:
+    parts = []
+    for text in dict.fromkeys(texts):
+        heads = [head for head, one in enumerate(texts) if one == text]
+        numbered = itertools.groupby(enumerate(heads), lambda place: place[1] - place[0])
+        runs = [[head for _, head in run] for _, run in numbered]
+        parts.append(f"kv{','.join(str(run[0]) if len(run) == 1 else f'{run[0]}-{run[-1]}' for run in runs)}={text}")
+    return ";".join(parts)
 
 
 def _split_sinks(branches: Sequence[Mapping[str, Any]]) -> tuple[int, Sequence[Mapping[str, Any]]]:

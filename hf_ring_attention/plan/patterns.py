@@ -12,131 +12,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from . import notation
-
-Queries = Literal["dilated", "all"]
+from .branches import BRANCH_TYPES, BRANCHES, Branch, Segment, Sink, Window, check_choice, check_count
 
 Overlap = Literal["count", "once"]
 
 PhaseBy = Literal["kv_head", "query_head"]
-
-
-def _check_count(owner: str, name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{owner}: {name} must be an integer of at least 1, got {value!r}")
-
-
-def _check_choice(owner: str, name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{owner}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-
-
-def _check_dilated(owner: str, length: int | None, dilation: int, queries: str) -> None:
-    _check_count(owner, "dilation", dilation)
-    if length is not None:
-        _check_count(owner, "length", length)
-        if length % dilation:
-            raise ValueError(
-                f"{owner}: length must be a multiple of dilation, got {length} = {length // dilation} * {dilation} + "
-                f"{length % dilation}; use length={length - length % dilation or dilation}"
-            )
-    _check_choice(owner, "queries", queries, ("dilated", "all"))
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Blocks of `length` tokens that attend inside themselves, every `dilation`-th token (LongNet, arXiv 2307.02486, 2.2).
-
-    A query sees a key of its own block (`query // length == key // length`) whose position has the head's phase modulo
-    `dilation`. With `queries="dilated"` only queries of that same residue take part; with `"all"` every query does.
-    `length=None` is one block, the whole document. Lengths are in tokens.
-
-    Raises:
-        ValueError: a length or dilation below 1, or a length that is not a multiple of the dilation.
-
-    Example:
-        >>> [key for key in range(12) if ra.Segment(length=8, dilation=2).shows(query=4, key=key, phase=0)]
-        [0, 2, 4, 6]
-        >>> [key for key in range(12) if ra.Segment(length=8, dilation=2).shows(query=5, key=key, phase=0)]
-        []
-    """
-
-    length: int | None = None
-    dilation: int = 1
-    queries: Queries = "dilated"
-
-    def __post_init__(self) -> None:
-        _check_dilated("Segment", self.length, self.dilation, self.queries)
-
-    def shows(self, query: int, key: int, phase: int) -> bool:
-        """Whether `query` sees `key` in a head of this phase, causality aside."""
-        if self.length is not None and query // self.length != key // self.length:
-            return False
-        residue = phase % self.dilation
-        return key % self.dilation == residue and (self.queries == "all" or query % self.dilation == residue)
-
-
-@dataclass(frozen=True)
-class Window:
-    """A sliding window: keys nearer than `length` tokens (`abs(query - key) < length`), every `dilation`-th of them.
-
-    Keys have the head's phase modulo `dilation`; with `queries="dilated"` the queries that take part have it too.
-
-    Raises:
-        ValueError: a length or dilation below 1, or a length that is not a multiple of the dilation.
-
-    Example:
-        >>> [key for key in range(12) if ra.Window(length=4, dilation=2).shows(query=5, key=key, phase=0)]
-        [2, 4, 6, 8]
-        >>> ra.Window(length=5, dilation=2)
-        Traceback (most recent call last):
-        ValueError: Window: length must be a multiple of dilation, got 5 = 2 * 2 + 1; use length=4
-    """
-
-    length: int
-    dilation: int = 1
-    queries: Queries = "all"
-
-    def __post_init__(self) -> None:
-        _check_count("Window", "length", self.length)
-        _check_dilated("Window", self.length, self.dilation, self.queries)
-
-    def shows(self, query: int, key: int, phase: int) -> bool:
-        """Whether `query` sees `key` in a head of this phase, causality aside."""
-        if abs(query - key) >= self.length:
-            return False
-        residue = phase % self.dilation
-        return key % self.dilation == residue and (self.queries == "all" or query % self.dilation == residue)
-
-
-@dataclass(frozen=True)
-class Sink:
-    """The first `tokens` tokens of the document, seen by every query (attention sinks, arXiv 2309.17453).
-
-    Raises:
-        ValueError: fewer than 1 token.
-
-    Example:
-        >>> ra.Sink(4).shows(query=900, key=3, phase=0)
-        True
-        >>> ra.Pattern([ra.Sink(4), ra.Window(512)]) == ra.Pattern.parse("window:512+4")
-        True
-    """
-
-    tokens: int
-
-    def __post_init__(self) -> None:
-        _check_count("Sink", "tokens", self.tokens)
-
-    def shows(self, query: int, key: int, phase: int) -> bool:
-        """Whether `query` sees `key`, causality aside."""
-        return key < self.tokens
-
-
-Branch = Segment | Window | Sink
-
-_BRANCHES: dict[str, type[Segment] | type[Window] | type[Sink]] = {"segment": Segment, "window": Window, "sink": Sink}
-
-_BRANCH_TYPES = (Segment, Window, Sink)
 
 
 @dataclass(frozen=True)
@@ -154,6 +34,8 @@ class Pattern:
             denominators, as LongNet does. "once" takes each visible key once; it asks for nested branches, each dilation
             dividing the next.
         phase_by: a head's phase is the index of its key/value head, or that of the query head.
+        kv_heads: the pattern of each key/value head, for all query heads that share it, in place of branches:
+            `by_kv_head` makes it.
 
     Raises:
         ValueError: no branches, a branch of another type, a pattern that leaves queries without a key, or branches
@@ -173,20 +55,24 @@ class Pattern:
     branches: tuple[Branch, ...]
     overlap: Overlap = "once"
     phase_by: PhaseBy = "kv_head"
+    kv_heads: tuple[Pattern, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.kv_heads:
+            self._check_kv_heads()
+            return
         branches: Any = self.branches
-        if isinstance(branches, _BRANCH_TYPES):
+        if isinstance(branches, BRANCH_TYPES):
             branches = (branches,)
         if not isinstance(branches, Iterable):
             raise ValueError(f"Pattern: branches must be a sequence of Segment, Window and Sink, got {branches!r}")
         branches = tuple(branches)
         object.__setattr__(self, "branches", branches)
         for branch in branches:
-            if not isinstance(branch, _BRANCH_TYPES):
+            if not isinstance(branch, BRANCH_TYPES):
                 raise ValueError(f"Pattern: a branch must be a Segment, a Window or a Sink, got {branch!r}")
-        _check_choice("Pattern", "overlap", self.overlap, ("count", "once"))
-        _check_choice("Pattern", "phase_by", self.phase_by, ("kv_head", "query_head"))
+        check_choice("Pattern", "overlap", self.overlap, ("count", "once"))
+        check_choice("Pattern", "phase_by", self.phase_by, ("kv_head", "query_head"))
         dilated = [branch for branch in branches if not isinstance(branch, Sink)]
         if all(branch.dilation != 1 for branch in dilated):
             raise ValueError(
@@ -202,6 +88,69 @@ class Pattern:
                         f"{later.dilation % earlier.dilation}: order the branches by dilation, make each dilation a "
                         f"multiple of the one before, or use overlap='count'"
                     )
+
+    def _check_kv_heads(self) -> None:
+        if self.branches or (self.overlap, self.phase_by) != ("once", "kv_head"):
+            raise ValueError(
+                "Pattern: with kv_heads, the patterns of the heads have the branches, overlap and phase_by: leave them out, as "
+                "Pattern.by_kv_head does"
+            )
+        object.__setattr__(self, "kv_heads", tuple(self.kv_heads))
+        for head, pattern in enumerate(self.kv_heads):
+            if not isinstance(pattern, Pattern) or pattern.kv_heads:
+                raise ValueError(
+                    f"Pattern: kv_heads must be patterns with branches, one for each key/value head, got {pattern!r} for head "
+                    f"{head}"
+                )
+
+    @classmethod
+    def by_kv_head(cls, patterns: Sequence[Pattern | str]) -> Pattern:
+        """Makes a pattern whose heads differ: one pattern for each key/value head and the query heads that share it.
+
+        A few heads of a model look far back, and the others need a window with sinks alone (DuoAttention,
+        arXiv 2410.10819).
+
+        Args:
+            patterns: of each key/value head, as a `Pattern` or its text; if all are the same, that one is returned.
+
+        Raises:
+            ValueError: no patterns, or one that differs by heads itself.
+
+        Example:
+            >>> few = ra.Pattern.by_kv_head(["exact" if head in (0, 5) else "window:512+4" for head in range(8)])
+            >>> print(few)
+            kv0,5=exact;kv1-4,6-7=window:512+4
+            >>> round(few.flop_share(32768), 3)
+            0.273
+        """
+        made = [as_pattern(pattern, "Pattern.by_kv_head") for pattern in patterns]
+        if not made:
+            raise ValueError("Pattern.by_kv_head: a pattern for each key/value head was expected, got none")
+        return made[0] if len({*made}) == 1 and not made[0].kv_heads else cls((), kv_heads=tuple(made))
+
+    @property
+    def num_kv_heads(self) -> int | None:
+        """The number of key/value heads it is for; None where all heads, however many, have the same branches."""
+        return len(self.kv_heads) or None
+
+    def of_kv_head(self, kv_head: int) -> Pattern:
+        """Returns the pattern of a key/value head."""
+        return self.kv_heads[kv_head] if self.kv_heads else self
+
+    def check_heads(self, num_kv_heads: int, whose: str) -> None:
+        """Refuses attention of another number of key/value heads than the pattern is for.
+
+        Args:
+            whose: the owner of the heads, for the message.
+
+        Raises:
+            ValueError: another number.
+        """
+        if self.kv_heads and len(self.kv_heads) != num_kv_heads:
+            raise ValueError(
+                f"the pattern {self} is for {len(self.kv_heads)} key/value heads, and {whose} has {num_kv_heads}: give it one "
+                f"pattern for each of them"
+            )
 
     @classmethod
     def exact(cls) -> Pattern:
@@ -243,9 +192,9 @@ class Pattern:
             >>> ra.Pattern.pyramid(512, levels=2).branches
             (Sink(tokens=4), Window(length=512, dilation=1, queries='all'), Window(length=2048, dilation=4, queries='all'))
         """
-        _check_count("Pattern.pyramid", "window", window)
-        _check_count("Pattern.pyramid", "levels", levels)
-        _check_count("Pattern.pyramid", "ratio", ratio)
+        check_count("Pattern.pyramid", "window", window)
+        check_count("Pattern.pyramid", "levels", levels)
+        check_count("Pattern.pyramid", "ratio", ratio)
         if not isinstance(sinks, int) or isinstance(sinks, bool) or sinks < 0:
             raise ValueError(f"Pattern.pyramid: sinks must be an integer of at least 0, got {sinks!r}")
         windows = tuple(Window(window * ratio**level, ratio**level) for level in range(levels))
@@ -253,7 +202,8 @@ class Pattern:
 
     def phase(self, head: int, *, num_heads: int, num_kv_heads: int) -> int:
         """Returns the phase of a query head: its key/value head's index or its own, by `phase_by`."""
-        return head // (num_heads // num_kv_heads) if self.phase_by == "kv_head" else head
+        kv_head = head // (num_heads // num_kv_heads)
+        return kv_head if self.of_kv_head(kv_head).phase_by == "kv_head" else head
 
     def multiplicity(
         self, query: int, key: int, *, head: int, num_heads: int, num_kv_heads: int, causal: bool = True
@@ -266,17 +216,20 @@ class Pattern:
         if causal and key > query:
             return 0
         phase = self.phase(head, num_heads=num_heads, num_kv_heads=num_kv_heads)
-        count = sum(branch.shows(query, key, phase) for branch in self.branches)
-        return count if self.overlap == "count" else min(count, 1)
+        own = self.of_kv_head(head // (num_heads // num_kv_heads))
+        count = sum(branch.shows(query, key, phase) for branch in own.branches)
+        return count if own.overlap == "count" else min(count, 1)
 
     def flop_share(
-        self, seq_len: int, *, num_heads: int = 1, num_kv_heads: int | None = None, causal: bool = True
+        self, seq_len: int, *, num_heads: int | None = None, num_kv_heads: int | None = None, causal: bool = True
     ) -> float:
         """Returns the floating point operations of attention, as a share of those of exact attention.
 
         Args:
             seq_len: tokens of a sequence of one document.
-            num_kv_heads: None for `num_heads`. Heads have different phases, and so may differ a little.
+            num_heads: None for one, or for one for each key/value head that the pattern is for.
+            num_kv_heads: None for `num_heads`, or for those that the pattern is for. Heads have different phases, and so may
+                differ a little.
 
         Raises:
             ValueError: numbers below 1, or heads that do not divide.
@@ -288,7 +241,9 @@ class Pattern:
         # A module-level import would be a circle: plans import patterns.
         from .plans import pairs_of_row
 
-        heads = num_heads, num_heads if num_kv_heads is None else num_kv_heads
+        num_kv_heads = num_kv_heads or self.num_kv_heads or num_heads or 1
+        self.check_heads(num_kv_heads, "Pattern.flop_share")
+        heads = num_heads or num_kv_heads, num_kv_heads
         return pairs_of_row(self, seq_len, *heads, causal) / pairs_of_row(Pattern.exact(), seq_len, *heads, causal)
 
     def __str__(self) -> str:
@@ -308,6 +263,10 @@ class Pattern:
             >>> ra.Pattern.parse("window:512+4").branches
             (Sink(tokens=4), Window(length=512, dilation=1, queries='all'))
         """
+        heads = notation.read_heads(text)
+        if heads is not None:
+            made = {one: cls.parse(one) for one in heads}
+            return cls.by_kv_head([made[one] for one in heads])
         maker, arguments, settings = notation.read(text)
         try:
             if maker == "branches":
@@ -319,7 +278,9 @@ class Pattern:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the pattern in plain JSON types; `from_dict` reads it back."""
-        names = {kind: name for name, kind in _BRANCHES.items()}
+        if self.kv_heads:
+            return {"kv_heads": [pattern.to_dict() for pattern in self.kv_heads]}
+        names = {kind: name for name, kind in BRANCHES.items()}
         branches = [{"type": names[type(branch)], **asdict(branch)} for branch in self.branches]
         return {"branches": branches, "overlap": self.overlap, "phase_by": self.phase_by}
 
@@ -330,6 +291,11 @@ class Pattern:
         Raises:
             ValueError: unknown or missing keys or branch types, and whatever `Pattern` itself refuses.
         """
+        if isinstance(d, Mapping) and "kv_heads" in d:
+            _check_keys("Pattern.from_dict", d, ("kv_heads",), ())
+            if not isinstance(d["kv_heads"], Sequence) or isinstance(d["kv_heads"], str) or not d["kv_heads"]:
+                raise ValueError(f"Pattern.from_dict: 'kv_heads' must be a list of dicts, got {d['kv_heads']!r}")
+            return cls.by_kv_head([cls.from_dict(pattern) for pattern in d["kv_heads"]])
         _check_keys("Pattern.from_dict", d, ("branches",), ("overlap", "phase_by"))
         if not isinstance(d["branches"], Sequence) or isinstance(d["branches"], str):
             raise ValueError(f"Pattern.from_dict: 'branches' must be a list of dicts, got {d['branches']!r}")
@@ -337,9 +303,9 @@ class Pattern:
         for number, entry in enumerate(d["branches"]):
             where = f"Pattern.from_dict: branch {number}"
             kind_name = entry.get("type") if isinstance(entry, Mapping) else None
-            if not isinstance(kind_name, str) or kind_name not in _BRANCHES:
-                raise ValueError(f"{where} must be a dict whose 'type' is one of {sorted(_BRANCHES)}, got {entry!r}")
-            kind = _BRANCHES[kind_name]
+            if not isinstance(kind_name, str) or kind_name not in BRANCHES:
+                raise ValueError(f"{where} must be a dict whose 'type' is one of {sorted(BRANCHES)}, got {entry!r}")
+            kind = BRANCHES[kind_name]
             names = tuple(field.name for field in fields(kind))
             required = tuple(name for name in names if kind is not Segment and name in ("length", "tokens"))
             _check_keys(where, entry, ("type", *required), names)

@@ -145,6 +145,8 @@ class Problem:
                 f"the number of query heads must be a multiple of the number of key/value heads, got {self.num_heads} "
                 f"and {self.num_kv_heads}"
             )
+        if self.pattern.num_kv_heads and self.first_kv_head + self.num_kv_heads > self.pattern.num_kv_heads:
+            self.pattern.check_heads(self.first_kv_head + self.num_kv_heads, "the attention")
         if self.layout.rows and len(self.layout.rows) != len(self.documents):
             raise ValueError(
                 f"the layout was made for the documents of {len(self.layout.rows)} batch rows, and there are "

@@ -36,8 +36,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from .branches import Branch, Segment, Sink, Window
 from .intervals import Piece, Progression, Region, Run, borders_of, covering, progressions, regions_of
-from .patterns import Branch, Pattern, Segment, Sink, Window
+from .patterns import Pattern
 
 #: What query number i of a tile sees: all keys; keys 0 to i; or keys i to i + (number of keys - number of queries).
 Shape = Literal["full", "causal", "band"]
@@ -289,21 +290,29 @@ class _BranchOfPhase:
 def _branches_of_phases(
     pattern: Pattern, num_heads: int, num_kv_heads: int, causal: bool, first_head: int, first_kv_head: int
 ) -> tuple[_BranchOfPhase, ...]:
-    """Returns the branches in their order, each for every phase that a head has."""
-    # Where a key/value head has one query head, this one's number may yet be another one: among all heads it shares the key.
-    first = first_head if pattern.phase_by == "query_head" else first_kv_head
-    branches = []
-    for number, branch in enumerate(pattern.branches):
-        dilation = _dilation(branch)
-        per_query_head = dilation > 1 and pattern.phase_by == "query_head" and num_heads > num_kv_heads
-        heads_of: dict[int, list[int]] = {}
-        for head in range(num_heads if per_query_head else num_kv_heads):
-            heads_of.setdefault((first + head) % dilation, []).append(head)
-        branches += [
-            _BranchOfPhase(pattern, number, residue, tuple(heads), per_query_head, causal)
-            for residue, heads in heads_of.items()
-        ]
-    return tuple(branches)
+    """Returns the branches in their order, each for every phase that a head has.
+
+    Branches of heads with different patterns have the same numbers, so that their tiles of one shape make one batch.
+    """
+    kv_heads_of: dict[Pattern, list[int]] = {}
+    for kv_head in range(num_kv_heads):
+        kv_heads_of.setdefault(pattern.of_kv_head(first_kv_head + kv_head), []).append(kv_head)
+    group, branches = num_heads // num_kv_heads, []
+    for own, kv_heads in kv_heads_of.items():
+        # Where a key/value head has one query head here, this one has another number among all heads, which share the key.
+        first = first_head if own.phase_by == "query_head" else first_kv_head
+        for number, branch in enumerate(own.branches):
+            dilation = _dilation(branch)
+            per_query_head = dilation > 1 and own.phase_by == "query_head" and group > 1
+            heads_of: dict[int, list[int]] = {}
+            for kv_head in kv_heads:
+                for head in range(kv_head * group, (kv_head + 1) * group) if per_query_head else [kv_head]:
+                    heads_of.setdefault((first + head) % dilation, []).append(head)
+            branches += [
+                _BranchOfPhase(own, number, residue, tuple(heads), per_query_head, causal)
+                for residue, heads in heads_of.items()
+            ]
+    return tuple(sorted(branches, key=lambda branch: branch.number))
 
 
 def _folds(runs: Sequence[Run], dilation: int, starts: Sequence[int]) -> Iterator[_Fold]:

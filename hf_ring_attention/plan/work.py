@@ -7,8 +7,9 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from .branches import Segment
 from .intervals import Run
-from .patterns import Pattern, Segment
+from .patterns import Pattern
 from .tiles import pairs_of_tile, tile_document
 
 #: Work is counted for documents of these lengths, each longer than the last one by this factor, and estimated between them.
@@ -59,7 +60,8 @@ def _counted(pattern: Pattern, most_tokens: int) -> Work:
     while lengths[-1] < most_tokens:
         lengths.append(min(most_tokens, math.ceil(lengths[-1] * _GROWTH)))
     # Under dilated segments work rises in each segment, and falls behind it.
-    segments = [branch.length for branch in pattern.branches if isinstance(branch, Segment) and branch.length]
+    branches = {branch for one in pattern.kv_heads or (pattern,) for branch in one.branches}
+    segments = sorted({branch.length for branch in branches if isinstance(branch, Segment) and branch.length})
     for segment in segments:
         if most_tokens // segment <= _MOST_SEGMENTS:
             lengths += range(segment, most_tokens, segment)
@@ -69,8 +71,10 @@ def _counted(pattern: Pattern, most_tokens: int) -> Work:
     )
 
 
-def _pairs_of_document(pattern: Pattern, length: int) -> int:
-    """Returns the query-key pairs of one head in a causal document, without a plan, which nobody would need again."""
-    rows = [Run(0, 0, length)]
-    tiles = tile_document(pattern, length=length, queries=rows, keys=rows, num_heads=1, num_kv_heads=1, causal=True)
-    return sum(pairs_of_tile(t.shape, len(t.queries), len(t.keys)) * t.fold_size for t in tiles)
+def _pairs_of_document(pattern: Pattern, length: int) -> float:
+    """Returns the query-key pairs of a head in a causal document, on average, without a plan, which nobody would need again."""
+    rows, heads = [Run(0, 0, length)], pattern.num_kv_heads or 1
+    tiles = tile_document(
+        pattern, length=length, queries=rows, keys=rows, num_heads=heads, num_kv_heads=heads, causal=True
+    )
+    return sum(pairs_of_tile(t.shape, len(t.queries), len(t.keys)) * t.fold_size * len(t.heads) for t in tiles) / heads

@@ -154,6 +154,7 @@ def cached_attention(
     with ring.agreement(_device_of_call(q)) as call:
         pattern = as_pattern(pattern, "cached_attention")
         _check_tensors(q, k, v, softcap, sinks)
+        pattern.check_heads(k.shape[1], "k")
         if (q.shape[2], k.shape[2]) != (held.num_queries, held.num_rows):
             raise ValueError(
                 f"cached_attention: expected {held.num_queries} queries and {held.num_rows} key rows, got "
@@ -279,6 +280,7 @@ def _problem(
         ValueError: tokens, layout and documents do not fit each other.
     """
     n = q.shape[2]
+    pattern.check_heads(k.shape[1], "k")
     if n != k.shape[2]:
         raise ValueError(
             f"ring_attention: as many query tokens as key tokens are expected, got {n} and {k.shape[2]}: "

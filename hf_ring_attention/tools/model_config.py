@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..plan.patterns import Pattern, Window
+from ..plan.branches import Window
+from ..plan.patterns import Pattern
 from .output import spinner
 
 #: Types whose config.json may lack layer_types, with (n, i): every n-th layer from layer i on has no window of its own.

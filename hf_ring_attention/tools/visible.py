@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..plan.branches import Segment, Sink, Window
 from ..plan.intervals import Border, Region, regions_of
-from ..plan.patterns import Pattern, Segment, Sink, Window
+from ..plan.patterns import Pattern
 
 #: The intervals of at most this many queries are computed for a row of squares; their ends lie on straight lines.
 QUERIES_OF_A_ROW = 128
@@ -51,8 +52,27 @@ def visible_pairs(
 ) -> VisiblePairs:
     """Returns what one head sees, or what all heads see together if `head` is None.
 
-    Branches that `overlap="once"` cannot nest are added up, to all pairs of a square at most.
+    Branches that `overlap="once"` cannot nest are added up, to all pairs of a square at most. Of heads with different patterns,
+    a square has the share of the pattern that shows the most of it.
+
+    Raises:
+        ValueError: a pattern for another number of key/value heads.
     """
+    pattern.check_heads(num_kv_heads, "the picture")
+    if pattern.kv_heads:
+        kinds: dict[Pattern, list[int]] = {}
+        for one in range(num_heads) if head is None else [head]:
+            kinds.setdefault(pattern.of_kv_head(one * num_kv_heads // num_heads), []).append(one)
+        pictures = [
+            visible_pairs(own, length, bins, head=one, num_heads=num_heads, num_kv_heads=num_kv_heads)
+            for own, heads in kinds.items()
+            for one in heads
+        ]
+        sinks, edges = max(picture.sinks for picture in pictures), pictures[0].edges
+        # The keys that some head has as sinks are counted as such for all of them.
+        others = 1 - np.clip(sinks - edges[:-1], 0, np.diff(edges)) / np.diff(edges)
+        shares = [picture.share * (1 if picture.sinks == sinks else others) for picture in pictures]
+        return replace(pictures[0], share=np.max(shares, axis=0), sinks=sinks)
     if pattern.overlap == "count":
         with contextlib.suppress(ValueError):
             pattern = replace(pattern, overlap="once")  # A picture shows whether a pair is seen, not how often.

@@ -2,8 +2,9 @@
 
 from hypothesis import strategies as st
 
+from hf_ring_attention.plan.branches import Segment, Sink, Window
 from hf_ring_attention.plan.layouts import SequenceLayout
-from hf_ring_attention.plan.patterns import Pattern, Segment, Sink, Window
+from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.plan.problem import Problem
 from tests.support.cases import random_documents, random_pattern, random_pieces
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from hf_ring_attention.plan.branches import Segment, Sink, Window
 from hf_ring_attention.plan.choices import as_decided, check_choices, choose_layout, choose_transport, imbalance
 from hf_ring_attention.plan.layouts import SequenceLayout
-from hf_ring_attention.plan.patterns import Pattern, Segment, Sink, Window
+from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.plan.problem import Problem
 from hf_ring_attention.plan.traffic import RowBytes
 

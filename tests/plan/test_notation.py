@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_ring_attention.plan.patterns import Pattern, Segment, Sink, Window, as_pattern
+from hf_ring_attention.plan.branches import Segment, Sink, Window
+from hf_ring_attention.plan.patterns import Pattern, as_pattern
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.plan.patterns import Pattern, Segment, Sink, Window
+from hf_ring_attention.plan.branches import Segment, Sink, Window
+from hf_ring_attention.plan.patterns import Pattern
 from tests.support.cases import random_pattern
 
 # The table of the definition, from the fields alone: what a branch shows, and how often a key counts.

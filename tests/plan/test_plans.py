@@ -8,8 +8,9 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 
+from hf_ring_attention.plan.branches import Segment, Sink, Window
 from hf_ring_attention.plan.layouts import SequenceLayout
-from hf_ring_attention.plan.patterns import Pattern, Segment, Sink, Window
+from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.plan.plans import held_tiles, plan_rank
 from hf_ring_attention.plan.problem import HeldKeys, Problem
 from tests.plan.strategies import problems

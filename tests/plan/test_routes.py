@@ -8,9 +8,10 @@ from functools import lru_cache
 import pytest
 from hypothesis import given, settings
 
+from hf_ring_attention.plan.branches import Segment, Sink, Window
 from hf_ring_attention.plan.choices import imbalance
 from hf_ring_attention.plan.layouts import SequenceLayout
-from hf_ring_attention.plan.patterns import Pattern, Segment, Sink, Window
+from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.plan.plans import of_heads, tiles_from
 from hf_ring_attention.plan.problem import Problem, RingSettings
 from hf_ring_attention.plan.routes import KeyRows, needed, ring_laps

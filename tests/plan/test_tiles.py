@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 
 from hf_ring_attention.plan import tiles
+from hf_ring_attention.plan.branches import Segment, Sink, Window
 from hf_ring_attention.plan.intervals import Run
 from hf_ring_attention.plan.layouts import SequenceLayout
-from hf_ring_attention.plan.patterns import Pattern, Segment, Sink, Window
+from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.plan.tiles import tile_document
 from tests.plan.strategies import rngs
 from tests.support.cases import random_pattern

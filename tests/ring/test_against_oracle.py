@@ -12,7 +12,7 @@ import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import multiplicity_matrix, reference_attention
 from hf_ring_attention.plan import routes
 from hf_ring_attention.plan.problem import Problem, RingSettings
-from tests.support.cases import EXACT_ATTENTION, check_cases, random_case, random_cases
+from tests.support.cases import EXACT_ATTENTION, check_cases, random_case, random_cases, with_heads
 from tests.support.ranks import run_simulated
 
 DTYPES = (torch.float64, torch.float32)
@@ -87,7 +87,7 @@ def test_simulated_on_64_ranks(layout, rng):
     """Rows of several tokens a rank, and few heads: every rank computes the whole oracle."""
     seq_len = rng.randint(130, 200)
     documents = [[(0, seq_len)], [(0, 70), (71, seq_len)]]
-    case = replace(random_case(rng), batch=2, seq_len=seq_len, num_heads=4, num_kv_heads=2, documents=documents)
+    case = replace(with_heads(rng, random_case(rng), 4, 2), batch=2, seq_len=seq_len, documents=documents)
     plan_once(case.problem(ra.SequenceLayout(layout, seq_len, 64)))
     assert case.definition  # computed once for all ranks
     for transport in TRANSPORTS:

@@ -14,7 +14,7 @@ from hf_ring_attention.plan.plans import plan_rank
 from hf_ring_attention.plan.problem import Problem, RingSettings
 from hf_ring_attention.plan.traffic import RowBytes
 from hf_ring_attention.transport.heads import HeadsTransport
-from tests.support.cases import check_cases, fitting_case, random_case
+from tests.support.cases import check_cases, fitting_case, random_case, with_heads
 from tests.support.ranks import run_simulated
 
 LAYOUTS = ("contiguous", "zigzag", "documents")
@@ -258,7 +258,7 @@ def test_auto_exchanges_heads_where_the_choice_says_so(world_size, heads, rng, m
     monkeypatch.setattr(choices, "WORTH_AN_EXCHANGE", 0.9)
     choices.choose_transport.cache_clear()
     # Only groups of this size can divide the heads.
-    cases = [replace(random_case(rng), num_heads=heads, num_kv_heads=heads, causal=True) for _ in range(8)]
+    cases = [replace(with_heads(rng, random_case(rng), heads, heads), causal=True) for _ in range(8)]
     for case in cases:
         assert case.definition and case.rounding
 

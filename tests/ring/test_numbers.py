@@ -11,7 +11,7 @@ import hf_ring_attention as ra
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.problem import Problem
 from hf_ring_attention.plan.traffic import RowBytes, collective_traffic, ring_traffic
-from tests.support.cases import check_cases, random_case, random_pattern
+from tests.support.cases import check_cases, random_case, random_pattern, with_heads
 from tests.support.ranks import run_simulated
 from tests.support.tolerance import allowed
 
@@ -76,7 +76,7 @@ def test_scores_of_ten_thousand(dtype, transport, world_size, rng):
     for _ in range(6):
         case = random_case(rng, dtype)
         if transport == "heads":
-            case = replace(case, num_heads=4, num_kv_heads=2)
+            case = with_heads(rng, case, 4, 2)
         q, k, *_ = case.tensors
         norms = q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()  # No score is above their product.
         case = replace(case, scale=largest / float(norms), softcap=None)

@@ -41,6 +41,14 @@ def random_pattern(rng):
             continue
 
 
+def random_pattern_of(rng, num_kv_heads):
+    """Any legal pattern for so many key/value heads, which in some have patterns of their own."""
+    if rng.random() < 0.7:
+        return random_pattern(rng)
+    patterns = [random_pattern(rng) for _ in range(rng.randint(2, 3))]
+    return ra.Pattern.by_kv_head([rng.choice(patterns) for _ in range(num_kv_heads)])
+
+
 def random_documents(rng, batch, seq_len):
     """None, or documents with gaps (padding) between them, other ones in each batch row."""
     if rng.random() < 0.4:
@@ -170,7 +178,7 @@ def random_case(rng, dtype=torch.float64, max_len=40):
     num_kv_heads, head_dim, seq_len = rng.randint(1, 4), rng.choice([4, 7, 8, 16]), rng.randint(1, max_len)
     batch = rng.randint(1, 3)
     return Case(
-        pattern=random_pattern(rng),
+        pattern=random_pattern_of(rng, num_kv_heads),
         batch=batch,
         seq_len=seq_len,
         num_heads=num_kv_heads * rng.randint(1, 3),
@@ -190,8 +198,15 @@ def random_case(rng, dtype=torch.float64, max_len=40):
 def fitting_case(rng, ranks, dtype=torch.float64, max_len=40):
     """A random case whose heads divide among the ranks: key/value heads for each of them, or one for several."""
     num_kv_heads = rng.choice([n for n in range(1, 3 * ranks + 1) if 0 in (ranks % n, n % ranks)])
-    num_heads = max(ranks, num_kv_heads) * rng.choice([1, 2, 3])
-    return replace(random_case(rng, dtype, max_len), num_heads=num_heads, num_kv_heads=num_kv_heads)
+    return with_heads(
+        rng, random_case(rng, dtype, max_len), max(ranks, num_kv_heads) * rng.choice([1, 2, 3]), num_kv_heads
+    )
+
+
+def with_heads(rng, case, num_heads, num_kv_heads):
+    """The case with these numbers of heads, and another pattern, since the case's may be for others."""
+    pattern = random_pattern_of(rng, num_kv_heads)
+    return replace(case, num_heads=num_heads, num_kv_heads=num_kv_heads, pattern=pattern)
 
 
 def errors_of(ring, calls, layouts, device="cpu", attention=ra.ring_attention):

@@ -15,7 +15,7 @@ from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.problem import RingSettings
 from hf_ring_attention.plan.traffic import RowBytes, collective_traffic, ring_traffic
 
-from .cases import Case, check_calls, fitting_case, random_case, random_documents, random_pieces
+from .cases import Case, check_calls, fitting_case, random_case, random_documents, random_pattern_of, random_pieces
 from .ranks import PROMPTLY, run_simulated
 
 DTYPES = (torch.float64, torch.float64, torch.float32, torch.bfloat16)
@@ -119,6 +119,6 @@ def random_settings(rng):
 def other_call(rng, case):
     """One with the tensors of a case, which differs in all else."""
     other = random_case(rng, case.dtype, case.seq_len)
-    names = ("pattern", "causal", "scale", "softcap")
     documents = random_documents(rng, case.batch, case.seq_len)
-    return replace(case, documents=documents, **{name: getattr(other, name) for name in names})
+    changes = {name: getattr(other, name) for name in ("causal", "scale", "softcap")}
+    return replace(case, documents=documents, pattern=random_pattern_of(rng, case.num_kv_heads), **changes)

@@ -7,7 +7,8 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 import hf_ring_attention as ra
-from hf_ring_attention.plan.patterns import Pattern, Window
+from hf_ring_attention.plan.branches import Window
+from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.tools.model_config import model_attention, read_config
 
 

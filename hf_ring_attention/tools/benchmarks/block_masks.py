@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...plan.patterns import Pattern, Sink, Window
+from ...plan.branches import Sink, Window
+from ...plan.patterns import Pattern
 
 #: The rows and columns of a block, as flex_attention takes them by default.
 BLOCK = 128
@@ -25,8 +26,10 @@ def mask_function(pattern: Pattern, num_heads: int, num_kv_heads: int) -> MaskFu
     Its arguments are numbers of a batch row, a head, a query and a key: tensors of any shapes that go together.
 
     Raises:
-        ValueError: the pattern may count a key several times, which a mask cannot say.
+        ValueError: the pattern may count a key several times, which a mask cannot say, or its heads differ.
     """
+    if pattern.kv_heads:
+        raise ValueError("this mask is for heads that share their branches, and this pattern differs by heads")
     if pattern.overlap == "count" and len(pattern.branches) > 1:
         raise ValueError("a mask shows a key or hides it, and this pattern counts some keys several times")
     group = num_heads // num_kv_heads if pattern.phase_by == "kv_head" else 1

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from ...compute.merge import accumulation_dtype
+from ...plan.branches import Window
 from ...plan.heads import heads_fit
 from ...plan.layouts import SequenceLayout
-from ...plan.patterns import Pattern, Window
+from ...plan.patterns import Pattern
 from ...plan.plans import plan_rank
 from ...plan.problem import Documents, Problem
 from ...plan.times import KEYS_AT_ONCE, Speeds, computed_pairs, expected_seconds

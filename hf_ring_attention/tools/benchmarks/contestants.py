@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..._version import __version__
-from ...plan.patterns import Pattern, Window
+from ...plan.branches import Window
+from ...plan.patterns import Pattern
 from .block_masks import block_mask
 from .harness import CallShape
 from .speed import SDPA, attention_named

@@ -174,7 +174,8 @@ def plot_layout_command(
         row_pattern = Pattern.parse(pattern)
         rows = None if documents is None else documents_of_lengths(documents, tokens)
         chosen, decision = decide_layout(layout, tokens, ranks, row_pattern, rows)
-        problem = Problem(row_pattern, chosen, rows or (((0, tokens),),), num_heads=1, num_kv_heads=1)
+        heads = row_pattern.num_kv_heads or 1
+        problem = Problem(row_pattern, chosen, rows or (((0, tokens),),), num_heads=heads, num_kv_heads=heads)
         pairs = [plan_rank(problem, rank).pairs for rank in range(ranks)]
     work = [count * ranks / (sum(pairs) or 1) for count in pairs]
     from ..plots import plot_layout

@@ -1,0 +1,130 @@
+"""The branches of patterns: segments, windows and sinks, each a rule by which a query sees keys of its document."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Queries = Literal["dilated", "all"]
+
+
+def check_count(owner: str, name: str, value: object) -> None:
+    """Refuses what is no integer of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{owner}: {name} must be an integer of at least 1, got {value!r}")
+
+
+def check_choice(owner: str, name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuses what is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{owner}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def _check_dilated(owner: str, length: int | None, dilation: int, queries: str) -> None:
+    check_count(owner, "dilation", dilation)
+    if length is not None:
+        check_count(owner, "length", length)
+        if length % dilation:
+            raise ValueError(
+                f"{owner}: length must be a multiple of dilation, got {length} = {length // dilation} * {dilation} + "
+                f"{length % dilation}; use length={length - length % dilation or dilation}"
+            )
+    check_choice(owner, "queries", queries, ("dilated", "all"))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Blocks of `length` tokens that attend inside themselves, every `dilation`-th token (LongNet, arXiv 2307.02486, 2.2).
+
+    A query sees a key of its own block (`query // length == key // length`) whose position has the head's phase modulo
+    `dilation`. With `queries="dilated"` only queries of that same residue take part; with `"all"` every query does.
+    `length=None` is one block, the whole document. Lengths are in tokens.
+
+    Raises:
+        ValueError: a length or dilation below 1, or a length that is not a multiple of the dilation.
+
+    Example:
+        >>> [key for key in range(12) if ra.Segment(length=8, dilation=2).shows(query=4, key=key, phase=0)]
+        [0, 2, 4, 6]
+        >>> [key for key in range(12) if ra.Segment(length=8, dilation=2).shows(query=5, key=key, phase=0)]
+        []
+    """
+
+    length: int | None = None
+    dilation: int = 1
+    queries: Queries = "dilated"
+
+    def __post_init__(self) -> None:
+        _check_dilated("Segment", self.length, self.dilation, self.queries)
+
+    def shows(self, query: int, key: int, phase: int) -> bool:
+        """Whether `query` sees `key` in a head of this phase, causality aside."""
+        if self.length is not None and query // self.length != key // self.length:
+            return False
+        residue = phase % self.dilation
+        return key % self.dilation == residue and (self.queries == "all" or query % self.dilation == residue)
+
+
+@dataclass(frozen=True)
+class Window:
+    """A sliding window: keys nearer than `length` tokens (`abs(query - key) < length`), every `dilation`-th of them.
+
+    Keys have the head's phase modulo `dilation`; with `queries="dilated"` the queries that take part have it too.
+
+    Raises:
+        ValueError: a length or dilation below 1, or a length that is not a multiple of the dilation.
+
+    Example:
+        >>> [key for key in range(12) if ra.Window(length=4, dilation=2).shows(query=5, key=key, phase=0)]
+        [2, 4, 6, 8]
+        >>> ra.Window(length=5, dilation=2)
+        Traceback (most recent call last):
+        ValueError: Window: length must be a multiple of dilation, got 5 = 2 * 2 + 1; use length=4
+    """
+
+    length: int
+    dilation: int = 1
+    queries: Queries = "all"
+
+    def __post_init__(self) -> None:
+        check_count("Window", "length", self.length)
+        _check_dilated("Window", self.length, self.dilation, self.queries)
+
+    def shows(self, query: int, key: int, phase: int) -> bool:
+        """Whether `query` sees `key` in a head of this phase, causality aside."""
+        if abs(query - key) >= self.length:
+            return False
+        residue = phase % self.dilation
+        return key % self.dilation == residue and (self.queries == "all" or query % self.dilation == residue)
+
+
+@dataclass(frozen=True)
+class Sink:
+    """The first `tokens` tokens of the document, seen by every query (attention sinks, arXiv 2309.17453).
+
+    Raises:
+        ValueError: fewer than 1 token.
+
+    Example:
+        >>> ra.Sink(4).shows(query=900, key=3, phase=0)
+        True
+        >>> ra.Pattern([ra.Sink(4), ra.Window(512)]) == ra.Pattern.parse("window:512+4")
+        True
+    """
+
+    tokens: int
+
+    def __post_init__(self) -> None:
+        check_count("Sink", "tokens", self.tokens)
+
+    def shows(self, query: int, key: int, phase: int) -> bool:
+        """Whether `query` sees `key`, causality aside."""
+        return key < self.tokens
+
+
+Branch = Segment | Window | Sink
+
+#: By the names that a pattern's dict has for them.
+BRANCHES: dict[str, type[Segment] | type[Window] | type[Sink]] = {"segment": Segment, "window": Window, "sink": Sink}
+
+BRANCH_TYPES = (Segment, Window, Sink)

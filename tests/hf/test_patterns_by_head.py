@@ -1,0 +1,112 @@
+"""Models whose key/value heads have patterns of their own: saved, generating, prefilled and trained over rings."""
+
+import pytest
+import torch
+
+import hf_ring_attention as ra
+from hf_ring_attention.compute.reference import reference_attention
+from tests.support.ranks import run_simulated
+from tests.support.tiny_models import VOCAB, tiny_model
+from tests.support.tolerance import EXACT, assert_exact, float64
+
+
+def model_by_head(model_type="llama"):
+    model = tiny_model(model_type, "ring_dilated").double().eval()
+    heads = model.config.get_text_config().num_key_value_heads
+    texts = ["exact" if head % 2 else "window:3+1" for head in range(heads)]
+    ra.patch_model(model, ra.Pattern.by_kv_head(texts))
+    return model
+
+
+def drawn_ids(tokens=24, rows=2):
+    return torch.randint(3, VOCAB, (rows, tokens))
+
+
+@float64()
+def logits(model, ids, **kwargs):
+    with torch.no_grad():
+        return model(ids, **kwargs).logits
+
+
+def test_a_layer_computes_what_the_oracle_says(monkeypatch):
+    """Of each call, the oracle gets the same queries, keys and values."""
+    from hf_ring_attention.hf import attention
+
+    model, calls = model_by_head(), []
+    compute = attention.ring_attention
+
+    def noted(q, k, v, **options):
+        out = compute(q, k, v, **options)
+        calls.append((q, k, v, options, out))
+        return out
+
+    monkeypatch.setattr(attention, "ring_attention", noted)
+    logits(model, drawn_ids())
+    assert len(calls) == model.config.num_hidden_layers
+    for q, k, v, options, out in calls:
+        assert options["pattern"].num_kv_heads == k.shape[1] > 1
+        right, _ = reference_attention(q, k, v, pattern=options["pattern"], scale=options["scale"])
+        assert float((out - right).abs().max()) <= EXACT
+
+
+def test_it_is_saved_and_loaded_with_the_model(tmp_path):
+    model, ids = model_by_head(), drawn_ids()
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).double().eval()
+    assert_exact(logits(loaded, ids), logits(model, ids), "logits of the loaded model")
+
+
+def test_tokens_of_a_cache_are_those_of_whole_passes():
+    model, ids = model_by_head(), drawn_ids(rows=1)
+    with torch.no_grad():
+        tokens = model.generate(ids, max_new_tokens=5, do_sample=False)
+        for place in range(ids.shape[1], tokens.shape[1]):
+            assert logits(model, tokens[:, :place])[0, -1].argmax() == tokens[0, place]
+
+
+@pytest.mark.parametrize("transport", ["ring", "collective", "heads"])
+def test_a_ring_gives_the_logits_and_gradients_of_one_device(transport):
+    model, ids = model_by_head(), drawn_ids(tokens=23)
+
+    def loss_and_gradients(own, ring):
+        shard = ra.shard_batch({"input_ids": ids, "labels": ids.clone()}, ring)
+        loss = ra.next_token_loss(own, shard, ids[:, 1:].numel())  # Simulated ranks count their own tokens alone.
+        loss.backward()
+        return loss.detach(), {name: parameter.grad for name, parameter in own.named_parameters()}
+
+    def run(ring):
+        own = model_by_head()
+        own.load_state_dict(model.state_dict())
+        return loss_and_gradients(ra.patch_model(own, ring=ring), ring)
+
+    with float64():
+        right, gradients = loss_and_gradients(model, ra.Ring())
+        found = run_simulated(run, 2, transport=transport)
+    assert_exact(sum(loss for loss, _ in found), right, "losses")
+    for name, gradient in gradients.items():
+        assert_exact(sum(grads[name] for _, grads in found), gradient, name)
+
+
+def test_keys_of_a_prefilled_cache_are_those_of_each_head():
+    model, ids = model_by_head(), drawn_ids(tokens=21, rows=1)
+    right = logits(model, ids)[:, -1]
+
+    def run(ring):
+        own = model_by_head()
+        own.load_state_dict(model.state_dict())
+        cache = ra.prefill(ra.patch_model(own, ring=ring), ids[:, :-1])
+        with torch.no_grad():
+            return own(ids[:, -1:], past_key_values=cache).logits[:, -1]
+
+    with float64():
+        found_by_rank = run_simulated(run, 2)
+    for found in found_by_rank:
+        assert_exact(found, right, "logits behind a prefilled cache")
+
+
+def test_a_pattern_for_other_heads_is_refused():
+    model = tiny_model("llama", "ring_dilated")
+    with pytest.raises(
+        ValueError, match=r"is for 3 key/value heads, and LlamaModel has 2: give it one pattern for each"
+    ):
+        ra.patch_model(model, "kv0-1=exact;kv2=window:4")

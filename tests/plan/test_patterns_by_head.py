@@ -1,0 +1,101 @@
+"""Patterns that differ by key/value head: their definition, texts and dicts, work, and what is refused."""
+
+import pytest
+
+import hf_ring_attention as ra
+from hf_ring_attention.plan.layouts import SequenceLayout
+from hf_ring_attention.plan.plans import plan_rank
+from hf_ring_attention.plan.problem import Problem
+from hf_ring_attention.plan.work import work_under
+from hf_ring_attention.tools.visible import visible_pairs
+from tests.support.cases import random_pattern, random_pattern_of
+
+FEW = ["exact" if head in (0, 3, 4) else "window:8+2" for head in range(6)]
+
+
+def problem_of(pattern, num_heads, num_kv_heads, tokens=300):
+    layout = SequenceLayout("contiguous", tokens, 1)
+    return Problem(pattern, layout, (((0, tokens),),), num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+
+def test_each_head_has_the_keys_of_its_pattern(rng):
+    patterns = [random_pattern(rng) for _ in range(3)]
+    pattern = ra.Pattern.by_kv_head(patterns)
+    for _ in range(300):
+        query, key, head = rng.randrange(40), rng.randrange(40), rng.randrange(6)
+        heads = {"head": head, "num_heads": 6, "num_kv_heads": 3}
+        assert pattern.multiplicity(query, key, **heads) == patterns[head // 2].multiplicity(query, key, **heads)
+
+
+def test_texts_and_dicts_are_read_back(rng):
+    assert str(ra.Pattern.by_kv_head(FEW)) == "kv0,3-4=exact;kv1-2,5=window:8+2"
+    for _ in range(100):
+        pattern = random_pattern_of(rng, rng.randint(1, 9))
+        assert ra.Pattern.parse(str(pattern)) == pattern == ra.Pattern.from_dict(pattern.to_dict())
+
+
+def test_heads_that_are_the_same_have_a_pattern_without_heads():
+    assert ra.Pattern.by_kv_head(["window:8+2"] * 4) == ra.Pattern.parse("window:8+2")
+    assert ra.Pattern.parse("kv0-3=exact").num_kv_heads is None
+
+
+def test_work_is_the_mean_of_the_heads():
+    pattern, parts = ra.Pattern.by_kv_head(FEW), [ra.Pattern.parse(text) for text in FEW]
+    for tokens in (7, 100, 1000):
+        mean = sum(work_under(part, 1024).of_first(tokens) for part in parts) / len(parts)
+        assert work_under(pattern, 1024).of_first(tokens) == pytest.approx(mean)
+    assert pattern.flop_share(1000) == pytest.approx(sum(part.flop_share(1000) for part in parts) / len(parts))
+
+
+def test_heads_of_one_shape_share_a_kernel_call():
+    """There are as many batches of tiles as the two patterns have shapes, however the heads alternate."""
+    apart = {
+        (batch.visit, batch.shape, batch.num_queries, batch.num_keys, batch.fold_size)
+        for text in {*FEW}
+        for batch in plan_rank(problem_of(ra.Pattern.parse(text), 12, 6), 0).own
+    }
+    plan = plan_rank(problem_of(ra.Pattern.by_kv_head(FEW), 12, 6), 0)
+    assert len(plan.own) == len(apart)
+
+
+def test_a_picture_shows_the_head_that_is_asked_for():
+    pattern, heads = ra.Pattern.by_kv_head(FEW), {"num_heads": 12, "num_kv_heads": 6}
+    for head in (0, 2, 11):
+        alone = visible_pairs(ra.Pattern.parse(FEW[head // 2]), 64, 64, head=head, **heads)
+        assert (visible_pairs(pattern, 64, 64, head=head, **heads).share == alone.share).all()
+    assert visible_pairs(pattern, 64, 64, **heads).share_of_causal == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("kv0=exact;kv2=window:4", r"leaves out the key/value heads \[1\]"),
+        ("kv0-1=exact;kv1=window:4", "names key/value head 1 twice"),
+        ("kv1-0=exact", "ends before it begins"),
+        ("kv0=exact;window:4", "kvNUMBERS=PATTERN was expected, got 'window:4'"),
+        ("kv=exact", "kvNUMBERS=PATTERN was expected"),
+        ("kv0=exact;kv1=windw:4", "'windw:4' is not known"),
+        ("kv0=exact;kv1=kv0=window:4", "kvNUMBERS=PATTERN was expected"),
+    ],
+)
+def test_a_text_that_is_wrong_is_refused(text, said):
+    with pytest.raises(ValueError, match=said):
+        ra.Pattern.parse(text)
+
+
+def test_another_number_of_heads_is_refused():
+    pattern = ra.Pattern.by_kv_head(FEW)
+    with pytest.raises(ValueError, match="is for 6 key/value heads, and the attention has 8"):
+        problem_of(pattern, 8, 8)
+    with pytest.raises(ValueError, match=r"is for 6 key/value heads, and Pattern\.flop_share has 4"):
+        pattern.flop_share(100, num_heads=4, num_kv_heads=4)
+    with pytest.raises(
+        ValueError, match=r"Pattern\.by_kv_head: a pattern for each key/value head was expected, got none"
+    ):
+        ra.Pattern.by_kv_head([])
+    with pytest.raises(ValueError, match="with kv_heads, the patterns of the heads have the branches"):
+        ra.Pattern((ra.Window(4),), kv_heads=(ra.Pattern.exact(),))
+    with pytest.raises(ValueError, match="must be patterns with branches"):
+        ra.Pattern.by_kv_head([pattern, "exact"])
+    with pytest.raises(ValueError, match="'kv_heads' must be a list of dicts"):
+        ra.Pattern.from_dict({"kv_heads": []})
