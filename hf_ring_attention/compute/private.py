@@ -1,33 +1,102 @@
-"""Every private name of other libraries that this package uses, but for the operators in `kernels`; each in one function.
+"""Every private name of other libraries that this package uses, but for the operators in kernels; each in one function.
 
-Other libraries may rename these in any release. All of them exist in the releases that pyproject.toml allows;
-`check_torch` and `check_transformers` look when the package is loaded, and name what is missing and the library's version.
+Other libraries may rename these in any release. All of them exist in the releases that pyproject.toml allows. Each is looked
+for before its first use, those of torch and Transformers when the package is loaded: an error names what is missing and the
+library's version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-# ---- torch
+from torch.torch_version import TorchVersion
 
 _HOOKS_BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 _HOOKS_AFTER = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
+#: The private names that are looked for, by library and by the place where each is. A function is a place too: there the name
+#: is that of an attribute that the function reads or sets.
+PROBED: dict[str, dict[str, tuple[str, ...]]] = {
+    "torch": {
+        "torch.nn.Module()": (*_HOOKS_BEFORE, *_HOOKS_AFTER),
+        "torch.Tensor": ("_version",),
+        "torch.distributed.distributed_c10d": ("_get_default_store",),
+        "torch.utils": ("_python_dispatch",),
+        "torch.ops.aten": (
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_flash_attention_for_cpu_backward",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_efficient_attention_backward",
+            "_flash_attention_forward",
+            "_flash_attention_backward",
+        ),
+    },
+    "torch.compile": {"OptimizedModule": ("_orig_mod",)},
+    "transformers": {
+        "PreTrainedModel": ("_can_set_attn_implementation", "_is_stateful"),
+        "PretrainedConfig": ("_attn_implementation",),
+        "transformers.utils.output_capturing": ("_active_collector",),
+    },
+    "transformers.Trainer": {
+        "Trainer": ("_get_dataloader", "_set_signature_columns_if_needed"),
+        "Trainer._set_signature_columns_if_needed": ("_signature_columns",),
+    },
+    "accelerate": {
+        "Accelerator.__init__": ("_models", "_schedulers"),
+        "Accelerator.prepare_data_loader": ("_is_accelerate_prepared",),
+    },
+    "datasets": {"Dataset.__init__": ("_indices",), "IterableDataset.__init__": ("_distributed",)},
+}
+
+
+def _has(place: Any, name: str) -> bool:
+    """Returns whether an object has an attribute, or whether the code of a function names it."""
+    if isinstance(place, FunctionType):
+        code = inspect.unwrap(place).__code__
+        return name in (*code.co_names, *code.co_consts)
+    return hasattr(place, name)
+
+
+def _check_found(library: str, version: str, places: Mapping[str, Any]) -> None:
+    """Raises ImportError for the names in `PROBED` that the objects of `places` lack."""
+    expected = PROBED[library]
+    missing = [f"{place}.{name}" for place in places for name in expected[place] if not _has(places[place], name)]
+    if missing:
+        raise ImportError(
+            f"hf_ring_attention uses {', '.join(missing)}, which {library.partition('.')[0]} {version} does not have: install "
+            f"a release that pyproject.toml of hf_ring_attention names as tested"
+        )
+
+
+# ---- torch
+
 
 def check_torch() -> None:
     """Raises ImportError where this release of torch lacks a private name that is used here."""
-    module = nn.Module()
-    missing = [f"torch.nn.Module.{name}" for name in (*_HOOKS_BEFORE, *_HOOKS_AFTER) if not hasattr(module, name)]
-    if not hasattr(torch.Tensor, "_version"):
-        missing.append("torch.Tensor._version")
-    if dist.is_available() and not hasattr(dist.distributed_c10d, "_get_default_store"):
-        missing.append("torch.distributed.distributed_c10d._get_default_store")
-    _check_found(missing, f"torch {torch.__version__}")
+    places = {
+        "torch.nn.Module()": nn.Module(),
+        "torch.Tensor": torch.Tensor,
+        "torch.utils": torch.utils,
+        "torch.ops.aten": torch.ops.aten,
+    }
+    if dist.is_available():
+        places["torch.distributed.distributed_c10d"] = dist.distributed_c10d
+    _check_found("torch", torch.__version__, places)
+
+
+def cpu_flash_takes_groups() -> bool:
+    """Returns whether torch's flash attention for CPUs takes fewer heads of keys than of queries.
+
+    The operator of torch 2.8 reads and writes behind the end of such keys without an error; that of 2.9.0 computes them.
+    """
+    return bool(TorchVersion(torch.__version__) >= TorchVersion("2.9"))
 
 
 def version_of(x: Tensor) -> int:
@@ -47,6 +116,8 @@ def remove_hooks(module: nn.Module, unwanted: Callable[[Any], bool]) -> None:
 
 def compiled_module(model: Any) -> Any:
     """Returns the module inside a result of torch.compile; None for other modules."""
+    if type(model).__name__ == "OptimizedModule":
+        _check_found("torch.compile", torch.__version__, {"OptimizedModule": model})
     return getattr(model, "_orig_mod", None)
 
 
@@ -64,11 +135,25 @@ def check_transformers(model_class: Any, config_class: Any) -> None:
     Args:
         model_class, config_class: PreTrainedModel and PretrainedConfig.
     """
-    missing = [f"{model_class.__name__}.{n}" for n in ("_can_set_attn_implementation",) if not hasattr(model_class, n)]
-    missing += [f"{config_class.__name__}.{n}" for n in ("_attn_implementation",) if not hasattr(config_class, n)]
+    import transformers
+    from transformers.utils import output_capturing
+
+    places = {
+        "PreTrainedModel": model_class,
+        "PretrainedConfig": config_class,
+        "transformers.utils.output_capturing": output_capturing,
+    }
+    _check_found("transformers", transformers.__version__, places)
+
+
+def check_trainer(trainer_class: Any) -> None:
+    """Raises ImportError where this release's Trainer lacks a private name that `training/trainer.py` overrides or reads."""
     import transformers
 
-    _check_found(missing, f"transformers {transformers.__version__}")
+    places = {"Trainer": trainer_class}
+    _check_found("transformers.Trainer", transformers.__version__, places)
+    places = {"Trainer._set_signature_columns_if_needed": trainer_class._set_signature_columns_if_needed}
+    _check_found("transformers.Trainer", transformers.__version__, places)
 
 
 def implementation_of(config: Any) -> str | None:
@@ -89,56 +174,80 @@ def calls_the_interface(model_class: Any) -> bool:
 
 def is_stateful(model_class: Any) -> bool:
     """Returns whether a model class passes a state from token to token."""
-    return bool(getattr(model_class, "_is_stateful", False))
+    return bool(model_class._is_stateful)
 
 
 def attentions_are_collected() -> bool:
     """Returns whether the running forward pass has output_attentions=True, also where the model does not pass it on."""
     from transformers.utils import output_capturing
 
-    collector = getattr(output_capturing, "_active_collector", None)
-    return bool(collector is not None and "attentions" in (collector.get() or ()))
+    return "attentions" in (output_capturing._active_collector.get() or ())
 
 
 # ---- Accelerate and datasets
 
 
+@lru_cache
+def check_accelerate() -> None:
+    """Raises ImportError where this release of Accelerate lacks a private name that is used here."""
+    import accelerate
+    from accelerate import Accelerator
+
+    places = {
+        "Accelerator.__init__": Accelerator.__init__,
+        "Accelerator.prepare_data_loader": Accelerator.prepare_data_loader,
+    }
+    _check_found("accelerate", accelerate.__version__, places)
+
+
+@lru_cache
+def check_datasets() -> None:
+    """Raises ImportError where this release of datasets lacks a private name that is used here."""
+    import datasets
+
+    places = {
+        "Dataset.__init__": datasets.Dataset.__init__,
+        "IterableDataset.__init__": datasets.IterableDataset.__init__,
+    }
+    _check_found("datasets", datasets.__version__, places)
+
+
 def schedules_of(accelerator: Any) -> list[Any]:
-    """Returns the learning rate schedules that an accelerator has prepared."""
-    return list(getattr(accelerator, "_schedulers", ()))
+    """Returns the learning rate schedules that an accelerator has prepared; none for None."""
+    check_accelerate()
+    return [] if accelerator is None else list(accelerator._schedulers)
 
 
 def prepared_models(accelerator: Any) -> list[Any]:
     """Returns the models that an accelerator has prepared."""
-    return list(getattr(accelerator, "_models", ()))
+    check_accelerate()
+    return list(accelerator._models)
 
 
 def is_prepared(loader: Any) -> bool:
     """Returns whether Accelerate has prepared a data loader, or takes it for a prepared one."""
+    check_accelerate()
     return bool(getattr(loader, "_is_accelerate_prepared", False))
 
 
 def mark_prepared(loader: Any) -> None:
     """Makes Accelerate leave a data loader as it is."""
+    check_accelerate()
     loader._is_accelerate_prepared = True
 
 
 def part_of_stream(dataset: Any) -> Any:
     """Returns the part (rank, world_size) of a streamed data set that `split_dataset_by_node` left; None for all of it."""
-    return getattr(dataset, "_distributed", None)
+    check_datasets()
+    return getattr(dataset, "_distributed", None)  # Streams of other libraries have no parts.
 
 
 def selected_rows(table: Any) -> Any:
     """Returns the row numbers that select, filter or shuffle left of a `datasets.Dataset`; None for all rows."""
+    check_datasets()
     return table._indices
 
 
-def _check_found(missing: list[str], version: str) -> None:
-    if missing:
-        raise ImportError(
-            f"hf_ring_attention uses {', '.join(missing)}, which {version} does not have: install a release that "
-            f"pyproject.toml of hf_ring_attention names as tested"
-        )
-
-
 check_torch()
+#: The base class of modes that see every operation; torch documents it, and keeps it in a private module.
+TorchDispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode

@@ -16,6 +16,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
+from ..compute.private import check_trainer
 from ..hf.patch import patch_model
 from ..plan.layouts import SequenceLayout
 from ..ring.ring import Ring
@@ -32,7 +33,7 @@ from .shards import IGNORED, layout_of_shard
 from .trainer_checks import preprocessed_by_token, warn_of_methods, wrong_settings
 
 logger = logging.getLogger(__name__)
-
+check_trainer(Trainer)
 
 if TYPE_CHECKING:
     _Trainer = Trainer  # type checkers see the methods of the class that the mixin is mixed into

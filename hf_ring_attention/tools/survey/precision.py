@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...compute.private import TorchDispatchMode
 
 #: How far two computations in float64 may be apart, relative to the largest entry; tests/support/tolerance.py says why.
 EXACT = 1e-10
