@@ -276,16 +276,16 @@ def resuming_on_fewer(rank, folder):
         taken = [int(next(shards)["input_ids"][0, 0]) for _ in range(3)]
         torch.save(loader.state_dict(), folder / f"{rank}.pt")
         return taken
-    loader.load_state_dict(torch.load(folder / "1.pt"))
+    loader.load_state_dict(torch.load(folder / "1.pt", weights_only=True))
     return [int(shard["input_ids"][0, 0]) for shard in loader]
 
 
 def test_another_number_of_rings_goes_on_with_the_rows_that_are_left(tmp_path):
     taken = run_ranks(resuming_on_fewer, 2, tmp_path)
-    assert torch.load(tmp_path / "0.pt") == torch.load(tmp_path / "1.pt")
+    assert torch.load(tmp_path / "0.pt", weights_only=True) == torch.load(tmp_path / "1.pt", weights_only=True)
     left = resuming_on_fewer(0, tmp_path)
     assert sorted([*taken[0], *taken[1], *left]) == list(range(1, 21))
     loader = ra.Ring.alone().prepare_data_loader(DataLoader(rows_of(20), 1, collate_fn=ra.PaddingCollator()))
     loader.ring.dp_size = 4
     with pytest.raises(ValueError, match="3 x 2 = 6"):
-        loader.load_state_dict(torch.load(tmp_path / "0.pt"))
+        loader.load_state_dict(torch.load(tmp_path / "0.pt", weights_only=True))

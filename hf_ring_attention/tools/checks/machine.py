@@ -103,7 +103,7 @@ def versions(run: CheckRun) -> dict[str, str | None]:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             found[package] = None
-    found["torch"] = torch.__version__  # This one also names the build, such as +cpu.
+    found["torch"] = str(torch.__version__)  # This one also names the build, such as +cpu.
     return found
 
 

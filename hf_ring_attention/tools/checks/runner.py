@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from ...transport.lost_processes import is_of_communication
@@ -96,7 +96,7 @@ class Check:
     """A check.
 
     Attributes:
-        measure: runs on every process; its answer can be anything that pickle takes.
+        measure: runs on every process; its answer is one of `Board.post`.
         judge: runs on process 0 with the answers of all processes.
         remedy: what to do where `measure` raises, or `judge` fails it without a remedy of its own.
         needs: the checks without which this one says nothing.
@@ -149,7 +149,7 @@ def run_checks(
             if run.rank == 0:
                 verdict = _verdict(run, check, _collect(run, check.name, future, deadline))
                 tell(check.name, verdict)
-                run.board.post(f"{check.name}/verdict", verdict)
+                run.board.post(f"{check.name}/verdict", asdict(verdict))
             else:
                 verdict = _report(run, check.name, future, deadline)
             verdicts[check.name] = verdict
@@ -217,7 +217,7 @@ def _collect(run: CheckRun, name: str, future: Future[Any], deadline: float) -> 
         silent = [rank for rank in range(1, run.world_size) if rank not in answers]
         for rank in silent:
             if run.board.has(f"{name}/{rank}"):
-                answers[rank] = run.board.read(f"{name}/{rank}")
+                answers[rank] = Reply(*run.board.read(f"{name}/{rank}"))
         if len(answers) == run.world_size:
             break
         now = time.monotonic()
@@ -238,14 +238,13 @@ def _report(run: CheckRun, name: str, future: Future[Any], deadline: float) -> V
     while not future.done() and not run.board.has(f"{name}/ask") and time.monotonic() < last:
         wait([future], 5 * _BETWEEN_LOOKS)
         last = _sooner(run, last)
-    run.board.post(f"{name}/{run.rank}", _answer_of(future))
+    run.board.post(f"{name}/{run.rank}", tuple(_answer_of(future)))
     while not run.board.has(f"{name}/verdict"):
         last = _sooner(run, last)
         if time.monotonic() > last:
             raise RuntimeError(f"process 0 has not answered in the check {name!r}, so process {run.rank} ends too")
         time.sleep(_BETWEEN_LOOKS)
-    verdict: Verdict = run.board.read(f"{name}/verdict")
-    return verdict
+    return Verdict(**run.board.read(f"{name}/verdict"))
 
 
 def _sooner(run: CheckRun, last: float) -> float:
