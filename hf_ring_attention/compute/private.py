@@ -45,7 +45,7 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
         "transformers.utils.output_capturing": ("_active_collector",),
     },
     "transformers.Trainer": {
-        "Trainer": ("_get_dataloader", "_set_signature_columns_if_needed"),
+        "Trainer": ("_get_dataloader", "_prepare_inputs", "_set_signature_columns_if_needed"),
         "Trainer._set_signature_columns_if_needed": ("_signature_columns",),
     },
     "accelerate": {
@@ -147,7 +147,7 @@ def check_transformers(model_class: Any, config_class: Any) -> None:
 
 
 def check_trainer(trainer_class: Any) -> None:
-    """Raises ImportError where this release's Trainer lacks a private name that `training/trainer.py` overrides or reads."""
+    """Raises ImportError where this release's Trainer lacks a private name that `training/trainer.py` overrides or calls."""
     import transformers
 
     places = {"Trainer": trainer_class}

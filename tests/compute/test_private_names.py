@@ -1,0 +1,116 @@
+"""Private names of other libraries are looked for before they are used, and one that is missing is named with its release."""
+
+import ast
+import re
+from pathlib import Path
+
+import accelerate
+import datasets
+import pytest
+import torch
+import transformers
+
+import hf_ring_attention
+from hf_ring_attention.compute import private
+
+FOLDER = Path(hf_ring_attention.__file__).parent
+LIBRARIES = {"torch": torch, "transformers": transformers, "accelerate": accelerate, "datasets": datasets}
+#: The place in a library, as the error has it, and the name.
+NAMES = [
+    (library, place, name) for library, places in private.PROBED.items() for place in places for name in places[place]
+]
+PRIVATE = re.compile("_[a-zA-Z]\\w*")
+
+
+class OptimizedModule(torch.nn.Module):
+    """What torch.compile returns has a class of this name."""
+
+
+CHECKS = {
+    "torch": private.check_torch,
+    "torch.compile": lambda: private.compiled_module(OptimizedModule()),
+    "transformers": lambda: private.check_transformers(transformers.PreTrainedModel, transformers.PretrainedConfig),
+    "transformers.Trainer": lambda: private.check_trainer(transformers.Trainer),
+    "accelerate": private.check_accelerate.__wrapped__,
+    "datasets": private.check_datasets.__wrapped__,
+}
+
+
+def test_all_names_are_in_these_releases():
+    for library, check in CHECKS.items():
+        if library != "torch.compile":  # an example of that library alone has its name
+            check()
+    assert private.compiled_module(torch.nn.Linear(2, 2)) is None
+
+
+@pytest.mark.parametrize(("library", "place", "name"), NAMES)
+def test_a_name_that_is_missing_is_named_with_the_release(library, place, name, monkeypatch):
+    has = private._has
+    monkeypatch.setattr(private, "_has", lambda where, wanted: wanted != name and has(where, wanted))
+    root = library.split(".")[0]
+    with pytest.raises(ImportError) as raised:
+        CHECKS[library]()
+    text = str(raised.value)
+    assert f"{place}.{name}" in text
+    assert f"which {root} {LIBRARIES[root].__version__} does not have: install a release that " in text
+    assert "\n" not in text
+
+
+def test_names_are_found_in_the_code_of_functions():
+    def function(self):
+        self._stored = getattr(self, "_read", None)
+
+    assert private._has(function, "_stored") and private._has(function, "_read")
+    assert not private._has(function, "_other")
+    assert private._has(torch.Tensor, "_version") and not private._has(torch.Tensor, "_no_such_name")
+
+
+def own_names(tree):
+    """Private names that a file defines: its functions, classes, globals, arguments, and attributes that it sets on self."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def names_used(tree):
+    """Private names that are read or set as attributes, or by getattr, hasattr and setattr, and in imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+            yield from (argument.value for argument in node.args[1:2] if isinstance(argument, ast.Constant))
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (*node.module.split("."), *(alias.name for alias in node.names))
+        elif isinstance(node, ast.Import):
+            yield from (part for alias in node.names for part in alias.name.split("."))
+
+
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.rglob("*.py"))}
+#: What the package itself defines anywhere, which are no names of other libraries.
+OWN = {name for tree in TREES.values() for name in own_names(tree)}
+#: Methods that Python documents, private by their look alone.
+DOCUMENTED = {"_replace", "_exit", "_asdict", "_fields", "_make"}
+
+
+@pytest.mark.parametrize("path", TREES, ids=lambda path: path.relative_to(FOLDER).as_posix())
+def test_every_private_name_of_others_is_looked_for(path):
+    probed = {name for _, _, name in NAMES}
+    used = {name for name in names_used(TREES[path]) if PRIVATE.fullmatch(str(name))}
+    # What an override calls of the class above is a name of that library, though the package defines it too.
+    inherited = {
+        node.attr
+        for node in ast.walk(TREES[path])
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "super()" and PRIVATE.fullmatch(node.attr)
+    }
+    assert not (used - OWN | inherited) - DOCUMENTED - probed
+
+
+def test_no_name_is_looked_for_in_vain():
+    """Hooks are the values of a constant that is looped over; all others are used by their names."""
+    used = {name for tree in TREES.values() for name in names_used(tree)}
+    used |= {*private._HOOKS_BEFORE, *private._HOOKS_AFTER}
+    assert {name for _, _, name in NAMES} <= used

@@ -1,0 +1,147 @@
+"""No file of the repository runs code that it reads: no pickle, no shell, no eval, and only plain data from files."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for folder in ("hf_ring_attention", "recipes", "tests")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+#: Modules whose data can run code as it is read.
+UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+#: Calls that run a text as code or as a shell's line, or that read data that can run code.
+UNSAFE_CALLS = {
+    *("eval", "exec", "compile", "builtins.eval", "builtins.exec", "os.system", "os.popen", "subprocess.getoutput"),
+    *("subprocess.getstatusoutput", "asyncio.create_subprocess_shell", "commands.getoutput", "tempfile.mktemp"),
+    *(
+        "yaml.load",
+        "yaml.load_all",
+        "yaml.full_load",
+        "yaml.unsafe_load",
+        "torch.hub.load",
+        "torch.package.PackageImporter",
+    ),
+}
+#: Arguments that make a call unsafe.
+UNSAFE_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
+#: Where users pickle or copy what this package makes, tests do; and the tests' own processes talk through their own pipes.
+PICKLE_ALLOWED = {
+    "tests/training/test_loss_calls.py",
+    "tests/plan/test_patterns.py",
+    "tests/hf/test_config.py",
+    "tests/support/ranks.py",
+}
+
+
+def unsafe(source):
+    """What is unsafe in a source, in the order of ast.walk: "line: reason"."""
+    loads = {"torch.load"}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            # Of an imported function, the dotted name says which one it is.
+            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            names = []
+        yield from (f"{node.lineno}: imports {name}" for name in names if name.split(".")[0] in UNSAFE_MODULES)
+        yield from (f"{node.lineno}: imports {name}" for name in names if name in UNSAFE_CALLS)
+        if "torch.load" in names:
+            loads |= {alias.asname or alias.name for alias in node.names if alias.name == "load"}
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
+        if name in UNSAFE_CALLS:
+            yield f"{node.lineno}: calls {name}"
+        for argument in UNSAFE_ARGUMENTS & given.keys():
+            if not (isinstance(given[argument], ast.Constant) and given[argument].value is False):
+                yield f"{node.lineno}: passes {argument} to {name}"
+        if name in loads:
+            only = given.get("weights_only")
+            if not (isinstance(only, ast.Constant) and only.value is True):
+                yield f"{node.lineno}: calls {name} without weights_only=True"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import pickle", ["1: imports pickle"]),
+        ("import os, dill.source", ["1: imports dill.source"]),
+        ("from pickle import loads", ["1: imports pickle", "1: imports pickle.loads"]),
+        ("from os import system", ["1: imports os.system"]),
+        ("x = 1\nos.system('ls')", ["2: calls os.system"]),
+        ("eval('1')", ["1: calls eval"]),
+        ("model.eval()", []),
+        ("re.compile('a')\ntorch.compile(f)", []),
+        ("subprocess.run(line, shell=True)", ["1: passes shell to subprocess.run"]),
+        ("subprocess.run(line, shell=which)", ["1: passes shell to subprocess.run"]),
+        ("subprocess.run(words, shell=False)", []),
+        ("np.load(file, allow_pickle=True)", ["1: passes allow_pickle to np.load"]),
+        ("yaml.load(text, Loader=yaml.Loader)", ["1: calls yaml.load"]),
+        ("yaml.safe_load(text)", []),
+        ("torch.load(file)", ["1: calls torch.load without weights_only=True"]),
+        ("torch.load(file, weights_only=False)", ["1: calls torch.load without weights_only=True"]),
+        ("torch.load(file, weights_only=True)", []),
+        ("from torch import load\nload(file)", ["2: calls load without weights_only=True"]),
+        ("from torch import load as read\nread(file)", ["2: calls read without weights_only=True"]),
+        ("import torch\njson.load(file)\nload(file)", []),
+    ],
+)
+def test_what_is_unsafe_is_found(source, found):
+    assert list(unsafe(source)) == found
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_nothing_that_is_read_runs(path):
+    found = list(unsafe(SOURCES[path]))
+    if path in PICKLE_ALLOWED:
+        found = [reason for reason in found if "pickle" not in reason]
+    assert not found
+
+
+def test_every_file_is_looked_at():
+    assert len(SOURCES) > 200 and SOURCES.keys() >= PICKLE_ALLOWED
+    for path in PICKLE_ALLOWED:
+        assert any("pickle" in reason for reason in unsafe(SOURCES[path])), f"{path} no longer needs pickle"
+
+
+def test_the_files_for_launchers_are_plain_yaml():
+    """Accelerate reads them with its own loader; here a loader that makes nothing but plain data must take them."""
+    yaml = pytest.importorskip("yaml", reason="Transformers brings it")
+    files = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
+    assert files
+    for path in files:
+        assert isinstance(yaml.safe_load(path.read_text(encoding="utf-8")), dict)
+
+
+#: The libraries that the package imports and pyproject.toml does not name, by those that bring them or without which what
+#: imports them has nothing to do.
+BROUGHT = {
+    "pyarrow": "datasets keeps the columns of its tables in it",
+    "huggingface_hub": "Transformers finds models by it",
+    "packaging": "Transformers compares releases by it",
+    "tqdm": "Transformers and datasets show progress with it",
+    "local_attention": "a peer of the benchmark, where a user has it",
+}
+
+
+def test_every_library_that_is_imported_is_named():
+    """In the dependencies or the extras of pyproject.toml, or above with the reason why it is not."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    named = set(re.findall(r'^    "([a-z]+)[>="]', text, re.MULTILINE)) | set(re.findall(r'"([a-z-]+)[>=]', text))
+    roots = set()
+    for path, source in SOURCES.items():
+        for node in ast.walk(ast.parse(source)) if path.startswith("hf_ring_attention") else ():
+            if isinstance(node, ast.Import):
+                roots |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                roots.add(node.module.split(".")[0])
+    assert {"torch", "typer"} <= roots - sys.stdlib_module_names <= named | BROUGHT.keys()
+    assert BROUGHT.keys() <= roots, "a reason for a library that is not imported"
