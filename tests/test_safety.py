@@ -17,7 +17,7 @@ SOURCES = {
 UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 #: Calls that run a text as code or as a shell's line, or that read data that can run code.
 UNSAFE_CALLS = {
-    *("eval", "exec", "compile", "builtins.eval", "builtins.exec", "os.system", "os.popen", "subprocess.getoutput"),
+    *("eval", "exec", "builtins.eval", "builtins.exec", "os.system", "os.popen", "subprocess.getoutput"),
     *("subprocess.getstatusoutput", "asyncio.create_subprocess_shell", "commands.getoutput", "tempfile.mktemp"),
     *(
         "yaml.load",

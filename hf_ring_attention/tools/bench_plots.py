@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,35 @@ def plot_scaling(figures: Mapping[str, Any], path: Path) -> None:
     axis.set_title(f"attention of {short_count(figures['tokens'])} tokens, forward + backward", fontsize=10)
     axis.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2, fontsize=9, frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def plot_peers(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draws the seconds of attention of each implementation, a panel for each pattern; what was not timed is left out.
+
+    Args:
+        rows: those of `peers.peer_row`.
+    """
+    timed = [row for row in rows if row["skipped"] is None and row["forward"] is not None]
+    patterns = list(dict.fromkeys(row["pattern"] for row in timed))
+    groups = [[row for row in timed if row["pattern"] == pattern] for pattern in patterns]
+    figure = new_figure(9, 1.2 + 0.3 * len(timed) + 0.5 * len(patterns))
+    panels = figure.subplots(len(patterns), 1, squeeze=False, height_ratios=[len(group) + 1 for group in groups])[:, 0]
+    for axis, pattern, group in zip(panels, patterns, groups):
+        places = range(len(group))
+        both = [row["both"] or 0 for row in group]
+        axis.barh(places, both, 0.8, color="#c6d7ea", label="forward + backward, where it is right")
+        axis.barh(places, [row["forward"] for row in group], 0.4, color="#1f5a94", label="forward")
+        axis.set_yticks(
+            places, [f"{row['attention']}, {row['ranks']} rank{'s' * (row['ranks'] > 1)}" for row in group], fontsize=7
+        )
+        axis.invert_yaxis()
+        axis.set_title(pattern, fontsize=9, loc="left")
+        axis.grid(axis="x", alpha=0.3)
+    panels[-1].set_xlabel("seconds")
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9, frameon=False
+    )
     figure.savefig(path, dpi=120)
 
 

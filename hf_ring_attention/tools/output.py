@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 #: The width of a table in characters where no terminal sets it: in a file, or a pipe.
@@ -77,6 +79,20 @@ def _unbroken(heading: str, cells: Sequence[str]) -> int:
     words = [word for text in (heading, *cells) for word in text.split()]
     short = [len(cell) for cell in cells if len(cell) <= LONGEST_UNBROKEN]
     return max((*short, *(min(len(word), LONGEST_UNBROKEN) for word in words)), default=1)
+
+
+def write_tables(sheet: Sheet, base: Path) -> list[Path]:
+    """Writes a table to base.csv and, with its title and notes, to base.md, and returns both files."""
+    files = [base.with_suffix(".csv"), base.with_suffix(".md")]
+    cells = [[str(cell) for cell in row] for row in sheet.rows]
+    with files[0].open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows([sheet.headings, *cells])
+    rule = ["---" if number < sheet.left else "---:" for number in range(len(sheet.headings))]
+    lines = [[cell.replace("|", "\\|") for cell in row] for row in (sheet.headings, rule, *cells)]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    notes = "".join(f"\n- {note}" for note in sheet.notes)
+    files[1].write_text("\n\n".join(filter(None, (sheet.title, text, notes.strip()))) + "\n", encoding="utf-8")
+    return files
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from ..options import (
     refuse,
     tokens_option,
 )
-from ..output import Sheet, print_json, print_sheet, stdout_left_alone, terminal
+from ..output import Sheet, print_json, print_sheet, stdout_left_alone, terminal, write_tables
 from .bench_checks import check_devices, check_division, check_model_folder, check_step, make_folder
 
 #: The measurements, with what each is for and how often it runs without --repeats.
@@ -51,7 +51,7 @@ PARTS = {
 #: The measurements that run only when they are named: they take minutes, and depend on what else is installed.
 ONLY_NAMED = ("estimate", "peers")
 #: The measurements that --plots draws.
-_WITH_PICTURES = ("step-memory", "scaling")
+_WITH_PICTURES = ("step-memory", "scaling", "peers")
 _PATTERNS = ["longnet:2048/1,8192/4,32768/16", "pyramid:512,3"]
 
 EXAMPLES_OF_BENCH = "\b\nParts:\n" + "".join(f"  {name:12} {text}\n" for name, (text, _) in PARTS.items())
@@ -62,7 +62,8 @@ Examples:
   hf-ring-attention bench speed memory --tokens 128k --pattern pyramid:512,3
   hf-ring-attention bench transport ideal overlap --ranks 4 --json
   hf-ring-attention bench step-memory scaling --plots pictures --memory 80GB
-  hf-ring-attention bench peers --pattern window:512
+  hf-ring-attention bench peers --pattern window:512 --ranks 1
+  hf-ring-attention bench peers --tables tables --plots pictures
 """
 
 
@@ -88,6 +89,7 @@ class BenchOptions:
     memory: int | None
     scaling_ranks: list[int]
     peer_tokens: int
+    simulated_ranks: int
     peer_patterns: list[str] | None
 
     def times(self, part: str) -> int:
@@ -129,7 +131,7 @@ def bench_command(
     repeats: Annotated[
         int | None, number_option("--repeats", "Runs of each that count; default: 3 to 30, by the part.")
     ] = None,
-    ranks: Annotated[int, number_option("--ranks", "Ranks of transport, ideal, overlap, step-memory.")] = 2,
+    ranks: Annotated[int, number_option("--ranks", "Ranks of transport, ideal, overlap, step-memory, peers.")] = 2,
     lengths: Annotated[Any, list_option("--lengths", token_count(16, 16), "Tokens of transport.")] = "512,1k,2k,4k,8k",
     ring_tokens: Annotated[int, tokens_option("--ring-tokens", "Tokens of ideal, overlap and scaling.", 2)] = "16k",  # type: ignore[assignment]
     longnet_tokens: Annotated[int, tokens_option("--longnet-tokens", "Tokens of LongNet in ideal.")] = "32k",  # type: ignore[assignment]
@@ -157,13 +159,23 @@ def bench_command(
     ] = None,
     scaling_ranks: Annotated[Any, list_option("--scaling-ranks", at_least(1), "Ranks of scaling.")] = "1,2,4",
     peer_tokens: Annotated[int, tokens_option("--peer-tokens", "Tokens of peers.")] = "16k",  # type: ignore[assignment]
+    simulated_ranks: Annotated[int, number_option("--simulated-ranks", "Simulated ranks of peers; 1 for none.")] = 8,
+    tables: Annotated[
+        Path | None,
+        typer.Option(
+            "--tables",
+            parser=parsed(picture_folder),
+            metavar="FOLDER",
+            help="Write each table to a CSV and a Markdown file in this folder.",
+        ),
+    ] = None,
     plots: Annotated[
         Path | None,
         typer.Option(
             "--plots",
             parser=parsed(picture_folder),
             metavar="FOLDER",
-            help="Draw step-memory and scaling to PNG files in this folder.",
+            help="Draw step-memory, scaling and peers to PNG files in this folder.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -179,13 +191,14 @@ def bench_command(
     if model is not None:
         check_model_folder(model)
     if plots is not None and not {*_WITH_PICTURES} & {*chosen}:
-        raise refuse(f"{', '.join(chosen)}: no picture; {' and '.join(_WITH_PICTURES)} have one", "--plots")
+        raise refuse(f"{', '.join(chosen)}: no picture; {', '.join(_WITH_PICTURES)} have one", "--plots")
     console = terminal(stderr=as_json)
     with stdout_left_alone(as_json):
         where = device_name or _best_device()
         check_devices(chosen, where, ranks, memory_ranks, scaling_ranks)
-        if plots is not None:
-            make_folder(plots)
+        for folder, option in ((plots, "--plots"), (tables, "--tables")):
+            if folder is not None:
+                make_folder(folder, option)
         import torch
 
         from ..benchmarks.harness import CallShape, machine_name
@@ -209,6 +222,7 @@ def bench_command(
             memory=memory,
             scaling_ranks=scaling_ranks,
             peer_tokens=peer_tokens,
+            simulated_ranks=simulated_ranks,
             peer_patterns=pattern,
         )
         figures: dict[str, Any] = {
@@ -224,6 +238,9 @@ def bench_command(
         for part in chosen:
             figures[part], sheet = MEASUREMENTS[part](options)
             print_sheet(sheet, console)
+            if tables is not None:
+                for file in write_tables(sheet, tables / part.replace("-", "_")):
+                    console.print(f"wrote {file}", soft_wrap=True, markup=False)
             if plots is not None and part in _WITH_PICTURES:
                 console.print(f"wrote {_draw(part, figures[part], plots)}\n", soft_wrap=True, markup=False)
     if as_json:
@@ -238,10 +255,15 @@ def _best_device() -> str:
 
 def _draw(part: str, figures: Any, folder: Path) -> Path:
     """Writes the picture of a part, and returns its file."""
-    from ..bench_plots import plot_scaling, plot_step_memory
+    from ..bench_plots import plot_peers, plot_scaling, plot_step_memory
 
     path = folder / f"{part.replace('-', '_')}.png"
-    {"step-memory": plot_step_memory, "scaling": plot_scaling}[part](figures, path)
+    draw: dict[str, Callable[[Any, Path], None]] = {
+        "step-memory": plot_step_memory,
+        "scaling": plot_scaling,
+        "peers": plot_peers,
+    }
+    draw[part](figures, path)
     return path
 
 
@@ -339,11 +361,20 @@ def _scaling(options: BenchOptions) -> tuple[Any, Sheet]:
 
 
 def _peers(options: BenchOptions) -> tuple[Any, Sheet]:
-    from ..benchmarks.peers import PEER_PATTERNS, measure_peers, peers_report
+    from ..benchmarks.parallel_steps import measure_steps
+    from ..benchmarks.peer_table import peers_report
+    from ..benchmarks.peers import PEER_PATTERNS, measure_peers
+    from ..benchmarks.ranked_peers import measure_over_ranks, simulated_rows
 
     patterns, repeats = list(dict.fromkeys(options.peer_patterns or PEER_PATTERNS)), options.times("peers")
-    rows = measure_peers(options.shape, options.peer_tokens, patterns, repeats)
-    return rows, peers_report(rows, options.shape, options.peer_tokens, repeats)
+    size: tuple[Any, int] = (options.shape, options.peer_tokens)
+    rows = measure_peers(*size, patterns, repeats)
+    if options.ranks > 1:
+        rows += measure_over_ranks(*size, patterns, repeats, options.ranks)
+        rows += measure_steps(*size, repeats, options.ranks)
+    if options.simulated_ranks > 1:
+        rows += simulated_rows(*size, patterns, options.simulated_ranks)
+    return rows, peers_report(rows, *size, repeats)
 
 
 #: The function of each part, which returns figures for JSON and the table that shows them.

@@ -61,14 +61,14 @@ def check_model_folder(model: str) -> None:
     checked("--model", read_config, model)
 
 
-def make_folder(folder: Path) -> None:
-    """Makes the folder of pictures, and refuses one that cannot be written to before anything is measured."""
+def make_folder(folder: Path, option: str) -> None:
+    """Makes the folder of pictures or tables, and refuses one that cannot be written to before anything is measured."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise refuse(f"the folder {str(folder)!r} cannot be made: {error.strerror}", "--plots") from None
+        raise refuse(f"the folder {str(folder)!r} cannot be made: {error.strerror}", option) from None
     if not os.access(folder, os.W_OK):
-        raise refuse(f"the folder {str(folder)!r} cannot be written to", "--plots")
+        raise refuse(f"the folder {str(folder)!r} cannot be written to", option)
 
 
 def check_devices(parts: list[str], where: str, ranks: int, memory_ranks: list[int], scaling_ranks: list[int]) -> None:
@@ -78,7 +78,7 @@ def check_devices(parts: list[str], where: str, ranks: int, memory_ranks: list[i
     import torch
 
     count = torch.cuda.device_count()
-    needed = [("--ranks", ranks if (_OF_SEVERAL_RANKS | {"step-memory"}) & {*parts} else 1)]
+    needed = [("--ranks", ranks if (_OF_SEVERAL_RANKS | {"step-memory", "peers"}) & {*parts} else 1)]
     needed.append(("--memory-ranks", max(memory_ranks) if "ring-memory" in parts else 1))
     needed.append(("--scaling-ranks", max(scaling_ranks) if "scaling" in parts else 1))
     for option, number in needed:
