@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import multiplicity_matrix, reference_attention
-from hf_ring_attention.tools.benchmarks import peers
+from hf_ring_attention.tools.benchmarks import peer_table, peers
 from hf_ring_attention.tools.benchmarks.block_masks import BLOCK, block_mask, mask_function
 from hf_ring_attention.tools.benchmarks.contestants import (
     DENSE,
@@ -122,7 +122,7 @@ def test_what_computes_something_else_is_not_timed(monkeypatch):
     def fail(q, k, v):
         raise NotImplementedError("\nno such thing\nand more")
 
-    monkeypatch.setattr(peers, "_CHECKED", 100)
+    monkeypatch.setattr(peers, "CHECKED_TOKENS", 100)
     tensors = CallShape(2, 1, 8).tensors(150)
     oracle = peers.Oracle("window:32", tensors)
 
@@ -146,7 +146,10 @@ def test_contestants_take_turns():
     def attend(name):
         return lambda q, k, v: (calls.append(name), q + k + v)[1]
 
-    contestants = [Contestant("a", "exact", attend("a")), Contestant("b", "exact", attend("b"), has_backward=False)]
+    contestants = [
+        Contestant("a", "exact", attend("a")),
+        Contestant("b", "exact", attend("b"), no_backward="it has none"),
+    ]
     runs = peers.time_contestants(contestants, CallShape(2, 2, 4).tensors(8), 3, "cpu")
     assert "".join(calls) == "baa" + "aab" + "baa"  # a has a call without gradients, and one with them.
     assert [len(seconds) for seconds in runs.values()] == [3, 3]
@@ -167,19 +170,28 @@ def test_ratios_are_those_of_one_repeat(monkeypatch):
     monkeypatch.setattr(peers, "contestants_of", contestants_of)
     monkeypatch.setattr(peers, "time_contestants", time_contestants)
     monkeypatch.setattr(peers, "check_contestant", lambda *call: (1e-7, None, None))
+    monkeypatch.setattr(
+        peers, "launch", lambda function, ranks, shape, tokens, keys, threads: dict.fromkeys(keys, 2**20)
+    )
     ours, flex, dense, local = peers.measure_peers(CallShape(1, 1, 2), 4, ["window:2"], 3)
     times = ("forward", "both", "forward_ratio", "both_ratio", "error")
     assert [ours[name] for name in times] == [2, 8, 1, 1, 1e-7]
     assert [flex[name] for name in times] == [3, None, 2, None, 1e-7]
     assert [dense[name] for name in times] == [9, 16, 4, 2, 1e-7]
     assert (dense["pattern"], dense["computes"]) == ("window:2", "exact")
+    # Each of 4 queries sees 2 keys, but the first: 7 of 10 pairs. Of the runs, the middle ratio counts; flex has no backward.
+    assert [row["of_floor"] for row in (ours, flex, dense)] == pytest.approx([2 * 0.7, 2 * 0.7, 0.7])
+    assert [row["peak_bytes"] for row in (ours, flex, dense, local)] == [2**20] * 3 + [None]
     assert [local[name] for name in (*times, "skipped")] == [None] * 5 + ["it is too late"]
 
 
 def run_peers(words, environment):
     """What `bench peers` writes to stdout, read as JSON, and to stderr, in one line."""
     done = subprocess.run(
-        [sys.executable, "-m", "hf_ring_attention", "bench", "peers", "--json", "--repeats", "1", *words.split()],
+        [
+            *(sys.executable, "-m", "hf_ring_attention", "bench", "peers", "--json", "--repeats", "1"),
+            *("--ranks", "1", "--simulated-ranks", "1", *words.split()),
+        ],
         capture_output=True,
         text=True,
         timeout=300,
@@ -230,19 +242,25 @@ def test_compiled_flex_attention_is_timed_where_it_is_the_oracle(tmp_path):
     assert row["both"] is None and row["both_ratio"] is None
 
 
-def test_the_table_says_what_has_no_backward_and_why_rows_are_empty():
-    none = dict.fromkeys(("forward", "both", "forward_ratio", "both_ratio", "error", "skipped"))
-    ours = {"forward": 0.5, "both": 2.0, "forward_ratio": 1.0, "both_ratio": 1.0, "error": 2e-7}
-    flex = {"forward": 0.75, "forward_ratio": 1.5, "error": 1e-7}
+def test_the_table_has_the_rows_that_passed_and_says_why_others_did_not():
+    ours = peers.peer_row("window:8", OURS, [(0.5, 2.0)], [(0.5, 2.0)], [(1.0, 4.0)], 0.25)
+    flex = peers.peer_row("window:8", FLEX, [(0.75, None)], [(0.5, 2.0)], [(1.0, 4.0)], 0.25)
     rows = [
-        {**none, **ours, "pattern": "window:8", "attention": OURS},
-        {**none, **flex, "pattern": "window:8", "attention": FLEX},
-        *({**none, "pattern": f"window:{w}", "attention": LOCAL, "skipped": "it is too late"} for w in (8, 9)),
+        ours | {"error": 2e-7, "peak_bytes": 20 * 2**20},
+        flex | {"error": 1e-7, "no_backward": "no backward on CPU", "peak_bytes": 2**20},
+        *(peers.peer_row(f"window:{w}", LOCAL, [], [], [], 1.0) | {"skipped": "it is too late"} for w in (8, 9)),
+        peers.peer_row("exact", f"{OURS}, ring", [], [], [], 1.0, 8)
+        | {"simulated": True, "error": 3e-7, "sent_bytes": 2**21},
+        peers.peer_row("exact", "torchscale", [(3.0, None)], [(2.0, 1.0)], [], 1.0) | {"error": 3e-7},
     ]
-    sheet = peers.peers_report(rows, CallShape(), 16384, 3)
+    sheet = peer_table.peers_report(rows, CallShape(), 16384, 3)
     assert sheet.rows == [
-        ("window:8", OURS, "0.500", "1.00", "2.000", "1.00", "2.0e-07"),
-        ("window:8", FLEX, "0.750", "1.50", "no backward on CPU", "-", "1.0e-07"),
-        *((f"window:{w}", LOCAL, "-", "-", "-", "-", "-") for w in (8, 9)),
+        ("window:8", OURS, "1", "0.500", "1.00", "2.000", "1.00", "0.50", "20", "-", "2.0e-07"),
+        ("window:8", FLEX, "1", "0.750", "1.50", "no backward on CPU", "-", "0.33", "1.0", "-", "1.0e-07"),
+        ("exact", f"{OURS}, ring", "8 simulated", "-", "-", "-", "-", "-", "-", "2.0", "3.0e-07"),
+        ("exact", "torchscale", "1", "3.000", "1.50", "-", "-", "-", "-", "-", "3.0e-07"),
     ]
+    assert len(sheet.headings) == len(sheet.rows[0])
     assert sheet.notes[-1] == "local-attention: it is too late (window:8, window:9)"
+    assert "torchscale takes 1.50 of our forward time under exact." in sheet.notes
+    assert any(note.startswith("simulated: ") for note in sheet.notes)

@@ -32,8 +32,8 @@ def peers_report(rows: list[dict[str, Any]], shape: CallShape, tokens: int, repe
         "of the floor: the time of the pattern's share of dense attention's FLOPs, divided among the ranks, over the measured.",
         f"error: of outputs and gradients of the first {min(CHECKED_TOKENS, tokens)} tokens against the dense oracle (on one "
         "device also of all outputs against ours), or of the losses of two training steps.",
-        "MiB: the most that a call holds beyond its inputs, or a training process beyond what it began with, and the most that "
-        "a rank sends in a call.",
+        "MiB: the most that a call, with its backward if that is right, holds beyond its inputs, or a training process beyond "
+        "what it began with; and the most that a rank sends in a call.",
     ]
     if any(row["simulated"] for row in rows):
         notes.append("simulated: one device computes for all ranks, so there are errors and bytes, and no seconds.")
