@@ -129,6 +129,8 @@ BROUGHT = {
     "packaging": "Transformers compares releases by it",
     "tqdm": "Transformers and datasets show progress with it",
     "local_attention": "a peer of the benchmark, where a user has it",
+    "ring_attention_pytorch": "a peer of the benchmark, where a user has it",
+    "torchscale": "a peer of the benchmark, where a user has it",
 }
 
 

@@ -101,7 +101,8 @@ def steps_over_ranks(shape: CallShape, tokens: int, repeats: int) -> list[dict[s
     Attention is exact, since only that has the losses of sdpa; "error" is that of the losses of two steps.
     """
     p, rank = dist.get_world_size(), dist.get_rank()
-    names: dict[str | None, str] = {None: ONE_PROCESS, **HOLDERS}
+    names: dict[str | None, str] = {None: ONE_PROCESS}
+    names.update(HOLDERS)
     steps: dict[str, Callable[[], float]] = {}
     losses: dict[str, list[float]] = {}
     seconds: dict[str, list[float]] = {name: [] for name in names.values()}

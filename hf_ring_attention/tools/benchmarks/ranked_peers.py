@@ -145,10 +145,10 @@ def errors_over_ranks(contestant: RankedContestant, oracle: Oracle, tensors: Ten
         errors = [relative_error(x[:, :, : oracle.tokens], want) for x, want in zip(wholes, oracle.expected)]
     errors = [error if math.isfinite(error) else math.inf for error in errors]
     device = tensors[0].device
-    return _largest(errors[0], device), _largest(max(errors[1:], default=0.0), device)
+    return _largest_of_ranks(errors[0], device), _largest_of_ranks(max(errors[1:], default=0.0), device)
 
 
-def _largest(number: float, device: torch.device) -> float:
+def _largest_of_ranks(number: float, device: torch.device) -> float:
     """Returns the largest of the ranks' numbers, on every rank."""
     tensor = torch.tensor(float(number), dtype=torch.float64, device=device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
@@ -166,7 +166,7 @@ def memory_and_bytes(contestant: RankedContestant, tensors: Tensors, device: str
     # `peak_of_contestant` makes two equal calls.
     sent = 0 if ring is None else (ring.traffic().sent_bytes if ours else counter.sent_bytes) // 2
     where = tensors[0].device
-    return int(_largest(peak, where)), None if ring is None else int(_largest(sent, where))
+    return int(_largest_of_ranks(peak, where)), None if ring is None else int(_largest_of_ranks(sent, where))
 
 
 def held_over_ranks(shape: CallShape, tokens: int, rows: Sequence[dict[str, Any]]) -> list[tuple[int, int | None]]:
