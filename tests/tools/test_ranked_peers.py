@@ -131,7 +131,7 @@ def test_torchscale_is_the_oracle(text):
 def test_training_steps_have_the_losses_of_one_process():
     rows = parallel_steps.measure_steps(SHAPE, 64, 1, 2)
     assert [row["attention"] for row in rows] == [
-        f"train step: {name}" for name in (parallel_steps.ONE_PROCESS, *parallel_steps.HOLDERS.values())
+        f"train step of 64 tokens: {name}" for name in (parallel_steps.ONE_PROCESS, *parallel_steps.HOLDERS.values())
     ]
     for row in rows:
         assert row["skipped"] is None and row["error"] < 1e-5 and row["both"] > 0 and row["peak_bytes"] > 0

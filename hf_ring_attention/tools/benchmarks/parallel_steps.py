@@ -42,6 +42,8 @@ HOLDERS = {
     "zero1": "ring, ZeRO 1 (ZeroRedundancyOptimizer)",
 }
 ONE_PROCESS = "sdpa, one process"
+#: The most tokens of a step's row, which has the MLPs and the vocabulary of a model beside attention; its row says how many.
+MOST_STEP_TOKENS = 1024
 #: Steps before those that are timed: their losses are compared.
 _COMPARED_STEPS = 2
 
@@ -117,7 +119,7 @@ def steps_over_ranks(shape: CallShape, tokens: int, repeats: int) -> list[dict[s
         figures = torch.tensor(losses[ONE_PROCESS], dtype=torch.float64, device=device)
         dist.broadcast(figures, 0)
         error = max(abs(loss - want) / want for loss, want in zip(losses[name], figures.tolist())) if holder else 0.0
-        row = peer_row("exact", f"train step: {name}", [], [], [], 1.0, p if holder else 1)
+        row = peer_row("exact", f"train step of {tokens} tokens: {name}", [], [], [], 1.0, p if holder else 1)
         limit, ours = ERROR_LIMITS[shape.dtype], seconds[HOLDERS["whole"]]
         row |= {"both": statistics.median(seconds[name]), "error": error}
         row["both_ratio"] = statistics.median(theirs / own for theirs, own in zip(seconds[name], ours))
@@ -146,7 +148,8 @@ def memory_of_steps(shape: CallShape, tokens: int) -> list[int]:
 
 
 def measure_steps(shape: CallShape, tokens: int, repeats: int, ranks: int) -> list[dict[str, Any]]:
-    """Returns the rows of training steps, with their memory from a second launch."""
+    """Returns the rows of training steps of at most `MOST_STEP_TOKENS`, with their memory from a second launch."""
+    tokens = min(tokens, MOST_STEP_TOKENS)
     rows: list[dict[str, Any]] = launch(steps_over_ranks, ranks, shape, tokens, repeats)
     for row, peak in zip(rows, launch(memory_of_steps, ranks, shape, tokens)):
         row["peak_bytes"] = peak
