@@ -125,6 +125,7 @@ def test_the_files_for_launchers_are_plain_yaml():
 #: imports them has nothing to do.
 BROUGHT = {
     "pyarrow": "datasets keeps the columns of its tables in it",
+    "deepspeed": "what estimates are fitted to, where a user has it",
     "huggingface_hub": "Transformers finds models by it",
     "packaging": "Transformers compares releases by it",
     "tqdm": "Transformers and datasets show progress with it",

@@ -175,8 +175,8 @@ def contestants_of(pattern: str, tokens: int, shape: CallShape) -> tuple[list[Co
         found.append(Contestant(FLEX, pattern, attend, NO_BACKWARD_OF_FLEX if shape.device == "cpu" else ""))
     except (ImportError, ValueError) as error:
         missing[FLEX] = first_line(error)
-    window = parsed.branches[0]
-    if len(parsed.branches) == 1 and isinstance(window, Window) and window.dilation == 1:
+    window = parsed.branches[0] if len(parsed.branches) == 1 else None
+    if isinstance(window, Window) and window.dilation == 1:
         try:
             attend = _local_attention(window.length)
             found.append(Contestant(f"{LOCAL} {importlib.metadata.version(LOCAL)}", pattern, attend))
