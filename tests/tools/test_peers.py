@@ -204,7 +204,7 @@ def run_peers(words, environment):
 
 def test_peers_run_only_when_they_are_named(tmp_path):
     """In one run, where torch finds no compiler: flex_attention's rows say so, and the others have their seconds."""
-    assert bench.ONLY_NAMED == ("peers",)
+    assert "peers" in bench.ONLY_NAMED
     environment = {**os.environ, "CXX": "no-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     figures, shown = run_peers(
         "--heads 2 --head-dim 8 --peer-tokens 200 --pattern window:32+2 --pattern exact", environment
