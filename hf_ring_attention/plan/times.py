@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -26,11 +27,14 @@ class Speeds(NamedTuple):
         seconds_of_pair: of a query, a key and a head, forward and backward, where sequences are long.
         seconds_of_byte: of a byte that is exchanged while nothing is computed.
         keys_at_once: those of the kernel (`KEYS_AT_ONCE`).
+        alone: the time of a rank that computes while all others wait, over its time while all compute: below 1 where ranks
+            share something, as the cores of one processor do.
     """
 
     seconds_of_pair: float
     seconds_of_byte: float
     keys_at_once: int
+    alone: float = 1.0
 
 
 def computed_pairs(batches: Iterable[TileBatch], group: int, keys_at_once: int) -> float:
@@ -49,8 +53,17 @@ def computed_pairs(batches: Iterable[TileBatch], group: int, keys_at_once: int) 
 
 
 def expected_seconds(problem: Problem, transport: str, sizes: RowBytes, speeds: Speeds) -> float:
-    """Returns about how long forward and backward take the busiest rank, where no exchange hides behind the computation."""
-    return max(_seconds_of_rank(problem, rank, transport, sizes, speeds) for rank in range(problem.layout.world_size))
+    """Returns about how long forward and backward take the busiest rank, where no exchange hides behind the computation.
+
+    The fewer ranks still compute, the nearer their speed is taken to be to that of a rank alone.
+    """
+    world_size = problem.layout.world_size
+    ends = sorted(_seconds_of_rank(problem, rank, transport, sizes, speeds) for rank in range(world_size))
+    seconds = ends[0]
+    for done, (before, end) in enumerate(itertools.pairwise(ends), 1):
+        waiting = done / (world_size - 1)
+        seconds += (end - before) * (1 + waiting * (speeds.alone - 1))
+    return seconds
 
 
 def _seconds_of_rank(problem: Problem, rank: int, transport: str, sizes: RowBytes, speeds: Speeds) -> float:

@@ -53,3 +53,16 @@ def test_the_busiest_rank_counts(transport):
         assert busiest == whole / 2
     else:
         assert busiest == max(computed(problem, 512, rank) for rank in range(2)) > 0.55 * whole
+
+
+def test_a_rank_alone_is_faster_where_ranks_share_something():
+    """The busiest of two computes its rest at the speed of one alone; of three, the last two at a speed between."""
+    speeds = Speeds(1.0, 0.0, 0, 0.5)
+    for world_size, shares in ((2, (1, 0.5)), (3, (1, 0.75, 0.5))):
+        problem = problem_of(6000, ((0, 5000), (5000, 6000)), world_size=world_size)
+        ends = sorted(computed(problem, 0, rank) for rank in range(world_size))
+        parts = [end - before for before, end in zip([0, *ends], ends)]
+        assert expected_seconds(problem, "ring", SIZES, speeds) == pytest.approx(
+            sum(part * share for part, share in zip(parts, shares))
+        )
+        assert expected_seconds(problem, "ring", SIZES, speeds._replace(alone=1.0)) == pytest.approx(ends[-1])

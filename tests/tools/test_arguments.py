@@ -15,6 +15,7 @@ import finetune
 import pytest
 import torch
 from accelerate.utils import LoggerType
+from safetensors.torch import save_file
 
 from hf_ring_attention.tools import arguments, cli, plots
 from hf_ring_attention.tools.commands import bench, explain
@@ -84,7 +85,7 @@ REFUSED = [
     (
         "cli",
         "bench typing",
-        "ideal, ring-memory, overlap, step-memory, scaling, peers was expected, got",
+        "ideal, ring-memory, overlap, step-memory, estimate, scaling, peers was expected, got",
     ),
     ("cli", "bench --ranks 1", "'--ranks': a whole number of at least 2 was expected, got 1"),
     ("cli", "bench --heads 0", "'--heads': a whole number of at least 1 was expected, got 0"),
@@ -120,7 +121,7 @@ REFUSED = [
     (
         "cli",
         "bench speed model --plots {empty}",
-        "'--plots': speed, model: no picture; step-memory and scaling have one",
+        "'--plots': speed, model: no picture; step-memory, scaling, peers have one",
     ),
     ("cli", "bench scaling --plots {file}", "'--plots': a folder was expected, but '{file}' is a file"),
     ("cli", "bench --longnet-tokens 0", "'--longnet-tokens': a whole number of at least 1 was expected, got 0"),
@@ -377,8 +378,10 @@ def test_every_installed_model_is_in_the_list_of_packages():
 def test_half_a_model_in_the_cache_names_the_folder_to_delete(lacking, cache):
     folder = cache / "smollm2-135m"
     folder.mkdir(parents=True)
-    for file in {"config.json", "tokenizer_config.json", "model.safetensors"} - {lacking}:
+    for file in {"config.json", "tokenizer_config.json"} - {lacking}:
         (folder / file).write_text("{}")
+    if lacking != "model.safetensors":
+        save_file({}, folder / "model.safetensors")
     for find in (common.model_source, common.installed_model):
         with pytest.raises((argparse.ArgumentTypeError, SystemExit), match=f"lacks {lacking}: .* rm -r {folder}$"):
             find("smollm2-135m")

@@ -95,6 +95,8 @@ def compare_transports(shape: CallShape, lengths: Sequence[int], repeats: int) -
 def measured_speeds(shape: CallShape, repeats: int) -> Speeds:
     """Returns how fast this rank computes dense attention of one sequence, and exchanges rows, while the others do the same.
 
+    And, of the first rank, how much faster it computes while the others wait.
+
     Rows are exchanged, forward and backward, by calls whose queries see themselves alone.
     """
     world_size, near, exact = dist.get_world_size(), Pattern((Window(1),)), Pattern.exact()
@@ -106,16 +108,23 @@ def measured_speeds(shape: CallShape, repeats: int) -> Speeds:
         "exchanging": lambda *x: ring_attention(*x, pattern=near, ring=ring),
     }
     times: dict[str, list[float]] = {name: [] for name in calls}
+    while_others_wait = []
     for _ in range(repeats + 1):
         for name, call in calls.items():
             times[name].append(sum(forward_backward(call, tensors, shape.device)))
-    computing, alone, exchanging = (statistics.median(turns[1:]) for turns in times.values())
+        if dist.get_rank() == 0:
+            while_others_wait.append(sum(forward_backward(calls["computing"], tensors, shape.device)))
+        dist.barrier()
+    computing, near_seconds, exchanging = (statistics.median(turns[1:]) for turns in times.values())
+    ratios = [a / b for a, b in zip(while_others_wait[1:], times["computing"][1:])] or [1.0]
+    alone = torch.tensor([min(1.0, statistics.median(ratios))], device=shape.device)
+    dist.broadcast(alone, 0)
     received = ring.traffic().received_bytes / (repeats + 1)
     layout, documents = SequenceLayout("contiguous", _TOKENS_OF_SPEED, 1), (((0, _TOKENS_OF_SPEED),),)
     problem = Problem(exact, layout, documents, num_heads=shape.heads, num_kv_heads=shape.kv_heads)
     keys_at_once = KEYS_AT_ONCE[shape.device]
     pairs = computed_pairs(plan_rank(problem, 0).own, problem.group, keys_at_once)
-    return Speeds(computing / pairs, max(0.0, exchanging - alone) / received, keys_at_once)
+    return Speeds(computing / pairs, max(0.0, exchanging - near_seconds) / received, keys_at_once, float(alone))
 
 
 def _cell(
