@@ -112,11 +112,10 @@ def measured_speeds(shape: CallShape, repeats: int) -> Speeds:
     for _ in range(repeats + 1):
         for name, call in calls.items():
             times[name].append(sum(forward_backward(call, tensors, shape.device)))
-        if dist.get_rank() == 0:
-            while_others_wait.append(sum(forward_backward(calls["computing"], tensors, shape.device)))
-        dist.barrier()
+        call = calls["computing" if dist.get_rank() == 0 else "near"]
+        while_others_wait.append(sum(forward_backward(call, tensors, shape.device)))
     computing, near_seconds, exchanging = (statistics.median(turns[1:]) for turns in times.values())
-    ratios = [a / b for a, b in zip(while_others_wait[1:], times["computing"][1:])] or [1.0]
+    ratios = [a / b for a, b in zip(while_others_wait[1:], times["computing"][1:])]
     alone = torch.tensor([min(1.0, statistics.median(ratios))], device=shape.device)
     dist.broadcast(alone, 0)
     received = ring.traffic().received_bytes / (repeats + 1)
