@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 from .balance import balanced_layout, estimated_imbalance, mean_keys
-from .heads import heads_fit, layout_of_groups
+from .heads import check_heads, group_size, heads_fit, layout_of_groups
 from .layouts import LayoutKind, SequenceLayout
 from .patterns import Pattern
 from .plans import plan_rank
@@ -197,7 +197,8 @@ def _choose_heads(problem: Problem) -> Decision | None:
 
     def in_groups(size: int) -> float:
         groups = layout_of_groups(replace(problem, settings=replace(problem.settings, heads=size)))
-        return estimated_imbalance(groups, problem.pattern, problem.documents) + cost
+        busiest = estimated_imbalance(groups, problem.pattern, problem.documents)
+        return busiest * _imbalance_of_heads(problem, size) + cost
 
     size = min(sizes, key=in_groups)
     if busiest <= in_groups(size) * WORTH_AN_EXCHANGE:
@@ -211,11 +212,33 @@ def _choose_heads(problem: Problem) -> Decision | None:
     )
 
 
+def _imbalance_of_heads(problem: Problem, size: int) -> float:
+    """Returns about how many times the mean work the heads of the busiest member of a group do: their patterns may differ."""
+    pattern, heads = problem.pattern, problem.num_kv_heads
+    if not pattern.kv_heads:
+        return 1.0
+    work = [mean_keys(pattern.of_kv_head(problem.first_kv_head + head), problem.documents) for head in range(heads)]
+    share = max(1, heads // size)
+    return busiest_over_mean([sum(work[first : first + share]) for first in range(0, heads, share)])
+
+
 def as_decided(problem: Problem, decision: Decision) -> Problem:
     """Returns the problem with the ranks that exchange heads, where a decision names some."""
     if decision.heads is None:
         return problem
     return replace(problem, settings=replace(problem.settings, heads=decision.heads))
+
+
+def decide_call(asked: str, problem: Problem, sizes: RowBytes) -> tuple[Problem, Decision]:
+    """Returns the problem as it is computed, and its transport with the reason.
+
+    Raises:
+        ValueError: heads that do not divide among the ranks that are asked to exchange them.
+    """
+    if asked == "heads":
+        check_heads(problem.num_heads, problem.num_kv_heads, group_size(problem))
+    decision = decide_transport(asked, problem, sizes)
+    return as_decided(problem, decision), decision
 
 
 def decide_transport(asked: str, problem: Problem, sizes: RowBytes) -> Decision:

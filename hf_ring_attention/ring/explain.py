@@ -10,13 +10,12 @@ from ..plan.balance import balanced_layout, estimated_imbalance
 from ..plan.choices import (
     Decision,
     TransportKind,
-    as_decided,
     busiest_over_mean,
     check_choices,
+    decide_call,
     decide_layout,
-    decide_transport,
 )
-from ..plan.heads import check_heads, group_size, heads_fit, heads_pairs, heads_traffic
+from ..plan.heads import group_size, heads_fit, heads_pairs, heads_traffic
 from ..plan.joins import PACKED, PADDED
 from ..plan.layouts import LayoutKind, SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
@@ -203,10 +202,7 @@ def explain(
     )
     widths = head_dim + value_dim
     sizes = RowBytes(widths * itemsize, widths * accumulated)
-    if transport == "heads":
-        check_heads(num_heads, num_kv_heads, group_size(problem))
-    decision = decide_transport(transport, problem, sizes)
-    problem = as_decided(problem, decision)
+    problem, decision = decide_call(transport, problem, sizes)
     by_heads = heads_fit(num_heads, num_kv_heads, group_size(problem))
     pairs_of_rank = heads_pairs if decision.choice == "heads" else pairs_by_tokens
     shares = tuple(

@@ -54,6 +54,11 @@ def number_option(name: str, text: str, least: int = 1) -> Any:
     return typer.Option(name, parser=parsed(at_least(least)), metavar="N", help=text)
 
 
+def pattern_option(text: str) -> Any:
+    """Returns the option of a pattern, for which nothing stands where the model or the command says it."""
+    return typer.Option("--pattern", parser=parsed(pattern_text), metavar="TEXT", help=text)
+
+
 def tokens_option(name: str, text: str, least: int = 1, multiple_of: int = 1) -> Any:
     """Returns an option that takes a number of tokens."""
     return typer.Option(name, parser=parsed(token_count(least, multiple_of)), metavar="N", help=text)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..arguments import pattern_text, positive
-from ..options import AsJson, number_option, parsed
+from ..arguments import positive
+from ..options import AsJson, number_option, parsed, pattern_option
 from ..output import print_json, stdout_left_alone, terminal
 
 if TYPE_CHECKING:
@@ -48,12 +48,7 @@ def check_command(
     ] = None,
     pattern: Annotated[
         str | None,
-        typer.Option(
-            "--pattern",
-            parser=parsed(pattern_text),
-            metavar="TEXT",
-            help="The job's pattern. Default: what the model has saved, else exact.",
-        ),
+        pattern_option("The job's pattern. Default: what the model has saved, else exact."),
     ] = None,
     timeout: Annotated[
         float, typer.Option("--timeout", parser=parsed(positive), metavar="SECONDS", help="The longest for each check.")

@@ -14,7 +14,7 @@ from ..estimates.estimate import Estimate, estimate
 from ..estimates.parts import NUMBER_BYTES, PARALLELS
 from ..estimates.questions import longest_sequence, next_switches, smallest_ring
 from ..estimates.step_time import MOST_RANKS_OF_SCHEDULE, TimePart, schedule_of_ring, step_times
-from ..options import AsJson, LayoutName, choice_option, number_option, parsed, pattern_text, refuse, tokens_option
+from ..options import AsJson, LayoutName, choice_option, number_option, parsed, pattern_option, refuse, tokens_option
 from ..output import Sheet, print_json, print_sheet, short_bytes, short_count, short_seconds, spinner, terminal
 
 EXAMPLES_OF_ESTIMATE = """\b
@@ -41,9 +41,7 @@ def estimate_command(
     ] = None,
     pattern: Annotated[
         str | None,
-        typer.Option(
-            "--pattern", parser=parsed(pattern_text), metavar="TEXT", help="Default: the model's, else exact."
-        ),
+        pattern_option("Default: the model's, else exact."),
     ] = None,
     parallel: Annotated[str, choice_option("--parallel", PARALLELS, "How parameters are divided")] = "fsdp2",
     checkpointing: Annotated[

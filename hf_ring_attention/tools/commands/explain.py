@@ -27,7 +27,7 @@ from ..options import (
     documents_of_lengths,
     number_option,
     parsed,
-    pattern_text,
+    pattern_option,
     refuse,
 )
 from ..output import print_json, spinner
@@ -63,12 +63,9 @@ def explain_command(
     ranks: RingRanks,
     pattern: Annotated[
         str | None,
-        typer.Option(
-            "--pattern",
-            parser=parsed(pattern_text),
-            metavar="TEXT",
-            help="The pattern of layers without a window of their own: window:512+4, pyramid:512,3, ... "
-            "Default: what the model has saved, else exact.",
+        pattern_option(
+            "The pattern of layers without a window of their own: window:512+4, pyramid:512,3, ... "
+            "Default: what the model has saved, else exact."
         ),
     ] = None,
     model: Annotated[

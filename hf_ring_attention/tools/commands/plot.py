@@ -27,6 +27,7 @@ from ..options import (
     documents_of_lengths,
     number_option,
     parsed,
+    pattern_option,
     refuse,
 )
 from ..output import layer_numbers, print_json, short_count, spinner, terminal
@@ -216,9 +217,7 @@ def plot_ring_command(
     ],
     pattern: Annotated[
         str | None,
-        typer.Option(
-            "--pattern", parser=parsed(pattern_text), metavar="TEXT", help="Default: the model's, else exact."
-        ),
+        pattern_option("Default: the model's, else exact."),
     ] = None,
     model: Annotated[
         str | None,

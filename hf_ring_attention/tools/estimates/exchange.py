@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from ...plan.choices import Decision, as_decided, check_choices, decide_layout, decide_transport
-from ...plan.heads import check_heads, group_size, heads_fit, heads_pairs, heads_traffic
+from ...plan.choices import Decision, check_choices, decide_call, decide_layout
+from ...plan.heads import group_size, heads_fit, heads_pairs, heads_traffic
 from ...plan.patterns import Pattern
 from ...plan.plans import pairs_by_tokens
 from ...plan.problem import Problem, RingSettings
@@ -100,10 +100,7 @@ def _exchange_of_heads(
         settings=RingSettings(heads=setting.heads),
     )
     sizes = RowBytes(widths * setting.number_bytes, widths * 4)
-    if setting.transport == "heads":
-        check_heads(num_heads, num_kv_heads, group_size(problem))
-    decision = decide_transport(setting.transport, problem, sizes)
-    problem = as_decided(problem, decision)
+    problem, decision = decide_call(setting.transport, problem, sizes)
     ranks = range(ring_size)
     ways: dict[str, Callable[[Problem, int, RowBytes], RankTraffic]] = {
         "ring": ring_traffic,
