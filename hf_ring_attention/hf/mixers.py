@@ -43,10 +43,8 @@ _ALIKE = 0.8
 MOST_GATHERED = 2 << 30
 
 #: What a model tells its mixers about padding and documents; they get documents one by one, without any of these.
-_NOT_TO_MIXERS = (
-    "attention_mask", "position_ids", "position_embeddings", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
-    "max_length_k",
-)  # fmt: skip
+_BORDERS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_NOT_TO_MIXERS = ("attention_mask", "position_ids", "position_embeddings", *_BORDERS)
 
 _CACHES = ("cache_params", "past_key_values")
 
@@ -123,7 +121,8 @@ def _run(module: nn.Module, config: Any, *args: Any, **kwargs: Any) -> Any:
         steps = [type(module).forward(module, **{first: token, **kwargs}) for token in hidden.split(1, 1)]
         return torch.cat(steps, 1)
     if documents is None or continued or documents == (((0, hidden.shape[1]),),) * len(hidden):
-        return type(module).forward(module, **{first: hidden, **kwargs})
+        # Some mixers refuse numbers of documents without a kernel for them, also of the only one.
+        return type(module).forward(module, **{first: hidden, **_without_borders(kwargs)})
     return _as_returned(module, _apart(module, hidden, _all(documents), kwargs, cache is not None))
 
 
@@ -267,6 +266,10 @@ def _assembled(hidden: Tensor, pieces: list[_Piece], outputs: dict[_Piece, Tenso
             end = piece[2]
         rows.append(torch.cat([*parts, hidden.new_zeros(hidden.shape[1] - end, hidden.shape[2]) + nothing]))
     return torch.stack(rows)
+
+
+def _without_borders(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in _BORDERS}
 
 
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:

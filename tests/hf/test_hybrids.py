@@ -150,6 +150,18 @@ def test_generation_goes_on_from_the_states(model_type):
         assert all(torch.equal(answer, expected) for answer in answers)
 
 
+@pytest.mark.parametrize("model_type", TYPES)
+def test_numbers_of_documents_reach_no_mixer(model_type):
+    """Without a kernel for them, some mixers refuse them, also where a row is one document or has several."""
+    model = ra.patch_model(tiny_model(model_type, "eager"))
+    for kind in ("plain", "packed"):
+        inputs, _ = batch(kind)
+        numbers = (inputs["position_ids"] == 0).cumsum(1) - 1 if "position_ids" in inputs else 0 * inputs["input_ids"]
+        assert int(numbers.max()) == (2 if kind == "packed" else 0)
+        numbered = model(**inputs, seq_idx=numbers.int(), use_cache=False).logits
+        assert torch.equal(numbered, model(**inputs, use_cache=False).logits)
+
+
 def test_packed_rows_with_a_cache_go_on_from_their_last_documents():
     eager, patched = tiny_model("bamba", "eager"), ra.patch_model(tiny_model("bamba", "eager"))
     inputs, _ = batch("packed")
