@@ -11,19 +11,11 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from .whole_files import write_whole
+
 #: The files of a run: what was asked for, and what was found.
 RUN_FILE, SAMPLES_FILE = "run.json", "samples.jsonl"
 _LOCK_FILE = ".lock"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file beside its name and renames it, so that whoever reads that name finds it whole: the old or the new."""
-    part = path.with_name(f"{path.name}.part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
 
 
 class Journal:

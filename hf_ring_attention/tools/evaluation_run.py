@@ -22,10 +22,11 @@ from transformers.utils.logging import disable_progress_bar
 from ..evaluation.bootstrap import DRAWS
 from ..evaluation.evaluator import Evaluator
 from ..evaluation.inputs import EvaluationInputs
-from ..evaluation.journal import Journal, journal_of, write_whole
+from ..evaluation.journal import Journal, journal_of
 from ..evaluation.matrix import OWN, SCORING, EvaluationPlan, Job, jobs_of, task_notes
 from ..evaluation.results import results_of
 from ..evaluation.texts import EvaluationText
+from ..evaluation.whole_files import write_whole
 from ..hf.registration import IMPLEMENTATION
 from ..plan.patterns import Pattern
 from ..ring.ring import Ring

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hf_ring_attention.evaluation.journal import RUN_FILE, SAMPLES_FILE, differences_of, journal_of, write_whole
+from hf_ring_attention.evaluation.journal import RUN_FILE, SAMPLES_FILE, differences_of, journal_of
 
 SETTINGS = {"model": "m", "patterns": ["exact"], "seed": 0}
 
@@ -62,9 +62,3 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path):
     with journal_of(tmp_path, SETTINGS, {}), pytest.raises(ValueError, match="another process writes to the folder"):
         write(tmp_path)
     write(tmp_path)
-
-
-def test_a_file_is_replaced_whole(tmp_path):
-    write_whole(tmp_path / "a.json", "old")
-    write_whole(tmp_path / "a.json", "new")
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.json", "new")]
