@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import hf_ring_attention as ra
 from hf_ring_attention.tools import cli
+from hf_ring_attention.tools.options import names_of_files
 from tests.support.tiny_models import with_large_weights
 
 MENU = ["window:4+1", "window:16+1", "exact"]
@@ -34,6 +35,12 @@ def folder(tmp_path):
     (tmp_path / "fox.txt").write_text("the quick brown fox jumps over the lazy dog " * 40)
     (tmp_path / "dog.txt").write_text("lazy dog over the quick fox " * 40)
     return tmp_path
+
+
+def test_texts_have_the_names_of_their_files_or_their_paths_where_two_share_one(tmp_path):
+    one, two, other = tmp_path / "a" / "book.txt", tmp_path / "b" / "book.txt", tmp_path / "a" / "other.txt"
+    assert names_of_files([one, other, one]) == {one: "book.txt", other: "other.txt"}
+    assert names_of_files([one, two, other]) == {path: str(path) for path in (one, two, other)}
 
 
 def words_of(folder, *more):
@@ -93,6 +100,9 @@ def test_json_alone_on_stdout(folder, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (["--held-out", "{folder}/bytes.txt"], "'--held-out': {folder}/bytes.txt is not a text in UTF-8: "),
+        (["--model", "{folder}/bare"], "'{folder}/bare' cannot be loaded: "),
+        (["--output", "{folder}/fox.txt/new"], "'--output': a folder was expected, but '{folder}/fox.txt' is a file"),
         (["--plot"], "'--plot': the picture is layers.png in the folder of --output: name one"),
         (["--ring-size", 2], "2 processes are to share each text, and 1 were started"),
         (["--budget", 2], "budget must be a share of exact attention's cost, above 0 and at most 1, got 2"),
@@ -101,7 +111,11 @@ def test_json_alone_on_stdout(folder, capsys):
     ],
 )
 def test_wrong_options_are_refused_in_one_line(folder, more, message, capsys):
+    (folder / "bytes.txt").write_bytes(b"caf\xe9 au lait")
+    (folder / "bare").mkdir()
+    (folder / "bare" / "config.json").write_bytes((folder / "model" / "config.json").read_bytes())
     with pytest.raises(SystemExit) as end:
-        cli.main(words_of(folder, *more))
+        cli.main(words_of(folder, *(str(word).format(folder=folder) for word in more)))
     error = capsys.readouterr().err
-    assert end.value.code == 2 and message in error and len(error.strip().splitlines()) == 1
+    assert end.value.code == 2 and message.format(folder=folder) in error
+    assert len(error.strip().splitlines()) == 1
