@@ -256,8 +256,9 @@ def test_a_calibration_keeps_its_budget_and_is_set_saved_and_loaded(rng, tmp_pat
     for text, figures in zip(texts, chosen.texts):
         report = ra.perplexity(patched, text)
         assert report.nll / report.tokens == pytest.approx(figures.chosen_nll, rel=1e-6)
-        report = ra.perplexity(model_of(3), text)
-        assert report.nll / report.tokens == pytest.approx(figures.exact_nll, rel=1e-6)
+        exact = ra.perplexity(model_of(3), text)
+        assert exact.nll / exact.tokens == pytest.approx(figures.exact_nll, rel=1e-6)
+        assert figures.perplexity_ratio == pytest.approx(report.perplexity / exact.perplexity, rel=1e-5)
     patched.save_pretrained(tmp_path / "model")
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "model")
     assert loaded.config._attn_implementation == "ring_dilated"

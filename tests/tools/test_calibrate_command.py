@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import hf_ring_attention as ra
 from hf_ring_attention.tools import cli
 from hf_ring_attention.tools.options import names_of_files
+from tests.support.checkpoints import save_checkpoint_of_words
 from tests.support.tiny_models import with_large_weights
 
 MENU = ["window:4+1", "window:16+1", "exact"]
@@ -17,24 +18,7 @@ MENU = ["window:4+1", "window:16+1", "exact"]
 @pytest.fixture
 def folder(tmp_path):
     """A folder with a tiny model and two texts."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = "the quick brown fox jumps over lazy dog".split()
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="the"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
-    config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    with_large_weights(LlamaForCausalLM(config)).save_pretrained(tmp_path / "model")
-    (tmp_path / "fox.txt").write_text("the quick brown fox jumps over the lazy dog " * 40)
-    (tmp_path / "dog.txt").write_text("lazy dog over the quick fox " * 40)
-    return tmp_path
+    return save_checkpoint_of_words(tmp_path, with_large_weights, num_key_value_heads=2)
 
 
 def test_texts_have_the_names_of_their_files_or_their_paths_where_two_share_one(tmp_path):

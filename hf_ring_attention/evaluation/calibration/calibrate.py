@@ -134,7 +134,7 @@ def calibrate(
         _bar(inner, passes, served, progress) as bar,
     ):
         search = Search(
-            inner, served, partial(_patch, inner, served), plain, answers, patterns, journal, lambda layer: bar.update()
+            inner, served, partial(_patch, inner), plain, answers, patterns, journal, lambda layer: bar.update()
         )
         first, found = search.first_passes()
         _check_layers_of_model(inner, first[0])
@@ -175,7 +175,7 @@ class _LayersOnly:
     layers: Mapping[int, Pattern]
 
 
-def _patch(model: PreTrainedModel, ring: Ring, layers: Mapping[int, Pattern]) -> None:
+def _patch(model: PreTrainedModel, layers: Mapping[int, Pattern]) -> None:
     """Sets patterns of layers, and exact attention in the others but for windows of their own."""
     patch_config(model.config, _LayersOnly(layers) if layers else "exact")
     if not layers:
