@@ -17,7 +17,14 @@ def save_checkpoint_of_words(folder, change=lambda model: model, **sizes):
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "model")
     torch.manual_seed(0)
-    config = LlamaConfig(len(WORDS), 32, 32, num_hidden_layers=2, num_attention_heads=4, **sizes)
+    config = LlamaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        **sizes,
+    )
     change(LlamaForCausalLM(config)).save_pretrained(folder / "model")
     (folder / "fox.txt").write_text("the quick brown fox jumps over the lazy dog " * 40)
     (folder / "dog.txt").write_text("lazy dog over the quick fox " * 40)

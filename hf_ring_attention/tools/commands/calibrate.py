@@ -97,7 +97,7 @@ def calibrate_command(
     names = names_of_files([*text, *by_option["--held-out"]])
     contents = {names[path]: read_text(path, option) for option, paths in by_option.items() for path in paths}
     with stdout_left_alone(as_json):
-        from ..calibration_runs import CalibrationRun
+        from ..calibration_run import CalibrationRun
 
         try:
             run = CalibrationRun(model, dtype, device_name)
