@@ -27,7 +27,7 @@ from accelerate import Accelerator
 
 import hf_ring_attention as ra
 from hf_ring_attention.plan.notation import FORMS
-from hf_ring_attention.tools.arguments import at_least, missing_extra, new_file, pattern_text
+from hf_ring_attention.tools.arguments import at_least, missing_extra, new_file, pattern_text, picture_file
 from hf_ring_attention.tools.plots import plot_quality
 
 
@@ -93,10 +93,10 @@ def parse_args(argv=None) -> argparse.Namespace:
         help="type of numbers (default float32)",
     )
     parser.add_argument("--json", type=new_file, help="file for the figures, with the loss of every token")
-    parser.add_argument("--plot", type=new_file, help="file for a picture of perplexity against attention FLOPs")
+    parser.add_argument("--plot", type=picture_file, help="file for a picture of perplexity against attention FLOPs")
     args = parser.parse_args(argv)
     documents.check_arguments(parser, args)
-    missing = missing_extra("the table", "rich") or (args.plot and missing_extra("the picture", "matplotlib"))
+    missing = missing_extra("the table", "rich")
     if missing:
         parser.error(missing)
     return args

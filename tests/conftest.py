@@ -53,6 +53,15 @@ def rng():
     return random.Random(random.random())
 
 
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """A file and an empty folder, by name; the current folder is an empty one too."""
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    return {"file": tmp_path / "file", "empty": tmp_path / "empty"}
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """Processes that stay, for functions that leave nothing behind: `ranks.run(function, world_size, *args)`."""

@@ -37,9 +37,9 @@ LARGEST_MASK = 1 << 22
 RESULTS_AT_ONCE, GRADIENTS_AT_ONCE = 1 << 15, 1 << 14
 
 
-#: out and lse.
+#: The output and the log-sum-exp.
 Results = tuple[Tensor, Tensor]
-#: dq, dk and dv.
+#: The gradients of queries, keys and values.
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 

@@ -98,9 +98,7 @@ class Binder:
             rows = IndexRows(batch.num_keys, self._first_rows(batch, self.key_rows, "keys"), batch.key_stride)
             return rows if self.problem.held is None else IndexRows(rows.length, rows=rows.numbers())
 
-        return self.calls(
-            batches, lambda batch: self.view(batch, heads, self.problem.num_kv_heads, heads.start, 0), keys
-        )
+        return self.calls(batches, lambda batch: self.view(batch, heads, heads.start, 0), keys)
 
     def _joined(self, call: list[TileBatch], keys: list[Tensor]) -> BoundBatch:
         """Returns batches of unequal tiles as one call; `keys` are the row numbers of each, [tiles, 1, L]."""
@@ -154,9 +152,7 @@ class Binder:
         # Where keys are held queries are few: their numbers are kept, once for all layers.
         return rows if self.problem.held is None else IndexRows(rows.length, rows=rows.numbers())
 
-    def view(
-        self, batch: TileBatch, heads: range, key_heads: int, first_key_head: int, first_key: int
-    ) -> BoundBatch | None:
+    def view(self, batch: TileBatch, heads: range, first_key_head: int, first_key: int) -> BoundBatch | None:
         """Returns rows as views where the tiles take all batch rows and these heads at equal distances; else None.
 
         The keys are heads `first_key_head` and on of a tensor whose rows begin with row `first_key`.

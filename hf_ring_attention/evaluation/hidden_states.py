@@ -1,4 +1,4 @@
-"""One pass of a causal language model: its hidden states, and what its head makes of them, a slice of tokens at a time."""
+"""One pass of a causal language model: its hidden states, and the function by which its head makes logits of them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..hf.heads import Head, HeadCall, running, watching
 from ..ring.ring import Ring
-from ..training.shards import IGNORED
 
 logger = logging.getLogger(__name__)
 
@@ -43,24 +41,6 @@ def hidden_states(model: PreTrainedModel, ring: Ring, ids: Tensor, positions: Te
         )
         head, formed = None, _logits(model(**arguments))
     return (formed, _as_they_are) if head is None or hidden is None else (hidden, head)
-
-
-def token_nll(hidden: Tensor, head: Head, labels: Tensor, logits_at_once: int) -> Tensor:
-    """Returns [1, n] float32: the loss of the label of each token, NaN where the label is ignored.
-
-    Args:
-        hidden, head: what `hidden_states` returned.
-        labels: [1, n] the next token of each, or `IGNORED`.
-        logits_at_once: the number of tokens in a slice.
-    """
-    nll = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
-    for first in range(0, hidden.shape[1], logits_at_once):
-        part = slice(first, first + logits_at_once)
-        logits = head(hidden[:, part])
-        nll[:, part] = F.cross_entropy(
-            logits.float().transpose(1, 2), labels[:, part], ignore_index=IGNORED, reduction="none"
-        )
-    return nll.masked_fill_(labels == IGNORED, torch.nan)
 
 
 def _as_they_are(logits: Tensor) -> Tensor:

@@ -1,4 +1,8 @@
-"""The journal of a run: one line of JSON for each finished part, on the disk before the next begins; runs go on from it."""
+"""The folder of a run that goes on after its end, and the journal of an evaluation in it.
+
+A folder belongs to one process at a time, and to runs with the same settings. The journal has one line of JSON for each
+finished part, on the disk before the next begins.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +15,11 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from .whole_files import write_whole
+
 #: The files of a run: what was asked for, and what was found.
 RUN_FILE, SAMPLES_FILE = "run.json", "samples.jsonl"
 _LOCK_FILE = ".lock"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file beside its name and renames it, so that whoever reads that name finds it whole: the old or the new."""
-    part = path.with_name(f"{path.name}.part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
 
 
 class Journal:
@@ -46,13 +42,47 @@ class Journal:
         self.records += [dict(record) for record in records]
 
 
-def differences_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns what differs between the settings of two runs, a text for each."""
-    return [
+@contextmanager
+def own_folder(folder: Path) -> Iterator[None]:
+    """Makes a folder if it is missing, and keeps others that call this from writing to it while the context is open.
+
+    Raises:
+        ValueError: a folder that another process writes to.
+        OSError: one that cannot be made or written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / _LOCK_FILE)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(
+            f"another process writes to the folder {str(folder)!r}: wait for it, or name another one"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def check_same_settings(folder: Path, content: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuses the folder of a run with other settings.
+
+    Args:
+        content: what the folder has of that run, for the error.
+        before, now: the settings of that run and of this one, in plain JSON types.
+
+    Raises:
+        ValueError: for settings that differ.
+    """
+    differences = [
         f"{name} was {json.dumps(before.get(name))} and is {json.dumps(now.get(name))}"
         for name in dict.fromkeys([*before, *now])
         if before.get(name) != now.get(name)
     ]
+    if differences:
+        raise ValueError(
+            f"the folder {str(folder)!r} has {content}: {'; '.join(differences)}. Name another folder, or ask for the same"
+        )
 
 
 @contextmanager
@@ -65,36 +95,23 @@ def journal_of(folder: Path, settings: Mapping[str, Any], launch: Mapping[str, A
 
     Raises:
         ValueError: a folder of another run, of another program, or one that another process writes to.
+        OSError: a folder that cannot be made or written to.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    found = sorted(path.name for path in folder.iterdir() if path.name not in (_LOCK_FILE, f"{RUN_FILE}.part"))
+    files = folder.iterdir() if folder.is_dir() else ()
+    found = sorted(path.name for path in files if path.name not in (_LOCK_FILE, f"{RUN_FILE}.part"))
     if found and RUN_FILE not in found:
         raise ValueError(
             f"the folder {str(folder)!r} has files that no evaluation wrote ({', '.join(found[:4])}): name a new one"
         )
-    lock = FileLock(folder / _LOCK_FILE)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise ValueError(
-            f"another process writes to the folder {str(folder)!r}: wait for it, or name another one"
-        ) from None
-    try:
+    with own_folder(folder):
         wanted, launches = json.loads(json.dumps(settings)), []
         if found:
             run = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
-            differences = differences_of(run["settings"], wanted)
-            if differences:
-                raise ValueError(
-                    f"the folder {str(folder)!r} has the report of another run: {'; '.join(differences)}. Name another folder, "
-                    f"or ask for the same"
-                )
+            check_same_settings(folder, "the report of another run", run["settings"], wanted)
             launches = run["launches"]
         launches = [*launches, dict(launch)]
         write_whole(folder / RUN_FILE, json.dumps({"settings": wanted, "launches": launches}, indent=1))
         yield Journal(folder, _whole_lines(folder / SAMPLES_FILE), launches)
-    finally:
-        lock.release()
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from ..hf.wrappers import evaluating, runner_of, whole_model
 from ..ring.ring import Ring
 from ..training.shards import ASIDE, IGNORED
 from ..transport.agreement import digest
-from .slices import logits_in_slices
+from .slices import logits_in_slices, token_nll
 
 
 @dataclass(frozen=True)
@@ -239,25 +239,7 @@ def _row_nll(model: PreTrainedModel, ring: Ring, row: Tensor, logits_at_once: in
     ids = row[None].to(model.device)
     labels = F.pad(ids[:, 1:], (0, 1), value=IGNORED)  # The label of each token is the next one.
     positions = torch.arange(len(row), device=ids.device)[None] + first_position(runner_of(model))
-    nll = _next_token_nll(
-        model,
-        ring,
-        ring.shard(ids, layout),
-        ring.shard(labels, layout, fill=IGNORED),
-        ring.shard(positions, layout),
-        logits_at_once,
-    )
+    shards = ring.shard(ids, layout), ring.shard(positions, layout)
+    labels = ring.shard(labels, layout, fill=IGNORED)
+    nll = token_nll(logits_in_slices(model, ring, *shards, labels != IGNORED, logits_at_once), labels)
     return ring.joined(nll, layout)[0, :-1].cpu()
-
-
-def _next_token_nll(
-    model: PreTrainedModel, ring: Ring, ids: Tensor, labels: Tensor, positions: Tensor, logits_at_once: int
-) -> Tensor:
-    """Returns [1, n] float32: the loss of each token's label, NaN where the label is ignored."""
-    nll = torch.full(labels.shape, torch.nan, device=labels.device)
-    scored = labels != IGNORED
-    for part, logits in logits_in_slices(model, ring, ids, positions, scored, logits_at_once):
-        nll[:, part][scored[:, part]] = F.cross_entropy(
-            logits.float(), labels[:, part][scored[:, part]], reduction="none"
-        )
-    return nll

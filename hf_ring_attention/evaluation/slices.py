@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..hf.heads import Head
 from ..ring.ring import Ring
 from ..training.sharded_weights import whole_weights
+from ..training.shards import IGNORED
 from .hidden_states import hidden_states
 
 
@@ -21,6 +25,18 @@ def logits_in_slices(
 
     Args:
         ids: [B, n] the tokens of this rank's shard; positions: [B, n] their position ids.
+        chosen, tokens_at_once: as for `head_in_slices`, which says what is yielded.
+    """
+    hidden, head = hidden_states(model, ring, ids, positions)
+    with whole_weights(model, model.get_output_embeddings()):
+        yield from head_in_slices(hidden, head, chosen, tokens_at_once)
+
+
+def head_in_slices(hidden: Tensor, head: Head, chosen: Tensor, tokens_at_once: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yields the logits of chosen tokens, a slice of the n tokens of a shard at a time.
+
+    Args:
+        hidden, head: what `hidden_states` returned, [B, n, width] and a function of slices of it.
         chosen: [B, n] bool, the tokens whose logits are wanted.
         tokens_at_once: the number of tokens of each batch row in a slice.
 
@@ -28,8 +44,21 @@ def logits_in_slices(
         The slice of the shard's n tokens, and [k, vocabulary] the logits of the k tokens that are chosen in it, in the
         order of `chosen[:, slice].nonzero()`.
     """
-    hidden, head = hidden_states(model, ring, ids, positions)
-    with whole_weights(model, model.get_output_embeddings()):
-        for first in range(0, ids.shape[1], tokens_at_once):
-            part = slice(first, first + tokens_at_once)
-            yield part, head(hidden[:, part][chosen[:, part]][None])[0]
+    for first in range(0, hidden.shape[1], tokens_at_once):
+        part = slice(first, first + tokens_at_once)
+        yield part, head(hidden[:, part][chosen[:, part]][None])[0]
+
+
+def token_nll(logits: Iterable[tuple[slice, Tensor]], labels: Tensor) -> Tensor:
+    """Returns [B, n] float32: the loss of the label of each token, in nats, NaN where the label is ignored.
+
+    Args:
+        logits: those of the tokens whose labels are not ignored, as `head_in_slices` yields them.
+        labels: [B, n] the next token of each, or `IGNORED`.
+    """
+    nll = torch.full(labels.shape, torch.nan, device=labels.device)
+    scored = labels != IGNORED
+    for part, of_part in logits:
+        of_labels = labels[:, part][scored[:, part]]
+        nll[:, part][scored[:, part]] = F.cross_entropy(of_part.float(), of_labels, reduction="none")
+    return nll

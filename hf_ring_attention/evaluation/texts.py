@@ -59,8 +59,7 @@ def text_pieces(text: EvaluationText, tokenizer: Any, length: int, most: int) ->
     Raises:
         ValueError: a tokenizer that does not tell where tokens stand in the text, or a text of fewer than 2 tokens.
     """
-    # A prefix has the tokens of its text but for the last few, so a text is cut long after the last one needed.
-    ids, ends = _tokens_of(text, tokenizer, 40 * length * most + 1000)
+    ids, ends = _tokens_of(text.name, beginning_of(text.content, length * most), tokenizer)
     count = max(1, min(most, len(ids) // length))
     pieces = []
     for first in range(0, count * length, length):
@@ -71,17 +70,22 @@ def text_pieces(text: EvaluationText, tokenizer: Any, length: int, most: int) ->
     return pieces
 
 
-def _tokens_of(text: EvaluationText, tokenizer: Any, characters: int) -> tuple[Tensor, list[int]]:
-    """Returns the tokens of the first characters of a text, [n] int64, and where each of them ends in it."""
+def beginning_of(text: str, tokens: int) -> str:
+    """Returns so much of a text that its first tokens are those of the whole text: all but the last few of a prefix are."""
+    return text[: 40 * tokens + 1000]
+
+
+def _tokens_of(name: str, text: str, tokenizer: Any) -> tuple[Tensor, list[int]]:
+    """Returns the tokens of a text, [n] int64, and where each of them ends in it."""
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
             f"{type(tokenizer).__name__} does not tell where its tokens stand in a text, by which its bytes are counted: "
             f"take the fast tokenizer of the model"
         )
-    encoded = tokenizer(text.content[:characters], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
     if len(ids) < 2:
-        raise ValueError(f"{text.name} has {len(ids)} token(s), 2 or more are needed: name a longer text")
+        raise ValueError(f"{name} has {len(ids)} token(s), 2 or more are needed: name a longer text")
     return ids, [end for _, end in encoded["offset_mapping"]]
 
 

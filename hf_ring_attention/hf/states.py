@@ -280,6 +280,24 @@ def _decays(dt: Tensor, bias: Tensor | None, softplus: bool, limits: tuple[float
     return dt if limits is None else dt.clamp(*limits)
 
 
+def _along_decays(chain: Chain, final: Tensor, decay: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Returns what `_along` does, where each entry of a state decays by itself.
+
+    Args:
+        final: [runs, ...], the states behind this rank's runs if those before them are zero.
+        decay: [runs, ...] that broadcasts to them, what is left of a state behind the run.
+    """
+    finals, decays = chain.gathered(final), chain.gathered(decay)
+    steps = {number: (decays[number], finals[number]) for number in finals}
+    return _along(chain, steps, lambda step, state: step[0] * state + step[1], torch.zeros_like(final[0]))
+
+
+def _scanned(out: Tensor, read: Tensor, gate: Tensor | None, rows_behind: Tensor | None) -> Any:
+    """Returns what a scan returns: its outputs with what they read of the states before, and the states behind, if needed."""
+    out = (out + (read if gate is None else read * F.silu(gate))).to(out.dtype)
+    return out if rows_behind is None else (out, rows_behind)
+
+
 def _state_space(
     function: Any,
     chain: Chain,
@@ -298,18 +316,10 @@ def _state_space(
     limits = kwargs.get("dt_limit")
     time = _decays(dt, kwargs.get("dt_bias"), kwargs.get("dt_softplus", False), limits).masked_fill(~tokens, 0)
     decay = (time * A.to(time.dtype)).cumsum(1)
-    ours, decays = chain.gathered(final), chain.gathered(decay[:, -1].exp())
-    steps = {number: (decays[number], ours[number]) for number in ours}
-
-    def behind(step: tuple[Tensor, Tensor], state: Tensor) -> Tensor:
-        return step[0][:, None, None] * state + step[1]
-
-    before, rows_behind = _along(chain, steps, behind, torch.zeros_like(final[0]))
+    before, rows_behind = _along_decays(chain, final, decay[:, -1].exp()[..., None, None])
     readers = C.to(before.dtype).repeat_interleave(hidden_states.shape[2] // C.shape[2], dim=2)
     read = torch.einsum("bthn,bhpn->bthp", readers, before) * decay.exp()[..., None].to(before.dtype)
-    z = kwargs.get("z")
-    out = (out + (read if z is None else read * F.silu(z))).to(out.dtype)
-    return out if rows_behind is None else (out, rows_behind)
+    return _scanned(out, read, kwargs.get("z"), rows_behind)
 
 
 def _selective(
@@ -331,17 +341,11 @@ def _selective(
     bias = None if bias is None else bias[..., None]
     time = _decays(dt, bias, kwargs.get("delta_softplus", False), None).masked_fill(~tokens, 0).cumsum(-1)
     A = A.to(time.dtype)
-    ours, decays = chain.gathered(final), chain.gathered((A * time[..., -1:]).exp())
-    steps = {number: (decays[number], ours[number]) for number in ours}
-    before, rows_behind = _along(
-        chain, steps, lambda step, state: step[0] * state + step[1], torch.zeros_like(final[0])
-    )
+    before, rows_behind = _along_decays(chain, final, (A * time[..., -1:]).exp())
     read = torch.einsum(
         "bint,bin,bnt->bit", (A[:, :, None] * time[:, :, None]).exp(), before.to(time.dtype), C.to(time.dtype)
     )
-    z = kwargs.get("z")
-    out = (out + (read if z is None else read * F.silu(z))).to(out.dtype)
-    return out if rows_behind is None else (out, rows_behind)
+    return _scanned(out, read, kwargs.get("z"), rows_behind)
 
 
 def _left_out(function: Any, chain: Chain, *args: Any, **kwargs: Any) -> None:

@@ -15,6 +15,9 @@ from typing import Any
 
 from ..plan.patterns import Pattern
 
+#: The ends of the names of files that pictures are written to.
+PICTURE_FORMATS = (".png", ".svg", ".pdf")
+
 
 def pattern_text(text: str) -> str:
     """Returns the text itself, after checking that `Pattern.parse` makes a pattern of it."""
@@ -104,10 +107,25 @@ def new_folder(text: str) -> Path:
 def picture_folder(text: str) -> Path:
     """Reads the name of a folder that pictures are written to; matplotlib must be installed."""
     path = new_folder(text)
+    _check_that_pictures_can_be_drawn()
+    return path
+
+
+def picture_file(text: str) -> Path:
+    """Reads the name of a file that a picture is written to; matplotlib must be installed."""
+    path = new_file(text)
+    if path.suffix not in PICTURE_FORMATS:
+        raise argparse.ArgumentTypeError(
+            f"a file that ends in one of {', '.join(PICTURE_FORMATS)} was expected, got {text!r}"
+        )
+    _check_that_pictures_can_be_drawn()
+    return path
+
+
+def _check_that_pictures_can_be_drawn() -> None:
     missing = missing_extra("a picture", "matplotlib")
     if missing:
         raise argparse.ArgumentTypeError(missing)
-    return path
 
 
 def check(parser: argparse.ArgumentParser, name: str, kind: Callable[[str], Any], value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .output import about_count, short_bytes, short_count
-from .plots import new_figure
+from .plots import new_figure, save_figure
 
 #: The largest number of tokens that have a label below a picture.
 _MOST_TICKS = 12
@@ -101,7 +101,7 @@ def plot_step_memory(figures: Mapping[str, Any], path: Path) -> None:
     axis.set_title(lines, fontsize=10)
     axis.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=3, fontsize=9, frameon=False)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def plot_scaling(figures: Mapping[str, Any], path: Path) -> None:
@@ -151,7 +151,7 @@ def plot_scaling(figures: Mapping[str, Any], path: Path) -> None:
     axis.set_title(f"attention of {short_count(figures['tokens'])} tokens, forward + backward", fontsize=10)
     axis.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2, fontsize=9, frameon=False)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def plot_peers(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -178,7 +178,7 @@ def plot_peers(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9, frameon=False
     )
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def _powers(axis: Any, limits: tuple[float, float], text: Any, step: int) -> None:

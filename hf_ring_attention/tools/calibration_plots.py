@@ -8,7 +8,7 @@ import numpy as np
 
 from ..evaluation.calibration.result import Calibration
 from .output import short_count
-from .plots import new_figure
+from .plots import new_figure, save_figure
 
 #: Cheap patterns are light and dear ones dark, so that a print in grey tells them apart too.
 _COLOURS = "YlGnBu"
@@ -77,4 +77,4 @@ def plot_calibration(calibration: Calibration, path: Path) -> None:
         f"{calibration.flop_share:.1%} of exact attention's FLOPs at {short_count(calibration.seq_len)} tokens",
         fontsize=10,
     )
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..evaluation.calibration.result import Calibration
+from ..evaluation.whole_files import write_whole
 from .output import Sheet, in_markdown, layer_numbers, short_count
 
 
@@ -96,4 +97,4 @@ def write_report(file: Path, title: str, facts: Sequence[str], sheets: Sequence[
     parts += [in_markdown(sheet, "## ") for sheet in sheets]
     if picture:
         parts.append(f"![The pattern of each layer and key/value head]({picture})\n")
-    file.write_text("\n".join(parts), encoding="utf-8")
+    write_whole(file, "\n".join(parts))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .estimates.estimate import Estimate, parts_by_bound
 from .output import short_bytes, short_count
-from .plots import draw_ring, new_figure
+from .plots import draw_ring, new_figure, save_figure
 from .timeline import Timeline
 
 
@@ -55,4 +55,4 @@ def plot_estimate(answer: Estimate, path: Path, timeline: Timeline | None = None
     if timeline is not None:
         handles = draw_ring(panels[1][0], timeline, title)
         panels[1][0].legend(handles=handles, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..evaluation.results import HIGHER_IS_BETTER
 from .output import short_count
-from .plots import new_figure, unbeaten
+from .plots import new_figure, save_figure, unbeaten
 
 _MARKERS = "osD^vP*X<>"
 _LINES = ("-", "--", "-.", ":")
@@ -108,7 +108,7 @@ def plot_pareto(results: Mapping[str, Any], path: Path) -> bool:
     handles = [Line2D([], [], linestyle="", label=name, **_style(number)) for number, name in enumerate(patterns)]
     handles.append(Line2D([], [], color="0.6", label="no other pattern is better in both"))
     _legend(figure, handles)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
     return True
 
 
@@ -155,38 +155,39 @@ def _plot_shares(
     figure.supxlabel(labels[1], fontsize=10)
     figure.suptitle(labels[2], fontsize=10)
     figure.colorbar(image, ax=list(axes.flat), label="share", fraction=0.06, aspect=12)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
+
+
+def _by_length(
+    cells: Sequence[Mapping[str, Any]], name: str, rows: Sequence[Any], patterns: Sequence[str]
+) -> tuple[list[str], dict[str, np.ndarray]]:
+    """Returns the lengths of cells as texts, and for each pattern [rows, lengths] the values of its cells, NaN where none is.
+
+    Args:
+        rows: the values that the cells have under `name`.
+    """
+    lengths = sorted({cell["length"] for cell in cells})
+    grids = {pattern: np.full((len(rows), len(lengths)), np.nan) for pattern in patterns}
+    for cell in cells:
+        grids[cell["pattern"]][rows.index(cell[name]), lengths.index(cell["length"])] = cell["value"]
+    return [short_count(length) for length in lengths], grids
 
 
 def plot_depths(results: Mapping[str, Any], task: str, metric: str, path: Path) -> None:
     """Draws the scores of a task by depth and length, a panel for each pattern."""
     cells = [c for c in results["cells"] if (c["task"], c["metric"]) == (task, metric) and c["depth"] is not None]
-    lengths = sorted({cell["length"] for cell in cells})
     depths = sorted({cell["depth"] for cell in cells})
-    values = {}
-    for pattern in results["config"]["patterns"]:
-        grid = np.full((len(depths), len(lengths)), np.nan)
-        for cell in cells:
-            if cell["pattern"] == pattern:
-                grid[depths.index(cell["depth"]), lengths.index(cell["length"])] = cell["value"]
-        values[pattern] = grid
-    rows, columns = [f"{depth:.0%}" for depth in depths], [short_count(length) for length in lengths]
-    _plot_shares(values, rows, columns, ("depth of the answer", "tokens", f"{task}: {_QUALITIES[metric]}"), path)
+    lengths, values = _by_length(cells, "depth", depths, results["config"]["patterns"])
+    rows = [f"{depth:.0%}" for depth in depths]
+    _plot_shares(values, rows, lengths, ("depth of the answer", "tokens", f"{task}: {_QUALITIES[metric]}"), path)
 
 
 def plot_tasks(results: Mapping[str, Any], metric: str, path: Path) -> None:
     """Draws the scores of all tasks of retrieval by length, a panel for each pattern."""
     cells = [c for c in results["cells"] if c["metric"] == metric and c["depth"] is None]
-    lengths, tasks = sorted({cell["length"] for cell in cells}), list(dict.fromkeys(cell["task"] for cell in cells))
-    values = {}
-    for pattern in results["config"]["patterns"]:
-        grid = np.full((len(tasks), len(lengths)), np.nan)
-        for cell in cells:
-            if cell["pattern"] == pattern:
-                grid[tasks.index(cell["task"]), lengths.index(cell["length"])] = cell["value"]
-        values[pattern] = grid
-    columns = [short_count(length) for length in lengths]
-    _plot_shares(values, tasks, columns, ("task", "tokens", _QUALITIES[metric]), path)
+    tasks = list(dict.fromkeys(cell["task"] for cell in cells))
+    lengths, values = _by_length(cells, "task", tasks, results["config"]["patterns"])
+    _plot_shares(values, tasks, lengths, ("task", "tokens", _QUALITIES[metric]), path)
 
 
 def plot_positions(results: Mapping[str, Any], path: Path) -> bool:
@@ -210,7 +211,7 @@ def plot_positions(results: Mapping[str, Any], path: Path) -> bool:
     axis.set_ylabel("loss (nats a token, mean of the bucket)")
     axis.grid(alpha=0.3)
     _legend(figure, axis.get_legend_handles_labels()[0])
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
     return True
 
 

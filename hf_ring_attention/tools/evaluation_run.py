@@ -16,22 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
 
 from ..evaluation.bootstrap import DRAWS
 from ..evaluation.evaluator import Evaluator
 from ..evaluation.inputs import EvaluationInputs
-from ..evaluation.journal import Journal, journal_of, write_whole
+from ..evaluation.journal import Journal, journal_of
 from ..evaluation.matrix import OWN, SCORING, EvaluationPlan, Job, jobs_of, task_notes
 from ..evaluation.results import results_of
 from ..evaluation.texts import EvaluationText
+from ..evaluation.whole_files import write_whole
 from ..hf.registration import IMPLEMENTATION
 from ..plan.patterns import Pattern
 from ..ring.ring import Ring
 from ..transport.agreement import agreement
 from .checks.machine import cores_of_process, installed_versions
 from .evaluation_report import report_text
+from .loading import device_or_best, load_model, load_tokenizer
 from .model_config import attention_of_config, read_config, text_config_of
 from .output import terminal
 
@@ -64,7 +64,7 @@ def make_ring(request: EvaluationRequest) -> tuple[Ring, Any]:
     Raises:
         ValueError: processes that do not form rings of this size, or a transport that cannot serve them.
     """
-    cuda = request.device != "cpu" and torch.cuda.is_available()
+    where = device_or_best(request.device)
     processes = int(os.environ.get("WORLD_SIZE", 1))
     options = {"layout": request.layout, "transport": request.transport}
     if processes == 1:
@@ -73,10 +73,10 @@ def make_ring(request: EvaluationRequest) -> tuple[Ring, Any]:
                 f"--ring-size {request.ring_size}: there is 1 process. Start {request.ring_size} or a multiple, with torchrun "
                 f"--nproc-per-node {request.ring_size} -m hf_ring_attention evaluate, or leave the option out"
             )
-        return Ring(**options), "cuda" if cuda else "cpu"
+        return Ring(**options), where
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=not cuda)
+    accelerator = Accelerator(cpu=where == "cpu")
     return Ring.from_accelerator(accelerator, request.ring_size or processes, **options), accelerator.device
 
 
@@ -117,17 +117,16 @@ class EvaluationRun:
 
     Raises:
         ValueError: on every process, what cannot be evaluated.
-        OSError: a model or tokenizer that cannot be loaded.
+        OSError: a folder that cannot be written to.
     """
 
     def __init__(self, request: EvaluationRequest) -> None:
-        disable_progress_bar()
         self.request, self.plan = request, request.plan
         self.config = read_config(request.model)
         text_config = text_config_of(self.config)
         self.flop_share = flop_shares(request.model, self.config, self.plan)
         self.inputs = EvaluationInputs(
-            AutoTokenizer.from_pretrained(request.model),
+            load_tokenizer(request.model),
             request.texts,
             self.plan,
             positions=text_config.get("max_position_embeddings"),
@@ -170,10 +169,8 @@ class EvaluationRun:
             with agreement(self.ring.agree_everywhere):
                 if self.main:
                     journal = stack.enter_context(journal_of(self.request.output, self.settings, self.launch()))
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                self.request.model, attn_implementation="ring_dilated", dtype=getattr(torch, self.request.dtype)
-            )
-            evaluator = Evaluator(model.to(self.device), self.inputs, self.ring)
+            model = load_model(self.request.model, self.request.dtype, self.device)
+            evaluator = Evaluator(model, self.inputs, self.ring)
             if journal is None:
                 evaluator.run(None)
                 return None

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 
+from ..plan.choices import TransportKind
 from ..plan.layouts import LayoutKind
 from ..plan.problem import Documents
-from .arguments import at_least, comma_list, one_of, pattern_text, token_count
+from .arguments import (
+    at_least,
+    comma_list,
+    device,
+    existing_file,
+    memory_size,
+    new_folder,
+    one_of,
+    pattern_text,
+    picture_file,
+    positive,
+    token_count,
+)
 
 Value = TypeVar("Value")
 
@@ -21,6 +34,8 @@ UsageError: Any = typer.BadParameter.__bases__[0]
 CommandError: Any = UsageError.__bases__[0]
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+#: The patterns that a checkpoint is measured under, unless others are named.
+MEASURED_PATTERNS = ["exact", "window:512+4", "pyramid:512,3"]
 
 
 def parsed(kind: Callable[[str], Value]) -> Callable[[str], Value]:
@@ -58,14 +73,56 @@ def read_text(path: Path, option: str) -> str:
         raise refuse(f"{path} is not a text in UTF-8: {error.reason} at byte {error.start}", option) from None
 
 
+def names_of_files(paths: Sequence[Path]) -> dict[Path, str]:
+    """Returns the name that tables and reports give each file: its own, or the paths of all where two files share one."""
+    alike = len({path.name for path in paths}) < len(set(paths))
+    return {path: str(path) if alike else path.name for path in paths}
+
+
 def number_option(name: str, text: str, least: int = 1) -> Any:
     """Returns an option that takes a whole number."""
     return typer.Option(name, parser=parsed(at_least(least)), metavar="N", help=text)
 
 
-def pattern_option(text: str) -> Any:
-    """Returns the option of a pattern, for which nothing stands where the model or the command says it."""
-    return typer.Option("--pattern", parser=parsed(pattern_text), metavar="TEXT", help=text)
+def positive_option(name: str, text: str, metavar: str = "X") -> Any:
+    """Returns an option that takes a finite number above 0."""
+    return typer.Option(name, parser=parsed(positive), metavar=metavar, help=text)
+
+
+def memory_option(name: str, text: str) -> Any:
+    """Returns an option that takes a size of memory."""
+    return typer.Option(name, parser=parsed(memory_size), metavar="SIZE", help=text)
+
+
+def model_option(text: str) -> Any:
+    """Returns the option that names a model of the hub or a folder."""
+    return typer.Option("--model", metavar="ID_OR_FOLDER", help=text)
+
+
+def pattern_option(
+    text: str, name: str = "--pattern", kind: Callable[[str], str] = pattern_text, default: str | bool = True
+) -> Any:
+    """Returns an option that takes patterns.
+
+    Args:
+        default: what --help shows where the parameter has no default, since the model or the command says it.
+    """
+    return typer.Option(name, parser=parsed(kind), metavar="TEXT", help=text, show_default=default)
+
+
+def texts_option(name: str, text: str) -> Any:
+    """Returns an option that takes files of text."""
+    return typer.Option(name, parser=parsed(existing_file), metavar="FILE", help=text)
+
+
+def folder_option(name: str, text: str, kind: Callable[[str], Path] = new_folder) -> Any:
+    """Returns an option that takes a folder to write to."""
+    return typer.Option(name, parser=parsed(kind), metavar="FOLDER", help=text)
+
+
+def picture_option(name: str, text: str) -> Any:
+    """Returns an option that takes the file of a picture; matplotlib must be installed."""
+    return typer.Option(name, parser=parsed(picture_file), metavar="FILE.png", help=text)
 
 
 def tokens_option(name: str, text: str, least: int = 1, multiple_of: int = 1) -> Any:
@@ -93,27 +150,30 @@ def choice_option(name: str, choices: tuple[str, ...], text: str) -> Any:
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else there.")]
-OnePattern = Annotated[
-    str,
-    typer.Option(
-        "--pattern", parser=parsed(pattern_text), metavar="TEXT", help="A pattern, such as exact or window:512+4."
-    ),
+OnePattern = Annotated[str, pattern_option("A pattern, such as exact or window:512+4.")]
+SomePatterns = Annotated[list[str], pattern_option("A pattern; may be given several times.")]
+CausalModel = Annotated[str, model_option("A causal language model: hub id or folder.")]
+ModelDtype = Annotated[str, choice_option("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers")]
+AnyDtype = Annotated[str, choice_option("--dtype", DTYPES, "Type of numbers")]
+DeviceName = Annotated[
+    str | None,
+    typer.Option("--device", parser=parsed(device), metavar="NAME", help="cpu or cuda; default: cuda if there is one."),
 ]
-SomePatterns = Annotated[
-    list[str],
-    typer.Option(
-        "--pattern", parser=parsed(pattern_text), metavar="TEXT", help="A pattern; may be given several times."
-    ),
+RingSize = Annotated[int | None, number_option("--ring-size", "Processes that share each sequence; default: all.")]
+QueryHeads = Annotated[int | None, number_option("--heads", "Query heads, without --model.")]
+KeyValueHeads = Annotated[
+    int | None, number_option("--kv-heads", "Key/value heads, without --model; default: as --heads.")
 ]
-RowTokens = Annotated[
-    int,
-    typer.Option(
-        "--tokens", parser=parsed(token_count()), metavar="N", help="Tokens of the whole sequence: 4096, 128k, 1M."
-    ),
-]
+HeadDim = Annotated[int | None, number_option("--head-dim", "Size of a head, without --model.")]
+RowTokens = Annotated[int, tokens_option("--tokens", "Tokens of the whole sequence: 4096, 128k, 1M.")]
 RingRanks = Annotated[int, number_option("--ranks", "Ranks of the ring.")]
 LayoutName = Annotated[
     str, choice_option("--layout", ("auto", *get_args(LayoutKind)), "How the row is divided among the ranks")
+]
+TransportName = Annotated[str, choice_option("--transport", get_args(TransportKind), "How keys travel")]
+RingHeads = Annotated[
+    int | None,
+    number_option("--ring-heads", "With --transport heads: neighbours that exchange heads; default: all ranks."),
 ]
 DocumentLengths = Annotated[
     Any, list_option("--documents", token_count(), "Lengths of the documents that are packed into a row. Default: one.")

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..evaluation.whole_files import whole_file, write_whole
+
 #: The width of a table in characters where no terminal sets it: in a file, or a pipe.
 WIDTH_OF_FILES = 120
 #: Table cells of up to this many characters stay on one line, if the terminal is wide enough.
@@ -91,9 +93,9 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[Any]], left:
 def write_tables(sheet: Sheet, base: Path) -> list[Path]:
     """Writes a table to base.csv and, with its title and notes, to base.md, and returns both files."""
     files = [base.with_suffix(".csv"), base.with_suffix(".md")]
-    with files[0].open("w", newline="", encoding="utf-8") as file:
+    with whole_file(files[0]) as part, part.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerows([sheet.headings, *sheet.rows])
-    files[1].write_text(in_markdown(sheet), encoding="utf-8")
+    write_whole(files[1], in_markdown(sheet))
     return files
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..evaluation.whole_files import whole_file
 from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern
 from .arguments import missing_extra
@@ -30,6 +31,12 @@ def new_figure(width: float, height: float) -> Any:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Writes a figure to a file, whole or not at all, in the format that the end of its name says."""
+    with whole_file(path) as part:
+        figure.savefig(part, dpi=120, format=path.suffix.removeprefix("."))
 
 
 def _token_ticks(length: int) -> list[int]:
@@ -96,7 +103,7 @@ def plot_patterns(
         handles.insert(0, Patch(color=SINKS, label="sinks, seen by all (drawn wide enough to see)"))
     columns = len(handles) if panels > 1 else 1  # A single panel is narrower than the entries side by side.
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def shares_seen(
@@ -140,7 +147,7 @@ def plot_layout(layout: SequenceLayout, work: Sequence[float], pattern: Pattern,
     right.axvline(1, color="black", linewidth=0.8, linestyle=":")
     right.set_xlabel("work over the mean")
     right.set_title(f"{pattern}: busiest {max(work):.2f}", fontsize=10)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def plot_ring(timeline: Timeline, title: str, path: Path) -> None:
@@ -148,7 +155,7 @@ def plot_ring(timeline: Timeline, title: str, path: Path) -> None:
     figure = new_figure(10, 1.8 + 0.5 * min(timeline.ranks, 24))
     handles = draw_ring(figure.subplots(), timeline, title)
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def draw_ring(axis: Any, timeline: Timeline, title: str) -> list[Any]:
@@ -227,7 +234,7 @@ def plot_losses(losses: Mapping[str, Sequence[float]], path: Path, window: int =
     for axis in (top, bottom):
         axis.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=min(4, len(losses)), fontsize=9, frameon=False)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def plot_quality(figures: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -269,7 +276,7 @@ def plot_quality(figures: Sequence[Mapping[str, Any]], path: Path) -> None:
     axis.set_ylabel("perplexity")
     axis.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize=9, frameon=False)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def unbeaten(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -308,4 +315,4 @@ def plot_training(
     axis.set_ylabel("loss (nats a token)")
     axis.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=3, fontsize=9, frameon=False)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)

@@ -41,7 +41,7 @@ class Agreement:
 
 
 #: The errors that a wrong call may raise on one rank, and that then end the call on all ranks.
-_REFUSALS = (ValueError, TypeError, AttributeError, IndexError, KeyError, RuntimeError)
+_REFUSALS = (ValueError, TypeError, AttributeError, IndexError, KeyError, RuntimeError, OSError)
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def agreement(settle: Callable[[Mapping[str, Any], Exception | None, Any], list[
         settle: compares (values, error, message) of all ranks, and returns each rank's `message`: `agree`, or `Calls.agree`.
 
     Raises:
-        ValueError: on every rank, if one came with an error or the ranks differ.
+        ValueError: on every rank, if one came with an error or the ranks differ; the rank with the error raises that one.
     """
     call, error = Agreement(), None
     try:

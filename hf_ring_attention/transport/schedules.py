@@ -127,7 +127,7 @@ def _with_payload(
     first = payload.first
 
     def view(batch: TileBatch) -> BoundBatch | None:
-        return None if first is None else binder.view(batch, heads, len(heads), 0, first)
+        return None if first is None else binder.view(batch, heads, 0, first)
 
     def keys(batch: TileBatch) -> IndexRows:
         return IndexRows(batch.num_keys, rows=payload.places(binder.key_numbers(batch, binder.key_rows)))

@@ -18,6 +18,7 @@ from hf_ring_attention.evaluation.calibration.choice import choose
 from hf_ring_attention.evaluation.calibration.costs import menu_costs
 from hf_ring_attention.evaluation.calibration.passes import measure_losses, measure_text
 from hf_ring_attention.evaluation.calibration.texts import CUE, NEEDLE, plain_text, retrieval_text
+from hf_ring_attention.evaluation.journal import own_folder
 from tests.support.ranks import run_simulated
 from tests.support.tiny_models import VOCAB, tiny_model
 from tests.support.tolerance import allowed, distance, float64
@@ -255,8 +256,9 @@ def test_a_calibration_keeps_its_budget_and_is_set_saved_and_loaded(rng, tmp_pat
     for text, figures in zip(texts, chosen.texts):
         report = ra.perplexity(patched, text)
         assert report.nll / report.tokens == pytest.approx(figures.chosen_nll, rel=1e-6)
-        report = ra.perplexity(model_of(3), text)
-        assert report.nll / report.tokens == pytest.approx(figures.exact_nll, rel=1e-6)
+        exact = ra.perplexity(model_of(3), text)
+        assert exact.nll / exact.tokens == pytest.approx(figures.exact_nll, rel=1e-6)
+        assert figures.perplexity_ratio == pytest.approx(report.perplexity / exact.perplexity, rel=1e-5)
     patched.save_pretrained(tmp_path / "model")
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "model")
     assert loaded.config._attn_implementation == "ring_dilated"
@@ -324,7 +326,8 @@ def test_a_run_that_was_ended_goes_on_with_nothing_twice(rng, tmp_path, monkeypa
     monkeypatch.setattr(search, "measure_text", counted)
     with pytest.raises(Killed):
         calibrated(model_of(), texts, folder=tmp_path / "folder")
-    before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "folder").iterdir()}
+    before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "folder").glob("*.json")}
+    assert len(before) > 1
     again = calibrated(model_of(), texts, folder=tmp_path / "folder")
     assert again == whole
     assert len(passes) == 1 + 3 + 1 + 3  # Each of three texts twice, the retrieval text, and the pass that was ended.
@@ -332,8 +335,29 @@ def test_a_run_that_was_ended_goes_on_with_nothing_twice(rng, tmp_path, monkeypa
     # Another budget takes up the first passes.
     calibrated(model_of(), texts, folder=tmp_path / "folder", budget=0.7, refinements=0)
     assert len(passes) == 8
-    with pytest.raises(ValueError, match=r"another calibration, which differs in menu"):
+    with pytest.raises(ValueError, match=r"has the measurements of another calibration: menu was \[.*\] and is \["):
         calibrated(model_of(), texts, folder=tmp_path / "folder", menu=MENU[1:])
+
+
+def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(rng, tmp_path):
+    """One that another run writes to, one that is no folder, and a damaged measurement."""
+    texts, models = random_texts(rng), [model_of() for _ in range(2)]
+
+    def refused(folder, message, own=ValueError):
+        def call(ring):
+            with pytest.raises(own if ring.rank == 0 else ValueError, match=message):
+                calibrated(models[ring.rank], texts, ring=ring, folder=folder, refinements=0)
+
+        run_simulated(call, 2)
+
+    with own_folder(tmp_path / "busy"):
+        refused(tmp_path / "busy", "another process writes to the folder")
+    (tmp_path / "file").write_text("mine")
+    refused(tmp_path / "file", "file", FileExistsError)
+    calibrated(model_of(), texts, folder=tmp_path / "done", refinements=0)
+    damaged = next((tmp_path / "done").glob("losses-*.json"))
+    damaged.write_text(damaged.read_text()[:-1])
+    refused(tmp_path / "done", f"{damaged.name} is no JSON .*: delete it, and it is measured again")
 
 
 def test_the_next_choice_is_kept_if_it_is_nearer_to_exact_attention(rng):

@@ -53,15 +53,8 @@ def test_multiplicity_is_the_table(rng):
         causal = rng.random() < 0.5
         head, length = rng.randrange(num_heads), rng.randint(1, 30)
         for query, key in itertools.product(range(length), repeat=2):
-            got = pattern.multiplicity(
-                query,
-                key,
-                head=head,
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                causal=causal,
-                document_length=length,
-            )
+            heads = {"head": head, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+            got = pattern.multiplicity(query, key, **heads, causal=causal, document_length=length)
             want = times(pattern, query, key, head, num_heads, num_kv_heads, causal, length)
             assert got == want, (pattern, query, key, head, num_heads, num_kv_heads, causal)
             assert type(got) is int

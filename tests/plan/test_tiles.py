@@ -50,15 +50,8 @@ def covered(tiles, num_heads, num_kv_heads):
 def expected(pattern, length, queries, keys, num_heads, num_kv_heads, causal):
     pairs = Counter()
     for head, (query_row, query), (key_row, key) in itertools.product(range(num_heads), queries, keys):
-        times = pattern.multiplicity(
-            query,
-            key,
-            head=head,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            causal=causal,
-            document_length=length,
-        )
+        heads = {"head": head, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        times = pattern.multiplicity(query, key, **heads, causal=causal, document_length=length)
         if times:
             pairs[head, query_row, key_row] = times
     return pairs
@@ -66,6 +59,14 @@ def expected(pattern, length, queries, keys, num_heads, num_kv_heads, causal):
 
 def points(runs):
     return [(row + i, position + i) for row, position, count in runs for i in range(count)]
+
+
+def check(pattern, length, queries, keys, num_heads, num_kv_heads, causal, where="a whole document"):
+    """The tiles of runs of queries and of keys are those of the definition."""
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    found = tile_document(pattern, length=length, queries=queries, keys=keys, **heads, causal=causal)
+    want = expected(pattern, length, points(queries), points(keys), **heads, causal=causal)
+    assert covered(found, **heads) == want, f"{pattern}, {where}, {length} tokens, heads {heads}, causal {causal}"
 
 
 BRANCHES = [
@@ -98,19 +99,9 @@ def patterns():
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("pattern", list(patterns()), ids=str)
 def test_whole_document(pattern, causal):
-    for length, (num_heads, num_kv_heads) in itertools.product((1, 2, 3, 5, 8, 13, 17, 24, 33, 40), ((4, 2), (3, 3))):
+    for length, heads in itertools.product((1, 2, 3, 5, 8, 13, 17, 24, 33, 40), ((4, 2), (3, 3))):
         runs = [Run(0, 0, length)]
-        tiles = tile_document(
-            pattern,
-            length=length,
-            queries=runs,
-            keys=runs,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            causal=causal,
-        )
-        want = expected(pattern, length, points(runs), points(runs), num_heads, num_kv_heads, causal)
-        assert covered(tiles, num_heads, num_kv_heads) == want, (length, num_heads, num_kv_heads)
+        check(pattern, length, runs, runs, *heads, causal)
 
 
 @settings(max_examples=400)
@@ -135,22 +126,8 @@ def test_random_patterns_with_rows_sharded_over_ranks(rng):
         return runs
 
     for query_rank, key_rank in itertools.product(range(layout.world_size), repeat=2):
-        queries, keys = runs_of(query_rank), runs_of(key_rank)
-        tiles = tile_document(
-            pattern,
-            length=length,
-            queries=queries,
-            keys=keys,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            causal=causal,
-        )
-        want = expected(pattern, length, points(queries), points(keys), num_heads, num_kv_heads, causal)
-        got = covered(tiles, num_heads, num_kv_heads)
-        assert got == want, (
-            f"{pattern}, {layout}, document {before}+{length}, ranks {query_rank} <- "
-            f"{key_rank}, heads {num_heads}/{num_kv_heads}, causal {causal}"
-        )
+        where = f"{layout}, document {before}+{length}, ranks {query_rank} <- {key_rank}"
+        check(pattern, length, runs_of(query_rank), runs_of(key_rank), num_heads, num_kv_heads, causal, where)
 
 
 def test_the_example_of_the_module_is_what_is_computed():

@@ -2,14 +2,15 @@
 
 | fault | what happens | test here |
 |---|---|---|
-| SIGTERM or Ctrl-C to any process | all end the step, save it and end with 143 or 130 | test_a_signal_..., test_torchrun_... |
+| SIGTERM or Ctrl-C | the process ends the step, saves it and ends with 143 or 130 | test_a_signal_... |
 | a second Ctrl-C | the process ends at once | test_a_second_... |
 | the disk is full while a checkpoint, a model or a report is written | the run ends with the reason and the remedy; what was there before is whole | test_a_full_disk_... |
 | a checkpoint was cut short | the one before is taken, with the reason; the damaged one is replaced | test_a_checkpoint_that_was_cut_short_... |
 | the converted model was cut short, or its conversion was killed | the folder to delete is named; a killed conversion is made anew | test_a_converted_model_... |
 
-Each run that goes on takes the steps of the uninterrupted one. Processes that are killed, stall or raise are in
-tests/ring/test_faults.py and tests/training/test_failures.py.
+Each run that goes on takes the steps of the uninterrupted one. Faults of one of two processes are in
+tests/recipes/test_faults_of_two.py; processes that are killed, stall or raise in tests/ring/test_faults.py and
+tests/training/test_failures.py.
 """  # noqa: E501
 
 import contextlib
@@ -21,40 +22,20 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
-import time
-from pathlib import Path
 
 import checkpoints
 import common
 import finetune
 import finetune_trainer
-import psutil
 import pytest
 
-from tests.support.checkpoints import save_tiny_checkpoint
-from tests.support.programs import run_program
 from tests.support.ranks import TIMEOUT
-
-RECIPES = Path(__file__).parents[2] / "recipes"
-ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-STEPS = 6
+from tests.support.recipe_runs import ENVIRONMENT, STEPS, at_step, losses_of, save_inputs, words
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny model with a byte-level tokenizer, and a text."""
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_checkpoint(folder / "model", hidden_size=32, intermediate_size=64, max_position_embeddings=4096)
-    (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog, again and again. " * 100)
-    return folder
-
-
-def words(folder, output, *more):
-    """The arguments of a run."""
-    options = ["--model", folder / "model", "--text", folder / "text.txt", "--pattern", "window:32+2", "--seq-len", 128]
-    options += ["--steps", STEPS, "--lr", "1e-2", "--schedule", "constant", "--output", output]
-    return [str(word) for word in (*options, "--json", output / "figures.json", *more)]
+    return save_inputs(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture
@@ -68,10 +49,6 @@ def here(monkeypatch):
         recipe.main()
 
     return run
-
-
-def losses_of(output):
-    return [step["loss"] for step in json.loads((output / "figures.json").read_text())["steps"]]
 
 
 @pytest.fixture(scope="module")
@@ -93,19 +70,6 @@ def assert_goes_on(here, folder, output, whole, step, capsys):
     here(finetune, words(folder, output, "--resume"))
     assert f"going on after step {step}, " in capsys.readouterr().out
     assert losses_of(output) == whole
-
-
-def at_step(monkeypatch, module, number, act):
-    """Has a recipe `act` in the step of this number, from 1, before its loss."""
-    calls = iter(range(1, 100))
-    loss = module.ra.next_token_loss
-
-    def counted(*args, **options):
-        if next(calls) == number:
-            act()
-        return loss(*args, **options)
-
-    monkeypatch.setattr(module.ra, "next_token_loss", counted)
 
 
 # ---- signals
@@ -375,113 +339,3 @@ def test_a_conversion_that_was_killed_is_made_anew(converted, folder, monkeypatc
     assert part.exists() and not converted.exists()
     monkeypatch.setattr(common.subprocess, "run", converting)
     assert common.load_model(common.BUNDLED).config.hidden_size == 32
-
-
-# ---- two processes
-
-
-def two(folder, output, fault, *more):
-    """finetune.py on two processes, of which the second has a fault in its third step or its save."""
-    return run_two(fault, words(folder, output, "--ring-size", "2", *more))
-
-
-def run_two(fault, arguments):
-    return run_program(
-        __file__,
-        fault,
-        *arguments,
-        processes=2,
-        environment={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(map(str, (RECIPES, RECIPES.parent)))},
-        timeout=TIMEOUT,
-    )
-
-
-@pytest.fixture(scope="module")
-def whole_of_two(folder):
-    output = folder / "two"
-    output.mkdir()
-    done = two(folder, output, "none")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return losses_of(output)
-
-
-@pytest.mark.parametrize(
-    ("fault", "status", "step", "told"),
-    [
-        ("SIGTERM", 143, 3, "SIGTERM: saved .*checkpoint-3; go on from it with --resume"),
-        pytest.param("disk", 1, 2, "process 1: checkpoint-4 could not be written", marks=pytest.mark.slow),
-        pytest.param("SIGKILL", 9, 2, r"lost process 1 of 2 \(killed", marks=pytest.mark.slow),
-    ],
-)
-def test_a_fault_of_one_process_ends_both_and_they_go_on(fault, status, step, told, folder, whole_of_two, tmp_path):
-    done = two(folder, tmp_path, fault, "--save-every", "2")
-    assert done.returncode == status, done.stderr[-3000:]
-    assert re.search(told, done.stderr), done.stderr[-3000:]
-    if fault != "SIGTERM":
-        assert "lost process 1 of 2" in done.stderr
-    assert checkpoints.last_saved(tmp_path).name == f"checkpoint-{step}"
-    done = two(folder, tmp_path, "none", "--save-every", "2", "--resume")
-    assert done.returncode == 0 and f"going on after step {step}" in done.stdout, done.stderr[-3000:]
-    assert losses_of(tmp_path) == whole_of_two
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_torchrun_passes_a_signal_on_and_leaves_no_process(number, folder, tmp_path):
-    """To the launcher alone, as a scheduler and a terminal do: both processes save, and none is left."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(RECIPES / "finetune.py"), *words(folder, tmp_path, "--ring-size", "2", "--save-every", "2")]
-    command[command.index("--steps") + 1] = "10000"
-    environment = {**os.environ, **ENVIRONMENT}
-    with (
-        (tmp_path / "output").open("w+") as output,
-        subprocess.Popen(command, env=environment, stdout=output, stderr=output) as launcher,
-    ):
-        try:
-            deadline = time.monotonic() + TIMEOUT
-            while not checkpoints.checkpoints(tmp_path) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            processes = psutil.Process(launcher.pid).children(recursive=True)
-            launcher.send_signal(number)
-            assert launcher.wait(TIMEOUT) != 0
-            left = psutil.wait_procs(processes, timeout=TIMEOUT)[1]
-        finally:
-            launcher.kill()
-        output.seek(0)
-        said = output.read()
-    assert len(processes) >= 2 and not left
-    step = int(re.search(rf"{signal.Signals(number).name}: saved .*checkpoint-(\d+); go on from it", said)[1])
-    assert checkpoints.last_saved(tmp_path).name == f"checkpoint-{step}"
-    losses = []
-    for output, more in ((tmp_path, ["--resume"]), (tmp_path / "again", [])):
-        output.mkdir(exist_ok=True)
-        arguments = [*words(folder, output, "--ring-size", "2", *more), "--steps", str(step + 2)]
-        done = run_two("none", arguments)
-        assert done.returncode == 0, done.stderr[-3000:]
-        losses.append(losses_of(output))
-    assert losses[0] == losses[1] and len(losses[0]) == step + 2
-
-
-def faulty(fault):
-    """Gives this process a fault: a signal in its third step, or a disk that does not take its second save."""
-    if fault == "SIGTERM":
-        at_step(pytest.MonkeyPatch(), finetune, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        return
-    saves, save_state = iter((1, 2)), finetune.Accelerator.save_state
-
-    def saving(self, folder):
-        if next(saves) == 2:
-            if fault == "SIGKILL":
-                os.kill(os.getpid(), signal.SIGKILL)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2**10, resource.RLIM_INFINITY))
-        return save_state(self, folder)
-
-    finetune.Accelerator.save_state = saving
-
-
-if __name__ == "__main__":
-    fault = sys.argv.pop(1)
-    if os.environ["RANK"] == "1" and fault != "none":
-        faulty(fault)
-    with finetune.ra.naming_lost_processes():
-        finetune.main()

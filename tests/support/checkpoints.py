@@ -1,8 +1,34 @@
-"""The folder of a tiny checkpoint: a Llama with random weights, and a tokenizer of bytes."""
+"""The folder of a tiny checkpoint: a Llama with random weights, and a tokenizer of bytes or of words."""
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+WORDS = "the quick brown fox jumps over lazy dog".split()
+
+
+def save_checkpoint_of_words(folder, change=lambda model: model, **sizes):
+    """Saves a folder `model` with a tokenizer of `WORDS`, of which "the" is every other word, and two texts beside it.
+
+    Args:
+        change: what is done to the model before it is saved.
+    """
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="the"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        **sizes,
+    )
+    change(LlamaForCausalLM(config)).save_pretrained(folder / "model")
+    (folder / "fox.txt").write_text("the quick brown fox jumps over the lazy dog " * 40)
+    (folder / "dog.txt").write_text("lazy dog over the quick fox " * 40)
+    return folder
 
 
 def save_tiny_checkpoint(folder, end_token=None, **sizes):

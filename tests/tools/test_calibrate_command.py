@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import hf_ring_attention as ra
 from hf_ring_attention.tools import cli
+from hf_ring_attention.tools.options import names_of_files
+from tests.support.checkpoints import save_checkpoint_of_words
 from tests.support.tiny_models import with_large_weights
 
 MENU = ["window:4+1", "window:16+1", "exact"]
@@ -16,24 +18,13 @@ MENU = ["window:4+1", "window:16+1", "exact"]
 @pytest.fixture
 def folder(tmp_path):
     """A folder with a tiny model and two texts."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    return save_checkpoint_of_words(tmp_path, with_large_weights, num_key_value_heads=2)
 
-    words = "the quick brown fox jumps over lazy dog".split()
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="the"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
-    config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    with_large_weights(LlamaForCausalLM(config)).save_pretrained(tmp_path / "model")
-    (tmp_path / "fox.txt").write_text("the quick brown fox jumps over the lazy dog " * 40)
-    (tmp_path / "dog.txt").write_text("lazy dog over the quick fox " * 40)
-    return tmp_path
+
+def test_texts_have_the_names_of_their_files_or_their_paths_where_two_share_one(tmp_path):
+    one, two, other = tmp_path / "a" / "book.txt", tmp_path / "b" / "book.txt", tmp_path / "a" / "other.txt"
+    assert names_of_files([one, other, one]) == {one: "book.txt", other: "other.txt"}
+    assert names_of_files([one, two, other]) == {path: str(path) for path in (one, two, other)}
 
 
 def words_of(folder, *more):
@@ -77,7 +68,7 @@ def test_files_and_figures_are_those_of_the_library(folder, capsys):
     report = (output / "report.md").read_text()
     assert "![" in report and f"{chosen.flop_share:.2%}" in report and "dog.txt | yes" in report
     assert (output / "layers.png").stat().st_size > 5000
-    assert any((output / "measurements").iterdir())
+    assert len(list((output / "measurements").glob("*.json"))) > 1
 
 
 def test_json_alone_on_stdout(folder, capsys):
@@ -93,6 +84,9 @@ def test_json_alone_on_stdout(folder, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (["--held-out", "{folder}/bytes.txt"], "'--held-out': {folder}/bytes.txt is not a text in UTF-8: "),
+        (["--model", "{folder}/bare"], "'{folder}/bare' cannot be loaded: "),
+        (["--output", "{folder}/fox.txt/new"], "'--output': a folder was expected, but '{folder}/fox.txt' is a file"),
         (["--plot"], "'--plot': the picture is layers.png in the folder of --output: name one"),
         (["--ring-size", 2], "2 processes are to share each text, and 1 were started"),
         (["--budget", 2], "budget must be a share of exact attention's cost, above 0 and at most 1, got 2"),
@@ -101,7 +95,11 @@ def test_json_alone_on_stdout(folder, capsys):
     ],
 )
 def test_wrong_options_are_refused_in_one_line(folder, more, message, capsys):
+    (folder / "bytes.txt").write_bytes(b"caf\xe9 au lait")
+    (folder / "bare").mkdir()
+    (folder / "bare" / "config.json").write_bytes((folder / "model" / "config.json").read_bytes())
     with pytest.raises(SystemExit) as end:
-        cli.main(words_of(folder, *more))
+        cli.main(words_of(folder, *(str(word).format(folder=folder) for word in more)))
     error = capsys.readouterr().err
-    assert end.value.code == 2 and message in error and len(error.strip().splitlines()) == 1
+    assert end.value.code == 2 and message.format(folder=folder) in error
+    assert len(error.strip().splitlines()) == 1

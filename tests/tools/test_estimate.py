@@ -239,6 +239,12 @@ def folder(tmp_path):
     return str(tmp_path)
 
 
+def in_python(script, *words):
+    """What a new process prints that runs a script with these arguments."""
+    command = [sys.executable, "-c", textwrap.dedent(script), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+
+
 def test_the_command_needs_no_torch(folder):
     script = """
         import sys
@@ -249,13 +255,7 @@ def test_the_command_needs_no_torch(folder):
         main()
     """
     command = ["estimate", "--model", folder, "--seq-len", "1M", "--devices", "8", "--memory", "80GB", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *command],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
+    done = in_python(script, *command)
     assert (done.returncode, done.stderr) == (0, "")
     figures = json.loads(done.stdout)
     assert figures["peak"] == sum(part["bytes"] for part in figures["parts"] if not part["host"])
@@ -278,13 +278,8 @@ def test_the_resident_set_of_the_largest_question_is_small(folder):
         main()
     """
     command = ["estimate", "--model", folder, "--seq-len", "1M", "--devices", "64", "--memory", "80GB", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *command],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=True,
-    )
+    done = in_python(script, *command)
+    assert done.returncode == 0, done.stderr
     held = next(line.split()[1] for line in done.stderr.splitlines() if line.startswith("VmHWM"))
     assert 1024 * int(held) < 500 * 10**6
 

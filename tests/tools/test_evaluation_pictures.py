@@ -22,7 +22,7 @@ def saved(monkeypatch):
     figures, save = {}, figure_class.savefig
 
     def remember(figure, path, *args, **kwargs):
-        figures[path.name] = figure
+        figures[path.name.removesuffix(".part")] = figure  # They are written beside their names.
         save(figure, path, *args, **kwargs)
 
     monkeypatch.setattr(figure_class, "savefig", remember)

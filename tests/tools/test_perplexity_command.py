@@ -4,30 +4,17 @@ import json
 import math
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_ring_attention as ra
 from hf_ring_attention.tools import cli
+from tests.support.checkpoints import save_checkpoint_of_words
 
 
 @pytest.fixture
 def model(tmp_path):
     """The folder of a tiny model with a tokenizer of words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = "the quick brown fox jumps over lazy dog".split()
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="the"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(words), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    (tmp_path / "fox.txt").write_text("the quick brown fox jumps over the lazy dog " * 8)
-    (tmp_path / "dog.txt").write_text("lazy dog over the quick fox " * 5)
-    return tmp_path
+    return save_checkpoint_of_words(tmp_path)
 
 
 def run(words, capsys):
@@ -38,7 +25,7 @@ def run(words, capsys):
 
 
 def test_figures_are_those_of_the_library(model, capsys):
-    words = f"perplexity {model / 'model'} {model / 'fox.txt'} {model / 'dog.txt'} --tokens 64 --pattern exact"
+    words = f"perplexity {model / 'model'} {model / 'fox.txt'} {model / 'dog.txt'} --tokens 300 --pattern exact"
     rows = json.loads(run(f"{words} --pattern window:4+1 --device cpu --json", capsys))["rows"]
     fox, dog = str(model / "fox.txt"), str(model / "dog.txt")
     assert [(row["text"], row["pattern"]) for row in rows] == [
@@ -49,7 +36,7 @@ def test_figures_are_those_of_the_library(model, capsys):
     by_pattern = {}
     for row in rows[:4]:
         with open(row["text"]) as text:
-            ids = tokenizer(text.read(), return_tensors="pt").input_ids[:, :64]
+            ids = tokenizer(text.read(), return_tensors="pt").input_ids[:, :300]
         report = ra.perplexity(ra.patch_model(checkpoint, row["pattern"]), ids)
         assert (row["nll"], row["tokens"]) == (pytest.approx(report.nll), ids.shape[1] - 1)
         assert row["perplexity"] == pytest.approx(report.perplexity)

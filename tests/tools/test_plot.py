@@ -115,9 +115,9 @@ def test_other_pictures_are_written(words, tmp_path, capsys):
 
 
 def test_losses_are_trailing_means_with_the_legend_outside(tmp_path, monkeypatch):
-    figure_class = pytest.importorskip("matplotlib.figure").Figure
+    pytest.importorskip("matplotlib")
     saved = []
-    monkeypatch.setattr(figure_class, "savefig", lambda figure, *args, **kwargs: saved.append(figure))
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: saved.append(figure))
     losses = {"exact": [float("nan"), *map(float, range(9))], "window:4": [float("nan"), *[1.0] * 9]}
     plots.plot_losses(losses, tmp_path / "a.png", window=3)
     top, bottom = saved[0].axes

@@ -30,7 +30,7 @@ from ...transport.agreement import digest
 from ..perplexity import check_token_rows, token_ids
 from .choice import choose
 from .costs import BudgetOf, exact_cost, menu_costs
-from .journal import CalibrationJournal
+from .journal import calibration_journal
 from .passes import TextChanges
 from .result import CalibratedText, Calibration
 from .search import Groups, Search, squares_of
@@ -96,7 +96,8 @@ def calibrate(
         ValueError: on every rank, before anything is computed: no causal language model, a budget outside (0, 1] or below the
             cheapest patterns of the menu, a menu with less than two patterns or one of them twice, or with one for other
             numbers of heads, texts that are too short or have tokens that the model does not know, a folder with measurements
-            of another calibration, or ranks that differ.
+            of another calibration or that another process writes to, or ranks that differ.
+        OSError: a folder that cannot be written to; the ranks but the first raise ValueError.
         NotImplementedError: a model that ring_dilated does not compute; a model all of whose layers have windows.
 
     Example:
@@ -123,12 +124,17 @@ def calibrate(
         digests = [digest(row) for row in rows]
         for name, value in {**settings, **numbers, "refinements": refinements, "texts": digests}.items():
             call.same(name, value)
-    journal = CalibrationJournal(None if folder is None else Path(folder), settings, served)
+        call.same("whether there is a folder", folder is not None)
     plain = [plain_text(row, seed) for row in rows]
     answers = [retrieval_text(rows[0], seed)] if retrieval else []
-    with _as_it_was(inner, served), _bar(inner, len(plain) * (1 + refinements) + len(answers), served, progress) as bar:
+    passes = len(plain) * (1 + refinements) + len(answers)
+    with (
+        calibration_journal(None if folder is None else Path(folder), settings, served) as journal,
+        _as_it_was(inner, served),
+        _bar(inner, passes, served, progress) as bar,
+    ):
         search = Search(
-            inner, served, partial(_patch, inner, served), plain, answers, patterns, journal, lambda layer: bar.update()
+            inner, served, partial(_patch, inner), plain, answers, patterns, journal, lambda layer: bar.update()
         )
         first, found = search.first_passes()
         _check_layers_of_model(inner, first[0])
@@ -169,7 +175,7 @@ class _LayersOnly:
     layers: Mapping[int, Pattern]
 
 
-def _patch(model: PreTrainedModel, ring: Ring, layers: Mapping[int, Pattern]) -> None:
+def _patch(model: PreTrainedModel, layers: Mapping[int, Pattern]) -> None:
     """Sets patterns of layers, and exact attention in the others but for windows of their own."""
     patch_config(model.config, _LayersOnly(layers) if layers else "exact")
     if not layers:

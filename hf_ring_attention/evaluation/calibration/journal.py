@@ -3,70 +3,84 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from ...ring.ring import Ring
+from ..journal import check_same_settings, own_folder
+from ..whole_files import write_whole
 
 _SETTINGS_FILE = "settings.json"
 
 
-class CalibrationJournal:
-    """Measurements by name, in plain JSON types; rank 0 of a ring writes and reads them for all.
+@contextmanager
+def calibration_journal(folder: Path | None, settings: Mapping[str, Any], ring: Ring) -> Iterator[CalibrationJournal]:
+    """Opens the journal of a calibration in a folder, for rank 0 of its ring: a new one, or that of one that was ended.
 
     Args:
         folder: None keeps nothing.
         settings: what the measurements follow from.
 
     Raises:
-        ValueError: on every rank: a folder of another calibration.
+        ValueError: on every rank: a folder of another calibration, or one that another process writes to, or, on the other
+            ranks, that rank 0 cannot write to.
+        OSError: on rank 0, a folder that cannot be made or written to.
     """
+    with ExitStack() as stack:
+        if folder is not None:
+            with ring.agreement():
+                if ring.rank == 0:
+                    stack.enter_context(own_folder(folder))
+                    _check_settings_in(folder, json.loads(json.dumps(settings)))
+        yield CalibrationJournal(folder, ring)
 
-    def __init__(self, folder: Path | None, settings: Mapping[str, Any], ring: Ring) -> None:
+
+class CalibrationJournal:
+    """Measurements by name, in plain JSON types; rank 0 of a ring writes and reads them for all."""
+
+    def __init__(self, folder: Path | None, ring: Ring) -> None:
         self._folder, self._ring = folder, ring
-        if folder is None:
-            return
-        with ring.agreement():
-            if ring.rank == 0:
-                folder.mkdir(parents=True, exist_ok=True)
-                _check_same_settings(folder, json.loads(json.dumps(settings)))
 
     def measured(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Returns what `measure` returned under this name in an earlier run, or returns now and writes down."""
-        file = None if self._folder is None else self._folder / f"{name}.json"
-        written: dict[str, Any] | None = None
-        if file is not None:
-            if self._ring.rank == 0 and file.exists():
-                written = json.loads(file.read_text(encoding="utf-8"))
-            written = self._ring.agree({}, tell=written)[0]
+        """Returns what `measure` returned under this name in an earlier run, or returns now and writes down.
+
+        Raises:
+            ValueError: on every rank: a file that is damaged, or, on the other ranks, that rank 0 cannot read or write.
+            OSError: on rank 0, a file that it cannot read or write.
+        """
+        if self._folder is None:
+            return measure()
+        file = self._folder / f"{name}.json"
+        with self._ring.agreement() as call:
+            call.message = _measurement_in(file) if self._ring.rank == 0 else None
+        written: dict[str, Any] | None = call.answers[0]
         if written is not None:
             return written
         made = measure()
-        if file is not None and self._ring.rank == 0:
-            _write(file, made)
+        with self._ring.agreement():
+            if self._ring.rank == 0:
+                write_whole(file, json.dumps(made))
         return made
 
 
-def _check_same_settings(folder: Path, settings: dict[str, Any]) -> None:
+def _check_settings_in(folder: Path, settings: dict[str, Any]) -> None:
+    """Writes the settings into a new folder, or compares them with those of the folder's calibration."""
     file = folder / _SETTINGS_FILE
+    if file.exists():
+        before = json.loads(file.read_text(encoding="utf-8"))
+        check_same_settings(folder, "the measurements of another calibration", before, settings)
+    else:
+        write_whole(file, json.dumps(settings))
+
+
+def _measurement_in(file: Path) -> dict[str, Any] | None:
+    """Returns what a file holds; None where there is none."""
     if not file.exists():
-        _write(file, settings)
-        return
-    written = json.loads(file.read_text(encoding="utf-8"))
-    differing = sorted(name for name in {*settings, *written} if settings.get(name) != written.get(name))
-    if differing:
-        name = differing[0]
-        raise ValueError(
-            f"calibrate: the folder {str(folder)!r} has the measurements of another calibration, which differs in "
-            f"{', '.join(differing)} ({name}: {written.get(name)!r} there, {settings.get(name)!r} now): name another folder, "
-            f"or remove that one to measure again"
-        )
-
-
-def _write(file: Path, values: Mapping[str, Any]) -> None:
-    """Writes a file whole or not at all."""
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(values), encoding="utf-8")
-    os.replace(part, file)
+        return None
+    try:
+        measurement: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON ({error}): delete it, and it is measured again") from None
+    return measurement

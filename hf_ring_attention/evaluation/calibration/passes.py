@@ -38,7 +38,8 @@ from ...plan.patterns import Pattern
 from ...ring.attention import ring_attention
 from ...ring.ring import Ring
 from ...training.shards import IGNORED
-from ..hidden_states import hidden_states, token_nll
+from ..hidden_states import hidden_states
+from ..slices import head_in_slices, token_nll
 from .texts import ScoredText
 
 #: A function of logits [1, m, vocabulary] and the places of these m tokens among those of the rank, whose gradient is taken.
@@ -119,7 +120,7 @@ def measure_text(
         # A head that is not known takes two passes, of which only the last has a gradient.
         torch.autograd.grad(hidden, inputs, gradient, allow_unused=True)
     with torch.no_grad():
-        nll = token_nll(hidden, head, labels, logits_at_once).nansum(dtype=torch.float64)
+        nll = _nll_of_text(hidden, head, labels, logits_at_once)
     of_all = torch.stack(ring.gather(torch.stack([nll, loss]))).sum(0) / text.num_scored
     return TextChanges(
         nll=float(of_all[0]),
@@ -146,13 +147,13 @@ def measure_losses(
     with evaluating(model):
         hidden, head = _hidden_of_text(model, ring, text, layout)
     labels = _next_tokens(text, ring, layout, hidden.device)
-    totals = [token_nll(hidden, head, labels, logits_at_once).nansum(dtype=torch.float64)]
-    totals.append(torch.zeros_like(totals[0]))
-    for first in range(0, 0 if exact is None else hidden.shape[1], logits_at_once):
-        part = slice(first, first + logits_at_once)
-        expected = head(exact[:, part])  # type: ignore[index]
-        totals[1] += _divergence_of_slices(head(hidden[:, part]), expected, labels[:, part] != IGNORED).double()
-    nll, divergence = torch.stack(ring.gather(torch.stack(totals))).sum(0) / text.num_scored
+    of_rank = _nll_of_text(hidden, head, labels, logits_at_once)
+    apart, scored = torch.zeros_like(of_rank), labels != IGNORED
+    if exact is not None:
+        both = (head_in_slices(x, head, scored, logits_at_once) for x in (hidden, exact))
+        for (_, logits), (_, expected) in zip(*both, strict=True):
+            apart += _divergences(logits, expected).sum().double()
+    nll, divergence = torch.stack(ring.gather(torch.stack([of_rank, apart]))).sum(0) / text.num_scored
     return hidden, float(nll), float(divergence)
 
 
@@ -175,10 +176,16 @@ def _next_tokens(text: ScoredText, ring: Ring, layout: SequenceLayout, device: t
     return ring.shard(labels.to(device), layout, fill=IGNORED)
 
 
-def _divergence_of_slices(logits: Tensor, expected: Tensor, scored: Tensor) -> Tensor:
-    """Returns the sum over tokens of the divergence of predictions from those that are expected, in nats."""
+def _nll_of_text(hidden: Tensor, head: Head, labels: Tensor, logits_at_once: int) -> Tensor:
+    """Returns the sum of the losses of this rank's tokens in float64, in nats."""
+    logits = head_in_slices(hidden, head, labels != IGNORED, logits_at_once)
+    return token_nll(logits, labels).nansum(dtype=torch.float64)
+
+
+def _divergences(logits: Tensor, expected: Tensor) -> Tensor:
+    """Returns the divergence of predictions from those that are expected, in nats, of each token."""
     logps, expected = (_precise(x).log_softmax(-1) for x in (logits, expected))
-    return F.kl_div(logps, expected, reduction="none", log_target=True).sum(-1).masked_fill(~scored, 0).sum()
+    return F.kl_div(logps, expected, reduction="none", log_target=True).sum(-1)
 
 
 def _gradient(hidden: Tensor, head: Head, objective: Objective, logits_at_once: int) -> tuple[Tensor, Tensor]:
@@ -217,7 +224,7 @@ def _objective(
         assert exact is not None
         with torch.no_grad():
             expected = head(exact[:, part])
-        return _divergence_of_slices(logits, expected, scored[:, part])
+        return _divergences(logits, expected).masked_fill(~scored[:, part], 0).sum()
 
     if exact is not None:
         return of_divergence

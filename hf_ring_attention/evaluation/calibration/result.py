@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...plan.patterns import Pattern
+from ..whole_files import write_whole
 from .costs import BudgetOf, exact_cost, pattern_cost
 
 #: The version of what `to_dict` writes.
@@ -146,7 +147,7 @@ class Calibration:
 
     def save(self, file: str | Path) -> None:
         """Writes the calibration to a JSON file."""
-        Path(file).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        write_whole(Path(file), json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, file: str | Path) -> Calibration:

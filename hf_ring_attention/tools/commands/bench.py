@@ -9,24 +9,19 @@ from typing import Annotated, Any
 
 import typer
 
-from ..arguments import (
-    at_least,
-    device,
-    key_value_heads,
-    memory_size,
-    one_of,
-    pattern_text,
-    picture_folder,
-    token_count,
-)
+from ..arguments import at_least, key_value_heads, one_of, picture_folder, token_count
 from ..options import (
-    DTYPES,
+    AnyDtype,
     AsJson,
+    DeviceName,
     checked,
-    choice_option,
+    folder_option,
     list_option,
+    memory_option,
+    model_option,
     number_option,
     parsed,
+    pattern_option,
     refuse,
     tokens_option,
 )
@@ -109,25 +104,17 @@ def bench_command(
     tokens: Annotated[int, tokens_option("--tokens", "Tokens of speed and memory.")] = "32k",  # type: ignore[assignment]
     pattern: Annotated[
         list[str] | None,
-        typer.Option(
-            "--pattern",
-            parser=parsed(pattern_text),
-            metavar="TEXT",
-            help="A pattern; may be given several times. step-memory takes the first one, and exact without any; peers "
-            "has windows, a pyramid and exact.",
-            show_default=", ".join(_PATTERNS),
+        pattern_option(
+            "A pattern; may be given several times. step-memory takes the first one, and exact without any; peers has "
+            "windows, a pyramid and exact.",
+            default=", ".join(_PATTERNS),
         ),
     ] = None,
     heads: Annotated[int, number_option("--heads", "Query heads.")] = 8,
     kv_heads: Annotated[int | None, number_option("--kv-heads", "Key/value heads; default: as --heads.")] = None,
     head_dim: Annotated[int, number_option("--head-dim", "Size of a head.")] = 64,
-    dtype: Annotated[str, choice_option("--dtype", DTYPES, "Type of numbers")] = "float32",
-    device_name: Annotated[
-        str | None,
-        typer.Option(
-            "--device", parser=parsed(device), metavar="NAME", help="cpu or cuda; default: cuda if there is one."
-        ),
-    ] = None,
+    dtype: AnyDtype = "float32",
+    device_name: DeviceName = None,
     repeats: Annotated[
         int | None, number_option("--repeats", "Runs of each that count; default: 3 to 30, by the part.")
     ] = None,
@@ -140,21 +127,15 @@ def bench_command(
     model_tokens: Annotated[int, tokens_option("--model-tokens", "Tokens of model.", 2)] = "4k",  # type: ignore[assignment]
     decode_tokens: Annotated[int, tokens_option("--decode-tokens", "Tokens in the cache of decode.")] = "8k",  # type: ignore[assignment]
     model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", metavar="ID_OR_FOLDER", help="The model of decode; default: SmolLM2-135M's size, random weights."
-        ),
+        str | None, model_option("The model of decode; default: SmolLM2-135M's size, random weights.")
     ] = None,
     step_lengths: Annotated[
         Any, list_option("--step-lengths", token_count(16), "Tokens of step-memory.")
     ] = "4k,8k,16k",
     memory: Annotated[
         int | None,
-        typer.Option(
-            "--memory",
-            parser=parsed(memory_size),
-            metavar="SIZE",
-            help="What a rank of step-memory has, such as 80GB; default: its GPU, or its share of main memory.",
+        memory_option(
+            "--memory", "What a rank of step-memory has, such as 80GB; default: its GPU, or its share of main memory."
         ),
     ] = None,
     scaling_ranks: Annotated[Any, list_option("--scaling-ranks", at_least(1), "Ranks of scaling.")] = "1,2,4",
@@ -162,21 +143,11 @@ def bench_command(
     simulated_ranks: Annotated[int, number_option("--simulated-ranks", "Simulated ranks of peers; 1 for none.")] = 8,
     tables: Annotated[
         Path | None,
-        typer.Option(
-            "--tables",
-            parser=parsed(picture_folder),
-            metavar="FOLDER",
-            help="Write each table to a CSV and a Markdown file in this folder.",
-        ),
+        folder_option("--tables", "Write each table to a CSV and a Markdown file in this folder."),
     ] = None,
     plots: Annotated[
         Path | None,
-        typer.Option(
-            "--plots",
-            parser=parsed(picture_folder),
-            metavar="FOLDER",
-            help="Draw step-memory, scaling and peers to PNG files in this folder.",
-        ),
+        folder_option("--plots", "Draw step-memory, scaling and peers to PNG files in this folder.", picture_folder),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -194,7 +165,9 @@ def bench_command(
         raise refuse(f"{', '.join(chosen)}: no picture; {', '.join(_WITH_PICTURES)} have one", "--plots")
     console = terminal(stderr=as_json)
     with stdout_left_alone(as_json):
-        where = device_name or _best_device()
+        from ..loading import device_or_best
+
+        where = device_or_best(device_name)
         check_devices(chosen, where, ranks, memory_ranks, scaling_ranks)
         for folder, option in ((plots, "--plots"), (tables, "--tables")):
             if folder is not None:
@@ -245,12 +218,6 @@ def bench_command(
                 console.print(f"wrote {_draw(part, figures[part], plots)}\n", soft_wrap=True, markup=False)
     if as_json:
         print_json(figures)
-
-
-def _best_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _draw(part: str, figures: Any, folder: Path) -> Path:

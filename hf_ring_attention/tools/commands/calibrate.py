@@ -10,9 +10,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..arguments import device, existing_file, missing_extra, new_folder, pattern_text, token_count
+from ..arguments import missing_extra
 from ..model_config import read_config
-from ..options import AsJson, checked, choice_option, number_option, parsed, refuse
+from ..options import (
+    AsJson,
+    CausalModel,
+    DeviceName,
+    ModelDtype,
+    RingSize,
+    checked,
+    choice_option,
+    folder_option,
+    names_of_files,
+    number_option,
+    pattern_option,
+    read_text,
+    refuse,
+    texts_option,
+    tokens_option,
+)
 from ..output import print_json, print_sheet, stdout_left_alone, terminal
 
 if TYPE_CHECKING:
@@ -34,32 +50,20 @@ CALIBRATION, REPORT, PICTURE, MEASURED = "calibration.json", "report.md", "layer
 
 
 def calibrate_command(
-    model: Annotated[
-        str, typer.Option("--model", metavar="ID_OR_FOLDER", help="A causal language model: hub id or folder.")
-    ],
-    text: Annotated[
-        list[Path],
-        typer.Option(
-            "--text", parser=parsed(existing_file), metavar="FILE", help="A text in UTF-8; may be given several times."
-        ),
-    ],
+    model: CausalModel,
+    text: Annotated[list[Path], texts_option("--text", "A text in UTF-8; may be given several times.")],
     budget: Annotated[
         float, typer.Option("--budget", metavar="SHARE", help="Share of exact attention's cost, up to 1.")
     ] = 0.25,
     budget_of: Annotated[
         str, choice_option("--budget-of", ("flops", "cache_reads"), "The cost that is counted")
     ] = "flops",
-    seq_len: Annotated[
-        int, typer.Option("--seq-len", parser=parsed(token_count(2)), metavar="N", help="Tokens of a row of text.")
-    ] = "4k",  # type: ignore[assignment]
+    seq_len: Annotated[int, tokens_option("--seq-len", "Tokens of a row of text.", 2)] = "4k",  # type: ignore[assignment]
     rows: Annotated[int, number_option("--rows", "Rows taken of each text, spread evenly over it.")] = 1,
     menu: Annotated[
         list[str] | None,
-        typer.Option(
-            "--menu",
-            parser=parsed(pattern_text),
-            metavar="TEXT",
-            help="A pattern to choose among; may be given several times. Default: windows, pyramids and exact.",
+        pattern_option(
+            "A pattern to choose among; may be given several times. Default: windows, pyramids and exact.", "--menu"
         ),
     ] = None,
     retrieval: Annotated[
@@ -68,37 +72,19 @@ def calibrate_command(
     refinements: Annotated[int, number_option("--refinements", "Passes around the choice.", least=0)] = 1,
     seed: Annotated[int, number_option("--seed", "What random tokens follow from.", least=0)] = 0,
     held_out: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--held-out", parser=parsed(existing_file), metavar="FILE", help="A text to measure, and not to choose by."
-        ),
+        list[Path] | None, texts_option("--held-out", "A text to measure, and not to choose by.")
     ] = None,
     compare: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--compare", parser=parsed(pattern_text), metavar="TEXT", help="A pattern for all heads to measure as well."
-        ),
+        list[str] | None, pattern_option("A pattern for all heads to measure as well.", "--compare")
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            parser=parsed(new_folder),
-            metavar="FOLDER",
-            help="Where results and measurements are written; a run that was ended goes on there.",
-        ),
+        folder_option("--output", "Where results and measurements are written; a run that was ended goes on there."),
     ] = None,
     plot: Annotated[bool, typer.Option("--plot", help=f"Draw {PICTURE} into the folder of --output.")] = False,
-    ring_size: Annotated[
-        int | None, number_option("--ring-size", "Processes that share each text; default: all.")
-    ] = None,
-    dtype: Annotated[str, choice_option("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers")] = "float32",
-    device_name: Annotated[
-        str | None,
-        typer.Option(
-            "--device", parser=parsed(device), metavar="NAME", help="cpu or cuda; default: cuda if there is one."
-        ),
-    ] = None,
+    ring_size: RingSize = None,
+    dtype: ModelDtype = "float32",
+    device_name: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
     """Choose a pattern for each layer and key/value head of a checkpoint.
@@ -107,16 +93,14 @@ def calibrate_command(
     """
     checked("--model", read_config, model)
     _check_options(plot, output, ring_size)
-    paths = list(dict.fromkeys([*text, *(held_out or [])]))
-    # Tables have the names of files; where two files share a name, their paths.
-    alike = len({path.name for path in paths}) < len(paths)
-    names = {path: str(path) if alike else path.name for path in paths}
-    contents = {names[path]: _contents(path) for path in paths}
+    by_option = {"--text": text, "--held-out": held_out or []}
+    names = names_of_files([*text, *by_option["--held-out"]])
+    contents = {names[path]: read_text(path, option) for option, paths in by_option.items() for path in paths}
     with stdout_left_alone(as_json):
-        from ..calibration_runs import CalibrationRun
+        from ..calibration_run import CalibrationRun
 
-        run = CalibrationRun(model, dtype, device_name)
         try:
+            run = CalibrationRun(model, dtype, device_name)
             ids = {name: run.rows_of(name, content, seq_len, rows) for name, content in contents.items()}
             chosen = run.calibrate(
                 [row for path in text for row in ids[names[path]]],
@@ -129,7 +113,7 @@ def calibrate_command(
                 folder=None if output is None else output / MEASURED,
             )
             losses = run.losses(ids, {names[path] for path in text}, chosen, compare or [])
-        except (ValueError, NotImplementedError) as error:
+        except (OSError, ValueError, NotImplementedError) as error:
             raise refuse(str(error)) from None
     if run.is_first:
         _tell(run, chosen, losses, output, plot, as_json)
@@ -148,13 +132,6 @@ def _check_options(plot: bool, output: Path | None, ring_size: int | None) -> No
             f"--nproc-per-node {ring_size}",
             "--ring-size",
         )
-
-
-def _contents(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise refuse(f"{path} is not a text in UTF-8: {error.reason} at byte {error.start}") from None
 
 
 def _tell(

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..arguments import positive
-from ..options import AsJson, number_option, parsed, pattern_option
+from ..options import AsJson, RingSize, model_option, pattern_option, positive_option
 from ..output import print_json, stdout_left_alone, terminal
 
 if TYPE_CHECKING:
@@ -37,22 +36,13 @@ _COLUMNS = 9, 21
 
 
 def check_command(
-    ring_size: Annotated[
-        int | None, number_option("--ring-size", "Processes that share each sequence; default: all.")
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", metavar="ID_OR_FOLDER", help="The job's model, or its config.json; no weights are loaded."
-        ),
-    ] = None,
+    ring_size: RingSize = None,
+    model: Annotated[str | None, model_option("The job's model, or its config.json; no weights are loaded.")] = None,
     pattern: Annotated[
         str | None,
         pattern_option("The job's pattern. Default: what the model has saved, else exact."),
     ] = None,
-    timeout: Annotated[
-        float, typer.Option("--timeout", parser=parsed(positive), metavar="SECONDS", help="The longest for each check.")
-    ] = 30.0,
+    timeout: Annotated[float, positive_option("--timeout", "The longest for each check.", "SECONDS")] = 30.0,
     as_json: AsJson = False,
 ) -> None:
     """Check processes, links and attention before a long job, by its own launcher.

@@ -9,12 +9,25 @@ from typing import Annotated, Any
 
 import typer
 
-from ..arguments import memory_size, missing_extra, new_file, positive
 from ..estimates.estimate import Estimate, estimate
 from ..estimates.parts import NUMBER_BYTES, PARALLELS
 from ..estimates.questions import longest_sequence, next_switches, smallest_ring
 from ..estimates.step_time import MOST_RANKS_OF_SCHEDULE, TimePart, schedule_of_ring, step_times
-from ..options import AsJson, LayoutName, choice_option, number_option, parsed, pattern_option, refuse, tokens_option
+from ..options import (
+    AsJson,
+    LayoutName,
+    RingHeads,
+    TransportName,
+    choice_option,
+    memory_option,
+    model_option,
+    number_option,
+    pattern_option,
+    picture_option,
+    positive_option,
+    refuse,
+    tokens_option,
+)
 from ..output import Sheet, print_json, print_sheet, short_bytes, short_count, short_seconds, spinner, terminal
 
 EXAMPLES_OF_ESTIMATE = """\b
@@ -27,15 +40,10 @@ Examples:
 
 
 def estimate_command(
-    model: Annotated[
-        str, typer.Option("--model", metavar="ID_OR_FOLDER", help="A folder with a config.json, or a hub id.")
-    ],
+    model: Annotated[str, model_option("A folder with a config.json, or a hub id.")],
     seq_len: Annotated[int, tokens_option("--seq-len", "Tokens of a sequence: 4096, 128k, 1M.")],
     devices: Annotated[int, number_option("--devices", "All devices.")] = 1,
-    memory: Annotated[
-        int | None,
-        typer.Option("--memory", parser=parsed(memory_size), metavar="SIZE", help="What a device has, such as 80GB."),
-    ] = None,
+    memory: Annotated[int | None, memory_option("--memory", "What a device has, such as 80GB.")] = None,
     ring_size: Annotated[
         int | None, number_option("--ring-size", "Devices that share a sequence; default: all.")
     ] = None,
@@ -66,40 +74,22 @@ def estimate_command(
         int, number_option("--mlp-tokens", "Tokens of an MLP in slices, where another library has it; 0: all.", 0)
     ] = 0,
     layout: LayoutName = "auto",
-    transport: Annotated[
-        str, choice_option("--transport", ("auto", "ring", "collective", "heads", "local"), "How keys travel")
-    ] = "auto",
-    ring_heads: Annotated[int | None, number_option("--ring-heads", "Neighbours that exchange heads.")] = None,
+    transport: TransportName = "auto",
+    ring_heads: RingHeads = None,
     device: Annotated[str, choice_option("--device", ("cuda", "cpu"), "Kind of device")] = "cuda",
     overhead: Annotated[
         int | None,
-        typer.Option(
+        memory_option(
             "--overhead",
-            parser=parsed(memory_size),
-            metavar="SIZE",
-            help="What a process holds before the model is made, as you measured it: 500MB; default: not counted.",
+            "What a process holds before the model is made, as you measured it: 500MB; default: not counted.",
         ),
     ] = None,
-    tflops: Annotated[
-        float | None,
-        typer.Option("--tflops", parser=parsed(positive), metavar="X", help="10^12 operations a second of a device."),
-    ] = None,
-    gbps: Annotated[
-        float | None,
-        typer.Option("--gbps", parser=parsed(positive), metavar="X", help="Gigabits a second of a device's link."),
-    ] = None,
+    tflops: Annotated[float | None, positive_option("--tflops", "10^12 operations a second of a device.")] = None,
+    gbps: Annotated[float | None, positive_option("--gbps", "Gigabits a second of a device's link.")] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure this machine's operations a second in place of --tflops.")
     ] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            "--plot",
-            parser=parsed(new_file),
-            metavar="FILE.png",
-            help="Draw memory by length, and the ring's schedule.",
-        ),
-    ] = None,
+    plot: Annotated[Path | None, picture_option("--plot", "Draw memory by length, and the ring's schedule.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Tell what a training step would hold on each device, by part, what fits, and how long it takes.
@@ -110,9 +100,6 @@ def estimate_command(
         raise refuse("--measure measures them: leave one of both out", "--tflops")
     if (tflops is not None or measure) != (gbps is not None):
         raise refuse("times need both: --gbps, and --tflops or --measure")
-    missing = missing_extra("a picture", "matplotlib") if plot is not None else None
-    if missing:
-        raise refuse(missing, "--plot")
     # Plans of many ranks are some hundred thousand objects without circles, and searching them for circles takes a while.
     gc.disable()
     with spinner(f"planning {seq_len} tokens over {ring_size or devices} ranks"):

@@ -5,23 +5,30 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 
-from ...plan.choices import TransportKind
-from ..arguments import device, existing_file, missing_extra, new_folder, one_of, pattern_text, token_count
+from ..arguments import missing_extra, one_of, pattern_text, token_count
 from ..model_config import read_config
 from ..options import (
+    MEASURED_PATTERNS,
     AsJson,
+    CausalModel,
+    DeviceName,
     LayoutName,
+    ModelDtype,
+    RingSize,
+    TransportName,
     checked,
-    choice_option,
+    folder_option,
     list_option,
+    names_of_files,
     number_option,
-    parsed,
+    pattern_option,
     read_text,
     refuse,
+    texts_option,
     tokens_option,
 )
 from ..output import Sheet, print_json, print_sheet, stdout_left_alone, terminal
@@ -56,9 +63,7 @@ def share(text: str) -> float:
 
 
 def evaluate_command(
-    model: Annotated[
-        str, typer.Option("--model", metavar="ID_OR_FOLDER", help="A causal language model: hub id or folder.")
-    ],
+    model: CausalModel,
     tasks: Annotated[
         Any,
         list_option(
@@ -68,21 +73,13 @@ def evaluate_command(
             "NAME,NAME,...",
         ),
     ],
-    output: Annotated[
-        Path,
-        typer.Option(
-            "--output", parser=parsed(new_folder), metavar="FOLDER", help="The report; the same command goes on."
-        ),
-    ],
+    output: Annotated[Path, folder_option("--output", "The report; the same command goes on.")],
     pattern: Annotated[
         list[str],
-        typer.Option(
-            "--pattern",
-            parser=parsed(pattern_or_own),
-            metavar="TEXT",
-            help="A pattern, or own: the one in the model's config; may be given several times.",
+        pattern_option(
+            "A pattern, or own: the one in the model's config; may be given several times.", kind=pattern_or_own
         ),
-    ] = ["exact", "window:512+4", "pyramid:512,3"],  # noqa: B006
+    ] = MEASURED_PATTERNS,
     lengths: Annotated[Any, list_option("--lengths", token_count(8), "Context lengths in tokens.")] = "2k,4k",
     depths: Annotated[
         Any, list_option("--depths", share, "Where answers stand, from 0 to 1, in passkey and needle.")
@@ -92,12 +89,7 @@ def evaluate_command(
     ] = 4,
     text: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--text",
-            parser=parsed(existing_file),
-            metavar="FILE",
-            help="A text in UTF-8, also a haystack; several times. Default: the help texts of Python.",
-        ),
+        texts_option("--text", "A text in UTF-8, also a haystack; several times. Default: the help texts of Python."),
     ] = None,
     stride: Annotated[
         int | None,
@@ -131,20 +123,11 @@ def evaluate_command(
     batch: Annotated[int, number_option("--batch", "Questions that are read at once.")] = 1,
     chat: Annotated[bool, typer.Option("--chat", help="Ask by the chat template of the tokenizer.")] = False,
     seed: Annotated[int, number_option("--seed", "Of questions and intervals.", 0)] = 0,
-    ring_size: Annotated[
-        int | None, number_option("--ring-size", "Processes that share each sequence; default: all.")
-    ] = None,
+    ring_size: RingSize = None,
     layout: LayoutName = "auto",
-    transport: Annotated[
-        str, choice_option("--transport", get_args(TransportKind), "How keys reach other processes")
-    ] = "auto",
-    dtype: Annotated[str, choice_option("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers")] = "float32",
-    device_name: Annotated[
-        str | None,
-        typer.Option(
-            "--device", parser=parsed(device), metavar="NAME", help="cpu or cuda; default: cuda if there is one."
-        ),
-    ] = None,
+    transport: TransportName = "auto",
+    dtype: ModelDtype = "float32",
+    device_name: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a checkpoint under attention patterns: perplexity by context length, LongPPL, and retrieval.
@@ -161,9 +144,7 @@ def evaluate_command(
         raise refuse(
             "--tokens cuts whole texts, which --stride scores; without it, --lengths and --samples say how much"
         )
-    contents = {path.name: read_text(path, "--text") for path in text or ()}
-    if len(contents) < len(text or ()):
-        raise refuse("texts are named by their files, and two files have one name: rename one", "--text")
+    contents = {name: read_text(path, "--text") for path, name in names_of_files(text or []).items()}
     with stdout_left_alone():
         from ...evaluation.matrix import EvaluationPlan, expanded_tasks
         from ...evaluation.texts import EvaluationText, python_topics

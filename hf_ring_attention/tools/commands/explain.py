@@ -6,28 +6,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import typer
-
 from ...plan.branches import Segment
 from ...plan.choices import check_choices
 from ...plan.patterns import Pattern
 from ...plan.traffic import RankTraffic
 from ...ring.explain import Explanation, explain
-from ..arguments import at_least, key_value_heads
+from ..arguments import key_value_heads
 from ..model_config import ModelAttention, model_attention
 from ..options import (
-    DTYPES,
+    AnyDtype,
     AsJson,
     Bidirectional,
     DocumentLengths,
+    HeadDim,
+    KeyValueHeads,
     LayoutName,
+    QueryHeads,
+    RingHeads,
     RingRanks,
     RowTokens,
+    TransportName,
     checked,
-    choice_option,
     documents_of_lengths,
+    model_option,
     number_option,
-    parsed,
     pattern_option,
     refuse,
 )
@@ -69,30 +71,18 @@ def explain_command(
             "Default: what the model has saved, else exact."
         ),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="ID_OR_FOLDER", help="Take heads and layers from its config.json."),
-    ] = None,
-    heads: Annotated[int | None, number_option("--heads", "Query heads, without --model.")] = None,
-    kv_heads: Annotated[
-        int | None, number_option("--kv-heads", "Key/value heads, without --model; default: as --heads.")
-    ] = None,
-    head_dim: Annotated[int | None, number_option("--head-dim", "Size of a head, without --model.")] = None,
-    layers: Annotated[
-        int, typer.Option("--layers", parser=parsed(at_least(1)), metavar="N", help="Layers, without --model.")
-    ] = 1,
-    dtype: Annotated[str, choice_option("--dtype", DTYPES, "Type of numbers")] = "bfloat16",
+    model: Annotated[str | None, model_option("Take heads and layers from its config.json.")] = None,
+    heads: QueryHeads = None,
+    kv_heads: KeyValueHeads = None,
+    head_dim: HeadDim = None,
+    layers: Annotated[int, number_option("--layers", "Layers, without --model.")] = 1,
+    dtype: AnyDtype = "bfloat16",
     batch_size: Annotated[int, number_option("--batch-size", "Rows at once.")] = 1,
     documents: DocumentLengths = None,
     bidirectional: Bidirectional = False,
     layout: LayoutName = "auto",
-    transport: Annotated[
-        str, choice_option("--transport", ("auto", "ring", "collective", "heads", "local"), "How keys travel")
-    ] = "auto",
-    ring_heads: Annotated[
-        int | None,
-        number_option("--ring-heads", "With --transport heads: neighbours that exchange heads; default: all ranks."),
-    ] = None,
+    transport: TransportName = "auto",
+    ring_heads: RingHeads = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what attention over a ring would do: layout, transport, FLOPs and bytes.

@@ -9,9 +9,21 @@ from typing import Annotated, Any
 import typer
 
 from ...plan.patterns import Pattern
-from ..arguments import device, existing_file, missing_extra, new_file, token_count
+from ..arguments import existing_file
 from ..model_config import read_config
-from ..options import AsJson, SomePatterns, checked, choice_option, parsed, read_text, refuse
+from ..options import (
+    MEASURED_PATTERNS,
+    AsJson,
+    DeviceName,
+    ModelDtype,
+    SomePatterns,
+    checked,
+    parsed,
+    picture_option,
+    read_text,
+    refuse,
+    tokens_option,
+)
 from ..output import Sheet, print_json, print_sheet, spinner, stdout_left_alone, terminal
 
 EXAMPLES_OF_PERPLEXITY = """\b
@@ -29,23 +41,11 @@ def perplexity_command(
     texts: Annotated[
         list[Path], typer.Argument(metavar="TEXT_FILE...", parser=parsed(existing_file), help="Texts in UTF-8.")
     ],
-    pattern: SomePatterns = ["exact", "window:512+4", "pyramid:512,3"],  # noqa: B006
-    tokens: Annotated[
-        int, typer.Option("--tokens", parser=parsed(token_count(2)), metavar="N", help="First tokens of each text.")
-    ] = "4k",  # type: ignore[assignment]
-    dtype: Annotated[str, choice_option("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers")] = "float32",
-    device_name: Annotated[
-        str | None,
-        typer.Option(
-            "--device", parser=parsed(device), metavar="NAME", help="cpu or cuda; default: cuda if there is one."
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            "--plot", parser=parsed(new_file), metavar="FILE.png", help="Draw perplexity against attention FLOPs."
-        ),
-    ] = None,
+    pattern: SomePatterns = MEASURED_PATTERNS,
+    tokens: Annotated[int, tokens_option("--tokens", "First tokens of each text.", 2)] = "4k",  # type: ignore[assignment]
+    dtype: ModelDtype = "float32",
+    device_name: DeviceName = None,
+    plot: Annotated[Path | None, picture_option("--plot", "Draw perplexity against attention FLOPs.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure the perplexity of texts under attention patterns, each text in one pass.
@@ -53,9 +53,6 @@ def perplexity_command(
     Nothing is trained: the figures show what a pattern costs a checkpoint as it is.
     """
     checked("MODEL", read_config, model)
-    missing = plot is not None and missing_extra("a picture", "matplotlib")
-    if missing:
-        raise refuse(missing, "--plot")
     contents = {str(path): read_text(path, "TEXT_FILE") for path in texts}
     with stdout_left_alone(as_json):
         ids, loaded = _load(model, contents, tokens, dtype, device_name)
@@ -91,29 +88,21 @@ def _load(
     source: str, contents: dict[str, str], tokens: int, dtype: str, device_name: str | None
 ) -> tuple[dict[str, Any], Any]:
     """Returns the tokens of each text, and the model; refuses a text of a single token."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
+    from ...evaluation.texts import beginning_of
+    from ..loading import device_or_best, load_model, load_tokenizer
 
-    disable_progress_bar()
-    where = device_name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        with spinner("loading the model"):
-            tokenizer = AutoTokenizer.from_pretrained(source)
-            ids = {}
-            for name, text in contents.items():
-                # A prefix has the tokens of its text but for the last few, so a text is cut long after the last one needed.
-                part = text[: 40 * tokens + 1000]
-                ids[name] = tokenizer(part, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids
-                ids[name] = ids[name][:, :tokens]
-                if ids[name].shape[1] < 2:
-                    raise refuse(f"{name} has {ids[name].shape[1]} token(s), 2 or more are needed", "TEXT_FILE")
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                source, attn_implementation="ring_dilated", dtype=getattr(torch, dtype)
-            )
-    except (OSError, ValueError, NotImplementedError) as error:
-        raise refuse(f"{source!r} cannot be loaded: {error}", "MODEL") from None
-    return ids, model.to(where)
+        tokenizer = load_tokenizer(source)
+        ids = {}
+        for name, text in contents.items():
+            part = beginning_of(text, tokens)
+            found = tokenizer(part, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[:, :tokens]
+            if found.shape[1] < 2:
+                raise refuse(f"{name} has {found.shape[1]} token(s), 2 or more are needed", "TEXT_FILE")
+            ids[name] = found
+        return ids, load_model(source, dtype, device_or_best(device_name))
+    except ValueError as error:
+        raise refuse(str(error), "MODEL") from None
 
 
 def _measure(model: Any, ids: dict[str, Any], patterns: list[str]) -> list[dict[str, Any]]:

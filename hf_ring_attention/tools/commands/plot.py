@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,48 +12,36 @@ from ...plan.choices import decide_layout
 from ...plan.patterns import Pattern
 from ...plan.plans import plan_rank
 from ...plan.problem import Problem
-from ..arguments import key_value_heads, missing_extra, new_file, pattern_text, positive, token_count
+from ..arguments import key_value_heads, pattern_text
 from ..model_config import ModelAttention
 from ..options import (
     AsJson,
     DocumentLengths,
+    HeadDim,
+    KeyValueHeads,
     LayoutName,
+    ModelDtype,
     OnePattern,
+    QueryHeads,
     RingRanks,
     RowTokens,
     checked,
-    choice_option,
     documents_of_lengths,
+    model_option,
     number_option,
     parsed,
     pattern_option,
+    picture_option,
+    positive_option,
     refuse,
+    tokens_option,
 )
 from ..output import layer_numbers, print_json, short_count, spinner, terminal
 from .explain import asked_attention
 
-FORMATS = (".png", ".svg", ".pdf")
-
-
-def picture_file(text: str) -> Path:
-    """Reads the name of a file that a picture is written to."""
-    path = new_file(text)
-    if path.suffix not in FORMATS:
-        raise argparse.ArgumentTypeError(f"a file that ends in one of {', '.join(FORMATS)} was expected, got {text!r}")
-    missing = missing_extra("a picture", "matplotlib")
-    if missing:
-        raise argparse.ArgumentTypeError(missing)
-    return path
-
-
 Output = Annotated[
     Path | None,
-    typer.Option(
-        "--output",
-        parser=parsed(picture_file),
-        metavar="FILE.png",
-        help="The file of a picture; without it, text is printed.",
-    ),
+    picture_option("--output", "The file of a picture; without it, text is printed."),
 ]
 
 EXAMPLES_OF_PLOT = """\b
@@ -82,19 +69,10 @@ def plot_pattern_command(
             help="Patterns such as exact, window:512+4, pyramid:512,3.",
         ),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", metavar="ID_OR_FOLDER", help="Show the patterns of this model's layers, and its heads."
-        ),
-    ] = None,
-    tokens: Annotated[
-        int, typer.Option("--tokens", parser=parsed(token_count()), metavar="N", help="Tokens of the document.")
-    ] = "4k",  # type: ignore[assignment]
+    model: Annotated[str | None, model_option("Show the patterns of this model's layers, and its heads.")] = None,
+    tokens: Annotated[int, tokens_option("--tokens", "Tokens of the document.")] = "4k",  # type: ignore[assignment]
     heads: Annotated[int | None, number_option("--heads", "Query heads, without --model; default: 8.")] = None,
-    kv_heads: Annotated[
-        int | None, number_option("--kv-heads", "Key/value heads, without --model; default: as --heads.")
-    ] = None,
+    kv_heads: KeyValueHeads = None,
     head: Annotated[
         int | None, number_option("--head", "What this head sees; default: what any of them sees.", 0)
     ] = None,
@@ -205,28 +183,17 @@ def plot_layout_command(
 def plot_ring_command(
     tokens: RowTokens,
     ranks: RingRanks,
-    tflops: Annotated[
-        float,
-        typer.Option("--tflops", parser=parsed(positive), metavar="X", help="10^12 operations a second of a device."),
-    ],
-    gbps: Annotated[
-        float,
-        typer.Option(
-            "--gbps", parser=parsed(positive), metavar="X", help="Gigabits a second from a rank to the next one."
-        ),
-    ],
+    tflops: Annotated[float, positive_option("--tflops", "10^12 operations a second of a device.")],
+    gbps: Annotated[float, positive_option("--gbps", "Gigabits a second from a rank to the next one.")],
     pattern: Annotated[
         str | None,
         pattern_option("Default: the model's, else exact."),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="ID_OR_FOLDER", help="Take heads from its config.json."),
-    ] = None,
-    heads: Annotated[int | None, number_option("--heads", "Query heads, without --model.")] = None,
-    kv_heads: Annotated[int | None, number_option("--kv-heads", "Key/value heads; default: as --heads.")] = None,
-    head_dim: Annotated[int | None, number_option("--head-dim", "Size of a head, without --model.")] = None,
-    dtype: Annotated[str, choice_option("--dtype", ("bfloat16", "float16", "float32"), "Type of numbers")] = "bfloat16",
+    model: Annotated[str | None, model_option("Take heads from its config.json.")] = None,
+    heads: QueryHeads = None,
+    kv_heads: KeyValueHeads = None,
+    head_dim: HeadDim = None,
+    dtype: ModelDtype = "bfloat16",
     documents: DocumentLengths = None,
     layout: LayoutName = "auto",
     output: Output = None,

@@ -49,7 +49,7 @@ def layer_memory(shape: ModelShape, layer: LayerShape, setting: TrainingSetting,
     of_heads = layer.head_norm_width * (4 + size)
     projections = (queries + keys + outputs * (1 if whole else 2)) * size + 4 * attention.num_heads
     last_norm = layer.norm_widths[-1] * (4 + 2 * size)
-    # gate, activated gate, up, product; without a gate: projection and its activation.
+    # They are the gate, the activated gate, up and the product; without a gate, the projection and its activation.
     inner = layer.mlp_width * size
     routed = 2 * layer.experts_per_token * width * size + 12 * layer.experts
     mlp = (4 if layer.gated else 2) * inner + routed

@@ -230,9 +230,9 @@ def _phases(
         layer_memory(shape, layer, setting, whole and pattern == Pattern.exact())
         for layer, pattern in zip(shape.layers, shape.attention.layers)
     ]
-    all_gradients = gradient_bytes_at(shape, setting, shape.parameters)
+    all_gradients = gradient_bytes_at(setting, shape.parameters)
     done = shape.embedding
-    head = gradient_bytes_at(shape, setting, done)
+    head = gradient_bytes_at(setting, done)
     phases = {"loss": [*states, *_in_loss(shape, setting, memories, head, all_gradients)]}
     last = len(memories) - 1
     for number in range(last, -1, -1):
@@ -240,14 +240,14 @@ def _phases(
         done += shape.layers[number].parameters
         # Between the ends, what is held goes up or down with the layers: a kind of layer has its peak where it begins or ends.
         if number in (0, last) or pattern != shape.attention.layers[number + 1]:
-            gradients = all_gradients if setting.accumulate else gradient_bytes_at(shape, setting, done)
+            gradients = all_gradients if setting.accumulate else gradient_bytes_at(setting, done)
             saved = _kept(shape, setting, memories[: number + 1])
             working = _working(setting, memories[number], buffers[pattern])
             phases[f"backward of layer {number}"] = [*states, _gradients(setting, gradients), saved, *working]
     size, formula = optimizer_working_bytes(shape, setting)
     optimizer = MemoryPart("optimizer step", size, formula, "torch.optim.AdamW")
     # The buckets of ZeRO 2 are gone then.
-    kept = gradient_bytes_at(shape, replace(setting, device="cuda"), shape.parameters)
+    kept = gradient_bytes_at(replace(setting, device="cuda"), shape.parameters)
     phases["optimizer step"] = [*states, _gradients(setting, kept), optimizer]
     return phases
 

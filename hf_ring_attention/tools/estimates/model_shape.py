@@ -115,7 +115,7 @@ def shape_of_model(model: Any, pattern: Pattern | None = None, *, on_meta: bool 
         raise ValueError(f"estimate: {error}") from None
     special = COUNTED.get(model_type)
     if special is None or on_meta or config.get("mlp_bias") or config.get("per_layer_config"):
-        return _counted_on_meta(whole, config, model_type, attention, width, vocabulary)
+        return _counted_on_meta(config, model_type, attention, width, vocabulary)
     layers = tuple(_layer(config, special, attention, width, number) for number in range(len(attention.layers)))
     tied = bool(config.get("tie_word_embeddings", special.get("tied", False)))
     embedding = vocabulary * width
@@ -218,7 +218,6 @@ def _latent_attention(config: Mapping[str, Any], attention: ModelAttention, widt
 
 
 def _counted_on_meta(
-    whole: Mapping[str, Any],
     config: Mapping[str, Any],
     model_type: str,
     attention: ModelAttention,

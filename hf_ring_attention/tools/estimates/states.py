@@ -25,7 +25,7 @@ def sharded_parameters(setting: TrainingSetting) -> bool:
     return setting.devices > 1 and setting.parallel in ("fsdp2", "zero3")
 
 
-def gradient_bytes_at(shape: ModelShape, setting: TrainingSetting, done: int) -> int:
+def gradient_bytes_at(setting: TrainingSetting, done: int) -> int:
     """Returns the bytes of a device's gradients when backward is done with this many parameters.
 
     DeepSpeed's ZeRO 2 collects them whole in a bucket, and keeps its part of those of a full bucket. A GPU's bucket is taken at

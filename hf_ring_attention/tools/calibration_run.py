@@ -11,17 +11,18 @@ import torch
 import transformers
 from accelerate import PartialState
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
-from transformers.utils.logging import disable_progress_bar
+from transformers import PretrainedConfig
 
 from .._version import __version__
 from ..evaluation.calibration.calibrate import calibrate
 from ..evaluation.calibration.result import Calibration
 from ..evaluation.perplexity import perplexity
+from ..evaluation.texts import beginning_of
 from ..hf.config import patch_config
 from ..hf.patch import patch_model
 from ..ring.ring import Ring
 from .calibration_report import TextLosses
+from .loading import device_or_best, load_model, load_tokenizer
 from .output import spinner
 
 
@@ -37,23 +38,16 @@ class CalibrationRun:
     """
 
     def __init__(self, source: str, dtype: str, device_name: str | None) -> None:
-        disable_progress_bar()
         self.source, self.dtype = source, dtype
-        where = device_name or ("cuda" if torch.cuda.is_available() else "cpu")
+        where = device_or_best(device_name)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             state = PartialState(cpu=where == "cpu")
             self.ring, self._device = Ring(), state.device
         else:
             self.ring, self._device = Ring.alone(), torch.device(where)
         self.is_first = self.ring.rank == 0
-        try:
-            with spinner("loading the model"):
-                self._tokenizer = AutoTokenizer.from_pretrained(source)
-                self._model: Any = AutoModelForCausalLM.from_pretrained(
-                    source, attn_implementation="ring_dilated", dtype=getattr(torch, dtype)
-                ).to(self._device)
-        except OSError as error:
-            raise ValueError(f"{source!r} cannot be loaded: {error}") from None
+        self._tokenizer = load_tokenizer(source)
+        self._model = load_model(source, dtype, self._device)
 
     @property
     def versions(self) -> str:
@@ -66,8 +60,7 @@ class CalibrationRun:
         Raises:
             ValueError: a text of fewer tokens.
         """
-        # A prefix has the tokens of its text but for the last few, so one row needs no more of a long text.
-        part = content[: 40 * seq_len + 1000] if count == 1 else content
+        part = beginning_of(content, seq_len) if count == 1 else content
         ids = self._tokenizer(part, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
         if len(ids) < seq_len * count:
             raise ValueError(

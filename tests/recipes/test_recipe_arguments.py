@@ -1,0 +1,235 @@
+"""Bad arguments of recipes are refused while they are read, with what was expected and what came; --help needs no extras."""
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import common
+import finetune
+import pytest
+from accelerate.utils import LoggerType
+
+from tests.support.missing import without
+
+ROOT = Path(__file__).parents[2]
+
+#: What is called, its arguments, and what it says.
+REFUSED = [
+    ("finetune", "--steps 0", "--steps: a whole number of at least 1 was expected, got 0"),
+    ("finetune", "--ring-size 0", "--ring-size: a whole number of at least 1 was expected, got 0"),
+    ("finetune", "--ring-transport mail", "--ring-transport: invalid choice: 'mail'"),
+    ("finetune", "--ring-heads 0", "--ring-heads: a whole number of at least 1 was expected, got 0"),
+    ("finetune", "--seq-len 1", "--seq-len: a whole number of at least 2 was expected, got 1"),
+    ("finetune", "--batch-size 0", "--batch-size: a whole number of at least 1 was expected, got 0"),
+    ("finetune", "--accumulate 0", "--accumulate: a whole number of at least 1 was expected, got 0"),
+    ("finetune", "--lr 0", "--lr: a number above 0 was expected, got '0'"),
+    ("finetune", "--lr nan", "--lr: a number above 0 was expected, got 'nan'"),
+    ("finetune", "--lr fast", "--lr: a number above 0 was expected, got 'fast'"),
+    ("finetune", "--clip 0", "--clip: a number above 0 was expected, got '0'"),
+    ("finetune", "--schedule zigzag", "--schedule: invalid choice: 'zigzag'"),
+    ("finetune", "--warmup -1", "--warmup: a whole number of at least 0 was expected, got -1"),
+    ("finetune", "--warmup 5 --steps 5", "--warmup: the learning rate would rise for 5 of 5 steps and never be --lr"),
+    ("finetune", "--held-out 1", "--held-out: the first token of a text is not predicted"),
+    ("finetune", "--held-out -5", "--held-out: a whole number of at least 0 was expected, got -5"),
+    ("finetune", "--dtype float32", "--dtype: invalid choice: 'float32'"),
+    ("finetune", "--seed -1", "--seed: a whole number of at least 0 and at most 4294967295 was expected, got -1"),
+    ("finetune", "--save-every -1", "--save-every: a whole number of at least 0 was expected, got -1"),
+    ("finetune", "--output {file}", "--output: a folder was expected, but '{file}' is a file"),
+    ("finetune", "--output {file}/run", "--output: a folder was expected, but '{file}' is a file"),
+    ("finetune", "--json none/f.json", "--json: there is no folder 'none'"),
+    ("finetune", "--pattern window:0", "pattern 'window:0' cannot be made"),
+    ("finetune", "--text nofile.txt", "--text: there is no file 'nofile.txt'"),
+    ("finetune", "--text .", "--text: a file was expected, got the folder '.'"),
+    (
+        "finetune",
+        "--dataset {file}",
+        "--dataset: a data set is a hub id as 'owner/name', a folder, or a file that ends in",
+    ),
+    ("finetune", "--dataset {file}", "got '{file}'; a file of text is named by --text"),
+    ("finetune", "--dataset a/b/c", "--dataset: there is no folder and no file 'a/b/c'"),
+    ("finetune", "--dataset ./none.jsonl", "--dataset: there is no folder and no file './none.jsonl'"),
+    ("finetune", "--dataset a/b --text {file}", "--dataset: not allowed with argument --text"),
+    ("finetune", "--streaming", "--streaming: it is about a data set: name one with --dataset"),
+    ("finetune", "--columns text", "--columns: it is about a data set: name one with --dataset"),
+    ("finetune", "--config en", "--config: it is about a data set: name one with --dataset"),
+    ("finetune", "--long-documents fold", "--long-documents: invalid choice: 'fold'"),
+    ("finetune", "--buffer 0", "--buffer: a whole number of at least 1 was expected, got 0"),
+    ("finetune", "--lora -1", "--lora: a whole number of at least 0 was expected, got -1"),
+    ("finetune", "--keep 0", "--keep: a whole number of at least 1 was expected, got 0"),
+    (
+        "finetune",
+        "--eval-every 5",
+        "--eval-every: there is nothing to evaluate on: say with --held-out how many tokens",
+    ),
+    ("finetune", "--report-to paper", "--report-to: invalid choice: 'paper'"),
+    ("finetune", "--model ./none", "--model: there is no folder './none'"),
+    ("finetune", "--model a/b/c", "--model: there is no folder 'a/b/c'"),
+    ("finetune", "--model {file}", "--model: there is no folder '{file}'"),
+    ("finetune", "--model {empty}", "--model: the folder '{empty}' holds no model: there is no config.json in it"),
+    ("perplexity", "--tokens 1", "--tokens: a whole number of at least 2 was expected, got 1"),
+    ("perplexity", "--text nofile.txt", "--text: there is no file 'nofile.txt'"),
+    ("perplexity", "--columns text", "--columns: it is about a data set: name one with --dataset"),
+    ("perplexity", "--model {empty}", "--model: the folder '{empty}' holds no model"),
+    ("perplexity", "--patterns exact longnet:100/3", "multiple of dilation"),
+    ("perplexity", "--dtype float64", "--dtype: invalid choice: 'float64'"),
+    ("perplexity", "--json none/f.json", "--json: there is no folder 'none'"),
+    ("demo", "--tokens 1", "--tokens: a whole number of at least 2 was expected, got 1"),
+    ("demo", "--steps 0", "--steps: a whole number of at least 1 was expected, got 0"),
+    ("demo", "--seq-len 1", "--seq-len: a whole number of at least 2 was expected, got 1"),
+    ("demo", "--held-out 0", "--held-out: a whole number of at least 2 was expected, got 0"),
+    ("demo", "--output {file}", "--output: a folder was expected, but '{file}' is a file"),
+    ("finetune_trainer", "--seq_len 1", "--seq_len: a whole number of at least 2 was expected, got 1"),
+    ("finetune_trainer", "--held_out -1", "--held_out: a whole number of at least 0 was expected, got -1"),
+    ("finetune_trainer", "--ring_size 0", "--ring_size: a whole number of at least 1 was expected, got 0"),
+    ("finetune_trainer", "--max_steps 0", "--max_steps: 1 or more was expected, or -1 for --num_train_epochs, got 0"),
+    ("finetune_trainer", "--learning_rate 0", "--learning_rate: a number above 0 was expected, got '0.0'"),
+    (
+        "finetune_trainer",
+        "--per_device_train_batch_size 0",
+        "--per_device_train_batch_size: a whole number of at least 1",
+    ),
+    ("finetune_trainer", "--text nofile.txt", "--text: there is no file 'nofile.txt'"),
+    ("finetune_trainer", "--dataset {file}", "--dataset: a data set is a hub id"),
+    ("finetune_trainer", "--held_out 1", "--held_out: the first token of a text is not predicted"),
+    ("finetune_trainer", "--streaming", "--streaming: it is about a data set: name one with --dataset"),
+    ("finetune_trainer", "--long_documents fold", "--long-documents: invalid choice: 'fold'"),
+    ("finetune_trainer", "--lora -1", "--lora: a whole number of at least 0 was expected, got -1"),
+    (
+        "finetune_trainer",
+        "--eval_strategy steps",
+        "--eval_strategy: there is nothing to evaluate on: say with --held_out",
+    ),
+    ("finetune_trainer", "--dataset a/b --text {file}", "--dataset: not allowed with argument --text"),
+    ("finetune_trainer", "--model {empty}", "--model: the folder '{empty}' holds no model"),
+    ("finetune_trainer", "--pattern ring", "--pattern: pattern 'ring' is not known"),
+    ("finetune_trainer", "--output_dir {file}", "--output_dir: a folder was expected, but '{file}' is a file"),
+    ("perplexity", "--plot quality", "--plot: a file that ends in one of .png, .svg, .pdf was expected, got 'quality'"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "words", "message"), REFUSED, ids=lambda text: text if len(text) < 60 else "")
+def test_bad_arguments_are_refused_while_they_are_read(recipe, words, message, places, capsys, monkeypatch):
+    def never(*args, **kwargs):
+        raise AssertionError("something is loaded or started")
+
+    monkeypatch.setattr(common, "installed_model", never)
+    # The model of the demo may not be installed here, and is not looked for before the arguments are read.
+    monkeypatch.setattr(common, "obstacle", lambda name: None)
+    words = [word.format(**places) for word in words.split()]
+    if recipe == "finetune_trainer":
+        words += ["--use_cpu", "true"]
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(recipe).parse_args(words)
+    assert end.value.code == 2
+    assert message.format(**places) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["", "--steps 1", "--warmup 0", "--schedule constant --warmup 50", "--held-out 2"])
+def test_finetune_takes_what_goes_together(words, monkeypatch):
+    monkeypatch.setattr(common, "obstacle", lambda name: None)
+    args = finetune.parse_args(words.split())
+    assert args.ring_size is None
+    assert args.schedule == "constant" or args.warmup < args.steps
+
+
+@pytest.mark.parametrize(("asked", "processes", "size"), [(None, 1, 1), (1, 1, 1), (1, 8, 1), (4, 8, 4), (8, 8, 8)])
+def test_ring_sizes_that_are_taken(asked, processes, size):
+    assert common.ring_size(asked, processes) == size
+
+
+@pytest.mark.parametrize(
+    ("asked", "processes", "message"),
+    [
+        (None, 2, "2 processes were started, and --ring-size is not given. --ring-size 1: data parallel"),
+        (None, 8, "--ring-size 4: 2 rings, each sequence over 4 processes; --ring-size 8: one ring"),
+        (3, 8, "--ring-size 3: 8 process(es) cannot form rings of 3: 8 = 2 * 3 + 2. --ring-size 1: data parallel"),
+        (2, 1, "--ring-size 2: 1 process(es) cannot form rings of 2: 1 = 0 * 2 + 1"),
+    ],
+)
+def test_ring_sizes_that_are_refused(asked, processes, message):
+    with pytest.raises(SystemExit) as end:
+        common.ring_size(asked, processes)
+    assert message in str(end.value)
+
+
+def test_the_picture_of_a_training_without_matplotlib_says_what_to_install(monkeypatch, capsys):
+    without(monkeypatch, "matplotlib")
+    monkeypatch.setattr(common, "obstacle", lambda name: None)
+    assert not finetune.parse_args([]).plot  # training needs none
+    with pytest.raises(SystemExit):
+        finetune.parse_args(["--plot"])
+    assert "argument --plot: needs matplotlib, which is not installed: pip install 'matplotlib>=3.8'" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("recipe", ["perplexity", "demo"])
+def test_a_table_without_rich_says_what_to_install(recipe, monkeypatch, capsys):
+    without(monkeypatch, "rich")
+    monkeypatch.setattr(common, "obstacle", lambda name: None)
+    with pytest.raises(SystemExit):
+        importlib.import_module(recipe).parse_args([])
+    assert "needs rich, which is not installed: pip install 'rich>=13'" in capsys.readouterr().err
+
+
+def test_trackers_that_are_not_installed_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(common, "obstacle", lambda name: None)
+    monkeypatch.setattr(finetune, "get_available_trackers", lambda: [LoggerType.TENSORBOARD])
+    assert finetune.parse_args(["--report-to", "tensorboard"]).report_to == ["tensorboard"]
+    with pytest.raises(SystemExit):
+        finetune.parse_args(["--report-to", "tensorboard", "comet_ml"])
+    assert "--report-to: comet_ml is not installed: pip install comet-ml" in capsys.readouterr().err
+
+
+def test_adapters_without_peft_say_what_to_install(monkeypatch, capsys):
+    without(monkeypatch, "peft")
+    monkeypatch.setattr(common, "obstacle", lambda name: None)
+    assert finetune.parse_args([]).lora == 0
+    with pytest.raises(SystemExit):
+        finetune.parse_args(["--lora", "8"])
+    assert "argument --lora: needs peft, which is not installed: pip install 'peft>=0.18'" in capsys.readouterr().err
+
+
+def test_the_trainer_recipe_s_help_is_short_and_its_options_exist(capsys):
+    import finetune_trainer
+
+    for option in ("--help", "-h"):
+        with pytest.raises(SystemExit) as end:
+            finetune_trainer.parse_args([option])
+        assert not end.value.code
+        shown = capsys.readouterr().out
+        assert len(shown.splitlines()) < 90 and max(map(len, shown.splitlines())) <= 125
+    with pytest.raises(SystemExit):
+        finetune_trainer.parse_args(["--help-all"])
+    everything = capsys.readouterr().out
+    assert len(everything.splitlines()) > 300
+    options = [line.split()[0] for line in shown.splitlines() if line.startswith("  --")]
+    assert len(options) > 30
+    assert set(options) <= set(re.findall(r"--[\w-]+", everything))
+    assert "--per_device_train_batch_size  rows that a ring reads at once (default 1)" in shown
+
+
+HELP = """
+import runpy, sys
+
+sys.modules.update(matplotlib=None, gguf=None)  # any import of them fails
+folder, *recipes = sys.argv[1:]
+sys.path.insert(0, folder)
+for recipe in recipes:
+    sys.argv = [recipe, "--help"]
+    try:
+        runpy.run_path(f"{folder}/{recipe}.py", run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, recipe
+"""
+
+
+def test_recipes_explain_themselves_without_extras():
+    recipes = ["finetune", "finetune_trainer", "perplexity", "demo"]
+    command = [sys.executable, "-c", HELP, str(ROOT / "recipes"), *recipes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for recipe in recipes:
+        assert f"python recipes/{recipe}.py" in done.stdout
