@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_ring_attention.tools import cli
-from hf_ring_attention.tools.benchmarks import choice, scaling, step_memory
+from hf_ring_attention.tools.benchmarks import choice, harness, scaling, step_memory
 from hf_ring_attention.tools.benchmarks.harness import (
     CallShape,
     give_memory_back_at_once,
@@ -29,6 +29,14 @@ def test_a_share_of_the_heads_keeps_whole_groups():
         q, k, v, _ = CallShape(heads, kv_heads, 4).tensors(6, share)
         assert q.shape == (1, share, 6, 4)
         assert k.shape == v.shape and share % k.shape[1] == 0 and kv_heads % k.shape[1] == 0
+
+
+def test_long_measurements_tell_a_file_how_far_they_are(capsys, monkeypatch):
+    assert [*harness.progress(range(3), "short")] == [0, 1, 2]
+    assert "short" not in capsys.readouterr().err
+    monkeypatch.setattr(harness, "SECONDS_BETWEEN_LINES", 1e-6)
+    assert [*harness.progress(range(3), "long")] == [0, 1, 2]
+    assert "long" in (told := capsys.readouterr().err) and "3/3" in told
 
 
 def test_every_part_measures(tmp_path):

@@ -230,6 +230,7 @@ def test_peers_run_only_when_they_are_named(tmp_path):
     assert shown.count("No working C++ compiler found") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs the C++ compiler g++, which is not installed")
 def test_compiled_flex_attention_is_timed_where_it_is_the_oracle(tmp_path):
     """One pattern has branches of all kinds, since compiling each takes seconds; other tests are kept from compilers."""

@@ -27,6 +27,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 TIMEOUT = timedelta(minutes=15)
+#: How often a bar is written to a file, where each of its states is a line.
+SECONDS_BETWEEN_LINES = 30.0
 
 
 @dataclass(frozen=True)
@@ -193,10 +195,10 @@ def forward_backward(
 
 
 def progress(numbers: Iterable[Any], label: str) -> Iterable[Any]:
-    """Returns the numbers, with a bar on stderr where that is a terminal; rank 0 shows it for all."""
-    # With None, tqdm is silent where stderr is no terminal.
-    silent = True if dist.is_initialized() and dist.get_rank() else None
-    return tqdm(numbers, desc=label, leave=False, disable=silent)
+    """Returns the numbers, with a bar on stderr, which rank 0 shows for all; in a file, a line every half minute."""
+    of_another = dist.is_initialized() and dist.get_rank() > 0
+    pause = 0 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
+    return tqdm(numbers, desc=label, leave=False, disable=of_another, delay=pause, mininterval=pause or 0.1)
 
 
 def medians(times: list[tuple[float, float]]) -> tuple[float, float]:
