@@ -18,70 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..plan.layouts import SequenceLayout
-from ..plan.problem import Documents
+from ..plan.state_runs import StateRun, linked_runs
 from ..ring.ring import Ring
-
-
-class StateRun(NamedTuple):
-    """A stretch of a document on one rank.
-
-    Attributes:
-        row: its batch row.
-        start, stop: its tokens in the whole row.
-        place: the place of its first token in what the rank holds.
-        rank: the rank.
-        before: the number of the run before it in the same document, in the list of all runs; -1 for none.
-        alone: whether it is a whole document.
-    """
-
-    row: int
-    start: int
-    stop: int
-    place: int
-    rank: int
-    before: int
-    alone: bool
-
-    @property
-    def held(self) -> tuple[int, int, int]:
-        """The batch row, and the first token and the one behind the last in what the rank holds."""
-        return self.row, self.place, self.place + self.stop - self.start
-
-
-def runs_of(documents: Documents, layout: SequenceLayout) -> list[StateRun]:
-    """Returns the runs of all documents on all ranks, in the order of the whole rows."""
-    runs: list[StateRun] = []
-    for row, spans in enumerate(documents):
-        pieces = []
-        for rank in range(layout.world_size):
-            place = 0
-            for piece in layout.rows[row][rank] if layout.rows else layout.pieces(rank):
-                pieces.append((piece.start, piece.stop, place, rank))
-                place += len(piece)
-        for start, stop in spans:
-            before = -1
-            for first, end, place, rank in sorted(pieces):
-                low, high = max(first, start), min(end, stop)
-                if low < high:
-                    joined = runs[before] if before >= 0 else None
-                    if (
-                        joined is not None
-                        and joined.rank == rank
-                        and joined.place + low - joined.start == place + low - first
-                    ):
-                        runs[before] = joined._replace(stop=high, alone=joined.start == start and high == stop)
-                        continue
-                    whole = low == start and high == stop
-                    runs.append(StateRun(row, low, high, place + low - first, rank, before, whole))
-                    before = len(runs) - 1
-    return runs
 
 
 class StatesBehind:
@@ -172,15 +116,12 @@ class Chain:
 
 def chain_of(ring: Ring, runs: Sequence[StateRun], behind: StatesBehind | None = None) -> Chain | None:
     """Returns the chain of the runs that are no whole documents; None where all are. With `behind`, that of all runs."""
-    numbers = [number for number, run in enumerate(runs) if behind is not None or not run.alone]
-    if not numbers:
+    linked, most = linked_runs(runs, behind is not None)
+    if not linked:
         return None
-    places = {number: place for place, number in enumerate(numbers)}
-    linked = [runs[number]._replace(before=places.get(runs[number].before, -1)) for number in numbers]
     own = [number for number, run in enumerate(linked) if run.rank == ring.rank]
-    counts = [sum(run.rank == rank for run in linked) for rank in range(ring.world_size)]
     longest = max((linked[number].stop - linked[number].start for number in own), default=1)
-    return Chain(ring, linked, own, max(counts), longest, behind)
+    return Chain(ring, linked, own, most, longest, behind)
 
 
 #: The chain along which states pass in this thread; None where mixers run as they are.
