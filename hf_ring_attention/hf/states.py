@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from ..plan.state_runs import StateRun, linked_runs
 from ..ring.ring import Ring
+from .wrappers import class_of_transformers
 
 
 class StatesBehind:
@@ -306,19 +307,15 @@ _NOT_PASSED = ("MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock")
 
 def can_pass(mixer: nn.Module) -> bool:
     """Returns whether a mixer's states can pass from rank to rank, and prepares the functions that it calls."""
-    space = vars(sys.modules[_own_class(mixer).__module__])
+    own_class = class_of_transformers(mixer)
+    space = vars(sys.modules[own_class.__module__])
     names = [name for name in _PASSERS if name in space]
-    if _own_class(mixer).__name__ in _NOT_PASSED or "causal_conv1d_fn" not in names:
+    if own_class.__name__ in _NOT_PASSED or "causal_conv1d_fn" not in names:
         return False
     for name in names:
         if not isinstance(space[name], _Passing):
             space[name] = _Passing(space[name], _PASSERS[name])
     return True
-
-
-def _own_class(mixer: nn.Module) -> type:
-    """Returns the class of a mixer as Transformers defines it; FSDP 2 makes one of its own."""
-    return next(kind for kind in type(mixer).__mro__ if kind.__module__.startswith("transformers."))
 
 
 class _Passing:
