@@ -23,10 +23,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..plan.state_runs import StateRun, linked_runs
 from ..ring.ring import Ring
 from .wrappers import class_of_transformers
+
+
+#: The tokens of a run that read the entries of Mamba's state at once, [channels, N] for each of them.
+_AT_ONCE = 64
 
 
 class StatesBehind:
@@ -247,8 +252,9 @@ def _state_space(
         return step[0][:, None, None] * state + step[1]
 
     before, rows_behind = _along(chain, steps, behind, torch.zeros_like(final[0]))
-    readers = C.to(before.dtype).repeat_interleave(hidden_states.shape[2] // C.shape[2], dim=2)
-    read = torch.einsum("bthn,bhpn->bthp", readers, before) * decay.exp()[..., None].to(before.dtype)
+    groups = C.shape[2]  # of heads, which share B and C
+    read = torch.einsum("btgn,bgrpn->btgrp", C.to(before.dtype), before.unflatten(1, (groups, -1))).flatten(2, 3)
+    read = read * decay.exp()[..., None].to(before.dtype)
     z = kwargs.get("z")
     out = (out + (read if z is None else read * F.silu(z))).to(out.dtype)
     return out if rows_behind is None else (out, rows_behind)
@@ -278,12 +284,35 @@ def _selective(
     before, rows_behind = _along(
         chain, steps, lambda step, state: step[0] * state + step[1], torch.zeros_like(final[0])
     )
-    read = torch.einsum(
-        "bint,bin,bnt->bit", (A[:, :, None] * time[:, :, None]).exp(), before.to(time.dtype), C.to(time.dtype)
-    )
+    pieces = zip(time.split(_AT_ONCE, -1), C.to(time.dtype).split(_AT_ONCE, -1))
+    read = torch.cat([_read_by_entries(A, before.to(time.dtype), *piece) for piece in pieces], -1)
     z = kwargs.get("z")
     out = (out + (read if z is None else read * F.silu(z))).to(out.dtype)
     return out if rows_behind is None else (out, rows_behind)
+
+
+def _read_by_entries(A: Tensor, before: Tensor, time: Tensor, C: Tensor) -> Tensor:
+    """Returns what the outputs of some tokens read of the state before their run, each of whose entries decays by itself.
+
+    All entries of all these tokens exist at once, here and again in backward, which computes them anew.
+
+    Args:
+        A: [channels, N].
+        before: [runs, channels, N].
+        time: [runs, channels, n], since the beginning of the run.
+        C: [runs, N, n].
+
+    Returns:
+        [runs, channels, n]
+    """
+
+    def read(A: Tensor, before: Tensor, time: Tensor, C: Tensor) -> Tensor:
+        return torch.einsum("bint,bin,bnt->bit", (A[:, :, None] * time[:, :, None]).exp(), before, C)
+
+    if not torch.is_grad_enabled():
+        return read(A, before, time, C)
+    out: Tensor = checkpoint(read, A, before, time, C, use_reentrant=False, preserve_rng_state=False)
+    return out
 
 
 def _left_out(function: Any, chain: Chain, *args: Any, **kwargs: Any) -> None:
