@@ -29,7 +29,6 @@ from ..plan.state_runs import StateRun, linked_runs
 from ..ring.ring import Ring
 from .wrappers import class_of_transformers
 
-
 #: The tokens of a run that read the entries of Mamba's state at once, [channels, N] for each of them.
 _AT_ONCE = 64
 
