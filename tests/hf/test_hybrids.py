@@ -19,21 +19,50 @@ TYPES = [name for name in MIXERS if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
 KINDS = ["lfm2", "qwen3_next", "kimi_linear", "bamba", "jamba", "minimax"]
 
 
-@pytest.mark.parametrize("world_size", [3, 8])
+def answers_of_one(model_type):
+    """The answers of eager attention to each kind of batch, a document at a time."""
+    eager, answers = tiny_model(model_type, "eager"), {}
+    for kind in BATCHES:
+        logits, gradients = alone(eager, *batch(kind))
+        answers[kind] = logits, {name: gradient.clone() for name, gradient in gradients.items()}
+    return answers
+
+
+def batches_of(model_type, world_size):
+    """Kinds of batches with layouts, which take turns; the slowest model has two kinds at a time."""
+    turn = BATCHES.index("left") if world_size == 8 else 0
+    kinds = [kind for number, kind in enumerate(BATCHES) if model_type != "kimi_linear" or number % 2 == turn]
+    return [(kind, ("zigzag", "contiguous")[(number + turn) % 2]) for number, kind in enumerate(kinds)]
+
+
 @pytest.mark.parametrize("model_type", KINDS)
-def test_states_pass_along_rings(model_type, world_size):
+def test_states_pass_along_rings(model_type):
     """Eight ranks have two or three tokens each, fewer than a convolution reaches back."""
-    models = [tiny_model(model_type, "eager") for _ in range(world_size)]
-    eager = tiny_model(model_type, "eager")
-    for number, kind in enumerate(BATCHES):
-        expected = alone(eager, *batch(kind))
+    expected, models = answers_of_one(model_type), [tiny_model(model_type, "eager") for _ in range(8)]
+    for world_size in (3, 8):
+        for kind, layout in batches_of(model_type, world_size):
 
-        def work(ring, kind=kind, expected=expected):
-            model = ra.patch_model(models[ring.rank], ring=ring)
-            return errors(of_shards(model, ring, *batch(kind)), expected)
+            def work(ring, kind=kind):
+                model = ra.patch_model(models[ring.rank], ring=ring)
+                return errors(of_shards(model, ring, *batch(kind)), expected[kind])
 
-        for error in run_simulated(work, world_size, layout=("zigzag", "contiguous")[number % 2]):
-            assert error.logits <= LOGITS and error.gradients <= GRADIENTS, kind
+            for error in run_simulated(work, world_size, layout=layout):
+                assert error.logits <= LOGITS and error.gradients <= GRADIENTS, (world_size, kind, layout)
+
+
+def errors_of_a_process(rank, model_type, expected):
+    model, found = tiny_model(model_type, "eager"), {}
+    for kind, layout in batches_of(model_type, 4):
+        ring = ra.Ring(layout=layout)
+        found[kind, layout] = errors(of_shards(ra.patch_model(model, ring=ring), ring, *batch(kind)), expected[kind])
+    return found
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_states_pass_between_processes(ranks, model_type):
+    for found in ranks.run(errors_of_a_process, 4, model_type, answers_of_one(model_type)):
+        for way, error in found.items():
+            assert error.logits <= LOGITS and error.gradients <= GRADIENTS, way
 
 
 def test_which_states_pass_and_which_rows_are_gathered():
@@ -76,7 +105,7 @@ def test_layouts_that_know_the_documents(model_type):
         assert error.logits <= LOGITS and error.gradients <= GRADIENTS
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", KINDS)
 def test_layers_that_recompute_find_their_documents(model_type):
     """On one device and over a ring, where the forward pass is over by then; two passes come before their backward."""
     eager, models = tiny_model(model_type, "eager"), [tiny_model(model_type, "eager") for _ in range(2)]
