@@ -32,6 +32,9 @@ from .wrappers import class_of_transformers
 #: The tokens of a run that read the entries of Mamba's state at once, [channels, N] for each of them.
 _AT_ONCE = 64
 
+#: A step of time before its softplus, which is then zero, so that nothing decays.
+_NO_TIME = -1e4
+
 
 class StatesBehind:
     """Stands in for a cache that is still empty, and takes the states behind the last run of each batch row.
@@ -270,13 +273,31 @@ def _selective(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The selective scan of Mamba, x [runs, channels, n], state [channels, N], each of whose entries decays by itself."""
-    tokens = chain.mask(dt.device)[:, None, :]
-    kwargs |= {"return_last_state": True}
-    out, final = function(hidden_states.masked_fill(~tokens, 0), dt, A, B, C, *args, **kwargs)
-    bias = kwargs.get("delta_bias")
+    """The selective scan of Mamba, x [runs, channels, n], state [channels, N], each of whose entries decays by itself.
+
+    The kernel of mamba-ssm returns the state without its gradient. So N more tokens stand behind the run, which take no time
+    and bring nothing, and of which each reads one entry: their outputs are the state, with its gradient.
+    """
+    tokens, entries, dtype = (
+        chain.mask(dt.device)[:, None, :],
+        A.shape[-1],
+        torch.promote_types(dt.dtype, torch.float32),
+    )
+    softplus, bias, z = kwargs.get("delta_softplus", False), kwargs.get("delta_bias"), kwargs.pop("z", None)
+    readers = torch.eye(entries, dtype=C.dtype, device=C.device).expand(len(C), -1, -1)
+    out, final = function(
+        F.pad(hidden_states.masked_fill(~tokens, 0), (0, entries)),
+        F.pad(dt, (0, entries), value=_NO_TIME if softplus else 0),
+        A,
+        F.pad(B, (0, entries)),
+        torch.cat([C, readers], -1),
+        *args,
+        **{**kwargs, "z": None, "return_last_state": True},
+    )
+    out, state = out.to(dtype).split([dt.shape[-1], entries], -1)
+    final = final.detach().to(dtype) + (state - state.detach())
     bias = None if bias is None else bias[..., None]
-    time = _decays(dt, bias, kwargs.get("delta_softplus", False), None).masked_fill(~tokens, 0).cumsum(-1)
+    time = _decays(dt, bias, softplus, None).masked_fill(~tokens, 0).cumsum(-1)
     A = A.to(time.dtype)
     ours, decays = chain.gathered(final), chain.gathered((A * time[..., -1:]).exp())
     steps = {number: (decays[number], ours[number]) for number in ours}
@@ -285,8 +306,7 @@ def _selective(
     )
     pieces = zip(time.split(_AT_ONCE, -1), C.to(time.dtype).split(_AT_ONCE, -1))
     read = torch.cat([_read_by_entries(A, before.to(time.dtype), *piece) for piece in pieces], -1)
-    z = kwargs.get("z")
-    out = (out + (read if z is None else read * F.silu(z))).to(out.dtype)
+    out = (out + read if z is None else (out + read) * F.silu(z)).to(hidden_states.dtype)
     return out if rows_behind is None else (out, rows_behind)
 
 

@@ -60,7 +60,7 @@ def test_the_peak_of_a_step_goes_down_with_the_ranks(model_type):
     assert max(by_rank) <= 1.2 * alone / 4 + 3 * parameters
 
 
-def scan_of_a_kernel(x, dt, A, B, C, *, delta_bias, delta_softplus, return_last_state):
+def scan_of_a_kernel(x, dt, A, B, C, *, z, delta_bias, delta_softplus, return_last_state):
     """Keeps nothing but its inputs, as a kernel does; what it returns has the shapes and the gradients of a scan."""
     return x * dt + C.sum(1, keepdim=True), (x * dt).sum(-1, keepdim=True) * A * B.sum(-1)[:, None]
 
