@@ -85,7 +85,7 @@ REFUSED = [
     (
         "cli",
         "bench typing",
-        "ideal, ring-memory, overlap, step-memory, estimate, scaling, peers was expected, got",
+        "ideal, ring-memory, overlap, step-memory, estimate, scaling, hybrids, peers was expected, got",
     ),
     ("cli", "bench --ranks 1", "'--ranks': a whole number of at least 2 was expected, got 1"),
     ("cli", "bench --heads 0", "'--heads': a whole number of at least 1 was expected, got 0"),
@@ -102,7 +102,7 @@ REFUSED = [
     ("cli", "bench --lengths 0", "'--lengths': a whole number of at least 16 was expected, got 0"),
     ("cli", "bench ideal --heads 3", "gives each rank its share of the heads, and 3 heads = 1 * 2 ranks + 1"),
     ("cli", "bench --ranks 4 --ring-tokens 100", "2 * 4 = 8 equal pieces, and 100 = 12 * 8 + 4: take 104"),
-    ("cli", "bench overlap --ranks 1", "expected, got 1: transport, ideal and overlap need several ranks"),
+    ("cli", "bench overlap --ranks 1", "expected, got 1: transport, ideal, overlap and hybrids need several ranks"),
     (
         "cli",
         "bench scaling --scaling-ranks 1,4,6 --ring-tokens 100",
