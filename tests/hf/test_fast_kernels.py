@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
     with_fallback is None, reason="this release of Transformers finds kernels in another way"
 )
 
-# ---- the signatures of fla 0.4, mamba-ssm 2.2 and causal-conv1d 1.5
+# ---- the signatures of fla 0.6, mamba-ssm 2.2 and causal-conv1d 1.7
 
 
 def causal_conv1d_fn(
@@ -35,13 +35,17 @@ def causal_conv1d_fn(
 
 
 def chunk_gated_delta_rule(
-    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None,
+    chunk_indices=None, cp_context=None, **kwargs,
 ): ...  # fmt: skip
 
 
 def chunk_kda(
     q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
-    use_gate_in_kernel=False, cu_seqlens=None,
+    use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False, lower_bound=None,
+    disable_recompute=False, return_intermediate_states=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None,
+    cp_context=None, use_graph=False, max_num_seqs=None, **kwargs,
 ): ...  # fmt: skip
 
 
@@ -95,7 +99,8 @@ def checked(name, given):
         assert given["activation"] in (None, "silu", "swish")
     elif name in ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"):
         assert given["q"].dtype == given["k"].dtype == given["v"].dtype and given["k"].shape[-1] <= 256
-        state = given["initial_state"]
+        state, heads = given["initial_state"], given["v"].shape[2]
+        assert heads % given["k"].shape[2] == 0 and given["beta"].shape == given["v"].shape[:3]
         assert state is None or (
             state.is_contiguous() and state.shape[2:] == (given["k"].shape[-1], given["v"].shape[-1])
         )
@@ -112,6 +117,7 @@ def stand_in(name, kernel, original, calls):
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
+        assert not given.pop("kwargs", None), "kernels take nothing but what they name"
         calls.append(name)
         checked(name, given)
         assert "split" not in name or states._PASSING.get() is None, "it joins several steps, between which states pass"
