@@ -12,8 +12,9 @@ while `passing` is on, and else call what they replace.
 
 from __future__ import annotations
 
+import dis
 import functools
-import sys
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -353,17 +354,32 @@ _PASSERS: dict[str, Callable[..., Any]] = {
 _NOT_PASSED = ("MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock")
 
 
+#: The ends of the class names of mixers that are a convolution, and have no other state.
+_CONVOLUTIONS_ALONE = ("ShortConv",)
+
+
 def can_pass(mixer: nn.Module) -> bool:
-    """Returns whether a mixer's states can pass from rank to rank, and prepares the functions that it calls."""
+    """Returns whether a mixer's states can pass from rank to rank, and prepares the functions that it calls.
+
+    In earlier releases of Transformers mixers keep these functions in attributes, where nothing else can stand for them.
+    """
     own_class = class_of_transformers(mixer)
-    space = vars(sys.modules[own_class.__module__])
-    names = [name for name in _PASSERS if name in space]
-    if own_class.__name__ in _NOT_PASSED or "causal_conv1d_fn" not in names:
+    forward = inspect.unwrap(vars(own_class)["forward"])
+    names, space = _called_by_name(forward) & _PASSERS.keys(), forward.__globals__
+    if own_class.__name__ in _NOT_PASSED or not all(callable(space.get(name)) for name in names):
+        return False
+    states = {name for name in names if _PASSERS[name] not in (_convolution, _left_out)}
+    if "causal_conv1d_fn" not in names or not (states or own_class.__name__.endswith(_CONVOLUTIONS_ALONE)):
         return False
     for name in names:
         if not isinstance(space[name], _Passing):
             space[name] = _Passing(space[name], _PASSERS[name])
     return True
+
+
+def _called_by_name(function: Any) -> set[str]:
+    """Returns the names that a function looks up in its module when it runs."""
+    return {str(step.argval) for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"}
 
 
 class _Passing:

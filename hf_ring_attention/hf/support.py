@@ -176,6 +176,11 @@ def check_model(model: PreTrainedModel, sharded: bool) -> None:
     check_config(model.config, name)
     check_config(config, name)
     mixers = tuple(f"{path}." for path, _ in mixers_of(text_model, config))
+    if not mixers and any(kind in _MIXER_LAYERS for kind in getattr(config, "layer_types", None) or ()):
+        raise NotImplementedError(
+            f"{name} has no module of the class {MIXERS.get(config.model_type)}, as the mixers of its layers are known: they "
+            f"have another name in this release of Transformers: use 'sdpa' or 'eager', or another release"
+        )
     for path, module in text_model.named_modules():
         known = any(word in path for word in _SENSES) or path.startswith(mixers)
         if not known and isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1:

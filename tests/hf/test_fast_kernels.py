@@ -11,6 +11,7 @@ import types
 
 import pytest
 import torch
+from transformers.integrations import hub_kernels
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf import states
@@ -18,13 +19,10 @@ from hf_ring_attention.hf.support import mixers_of
 
 from ..support.probe import GRADIENTS, LOGITS, alone, batch, errors, logits_and_gradients, of_shards
 from ..support.ranks import run_simulated
+from ..support.releases import needs
 from ..support.tiny_models import tiny_model
 
-hub_kernels = pytest.importorskip("transformers.integrations.hub_kernels")
-with_fallback = getattr(hub_kernels, "use_kernel_func_from_hub_with_fallback", None)
-pytestmark = pytest.mark.skipif(
-    with_fallback is None, reason="this release of Transformers finds kernels in another way"
-)
+pytestmark = needs("transformers", "5.23", "mixers with the names and the caches that are known")
 
 # ---- the signatures of fla 0.6, mamba-ssm 2.2 and causal-conv1d 1.7
 
@@ -153,7 +151,8 @@ def kernels(monkeypatch):
             for outer, inner in itertools.pairwise(packages(path)):
                 setattr(sys.modules[outer], inner.rpartition(".")[2], sys.modules[inner])
             setattr(sys.modules[path], kernel.__name__, stand_in(name, kernel, original, calls))
-            monkeypatch.setitem(space, name, with_fallback(kernel.__name__, packages(path)[0])(original))
+            with_fallback = hub_kernels.use_kernel_func_from_hub_with_fallback(kernel.__name__, packages(path)[0])
+            monkeypatch.setitem(space, name, with_fallback(original))
         return calls
 
     return install

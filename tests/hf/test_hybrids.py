@@ -11,7 +11,10 @@ from hf_ring_attention.hf.support import mixers_of
 
 from ..support.probe import BATCHES, GRADIENTS, LOGITS, TOKENS, alone, batch, errors, of_shards
 from ..support.ranks import run_simulated
+from ..support.releases import needs
 from ..support.tiny_models import tiny_model
+
+pytestmark = needs("transformers", "5.23", "mixers with the names and the caches that are known")
 
 TYPES = [name for name in MIXERS if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
 #: One of each kind of state: a convolution, a delta rule with one decay a head and with one a channel, Mamba 2, Mamba; and one
@@ -74,6 +77,41 @@ def test_which_states_pass_and_which_rows_are_gathered():
         passed[model_type] = {states.can_pass(mixer) for _, mixer in found}
     assert {name for name, answers in passed.items() if answers == {False}} == {"minimax", "recurrent_gemma"}
     assert all(len(answers) == 1 for answers in passed.values())
+
+
+def test_rows_are_gathered_where_mixers_do_not_call_functions_by_name():
+    """As in earlier releases of Transformers, where states would not pass, although the functions are there."""
+    (_, mixer), *_ = mixers_of(model := tiny_model("qwen3_next", "eager"), model.config)
+    own = type(mixer)
+
+    class Earlier(own):
+        def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
+            return super().forward(hidden_states, cache_params, attention_mask, **kwargs)
+
+    Earlier.__module__ = own.__module__
+    assert states.can_pass(mixer)
+    mixer.__class__ = Earlier
+    assert not states.can_pass(mixer)
+
+
+def test_gathered_rows_of_any_mixer_are_right(monkeypatch):
+    monkeypatch.setattr(mixers, "can_pass", lambda mixer: False)
+    expected, models = answers_of_one("qwen3_next"), [tiny_model("qwen3_next", "eager") for _ in range(3)]
+    for kind in ("left", "packed"):
+
+        def work(ring, kind=kind):
+            model = ra.patch_model(models[ring.rank], ring=ring)
+            return errors(of_shards(model, ring, *batch(kind)), expected[kind])
+
+        for error in run_simulated(work, 3, layout="zigzag"):
+            assert error.logits <= LOGITS and error.gradients <= GRADIENTS, kind
+
+
+def test_mixers_of_another_name_are_refused(monkeypatch):
+    model = tiny_model("bamba", "eager")
+    monkeypatch.setitem(MIXERS, "bamba", "BambaMixerOfBefore")
+    with pytest.raises(NotImplementedError, match="BambaForCausalLM has no module of the class BambaMixerOfBefore"):
+        ra.patch_model(model)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "jamba", "lfm2"])

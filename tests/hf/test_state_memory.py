@@ -12,7 +12,10 @@ from hf_ring_attention.hf import states
 from hf_ring_attention.plan.state_runs import runs_of
 
 from ..support.ranks import run_simulated
+from ..support.releases import needs
 from ..support.tiny_models import VOCAB, tiny_model
+
+pytestmark = needs("transformers", "5.23", "mixers with the names and the caches that are known")
 
 
 class LiveBytes(TorchDispatchMode):
