@@ -33,6 +33,7 @@ from .mixers import attach_mixers, remember_for_recomputation
 from .positions import first_position, remember_places, warn_of_temperatures
 from .registration import IMPLEMENTATION
 from .rings import attached_ring, serve, set_ring
+from .routers import ROUTING, begin_routing, tell_routing
 from .shard_checks import WRONG_LOSS, checked_shard, checked_step, ignored_labels, loss_of_shard, remember_prefill
 from .support import takes_shift_labels
 from .wrappers import decoder_of, runner_of
@@ -57,6 +58,7 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
     runner.register_forward_hook(_after_forward, always_call=True)
     if ring is not None and model is not runner and (ring.world_size > 1 or not takes_shift_labels(model)):
         model.register_forward_pre_hook(_before_head, with_kwargs=True)
+        model.register_forward_hook(_after_head, always_call=True)
     if ring is None or ring.world_size == 1:
         return
     for name, module in model.base_model.named_modules():
@@ -122,6 +124,7 @@ def _after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Non
     if forward_pass is None:
         return
     FORWARD_PASS.set(forward_pass.outer)
+    tell_routing(forward_pass)
     if output is None:  # The forward pass raised an error, which must not be replaced.
         return
     sharded = ring is not None and ring.world_size > 1
@@ -153,9 +156,17 @@ def _before_head(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
         kwargs = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
     ring, error = attached_ring(module), ignored_labels(module, kwargs)
     if ring is not None and ring.world_size > 1:
+        asked = kwargs.get("output_router_logits")
+        asked = getattr(module.config, "output_router_logits", False) if asked is None else asked
+        error = begin_routing(module, ring, bool(asked)) or error
         WRONG_LOSS.set(error or loss_of_shard(module, kwargs))
     elif error is not None:
         raise error
+
+
+def _after_head(module: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
+    """Ends the call that `_before_head` began."""
+    ROUTING.set(None)
 
 
 def _packed_rows(module: nn.Module, tokens: Tensor | None, kwargs: Mapping[str, Any]) -> tuple[Documents | None, bool]:

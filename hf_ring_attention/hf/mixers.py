@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache
 from ..compute.private import checkpointing_of, set_checkpointing
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents
+from ..plan.state_runs import runs_of
 from ..ring.attention import UNTRACEABLE
 from ..ring.ring import Ring
 from .cache import ShardedCache
@@ -30,7 +31,7 @@ from .documents import documents_from_mask
 from .forward_pass import ForwardPass, forward_pass_of, with_forward_pass
 from .hybrid_types import MIXERS
 from .rings import attached_ring
-from .states import StatesBehind, can_pass, chain_of, passing, runs_of
+from .states import StatesBehind, can_pass, chain_of, passing
 from .support import mixers_of
 from .wrappers import decoder_of
 

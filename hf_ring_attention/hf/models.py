@@ -26,7 +26,7 @@ class ModelSupport:
         >>> mamba.status, mamba.ring
         ('refused', False)
         >>> print(mamba.reason)
-        MambaForCausalLM has recurrent, linear-attention or convolutional layers; ... use 'sdpa' or 'eager'
+        MambaForCausalLM: it has recurrent layers alone, and none that attends: ... use 'sdpa' or 'eager'
     """
 
     model_type: str

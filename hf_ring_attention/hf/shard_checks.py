@@ -24,6 +24,7 @@ from .documents import (
 from .forward_pass import ForwardPass
 from .numbered_documents import layout_of_runs, numbered_runs, tells_its_layout
 from .positions import first_position, remembered_places
+from .routers import asks_for_routers
 from .shard_documents import ShardRun, check_not_local, documents_of_row, runs_of_shard
 from .support import takes_shift_labels
 
@@ -86,12 +87,7 @@ def ignored_labels(module: PreTrainedModel, kwargs: Mapping[str, Any]) -> ValueE
 
 def loss_of_shard(module: nn.Module, kwargs: Mapping[str, Any]) -> ValueError | None:
     """Returns the error of a loss that the model would compute from its shard alone; None if it would not."""
-    name, labels, routers = type(module).__name__, _label_names(kwargs), kwargs.get("output_router_logits")
-    if routers if routers is not None else getattr(module.config, "output_router_logits", False):
-        return ValueError(
-            f"{name} was asked for output_router_logits, and would balance its experts by the shard alone: "
-            f"set config.output_router_logits = False"
-        )
+    name, labels = type(module).__name__, _label_names(kwargs)
     if labels and kwargs.get("shift_labels") is None:
         return ValueError(
             f"{name} was given {labels} for a shard of each row, and would shift and average "
@@ -163,6 +159,7 @@ def checked_shard(
         call.same("whether seq_idx tells the layout", by_numbers)
         call.same("whether attention_mask is given", mask is not None)
         call.same("whether the model trains", module.training)
+        call.same("output_router_logits", asks_for_routers())
         call.same("output_attentions", bool(kwargs.get("output_attentions")))
         if 0 in tokens.shape[:2]:
             raise ValueError(f"a sharded forward pass needs tokens, got {tuple(tokens.shape)}")

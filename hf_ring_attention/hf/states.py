@@ -12,76 +12,29 @@ while `passing` is on, and else call what they replace.
 
 from __future__ import annotations
 
+import dis
 import functools
-import sys
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from ..plan.layouts import SequenceLayout
-from ..plan.problem import Documents
+from ..plan.state_runs import StateRun, linked_runs
 from ..ring.ring import Ring
+from .wrappers import class_of_transformers
 
+#: The tokens of a run that read the entries of Mamba's state at once, [channels, N] for each of them.
+_AT_ONCE = 64
 
-class StateRun(NamedTuple):
-    """A stretch of a document on one rank.
-
-    Attributes:
-        row: its batch row.
-        start, stop: its tokens in the whole row.
-        place: the place of its first token in what the rank holds.
-        rank: the rank.
-        before: the number of the run before it in the same document, in the list of all runs; -1 for none.
-        alone: whether it is a whole document.
-    """
-
-    row: int
-    start: int
-    stop: int
-    place: int
-    rank: int
-    before: int
-    alone: bool
-
-    @property
-    def held(self) -> tuple[int, int, int]:
-        """The batch row, and the first token and the one behind the last in what the rank holds."""
-        return self.row, self.place, self.place + self.stop - self.start
-
-
-def runs_of(documents: Documents, layout: SequenceLayout) -> list[StateRun]:
-    """Returns the runs of all documents on all ranks, in the order of the whole rows."""
-    runs: list[StateRun] = []
-    for row, spans in enumerate(documents):
-        pieces = []
-        for rank in range(layout.world_size):
-            place = 0
-            for piece in layout.rows[row][rank] if layout.rows else layout.pieces(rank):
-                pieces.append((piece.start, piece.stop, place, rank))
-                place += len(piece)
-        for start, stop in spans:
-            before = -1
-            for first, end, place, rank in sorted(pieces):
-                low, high = max(first, start), min(end, stop)
-                if low < high:
-                    joined = runs[before] if before >= 0 else None
-                    if (
-                        joined is not None
-                        and joined.rank == rank
-                        and joined.place + low - joined.start == place + low - first
-                    ):
-                        runs[before] = joined._replace(stop=high, alone=joined.start == start and high == stop)
-                        continue
-                    whole = low == start and high == stop
-                    runs.append(StateRun(row, low, high, place + low - first, rank, before, whole))
-                    before = len(runs) - 1
-    return runs
+#: A step of time before its softplus, which is then zero, so that nothing decays.
+_NO_TIME = -1e4
 
 
 class StatesBehind:
@@ -172,15 +125,12 @@ class Chain:
 
 def chain_of(ring: Ring, runs: Sequence[StateRun], behind: StatesBehind | None = None) -> Chain | None:
     """Returns the chain of the runs that are no whole documents; None where all are. With `behind`, that of all runs."""
-    numbers = [number for number, run in enumerate(runs) if behind is not None or not run.alone]
-    if not numbers:
+    linked, most = linked_runs(runs, behind is not None)
+    if not linked:
         return None
-    places = {number: place for place, number in enumerate(numbers)}
-    linked = [runs[number]._replace(before=places.get(runs[number].before, -1)) for number in numbers]
     own = [number for number, run in enumerate(linked) if run.rank == ring.rank]
-    counts = [sum(run.rank == rank for run in linked) for rank in range(ring.world_size)]
     longest = max((linked[number].stop - linked[number].start for number in own), default=1)
-    return Chain(ring, linked, own, max(counts), longest, behind)
+    return Chain(ring, linked, own, most, longest, behind)
 
 
 #: The chain along which states pass in this thread; None where mixers run as they are.
@@ -292,9 +242,9 @@ def _along_decays(chain: Chain, final: Tensor, decay: Tensor) -> tuple[Tensor, T
     return _along(chain, steps, lambda step, state: step[0] * state + step[1], torch.zeros_like(final[0]))
 
 
-def _scanned(out: Tensor, read: Tensor, gate: Tensor | None, rows_behind: Tensor | None) -> Any:
+def _scanned(out: Tensor, read: Tensor, gate: Tensor | None, rows_behind: Tensor | None, dtype: torch.dtype) -> Any:
     """Returns what a scan returns: its outputs with what they read of the states before, and the states behind, if needed."""
-    out = (out + (read if gate is None else read * F.silu(gate))).to(out.dtype)
+    out = (out + (read if gate is None else read * F.silu(gate))).to(dtype)
     return out if rows_behind is None else (out, rows_behind)
 
 
@@ -317,9 +267,10 @@ def _state_space(
     time = _decays(dt, kwargs.get("dt_bias"), kwargs.get("dt_softplus", False), limits).masked_fill(~tokens, 0)
     decay = (time * A.to(time.dtype)).cumsum(1)
     before, rows_behind = _along_decays(chain, final, decay[:, -1].exp()[..., None, None])
-    readers = C.to(before.dtype).repeat_interleave(hidden_states.shape[2] // C.shape[2], dim=2)
-    read = torch.einsum("bthn,bhpn->bthp", readers, before) * decay.exp()[..., None].to(before.dtype)
-    return _scanned(out, read, kwargs.get("z"), rows_behind)
+    groups = C.shape[2]  # of heads, which share B and C
+    read = torch.einsum("btgn,bgrpn->btgrp", C.to(before.dtype), before.unflatten(1, (groups, -1))).flatten(2, 3)
+    read = read * decay.exp()[..., None].to(before.dtype)
+    return _scanned(out, read, kwargs.get("z"), rows_behind, out.dtype)
 
 
 def _selective(
@@ -333,19 +284,60 @@ def _selective(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The selective scan of Mamba, x [runs, channels, n], state [channels, N], each of whose entries decays by itself."""
-    tokens = chain.mask(dt.device)[:, None, :]
-    kwargs |= {"return_last_state": True}
-    out, final = function(hidden_states.masked_fill(~tokens, 0), dt, A, B, C, *args, **kwargs)
-    bias = kwargs.get("delta_bias")
+    """The selective scan of Mamba, x [runs, channels, n], state [channels, N], each of whose entries decays by itself.
+
+    The kernel of mamba-ssm returns the state without its gradient. So N more tokens stand behind the run, which take no time
+    and bring nothing, and of which each reads one entry: their outputs are the state, with its gradient.
+    """
+    tokens, entries, dtype = (
+        chain.mask(dt.device)[:, None, :],
+        A.shape[-1],
+        torch.promote_types(dt.dtype, torch.float32),
+    )
+    softplus, bias, z = kwargs.get("delta_softplus", False), kwargs.get("delta_bias"), kwargs.pop("z", None)
+    readers = torch.eye(entries, dtype=C.dtype, device=C.device).expand(len(C), -1, -1)
+    out, final = function(
+        F.pad(hidden_states.masked_fill(~tokens, 0), (0, entries)),
+        F.pad(dt, (0, entries), value=_NO_TIME if softplus else 0),
+        A,
+        F.pad(B, (0, entries)),
+        torch.cat([C, readers], -1),
+        *args,
+        **{**kwargs, "z": None, "return_last_state": True},
+    )
+    out, state = out.to(dtype).split([dt.shape[-1], entries], -1)
+    final = final.detach().to(dtype) + (state - state.detach())
     bias = None if bias is None else bias[..., None]
-    time = _decays(dt, bias, kwargs.get("delta_softplus", False), None).masked_fill(~tokens, 0).cumsum(-1)
+    time = _decays(dt, bias, softplus, None).masked_fill(~tokens, 0).cumsum(-1)
     A = A.to(time.dtype)
     before, rows_behind = _along_decays(chain, final, (A * time[..., -1:]).exp())
-    read = torch.einsum(
-        "bint,bin,bnt->bit", (A[:, :, None] * time[:, :, None]).exp(), before.to(time.dtype), C.to(time.dtype)
-    )
-    return _scanned(out, read, kwargs.get("z"), rows_behind)
+    pieces = zip(time.split(_AT_ONCE, -1), C.to(time.dtype).split(_AT_ONCE, -1))
+    read = torch.cat([_read_by_entries(A, before.to(time.dtype), *piece) for piece in pieces], -1)
+    return _scanned(out, read, z, rows_behind, hidden_states.dtype)
+
+
+def _read_by_entries(A: Tensor, before: Tensor, time: Tensor, C: Tensor) -> Tensor:
+    """Returns what the outputs of some tokens read of the state before their run, each of whose entries decays by itself.
+
+    All entries of all these tokens exist at once, here and again in backward, which computes them anew.
+
+    Args:
+        A: [channels, N].
+        before: [runs, channels, N].
+        time: [runs, channels, n], since the beginning of the run.
+        C: [runs, N, n].
+
+    Returns:
+        [runs, channels, n]
+    """
+
+    def read(A: Tensor, before: Tensor, time: Tensor, C: Tensor) -> Tensor:
+        return torch.einsum("bint,bin,bnt->bit", (A[:, :, None] * time[:, :, None]).exp(), before, C)
+
+    if not torch.is_grad_enabled():
+        return read(A, before, time, C)
+    out: Tensor = checkpoint(read, A, before, time, C, use_reentrant=False, preserve_rng_state=False)
+    return out
 
 
 def _left_out(function: Any, chain: Chain, *args: Any, **kwargs: Any) -> None:
@@ -367,11 +359,22 @@ _PASSERS: dict[str, Callable[..., Any]] = {
 _NOT_PASSED = ("MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock")
 
 
+#: The ends of the class names of mixers that are a convolution, and have no other state.
+_CONVOLUTIONS_ALONE = ("ShortConv",)
+
+
 def can_pass(mixer: nn.Module) -> bool:
-    """Returns whether a mixer's states can pass from rank to rank, and prepares the functions that it calls."""
-    space = vars(sys.modules[_own_class(mixer).__module__])
-    names = [name for name in _PASSERS if name in space]
-    if _own_class(mixer).__name__ in _NOT_PASSED or "causal_conv1d_fn" not in names:
+    """Returns whether a mixer's states can pass from rank to rank, and prepares the functions that it calls.
+
+    In earlier releases of Transformers mixers keep these functions in attributes, where nothing else can stand for them.
+    """
+    own_class = class_of_transformers(mixer)
+    forward = inspect.unwrap(vars(own_class)["forward"])
+    names, space = _called_by_name(forward) & _PASSERS.keys(), forward.__globals__
+    if own_class.__name__ in _NOT_PASSED or not all(callable(space.get(name)) for name in names):
+        return False
+    states = {name for name in names if _PASSERS[name] not in (_convolution, _left_out)}
+    if "causal_conv1d_fn" not in names or not (states or own_class.__name__.endswith(_CONVOLUTIONS_ALONE)):
         return False
     for name in names:
         if not isinstance(space[name], _Passing):
@@ -379,9 +382,9 @@ def can_pass(mixer: nn.Module) -> bool:
     return True
 
 
-def _own_class(mixer: nn.Module) -> type:
-    """Returns the class of a mixer as Transformers defines it; FSDP 2 makes one of its own."""
-    return next(kind for kind in type(mixer).__mro__ if kind.__module__.startswith("transformers."))
+def _called_by_name(function: Any) -> set[str]:
+    """Returns the names that a function looks up in its module when it runs."""
+    return {str(step.argval) for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"}
 
 
 class _Passing:

@@ -32,6 +32,19 @@ _REASONS = {
     **dict.fromkeys(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "moe_mamba"), _STATE),
 }
 
+#: Why models with states that are no hybrids of `hybrid_types` are not computed, where it is not the states alone.
+_STATEFUL = {
+    **dict.fromkeys(
+        ("mamba", "mamba2", "falcon_mamba", "xlstm"),
+        "it has recurrent layers alone, and none that attends: there are no keys that a pattern could choose or a ring pass",
+    ),
+    **dict.fromkeys(
+        ("qwen4_exp", "qwen4_exp_text"), "an indexer of its own selects keys, which no branch of a pattern is"
+    ),
+    "deepseek_v4": "it attends to compressed keys of several tokens, which it selects by a rule of its own",
+    "zaya": "convolutions inside its attention mix queries and keys of several tokens, which shards cut apart",
+}
+
 #: Model types whose attention or positions depend on more than the interface is given, as running them showed.
 _BEYOND_THE_INTERFACE = {
     "doge": "it adds a learned mask of its own to the square mask, and so chooses keys that no pattern knows",
@@ -145,11 +158,10 @@ def check_class(model_class: type[Any], name: str) -> None:
             f"{name} does not call Transformers' attention interface, so it would ignore ring_dilated and compute "
             f"attention of its own: use it with 'eager', or a model class that calls the interface"
         )
-    if is_stateful(model_class) and getattr(model_class.config_class, "model_type", None) not in MIXERS:
-        raise NotImplementedError(
-            f"{name} has recurrent, linear-attention or convolutional layers; of such a layer, {_STATE}: use 'sdpa' or "
-            f"'eager'"
-        )
+    model_type = getattr(model_class.config_class, "model_type", None)
+    if is_stateful(model_class) and model_type not in MIXERS:
+        reason = f"it has recurrent, linear-attention or convolutional layers; of such a layer, {_STATE}"
+        raise NotImplementedError(f"{name}: {_STATEFUL.get(str(model_type), reason)}: use 'sdpa' or 'eager'")
 
 
 def check_model(model: PreTrainedModel, sharded: bool) -> None:
@@ -164,6 +176,11 @@ def check_model(model: PreTrainedModel, sharded: bool) -> None:
     check_config(model.config, name)
     check_config(config, name)
     mixers = tuple(f"{path}." for path, _ in mixers_of(text_model, config))
+    if not mixers and any(kind in _MIXER_LAYERS for kind in getattr(config, "layer_types", None) or ()):
+        raise NotImplementedError(
+            f"{name} has no module of the class {MIXERS.get(config.model_type)}, as the mixers of its layers are known: they "
+            f"have another name in this release of Transformers: use 'sdpa' or 'eager', or another release"
+        )
     for path, module in text_model.named_modules():
         known = any(word in path for word in _SENSES) or path.startswith(mixers)
         if not known and isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1:

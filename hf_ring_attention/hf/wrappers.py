@@ -95,3 +95,9 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
         return model
     parts = (module for module in model.modules() if getattr(module, "config", None) is config)
     return next(parts, model)
+
+
+def class_of_transformers(module: nn.Module) -> type:
+    """Returns the class of a module as Transformers defines it, or its own; FSDP 2 makes a class for each module it shards."""
+    kinds = type(module).__mro__
+    return next((kind for kind in kinds if kind.__module__.startswith("transformers.")), kinds[0])

@@ -32,7 +32,15 @@ _BYTES = {"float16": (2, 4), "bfloat16": (2, 4), "float32": (4, 4), "float64": (
 MOST_RANKS_OF_GROUPS = 16
 
 
-def _bytes_of(dtype: Any) -> tuple[int, int]:
+def number_bytes(dtype: Any) -> tuple[int, int]:
+    """Returns the bytes of a number of a dtype, and of a number of its sums.
+
+    Args:
+        dtype: a torch.dtype, or its name.
+
+    Raises:
+        ValueError: a dtype that is not computed.
+    """
     name = str(dtype).removeprefix("torch.")
     if name not in _BYTES:
         raise ValueError(f"explain: dtype must be one of {', '.join(_BYTES)}, got {dtype!r}")
@@ -171,7 +179,7 @@ def explain(
         ...
     """
     pattern = as_pattern(pattern, "explain")
-    itemsize, accumulated = _bytes_of(dtype)
+    itemsize, accumulated = number_bytes(dtype)
     check_choices("auto" if isinstance(layout, SequenceLayout) else layout, transport, world_size, heads)
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     value_dim = head_dim if value_dim is None else value_dim

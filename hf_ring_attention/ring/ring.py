@@ -332,7 +332,7 @@ class Ring:
             return local
         recorded = torch.is_grad_enabled() and local.requires_grad
         before_backward = self.backward_check(local.device) if recorded else None
-        whole: Tensor = SideBySide.apply(local, self._communicator, dim % local.dim(), before_backward)
+        whole: Tensor = SideBySide.apply(local, self._communicator, self._traffic, dim % local.dim(), before_backward)
         return whole
 
     def gather(self, x: Tensor) -> list[Tensor]:

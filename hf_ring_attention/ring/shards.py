@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..plan.layouts import SequenceLayout
 from ..transport.communicators import Communicator
+from ..transport.transports import Traffic
 
 
 def shard_of(tensor: Tensor, layout: SequenceLayout, rank: int, dim: int, fill: float) -> Tensor:
@@ -91,16 +92,25 @@ class SideBySide(torch.autograd.Function):
     """Tensors of all ranks, one behind the other along `dim`; gradients are summed over ranks and taken home."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, communicator: Communicator, dim: int, before_backward: Any) -> Tensor:
-        ctx.call = (communicator, dim, local.shape[dim], before_backward)
-        return torch.cat(communicator.gather(local.contiguous()), dim)
+    def forward(
+        ctx: Any, local: Tensor, communicator: Communicator, traffic: Traffic, dim: int, before_backward: Any
+    ) -> Tensor:
+        ctx.call = (communicator, traffic, dim, before_backward)
+        with traffic.exchange(*[(communicator.world_size - 1) * local.nbytes] * 2):
+            parts = communicator.gather(local.contiguous())
+        return torch.cat(parts, dim)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        communicator, dim, length, before_backward = ctx.call
+        communicator, traffic, dim, before_backward = ctx.call
         if before_backward is not None:
             before_backward()
-        grad = grad.contiguous().clone()
-        communicator.sum_(grad)
-        return grad.narrow(dim, communicator.rank * length, length).contiguous(), None, None, None
+        # Each rank gets the gradients of its own part alone, and all add them in the order of the ranks.
+        parts = grad.movedim(dim, 0).contiguous()
+        counts = [len(parts) // communicator.world_size] * communicator.world_size
+        received = torch.empty_like(parts)
+        with traffic.exchange(*[parts.nbytes - parts.nbytes // communicator.world_size] * 2):
+            communicator.all_to_all(received, parts, counts, counts).wait()
+        own = received.unflatten(0, (communicator.world_size, counts[0])).sum(0)
+        return own.movedim(0, dim).contiguous(), None, None, None, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,18 @@ def extension_text(figures: Mapping[str, Any]) -> str:
         f"{measured}; the dashed part is extended by a straight line, and meets {short_bytes(figures['rank_memory'])} at about "
         f"{about_count(tokens)} tokens"
     )
+
+
+def draw_part(part: str, figures: Any, folder: Path) -> Path:
+    """Writes the picture of a part of the benchmark, and returns its file."""
+    path = folder / f"{part.replace('-', '_')}.png"
+    draw: dict[str, Callable[[Any, Path], None]] = {
+        "step-memory": plot_step_memory,
+        "scaling": plot_scaling,
+        "peers": plot_peers,
+    }
+    draw[part](figures, path)
+    return path
 
 
 def plot_step_memory(figures: Mapping[str, Any], path: Path) -> None:

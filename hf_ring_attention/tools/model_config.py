@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..hf.hybrid_types import MIXERS
 from ..plan.branches import Branch, Segment, Window
 from ..plan.patterns import Pattern
+from .hybrid_config import ModelMixers, hybrid_layers
 from .output import spinner
 
 #: Types whose config.json may lack layer_types, with (n, i): every n-th layer from layer i on has no window of its own.
@@ -40,9 +40,8 @@ _FULL_EVERY = {
     "vaultgemma": (2, 1),
 }
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+_HEAD_DIMS = ("head_dim", "attention_head_dim", "kv_channels")
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
-#: The kinds of layers of a hybrid that attend, and do nothing else.
-ATTENDING = ("full_attention", "sliding_attention")
 #: The names that configs have for the width of the residual stream.
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 
@@ -54,8 +53,10 @@ class ModelAttention:
     Attributes:
         name: the id or folder that names the model.
         base: the pattern of layers without a window or chunks of their own; it also decides the layout.
-        layers: the pattern of each layer.
-        sliding: which layers have a window or chunks of their own.
+        layers: the pattern of each layer that attends.
+        numbers: the numbers of these layers in the model, which are all in most models.
+        sliding: which of them have a window or chunks of their own.
+        mixers: the other modules of a hybrid that mix tokens; None in all other models.
     """
 
     name: str
@@ -66,7 +67,9 @@ class ModelAttention:
     value_dim: int
     base: Pattern
     layers: tuple[Pattern, ...]
+    numbers: tuple[int, ...]
     sliding: tuple[bool, ...]
+    mixers: ModelMixers | None = None
 
 
 def read_config(model: str) -> dict[str, Any]:
@@ -135,18 +138,28 @@ def attention_of_config(whole: Mapping[str, Any], model: str, pattern: Pattern |
     """
     config = text_config_of(whole)
     _check_alike(model, config)
-    heads, layers = first_number(model, config, _HEADS), first_number(model, config, _LAYER_COUNTS)
+    heads, hybrid = first_number(model, config, _HEADS), hybrid_layers(model, config)
     kv_heads = config.get("num_key_value_heads") or (1 if config.get("multi_query") else heads)
     if isinstance(config.get("attn_config"), Mapping):  # Configs of dbrx have one.
         kv_heads = config["attn_config"].get("kv_n_heads") or kv_heads
-    head_dim = value_dim = config.get("head_dim") or config.get("kv_channels")
+    head_dim = value_dim = next((config[name] for name in _HEAD_DIMS if config.get(name)), None)
     if config.get("qk_nope_head_dim") and config.get("qk_rope_head_dim"):  # latent attention expands its keys
         head_dim = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
         value_dim, kv_heads = config.get("v_head_dim") or head_dim, heads
     if not head_dim:
         head_dim = value_dim = first_number(model, config, WIDTHS) // heads
     base, own = _saved_patterns(model, config, pattern)
-    of_model = _chunks(config, layers) or [Window(length) if length else None for length in _windows(config, layers)]
+    of_model: list[Branch | None]
+    if hybrid is not None:
+        window = config.get("sliding_window") or config.get("attention_window_size")
+        numbers, of_model = (
+            hybrid.attending,
+            [Window(int(window)) if one and window else None for one in hybrid.sliding],
+        )
+    else:
+        numbers = tuple(range(first_number(model, config, _LAYER_COUNTS)))
+        windows = _windows(config, len(numbers))
+        of_model = _chunks(config, len(numbers)) or [Window(length) if length else None for length in windows]
     return ModelAttention(
         name=model,
         model_type=str(config.get("model_type") or whole.get("model_type") or "unknown"),
@@ -155,24 +168,15 @@ def attention_of_config(whole: Mapping[str, Any], model: str, pattern: Pattern |
         head_dim=int(head_dim),
         value_dim=int(value_dim or head_dim),
         base=base,
-        layers=tuple(own.get(i) or (Pattern((branch,)) if branch else base) for i, branch in enumerate(of_model)),
-        sliding=tuple(branch is not None and i not in own for i, branch in enumerate(of_model)),
+        layers=tuple(own.get(i) or (Pattern((branch,)) if branch else base) for i, branch in zip(numbers, of_model)),
+        numbers=numbers,
+        sliding=tuple(branch is not None and i not in own for i, branch in zip(numbers, of_model)),
+        mixers=None if hybrid is None else hybrid.mixers,
     )
 
 
-def _kinds_of_layers(config: Mapping[str, Any]) -> list[Any]:
-    """Returns the kinds of a hybrid's layers as its config has them; an unknown one where it has none."""
-    kinds = config.get("layer_types") or config.get("layers_block_type")
-    return kinds if isinstance(kinds, list) else [None]
-
-
 def _check_alike(model: str, config: Mapping[str, Any]) -> None:
-    """Refuses a model whose layers have heads of different numbers or sizes, or of which some do not attend."""
-    if config.get("model_type") in MIXERS and any(kind not in ATTENDING for kind in _kinds_of_layers(config)):
-        raise argparse.ArgumentTypeError(
-            f"some layers of {model!r} pass a state instead of attending, and are not counted: ask for the layers that attend, "
-            f"with --heads, --kv-heads, --head-dim and --layers in place of --model"
-        )
+    """Refuses a model whose layers have heads of different numbers or sizes."""
     own = [layer for layer in (config.get("per_layer_config") or {}).values() if isinstance(layer, Mapping)]
     differing = sorted({key for layer in own for key in layer if key in ("head_dim", "num_key_value_heads", *_HEADS)})
     differing += ["global_head_dim"] if config.get("global_head_dim") not in (None, config.get("head_dim")) else []

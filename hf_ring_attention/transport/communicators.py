@@ -53,9 +53,6 @@ class Communicator(Exchanger, Protocol):
     def gather_objects(self, x: Any) -> list[Any]:
         """Returns x of all ranks; it can be anything that pickle takes."""
 
-    def sum_(self, x: Tensor) -> None:
-        """Makes x the sum of all ranks' x."""
-
 
 class PartOfRanks:
     """Some ranks of a communicator, by their place among `members`; other parts send at the same time as this one.
@@ -142,6 +139,3 @@ class ProcessGroupCommunicator:
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, x, group=self.group)
         return gathered
-
-    def sum_(self, x: Tensor) -> None:
-        dist.all_reduce(x, group=self.group)

@@ -103,6 +103,3 @@ class SimulatedCommunicator:
         for peer in range(self.world_size):
             self.room.leave(self.rank, peer, x)
         return [self.room.take(peer, self.rank) for peer in range(self.world_size)]
-
-    def sum_(self, x: Tensor) -> None:
-        x.copy_(torch.stack(self.gather(x)).sum(0))

@@ -26,7 +26,7 @@ from .schedules import CollectiveBinding, RingBinding, RingStep
 
 @dataclass
 class Traffic:
-    """What this rank's transports moved: key and value rows in forward and backward, and their gradients.
+    """What this rank moved: key and value rows and their gradients, and what ranks gather: states, or rows to unshard.
 
     Attributes:
         sent_bytes, received_bytes: bytes that were handed to torch.distributed, and received from it.
@@ -52,6 +52,16 @@ class Traffic:
     hops: int = 0
     planned_seconds: float = 0.0
     waited_seconds: float = 0.0
+
+    @contextmanager
+    def exchange(self, sent_bytes: int, received_bytes: int) -> Iterator[None]:
+        """Counts the exchange inside, for whose end this rank waits."""
+        start = time.perf_counter()
+        yield
+        self.waited_seconds += time.perf_counter() - start
+        self.sent_bytes += sent_bytes
+        self.received_bytes += received_bytes
+        self.hops += 1
 
     def reset(self) -> None:
         """Sets all counters to zero."""

@@ -378,15 +378,6 @@ def test_a_slip_of_one_rank_ends_all_of_them(slip):
     assert ring_of_two(work) == [True, True]
 
 
-def test_experts_are_not_balanced_by_a_shard():
-    def work(ring, model, layout):
-        inputs = sharded_inputs(ring, layout, ids(), torch.arange(TOKENS)[None])
-        with pytest.raises(ValueError, match=r"MixtralForCausalLM was asked for output_router_logits"):
-            model(**inputs, output_router_logits=True)
-
-    ring_of_two(work, model_type="mixtral")
-
-
 def test_rows_of_one_token():
     def work(ring, model, _):
         layout = ring.layout_for(1, ra.Pattern.exact())

@@ -78,13 +78,14 @@ def loop(
     shuffle=True,
     pattern=PATTERN,
     loss_of=ra.next_token_loss,
+    model=None,
 ):
-    """An Accelerate loop as the recipe has it; `wrap` is what holds the parameters."""
+    """An Accelerate loop as the recipe has it; `wrap` is what holds the parameters of the model, a `tiny_llama` without one."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     process_environment(rank, world_size)
     accelerator = Accelerator(gradient_accumulation_steps=accumulate)  # the losses are not scaled by it
     ring = ra.Ring.from_accelerator(accelerator, size=ring_size, layout=layout, transport=transport, heads=heads)
-    model = tiny_llama(pattern)
+    model = tiny_llama(pattern) if model is None else model
     ra.patch_model(model, ring=ring)
     if checkpointing:
         model.gradient_checkpointing_enable()

@@ -67,7 +67,7 @@ REFUSED = [
     ),
     (
         "bench typing",
-        "ideal, ring-memory, overlap, step-memory, estimate, scaling, peers was expected, got",
+        "ideal, ring-memory, overlap, step-memory, estimate, scaling, hybrids, peers was expected, got",
     ),
     ("bench --ranks 1", "'--ranks': a whole number of at least 2 was expected, got 1"),
     ("bench --heads 0", "'--heads': a whole number of at least 1 was expected, got 0"),
@@ -83,7 +83,7 @@ REFUSED = [
     ("bench --lengths 0", "'--lengths': a whole number of at least 16 was expected, got 0"),
     ("bench ideal --heads 3", "gives each rank its share of the heads, and 3 heads = 1 * 2 ranks + 1"),
     ("bench --ranks 4 --ring-tokens 100", "2 * 4 = 8 equal pieces, and 100 = 12 * 8 + 4: take 104"),
-    ("bench overlap --ranks 1", "expected, got 1: transport, ideal and overlap need several ranks"),
+    ("bench overlap --ranks 1", "expected, got 1: transport, ideal, overlap and hybrids need several ranks"),
     (
         "bench scaling --scaling-ranks 1,4,6 --ring-tokens 100",
         "'--ring-tokens': zigzag cuts the row into 2 * 4 = 8 equal pieces, and 100 = 12 * 8 + 4: take 120",

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_ring_attention.tools import cli
-from hf_ring_attention.tools.benchmarks import choice, harness, scaling, step_memory
+from hf_ring_attention.tools.benchmarks import choice, harness, hybrid_steps, scaling, step_memory
 from hf_ring_attention.tools.benchmarks.harness import (
     CallShape,
     give_memory_back_at_once,
@@ -118,6 +118,27 @@ def test_every_part_measures(tmp_path):
         "tokens a second",
     ):
         assert title in done.stderr
+
+
+def test_steps_of_hybrids_over_a_ring_are_those_of_one_process(capsys):
+    """Both kinds of states, with the bytes that they send."""
+    with pytest.raises(SystemExit, match="0"):
+        cli.main("bench hybrids --hybrid-tokens 128 --repeats 1 --json".split())
+    printed = capsys.readouterr()
+    rows = json.loads(printed.out)["hybrids"]
+    assert [row["model_type"] for row in rows] == [*hybrid_steps.HYBRIDS]
+    for row in rows:
+        assert row["skipped"] is None and 0 <= row["error"] <= 1e-4
+        assert row["speedup"] == pytest.approx(row["one"] / row["ring"])  # of a single pair
+        assert row["sent_bytes"] > 0
+    assert "a training step of a hybrid, 128 tokens" in printed.err
+
+
+def test_a_hybrid_whose_gradients_are_others_is_not_shown():
+    row = {"model_type": "bamba", "ranks": 2, "tokens": 64, "one": 1.0, "ring": 0.5, "speedup": 2.0, "sent_bytes": 1}
+    rows = [{**row, "error": 0.5, "skipped": "not shown: 5.0e-01 off, and 1e-04 is allowed"}]
+    (cells,) = hybrid_steps.hybrids_report(rows, 1).rows
+    assert cells[2:5] == ("not shown: 5.0e-01 off, and 1e-04 is allowed", "", "")
 
 
 @pytest.fixture(scope="module")

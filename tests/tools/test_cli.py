@@ -166,6 +166,40 @@ def test_explain_prints_the_choices_with_their_reasons(gemma, capsys):
     assert re.search(r"^a step +8 ", printed, re.MULTILINE)
 
 
+HYBRID = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 4}
+HYBRID |= {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+#: A delta rule of Qwen3-Next: 4 heads of 32 x 64, of which two share keys.
+DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 64}
+DELTA |= {"linear_conv_kernel_dim": 4}
+
+
+@pytest.mark.parametrize("tokens", [8192, 16384])
+def test_explain_counts_states_apart_from_attention(tokens, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({**HYBRID, **DELTA, "model_type": "qwen3_next"}))
+    words = f"explain --tokens {tokens} --ranks 4 --model {tmp_path} --batch-size 2"
+    answer = json.loads(run(f"{words} --json", capsys))
+    assert answer["layer_kinds"][0]["layers"] == [3]
+    # Two rows of a zigzag have two runs each on a rank: the last 3 inputs of 2 x 2 x 32 + 4 x 64 channels, and 4 x 32 x
+    # (64 + 32) numbers in float32, which each rank sends to 3 others.
+    sent = 3 * 4 * (384 * 3 * 2 + 4 * 32 * 96 * 4)
+    mixers = answer["mixers"]
+    assert (mixers["layers"], mixers["gathers"], mixers["most_work"]) == ([0, 1, 2], "states", 1)
+    assert [mixers["bytes"][name] for name in mixers["bytes"] if name != "buffers"] == [sent] * 4
+    of_layer = answer["layer_kinds"][0][f"{answer['layer_kinds'][0]['transport']}_bytes"]
+    assert answer["step"]["chosen_bytes"]["backward_sent"] == of_layer["backward_sent"] + 3 * sent
+    assert answer["step"]["layers"] == 1
+    assert "states of 4 runs of each rank pass" in " ".join(run(words, capsys).split())
+
+
+def test_explain_says_the_work_of_gathered_rows(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({**HYBRID, "model_type": "minimax"}))
+    words = f"explain --tokens 8192 --ranks 4 --model {tmp_path}"
+    mixers = json.loads(run(f"{words} --json", capsys))["mixers"]
+    assert (mixers["gathers"], mixers["most_work"]) == ("rows", 4)
+    assert mixers["bytes"]["forward_sent"] == mixers["bytes"]["backward_received"] == 3 * 2048 * 512 * 2
+    assert "up to 4 times the work of one device in all" in " ".join(run(words, capsys).split())
+
+
 def test_explain_refuses_a_model_that_is_not_computed(tmp_path, capsys):
     config = {"model_type": "bloom", "n_head": 8, "hidden_size": 64, "n_layer": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -28,8 +28,9 @@ SUPPORTED = [
 ]
 
 
-#: Some of their layers do not attend; those of lfm2's default config all do.
-HYBRIDS = {*MIXERS} - {"lfm2"}
+#: Default configs of hybrids that do not tell their layers, and one without a layer that attends.
+UNTOLD = {"lfm2_moe": "does not tell which layers attend", "bamba": "does not tell which layers attend"}
+UNTOLD |= {"granitemoehybrid": "no layer of .* attends: its layers are (linear_attention|mamba)"}
 #: Their layers differ in the size of heads.
 UNLIKE = {"gemma4_text", "gemma4_unified_text"}
 #: Their layers follow no period, and every config.json of them has layer_types.
@@ -69,8 +70,8 @@ def test_heads_are_those_that_transformers_reads(configs):
             ):
                 model_attention(str(folder))
             continue
-        if text.model_type in HYBRIDS:
-            with pytest.raises(argparse.ArgumentTypeError, match="pass a state instead of attending"):
+        if text.model_type in UNTOLD:
+            with pytest.raises(argparse.ArgumentTypeError, match=UNTOLD[text.model_type]):
                 model_attention(str(folder))
             continue
         attention = model_attention(str(folder))
@@ -78,7 +79,7 @@ def test_heads_are_those_that_transformers_reads(configs):
         kv_heads = getattr(text, "num_key_value_heads", None) or (1 if getattr(text, "multi_query", False) else heads)
         if hasattr(text, "attn_config"):
             kv_heads = text.attn_config.kv_n_heads
-        head_dim = getattr(text, "kv_channels", None) or getattr(text, "head_dim", None) or text.hidden_size // heads
+        head_dim = getattr(text, "head_dim", None) or getattr(text, "kv_channels", None) or text.hidden_size // heads
         if getattr(text, "qk_nope_head_dim", None):  # latent attention
             head_dim, kv_heads = text.qk_nope_head_dim + text.qk_rope_head_dim, heads
         read = attention.num_heads, attention.num_kv_heads, attention.head_dim
@@ -93,8 +94,9 @@ def test_windows_are_those_of_the_layers(with_layer_types, configs, tmp_path):
     for model_type, (folder, text) in configs.items():
         if (
             model_type in UNLIKE
-            or text.model_type in HYBRIDS
-            or (model_type in IRREGULAR | {"lfm2"} and not with_layer_types)
+            or text.model_type in UNTOLD
+            or (text.model_type in MIXERS and not (with_layer_types and getattr(text, "layer_types", None)))
+            or (model_type in IRREGULAR and not with_layer_types)
         ):
             continue
         saved = json.loads((folder / "config.json").read_text())
@@ -102,7 +104,10 @@ def test_windows_are_those_of_the_layers(with_layer_types, configs, tmp_path):
             for part in (saved, saved.get("text_config") or {}):
                 part.pop("layer_types", None)
         attention = model_attention(written(tmp_path / "model", saved))
+        assert text.model_type in MIXERS or attention.numbers == tuple(range(len(attention.layers)))
         branches = branches_of(text, len(attention.layers))
+        if text.model_type in MIXERS and text.model_type != "falcon_h1":  # All layers of that one do both.
+            branches = [branches[number] for number in attention.numbers]
         sliding += any(attention.sliding)
         if list(attention.layers) != [Pattern((branch,)) if branch else Pattern.exact() for branch in branches]:
             wrong.append(model_type)
@@ -167,3 +172,45 @@ def test_where_no_config_is_the_remedy_is_said(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(argparse.ArgumentTypeError, match="is no JSON"):
         read_config(str(tmp_path))
+
+
+HYBRID = {**SMALL, "num_hidden_layers": 4}
+DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
+DELTA |= {"linear_conv_kernel_dim": 4}
+MAMBA = {"mamba_expand": 2, "mamba_d_conv": 4, "mamba_d_state": 16}
+MAMBA_2 = {"mamba_n_heads": 16, "mamba_d_head": "auto", "mamba_n_groups": 1, **MAMBA}
+
+
+@pytest.mark.parametrize(
+    ("config", "attending", "mixing"),
+    [
+        ({"model_type": "qwen3_next", "full_attention_interval": 2, **DELTA}, (1, 3), (0, 2)),
+        ({"model_type": "jamba", "attn_layer_period": 3, "attn_layer_offset": 1, **MAMBA}, (1,), (0, 2, 3)),
+        ({"model_type": "bamba", "attn_layer_indices": [2], **MAMBA_2}, (2,), (0, 1, 3)),
+        ({"model_type": "falcon_h1", **MAMBA_2}, (0, 1, 2, 3), (0, 1, 2, 3)),
+        ({"model_type": "lfm2", "layer_types": None, "full_attn_idxs": [0], "conv_L_cache": 3}, (0,), (1, 2, 3)),
+        ({"model_type": "zamba", "layers_block_type": ["mamba", "hybrid"] * 2, **MAMBA}, (1, 3), (0, 1, 2, 3)),
+        ({"model_type": "minimax", "layer_types": ["linear_attention", "full_attention"]}, (1,), (0,)),
+        ({"model_type": "recurrent_gemma", "block_types": ["recurrent", "recurrent", "attention"]}, (2,), (0, 1, 3)),
+    ],
+)
+def test_layers_that_attend_and_mixers_are_counted_apart(config, attending, mixing, tmp_path):
+    """By the names that the configs of each type have, also before Transformers knew layer_types."""
+    attention = model_attention(written(tmp_path, {**HYBRID, **config}))
+    assert attention.numbers == attending
+    assert attention.mixers is not None and attention.mixers.layers == mixing
+    assert (attention.mixers.numbers is None) == (config["model_type"] in ("minimax", "recurrent_gemma"))
+
+
+def test_letters_of_layers_are_read(tmp_path):
+    sizes = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 4, "n_groups": 2, "conv_kernel": 4}
+    config = {**SMALL, **sizes, "model_type": "nemotron_h", "hybrid_override_pattern": "M-M*E"}
+    attention = model_attention(written(tmp_path, config))
+    assert (attention.numbers, attention.mixers.layers) == ((3,), (0, 2))
+    assert attention.mixers.numbers.channels == 8 * 16 + 2 * 2 * 4
+
+
+def test_a_hybrid_that_lacks_a_size_is_refused(tmp_path):
+    config = {**HYBRID, "model_type": "qwen3_next", "full_attention_interval": 2}
+    with pytest.raises(argparse.ArgumentTypeError, match="has no 'linear_num_value_heads', a size of the mixers"):
+        model_attention(written(tmp_path, config))

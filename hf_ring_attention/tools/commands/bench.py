@@ -41,10 +41,11 @@ PARTS = {
     "step-memory": ("a training step by part, as rows get longer", 1),
     "estimate": ("peaks of training steps beside ra.estimate; only when named", 1),
     "scaling": ("tokens a second as the ring grows", 5),
+    "hybrids": ("steps of hybrid models over a ring; only when named", 3),
     "peers": ("other implementations beside ours; only when named", 3),
 }
 #: The measurements that run only when they are named: they take minutes, and depend on what else is installed.
-ONLY_NAMED = ("estimate", "peers")
+ONLY_NAMED = ("estimate", "hybrids", "peers")
 #: The measurements that --plots draws.
 _WITH_PICTURES = ("step-memory", "scaling", "peers")
 _PATTERNS = ["longnet:2048/1,8192/4,32768/16", "pyramid:512,3"]
@@ -83,6 +84,7 @@ class BenchOptions:
     step_lengths: list[int]
     memory: int | None
     scaling_ranks: list[int]
+    hybrid_tokens: int
     peer_tokens: int
     simulated_ranks: int
     peer_patterns: list[str] | None
@@ -98,7 +100,7 @@ def bench_command(
         typer.Argument(
             metavar="[PART]...",
             parser=parsed(one_of(*PARTS)),
-            help="What to measure; default: all but estimate and peers.",
+            help="What to measure; default: all but estimate, hybrids and peers.",
         ),
     ] = None,
     tokens: Annotated[int, tokens_option("--tokens", "Tokens of speed and memory.")] = "32k",  # type: ignore[assignment]
@@ -118,7 +120,9 @@ def bench_command(
     repeats: Annotated[
         int | None, number_option("--repeats", "Runs of each that count; default: 3 to 30, by the part.")
     ] = None,
-    ranks: Annotated[int, number_option("--ranks", "Ranks of transport, ideal, overlap, step-memory, peers.")] = 2,
+    ranks: Annotated[
+        int, number_option("--ranks", "Ranks of transport, ideal, overlap, step-memory, hybrids, peers.")
+    ] = 2,
     lengths: Annotated[Any, list_option("--lengths", token_count(16, 16), "Tokens of transport.")] = "512,1k,2k,4k,8k",
     ring_tokens: Annotated[int, tokens_option("--ring-tokens", "Tokens of ideal, overlap and scaling.", 2)] = "16k",  # type: ignore[assignment]
     longnet_tokens: Annotated[int, tokens_option("--longnet-tokens", "Tokens of LongNet in ideal.")] = "32k",  # type: ignore[assignment]
@@ -139,6 +143,7 @@ def bench_command(
         ),
     ] = None,
     scaling_ranks: Annotated[Any, list_option("--scaling-ranks", at_least(1), "Ranks of scaling.")] = "1,2,4",
+    hybrid_tokens: Annotated[int, tokens_option("--hybrid-tokens", "Tokens of hybrids.", 64)] = "8k",  # type: ignore[assignment]
     peer_tokens: Annotated[int, tokens_option("--peer-tokens", "Tokens of peers.")] = "16k",  # type: ignore[assignment]
     simulated_ranks: Annotated[int, number_option("--simulated-ranks", "Simulated ranks of peers; 1 for none.")] = 8,
     tables: Annotated[
@@ -194,6 +199,7 @@ def bench_command(
             step_lengths=step_lengths,
             memory=memory,
             scaling_ranks=scaling_ranks,
+            hybrid_tokens=hybrid_tokens,
             peer_tokens=peer_tokens,
             simulated_ranks=simulated_ranks,
             peer_patterns=pattern,
@@ -215,23 +221,11 @@ def bench_command(
                 for file in write_tables(sheet, tables / part.replace("-", "_")):
                     console.print(f"wrote {file}", soft_wrap=True, markup=False)
             if plots is not None and part in _WITH_PICTURES:
-                console.print(f"wrote {_draw(part, figures[part], plots)}\n", soft_wrap=True, markup=False)
+                from ..bench_plots import draw_part
+
+                console.print(f"wrote {draw_part(part, figures[part], plots)}\n", soft_wrap=True, markup=False)
     if as_json:
         print_json(figures)
-
-
-def _draw(part: str, figures: Any, folder: Path) -> Path:
-    """Writes the picture of a part, and returns its file."""
-    from ..bench_plots import plot_peers, plot_scaling, plot_step_memory
-
-    path = folder / f"{part.replace('-', '_')}.png"
-    draw: dict[str, Callable[[Any, Path], None]] = {
-        "step-memory": plot_step_memory,
-        "scaling": plot_scaling,
-        "peers": plot_peers,
-    }
-    draw[part](figures, path)
-    return path
 
 
 def _speed(options: BenchOptions) -> tuple[Any, Sheet]:
@@ -327,6 +321,14 @@ def _scaling(options: BenchOptions) -> tuple[Any, Sheet]:
     return figures, scaling_report(figures, repeats)
 
 
+def _hybrids(options: BenchOptions) -> tuple[Any, Sheet]:
+    from ..benchmarks.hybrid_steps import hybrids_report, measure_hybrids
+
+    repeats = options.times("hybrids")
+    rows = measure_hybrids(options.shape, options.hybrid_tokens, repeats, options.ranks)
+    return rows, hybrids_report(rows, repeats)
+
+
 def _peers(options: BenchOptions) -> tuple[Any, Sheet]:
     from ..benchmarks.parallel_steps import measure_steps
     from ..benchmarks.peer_table import peers_report
@@ -357,5 +359,6 @@ MEASUREMENTS: dict[str, Callable[[BenchOptions], tuple[Any, Sheet]]] = {
     "step-memory": _step_memory,
     "estimate": _estimate,
     "scaling": _scaling,
+    "hybrids": _hybrids,
     "peers": _peers,
 }

@@ -9,14 +9,14 @@ from pathlib import Path
 from ..options import checked, refuse
 
 #: The measurements that need several ranks.
-_OF_SEVERAL_RANKS = {"transport", "ideal", "overlap"}
+_OF_SEVERAL_RANKS = {"transport", "ideal", "overlap", "hybrids"}
 
 
 def check_division(parts: list[str], heads: int, ranks: int, ring_tokens: int, scaling_ranks: list[int]) -> None:
     """Refuses ranks, heads and tokens with which the chosen parts cannot divide their work."""
     if ranks < 2 and _OF_SEVERAL_RANKS & {*parts}:
         raise refuse(
-            f"a whole number of at least 2 was expected, got {ranks}: transport, ideal and overlap need several ranks",
+            f"a whole number of at least 2 was expected, got {ranks}: transport, ideal, overlap and hybrids need several ranks",
             "--ranks",
         )
     if "ideal" in parts and heads % ranks:

@@ -9,9 +9,13 @@ from typing import Annotated, Any
 from ...plan.branches import Segment
 from ...plan.choices import check_choices
 from ...plan.patterns import Pattern
+from ...plan.problem import Documents
+from ...plan.state_runs import linked_runs, runs_of
+from ...plan.state_traffic import rows_traffic, states_traffic
 from ...plan.traffic import RankTraffic
-from ...ring.explain import Explanation, explain
+from ...ring.explain import Explanation, explain, number_bytes
 from ..arguments import key_value_heads
+from ..hybrid_config import ModelMixers
 from ..model_config import ModelAttention, model_attention
 from ..options import (
     AnyDtype,
@@ -98,6 +102,7 @@ def explain_command(
     attention = asked_attention(model, wanted, heads, kv_heads, head_dim, layers, ranks)
 
     rows = None if documents is None else documents_of_lengths(documents, tokens) * batch_size
+    spans = (((0, tokens),),) * batch_size if rows is None else rows
 
     def explained(layer_pattern: Pattern, asked_layout: Any) -> Explanation:
         try:
@@ -127,7 +132,7 @@ def explain_command(
         exact = 2 * (attention.head_dim + attention.value_dim) * attention.num_heads * batch_size * pairs
         kinds = _kinds(attention, base, explained, exact)
     call = {"dtype": dtype, "batch_size": batch_size, "causal": not bidirectional, "ring_heads": ring_heads}
-    answer = _answer(attention, base, kinds, **call)
+    answer = _answer(attention, base, kinds, spans, **call)
     if as_json:
         print_json(answer)
     else:
@@ -170,6 +175,7 @@ def asked_attention(
         value_dim=head_dim,
         base=base,
         layers=(base,) * layers,
+        numbers=tuple(range(layers)),
         sliding=(False,) * layers,
     )
 
@@ -179,8 +185,8 @@ def _kinds(
 ) -> list[LayerKind]:
     """Groups layers by their pattern; all have the layout of the base pattern, as in a model."""
     numbers: dict[tuple[Pattern, bool], list[int]] = {}
-    for number, key in enumerate(zip(attention.layers, attention.sliding)):
-        numbers.setdefault(key, []).append(number)
+    for number, layer_pattern, has_window in zip(attention.numbers, attention.layers, attention.sliding):
+        numbers.setdefault((layer_pattern, has_window), []).append(number)
     kinds = []
     for (pattern, sliding), layers in numbers.items():
         answer = base if pattern == attention.base else explained(pattern, base.layout)
@@ -225,7 +231,25 @@ def _choice(explanation: Explanation, transport: str) -> str:
     return "collective" if choice == "local" else choice  # On one rank neither moves anything.
 
 
-def _answer(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerKind], **call: Any) -> dict[str, Any]:
+def _of_mixers(mixers: ModelMixers, base: Explanation, dtype: str, documents: Documents) -> dict[str, Any]:
+    """Returns what the mixers of a hybrid do over a ring, by the layout that its attention decides."""
+    layout, (itemsize, accumulated) = base.layout, number_bytes(dtype)
+    if mixers.numbers is None:
+        traffic = rows_traffic(mixers.width, len(documents), layout, itemsize, mixers.with_positions)
+    else:
+        traffic = states_traffic(mixers.numbers, documents, layout, itemsize, accumulated)
+    return {
+        "layers": list(mixers.layers),
+        "gathers": "rows" if mixers.numbers is None else "states",
+        "runs_of_a_rank": linked_runs(runs_of(documents, layout))[1],
+        "most_work": layout.world_size if mixers.numbers is None else 1,
+        "bytes": _largest([traffic]),
+    }
+
+
+def _answer(
+    attention: ModelAttention, base: Explanation, kinds: Sequence[LayerKind], documents: Documents, **call: Any
+) -> dict[str, Any]:
     """Returns all figures, as JSON has them. Bytes and FLOPs are those of the busiest rank, unless a name says otherwise."""
     ranks = range(base.layout.world_size)
     layers = []
@@ -254,11 +278,18 @@ def _answer(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerK
                 },
             }
         )
+    mixers = None if attention.mixers is None else _of_mixers(attention.mixers, base, call["dtype"], documents)
     flops_of_ranks = [sum(len(k.layers) * k.explanation.ranks[rank].forward_flops for k in kinds) for rank in ranks]
     totals: dict[str, dict[str, int]] = {}
     for transport in ("chosen", *base.row_numbers):
         per_rank = [_added([(len(k.layers), _used(k.explanation, rank, transport)) for k in kinds]) for rank in ranks]
         totals[f"{transport}_bytes"] = {name: max(one[name] for one in per_rank) for name in per_rank[0]}
+        if mixers is not None:
+            total = totals[f"{transport}_bytes"]
+            for name, size in mixers["bytes"].items():
+                total[name] = (
+                    max(total[name], size) if name == "buffers" else total[name] + len(mixers["layers"]) * size
+                )
         # Layers that do the same share their row numbers.
         numbers = [k.explanation.row_numbers[_choice(k.explanation, transport)] for k in kinds]
         totals[f"{transport}_bytes"]["row_numbers"] = sum(numbers)
@@ -279,6 +310,7 @@ def _answer(attention: ModelAttention, base: Explanation, kinds: Sequence[LayerK
         "layout_reason": base.layout_decision.reason,
         "imbalance_of_layouts": base.layouts,
         "layer_kinds": layers,
+        "mixers": mixers,
         "step": {
             "layers": count,
             "share_of_exact_flops": sum(len(k.layers) * k.share_of_exact for k in kinds) / count,

@@ -30,8 +30,9 @@ def print_answer(attention: ModelAttention, base: Explanation, answer: dict[str,
         *(
             (f"layers, {row['kind']}", layer_numbers(row["layers"]))
             for row in answer["layer_kinds"]
-            if len(answer["layer_kinds"]) > 1
+            if len(answer["layer_kinds"]) > 1 or answer["mixers"]
         ),
+        *([("mixers", _mixers_in_words(answer["mixers"], layout.world_size))] if answer["mixers"] else []),
         ("layout", f"{layout.kind}: {answer['layout_reason']}"),
         ("imbalance", ", ".join(f"{kind} {of_kind:.2f}" for kind, of_kind in base.layouts.items())),
         *(
@@ -81,7 +82,9 @@ def print_answer(attention: ModelAttention, base: Explanation, answer: dict[str,
             rows.append((row["kind"], mark + name, *_byte_cells(row[f"{name}_bytes"])))
         for size, group in row["groups_that_exchange_heads"].items():
             rows.append((row["kind"], f"  heads {size} x ring {layout.world_size // int(size)}", *_byte_cells(group)))
-    for name in ("chosen", *base.row_numbers) if step["layers"] > 1 else ():
+    if answer["mixers"]:
+        rows.append(("mixers", f"* {answer['mixers']['gathers']}", *_byte_cells(answer["mixers"]["bytes"])))
+    for name in ("chosen", *base.row_numbers) if step["layers"] > 1 or answer["mixers"] else ():
         label = {"chosen": "* as chosen"}.get(name, f"  {name}")
         rows.append(("a step", label, *_byte_cells(step[f"{name}_bytes"])))
     headings = (
@@ -99,6 +102,23 @@ def print_answer(attention: ModelAttention, base: Explanation, answer: dict[str,
         "* marks what the call takes; row numbers are kept for equal calls, while a ring has at most 256 MiB of them",
     )
     print_sheet(Sheet(f"Bytes of the busiest rank in one layer{several}", headings, rows, notes, left=2), console)
+
+
+def _mixers_in_words(mixers: dict[str, Any], ranks: int) -> str:
+    """Returns what the mixers of a hybrid do over a ring, in a sentence."""
+    where = f"in {_layers(len(mixers['layers']))} ({layer_numbers(mixers['layers'])})"
+    if ranks == 1:
+        return f"{where}, on one rank"
+    sent = short_bytes(mixers["bytes"]["forward_sent"])
+    if mixers["gathers"] == "rows":
+        return (
+            f"{where}; no states pass, so each rank gathers whole rows, sends {sent} a layer, and computes them up to its last "
+            f"token: up to {mixers['most_work']} times the work of one device in all"
+        )
+    return (
+        f"{where}; states of {mixers['runs_of_a_rank']} runs of each rank pass, {sent} sent a layer, whatever the length of "
+        f"the runs is"
+    )
 
 
 def _layers(count: int) -> str:

@@ -133,7 +133,7 @@ def plot_pattern_command(
 def _patterns_of_layers(attention: ModelAttention) -> dict[str, Pattern]:
     """Returns the different patterns of a model's layers, named by them and by their layers."""
     layers: dict[Pattern, list[int]] = {}
-    for number, pattern in enumerate(attention.layers):
+    for number, pattern in zip(attention.numbers, attention.layers):
         layers.setdefault(pattern, []).append(number)
     return {f"{pattern}, layers {layer_numbers(numbers)}": pattern for pattern, numbers in layers.items()}
 

@@ -113,6 +113,12 @@ def shape_of_model(model: Any, pattern: Pattern | None = None, *, on_meta: bool 
         vocabulary = first_number(name, config, ("vocab_size",))
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"estimate: {error}") from None
+    if attention.mixers is not None:
+        raise ValueError(
+            f"estimate: layers {', '.join(map(str, attention.mixers.layers))} of {name!r} have mixers, which pass states "
+            f"instead of attending, and what these save depends on their kernels: measure a step with RingTrainer; "
+            f"hf-ring-attention explain counts the bytes that such a model moves"
+        )
     special = COUNTED.get(model_type)
     if special is None or on_meta or config.get("mlp_bias") or config.get("per_layer_config"):
         return _counted_on_meta(config, model_type, attention, width, vocabulary)

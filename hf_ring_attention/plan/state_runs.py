@@ -1,0 +1,81 @@
+"""The runs of documents: stretches whose tokens follow each other on one rank. The states of mixers pass from run to run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .layouts import SequenceLayout
+from .problem import Documents
+
+
+class StateRun(NamedTuple):
+    """A stretch of a document on one rank.
+
+    Attributes:
+        row: its batch row.
+        start, stop: its tokens in the whole row.
+        place: the place of its first token in what the rank holds.
+        rank: the rank.
+        before: the number of the run before it in the same document, in the list of all runs; -1 for none.
+        alone: whether it is a whole document.
+    """
+
+    row: int
+    start: int
+    stop: int
+    place: int
+    rank: int
+    before: int
+    alone: bool
+
+    @property
+    def held(self) -> tuple[int, int, int]:
+        """The batch row, and the first token and the one behind the last in what the rank holds."""
+        return self.row, self.place, self.place + self.stop - self.start
+
+
+def runs_of(documents: Documents, layout: SequenceLayout) -> list[StateRun]:
+    """Returns the runs of all documents on all ranks, in the order of the whole rows."""
+    runs: list[StateRun] = []
+    for row, spans in enumerate(documents):
+        pieces = []
+        for rank in range(layout.world_size):
+            place = 0
+            for piece in layout.rows[row][rank] if layout.rows else layout.pieces(rank):
+                pieces.append((piece.start, piece.stop, place, rank))
+                place += len(piece)
+        for start, stop in spans:
+            before = -1
+            for first, end, place, rank in sorted(pieces):
+                low, high = max(first, start), min(end, stop)
+                if low < high:
+                    joined = runs[before] if before >= 0 else None
+                    if (
+                        joined is not None
+                        and joined.rank == rank
+                        and joined.place + low - joined.start == place + low - first
+                    ):
+                        runs[before] = joined._replace(stop=high, alone=joined.start == start and high == stop)
+                        continue
+                    whole = low == start and high == stop
+                    runs.append(StateRun(row, low, high, place + low - first, rank, before, whole))
+                    before = len(runs) - 1
+    return runs
+
+
+def linked_runs(runs: Sequence[StateRun], all_of_them: bool = False) -> tuple[list[StateRun], int]:
+    """Returns the runs among which states pass, and the largest number of them on a rank.
+
+    Args:
+        runs: all runs, as `runs_of` returns them.
+        all_of_them: whether whole documents count too, as they do where a cache takes the states behind the rows.
+
+    Returns:
+        The runs in their order, whose `before` counts in this list; and the number of rows of each rank's batch.
+    """
+    numbers = [number for number, run in enumerate(runs) if all_of_them or not run.alone]
+    places = {number: place for place, number in enumerate(numbers)}
+    linked = [runs[number]._replace(before=places.get(runs[number].before, -1)) for number in numbers]
+    ranks = [run.rank for run in linked]
+    return linked, max(map(ranks.count, set(ranks)), default=0)

@@ -1,0 +1,95 @@
+"""What mixers hold while states pass: bytes that go down with the number of ranks."""
+
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import hf_ring_attention as ra
+from hf_ring_attention.hf import states
+from hf_ring_attention.plan.state_runs import runs_of
+
+from ..support.ranks import run_simulated
+from ..support.releases import needs
+from ..support.tiny_models import VOCAB, tiny_model
+
+pytestmark = needs("transformers", "5.23", "mixers with the names and the caches that are known")
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations inside have made, as long as these exist, and the largest one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = self.largest = 0
+        self._known = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            storage = x.untyped_storage() if isinstance(x, torch.Tensor) else None
+            if storage is None or storage in self._known:
+                continue
+            size = storage.nbytes()
+            self._known[storage] = weakref.finalize(storage, self._freed, size)
+            self.now += size
+            self.peak, self.largest = max(self.peak, self.now), max(self.largest, size)
+        return out
+
+    def _freed(self, size):
+        self.now -= size
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "qwen3_next", "kimi_linear", "bamba", "jamba"])
+def test_the_peak_of_a_step_goes_down_with_the_ranks(model_type):
+    tokens, models = 512, [tiny_model(model_type, "eager") for _ in range(4)]
+    ids = torch.randint(3, VOCAB, (1, tokens))
+
+    def work(ring):
+        model = ra.patch_model(models[ring.rank], ring=ring)
+        layout = ring.layout_for(tokens, "exact")
+        shard, positions = ring.shard(ids, layout), ring.shard(torch.arange(tokens)[None], layout)
+        with LiveBytes() as live:
+            model(shard, position_ids=positions, use_cache=False).logits.sum().backward()
+        model.zero_grad()
+        return live.peak
+
+    (alone,), by_rank = run_simulated(work, 1), run_simulated(work, 4, layout="contiguous")
+    assert alone > 10 * tokens * VOCAB * 8
+    # Gradients of parameters and states do not go down.
+    parameters = sum(x.nbytes for x in models[0].parameters())
+    assert max(by_rank) <= 1.2 * alone / 4 + 3 * parameters
+
+
+def scan_of_a_kernel(x, dt, A, B, C, *, z, delta_bias, delta_softplus, return_last_state):
+    """Keeps nothing but its inputs, as a kernel does; what it returns has the shapes and the gradients of a scan."""
+    return x * dt + C.sum(1, keepdim=True), (x * dt).sum(-1, keepdim=True) * A * B.sum(-1)[:, None]
+
+
+def read_of_a_selective_scan(ring, tokens, channels, entries):
+    """The peak of forward and backward, and the bytes of the inputs of a rank's scan."""
+    runs = runs_of((((0, tokens),),), ring.layout_for(tokens, "exact"))
+    chain = states.chain_of(ring, runs)
+    sizes = {"x": (1, channels, chain.longest), "dt": (1, channels, chain.longest), "A": (channels, entries)}
+    sizes |= {"B": (1, entries, chain.longest), "C": (1, entries, chain.longest), "delta_bias": (channels,)}
+    inputs = {name: torch.randn(size).requires_grad_() for name, size in sizes.items()}
+    five, bias = [inputs[name] for name in ("x", "dt", "A", "B", "C")], inputs["delta_bias"]
+    with LiveBytes() as live:
+        out = states._selective(scan_of_a_kernel, chain, *five, delta_bias=bias, delta_softplus=True)
+        out.sum().backward()
+    return live.peak, sum(x.nbytes for x in inputs.values())
+
+
+def test_the_entries_of_a_state_are_not_read_by_all_tokens_at_once(monkeypatch):
+    """They would be 16 times as many as those of x."""
+
+    def work(ring):
+        return read_of_a_selective_scan(ring, 8192, 8, 16)
+
+    for peak, inputs in run_simulated(work, 2, layout="contiguous"):
+        assert peak <= 3 * inputs
+    monkeypatch.setattr(states, "_AT_ONCE", 1 << 30)
+    for peak, inputs in run_simulated(work, 2, layout="contiguous"):
+        assert peak > 10 * inputs

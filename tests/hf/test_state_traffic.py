@@ -1,0 +1,139 @@
+"""What hybrid models move over a ring: the bytes that their config.json tells, whatever the length of rows is."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import hf_ring_attention as ra
+from hf_ring_attention.hf.hybrid_types import MIXERS
+from hf_ring_attention.plan.choices import decide_call
+from hf_ring_attention.plan.problem import Problem
+from hf_ring_attention.plan.state_traffic import rows_traffic, states_traffic
+from hf_ring_attention.plan.traffic import RowBytes, collective_traffic, ring_traffic
+from hf_ring_attention.tools.model_config import attention_of_config
+
+from ..support.ranks import run_simulated
+from ..support.releases import needs
+from ..support.tiny_models import VOCAB, tiny_model
+
+pytestmark = needs("transformers", "5.23", "mixers with the names and the caches that are known")
+
+#: One of each kind of state, and one whose rows are gathered.
+KINDS = ["lfm2", "qwen3_next", "kimi_linear", "bamba", "jamba", "minimax"]
+TYPES = [name for name in MIXERS if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+ITEM = 8  # bytes: tests compute in float64
+
+
+def of_attention(attention, documents, layout, ring):
+    """(forward, backward) of the layers that attend: bytes that this rank sends and receives."""
+    width, both = attention.head_dim + attention.value_dim, []
+    for pattern in attention.layers:
+        heads = {"num_heads": attention.num_heads, "num_kv_heads": attention.num_kv_heads}
+        problem = Problem(pattern, layout, documents, **heads)
+        sizes = RowBytes(width * ITEM, width * ITEM)
+        problem, decision = decide_call("auto", problem, sizes)
+        both.append(
+            {"ring": ring_traffic, "collective": collective_traffic}[decision.choice](problem, ring.rank, sizes)
+        )
+    return both
+
+
+def of_mixers(mixers, documents, layout, kept=False):
+    if mixers.numbers is None:
+        one = rows_traffic(mixers.width, len(documents), layout, ITEM, mixers.with_positions)
+    else:
+        one = states_traffic(mixers.numbers, documents, layout, ITEM, ITEM, kept)
+    return [one] * len(mixers.layers)
+
+
+def moved(ring):
+    traffic = ring.traffic()
+    return traffic.sent_bytes, traffic.received_bytes
+
+
+def added(parts):
+    return tuple(map(sum, zip(*parts)))
+
+
+def rows(length):
+    """Two rows of one document, and one of three, whose positions tell them."""
+    ids = torch.randint(3, VOCAB, (2, length), generator=torch.Generator().manual_seed(length))
+    whole = torch.arange(length)[None].expand(2, -1)
+    cuts = (length // 3, length // 3 + 1, length - 2 * (length // 3) - 1)
+    packed = torch.cat([torch.arange(n) for n in cuts])[None]
+    ends = [0, cuts[0], cuts[0] + cuts[1], length]
+    yield ids, whole, (((0, length),),) * 2
+    yield ids[:1], packed, (tuple(itertools.pairwise(ends)),)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "world_size", "layout"),
+    [*((model_type, 2, "zigzag") for model_type in TYPES), *((model_type, 3, "contiguous") for model_type in KINDS)],
+)
+def test_bytes_are_those_that_the_config_tells(model_type, world_size, layout):
+    """Of whole models, with their attention, in forward and in backward, at two lengths."""
+    models = [tiny_model(model_type, "eager") for _ in range(world_size)]
+    attention = attention_of_config(json.loads(models[0].config.to_json_string(use_diff=False)), model_type)
+    assert attention.mixers is not None and attention.mixers.layers and attention.numbers
+
+    def work(ring):
+        model, by_call = ra.patch_model(models[ring.rank], ring=ring), []
+        for length in (12, 24):
+            for ids, positions, documents in rows(length):
+                layout = ring.layout_for(length, "exact", documents)
+                ids_, positions_ = ring.shard(ids, layout), ring.shard(positions, layout)
+                ring.reset_traffic()
+                logits = model(ids_, position_ids=positions_, use_cache=False).logits
+                forward = moved(ring)
+                logits.sum().backward()
+                planned = of_attention(attention, documents, layout, ring)
+                mixed = of_mixers(attention.mixers, documents, layout)
+                assert forward == added(x.forward for x in [*planned, *mixed]), (length, documents)
+                assert moved(ring) == added(y for x in [*planned, *mixed] for y in (x.forward, x.backward)), length
+                assert sum(mixed[0].forward) > 0
+                by_call.append(mixed[0])
+        return by_call
+
+    for by_call in run_simulated(work, world_size, layout=layout):
+        whole, _, whole_longer, _ = by_call
+        if attention.mixers.numbers is None:
+            assert whole_longer.forward.sent == 2 * whole.forward.sent
+        else:
+            assert whole_longer == whole, "the bytes of states depend on the length"
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "qwen3_next", "bamba", "jamba"])
+def test_a_prefill_keeps_one_input_more(model_type):
+    models = [tiny_model(model_type, "eager") for _ in range(2)]
+    attention = attention_of_config(json.loads(models[0].config.to_json_string(use_diff=False)), model_type)
+    ids = torch.randint(3, VOCAB, (1, 24))
+
+    def work(ring):
+        model, documents = ra.patch_model(models[ring.rank], ring=ring), (((0, 24),),)
+        ring.reset_traffic()
+        layout = ra.prefill(model, ids).layout
+        mixed = of_mixers(attention.mixers, documents, layout, kept=True)
+        assert moved(ring) == added(x.forward for x in [*of_attention(attention, documents, layout, ring), *mixed])
+
+    run_simulated(work, 2)
+
+
+def bytes_of_a_process(rank, model_type):
+    ring = ra.Ring()
+    model = ra.patch_model(tiny_model(model_type, "eager"), ring=ring)
+    attention = attention_of_config(json.loads(model.config.to_json_string(use_diff=False)), model_type)
+    ids, positions, documents = next(rows(24))
+    layout = ring.layout_for(24, "exact", documents)
+    model(ring.shard(ids, layout), position_ids=ring.shard(positions, layout), use_cache=False).logits.sum().backward()
+    planned = [*of_attention(attention, documents, layout, ring), *of_mixers(attention.mixers, documents, layout)]
+    return moved(ring), added(y for x in planned for y in (x.forward, x.backward)), ring.traffic().waited_seconds
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_processes_move_the_same_bytes(ranks, model_type):
+    for of_ring, planned, waited in ranks.run(bytes_of_a_process, 2, model_type):
+        assert of_ring == planned
+        assert waited > 0
