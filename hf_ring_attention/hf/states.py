@@ -242,12 +242,6 @@ def _along_decays(chain: Chain, final: Tensor, decay: Tensor) -> tuple[Tensor, T
     return _along(chain, steps, lambda step, state: step[0] * state + step[1], torch.zeros_like(final[0]))
 
 
-def _scanned(out: Tensor, read: Tensor, gate: Tensor | None, rows_behind: Tensor | None, dtype: torch.dtype) -> Any:
-    """Returns what a scan returns: its outputs with what they read of the states before, and the states behind, if needed."""
-    out = (out + (read if gate is None else read * F.silu(gate))).to(dtype)
-    return out if rows_behind is None else (out, rows_behind)
-
-
 def _state_space(
     function: Any,
     chain: Chain,
@@ -270,7 +264,9 @@ def _state_space(
     groups = C.shape[2]  # of heads, which share B and C
     read = torch.einsum("btgn,bgrpn->btgrp", C.to(before.dtype), before.unflatten(1, (groups, -1))).flatten(2, 3)
     read = read * decay.exp()[..., None].to(before.dtype)
-    return _scanned(out, read, kwargs.get("z"), rows_behind, out.dtype)
+    gate = kwargs.get("z")
+    out = (out + (read if gate is None else read * F.silu(gate))).to(out.dtype)
+    return out if rows_behind is None else (out, rows_behind)
 
 
 def _selective(
@@ -313,7 +309,8 @@ def _selective(
     before, rows_behind = _along_decays(chain, final, (A * time[..., -1:]).exp())
     pieces = zip(time.split(_AT_ONCE, -1), C.to(time.dtype).split(_AT_ONCE, -1))
     read = torch.cat([_read_by_entries(A, before.to(time.dtype), *piece) for piece in pieces], -1)
-    return _scanned(out, read, z, rows_behind, hidden_states.dtype)
+    out = (out + read if z is None else (out + read) * F.silu(z)).to(hidden_states.dtype)
+    return out if rows_behind is None else (out, rows_behind)
 
 
 def _read_by_entries(A: Tensor, before: Tensor, time: Tensor, C: Tensor) -> Tensor:
