@@ -205,8 +205,8 @@ def _by_states(
     own = [run for run in runs if run.rank == ring.rank]
     outputs: dict[_Piece, Tensor] = {}
     chain = chain_of(ring, runs, behind)
-    linked = [run.held for run in own if behind is not None or not run.alone]
-    whole = [run.held for run in own if run.held not in linked]
+    whole = [run.held for run in own if behind is None and run.alone]
+    linked = [] if chain is None else [chain.runs[number].held for number in chain.own]
     for group in _of_one_length(whole if own or chain is not None else [_UNREAD]):
         outputs |= _together(module, hidden, group, kwargs, behind=True)
     if chain is not None:
@@ -216,7 +216,7 @@ def _by_states(
             outputs |= _together(module, hidden, group, kwargs, behind=False, longest=chain.longest)
     if behind is not None:
         behind.store_in(cache)
-    return _assembled(hidden, [run.held for run in own], outputs)
+    return _assembled(hidden, whole + linked, outputs)
 
 
 def _all(documents: Documents) -> list[_Piece]:

@@ -78,4 +78,34 @@ def linked_runs(runs: Sequence[StateRun], all_of_them: bool = False) -> tuple[li
     places = {number: place for place, number in enumerate(numbers)}
     linked = [runs[number]._replace(before=places.get(runs[number].before, -1)) for number in numbers]
     ranks = [run.rank for run in linked]
-    return linked, max(map(ranks.count, set(ranks)), default=0)
+    most = max(map(ranks.count, set(ranks)), default=0)
+    return _evened(linked, most), most
+
+
+def _evened(runs: list[StateRun], most: int) -> list[StateRun]:
+    """Returns runs of which a rank that had fewer than `most` has some more: its longest ones are cut in two.
+
+    A rank computes its runs in a batch of `most` rows that are as long as its longest run, so that a row without a run, or
+    with a short one, takes as long as the longest.
+    """
+    pieces = [[run] for run in runs]
+    for rank in {run.rank for run in runs}:
+        own = [parts for parts in pieces if parts[0].rank == rank]
+        for _ in range(most - len(own)):
+            parts = max(own, key=lambda parts: max(part.stop - part.start for part in parts))
+            number = max(range(len(parts)), key=lambda number: parts[number].stop - parts[number].start)
+            run = parts[number]
+            half = (run.stop - run.start) // 2
+            if not half:
+                break
+            middle = run.start + half
+            parts[number : number + 1] = [run._replace(stop=middle), run._replace(start=middle, place=run.place + half)]
+    evened: list[StateRun] = []
+    last_of: list[int] = []
+    for parts in pieces:
+        before = -1 if parts[0].before < 0 else last_of[parts[0].before]
+        for part in parts:
+            evened.append(part._replace(before=before))
+            before = len(evened) - 1
+        last_of.append(before)
+    return evened
