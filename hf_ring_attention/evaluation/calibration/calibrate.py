@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 #: The patterns that `calibrate` chooses among by default: windows with sinks, pyramids, and exact attention.
 MENU = (
     *(f"window:{window}+4" for window in (64, 128, 256, 512, 1024, 2048)),
-    *(f"pyramid:{window},{levels}" for window, levels in ((64, 3), (64, 4), (128, 3), (256, 2), (256, 3), (512, 2))),
+    *(f"pyramid:{window},2" for window in (256, 512, 1024)),
     "exact",
 )
 
