@@ -153,6 +153,7 @@ REFUSED = [
     ("finetune", "--output {file}/run", "--output: a folder was expected, but '{file}' is a file"),
     ("finetune", "--json none/f.json", "--json: there is no folder 'none'"),
     ("finetune", "--pattern window:0", "pattern 'window:0' cannot be made"),
+    ("finetune", "--pattern none.json", "--pattern: there is no file 'none.json'"),
     ("finetune", "--text nofile.txt", "--text: there is no file 'nofile.txt'"),
     ("finetune", "--text .", "--text: a file was expected, got the folder '.'"),
     (
@@ -186,9 +187,12 @@ REFUSED = [
     ("perplexity", "--columns text", "--columns: it is about a data set: name one with --dataset"),
     ("perplexity", "--model {empty}", "--model: the folder '{empty}' holds no model"),
     ("perplexity", "--patterns exact longnet:100/3", "multiple of dilation"),
+    ("perplexity", "--patterns exact none.json", "--patterns: there is no file 'none.json'"),
+    ("perplexity", "--patterns {calibration}", "--patterns: this is no calibration that Calibration.to_dict wrote"),
     ("perplexity", "--dtype float64", "--dtype: invalid choice: 'float64'"),
     ("perplexity", "--json none/f.json", "--json: there is no folder 'none'"),
     ("demo", "--tokens 1", "--tokens: a whole number of at least 2 was expected, got 1"),
+    ("demo", "--calibrate 63", "--calibrate: a whole number of at least 64 was expected, got 63"),
     ("demo", "--steps 0", "--steps: a whole number of at least 1 was expected, got 0"),
     ("demo", "--seq-len 1", "--seq-len: a whole number of at least 2 was expected, got 1"),
     ("demo", "--held-out 0", "--held-out: a whole number of at least 2 was expected, got 0"),
@@ -221,13 +225,17 @@ REFUSED = [
 ]
 
 
+PLACES = {"file": "file", "calibration": "calibration.json", "empty": "empty"}
+
+
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """A file and an empty folder, by name; the current folder is an empty one too."""
+    """A file, one in JSON that is no calibration, and an empty folder, by name; the current folder is an empty one too."""
     (tmp_path / "file").write_text("text")
+    (tmp_path / "calibration.json").write_text("{}")
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    return {"file": tmp_path / "file", "empty": tmp_path / "empty"}
+    return {name: tmp_path / file for name, file in PLACES.items()}
 
 
 @pytest.mark.parametrize(("command", "words", "message"), REFUSED, ids=lambda text: text if len(text) < 60 else "")
