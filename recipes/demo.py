@@ -56,6 +56,14 @@ def launch(recipe: str, *arguments: str, processes: int = 2) -> None:
     subprocess.run(command, check=True, env=environment)
 
 
+def named(figures: list[dict], calibration_file: Path) -> list[dict]:
+    """Returns figures of patterns, in which a calibration has a name in place of its file."""
+    return [
+        row | {"pattern": "calibrated" if row["pattern"] == str(calibration_file) else row["pattern"]}
+        for row in figures
+    ]
+
+
 def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=at_least(2), default=4096, help="tokens of the document that are read")
@@ -99,7 +107,7 @@ def main() -> None:
 
     console.rule(f"2. evaluate: perplexity of {args.tokens} other tokens, one process")
     ids = common.tokenize(tokenizer, text, args.tokens)
-    one = perplexity.measure(model, ids, [*PATTERNS, str(calibration_file)])
+    one = named(perplexity.measure(model, ids, [*PATTERNS, str(calibration_file)]), calibration_file)
     console.print(perplexity.table(one, f"SmolLM2-135M, topics of Python's manual, {args.tokens} tokens"))
     minutes["perplexity"] = (time.perf_counter() - start) / 60
 
@@ -107,7 +115,7 @@ def main() -> None:
     sharded_file = args.output / "sharded.json"
     options = ["--tokens", str(args.tokens), "--json", str(sharded_file), "--patterns", "exact", str(calibration_file)]
     launch("perplexity.py", *options)
-    two = json.loads(sharded_file.read_text())["figures"]
+    two = named(json.loads(sharded_file.read_text())["figures"], calibration_file)
     sharded_file.unlink()
     table = Table(title="one process against two")
     for heading in ("pattern", "one process", "two processes", "relative difference"):
@@ -148,8 +156,6 @@ def main() -> None:
     patterns = {name: ra.Pattern.parse(name) for name in PATTERNS}
     plot_patterns(patterns, args.tokens, args.output / "patterns.png", **heads)
     plot_calibration(calibration, args.output / "layers.png")
-    for row in one:
-        row["pattern"] = row["pattern"].replace(str(calibration_file), "calibrated")
     plot_quality(one, args.output / "quality.png")
     plot_losses({row["pattern"]: row.pop("token_nll") for row in one}, args.output / "losses.png")
     for row in two:

@@ -19,9 +19,9 @@ from .journal import CalibrationJournal
 from .passes import TextChanges, measure_losses, measure_text
 from .texts import ScoredText
 
-#: By how much a choice by corrected scores may go beyond the last one, in turn until one is better: the factor of what each
-#: change is expected to do harm by itself.
-CAUTION = (1.0, 2.0, 4.0)
+#: How far a choice by corrected scores may go beyond the last one, in turn until one is better: the factor of what each change
+#: is expected to do harm by itself. Changes of many groups at once do about twice that together.
+CAUTION = (2.0, 4.0, 8.0)
 
 #: The pattern of each layer.
 Layers = Mapping[int, Pattern]
