@@ -99,9 +99,8 @@ def main() -> None:
 
     console.rule(f"1. calibrate: a pattern for each head, at {BUDGET:.0%} of exact attention's FLOPs")
     rows = [common.tokenize(tokenizer, text, args.calibrate, skip)[0] for skip in CALIBRATED_AT]
-    calibration = ra.calibrate(
-        model, rows, budget=BUDGET, seq_len=args.tokens, refinements=0
-    )  # They take as long again.
+    # Second passes would take nearly as long again.
+    calibration = ra.calibrate(model, rows, budget=BUDGET, seq_len=args.tokens, refinements=0)
     calibration_file = args.output / "calibration.json"
     calibration.save(calibration_file)
     print_sheet(sheet_of_patterns(calibration), console)
