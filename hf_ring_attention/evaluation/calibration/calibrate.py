@@ -83,7 +83,8 @@ def calibrate(
             the first one, and scored by the log-odds of its answers. With 1, its scores add up to as much as those of the
             others. With 0 there is no such text, and heads that retrieve may lose their keys, since plain text hardly shows
             them.
-        refinements: how often the scores are corrected around the last choice.
+        refinements: how often the scores are corrected around the last choice. A correction helps texts like those given, and
+            may harm others: give texts of every kind that the model will read, or take 0.
         seed: the number from which the tokens drawn in the first pass follow, and the retrieval text.
         folder: where measurements are written as they come; a run that was ended goes on from there, and ends with the same
             result. None keeps nothing.
