@@ -32,7 +32,8 @@ from transformers.utils.logging import disable_progress_bar
 import hf_ring_attention as ra
 from hf_ring_attention.plan.choices import TransportKind, check_choices
 from hf_ring_attention.plan.layouts import LayoutKind
-from hf_ring_attention.tools.arguments import at_least, missing_extra
+from hf_ring_attention.plan.notation import FORMS
+from hf_ring_attention.tools.arguments import at_least, existing_file, missing_extra, pattern_text
 
 #: The model of the demo, and of a recipe that names none: SmolLM2-135M-Instruct, Apache-2.0.
 BUNDLED = "smollm2-135m"
@@ -249,9 +250,10 @@ def add_lora(model: PreTrainedModel, rank: int) -> PreTrainedModel:
 
 def how_to_load_adapters(folder: Path | str, pattern: str) -> str:
     """Returns a line on how to use saved adapters, which know the name of their model but not its pattern."""
+    taken = f"ra.Calibration.load('{pattern}')" if pattern.endswith(".json") else f"'{pattern}'"
     return (
         f"{folder} has adapters alone; to use them: model = peft.AutoPeftModelForCausalLM.from_pretrained('{folder}'); "
-        f"ra.patch_model(model, '{pattern}')"
+        f"ra.patch_model(model, {taken})"
     )
 
 
@@ -310,8 +312,35 @@ def _meaning(size: int, processes: int) -> str:
     return f"{processes // size} rings, each sequence over {size} processes"
 
 
-def flop_share(pattern: ra.Pattern, tokens: int, config: PretrainedConfig) -> float:
-    """Returns the pattern's attention FLOPs as a share of those of exact causal attention."""
+def pattern_source(text: str) -> str:
+    """Reads the text of a pattern, or the name of the JSON file of a calibration, and returns it after a look at it."""
+    if not text.endswith(".json"):
+        return pattern_text(text)
+    existing_file(text)
+    try:
+        ra.Calibration.load(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def load_pattern(text: str) -> str | ra.Calibration:
+    """Returns what `ra.patch_model` takes for a `pattern_source`."""
+    return ra.Calibration.load(text) if text.endswith(".json") else text
+
+
+def pattern_settings(pattern: str | ra.Calibration) -> str | dict[str, str]:
+    """Returns what a checkpoint tells of a pattern: of a calibration its layers, since its file may be another one later."""
+    return pattern if isinstance(pattern, str) else {str(layer): str(one) for layer, one in pattern.layers.items()}
+
+
+PATTERN_HELP = f"{FORMS}; or the file calibration.json that hf-ring-attention calibrate wrote"
+
+
+def flop_share(pattern: ra.Pattern | ra.Calibration, tokens: int, config: PretrainedConfig) -> float:
+    """Returns the attention FLOPs of a pattern, or of all layers of a calibration, as a share of exact causal attention's."""
+    if isinstance(pattern, ra.Calibration):
+        return pattern.share("flops", tokens)
     config = config.get_text_config()
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

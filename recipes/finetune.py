@@ -45,8 +45,7 @@ from tqdm.auto import tqdm
 from transformers import get_scheduler
 
 import hf_ring_attention as ra
-from hf_ring_attention.plan.notation import FORMS
-from hf_ring_attention.tools.arguments import at_least, missing_extra, new_file, new_folder, pattern_text, positive
+from hf_ring_attention.tools.arguments import at_least, missing_extra, new_file, new_folder, positive
 from hf_ring_attention.tools.benchmarks.harness import peak_memory
 from hf_ring_attention.tools.plots import plot_training
 
@@ -68,7 +67,7 @@ def parse_args(argv=None) -> argparse.Namespace:
         usage="%(prog)s [option ...]", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     common.add_model(parser)
-    parser.add_argument("--pattern", type=pattern_text, default="pyramid:512,3", help=FORMS)
+    parser.add_argument("--pattern", type=common.pattern_source, default="pyramid:512,3", help=common.PATTERN_HELP)
     parser.add_argument(
         "--ring-size",
         type=at_least(1),
@@ -209,7 +208,6 @@ def main() -> None:
     accelerator.print(data.description)
     # A run must not change these settings when it goes on: the data, their order, the pattern, and those of the optimizer.
     names = (
-        "pattern",
         "seq_len",
         "packing",
         "buffer",
@@ -220,7 +218,8 @@ def main() -> None:
         "lora",
     )
     settings = {name: getattr(args, name) for name in (*names, "lr", "seed")} | {"distill": args.distill or None}
-    settings |= {"rings": ring.dp_size, "documents": data.digest}
+    pattern = common.load_pattern(args.pattern)
+    settings |= {"rings": ring.dp_size, "documents": data.digest, "pattern": common.pattern_settings(pattern)}
     if resumed:
         (resumed,) = broadcast_object_list([resumed])  # Every process goes on from the same checkpoint.
         for name, lacking in checkpoints.damaged(args.output).items():
@@ -235,7 +234,7 @@ def main() -> None:
         model.gradient_checkpointing_enable()
     if args.lora:
         model = common.add_lora(model, args.lora)
-    ra.patch_model(model, args.pattern, ring=ring)
+    ra.patch_model(model, pattern, ring=ring)
     # Rows are drawn in a random order; a stream was shuffled where it was prepared.
     order = {"shuffle": True} if hasattr(data.rows, "__len__") else {}
     collate = documents.collator(sources, tokenizer)

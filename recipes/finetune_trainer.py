@@ -34,8 +34,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import HfArgumentParser
 
 import hf_ring_attention as ra
-from hf_ring_attention.plan.notation import FORMS
-from hf_ring_attention.tools.arguments import at_least, check, missing_extra, new_folder, pattern_text, positive
+from hf_ring_attention.tools.arguments import at_least, check, missing_extra, new_folder, positive
 from hf_ring_attention.tools.benchmarks.harness import peak_memory
 from hf_ring_attention.tools.plots import plot_training
 
@@ -45,7 +44,7 @@ class Arguments(documents.Sources):
     """The options of this recipe: the model, and the documents that it learns from."""
 
     model: str = field(default=common.BUNDLED, metadata={"help": common.MODEL_HELP})
-    pattern: str = field(default="pyramid:512,3", metadata={"help": FORMS})
+    pattern: str = field(default="pyramid:512,3", metadata={"help": common.PATTERN_HELP})
     lora: int = field(default=0, metadata={"help": "rank of adapters, which alone are trained; 0: all weights"})
     plot: bool = field(
         default=False, metadata={"help": "draw the losses to loss.png in --output_dir (needs matplotlib)"}
@@ -140,7 +139,7 @@ def parse_args(argv=None) -> tuple[Arguments, TrainingArguments]:
     parser.add_argument("--help-all", action="help", help="all options")
     args, training = parser.parse_args_into_dataclasses(argv)
     check(parser, "--model", common.model_source, args.model)
-    check(parser, "--pattern", pattern_text, args.pattern)
+    check(parser, "--pattern", common.pattern_source, args.pattern)
     documents.check_arguments(parser, args, "_")
     check(parser, "--seq_len", at_least(2), args.seq_len)
     check(parser, "--buffer", at_least(1), args.buffer)
@@ -186,7 +185,7 @@ def main() -> None:
     tokenizer = common.load_tokenizer(args.model)
     data = documents.prepare(args, tokenizer, seed=training.seed)
     model = common.load_model(args.model)
-    ra.patch_config(model.config, args.pattern)
+    ra.patch_config(model.config, common.load_pattern(args.pattern))
     if args.lora:
         model = common.add_lora(model, args.lora)
     trainer = ra.RingTrainer(

@@ -26,8 +26,7 @@ import torch
 from accelerate import Accelerator
 
 import hf_ring_attention as ra
-from hf_ring_attention.plan.notation import FORMS
-from hf_ring_attention.tools.arguments import at_least, missing_extra, new_file, pattern_text, picture_file
+from hf_ring_attention.tools.arguments import at_least, missing_extra, picture_file
 from hf_ring_attention.tools.plots import plot_quality
 
 
@@ -35,7 +34,9 @@ def measure(model, ids, specs, ring=None, progress=print):
     """Returns a dict of figures for each pattern, in order."""
     figures = []
     for spec in specs:
-        pattern = ra.Pattern.parse(spec)
+        loaded = common.load_pattern(spec)
+        pattern = ra.Pattern.parse(loaded) if isinstance(loaded, str) else loaded
+        model.config.get_text_config().ring_dilated = None  # Patterns of layers would outlive one for all of them.
         ra.patch_model(model, pattern, ring=ring)
         report = ra.perplexity(model, ids, ring=ring)
         figures.append(
@@ -81,10 +82,10 @@ def parse_args(argv=None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--patterns",
-        type=pattern_text,
+        type=common.pattern_source,
         nargs="+",
         default=["exact", "window:512+4", "pyramid:512,3"],
-        help=FORMS,
+        help=common.PATTERN_HELP,
     )
     parser.add_argument(
         "--dtype",

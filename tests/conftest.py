@@ -55,11 +55,16 @@ def rng():
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """A file and an empty folder, by name; the current folder is an empty one too."""
+    """A file, one in JSON that is no calibration, and an empty folder, by name; the current folder is an empty one too."""
     (tmp_path / "file").write_text("text")
+    (tmp_path / "calibration.json").write_text("{}")
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    return {"file": tmp_path / "file", "empty": tmp_path / "empty"}
+    return {
+        "file": tmp_path / "file",
+        "calibration": tmp_path / "calibration.json",
+        "empty": tmp_path / "empty",
+    }
 
 
 @pytest.fixture(scope="session")

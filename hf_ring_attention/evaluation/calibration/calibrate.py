@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 #: The patterns that `calibrate` chooses among by default: windows with sinks, pyramids, and exact attention.
 MENU = (
     *(f"window:{window}+4" for window in (64, 128, 256, 512, 1024, 2048)),
-    *(f"pyramid:{window},{levels}" for window, levels in ((64, 3), (64, 4), (128, 3), (256, 2), (256, 3), (512, 2))),
+    *(f"pyramid:{window},2" for window in (256, 512, 1024)),
     "exact",
 )
 
@@ -83,7 +83,8 @@ def calibrate(
             the first one, and scored by the log-odds of its answers. With 1, its scores add up to as much as those of the
             others. With 0 there is no such text, and heads that retrieve may lose their keys, since plain text hardly shows
             them.
-        refinements: how often the scores are corrected around the last choice.
+        refinements: how often the scores are corrected around the last choice. A correction helps texts like those given, and
+            may harm others: give texts of every kind that the model will read, or take 0.
         seed: the number from which the tokens drawn in the first pass follow, and the retrieval text.
         folder: where measurements are written as they come; a run that was ended goes on from there, and ends with the same
             result. None keeps nothing.

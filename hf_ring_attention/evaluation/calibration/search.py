@@ -19,9 +19,9 @@ from .journal import CalibrationJournal
 from .passes import TextChanges, measure_losses, measure_text
 from .texts import ScoredText
 
-#: By how much a choice by corrected scores may go beyond the last one, in turn until one is better: the factor of what each
-#: change is expected to do harm by itself.
-CAUTION = (1.0, 2.0, 4.0)
+#: How far a choice by corrected scores may go beyond the last one, in turn until one is better: the factor of what each change
+#: is expected to do harm by itself. Changes of many groups at once do about twice that together.
+CAUTION = (2.0, 4.0, 8.0)
 
 #: The pattern of each layer.
 Layers = Mapping[int, Pattern]
@@ -109,6 +109,7 @@ class Search:
         self._model, self._ring, self._patch = model, ring, patch
         self._texts, self._answers, self._menu = texts, answers, menu
         self._journal, self._after_layer = journal, after_layer
+        self._exact: dict[str, Tensor] = {}  # By the digest of the text; they are small beside its logits.
         self._shares = np.array([text.num_scored for text in texts]) / sum(text.num_scored for text in texts)
 
     def first_passes(self) -> tuple[list[TextChanges], list[TextChanges]]:
@@ -154,8 +155,11 @@ class Search:
         return best
 
     def _exact_states(self, text: ScoredText) -> Tensor:
-        self._patch({})
-        return measure_losses(self._model, self._ring, text, None)[0]
+        """Returns [1, n, width] this rank's hidden states under exact attention, which every choice is compared with."""
+        if text.digest not in self._exact:
+            self._patch({})
+            self._exact[text.digest] = measure_losses(self._model, self._ring, text, None)[0]
+        return self._exact[text.digest]
 
     def _changes(self, layers: Layers, text: ScoredText) -> TextChanges:
         def measure() -> dict[str, Any]:
