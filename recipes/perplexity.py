@@ -26,7 +26,7 @@ import torch
 from accelerate import Accelerator
 
 import hf_ring_attention as ra
-from hf_ring_attention.tools.arguments import at_least, missing_extra, picture_file
+from hf_ring_attention.tools.arguments import at_least, missing_extra, new_file, picture_file
 from hf_ring_attention.tools.plots import plot_quality
 
 

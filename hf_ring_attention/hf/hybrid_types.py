@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+#: The first release of Transformers whose mixers are known: those of earlier ones have other names, caches and calls.
+MIXERS_SINCE = "5.23"
+
 #: The class of the mixers of each hybrid type that is computed: modules that pass a state from token to token (mixers.py).
 MIXERS = {
     "bailing_hybrid": "BailingHybridDeltaAttention",

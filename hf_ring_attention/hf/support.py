@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import transformers
 from torch import nn
+from torch.torch_version import TorchVersion
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -16,7 +18,7 @@ from transformers import (
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ..compute.private import calls_the_interface, is_stateful
-from .hybrid_types import MIXERS
+from .hybrid_types import MIXERS, MIXERS_SINCE
 from .wrappers import decoder_of, runner_of
 
 #: The types of layers that are computed.
@@ -159,6 +161,11 @@ def check_class(model_class: type[Any], name: str) -> None:
             f"attention of its own: use it with 'eager', or a model class that calls the interface"
         )
     model_type = getattr(model_class.config_class, "model_type", None)
+    if model_type in MIXERS and TorchVersion(transformers.__version__) < TorchVersion(MIXERS_SINCE):
+        raise NotImplementedError(
+            f"{name} is a hybrid, whose mixers are known since Transformers {MIXERS_SINCE}, and {transformers.__version__} is "
+            f"installed: upgrade it, or use 'sdpa' or 'eager'"
+        )
     if is_stateful(model_class) and model_type not in MIXERS:
         reason = f"it has recurrent, linear-attention or convolutional layers; of such a layer, {_STATE}"
         raise NotImplementedError(f"{name}: {_STATEFUL.get(str(model_type), reason)}: use 'sdpa' or 'eager'")

@@ -5,7 +5,7 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf import mixers, states
+from hf_ring_attention.hf import mixers, states, support
 from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.hf.support import mixers_of
 
@@ -278,3 +278,12 @@ def test_rows_that_are_gathered_are_bounded_and_logged(monkeypatch, caplog):
     monkeypatch.setattr(mixers, "MOST_GATHERED", 10_000)
     with pytest.raises(NotImplementedError, match=r"2 x 20 tokens x 32 x 8 bytes = 10240, and at most 10000"):
         run_simulated(work, 2)
+
+
+def test_earlier_releases_are_told_to_be_upgraded(monkeypatch):
+    """There, mixers have other names and calls: states would not pass, and nothing would tell."""
+    monkeypatch.setattr(support, "MIXERS_SINCE", "99.1")
+    with pytest.raises(
+        NotImplementedError, match=r"BambaForCausalLM is a hybrid.*since Transformers 99\.1.*upgrade it"
+    ):
+        ra.patch_model(tiny_model("bamba", "eager"))

@@ -8,6 +8,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_ring_attention.compute.private import calls_the_interface
+from hf_ring_attention.hf.hybrid_types import MIXERS, MIXERS_SINCE
 
 
 def at_least(package, release):
@@ -22,10 +23,12 @@ def needs(package, release, what):
 
 
 def what_lacks(model_type):
-    """What Transformers lacks of a model type: the type itself, or calls of the attention interface; None if it has both."""
+    """What Transformers lacks of a model type: the type, known mixers, or calls of the interface; None for nothing."""
     release = f"Transformers {version('transformers')}"
     if model_type not in CONFIG_MAPPING:
         return f"{release} has no model type {model_type}"
+    if model_type in MIXERS and not at_least("transformers", MIXERS_SINCE):
+        return f"mixers are known since {MIXERS_SINCE}, and this is {release}"
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
     if model_class is not None and not calls_the_interface(model_class):
         return f"{model_class.__name__} of {release} does not call the attention interface"
