@@ -204,12 +204,16 @@ def check_command_line(words, capsys):
         cli.main([*names, "--help"])
     assert not ended.value.code
     told = capsys.readouterr().out
-    parts = words[1:] if names == ["bench"] else [word for word in words if word.startswith("--")]
-    assert all(word in told for word in parts)
+    options = [word for word in words if word.startswith("--")]
+    # The parts of a benchmark stand before its options.
+    parts = words[1 : words.index(options[0]) if options else None] if names == ["bench"] else []
+    assert all(word in told for word in [*parts, *options])
 
 
-def test_options_in_the_text_are_those_of_finetune(capsys):
-    told = help_of("finetune", capsys)
+def test_options_in_the_text_are_those_of_finetune_or_calibrate(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["calibrate", "--help"])
+    told = capsys.readouterr().out + help_of("finetune", capsys)
     options = {*re.findall(r"--[a-z]+(?:-[a-z]+)*\b(?!_)", without_blocks(ROOT / "recipes" / "README.md"))}
     assert {"--dataset", "--lora", "--eval-every"} <= options
     of_launchers = {"--cpu"}

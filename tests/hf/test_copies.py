@@ -65,7 +65,7 @@ def test_a_copy_and_its_original_have_rings_of_their_own(first, changes):
     def work(ring):
         model = ra.patch_model(originals[ring.rank], PYRAMID, ring)
         twin = copy.deepcopy(model)
-        assert hooks(twin) == hooks(model) and (len(hooks(model)) == len(one_device) + 1 + 2 * bool(changes))
+        assert hooks(twin) == hooks(model) and (len(hooks(model)) == len(one_device) + 2 + 2 * bool(changes))
         changed, kept = (twin, model) if first == "copy" else (model, twin)
         other = others[ring.rank]
         found = []

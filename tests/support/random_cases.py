@@ -26,7 +26,10 @@ COMMON = (
     "llama", "mistral", "mixtral", "modernbert-decoder", "olmo3", "opt", "phi3", "qwen2", "qwen3", "roberta", "smollm3",
 )  # fmt: skip
 #: Types whose query and key heads are equally many, and those whose heads stay as they are.
-UNGROUPED = {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"}
+UNGROUPED = {
+    "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash", "minicpm3",
+    "youtu",
+}  # fmt: skip
 FIXED_HEADS = {"diffllama", "helium", "mimo_v2_flash"}
 #: Types whose layers may be of either kind, in any order.
 MIXED_LAYERS = {"cohere2", "gemma2", "gemma3_text", "gpt_oss", "olmo3", "qwen2", "qwen3", "smollm3"}

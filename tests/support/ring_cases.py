@@ -62,13 +62,16 @@ class RingCase:
         assert bytes_moved == bytes_planned, f"{ring} sent and received {bytes_moved} bytes, not {bytes_planned}"
 
     def planned(self, ring, case, layout):
-        """The bytes that a rank is to send and to receive in the passes of a call."""
+        """The bytes that a rank is to send and to receive in the passes of a call, and to compare its outputs."""
         problem, width = case.problem(layout, self.settings), case.head_dim + case.value_dim
         narrow, wide = case.dtype.itemsize, accumulation_dtype(case.dtype).itemsize
         sizes = RowBytes(width * narrow, width * wide)
         decision = ring.decide(problem, sizes)
+        # Outputs and log-sum-exps are unsharded.
+        compared = (self.world_size - 1) * case.batch * case.num_heads * layout.local_len
+        compared *= case.value_dim * narrow + wide
         if decision.choice == "local":
-            return 0, 0
+            return compared, compared
         problem, more = as_decided(problem, decision), 0
         if decision.choice == "heads":
             # Plans are those of calls for outputs alone: a log-sum-exp goes in one message with its output, in one dtype.
@@ -76,7 +79,7 @@ class RingCase:
             rows = case.batch * case.num_heads // size * layout.local_len * (size - 1)
             more = rows * (wide + case.value_dim * (wide - narrow))
         traffic, forwards = PLANNED[decision.choice](problem, ring.rank, sizes), 1 + self.checkpointing
-        return tuple(forwards * (a + more) + b for a, b in zip(traffic.forward, traffic.backward))
+        return tuple(compared + forwards * (a + more) + b for a, b in zip(traffic.forward, traffic.backward))
 
 
 def draw_ring_case(seed: int) -> RingCase:
