@@ -16,6 +16,7 @@ from .exchange import (
     LayerExchange,
     bound_of_buffers,
     exchange_of_pattern,
+    refusal_of_gathered_rows,
     traffic_of_mixer,
 )
 from .model_shape import ModelShape, shape_of_model
@@ -191,7 +192,14 @@ def _check_setting(setting: TrainingSetting) -> None:
 
 
 def estimate_of_shape(shape: ModelShape, setting: TrainingSetting, memory: int | None = None) -> Estimate:
-    """Returns the estimate of a model whose sizes are known."""
+    """Returns the estimate of a model whose sizes are known.
+
+    Raises:
+        ValueError: what `Ring`, `ring_attention` or a mixer would refuse.
+    """
+    refusal = refusal_of_gathered_rows(shape, setting)
+    if refusal is not None:
+        raise ValueError(f"estimate: {refusal}")
     patterns = dict.fromkeys(shape.attention.layers)
     exchanges = {pattern: exchange_of_pattern(shape, setting, pattern) for pattern in patterns}
     phases = _phases(shape, setting, {pattern: one.chosen() for pattern, one in exchanges.items()})

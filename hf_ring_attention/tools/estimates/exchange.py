@@ -164,6 +164,23 @@ def runs_of_ring(base: Pattern, setting: TrainingSetting) -> RunsOfRing:
     return RunsOfRing(most, max((run.stop - run.start for run in linked), default=0), len(linked))
 
 
+def refusal_of_gathered_rows(shape: ModelShape, setting: TrainingSetting) -> str | None:
+    """Returns why a mixer would refuse to gather rows; None where it gathers none, or no more than it may."""
+    mixers = shape.attention.mixers
+    if mixers is None or mixers.numbers is not None or setting.ring_size == 1:
+        return None
+    from ...hf.mixers import MOST_GATHERED  # It loads torch, which the estimate of other models needs not.
+
+    size = setting.batch_size * setting.seq_len * mixers.width * setting.number_bytes
+    if size <= MOST_GATHERED:
+        return None
+    return (
+        f"the mixers of {shape.attention.name!r} pass no state from rank to rank, so each rank would hold whole rows: "
+        f"{setting.batch_size} x {setting.seq_len} tokens x {mixers.width} x {setting.number_bytes} bytes = {size}, and at "
+        f"most {MOST_GATHERED} are allowed: take shorter or fewer rows"
+    )
+
+
 def traffic_of_mixer(shape: ModelShape, setting: TrainingSetting) -> RankTraffic | None:
     """Returns what a rank moves and holds for one mixer of a hybrid; None for other models, and on one rank."""
     mixers = shape.attention.mixers
