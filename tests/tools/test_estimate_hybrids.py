@@ -190,7 +190,7 @@ def test_a_config_that_names_other_mixers_is_refused():
     model, config = on_meta("bamba")
     attention = attention_of_config(config.to_dict(), "bamba")
     other = replace(attention, mixers=replace(attention.mixers, layers=(1,)))
-    with pytest.raises(ValueError, match="by its config, layer 1 of 'bamba' has a mixer, but .* has none there"):
+    with pytest.raises(ValueError, match=r"by its config, layer 1 of 'bamba' has a mixer, but .* has none there"):
         layers_of_hybrid(model, model.model.layers, config.to_dict(), other, config.hidden_size)
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .exchange import runs_of_ring
-from .model_shape import LayerShape, ModelShape
+from .layer_shape import LayerShape
+from .model_shape import ModelShape
 from .parts import TrainingSetting
 
 if TYPE_CHECKING:

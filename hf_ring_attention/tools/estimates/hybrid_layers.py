@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from ...hf.support import mixers_of
 from ..model_config import ModelAttention
+from .layer_shape import NAMES_OF_EXPERTS_PER_TOKEN, LayerShape, first_of
 from .mixer_memory import MeasuredMixer
-from .model_shape import EXPERTS_PER_TOKEN, LayerShape, first_of
 
 #: The names of the last matrix of an MLP, [width, features]; those of stacked experts have one dimension more.
 _LAST_OF_MLP = ("down_proj", "w2", "output_linear")
@@ -58,12 +58,14 @@ def layers_of_hybrid(
         shared = sum(size for one, size in everything.items() if one in counted)
         counted |= everything.keys()
         layers.append(
-            _layer(layer, own, config, attention, number in attention.numbers, mixer, sum(everything.values()), shared)
+            _layer_of_hybrid(
+                layer, own, config, attention, number in attention.numbers, mixer, sum(everything.values()), shared
+            )
         )
     return tuple(reversed(layers))
 
 
-def _layer(
+def _layer_of_hybrid(
     layer: nn.Module,
     own: nn.Module | None,
     config: Mapping[str, Any],
@@ -96,7 +98,7 @@ def _layer(
             gate = outputs + parameter.shape[0]
         elif name == "q_proj" and attends and parameter.shape[0] == 2 * attention.num_heads * attention.head_dim:
             gate = 2 * outputs  # The gates are half of what the projection of queries gives.
-    per_token = first_of(config, EXPERTS_PER_TOKEN) if experts else 0
+    per_token = first_of(config, NAMES_OF_EXPERTS_PER_TOKEN) if experts else 0
     return LayerShape(
         parameters=parameters,
         mlp_width=per_token * expert_width + dense,

@@ -24,9 +24,9 @@ from .live_bytes import LiveBytes
 #: The tokens of a chunk of delta rules, which are no attribute of their mixers: the default of the functions they call.
 _CHUNK_OF_DELTA_RULES = 64
 #: Lengths at which a mixer runs, in chunks: the first chunks share more than later ones do.
-_CHUNKS = (4, 8, 12)
+_LENGTHS_IN_CHUNKS = (4, 8, 12)
 #: Tokens, for mixers that compute one token after another, or all alike.
-_TOKENS = (32, 64, 96)
+_LENGTHS_IN_TOKENS = (32, 64, 96)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class MeasuredMixer:
         key = (dtype, passing_states)
         if key not in self._known:
             unit = self.chunk * -(-64 // self.chunk)
-            lengths = _TOKENS if self.chunk == 1 else tuple(unit * chunks for chunks in _CHUNKS)
+            lengths = _LENGTHS_IN_TOKENS if self.chunk == 1 else tuple(unit * chunks for chunks in _LENGTHS_IN_CHUNKS)
             try:
                 measured = [self.bytes_at(length, dtype, 2 if passing_states else 1) for length in lengths]
                 more_runs = self.bytes_at(lengths[0], dtype, 3) if passing_states else measured[0]
@@ -113,19 +113,18 @@ class MeasuredMixer:
         number, mixer = getattr(torch, dtype), self._mixer.to(getattr(torch, dtype))
         hidden = torch.empty(1, tokens, self._width, dtype=number, device="meta", requires_grad=True)
         gradient = torch.empty_like(hidden, requires_grad=False)
-        given = {x.untyped_storage()._cdata for x in (hidden, *mixer.parameters())}
-        kept: dict[int, torch.UntypedStorage] = {}
+        given = {x.untyped_storage() for x in (hidden, *mixer.parameters())}
+        kept: set[torch.UntypedStorage] = set()
 
         def keep(x: Tensor) -> Tensor:
-            storage = x.untyped_storage()
-            if storage._cdata not in given:
-                kept[storage._cdata] = storage
+            if x.untyped_storage() not in given:
+                kept.add(x.untyped_storage())
             return x
 
         with LiveBytes() as live, torch.device("meta"):
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
                 out = self._run(hidden, ranks)
-            saved = sum(storage.nbytes() for storage in kept.values())
+            saved = sum(storage.nbytes() for storage in kept)
             kept.clear()
             out.backward(gradient)
         return saved, live.peak

@@ -10,14 +10,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...hf.models import supported_models
 from ...plan.patterns import Pattern
 from ..model_config import WIDTHS, ModelAttention, attention_of_config, first_number, read_config, text_config_of
-
-if TYPE_CHECKING:
-    from .mixer_memory import MeasuredMixer
+from .layer_shape import NAMES_OF_EXPERTS_PER_TOKEN, LayerShape, first_of
 
 #: Types with gated MLPs, root-mean-square norms and linear layers without biases, whose parameters are counted by formulas,
 #: and how they differ: the norms of a layer, norms of queries and keys over each head, biases, gate and up in one tensor, and
@@ -38,45 +36,6 @@ COUNTED: dict[str, dict[str, Any]] = {
 }
 _MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "inner_dim")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What one layer computes with and keeps.
-
-    Attributes:
-        parameters: those of the layer, all experts included.
-        mlp_width: the features of the MLP that a token passes: with experts, those of all experts of a token together.
-        experts, experts_per_token, expert_width: 0 in a dense layer.
-        gated: whether the MLP multiplies two projections.
-        norm_widths: the features of each norm, whose outputs go to linear layers.
-        head_norm_width: the features of norms of queries and keys, whose outputs the rotary embedding takes.
-        attends: whether it has attention, which layers of hybrids may lack.
-        gate_width: the features of a gate of attention's output, and of the product; 0 without.
-        mixer: a hybrid's other module that mixes tokens.
-        shared: of the parameters, those that a layer behind it has, too.
-    """
-
-    parameters: int
-    mlp_width: int
-    experts: int
-    experts_per_token: int
-    expert_width: int
-    gated: bool
-    norm_widths: tuple[int, ...]
-    head_norm_width: int
-    attends: bool = True
-    gate_width: int = 0
-    mixer: MeasuredMixer | None = None
-    shared: int = 0
-
-    def active_parameters(self, width: int) -> int:
-        """Returns the parameters that a token is multiplied with: those of its experts, not of all."""
-        if not self.experts:
-            return self.parameters
-        matrices = 3 if self.gated else 2
-        return self.parameters - (self.experts - self.experts_per_token) * matrices * width * self.expert_width
 
 
 @dataclass(frozen=True)
@@ -166,11 +125,6 @@ def _config_of(model: Any) -> tuple[str, Mapping[str, Any]]:
     return str(written.get("_name_or_path") or written.get("model_type") or "the config"), written
 
 
-def first_of(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    """Returns the number under the first of these names that has one; 0 where none has."""
-    return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
-
-
 def _experts_of(config: Mapping[str, Any], number: int) -> tuple[int, int, int, int]:
     """Returns a layer's experts, those of a token, the width of one, and that of experts that all tokens share."""
     experts = first_of(config, _EXPERTS)
@@ -180,7 +134,7 @@ def _experts_of(config: Mapping[str, Any], number: int) -> tuple[int, int, int, 
         return 0, 0, 0, 0
     width = int(config.get("moe_intermediate_size") or first_of(config, _MLP_WIDTHS))
     shared = width * int(config.get("n_shared_experts") or 0) or int(config.get("shared_expert_intermediate_size") or 0)
-    return experts, first_of(config, EXPERTS_PER_TOKEN), width, shared
+    return experts, first_of(config, NAMES_OF_EXPERTS_PER_TOKEN), width, shared
 
 
 def _layer(
