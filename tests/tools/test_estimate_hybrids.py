@@ -132,9 +132,8 @@ def test_bytes_at_other_lengths_follow_from_those_measured(model_type, passing):
     assert (growth.peak.by_square > 0) == (model_type == "bamba")
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "falcon_h1"])
-def test_an_estimate_is_near_the_peak_of_a_real_step(model_type, checkpointing):
+def peaks_of_step(model_type, checkpointing):
+    """The most bytes of the tensors of a real training step, and of its estimate."""
     config, tokens = tiny_config(model_type, max_position_embeddings=512), 512
     ids = torch.arange(tokens)[None] % VOCAB
     with LiveBytes() as live:
@@ -158,8 +157,25 @@ def test_an_estimate_is_near_the_peak_of_a_real_step(model_type, checkpointing):
         checkpointing=checkpointing,
         loss_tokens_at_once=0,
     )
-    assert live.peak > 4 << 20
-    assert answer.peak == pytest.approx(live.peak, rel=BOUND)
+    return live.peak, answer.peak
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "falcon_h1"])
+def test_an_estimate_is_near_the_peak_of_a_real_step(model_type, checkpointing):
+    measured, estimated = peaks_of_step(model_type, checkpointing)
+    assert measured > 4 << 20
+    assert estimated == pytest.approx(measured, rel=BOUND)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("model_type", MIXERS)
+def test_estimates_of_all_types_are_near_the_peaks_of_real_steps(model_type, checkpointing):
+    # Mixers of RecurrentGemma keep their last state, with its graph, until they run again: a recomputed one is not freed.
+    bound = 0.3 if (model_type, checkpointing) == ("recurrent_gemma", True) else BOUND
+    measured, estimated = peaks_of_step(model_type, checkpointing)
+    assert estimated == pytest.approx(measured, rel=bound), f"{estimated / measured - 1:+.1%}"
 
 
 def test_times_and_buffers_have_those_of_states():
