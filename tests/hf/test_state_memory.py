@@ -1,45 +1,18 @@
 """What mixers hold while states pass: bytes that go down with the number of ranks."""
 
-import weakref
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf import states
 from hf_ring_attention.plan.state_runs import runs_of
+from hf_ring_attention.tools.estimates.live_bytes import LiveBytes
 
 from ..support.ranks import run_simulated
 from ..support.releases import needs
 from ..support.tiny_models import VOCAB, tiny_model
 
 pytestmark = needs("transformers", "5.23", "mixers with the names and the caches that are known")
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations inside have made, as long as these exist, and the largest one of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = self.largest = 0
-        self._known = weakref.WeakKeyDictionary()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            storage = x.untyped_storage() if isinstance(x, torch.Tensor) else None
-            if storage is None or storage in self._known:
-                continue
-            size = storage.nbytes()
-            self._known[storage] = weakref.finalize(storage, self._freed, size)
-            self.now += size
-            self.peak, self.largest = max(self.peak, self.now), max(self.largest, size)
-        return out
-
-    def _freed(self, size):
-        self.now -= size
 
 
 @pytest.mark.parametrize("model_type", ["lfm2", "qwen3_next", "kimi_linear", "bamba", "jamba"])

@@ -347,17 +347,3 @@ def test_the_runs_are_of_every_kind():
     assert len(runs) >= 8 and {run.ring_size for run in runs} == {1, 2, 4}
     assert {run.parallel for run in runs} >= {"ddp", "fsdp2", "zero2"}
     assert {run.checkpointing for run in runs} == {run.offload for run in runs} == {True, False}
-
-
-def test_a_hybrid_is_refused_by_name():
-    config = {
-        "model_type": "minimax",
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-        "vocab_size": 97,
-    }
-    with pytest.raises(
-        ValueError, match=r"estimate: layers 0 of 'minimax' have mixers, .*hf-ring-attention explain counts"
-    ):
-        ra.estimate({**config, "layer_types": ["linear_attention", "full_attention"]}, 4096, devices=2)

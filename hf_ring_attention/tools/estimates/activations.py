@@ -8,28 +8,43 @@ output and log-sum-exp; a gated MLP its two projections, the activated one, and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from .model_shape import LayerShape, ModelShape
+from .exchange import runs_of_ring
+from .layer_shape import LayerShape
+from .model_shape import ModelShape
 from .parts import TrainingSetting
+
+if TYPE_CHECKING:
+    from .mixer_memory import MeasuredMixer
 
 #: Lines of sources.
 SAVED_BY_AUTOGRAD = "what autograd saves in Transformers' layers; as arXiv 2205.05198, section 4"
+MEASURED_ON_META = (
+    "mixers: measured on torch's meta device in Transformers' own code; kernels of flash-linear-attention and mamba-ssm "
+    "keep less"
+)
 CHECKPOINTED = "activation checkpointing, arXiv 1604.06174, a layer at a time"
 
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """The bytes of one layer for each token of a rank.
+    """The bytes of one layer: for each token of a rank, and those of a mixer for all its tokens together.
 
     Attributes:
-        saved: what autograd saves.
-        backward_of_mlp, backward_of_attention: the most that exists at once while backward computes the one or the other, with
-            what is still saved of the layer.
+        saved: what autograd saves, without that of a mixer.
+        backward_of_mlp, backward_of_attention, backward_of_mixer: the most that exists at once while backward computes the one
+            or the other, with what is still saved of the layer, without the mixer's part; 0 for what a layer lacks.
+        mixer_saved: what autograd saves of a mixer, for all tokens.
+        mixer_peak: the most that exists at once while a mixer computes, what it has saved included, for all tokens.
     """
 
     saved: int
     backward_of_mlp: int
     backward_of_attention: int
+    backward_of_mixer: int = 0
+    mixer_saved: int = 0
+    mixer_peak: int = 0
 
 
 def layer_memory(shape: ModelShape, layer: LayerShape, setting: TrainingSetting, whole: bool) -> LayerMemory:
@@ -47,8 +62,11 @@ def layer_memory(shape: ModelShape, layer: LayerShape, setting: TrainingSetting,
     # A norm saves its input in float32 and the reciprocal root, the normalized rows, and the output that a linear layer reads.
     norms = sum(norm * (4 + 2 * size) + 4 for norm in layer.norm_widths)
     of_heads = layer.head_norm_width * (4 + size)
-    projections = (queries + keys + outputs * (1 if whole else 2)) * size + 4 * attention.num_heads
-    last_norm = layer.norm_widths[-1] * (4 + 2 * size)
+    projections = (queries + keys + outputs * (1 if whole else 2) + layer.gate_width) * size + 4 * attention.num_heads
+    projections = projections if layer.attends else 0
+    # The last norm of a layer is that of its MLP, if it has one.
+    has_mlp = layer.mlp_width > 0
+    last_norm = layer.norm_widths[-1] * (4 + 2 * size) if has_mlp else 0
     # They are the gate, the activated gate, up and the product; without a gate, the projection and its activation.
     inner = layer.mlp_width * size
     routed = 2 * layer.experts_per_token * width * size + 12 * layer.experts
@@ -65,11 +83,36 @@ def layer_memory(shape: ModelShape, layer: LayerShape, setting: TrainingSetting,
     # Gradients of queries, keys and values are summed in float32 where there are several tiles, beside those of a tile, and
     # the gradient of the output is copied to the order of the kernel.
     sums = (queries + keys) * (size if whole else 4 + size)
+    mixer_saved, mixer_peak = mixer_bytes(shape, layer.mixer, setting) if layer.mixer is not None else (0, 0)
     return LayerMemory(
         saved=saved,
-        backward_of_mlp=attention_saved + last_norm + working_mlp + 2 * width * size,
-        backward_of_attention=attention_saved + width * size + 2 * outputs * size + sums,
+        backward_of_mlp=(attention_saved + last_norm + working_mlp + 2 * width * size) * has_mlp,
+        backward_of_attention=(attention_saved + width * size + 2 * outputs * size + sums) * layer.attends,
+        # The gradients of the mixer's output and of the residual stream wait.
+        backward_of_mixer=(attention_saved + 2 * width * size) * (layer.mixer is not None),
+        mixer_saved=mixer_saved,
+        mixer_peak=mixer_peak,
     )
+
+
+def mixer_bytes(shape: ModelShape, mixer: MeasuredMixer, setting: TrainingSetting) -> tuple[int, int]:
+    """Returns what autograd saves of a mixer on the busiest rank, and the most that exists at once while it computes.
+
+    Raises:
+        ValueError: a mixer that does not run on torch's meta device.
+    """
+    runs = runs_of_ring(shape.attention.base, setting)
+    passing = mixer.passes and runs.linked > 0
+    growth = mixer.growth(setting.dtype, passing)
+    if passing:
+        tokens, own, linked = runs.longest, runs.most, runs.linked
+    else:  # Whole rows, which are gathered where there are several ranks.
+        tokens, own, linked = setting.seq_len, setting.batch_size, 0
+    tokens = -(-tokens // mixer.chunk) * mixer.chunk
+    foreign = 0 if passing else max(0, own * tokens - setting.local_tokens) * shape.width * setting.number_bytes
+    foreign = foreign if setting.ring_size > 1 else 0
+    saved = growth.saved.at(tokens, own, linked) + foreign
+    return saved, max(saved, growth.peak.at(tokens, own, linked) + foreign)
 
 
 def logits_bytes(shape: ModelShape, setting: TrainingSetting) -> tuple[int, str]:

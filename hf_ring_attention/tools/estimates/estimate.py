@@ -9,8 +9,16 @@ from typing import Any, Literal
 from ...plan.choices import check_choices
 from ...plan.layouts import LayoutKind
 from ...plan.patterns import Pattern, as_pattern
-from .activations import CHECKPOINTED, SAVED_BY_AUTOGRAD, LayerMemory, layer_memory, logits_bytes
-from .exchange import ChosenBuffers, LayerExchange, bound_of_buffers, exchange_of_pattern
+from .activations import CHECKPOINTED, MEASURED_ON_META, SAVED_BY_AUTOGRAD, LayerMemory, layer_memory, logits_bytes
+from .exchange import (
+    FROM_THE_RUNS,
+    ChosenBuffers,
+    LayerExchange,
+    bound_of_buffers,
+    exchange_of_pattern,
+    refusal_of_gathered_rows,
+    traffic_of_mixer,
+)
 from .model_shape import ModelShape, shape_of_model
 from .parts import NUMBER_BYTES, PARALLELS, MemoryPart, Parallel, TrainingSetting, total_bytes
 from .states import gradient_bytes_at, optimizer_working_bytes, state_parts
@@ -184,7 +192,14 @@ def _check_setting(setting: TrainingSetting) -> None:
 
 
 def estimate_of_shape(shape: ModelShape, setting: TrainingSetting, memory: int | None = None) -> Estimate:
-    """Returns the estimate of a model whose sizes are known."""
+    """Returns the estimate of a model whose sizes are known.
+
+    Raises:
+        ValueError: what `Ring`, `ring_attention` or a mixer would refuse.
+    """
+    refusal = refusal_of_gathered_rows(shape, setting)
+    if refusal is not None:
+        raise ValueError(f"estimate: {refusal}")
     patterns = dict.fromkeys(shape.attention.layers)
     exchanges = {pattern: exchange_of_pattern(shape, setting, pattern) for pattern in patterns}
     phases = _phases(shape, setting, {pattern: one.chosen() for pattern, one in exchanges.items()})
@@ -226,23 +241,32 @@ def _phases(
         measured = f"{setting.overhead:,} bytes"
         states.append(MemoryPart("framework", setting.overhead, measured, "measured before the model is made"))
     whole = setting.ring_size == 1
+    # Layers that do not attend have no pattern.
+    patterns = dict(zip(shape.attention.numbers, shape.attention.layers))
     memories = [
-        layer_memory(shape, layer, setting, whole and pattern == Pattern.exact())
-        for layer, pattern in zip(shape.layers, shape.attention.layers)
+        layer_memory(shape, layer, setting, whole and patterns.get(number) == Pattern.exact())
+        for number, layer in enumerate(shape.layers)
     ]
+    traffic = traffic_of_mixer(shape, setting)
+    states_of_mixer = ChosenBuffers("states", 0 if traffic is None else traffic.buffers, FROM_THE_RUNS)
     all_gradients = gradient_bytes_at(setting, shape.parameters)
     done = shape.embedding
     head = gradient_bytes_at(setting, done)
     phases = {"loss": [*states, *_in_loss(shape, setting, memories, head, all_gradients)]}
     last = len(memories) - 1
     for number in range(last, -1, -1):
-        pattern = shape.attention.layers[number]
-        done += shape.layers[number].parameters
+        pattern = patterns.get(number)
+        done += shape.layers[number].parameters - shape.layers[number].shared
         # Between the ends, what is held goes up or down with the layers: a kind of layer has its peak where it begins or ends.
-        if number in (0, last) or pattern != shape.attention.layers[number + 1]:
+        if (
+            number in (0, last)
+            or pattern != patterns.get(number + 1)
+            or (shape.attention.mixers and memories[number] != memories[number + 1])
+        ):
             gradients = all_gradients if setting.accumulate else gradient_bytes_at(setting, done)
             saved = _kept(shape, setting, memories[: number + 1])
-            working = _working(setting, memories[number], buffers[pattern])
+            of_attention = None if pattern is None else buffers[pattern]
+            working = _working(setting, memories[number], of_attention, states_of_mixer)
             phases[f"backward of layer {number}"] = [*states, _gradients(setting, gradients), saved, *working]
     size, formula = optimizer_working_bytes(shape, setting)
     optimizer = MemoryPart("optimizer step", size, formula, "torch.optim.AdamW")
@@ -267,27 +291,48 @@ def _kept(shape: ModelShape, setting: TrainingSetting, layers: Sequence[LayerMem
         size = shape.width * setting.number_bytes
         formula = f"{tokens:,} tokens x {len(layers)} layers x {shape.width} numbers x {setting.number_bytes} bytes"
         return MemoryPart("saved activations", tokens * len(layers) * size, formula, CHECKPOINTED, host=offloaded)
-    saved = sum(one.saved for one in layers)
+    saved, mixers = sum(one.saved for one in layers), sum(one.mixer_saved for one in layers)
     formula = f"{tokens:,} tokens x {saved:,} bytes in {len(layers)} layers"
-    return MemoryPart("saved activations", tokens * saved, formula, SAVED_BY_AUTOGRAD, host=offloaded)
+    formula += f" + {mixers:,} bytes of mixers" if mixers else ""
+    source = f"{SAVED_BY_AUTOGRAD}; {MEASURED_ON_META}" if mixers else SAVED_BY_AUTOGRAD
+    return MemoryPart("saved activations", tokens * saved + mixers, formula, source, host=offloaded)
 
 
-def _working(setting: TrainingSetting, layer: LayerMemory, buffers: ChosenBuffers) -> list[MemoryPart]:
-    """Returns what backward of one layer works with: that of its MLP, or of its attention with the buffers of its exchange."""
+def _working(
+    setting: TrainingSetting, layer: LayerMemory, buffers: ChosenBuffers | None, states: ChosenBuffers
+) -> list[MemoryPart]:
+    """Returns what backward of one layer works with: its MLP, its attention, or its mixer, with the buffers of an exchange.
+
+    Args:
+        buffers: those of attention; None in a layer without.
+        states: those of a mixer.
+    """
     tokens = setting.local_tokens
     # Without checkpointing, what the layer has saved is counted already; in host memory it must come back first.
-    counted = 0 if setting.checkpointing or setting.offload else layer.saved
-    of_mlp = max(0, layer.backward_of_mlp - counted)
-    of_attention = max(0, layer.backward_of_attention - counted)
-    if tokens * of_mlp >= tokens * of_attention + buffers.bytes:
-        formula = f"{tokens:,} tokens x {of_mlp:,} bytes"
-        return [MemoryPart("working set of an MLP", tokens * of_mlp, formula, SAVED_BY_AUTOGRAD)]
-    formula = f"{tokens:,} tokens x {of_attention:,} bytes"
-    exchanged = f"{buffers.transport}: {buffers.bytes:,} bytes"
-    return [
-        MemoryPart("working set of attention", tokens * of_attention, formula, SAVED_BY_AUTOGRAD),
-        MemoryPart("exchange buffers", buffers.bytes, exchanged, buffers.source),
-    ]
+    counted = not (setting.checkpointing or setting.offload)
+    choices: list[list[MemoryPart]] = []
+    for name, by_token, beside, exchanged in (
+        ("an MLP", layer.backward_of_mlp, layer.mixer_saved, None),
+        ("attention", layer.backward_of_attention, layer.mixer_saved, buffers),
+        ("a mixer", layer.backward_of_mixer, layer.mixer_peak, states),
+    ):
+        if not by_token:
+            continue
+        if beside:
+            held = tokens * by_token + beside
+            size = max(0, held - (tokens * layer.saved + layer.mixer_saved) * counted)
+            formula = f"{tokens:,} tokens x {by_token:,} bytes + {beside:,} bytes of the mixer"
+            formula += ", less what is counted as saved" if counted else ""
+        else:
+            more = max(0, by_token - layer.saved * counted)
+            size, formula = tokens * more, f"{tokens:,} tokens x {more:,} bytes"
+        source = f"{SAVED_BY_AUTOGRAD}; {MEASURED_ON_META}" if beside else SAVED_BY_AUTOGRAD
+        parts = [MemoryPart(f"working set of {name}", size, formula, source)]
+        if exchanged is not None:
+            formula = f"{exchanged.transport}: {exchanged.bytes:,} bytes"
+            parts.append(MemoryPart("exchange buffers", exchanged.bytes, formula, exchanged.source))
+        choices.append(parts)
+    return max(choices, key=total_bytes)
 
 
 def _in_loss(

@@ -9,15 +9,20 @@ from typing import NamedTuple
 
 from ...plan.choices import Decision, check_choices, decide_call, decide_layout
 from ...plan.heads import group_size, heads_fit, heads_pairs, heads_traffic
+from ...plan.layouts import SequenceLayout
 from ...plan.patterns import Pattern
 from ...plan.plans import pairs_by_tokens
 from ...plan.problem import Problem, RingSettings
+from ...plan.state_runs import linked_runs, runs_of
+from ...plan.state_traffic import rows_traffic, states_traffic
 from ...plan.traffic import RankTraffic, RowBytes, collective_traffic, ring_traffic
+from ..hybrid_config import ModelMixers
 from .model_shape import ModelShape
 from .parts import TrainingSetting
 
 #: The plan that a line's integers come from.
 FROM_THE_PLAN = "exact, from the plans of all ranks (plan/traffic.py)"
+FROM_THE_RUNS = "exact, from the runs of all ranks (plan/state_traffic.py)"
 
 
 class ChosenBuffers(NamedTuple):
@@ -26,6 +31,17 @@ class ChosenBuffers(NamedTuple):
     transport: str
     bytes: int
     source: str
+
+
+class RunsOfRing(NamedTuple):
+    """The runs along which states pass in a ring: the most on a rank, the tokens of the longest one, and how many are linked.
+
+    A rank computes its runs in one batch, whose rows are as long as its longest run.
+    """
+
+    most: int
+    longest: int
+    linked: int
 
 
 @dataclass(frozen=True)
@@ -138,3 +154,51 @@ def bound_of_buffers(shape: ModelShape, setting: TrainingSetting) -> ChosenBuffe
     by_heads = 2 * tokens * (attention.num_heads + max(kv_heads, group)) * widths * size * (group - 1) // group
     rings = ring if group < setting.ring_size else 0
     return ChosenBuffers("heads", by_heads + rings, "a bound: pieces of all heads, sent and received")
+
+
+@lru_cache(maxsize=64)
+def runs_of_ring(base: Pattern, setting: TrainingSetting) -> RunsOfRing:
+    """Returns the runs of a setting, in the layout that layers with the base pattern have; none on one rank."""
+    layout = _layout_of(base, setting)
+    linked, most = linked_runs(runs_of((((0, setting.seq_len),),) * setting.batch_size, layout))
+    return RunsOfRing(most, max((run.stop - run.start for run in linked), default=0), len(linked))
+
+
+def refusal_of_gathered_rows(shape: ModelShape, setting: TrainingSetting) -> str | None:
+    """Returns why a mixer would refuse to gather rows; None where it gathers none, or no more than it may."""
+    mixers = shape.attention.mixers
+    if mixers is None or mixers.numbers is not None or setting.ring_size == 1:
+        return None
+    from ...hf.mixers import MOST_GATHERED  # It loads torch, which the estimate of other models needs not.
+
+    size = setting.batch_size * setting.seq_len * mixers.width * setting.number_bytes
+    if size <= MOST_GATHERED:
+        return None
+    return (
+        f"the mixers of {shape.attention.name!r} pass no state from rank to rank, so each rank would hold whole rows: "
+        f"{setting.batch_size} x {setting.seq_len} tokens x {mixers.width} x {setting.number_bytes} bytes = {size}, and at "
+        f"most {MOST_GATHERED} are allowed: take shorter or fewer rows"
+    )
+
+
+def traffic_of_mixer(shape: ModelShape, setting: TrainingSetting) -> RankTraffic | None:
+    """Returns what a rank moves and holds for one mixer of a hybrid; None for other models, and on one rank."""
+    mixers = shape.attention.mixers
+    return (
+        None if mixers is None or setting.ring_size == 1 else _traffic_of_mixers(mixers, shape.attention.base, setting)
+    )
+
+
+@lru_cache(maxsize=64)
+def _traffic_of_mixers(mixers: ModelMixers, base: Pattern, setting: TrainingSetting) -> RankTraffic:
+    layout, size = _layout_of(base, setting), setting.number_bytes
+    if mixers.numbers is None:
+        return rows_traffic(mixers.width, setting.batch_size, layout, size, mixers.with_positions)
+    return states_traffic(mixers.numbers, (((0, setting.seq_len),),) * setting.batch_size, layout, size, 4)
+
+
+def _layout_of(base: Pattern, setting: TrainingSetting) -> SequenceLayout:
+    layout, _ = decide_layout(
+        setting.layout, setting.seq_len, setting.ring_size, base, None, setting.transport, setting.heads
+    )
+    return layout

@@ -1,7 +1,8 @@
 """The sizes of a model that decide its memory and its work: parameters, layers, heads, widths of MLPs.
 
 Parameters of the commonest types are counted by formulas from config.json, which takes no time; those of all others by making
-the model on torch's meta device, which takes some seconds and no memory. A test compares the two.
+the model on torch's meta device, which takes some seconds and no memory. A test compares the two. Hybrids are always made
+there, since their mixers are measured on it (`mixer_memory.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from ...hf.models import supported_models
 from ...plan.patterns import Pattern
 from ..model_config import WIDTHS, ModelAttention, attention_of_config, first_number, read_config, text_config_of
+from .layer_shape import NAMES_OF_EXPERTS_PER_TOKEN, LayerShape, first_of
 
 #: Types with gated MLPs, root-mean-square norms and linear layers without biases, whose parameters are counted by formulas,
 #: and how they differ: the norms of a layer, norms of queries and keys over each head, biases, gate and up in one tensor, and
@@ -34,37 +36,6 @@ COUNTED: dict[str, dict[str, Any]] = {
 }
 _MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "inner_dim")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What one layer computes with and keeps.
-
-    Attributes:
-        parameters: those of the layer, all experts included.
-        mlp_width: the features of the MLP that a token passes: with experts, those of all experts of a token together.
-        experts, experts_per_token, expert_width: 0 in a dense layer.
-        gated: whether the MLP multiplies two projections.
-        norm_widths: the features of each norm, whose outputs go to linear layers.
-        head_norm_width: the features of norms of queries and keys, whose outputs the rotary embedding takes.
-    """
-
-    parameters: int
-    mlp_width: int
-    experts: int
-    experts_per_token: int
-    expert_width: int
-    gated: bool
-    norm_widths: tuple[int, ...]
-    head_norm_width: int
-
-    def active_parameters(self, width: int) -> int:
-        """Returns the parameters that a token is multiplied with: those of its experts, not of all."""
-        if not self.experts:
-            return self.parameters
-        matrices = 3 if self.gated else 2
-        return self.parameters - (self.experts - self.experts_per_token) * matrices * width * self.expert_width
 
 
 @dataclass(frozen=True)
@@ -113,12 +84,6 @@ def shape_of_model(model: Any, pattern: Pattern | None = None, *, on_meta: bool 
         vocabulary = first_number(name, config, ("vocab_size",))
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"estimate: {error}") from None
-    if attention.mixers is not None:
-        raise ValueError(
-            f"estimate: layers {', '.join(map(str, attention.mixers.layers))} of {name!r} have mixers, which pass states "
-            f"instead of attending, and what these save depends on their kernels: measure a step with RingTrainer; "
-            f"hf-ring-attention explain counts the bytes that such a model moves"
-        )
     special = COUNTED.get(model_type)
     if special is None or on_meta or config.get("mlp_bias") or config.get("per_layer_config"):
         return _counted_on_meta(config, model_type, attention, width, vocabulary)
@@ -160,21 +125,16 @@ def _config_of(model: Any) -> tuple[str, Mapping[str, Any]]:
     return str(written.get("_name_or_path") or written.get("model_type") or "the config"), written
 
 
-def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    """Returns the number under the first of these names that has one; 0 where none has."""
-    return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
-
-
 def _experts_of(config: Mapping[str, Any], number: int) -> tuple[int, int, int, int]:
     """Returns a layer's experts, those of a token, the width of one, and that of experts that all tokens share."""
-    experts = _first(config, _EXPERTS)
+    experts = first_of(config, _EXPERTS)
     dense = number < (config.get("first_k_dense_replace") or 0) or number in (config.get("mlp_only_layers") or ())
     step = config.get("decoder_sparse_step") or 1
     if not experts or dense or (number + 1) % step:
         return 0, 0, 0, 0
-    width = int(config.get("moe_intermediate_size") or _first(config, _MLP_WIDTHS))
+    width = int(config.get("moe_intermediate_size") or first_of(config, _MLP_WIDTHS))
     shared = width * int(config.get("n_shared_experts") or 0) or int(config.get("shared_expert_intermediate_size") or 0)
-    return experts, _first(config, _EXPERTS_PER_TOKEN), width, shared
+    return experts, first_of(config, NAMES_OF_EXPERTS_PER_TOKEN), width, shared
 
 
 def _layer(
@@ -199,7 +159,7 @@ def _layer(
         parameters += 3 * width * (experts * of_expert + shared) + width * experts
         mlp_width = per_token * of_expert + shared
     else:
-        mlp_width = _first(config, _MLP_WIDTHS)
+        mlp_width = first_of(config, _MLP_WIDTHS)
         parameters += 3 * width * mlp_width
     return LayerShape(
         parameters=parameters + sum(norms),
@@ -243,20 +203,23 @@ def _counted_on_meta(
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is model.get_input_embeddings().weight
     stacks = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    stack = next((module for module in stacks if len(module) == len(attention.layers)), None)
+    count = len(attention.layers) if attention.mixers is None else int(model.config.num_hidden_layers)
+    stack = next((module for module in stacks if len(module) == count), None)
     if stack is None:
-        raise ValueError(
-            f"estimate: no list of {len(attention.layers)} layers was found in a model of type {model_type!r}"
-        )
-    layers = []
-    for number, module in enumerate(stack):
+        raise ValueError(f"estimate: no list of {count} layers was found in a model of type {model_type!r}")
+    layers: list[LayerShape] = []
+    if attention.mixers is not None:
+        from .hybrid_layers import layers_of_hybrid
+
+        layers.extend(layers_of_hybrid(model.train(), stack, config, attention, width))
+    for number, module in enumerate(() if layers else stack):
         experts, per_token, of_expert, shared = _experts_of(config, number)
         norms = [
             parameter.numel()
             for name, parameter in module.named_parameters()
             if parameter.ndim == 1 and name.endswith("weight")
         ]
-        mlp_width = per_token * of_expert + shared if experts else _first(config, _MLP_WIDTHS) or 4 * width
+        mlp_width = per_token * of_expert + shared if experts else first_of(config, _MLP_WIDTHS) or 4 * width
         gated = any("gate" in name and parameter.ndim > 1 for name, parameter in module.named_parameters())
         layers.append(
             LayerShape(

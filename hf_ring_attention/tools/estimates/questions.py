@@ -12,7 +12,7 @@ from typing import Any
 
 from ...plan.patterns import Pattern
 from .estimate import Estimate, bound_of_peak
-from .exchange import ChosenBuffers
+from .exchange import ChosenBuffers, refusal_of_gathered_rows
 from .model_shape import ModelShape
 from .parts import TrainingSetting
 
@@ -45,6 +45,8 @@ def longest_sequence(answer: Estimate) -> int | None:
 
     def fits(units: int) -> bool:
         setting = replace(answer.setting, seq_len=units * unit)
+        if refusal_of_gathered_rows(answer.shape, setting) is not None:
+            return False
         return bound_of_peak(answer.shape, setting, _scaled_buffers(answer, setting)) <= memory
 
     if not fits(1):
@@ -84,7 +86,8 @@ def smallest_ring(answer: Estimate) -> tuple[int, int] | None:
     within = [(size, devices) for size in range(1, devices + 1) if devices % size == 0]
     beyond = [(devices << power, devices << power) for power in range(1, MOST_TIMES_THE_DEVICES.bit_length())]
     for size, count in within + beyond:
-        if bound_of_peak(answer.shape, replace(answer.setting, ring_size=size, devices=count)) <= memory:
+        setting = replace(answer.setting, ring_size=size, devices=count)
+        if refusal_of_gathered_rows(answer.shape, setting) is None and bound_of_peak(answer.shape, setting) <= memory:
             return size, count
     return None
 
@@ -94,7 +97,10 @@ def next_switches(answer: Estimate) -> list[SwitchGain]:
     peak = bound_of_peak(answer.shape, answer.setting)
     found = []
     for name, changes in _switches(answer.shape, answer.setting):
-        after = bound_of_peak(answer.shape, replace(answer.setting, **changes))
+        switched = replace(answer.setting, **changes)
+        if refusal_of_gathered_rows(answer.shape, switched) is not None:
+            continue
+        after = bound_of_peak(answer.shape, switched)
         if after < peak:
             found.append(SwitchGain(name, peak - after, None if answer.memory is None else after <= answer.memory))
     return sorted(found, key=lambda one: -one.gain)

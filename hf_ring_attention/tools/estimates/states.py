@@ -97,7 +97,7 @@ def _exchange_part(shape: ModelShape, setting: TrainingSetting) -> MemoryPart | 
         return MemoryPart("gradient buckets", shape.parameters * master, formula, _TORCH_DDP)
     if parallel in ("fsdp2", "zero3"):
         layer = max(layer.parameters for layer in shape.layers)
-        outside = shape.parameters - sum(one.parameters for one in shape.layers)
+        outside = shape.parameters - sum(one.parameters - one.shared for one in shape.layers)
         return MemoryPart(
             "gathered parameters",
             (3 * layer + outside) * computing,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..timeline import Timeline, ring_timeline
 from .estimate import Estimate
-from .exchange import LayerExchange
+from .exchange import LayerExchange, traffic_of_mixer
 
 #: Forward and backward passes of matrix products: backward has two for each of forward (arXiv 2001.08361, section 2.1).
 FORWARD_AND_BACKWARD = 3
@@ -43,7 +43,10 @@ def step_times(answer: Estimate, flops: float, bandwidth: float) -> list[TimePar
             "products with weights",
             products / flops,
             f"2 x {setting.local_tokens:,} tokens x ({active:,} parameters x {passes} passes + {shape.embedding:,} of the head "
-            f"x {head_passes}) / {flops:.3g} a second",
+            f"x {head_passes}) / {flops:.3g} a second"
+            + (
+                "; the operations of recurrences, which have no weights, are left out" if shape.attention.mixers else ""
+            ),
         )
     ]
     attention, waiting, work, moved = 0.0, 0.0, 0, 0
@@ -75,6 +78,12 @@ def step_times(answer: Estimate, flops: float, bandwidth: float) -> list[TimePar
             "waiting for keys", waiting, f"what computing does not hide of {moved:,} bytes / {bandwidth:.3g} a second"
         )
     )
+    states = traffic_of_mixer(shape, setting)
+    if states is not None and shape.attention.mixers is not None:
+        count = len(shape.attention.mixers.layers)
+        moved = count * (states.forward.received * (1 + setting.checkpointing) + states.backward.received)
+        formula = f"{moved:,} bytes of {count} mixers / {bandwidth:.3g} a second: nothing is computed meanwhile"
+        parts.append(TimePart("waiting for states", moved / bandwidth, formula))
     travelling, formula = _bytes_of_parameters(answer)
     unhidden = max(0.0, travelling / bandwidth - products / flops - attention)
     parts.append(

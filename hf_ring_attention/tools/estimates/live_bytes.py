@@ -1,0 +1,46 @@
+"""The bytes of the tensors that exist while some operations run, on any device, torch's meta device included."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations inside have made, as long as these exist, and the largest one of them.
+
+    Attributes:
+        now: the bytes of those that still exist.
+        peak: the most bytes that existed at once.
+        largest: the bytes of the largest one.
+
+    Example:
+        >>> with LiveBytes() as live, torch.device("meta"):
+        ...     kept = torch.ones(1024).exp()
+        >>> live.now, live.peak
+        (4096, 8192)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = self.largest = 0
+        self._known: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            storage = x.untyped_storage() if isinstance(x, torch.Tensor) else None
+            if storage is None or storage in self._known:
+                continue
+            size = storage.nbytes()
+            self._known[storage] = weakref.finalize(storage, self._freed, size)
+            self.now += size
+            self.peak, self.largest = max(self.peak, self.now), max(self.largest, size)
+        return out
+
+    def _freed(self, size: int) -> None:
+        self.now -= size
