@@ -28,7 +28,7 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
         "torch.nn.Module()": (*_HOOKS_BEFORE, *_HOOKS_AFTER),
         "torch.Tensor": ("_version",),
         "torch.distributed.distributed_c10d": ("_get_default_store",),
-        "torch.utils": ("_python_dispatch",),
+        "torch.utils": ("_python_dispatch", "_pytree"),
         "torch.ops.aten": (
             "_scaled_dot_product_flash_attention_for_cpu",
             "_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -264,6 +264,8 @@ def selected_rows(table: Any) -> Any:
 check_torch()
 #: The base class of modes that see every operation; torch documents it, and keeps it in a private module.
 TorchDispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
+#: Returns the tensors and other values inside lists, tuples and dicts.
+tree_leaves: Any = torch.utils._pytree.tree_leaves
 
 
 # ---- lm-evaluation-harness
