@@ -18,7 +18,7 @@ from .config import layer_pattern, unpatched_pattern
 from .documents import documents_of_collator
 from .exact import attends_exactly
 from .forward_pass import forward_pass_of
-from .masks import Tokens, tokens_of
+from .masks import Tokens, check_unpatched, tokens_of
 from .positions import at_its_place_in_the_row
 from .rings import attached_ring
 from .shard_checks import sharded_without_documents
@@ -97,6 +97,8 @@ def ring_dilated_attention(
                     "cu_seq_lens and seq_idx describe packed rows, which have no cache: pass use_cache=False"
                 )
             documents = documents_of_collator(query.shape[0], query.shape[2], cu_seq_lens_q, seq_idx, (documents,))
+            if forward_pass is None:
+                check_unpatched(config, documents is not None and any(len(spans) > 1 for spans in documents), False)
     except (ValueError, NotImplementedError) as refused:
         if sharded:
             assert ring is not None

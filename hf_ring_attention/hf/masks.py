@@ -144,7 +144,7 @@ def ring_dilated_mask(
     else:
         numbers = torch.ones(batch_size, kv_length, dtype=torch.int64, device=device)
     if config is not None and forward_pass_of(config) is None:
-        _check_unpatched(config, numbers)
+        check_unpatched(config, bool((numbers > 1).any()), bool((numbers == 0).any()))
     if chunk is not None and kv_offset:
         numbers = _numbers_with_missing(numbers, attention_mask, kv_offset)
     # Causal queries are the last tokens that are written.
@@ -167,15 +167,17 @@ def ring_dilated_mask(
     return mask
 
 
-def _check_unpatched(config: Any, numbers: Tensor) -> None:
+def check_unpatched(config: Any, packed: bool, padded: bool) -> None:
     """Refuses rows whose states only a patched model keeps apart.
+
+    Args:
+        packed, padded: whether a row has several documents, or padding.
 
     Raises:
         ValueError: packed rows of a hybrid model, or padded ones of a model that lets padding into its states.
     """
     if config.model_type not in MIXERS:
         return
-    packed, padded = bool((numbers > 1).any()), bool((numbers == 0).any())
     if packed or (padded and config.model_type == "recurrent_gemma"):
         raise ValueError(
             f"{class_name(config)} was given {'packed' if packed else 'padded'} rows, and its recurrent layers would pass "

@@ -260,6 +260,9 @@ def test_rows_that_only_a_patched_model_keeps_apart_are_refused():
     for model in named.values():
         with pytest.raises(ValueError, match=r"packed rows.*from document to document: call ra.patch_model"):
             model(**batch("packed")[0], use_cache=False)
+    ends = torch.tensor([0, 7, 16, 20], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"packed rows.*from document to document: call ra.patch_model"):
+        named["bamba"](batch("plain")[0]["input_ids"][:1], cu_seq_lens_q=ends, cu_seq_lens_k=ends, use_cache=False)
     named["bamba"](**batch("left")[0])
     with pytest.raises(ValueError, match=r"padded rows.*from padding to tokens: call ra.patch_model"):
         named["recurrent_gemma"](**batch("left")[0])

@@ -7,6 +7,7 @@ import torch
 from transformers import ModernBertDecoderForCausalLM
 
 import hf_ring_attention as ra
+from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.hf.support import calls_loss_function
 from hf_ring_attention.plan.heads import heads_fit
 
@@ -143,6 +144,8 @@ class Case:
             or (self.model_type in OWN_LOSS and self.shards and self.loss != "logits")
             # Masks or positions that they make themselves, and that do not know the documents.
             or (self.model_type in READY_MADE and self.patched and told)
+            # States that only a patched model keeps apart, or that let padding in; and mixers that want kernels.
+            or (bool({self.model_type, f"{self.model_type}_text"} & MIXERS.keys()) and not self.patched)
             # A cache whose keys are rotated as those of shorter rows are, or that has dropped what a pattern sees.
             or (self.task == "generate" and "rope_parameters" in self.changes and self.shards)
             or (self.task == "generate" and bool(self.patterns) and self.has_windows)
