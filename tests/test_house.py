@@ -1,6 +1,7 @@
 """The house: folders that import only from those below them, no circle, no long module, no name in two rooms."""
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -47,6 +48,7 @@ def folder_of(module):
     return module.partition(".")[0]
 
 
+@functools.cache
 def imports(source, module=""):
     """(module, name, node) of every import, wherever it stands; relative modules with the package's name in front.
 
@@ -55,15 +57,17 @@ def imports(source, module=""):
     Args:
         module: whose source it is, in dots inside the package.
     """
+    found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, None, node) for alias in node.names)
+            found += [(alias.name, None, node) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = [PACKAGE, *module.split(".")][: -node.level] if node.level else []
             assert not node.level or above, "a relative import that leaves the package"
-            yield from ((".".join([*above, *filter(None, [node.module])]), alias.name, node) for alias in node.names)
+            found += [(".".join([*above, *filter(None, [node.module])]), alias.name, node) for alias in node.names]
         elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
-            yield "torch", "distributed", node
+            found.append(("torch", "distributed", node))
+    return tuple(found)
 
 
 def modules_imported(source, module=""):

@@ -17,9 +17,9 @@ from ..ring.ring import Ring
 from ..transport.agreement import agreement, digest
 from .answers import answer_questions
 from .inputs import EvaluationInputs
+from .jobs import JUDGE, OWN, SCORING, Job, Key, jobs_of, key_of
 from .journal import Journal
 from .long_perplexity import short_context_nll, tokens_that_gain
-from .matrix import JUDGE, OWN, SCORING, Job, Key, jobs_of, key_of
 from .perplexity import perplexity
 from .scoring import rank_among, string_match_all, string_match_part
 from .strides import stride_nll
@@ -68,7 +68,9 @@ class Evaluator:
             tell: hears how many jobs are done, of how many, and the next one, on each process.
 
         Raises:
-            ValueError: on every process: processes that differ in plan, texts or tokens, or what a job refuses.
+            ValueError: on every process: processes that differ in plan, texts or tokens, or what a job refuses; on the others,
+                what process 0 could not write.
+            OSError: on process 0, a journal that cannot be written to.
         """
         jobs = jobs_of(self.plan, {task: self.inputs.counts(task) for task in SCORING})
         with agreement(self.ring.agree_everywhere) as call:
@@ -81,14 +83,15 @@ class Evaluator:
         rings = self.ring.dp_size
         for first in range(0, len(left), rings):
             of_rings = left[first : first + rings]
-            tell(len(jobs) - len(left) + first, len(jobs), of_rings[0])
             with agreement(self.ring.agree_everywhere) as call:
+                tell(len(jobs) - len(left) + first, len(jobs), of_rings[0])
                 if self.ring.dp_rank < len(of_rings):
                     records = self.records_of(of_rings[self.ring.dp_rank])
                     call.message = records if self.ring.rank == 0 else None
-            if journal is not None:
-                found = [record for records in call.answers for record in records or ()]
-                journal.append([record for record in found if key_of(record) not in done])
+            with agreement(self.ring.agree_everywhere):
+                if journal is not None:
+                    found = [record for records in call.answers for record in records or ()]
+                    journal.append([record for record in found if key_of(record) not in done])
 
     def records_of(self, job: Job) -> list[dict[str, Any]]:
         """Returns the records of a job, one a key, as JSON."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
-from .matrix import EvaluationPlan, check_plan
+from .jobs import EvaluationPlan, check_plan
 from .questions import Materials, PromptWriter, Question, question_of
 from .texts import EvaluationText, TextPiece, sentences_of, text_pieces
 from .tracing import retrieval_task

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .bootstrap import bootstrap_interval, share_interval
-from .matrix import EvaluationPlan
+from .jobs import EvaluationPlan
 
 #: Whether more is better, by metric.
 HIGHER_IS_BETTER = {

@@ -29,8 +29,9 @@ from .documents import (
 )
 from .forward_pass import FORWARD_PASS, ForwardPass, forward_pass_of
 from .masks import tokens_of
-from .mixers import attach_mixers, remember_for_recomputation
+from .mixers import attach_mixers
 from .positions import first_position, remember_places, warn_of_temperatures
+from .recomputation import remember_for_recomputation
 from .registration import IMPLEMENTATION
 from .rings import attached_ring, serve, set_ring
 from .routers import ROUTING, begin_routing, tell_routing

@@ -270,3 +270,10 @@ def tokens_of(mask: Tensor | None) -> Tokens:
         setattr(mask, _TOKENS, tokens)
     assert isinstance(tokens, Tokens)
     return tokens
+
+
+def tell_copy(mask: Any, copy: Any) -> None:
+    """Tells a copy of a mask what is known of the mask; other objects are left alone."""
+    tokens = getattr(mask, _TOKENS, None)
+    if tokens is not None and isinstance(copy, Tensor):
+        setattr(copy, _TOKENS, tokens)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..compute.private import checkpointing_of, set_checkpointing
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents
 from ..plan.state_runs import runs_of
@@ -28,8 +27,7 @@ from ..ring.attention import UNTRACEABLE
 from ..ring.ring import Ring
 from .cache import ShardedCache
 from .documents import documents_from_mask
-from .forward_pass import ForwardPass, forward_pass_of, with_forward_pass
-from .hybrid_types import MIXERS
+from .forward_pass import ForwardPass, forward_pass_of
 from .rings import attached_ring
 from .states import StatesBehind, can_pass, chain_of, passing
 from .support import mixers_of
@@ -72,37 +70,27 @@ def attach_mixers(model: PreTrainedModel) -> None:
         module.forward = partial(_run, module, config)
 
 
-def remember_for_recomputation(model: PreTrainedModel) -> None:
-    """Makes layers that recompute their forward pass in backward find the documents of the pass that they repeat."""
-    if model.config.get_text_config().model_type not in MIXERS:
-        return
-    for module in model.modules():
-        checkpoint = checkpointing_of(module)
-        if checkpoint is not None and not isinstance(checkpoint, _Remembering):
-            set_checkpointing(module, _Remembering(checkpoint))
-
-
-class _Remembering:
-    """A function that checkpoints others, and sets for their recomputation the `ForwardPass` in which they ran first."""
-
-    def __init__(self, checkpoint: Any) -> None:
-        self.checkpoint = checkpoint
-
-    def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.checkpoint(with_forward_pass(function), *args, **kwargs)
-
-
 @torch.compiler.disable(reason=UNTRACEABLE)
 def _run(module: nn.Module, config: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs a mixer in place of its own `forward`, which it calls on documents.
+    """Runs a mixer in place of its own `forward`, which it calls on documents; `_output` tells what that raises."""
+    kwargs |= zip(list(inspect.signature(type(module).forward).parameters)[1:], args)
+    out = _output(module, config, kwargs)
+    if type(module).__name__ in _STATES_INSIDE and not kwargs.get("use_cache"):
+        # It would keep its last state, with the graph of it, until it runs again.
+        module.rg_lru.recurrent_states = None  # type: ignore[union-attr]
+    return out
+
+
+def _output(module: nn.Module, config: Any, kwargs: dict[str, Any]) -> Any:
+    """Returns what a mixer returns for these arguments.
 
     Raises:
         RuntimeError: a shard outside of a forward pass of its model, so that nothing tells its documents.
         ValueError: rows whose last documents differ in length, for a mixer whose state would take in their padding.
         NotImplementedError: a sharded cache, for a mixer that keeps its state in itself; or gathered rows that are too long.
     """
-    first, *others = list(inspect.signature(type(module).forward).parameters)[1:]
-    kwargs |= zip([first, *others], args)
+    first = list(inspect.signature(type(module).forward).parameters)[1]
+    kwargs = dict(kwargs)
     hidden: Tensor = kwargs.pop(first)
     ring, running = attached_ring(module), forward_pass_of(config)
     if ring is not None and ring.world_size > 1:

@@ -203,7 +203,7 @@ EXTRAS = {
     "matplotlib": "'matplotlib>=3.8'",
     "rich": "'rich>=13'",
     "typer": "'typer>=0.15'",
-    "gguf": "'gguf>=0.10'",
+    "gguf": "'gguf>=0.17.1'",
     "peft": "'peft>=0.18'",
     "lm_eval": "'lm-eval>=0.4.13'",
 }

@@ -20,8 +20,9 @@ import torch
 from ..evaluation.bootstrap import DRAWS
 from ..evaluation.evaluator import Evaluator
 from ..evaluation.inputs import EvaluationInputs
+from ..evaluation.jobs import OWN, SCORING, EvaluationPlan, Job, jobs_of, task_notes
 from ..evaluation.journal import Journal, journal_of
-from ..evaluation.matrix import OWN, SCORING, EvaluationPlan, Job, jobs_of, task_notes
+from ..evaluation.progress import progress_bar
 from ..evaluation.results import results_of
 from ..evaluation.texts import EvaluationText
 from ..evaluation.whole_files import write_whole
@@ -33,7 +34,6 @@ from .checks.machine import cores_of_process, installed_versions
 from .evaluation_report import report_text
 from .loading import device_or_best, load_model, load_tokenizer
 from .model_config import attention_of_config, read_config, text_config_of
-from .output import terminal
 
 RESULTS_FILE, REPORT_FILE = "results.json", "report.md"
 
@@ -174,17 +174,13 @@ class EvaluationRun:
             if journal is None:
                 evaluator.run(None)
                 return None
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-            columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-            progress = stack.enter_context(Progress(*columns, console=terminal(stderr=True), transient=True))
-            bar, before = progress.add_task("evaluating"), None
+            bar, before = stack.enter_context(progress_bar("evaluating", unit="job")), None
 
             def tell(done: int, total: int, job: Job) -> None:
                 nonlocal before
-                progress.update(
-                    bar, completed=done, total=total, description=f"{job.task} {job.length} {job.patterns[0]}"
-                )
+                bar.total = total
+                bar.set_description(f"{job.task} {job.length} {job.patterns[0]}", refresh=False)
+                bar.update(done - bar.n)
                 if before not in (None, job.task) and journal.records:
                     self.write(journal, pictures={})
                 before = job.task

@@ -1,5 +1,8 @@
 """Answers are those of plain passes over whole rows: likelihoods, greedy texts, alone, in batches and on rings."""
 
+import errno
+import os
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -7,8 +10,8 @@ from accelerate import Accelerator
 import hf_ring_attention as ra
 from hf_ring_attention.evaluation.answers import answer_questions
 from hf_ring_attention.evaluation.evaluator import Evaluator
-from hf_ring_attention.evaluation.journal import journal_of
-from hf_ring_attention.evaluation.matrix import EvaluationPlan, key_of
+from hf_ring_attention.evaluation.jobs import EvaluationPlan, key_of
+from hf_ring_attention.evaluation.journal import Journal, journal_of
 from tests.support.evaluation import inputs_of, load, save_checkpoint
 from tests.support.ranks import run_ranks
 from tests.support.tolerance import EXACT, float64
@@ -151,6 +154,23 @@ def test_patterns_give_figures_of_their_own(alone):
 def evaluate_on_own_ring(rank, folder, output):
     process_environment(rank, 2)
     return evaluate(folder, output, ra.Ring.from_accelerator(Accelerator(cpu=True), 1))
+
+
+def evaluate_on_a_full_disk(rank, folder, output):
+    """What the process raises when process 0 cannot write down what all have computed."""
+
+    def full(journal, records):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    Journal.append = full
+    with pytest.raises(OSError if rank == 0 else ValueError) as caught:
+        evaluate_on_rank(rank, folder, output, "ring")
+    return str(caught.value)
+
+
+def test_a_disk_that_is_full_ends_all_processes_with_that_error(folder, tmp_path):
+    own, other = run_ranks(evaluate_on_a_full_disk, 2, folder, tmp_path / "report")
+    assert "No space left on device" in own and "process 0 of 2" in other and "No space left on device" in other
 
 
 def test_rings_that_are_dealt_jobs_find_what_one_finds(folder, alone, tmp_path):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hf_ring_attention.evaluation.inputs import EvaluationInputs
-from hf_ring_attention.evaluation.matrix import EvaluationPlan, check_plan, expanded_tasks, jobs_of
+from hf_ring_attention.evaluation.jobs import EvaluationPlan, check_plan, expanded_tasks, jobs_of
 from hf_ring_attention.evaluation.questions import CANDIDATES, NOISE, PromptWriter, most_units, question_of
 from hf_ring_attention.evaluation.texts import EvaluationText, sentences_of, text_pieces
 from hf_ring_attention.evaluation.tracing import RETRIEVAL, RULER, retrieval_task

@@ -19,10 +19,10 @@ from hf_ring_attention.hf.support import mixers_of
 
 from ..support.probe import GRADIENTS, LOGITS, alone, batch, errors, logits_and_gradients, of_shards
 from ..support.ranks import run_simulated
-from ..support.releases import needs
+from ..support.releases import needs_mixers
 from ..support.tiny_models import tiny_model
 
-pytestmark = needs("transformers", "5.23", "mixers with the names and the caches that are known")
+pytestmark = needs_mixers
 
 # ---- the signatures of fla 0.6, mamba-ssm 2.2 and causal-conv1d 1.7
 

@@ -1,6 +1,5 @@
 """Generation: the tokens of eager attention, each step a row of the oracle, and no key touched that no query sees."""
 
-import functools
 import itertools
 from typing import NamedTuple
 
@@ -219,20 +218,27 @@ def document_and_question(number):
     return torch.cat([ids, question()], 1), rows, mask if padded else None, way
 
 
-@functools.lru_cache(maxsize=1)  # for the ring of 2, and then for the ring of 3
-def tokens_of_one_device(model_type):
-    answers = []
-    for number, (_, pattern) in enumerate(itertools.product(LAYOUTS, PATTERNS)):
+def cases_of(model_type, world_size):
+    """(number, layout, pattern) of the cases of a ring: a layout with each pattern. From type to type the rings of 2 and of 3
+    exchange their layouts."""
+    cases = [(number, *case) for number, case in enumerate(itertools.product(LAYOUTS, PATTERNS))]
+    own = LAYOUTS[(TYPES.index(model_type) + world_size) % 2]
+    return [case for case in cases if case[1] == own]
+
+
+def tokens_of_one_device(model_type, world_size):
+    answers = {}
+    for number, _, pattern in cases_of(model_type, world_size):
         whole, rows, _, way = document_and_question(number)
         model = ra.patch_model(tiny_model(model_type, "eager"), PATTERNS[pattern])
-        answers.append(generate(model, whole, rows, **WAYS[way]))
+        answers[number] = generate(model, whole, rows, **WAYS[way])
     return answers
 
 
 def differing_from_one_device(rank, model_type, answers, transport):
     """The cases in which a ring generates something else."""
     wrong = []
-    for number, (layout, pattern) in enumerate(itertools.product(LAYOUTS, PATTERNS)):
+    for number, layout, pattern in cases_of(model_type, torch.distributed.get_world_size()):
         whole, rows, mask, way = document_and_question(number)
         ring = ra.Ring(layout=layout, transport=transport)
         model = ra.patch_model(tiny_model(model_type, "eager"), PATTERNS[pattern], ring=ring)
@@ -252,7 +258,7 @@ def differing_from_one_device(rank, model_type, answers, transport):
 @pytest.mark.parametrize("model_type", TYPES)
 def test_sharded_keys(ranks, model_type, world_size, transport):
     """Documents prefilled over a ring, then questions: the tokens of one device, in every layout, pattern and way."""
-    answers = tokens_of_one_device(model_type)
+    answers = tokens_of_one_device(model_type, world_size)
     for wrong in ranks.run(differing_from_one_device, world_size, model_type, answers, transport):
         assert wrong == []
 

@@ -11,10 +11,10 @@ from hf_ring_attention.hf.support import mixers_of
 
 from ..support.probe import BATCHES, GRADIENTS, LOGITS, TOKENS, alone, batch, errors, of_shards
 from ..support.ranks import run_simulated
-from ..support.releases import needs
+from ..support.releases import needs_mixers
 from ..support.tiny_models import tiny_model
 
-pytestmark = needs("transformers", "5.23", "mixers with the names and the caches that are known")
+pytestmark = needs_mixers
 
 TYPES = [name for name in MIXERS if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
 #: One of each kind of state: a convolution, a delta rule with one decay a head and with one a channel, Mamba 2, Mamba; and one

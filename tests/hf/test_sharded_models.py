@@ -123,10 +123,11 @@ def test_logits_and_gradients_of_one_process(ranks, case):
     assert_equal(ranks.run(errors, 2, *case))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# GPT-2 hands the mask to its layers by position, and torch's reentrant checkpoint repeats them with a copy of it.
+@pytest.mark.parametrize(("name", "layout"), [("llama", "contiguous"), ("llama", "zigzag"), ("gpt2", "zigzag")])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradient_checkpointing(ranks, use_reentrant, layout):
-    assert_equal(ranks.run(errors, 2, "llama", layout, "left", "pyramid", use_reentrant))
+def test_gradient_checkpointing(ranks, use_reentrant, name, layout):
+    assert_equal(ranks.run(errors, 2, name, layout, "left", "pyramid", use_reentrant))
 
 
 @pytest.mark.parametrize(("world_size", "heads"), [(2, None), (4, 2)])

@@ -9,10 +9,10 @@ from hf_ring_attention.plan.state_runs import runs_of
 from hf_ring_attention.tools.estimates.live_bytes import LiveBytes
 
 from ..support.ranks import run_simulated
-from ..support.releases import needs
+from ..support.releases import needs_mixers
 from ..support.tiny_models import VOCAB, tiny_model
 
-pytestmark = needs("transformers", "5.23", "mixers with the names and the caches that are known")
+pytestmark = needs_mixers
 
 
 @pytest.mark.parametrize("model_type", ["lfm2", "qwen3_next", "kimi_linear", "bamba", "jamba"])

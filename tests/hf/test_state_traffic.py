@@ -16,10 +16,10 @@ from hf_ring_attention.plan.traffic import RowBytes, collective_traffic, ring_tr
 from hf_ring_attention.tools.model_config import attention_of_config
 
 from ..support.ranks import run_simulated
-from ..support.releases import needs
+from ..support.releases import needs_mixers
 from ..support.tiny_models import VOCAB, tiny_model
 
-pytestmark = needs("transformers", "5.23", "mixers with the names and the caches that are known")
+pytestmark = needs_mixers
 
 #: One of each kind of state, and one whose rows are gathered.
 KINDS = ["lfm2", "qwen3_next", "kimi_linear", "bamba", "jamba", "minimax"]

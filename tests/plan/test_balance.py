@@ -39,7 +39,7 @@ def problem_of(layout, documents, pattern):
     return Problem(pattern, layout, documents, num_heads=1, num_kv_heads=1)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=500)
 @given(
     drawn(lambda rng: rng.random()),
     st.sampled_from([*[2, 3, 4, 5, 6, 8] * 3, 12, 16, 24, 32, 64]),  # Many ranks take their time.

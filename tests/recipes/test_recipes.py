@@ -11,6 +11,9 @@ import checkpoints
 import finetune as finetune_recipe
 import pytest
 import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -48,12 +51,11 @@ def nudged(folder):
     return again
 
 
-#: What starts a recipe anew: Python; or two processes by Accelerate's launcher, with options for all that it would guess, by
-#: torch's, and with the files of recipes/accelerate, whose plugins act where Accelerate takes the processes for GPUs.
+#: What starts a recipe anew: Python; or two processes by torch's launcher, and by Accelerate's with the files of
+#: recipes/accelerate, whose plugins act where Accelerate takes the processes for GPUs.
 ACCELERATE = ["-m", "accelerate.commands.launch", "--num_processes", "2", "--main_process_port", "0"]
 LAUNCHERS = {
     "python": [],
-    "accelerate": [*ACCELERATE, *"--multi_gpu --num_machines 1 --mixed_precision no --dynamo_backend no".split()],
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
 }
 for plugin in ("fsdp2", "zero3"):
@@ -61,11 +63,27 @@ for plugin in ("fsdp2", "zero3"):
     LAUNCHERS[plugin] = [*ACCELERATE, "--config_file", str(file), "--mixed_precision", "no", str(AS_GPUS)]
 
 
-def launch(recipe, *arguments, launcher=None, processes=1, timeout=1200, path=None):
-    """What became of a recipe, from a launcher or from none; a folder of modules for it comes before others."""
+def environment_of(plugin):
+    """The variables that Accelerate's launcher sets for the processes of a file of recipes/accelerate."""
+    command = [*LAUNCHERS[plugin][2:], "script.py"]
+    args = _validate_launch_command(launch_command_parser().parse_args(command))[0]
+    if plugin == "fsdp2":
+        return prepare_multi_gpu_env(args)
+    args.deepspeed_fields_from_accelerate_config = ",".join(load_config_from_file(args.config_file).deepspeed_config)
+    return prepare_deepspeed_cmd_env(args)[1]
+
+
+def launch(recipe, *arguments, launcher=None, processes=1, timeout=1200, path=None, plugin=None):
+    """What became of a recipe, from a launcher or from none; a folder of modules for it comes before others.
+
+    With a `plugin` and no launcher, two processes are forked that find what the launcher would set for them.
+    """
     environment = dict(os.environ, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     if path is not None:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")]))
+    if plugin is not None:
+        options = {"processes": 2, "environment": environment | environment_of(plugin), "timeout": timeout}
+        return run_program(AS_GPUS, RECIPES / recipe, *arguments, **options)
     if launcher is None:
         options = {"processes": processes, "environment": environment, "timeout": timeout}
         return run_program(RECIPES / recipe, *arguments, **options)
@@ -282,7 +300,7 @@ def assert_same_steps(output, folder, bounds):
 
 
 def test_finetune_takes_the_same_steps_on_two_processes(folder, bounds, tmp_path):
-    _, out = finetune(folder, tmp_path, "--ring-size", 2, "--save-every", 3, launcher="accelerate")
+    _, out = finetune(folder, tmp_path, "--ring-size", 2, "--save-every", 3, processes=2)
     assert "rank 1: peak memory" in out
     assert_same_steps(tmp_path, folder, bounds)
     # The checkpoint is that of the third step.
@@ -360,13 +378,15 @@ def test_a_batch_that_the_text_does_not_fill_is_refused(folder, tmp_path):
     assert "24800 tokens to train on, which are 25 row(s) of 1000, and 99 or more are needed: about 99 * 1000" in said
 
 
-@pytest.mark.parametrize("plugin", ["fsdp2", "zero3"])
-def test_finetune_with_sharded_parameters(plugin, folder, bounds, tmp_path):
+@pytest.mark.parametrize(
+    ("plugin", "launched"), [("fsdp2", True), ("zero3", False), pytest.param("zero3", True, marks=pytest.mark.slow)]
+)
+def test_finetune_with_sharded_parameters(plugin, launched, folder, bounds, tmp_path):
     if plugin == "zero3":
         pytest.importorskip("deepspeed", reason=NO_DEEPSPEED)
     by_heads = ["--ring-transport", "heads", "--ring-heads", 2]
     options = ["--ring-size", 2, *by_heads, "--checkpointing", "--offload"]
-    figures, _ = finetune(folder, tmp_path, *options, launcher=plugin)
+    figures, _ = finetune(folder, tmp_path, *options, **{"launcher" if launched else "plugin": plugin})
     assert figures["transport"] == "heads"
     assert_same_steps(tmp_path, folder, bounds)
 
@@ -378,7 +398,7 @@ def by_the_trainer(folder, nudged):
     return run, bounds_of(train(nudged, nudged / "trainer", 1, None), run)
 
 
-def train(folder, output, ring_size, launcher, *options):
+def train(folder, output, ring_size, launcher, *options, plugin=None, processes=1):
     """What two runs by the Trainer are compared by."""
     options = ["--model", folder / "model", "--text", folder / "text.txt", "--pattern", "pyramid:32,3,2", *options]
     options += [
@@ -394,7 +414,7 @@ def train(folder, output, ring_size, launcher, *options):
         "true",
     ]
     options += ["--ring_size", ring_size, "--output_dir", output, "--save_strategy", "steps", "--save_steps", 2]
-    out = run("finetune_trainer.py", *options, launcher=launcher)
+    out = run("finetune_trainer.py", *options, launcher=launcher, plugin=plugin, processes=processes)
     assert f"rank {ring_size - 1}: peak memory" in out and "eval_perplexity" in out
     assert LlamaForCausalLM.from_pretrained(output).config.ring_dilated["pattern"]["branches"]
     state = json.loads((output / "checkpoint-3" / "trainer_state.json").read_text())
@@ -430,10 +450,13 @@ def test_the_trainer_goes_on_from_the_last_whole_checkpoint(folder, by_the_train
     assert "has checkpoint-3 of an earlier run" in refused("finetune_trainer.py", *options)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "fsdp2", "zero3"])
+@pytest.mark.parametrize("launcher", [None, pytest.param("torchrun", marks=pytest.mark.slow), "fsdp2", "zero3"])
 def test_finetune_by_the_trainer(launcher, folder, by_the_trainer, tmp_path):
     if launcher == "zero3":
         pytest.importorskip("deepspeed", reason=NO_DEEPSPEED)
     run, bounds = by_the_trainer
-    by_heads = [] if launcher == "torchrun" else ["--ring_transport", "heads", "--ring_heads", 2]
-    assert_equal_runs(train(folder, tmp_path, 2, launcher, *by_heads), run, launcher, bounds)
+    if launcher in (None, "torchrun"):
+        found = train(folder, tmp_path, 2, launcher, processes=2)
+    else:  # The launcher starts finetune.py with the same files above.
+        found = train(folder, tmp_path, 2, None, "--ring_transport", "heads", "--ring_heads", 2, plugin=launcher)
+    assert_equal_runs(found, run, launcher, bounds)

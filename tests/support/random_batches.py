@@ -20,7 +20,7 @@ import hf_ring_attention as ra
 from hf_ring_attention.training.shards import rows_of_batch
 
 from .dense import DENSE
-from .random_cases import DEAF, NUMBERED_BY_MASK, SELF_NUMBERED, Case
+from .random_cases import DEAF, NUMBERED_BY_MASK, OTHER_STEPS, SELF_NUMBERED, Case
 from .random_rows import IGNORED
 from .ranks import run_simulated
 from .tiny_models import draw, tiny_config
@@ -138,7 +138,8 @@ def expected_tokens(case, model, found):
     batch, new = case.batches[0], case.generated[0]
     if not case.patterns:
         kept = {}
-        if "rope_parameters" in case.changes and case.shards:  # keys stay as long as the row was when they came
+        # Keys stay as long as the row was when they came, and what was prefilled was computed as a row.
+        if case.shards and ("rope_parameters" in case.changes or case.model_type in OTHER_STEPS):
             ids, mask = before_question(case)
             positions = counted(case, case.batches[0])[:, : ids.shape[1]]
             filled = model(ids, attention_mask=mask, position_ids=positions, use_cache=True)

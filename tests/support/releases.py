@@ -22,6 +22,10 @@ def needs(package, release, what):
     return pytest.mark.skipif(not at_least(package, release), reason=reason)
 
 
+#: Marks tests that compute hybrid models.
+needs_mixers = needs("transformers", MIXERS_SINCE, "mixers with the names and the caches that are known")
+
+
 def what_lacks(model_type):
     """What Transformers lacks of a model type: the type, known mixers, or calls of the interface; None for nothing."""
     release = f"Transformers {version('transformers')}"

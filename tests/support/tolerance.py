@@ -41,9 +41,13 @@ def assert_exact(found, expected, what="they"):
 def nudge_(model, seed=0):
     """Moves every weight to about a neighbouring number of its dtype, up or down; returns the model."""
     generator = torch.Generator().manual_seed(seed)
+    # Drawing a number for each weight of a real model would take seconds. These are repeated, from other places for each
+    # tensor, and their count is a prime, so that the rows of no matrix are moved alike.
+    up_or_down = 2 * torch.randint(2, (65537,), generator=generator, dtype=torch.int8) - 1
     for parameter in model.parameters():
-        up_or_down = 2 * torch.randint(2, parameter.shape, generator=generator) - 1
-        parameter.mul_(1 + torch.finfo(parameter.dtype).eps * up_or_down)
+        up_or_down = up_or_down.roll(1001)
+        signs = up_or_down.repeat(-(-parameter.numel() // len(up_or_down)))[: parameter.numel()].view(parameter.shape)
+        parameter.addcmul_(parameter, signs.to(parameter.dtype), value=torch.finfo(parameter.dtype).eps)
     return model
 
 

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import hf_ring_attention as ra
+from hf_ring_attention.evaluation import progress
 from hf_ring_attention.tools import cli
 from hf_ring_attention.tools.options import names_of_files
 from tests.support.checkpoints import save_checkpoint_of_words
@@ -44,14 +45,16 @@ def words_of(folder, *more):
     return ["calibrate", *map(str, text), *menu, *map(str, more)]
 
 
-def test_files_and_figures_are_those_of_the_library(folder, capsys):
+def test_files_and_figures_are_those_of_the_library(folder, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 1e-6)
     output = folder / "chosen"
     more = ["--rows", 2, "--held-out", folder / "dog.txt", "--compare", "window:16+1", "--output", output, "--plot"]
     with pytest.raises(SystemExit) as end:
         cli.main(words_of(folder, *more))
-    printed = capsys.readouterr().out
+    printed, told = capsys.readouterr()
     assert not end.value.code and "fox.txt" in printed and "window:16+1" in printed
+    assert "calibrate: " in told and "layer/s" in told  # stderr is a file here, which hears how far it is.
 
     chosen = ra.Calibration.load(output / "calibration.json")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")

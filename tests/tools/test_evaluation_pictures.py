@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from hf_ring_attention.evaluation.matrix import EvaluationPlan
+from hf_ring_attention.evaluation.jobs import EvaluationPlan
 from hf_ring_attention.evaluation.results import cells_of, results_of
 from hf_ring_attention.evaluation.tracing import RULER
 from hf_ring_attention.tools.evaluation_plots import plot_evaluation, quality_by_pattern

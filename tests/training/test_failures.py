@@ -49,7 +49,7 @@ def whole_and_resumed(rank, folder, ring_size):
     return whole, resumed
 
 
-@pytest.mark.parametrize(("world_size", "ring_size"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("world_size", "ring_size"), [pytest.param(2, 2, marks=pytest.mark.slow), (4, 2)])
 def test_a_killed_process_ends_the_others_by_name(world_size, ring_size, tmp_path):
     with pytest.raises(AssertionError, match="ended without an answer"):
         run_ranks(killed, world_size, tmp_path, ring_size)

@@ -8,13 +8,13 @@ from peft import LoraConfig, get_peft_model
 
 import hf_ring_attention as ra
 from tests.support.ranks import run_ranks
-from tests.support.releases import needs
+from tests.support.releases import needs_mixers
 from tests.support.tiny_models import tiny_model
 from tests.support.training import assert_equal_runs, documents, loop, trainer
 
 pytestmark = [
     pytest.mark.usefixtures("in_float64"),
-    needs("transformers", "5.23", "mixers with the names and the caches that are known"),
+    needs_mixers,
 ]
 
 #: Documents of uneven lengths, padded on the left; and more of them packed into rows of uneven fill.

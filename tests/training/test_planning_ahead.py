@@ -107,7 +107,7 @@ def test_calls_of_processes_find_their_plans():
 def runs_with_and_without(rank, ring_size, transport):
     rows, collator, batch_size = COLLATORS["packed by batch"]
     options = {"ring_size": ring_size, "transport": transport, "rows": rows, "collator": collator}
-    options |= {"batch_size": batch_size, "steps": 12, "accumulate": 2, "checkpointing": True}
+    options |= {"batch_size": batch_size, "steps": 5, "accumulate": 2, "checkpointing": True}
     with makers() as names:
         ahead = loop(rank, **options)
     with without_planning_ahead(), makers() as others:

@@ -14,10 +14,12 @@ from tests.support.training import assert_equal_runs, documents, process_environ
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
-ROWS = documents(9, 20, 61, seed=0, prompt=3)
+#: Four steps of two rows an epoch, or two of each of two rings: a checkpoint of the third step is in the middle of one.
+ROWS = documents(7, 20, 61, seed=0, prompt=3)
 EVAL_ROWS = documents(5, 20, 61, seed=3)
 COLLATE = ra.PaddingCollator()
-SAVING = {"save_strategy": "steps", "save_steps": 3}
+STEPS = 5
+SAVING = {"steps": STEPS, "save_strategy": "steps", "save_steps": 3}
 
 
 def loader_of(rows, **arguments):
@@ -86,11 +88,9 @@ def trained(rank, folder, ring_size, kinds=KINDS):
     for kind in (ra.RingTrainer, *kinds):
         where = folder / kind.__name__
         how = {"ring_size": ring_size, "rows": ROWS, "eval_rows": EVAL_ROWS, "collator": COLLATE, "batch_size": 2}
-        run, made = trainer(rank, where, trainer_class=kind, steps=7, **how, **SAVING)
+        run, made = trainer(rank, where, trainer_class=kind, **how, **SAVING)
         if kind is ByRing:
-            again, _ = trainer(
-                rank, where, trainer_class=kind, steps=7, **how, resume=str(where / "checkpoint-3"), **SAVING
-            )
+            again, _ = trainer(rank, where, trainer_class=kind, **how, resume=str(where / "checkpoint-3"), **SAVING)
             assert_equal_runs(again, run, f"{kind.__name__}, resumed")
         run["evaluated"] = made.evaluate()["eval_loss"]
         run["others"] = made.evaluate(EVAL_ROWS[:3])["eval_loss"]
@@ -123,7 +123,7 @@ def test_loaders_of_a_subclass_on_two_processes(ring_size, tmp_path):
 
 def dropped(rank, folder, ring_size):
     _, made = trainer(
-        rank, folder, ring_size=ring_size, rows=ROWS, collator=COLLATE, trainer_class=Dropping, steps=-1,
+        rank, folder, ring_size=ring_size, rows=[*ROWS, *ROWS[:2]], collator=COLLATE, trainer_class=Dropping, steps=-1,
         num_train_epochs=2,
     )  # fmt: skip
     return made.state.global_step
@@ -146,7 +146,7 @@ class Streamed(ra.RingTrainer):
 
 
 def streamed(rank, folder, ring_size):
-    how = {"ring_size": ring_size, "rows": ROWS, "collator": COLLATE, "trainer_class": Streamed, "steps": 8, **SAVING}
+    how = {"ring_size": ring_size, "rows": ROWS, "collator": COLLATE, "trainer_class": Streamed, **SAVING}
     whole, _ = trainer(rank, folder, **how)
     again, _ = trainer(rank, folder, **how, resume=str(folder / "checkpoint-3"))
     assert_equal_runs(again, whole, "resumed")
@@ -174,7 +174,7 @@ def augmented(rank, folder, ring_size):
     runs = []
     for workers in (0, 2):
         how = {
-            "ring_size": ring_size, "rows": Augmented(), "collator": COLLATE, "batch_size": 2, "steps": 8,
+            "ring_size": ring_size, "rows": Augmented(), "collator": COLLATE, "batch_size": 2,
             "dataloader_num_workers": workers, **SAVING,
         }  # fmt: skip
         whole, _ = trainer(rank, folder, **how)

@@ -15,7 +15,6 @@ from typing import Any, get_args
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ...hf.config import patch_config
@@ -28,12 +27,12 @@ from ...plan.patterns import Pattern, as_pattern
 from ...ring.ring import Ring
 from ...transport.agreement import digest
 from ..perplexity import check_token_rows, token_ids
-from .choice import choose
+from ..progress import progress_bar
+from .choice import choose, squares_of
 from .costs import BudgetOf, exact_cost, menu_costs
 from .journal import calibration_journal
-from .passes import TextChanges
 from .result import CalibratedText, Calibration
-from .search import Groups, Search, squares_of
+from .search import Groups, Search
 from .texts import plain_text, retrieval_text, shortest_retrieval_text
 
 logger = logging.getLogger(__name__)
@@ -44,6 +43,9 @@ MENU = (
     *(f"pyramid:{window},2" for window in (256, 512, 1024)),
     "exact",
 )
+
+#: The number of what a folder's files of measurements hold; it goes up when that changes.
+_FORMAT = 2
 
 
 def calibrate(
@@ -63,9 +65,9 @@ def calibrate(
 ) -> Calibration:
     """Chooses a pattern for each key/value head of each layer of a checkpoint, by what it would do to its predictions.
 
-    One forward and backward pass of each text, under exact attention, scores every pattern in every group of heads, and a
-    knapsack takes one for each group under the budget. A second such pass, under the patterns chosen, corrects the scores for
-    what all groups change together, and the next choice is kept if forward passes show that it is nearer to exact attention.
+    One forward and backward pass of each text, under exact attention, scores every pattern in every group of heads, and each
+    two of them together; a knapsack takes one pattern for each group under the budget. A second such pass, under the patterns
+    chosen, corrects the scores, and the next choice is kept if forward passes show that it is nearer to exact attention.
     Nothing is trained. The model is left with the patterns that it had.
 
     The texts should be like those that the model will read, each as long as its rows: a pattern is not measured beyond them.
@@ -88,7 +90,7 @@ def calibrate(
         seed: the number from which the tokens drawn in the first pass follow, and the retrieval text.
         folder: where measurements are written as they come; a run that was ended goes on from there, and ends with the same
             result. None keeps nothing.
-        progress: whether a terminal shows a bar, which counts the layers of all passes.
+        progress: whether a bar counts the layers of all passes; a file gets a line of it every half minute.
 
     Returns:
         The patterns, with scores and measured losses, the same on every rank.
@@ -120,6 +122,7 @@ def calibrate(
             "model": digest([(name, digest(x.flatten()[:256].float())) for name, x in inner.named_parameters()]),
             "dtype": str(inner.dtype),
             "menu": [str(pattern) for pattern in patterns],
+            "format": _FORMAT,
         }
         numbers = {"budget": budget, "budget_of": budget_of, "seq_len": tokens, "retrieval": retrieval, "seed": seed}
         digests = [digest(row) for row in rows]
@@ -137,20 +140,18 @@ def calibrate(
         search = Search(
             inner, served, partial(_patch, inner), plain, answers, patterns, journal, lambda layer: bar.update()
         )
-        first, found = search.first_passes()
-        _check_layers_of_model(inner, first[0])
-        heads = {layer: len(x) for layer, x in first[0].linear.items()}
-        groups = Groups.of(heads, patterns, budget, budget_of, tokens)
-        products = search.mean([groups.together(one.products) for one in first])
-        scores = squares_of(products) / 2
-        harm = np.zeros_like(scores)
-        for one in found:
-            of_answers = squares_of(groups.together(one.products))
-            harm = harm + retrieval * of_answers * (scores.sum() / max(of_answers.sum(), 1e-300))
-        scores = scores + harm
-        best = search.tried(groups, choose(scores, groups.costs, groups.budget))
+        first = search.first_passes()
+        _check_layers_of_model(inner, first.heads)
+        groups = Groups.of(first.heads, patterns, budget, budget_of, tokens)
+        harm: Any = 0.0
+        for of_answers in first.of_answers:
+            # By their weight, of what all patterns of the menu do harm one by one.
+            squares = squares_of(of_answers).sum()
+            harm = harm + retrieval * (squares_of(first.products).sum() / max(squares, 1e-300)) * of_answers
+        products = first.products + harm
+        best = search.tried(groups, choose(np.zeros_like(groups.costs, float), groups.costs, groups.budget, products))
         for _ in range(refinements):
-            best = search.refined(groups, best, products, harm)
+            best = search.refined(groups, best, first.products, harm)
     logger.info("chose patterns whose predictions diverge from exact attention's by %.4f nats", best.divergence)
     return Calibration(
         layers=groups.patterns(best.chosen),
@@ -158,10 +159,10 @@ def calibrate(
         budget_of=budget_of,
         seq_len=tokens,
         menu=patterns,
-        scores={layer: tuple(map(tuple, x.tolist())) for layer, x in groups.by_layer(scores).items()},
+        scores={layer: tuple(map(tuple, x.tolist())) for layer, x in groups.by_layer(squares_of(products) / 2).items()},
         texts=tuple(
-            CalibratedText(tokens=len(row), exact_nll=one.nll, chosen_nll=nll)
-            for row, one, nll in zip(rows, first, best.nlls)
+            CalibratedText(tokens=len(row), exact_nll=exact_nll, chosen_nll=nll)
+            for row, exact_nll, nll in zip(rows, first.nlls, best.nlls)
         ),
         retrieval=retrieval,
         seed=seed,
@@ -200,10 +201,10 @@ def _as_it_was(model: PreTrainedModel, ring: Ring) -> Iterator[None]:
 
 
 def _bar(model: PreTrainedModel, passes: int, ring: Ring, progress: bool) -> Any:
-    """Returns the bar that counts the layers of all passes with a gradient; it is silent where stderr is no terminal."""
+    """Returns the bar that counts the layers of all passes with a gradient."""
     layers = model.config.get_text_config().num_hidden_layers
-    silent = None if progress and ring.rank == 0 else True
-    return tqdm(total=passes * layers, desc="calibrate", unit="layer", leave=False, disable=silent)
+    silent = not progress or ring.rank > 0
+    return progress_bar("calibrate", total=passes * layers, unit="layer", silent=silent)
 
 
 # ---- checks
@@ -287,8 +288,8 @@ def _check_budget(menu: Sequence[Pattern], budget: float, budget_of: BudgetOf, t
         )
 
 
-def _check_layers_of_model(model: PreTrainedModel, first: TextChanges) -> None:
-    if not first.linear:
+def _check_layers_of_model(model: PreTrainedModel, heads: Mapping[int, int]) -> None:
+    if not heads:
         raise NotImplementedError(
             f"calibrate: every layer of {type(model).__name__} has a window of its own, and there is nothing to choose: set "
             f"patterns with ra.patch_config(config, pattern, layers=...)"

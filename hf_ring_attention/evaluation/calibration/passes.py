@@ -2,13 +2,15 @@
 
 While the gradient of a loss travels back, each layer computes its attention again under each pattern, from the queries, keys
 and values at hand, and takes d(token) = gradient . (output under the pattern - output), summed over a key/value head's query
-heads. d is, to first order, what this pattern in this head alone adds to the loss of the whole text through that token. Sums
-of d, and of products of two patterns' d, are all that outlives the layer. On a ring, all of it is sharded like any other pass.
+heads. d is, to first order, what this pattern in this head alone adds to the loss of the whole text through that token. It
+is all that outlives the layer. On a ring, a pass is sharded like any other, and each rank holds the d of all tokens.
 
 A first pass, under exact attention, takes the loss of tokens which the model itself predicts, drawn at random, and not of
 those of the text. Then d is 0 on average, and half the mean of d * d is how far the changed predictions are from the model's
-own, as a divergence (Kullback-Leibler), to second order: the mean product of such gradients is the Fisher information. With the
-tokens of the text itself, d also has what this one text happens to reward; the patterns that it favours do worse on others.
+own, as a divergence (Kullback-Leibler), to second order: the mean product of such gradients is the Fisher information. What
+two groups of heads change together has the sum of their d, so that the mean products of the d of any two patterns of any two
+groups tell how far a choice for all groups goes: changes of one direction add up, and others cancel. With the tokens of the
+text itself, d also has what this one text happens to reward; the patterns that it favours do worse on others.
 
 A second pass, under chosen patterns, takes that divergence itself, from the predictions that exact attention made. Its gradient
 knows the changes of all groups together.
@@ -16,11 +18,13 @@ knows the changes of all groups together.
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -54,30 +58,38 @@ class TextChanges:
         nll: the mean negative log-likelihood of the scored tokens, in nats.
         divergence: of predictions from those of exact attention, mean of the scored tokens, in nats; 0 where these were made.
         linear: for each layer [Hkv, P] float64 on the CPU: the sum of d, over the number of scored tokens.
-        products: for each layer [Hkv, P, P] likewise: the sums of products of two patterns' d.
+        products: [G, P, G, P] float32 on the CPU: the sums of products of two patterns' d, over the number of scored tokens,
+            for the G groups of heads in the order of their layers; None in a second pass.
     """
 
     nll: float
     divergence: float
     linear: dict[int, Tensor]
-    products: dict[int, Tensor]
+    products: Tensor | None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the measurements in plain JSON types; `from_dict` reads them back, with the same bits."""
-        sums = {name: {str(layer): x.tolist() for layer, x in getattr(self, name).items()} for name in _SUMS_OF_SCORES}
-        return {"nll": self.nll, "divergence": self.divergence, **sums}
+        linear = {str(layer): x.tolist() for layer, x in self.linear.items()}
+        products = None
+        if self.products is not None:  # Numbers of many groups, as decimals, would take five times the space.
+            content = b64encode(self.products.numpy().astype("<f4").tobytes()).decode()
+            products = {"shape": list(self.products.shape), "float32": content}
+        return {"nll": self.nll, "divergence": self.divergence, "linear": linear, "products": products}
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> TextChanges:
         """Returns what `to_dict` wrote."""
-        sums = {
-            name: {int(layer): torch.tensor(x, dtype=torch.float64) for layer, x in d[name].items()}
-            for name in _SUMS_OF_SCORES
-        }
-        return cls(nll=d["nll"], divergence=d["divergence"], **sums)
+        linear = {int(layer): torch.tensor(x, dtype=torch.float64) for layer, x in d["linear"].items()}
+        products = None
+        if d["products"] is not None:
+            numbers = np.frombuffer(b64decode(d["products"]["float32"]), "<f4").astype(np.float32)
+            products = torch.from_numpy(numbers).view(d["products"]["shape"])
+        return cls(nll=d["nll"], divergence=d["divergence"], linear=linear, products=products)
 
 
-_SUMS_OF_SCORES = ("linear", "products")
+#: The most tokens whose d are held. Those of longer texts are added up in so many sums, with signs drawn at random: products of
+#: such sums are those of all tokens but for noise, of about 1 / sqrt(this) of the product of the sizes of both.
+MOST_HELD = 8192
 
 #: The attribute of modules that says whether Transformers checkpoints their layers.
 _CHECKPOINTING = "gradient_checkpointing"
@@ -107,7 +119,7 @@ def measure_text(
         after_layer: called with the number of each layer that is done.
     """
     layout = layout_of_text(model, ring, text)
-    sums = _ScoreSums(ring, layout, menu, after_layer)
+    sums = _ScoreSums(ring, layout, menu, after_layer, for_products=exact is None)
     with ExitStack() as stack:
         for context in (evaluating(model), _without_gradients(model), _checkpointed(model), tapped(model, sums.add)):
             stack.enter_context(context)
@@ -126,7 +138,7 @@ def measure_text(
         nll=float(of_all[0]),
         divergence=0.0 if exact is None else float(of_all[1]),
         linear={layer: x / text.num_scored for layer, x in sums.linear.items()},
-        products={layer: x / text.num_scored for layer, x in sums.products.items()},
+        products=sums.products(text.num_scored) if exact is None else None,
     )
 
 
@@ -240,31 +252,55 @@ def _objective(
 
 
 class _ScoreSums:
-    """Sums up d, and products of it, of each layer as its gradient arrives."""
+    """Sums up d of each layer as its gradient arrives, and may keep d for products of all layers."""
 
     def __init__(
-        self, ring: Ring, layout: SequenceLayout, menu: Sequence[Pattern], after_layer: Callable[[int], None]
+        self,
+        ring: Ring,
+        layout: SequenceLayout,
+        menu: Sequence[Pattern],
+        after_layer: Callable[[int], None],
+        for_products: bool,
     ) -> None:
         self.linear: dict[int, Tensor] = {}
-        self.products: dict[int, Tensor] = {}
-        self._ring, self._menu, self._after_layer = ring, menu, after_layer
-        self._is_token = torch.tensor(layout.positions(ring.rank)) < layout.seq_len
+        self._held: dict[int, Tensor] = {}
+        self._ring, self._menu, self._after_layer, self._for_products = ring, menu, after_layer, for_products
+        positions = torch.tensor(layout.positions(ring.rank))
+        self._is_token = positions < layout.seq_len
+        self._places, self._num_places = positions % MOST_HELD, min(layout.seq_len, MOST_HELD)
+        self._places[~self._is_token] = 0
+        self._signs = torch.ones(len(positions))
+        if layout.seq_len > MOST_HELD:
+            signs = 2 * torch.randint(2, (layout.seq_len,), generator=torch.Generator().manual_seed(0)) - 1
+            self._signs = signs[positions.clamp_max(layout.seq_len - 1)].float()
 
     def add(self, call: TappedCall) -> None:
         """Computes the attention of a layer under each pattern, and keeps what that would change."""
         num_kv_heads, num_tokens = call.key.shape[1:3]
-        d = torch.zeros(num_kv_heads, len(self._menu), num_tokens, dtype=torch.float64, device=call.out.device)
+        device = call.out.device
+        d = torch.zeros(num_kv_heads, len(self._menu), num_tokens, dtype=torch.float64, device=device)
         for number, pattern in enumerate(self._menu):
             if pattern == call.settings["pattern"]:
                 continue  # It changes nothing.
             out: Any = ring_attention(call.query, call.key, call.value, **{**call.settings, "pattern": pattern})
             change = ((out - call.out).double() * call.grad.double()).sum(-1)[0]  # [H, n]
             d[:, number] = change.view(num_kv_heads, -1, num_tokens).sum(1)
-        d.masked_fill_(~self._is_token.to(d.device), 0)
-        of_rank = torch.cat([d.sum(-1, keepdim=True), d @ d.mT], -1)
-        of_all = torch.stack(self._ring.gather(of_rank)).sum(0).cpu()
-        self.linear[call.layer], self.products[call.layer] = of_all[..., 0], of_all[..., 1:]
+        d.masked_fill_(~self._is_token.to(device), 0)
+        self.linear[call.layer] = torch.stack(self._ring.gather(d.sum(-1))).sum(0).cpu()
+        if self._for_products:
+            held = d.new_zeros(*d.shape[:2], self._num_places)
+            held.index_add_(2, self._places.to(device), d * self._signs.to(device))
+            # A token is held by one rank, so that the ranks' sums are all tokens', each once.
+            self._held[call.layer] = torch.stack(self._ring.gather(held.float())).sum(0).cpu()
         self._after_layer(call.layer)
+
+    def products(self, num_scored: int) -> Tensor:
+        """Returns [G, P, G, P] float32: the sums of products of d over the number of scored tokens."""
+        if not self._held:  # There is no layer to choose patterns for.
+            return torch.zeros(0, 0, 0, 0)
+        d = torch.cat([self._held[layer] for layer in sorted(self._held)])
+        rows = d.flatten(0, 1).double()
+        return (rows @ rows.T / num_scored).float().view(*d.shape[:2], *d.shape[:2])
 
 
 def _precise(logits: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from .journal import CalibrationJournal
 from .passes import TextChanges, measure_losses, measure_text
 from .texts import ScoredText
 
-#: How far a choice by corrected scores may go beyond the last one, in turn until one is better: the factor of what each change
-#: is expected to do harm by itself. Changes of many groups at once do about twice that together.
-CAUTION = (2.0, 4.0, 8.0)
+#: How far a choice by corrected scores may go beyond the last one, in turn until one is better: the factor of what changes are
+#: expected to do harm together.
+CAUTION = (1.0, 2.0, 4.0)
 
 #: The pattern of each layer.
 Layers = Mapping[int, Pattern]
@@ -84,6 +84,23 @@ class Tried:
     divergence: float
 
 
+@dataclass(frozen=True)
+class FirstPasses:
+    """What passes under exact attention measured.
+
+    Attributes:
+        nlls: of each plain text, the mean negative log-likelihood of its tokens, in nats.
+        heads: the number of key/value heads of each layer for which patterns can be chosen.
+        products: [G, P, G, P] float64: the mean products of the d of two patterns, over the tokens of all plain texts.
+        of_answers: likewise, of each text with answers.
+    """
+
+    nlls: tuple[float, ...]
+    heads: Mapping[int, int]
+    products: np.ndarray
+    of_answers: Sequence[np.ndarray]
+
+
 class Search:
     """Chooses patterns for a model.
 
@@ -112,17 +129,17 @@ class Search:
         self._exact: dict[str, Tensor] = {}  # By the digest of the text; they are small beside its logits.
         self._shares = np.array([text.num_scored for text in texts]) / sum(text.num_scored for text in texts)
 
-    def first_passes(self) -> tuple[list[TextChanges], list[TextChanges]]:
+    def first_passes(self) -> FirstPasses:
         """Measures each text under exact attention: the plain ones, and those with answers."""
-        return (
-            [self._changes({}, text) for text in self._texts],
-            [self._changes({}, text) for text in self._answers],
-        )
-
-    def mean(self, of_texts: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns the mean of all tokens, of means of plain texts."""
-        mean: np.ndarray = np.tensordot(self._shares, np.stack(of_texts), 1)
-        return mean
+        products: Any = 0.0
+        nlls, heads = [], {}
+        for share, text in zip(self._shares, self._texts):
+            one = self._changes({}, text)
+            products = products + share * _float64(one.products)
+            nlls.append(one.nll)
+            heads = {layer: len(x) for layer, x in one.linear.items()}
+        answers = [_float64(self._changes({}, text).products) for text in self._answers]
+        return FirstPasses(tuple(nlls), heads, products, answers)
 
     def tried(self, groups: Groups, chosen: np.ndarray) -> Tried:
         """Measures what patterns do to the plain texts."""
@@ -131,22 +148,21 @@ class Search:
         divergence = float(self._shares @ [one["divergence"] for one in losses])
         return Tried(chosen, tuple(one["nll"] for one in losses), divergence)
 
-    def refined(self, groups: Groups, best: Tried, products: np.ndarray, harm: np.ndarray) -> Tried:
+    def refined(self, groups: Groups, best: Tried, products: np.ndarray, harm: np.ndarray | float) -> Tried:
         """Returns patterns that passes around the best ones so far lead to, or the best ones where these are no better.
 
         Args:
-            products: [G, P, P] the mean products of two patterns' d in the first passes.
-            harm: [G, P] what is added to scores besides those of plain texts.
+            products: [G, P, G, P] the mean products of two patterns' d in the first passes of plain texts.
+            harm: likewise of texts with answers, as they are weighed.
         """
         layers = groups.patterns(best.chosen)
         passes = [self._changes(layers, text) for text in self._texts]
-        slope = self.mean([groups.together(one.linear) for one in passes])
-        every = np.arange(len(best.chosen))
-        squares = squares_of(products)
-        apart = squares + squares[every, best.chosen][:, None] - 2 * products[every, best.chosen]
+        slope = np.tensordot(self._shares, np.stack([groups.together(one.linear) for one in passes]), 1)
+        # Products count changes from exact attention; here they are to count those from the best patterns.
+        of_best = products[:, :, np.arange(len(best.chosen)), best.chosen].sum(2)
         for caution in CAUTION:
-            scores = slope + caution * apart / 2 + harm
-            chosen = choose(scores, groups.costs, groups.budget)
+            scores = slope - caution * of_best
+            chosen = choose(scores, groups.costs, groups.budget, caution * products + harm)
             if np.array_equal(chosen, best.chosen):
                 break
             candidate = self.tried(groups, chosen)
@@ -181,9 +197,9 @@ class Search:
         return self._journal.measured(f"losses-{text.digest}-{_name(layers)}", measure)
 
 
-def squares_of(products: np.ndarray) -> np.ndarray:
-    """Returns [G, P] of [G, P, P]: the products of each pattern with itself."""
-    return np.diagonal(products, axis1=1, axis2=2)
+def _float64(products: Tensor | None) -> np.ndarray:
+    assert products is not None  # It was a first pass.
+    return products.double().numpy()
 
 
 def _name(layers: Layers) -> str:

@@ -24,11 +24,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
-from tqdm import tqdm
+
+from ...evaluation.progress import progress_bar
 
 TIMEOUT = timedelta(minutes=15)
-#: How often a bar is written to a file, where each of its states is a line.
-SECONDS_BETWEEN_LINES = 30.0
 
 
 @dataclass(frozen=True)
@@ -197,8 +196,8 @@ def forward_backward(
 def progress(numbers: Iterable[Any], label: str) -> Iterable[Any]:
     """Returns the numbers, with a bar on stderr, which rank 0 shows for all; in a file, a line every half minute."""
     of_another = dist.is_initialized() and dist.get_rank() > 0
-    pause = 0 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
-    return tqdm(numbers, desc=label, leave=False, disable=of_another, delay=pause, mininterval=pause or 0.1)
+    bar: Iterable[Any] = progress_bar(label, numbers, silent=of_another)
+    return bar
 
 
 def medians(times: list[tuple[float, float]]) -> tuple[float, float]:

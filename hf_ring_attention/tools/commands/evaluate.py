@@ -146,7 +146,7 @@ def evaluate_command(
         )
     contents = {name: read_text(path, "--text") for path, name in names_of_files(text or []).items()}
     with stdout_left_alone():
-        from ...evaluation.matrix import EvaluationPlan, expanded_tasks
+        from ...evaluation.jobs import EvaluationPlan, expanded_tasks
         from ...evaluation.texts import EvaluationText, python_topics
         from ..evaluation_run import EvaluationRequest, EvaluationRun
 

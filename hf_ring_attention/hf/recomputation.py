@@ -1,0 +1,41 @@
+"""What checkpointed layers find in backward, when they repeat their forward pass: all that they found the first time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..compute.private import checkpointing_of, set_checkpointing
+from .forward_pass import with_forward_pass
+from .masks import tell_copy
+
+
+def remember_for_recomputation(model: PreTrainedModel) -> None:
+    """Makes layers that recompute their forward pass in backward find the documents of the pass that they repeat."""
+    if not torch.is_grad_enabled():  # There will be no backward.
+        return
+    for module in model.modules():
+        checkpoint = checkpointing_of(module)
+        if checkpoint is not None and not isinstance(checkpoint, _Remembering):
+            set_checkpointing(module, _Remembering(checkpoint))
+
+
+class _Remembering:
+    """A function that checkpoints others, and sets for their recomputation the `ForwardPass` in which they ran first."""
+
+    def __init__(self, checkpoint: Callable[..., Any]) -> None:
+        self.checkpoint = checkpoint
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        running = with_forward_pass(function)
+
+        def run(*now: Any, **others: Any) -> Any:
+            # torch's reentrant checkpoint calls it again with detached copies of these arguments.
+            for first, again in zip(args, now):
+                tell_copy(first, again)
+            return running(*now, **others)
+
+        return self.checkpoint(run, *args, **kwargs)

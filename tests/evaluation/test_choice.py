@@ -1,0 +1,113 @@
+"""The knapsack keeps its budget, knows what groups change together, and counts the costs of the definition."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import hf_ring_attention as ra
+from hf_ring_attention.compute.reference import multiplicity_matrix
+from hf_ring_attention.evaluation.calibration.choice import choose, squares_of
+from hf_ring_attention.evaluation.calibration.costs import menu_costs
+
+MENU = ("window:4+1", "pyramid:4,2", "window:16+2", "window:32", "exact")
+
+
+def test_a_choice_is_within_its_budget_and_nearly_the_best(rng):
+    for _ in range(20):
+        groups, patterns = rng.randint(1, 4), rng.randint(2, 4)
+        costs = np.array([[rng.randint(1, 30) for _ in range(patterns)] for _ in range(groups)])
+        scores = np.array([[rng.random() * rng.choice([1, -0.2]) for _ in range(patterns)] for _ in range(groups)])
+        budget = rng.uniform(costs.min(1).sum(), costs.max(1).sum())
+        chosen = choose(scores, costs, budget)
+        every = np.arange(groups)
+        assert costs[every, chosen].sum() <= budget
+        best = min(
+            scores[every, list(others)].sum()
+            for others in itertools.product(range(patterns), repeat=groups)
+            if costs[every, list(others)].sum() <= budget
+        )
+        # What a knapsack by prices may lose is a change of a single group.
+        assert scores[every, chosen].sum() <= best + np.ptp(scores, axis=1).max()
+        assert np.array_equal(chosen, choose(scores, costs, budget))
+
+
+def harm_of(products, chosen):
+    every = np.arange(len(chosen))
+    return products[every, chosen][:, every, chosen].sum() / 2
+
+
+def random_products(rng, groups, patterns, tokens=6):
+    """Of few tokens, so that the changes of groups have much in common."""
+    generator = np.random.default_rng(rng.randrange(2**32))
+    d = generator.normal(size=(groups, patterns, tokens)) * generator.exponential(size=(groups, patterns, 1))
+    return np.einsum("gpn,hqn->gphq", d, d)
+
+
+def test_a_choice_of_what_groups_change_together_cannot_be_bettered_by_changes_of_two(rng):
+    won = 0
+    for _ in range(20):
+        groups, patterns = rng.randint(2, 5), rng.randint(2, 4)
+        costs = np.array([[rng.randint(1, 30) for _ in range(patterns)] for _ in range(groups)])
+        products, budget = random_products(rng, groups, patterns), rng.uniform(costs.min(1).sum(), costs.max(1).sum())
+        scores = np.array([[rng.uniform(-0.1, 0.1) for _ in range(patterns)] for _ in range(groups)])
+        every = np.arange(groups)
+
+        def harm(chosen, scores=scores, every=every, products=products):
+            return scores[every, chosen].sum() + harm_of(products, chosen)
+
+        chosen = choose(scores, costs, budget, products)
+        assert costs[every, chosen].sum() <= budget
+        others = [np.array(one) for one in itertools.product(range(patterns), repeat=groups)]
+        near = [
+            one
+            for one in others
+            if costs[every, one].sum() <= budget
+            and (
+                (one != chosen).sum() == 1
+                # A change of two is tried where one of them gains, and the other makes room for it.
+                or (
+                    (one != chosen).sum() == 2
+                    and sorted(costs[every, one][one != chosen] < costs[every, chosen][one != chosen]) == [False, True]
+                    and any(
+                        harm(np.where(every == group, one, chosen)) < harm(chosen) - 1e-9
+                        and costs[group, one[group]] > costs[group, chosen[group]]
+                        for group in np.flatnonzero(one != chosen)
+                    )
+                )
+            )
+        ]
+        assert all(harm(chosen) <= harm(one) + 1e-9 for one in near)
+        alone = choose(scores + squares_of(products) / 2, costs, budget)
+        assert harm(chosen) <= harm(alone) + np.ptp(scores + squares_of(products), axis=1).max()
+        won += harm(chosen) < harm(alone) - 1e-9
+    assert won  # What is right for each group alone is not right for all of them.
+
+
+def test_changes_that_cancel_are_chosen_together():
+    d = np.zeros((3, 2, 1))  # The second pattern changes nothing; the first ones of two groups cancel.
+    d[:, 0, 0] = 3.0, -3.0, 1.0
+    products = np.einsum("gpn,hqn->gphq", d, d)
+    costs = np.array([[1, 2]] * 3)
+    assert choose(np.zeros((3, 2)), costs, 4, products).tolist() == [0, 0, 1]
+    assert choose(squares_of(products) / 2, costs, 4).tolist() != [0, 0, 1]
+
+
+def test_more_budget_is_no_worse():
+    generator = np.random.default_rng(3)
+    costs = np.tile([1, 2, 4, 8, 16], (60, 1))
+    scores = np.sort(generator.exponential(size=(60, 5)), axis=1)[:, ::-1]
+    sums = [scores[np.arange(60), choose(scores, costs, 60 * share)].sum() for share in np.linspace(1, 16, 40)]
+    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(sums))
+    assert sums[-1] == pytest.approx(scores[:, -1].sum())
+
+
+@pytest.mark.parametrize("of", ["flops", "cache_reads"])
+def test_costs_are_the_pairs_of_the_definition(of, rng):
+    length = rng.randint(20, 60)
+    menu = [ra.Pattern.parse(one) for one in MENU]
+    costs = menu_costs(menu, 3, length, of)
+    for head, number in itertools.product(range(3), range(len(menu))):
+        matrix = multiplicity_matrix(menu[number], length + 1, 3, 3, True)[head]
+        expected = matrix[:length, :length].sum() if of == "flops" else matrix[length].sum()
+        assert costs[head, number] == int(expected)
