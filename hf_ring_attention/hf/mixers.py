@@ -106,9 +106,13 @@ def _output(module: nn.Module, config: Any, kwargs: dict[str, Any]) -> Any:
     cache, layer = _cache_of(kwargs), getattr(module, "layer_idx", None)
     continued = isinstance(cache, Cache) and isinstance(layer, int) and cache.has_previous_state(layer)
     if continued and hidden.shape[1] > 1 and type(module).__name__ in _FORGETFUL:
-        kwargs["attention_mask"] = None
-        steps = [type(module).forward(module, **{first: token, **kwargs}) for token in hidden.split(1, 1)]
-        return torch.cat(steps, 1)
+        mask = kwargs.pop("attention_mask", None)
+        masks = [None] * hidden.shape[1] if mask is None else mask.split(1, 1)
+        steps = (
+            type(module).forward(module, **{first: token, **kwargs, "attention_mask": valid})
+            for token, valid in zip(hidden.split(1, 1), masks, strict=True)
+        )
+        return torch.cat(list(steps), 1)
     if documents is None or continued or documents == (((0, hidden.shape[1]),),) * len(hidden):
         # Some mixers refuse numbers of documents without a kernel for them, also of the only one.
         return type(module).forward(module, **{first: hidden, **_without_borders(kwargs)})
@@ -192,7 +196,7 @@ def _by_states(
     runs = runs_of(documents, layout)
     own = [run for run in runs if run.rank == ring.rank]
     outputs: dict[_Piece, Tensor] = {}
-    chain = chain_of(ring, runs, behind)
+    chain = chain_of(ring, runs, len(documents), behind)
     whole = [run.held for run in own if behind is None and run.alone]
     linked = [] if chain is None else [chain.runs[number].held for number in chain.own]
     for group in _of_one_length(whole if own or chain is not None else [_UNREAD]):

@@ -82,7 +82,8 @@ class Chain:
         own: the numbers of this rank's runs, in the order of its batch.
         most: the largest number of runs on a rank.
         longest: the tokens of this rank's batch; shorter runs have padding before them.
-        behind: what takes the states behind the rows, of which each has one document; None where nobody needs them.
+        behind: what takes the states behind the rows, of which each has one document or none; None where nobody needs them.
+        rows: the batch rows.
     """
 
     ring: Ring
@@ -91,6 +92,7 @@ class Chain:
     most: int
     longest: int
     behind: StatesBehind | None
+    rows: int
     # Zero, made of all that was gathered: no rank may leave a gather out in backward, where it read nothing of it.
     touched: Tensor | float = 0.0
 
@@ -123,14 +125,14 @@ class Chain:
         return places >= self.longest - torch.tensor(self.valid, device=device)[:, None]
 
 
-def chain_of(ring: Ring, runs: Sequence[StateRun], behind: StatesBehind | None = None) -> Chain | None:
+def chain_of(ring: Ring, runs: Sequence[StateRun], rows: int, behind: StatesBehind | None = None) -> Chain | None:
     """Returns the chain of the runs that are no whole documents; None where all are. With `behind`, that of all runs."""
     linked, most = linked_runs(runs, behind is not None)
     if not linked:
         return None
     own = [number for number, run in enumerate(linked) if run.rank == ring.rank]
     longest = max((linked[number].stop - linked[number].start for number in own), default=1)
-    return Chain(ring, linked, own, most, longest, behind)
+    return Chain(ring, linked, own, most, longest, behind, rows)
 
 
 #: The chain along which states pass in this thread; None where mixers run as they are.
@@ -163,7 +165,8 @@ def _along(
     if chain.behind is None:
         return chain.own_of(states, empty), None
     last = {run.row: number for number, run in enumerate(chain.runs)}
-    rows = torch.stack([behind(steps[last[row]], states[last[row]]) for row in sorted(last)])
+    ends = {row: behind(steps[number], states[number]) for row, number in last.items()}
+    rows = torch.stack([ends.get(row, empty) for row in range(chain.rows)])
     return chain.own_of(states, empty), rows
 
 

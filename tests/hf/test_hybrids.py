@@ -179,7 +179,7 @@ def test_layers_that_recompute_find_their_documents(model_type):
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_generation_goes_on_from_the_states(model_type):
-    """Padded rows together, and after a sharded prefill, twice: what each row generates alone."""
+    """Padded rows together, and after a sharded prefill, twice, or of padding only: what each row generates alone."""
     ids, mask = batch("plain")[0]["input_ids"], batch("left")[0]["attention_mask"]
 
     def generate(model, ids, **kwargs):
@@ -200,7 +200,8 @@ def test_generation_goes_on_from_the_states(model_type):
         generate(model, ids, attention_mask=mask, past_key_values=cache)
         with pytest.raises(ValueError, match="17 tokens were to stay of 23"):
             cache.crop(17)
-        return answers
+        cache = ra.prefill(model, ids[:, :3], mask[:, :3])
+        return [*answers, generate(model, ids, attention_mask=mask, past_key_values=cache)]
 
     if model_type == "recurrent_gemma":
         with pytest.raises(ValueError, match=r"would take padding into its state.*\[20, 13\] tokens"):
@@ -209,7 +210,9 @@ def test_generation_goes_on_from_the_states(model_type):
             run_simulated(work, 2)
         return
     assert torch.equal(generate(patched, ids, attention_mask=mask), expected)
-    if model_type == "minimax":
+    if model_type != "minimax":
+        assert torch.equal(generate(patched, ids, attention_mask=mask, prefill_chunk_size=3), expected)
+    else:
         with pytest.raises(ValueError, match="MiniMax uses cache of its own"):
             run_simulated(work, 2)
         return

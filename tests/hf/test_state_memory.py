@@ -44,7 +44,7 @@ def scan_of_a_kernel(x, dt, A, B, C, *, z, delta_bias, delta_softplus, return_la
 def read_of_a_selective_scan(ring, tokens, channels, entries):
     """The peak of forward and backward, and the bytes of the inputs of a rank's scan."""
     runs = runs_of((((0, tokens),),), ring.layout_for(tokens, "exact"))
-    chain = states.chain_of(ring, runs)
+    chain = states.chain_of(ring, runs, 1)
     sizes = {"x": (1, channels, chain.longest), "dt": (1, channels, chain.longest), "A": (channels, entries)}
     sizes |= {"B": (1, entries, chain.longest), "C": (1, entries, chain.longest), "delta_bias": (channels,)}
     inputs = {name: torch.randn(size).requires_grad_() for name, size in sizes.items()}

@@ -249,9 +249,14 @@ def together(results):
 
 
 def relative_errors(got, want):
-    """By name; gradients share a scale. A log-sum-exp rounds as its largest value does, or absolutely where that is below 1."""
+    """By name; gradients share a scale. A log-sum-exp rounds as its largest value does, or absolutely where that is below 1.
+
+    So do outputs and gradients where the largest is so small that a dtype's smallest number is more than its rounding.
+    """
+    smallest = torch.finfo(got[0].dtype).tiny / torch.finfo(got[0].dtype).eps
     of_lse = max([1.0, *want[1][want[1] != -torch.inf].abs().tolist()])
-    scales = [float(want[0].abs().max()) or 1.0, of_lse] + [max(float(x.abs().max()) for x in want[2:]) or 1.0] * 4
+    of_gradients = max(float(x.abs().max()) for x in want[2:]) or 1.0
+    scales = [max(float(want[0].abs().max()) or 1.0, smallest), of_lse] + [max(of_gradients, smallest)] * 4
     found = {}
     for name, x, exact, scale in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), got, want, scales):
         there = exact != -torch.inf  # of rows with keys

@@ -167,7 +167,7 @@ def _chain_of_ranks(tokens: int, ranks: int) -> Chain:
     """Returns the chain of a document of which each rank has one run."""
     layout = SequenceLayout("contiguous", tokens * ranks, ranks)
     ring: Any = _FirstOfRing(ranks)
-    chain = chain_of(ring, runs_of((((0, tokens * ranks),),), layout))
+    chain = chain_of(ring, runs_of((((0, tokens * ranks),),), layout), 1)
     assert chain is not None
     return chain
 
