@@ -165,9 +165,8 @@ def _along(
     if chain.behind is None:
         return chain.own_of(states, empty), None
     last = {run.row: number for number, run in enumerate(chain.runs)}
-    ends = {row: behind(steps[number], states[number]) for row, number in last.items()}
-    rows = torch.stack([ends.get(row, empty) for row in range(chain.rows)])
-    return chain.own_of(states, empty), rows
+    rows = [behind(steps[last[row]], states[last[row]]) if row in last else empty for row in range(chain.rows)]
+    return chain.own_of(states, empty), torch.stack(rows)
 
 
 def _convolution(
