@@ -21,7 +21,7 @@ demo: $(READY)
 test: $(READY_TO_TEST)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-# The same tests with the oldest releases that pyproject.toml allows, in an environment of its own.
+# The same tests, with all cases, and the oldest releases that pyproject.toml allows, in an environment of its own.
 # A CPU's build of torch is enough, where an index has one: make test-min TORCH_MIN="torch==2.8.0+cpu"
 TORCH_MIN ?= torch==2.8.0
 VENV_MIN ?= .venv-min
@@ -30,10 +30,11 @@ PIP_MIN := $(BIN_MIN)/python -m pip --disable-pip-version-check install
 READY_MIN := $(VENV_MIN)/.installed-$(subst /,-,$(subst =,,$(TORCH_MIN)))
 TESTS_MIN ?= tests
 test-min: $(READY_MIN)
-	$(BIN_MIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(TESTS_MIN)
+	$(BIN_MIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --all $(TESTS_MIN)
 
+# What takes minutes, and all cases of tests of which `make test` draws one in four.
 test-slow: $(READY_TO_TEST)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow or drawn" --all
 
 # Random cases of attention and of models for so many minutes; one that fails prints the line that repeats it.
 MINUTES ?= 30

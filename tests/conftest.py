@@ -1,6 +1,7 @@
 """Small tensors on one thread: more threads only wait for each other, above all on a busy machine. Nothing is compiled."""
 
 import gc
+import math
 import os
 import random
 
@@ -19,17 +20,45 @@ def pytest_addoption(parser):
     parser.addoption(
         "--seed", type=int, help="of the inputs that tests draw; a fresh one, which is printed, by default"
     )
+    parser.addoption(
+        "--all", action="store_true", help="run all cases of the tests of which each run draws one in four"
+    )
 
 
-@pytest.hookimpl(tryfirst=True)  # before the options are sent to the workers
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    if config.option.seed is None:
+    of_all_workers = getattr(config, "workerinput", {}).get("seed")
+    if of_all_workers is not None:
+        config.option.seed = of_all_workers
+    elif config.option.seed is None:
         config.option.seed = random.SystemRandom().randrange(10**6)
     config.option.hypothesis_seed = str(config.option.seed)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Workers parse the command line for themselves, and would each draw a seed that nobody is told."""
+    node.workerinput["seed"] = node.config.option.seed
+
+
 def pytest_report_header(config):
     return f"seed {config.option.seed}: draws the same inputs again with --seed {config.option.seed}"
+
+
+def pytest_collection_modifyitems(config, items):
+    """Of tests marked `drawn` one case in four stays, and whichever a command names."""
+    if config.option.all or any("::" in word for word in config.args):
+        return
+    cases = {}
+    for item in items:
+        if item.get_closest_marker("drawn"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = set()
+    for name, of_test in cases.items():
+        rng = random.Random(f"{config.option.seed} {name}")
+        left_out.update(rng.sample(of_test, len(of_test) - math.ceil(len(of_test) / 4)))
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(trylast=True)

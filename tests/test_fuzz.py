@@ -1,6 +1,10 @@
 """Random cases of `make fuzz`, as many as there is time for here; and cases that are wrong are reported, and repeated."""
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +13,17 @@ from hf_ring_attention.compute import merge
 from hf_ring_attention.ring import engine
 from hf_ring_attention.transport import transports
 from tests import fuzz
+from tests.support.ranks import TIMEOUT
 
-CASES = 200
+CASES = 100
+DRAWS = """
+import os, pytest
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("number", range(9))
+def test_a_draw(number, request):
+    pytest.fail(f"seed {request.config.option.seed} in {os.environ['PYTEST_XDIST_WORKER']}")
+"""
 REPEATED = r"python -m tests\.fuzz --case ((?:attention|models):\d+)"
 
 
@@ -19,6 +32,21 @@ def test_random_cases_of_attention(rng):
     report = fuzz.run_many(rng.randrange(10**6), ["attention"], cases=CASES)
     assert not report.failed, "\n".join(report.failed)
     assert sum(report.outcomes.values()) == CASES
+
+
+def test_workers_draw_by_the_seed_that_is_printed(tmp_path):
+    """Also which cases they run, of tests that are marked for it."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = drawn")
+    (tmp_path / "conftest.py").write_text("from tests.conftest import *")
+    (tmp_path / "test_it.py").write_text(DRAWS)
+    command = [sys.executable, "-m", "pytest", "-n", "2", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    printed = subprocess.run(
+        command, cwd=tmp_path, env=environment, timeout=TIMEOUT, capture_output=True, text=True
+    ).stdout
+    (seed,) = re.findall(r"repeat with the same inputs: python -m pytest -n 0 --seed (\d+) ", printed)
+    assert set(re.findall(r"^E .*seed (\d+) in gw[01]", printed, re.MULTILINE)) == {seed}
+    assert "= 3 failed" in printed, printed
 
 
 def test_a_number_decides_its_case_whatever_ran_before(rng):

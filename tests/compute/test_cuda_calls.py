@@ -145,6 +145,7 @@ def some_sizes(rng):
     return rng.choice([1, 1, 2, 5]), rng.choice([1, 2, 3]), rng.choice([1, 2, 4]), queries, queries + width - 1
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("kernel", "dtype"), CUDA_KERNELS, ids=ids)
 def test_sizes_dtypes_and_devices(kernel, dtype, shape, operators, rng):
@@ -162,6 +163,7 @@ def test_plain_math(kernel, dtype, operators, rng):
     assert not checked.calls
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("kernel", "dtype"), CUDA_KERNELS, ids=ids)
 def test_views(kernel, dtype, layout, operators, rng):

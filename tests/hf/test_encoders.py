@@ -82,6 +82,7 @@ def sharded(model, inputs, valid, ring):
     return ring.unshard(output.last_hidden_state, layout)[valid], output.get("pooler_output")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_tiny_encoders(model_type, kind):

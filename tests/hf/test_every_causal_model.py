@@ -19,6 +19,7 @@ from ..support.tiny_models import CAUSAL_TYPES, NOT_BUILT, tiny_model
 KNOWN = {model.model_type: model for model in ra.supported_models()}
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("model_type", CAUSAL_TYPES)
 def test_a_type(model_type):
     """`survey` fails where outputs or gradients are not those of eager attention.

@@ -254,6 +254,7 @@ def differing_from_one_device(rank, model_type, answers, transport):
     return wrong
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("world_size", "transport"), [(2, "heads"), (3, "auto")])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_sharded_keys(ranks, model_type, world_size, transport):

@@ -177,6 +177,7 @@ def test_layers_that_recompute_find_their_documents(model_type):
     assert max(run_simulated(work, 2)) <= GRADIENTS
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("model_type", TYPES)
 def test_generation_goes_on_from_the_states(model_type):
     """Padded rows together, and after a sharded prefill, twice, or of padding only: what each row generates alone."""

@@ -79,6 +79,7 @@ def assert_equal_losses(found, expected, of_labels):
         assert float((found[1][name] - gradient).abs().max()) <= EXACT * largest, name
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("model_type", TYPES)
 def test_losses_and_gradients_are_those_of_one_process(model_type):
     one, number = ra.patch_model(with_routers(model_type)), TYPES.index(model_type)

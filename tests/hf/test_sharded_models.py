@@ -118,6 +118,7 @@ def assert_equal(errors_of_ranks):
         assert gradients <= EXACT
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_logits_and_gradients_of_one_process(ranks, case):
     assert_equal(ranks.run(errors, 2, *case))

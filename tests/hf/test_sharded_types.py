@@ -96,6 +96,7 @@ def errors_of_a_rank(rank, name, answers, turn):
     return by_way
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_results_of_one_device(ranks, name, world_size):
@@ -114,6 +115,7 @@ def generated(model, row, cache):
     return output.sequences, torch.stack(output.logits)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", CASES)
 def test_generated_tokens_of_one_device(name):
     """Steps after a prefill on 4 ranks; one device fills its cache likewise, which tells where RoPE goes by length.

@@ -69,6 +69,7 @@ def rows(length):
     yield ids[:1], packed, (tuple(itertools.pairwise(ends)),)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("model_type", "world_size", "layout"),
     [*((model_type, 2, "zigzag") for model_type in TYPES), *((model_type, 3, "contiguous") for model_type in KINDS)],

@@ -96,6 +96,7 @@ def patterns():
             yield Pattern((Segment(5), branch), overlap="once", phase_by=phase_by)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("pattern", list(patterns()), ids=str)
 def test_whole_document(pattern, causal):

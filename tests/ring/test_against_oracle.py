@@ -61,6 +61,7 @@ def test_sharded(rng, ranks):
     ranks.run(sharded, 8, rng.random())
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("world_size", "count"), [(1, 4), (5, 4), (16, 1)])

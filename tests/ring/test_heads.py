@@ -29,6 +29,7 @@ def fitting_cases(rng, world_size, count, dtype=torch.float64):
     return cases
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("pieces", SETTINGS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("world_size", "count"), [(1, 3), (2, 4), (3, 3), (4, 2), (8, 1)])
@@ -78,6 +79,7 @@ def named_case(rng, pattern, rows, heads, kv_heads):
     )
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("world_size", "heads"), RANKS)
 def test_every_pattern_packed_padded_and_uneven(world_size, heads, layout, rng):

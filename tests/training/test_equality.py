@@ -101,6 +101,7 @@ def run_once(kind, data, settings):
     return run(0, kind, data, dict(settings))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", ON_TWO)
 def test_a_ring_of_two(name):
     kind, data, settings = ON_TWO[name]

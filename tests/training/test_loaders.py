@@ -113,6 +113,7 @@ KINDS = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", KINDS)
 def test_every_row_is_read_once_by_one_ring(name):
     by_rank = run_ranks(epochs_of, 4, 2, name)

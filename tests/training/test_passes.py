@@ -42,6 +42,7 @@ def order(batches):
 # ---- epochs
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", KINDS)
 def test_a_pass_that_was_left_was_an_epoch(name):
     loader = made(KINDS[name])
@@ -106,6 +107,7 @@ def test_the_length_is_that_of_an_epoch():
 SIDE_BY_SIDE = [name for name in KINDS if "by workers" not in name or name == "augmented by workers"]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", SIDE_BY_SIDE)
 def test_passes_side_by_side_are_those_of_one_after_the_other(name):
     loader = made(KINDS[name])
@@ -137,6 +139,7 @@ def test_a_state_is_that_of_the_pass_begun_last():
 # ---- going on
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", KINDS)
 def test_a_state_goes_on_exactly_whatever_draws_the_rows(name, rng):
     loader = made(KINDS[name])
