@@ -15,7 +15,7 @@ from hf_ring_attention.transport import transports
 from tests import fuzz
 from tests.support.ranks import TIMEOUT
 
-CASES = 100
+CASES = 200
 DRAWS = """
 import os, pytest
 
