@@ -21,7 +21,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from operator import and_, or_
+from operator import and_, mul, or_
 from typing import NamedTuple
 
 from .layouts import SequenceLayout
@@ -48,7 +48,7 @@ class KeyRows:
 
     @cached_property
     def _length(self) -> int:
-        return sum(weight * rows.bit_count() for weight, rows in zip(self.weights, self.sets) if rows)
+        return sum(map(mul, self.weights, map(int.bit_count, self.sets)))
 
     def __bool__(self) -> bool:
         return any(self.sets)
@@ -76,8 +76,9 @@ class KeyRows:
         """Returns these rows without those of other heads."""
         if len(heads) == self.num_kv_heads:
             return self
-        sets = tuple(rows if i % self.num_kv_heads in heads else 0 for i, rows in enumerate(self.sets))
-        return KeyRows(self.num_kv_heads, self.weights, sets)
+        before, behind = (0,) * heads.start, (0,) * (self.num_kv_heads - heads.stop)
+        of_classes = (self.sets[i:][heads.start : heads.stop] for i in range(0, len(self.sets), self.num_kv_heads))
+        return KeyRows(self.num_kv_heads, self.weights, sum((before + sets + behind for sets in of_classes), ()))
 
 
 class Hop(NamedTuple):
