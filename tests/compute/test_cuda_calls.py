@@ -174,6 +174,7 @@ def test_views(kernel, dtype, layout, operators, rng):
             check(kernel, dtype, shape, some_sizes(rng), rng.choice([1, 3]), widths, layout)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("cut_from", [7, 10**6], ids=["cut", "masked"])
 @pytest.mark.parametrize(("kernel", "dtype"), CUDA_KERNELS[2:], ids=ids)
 def test_bands_in_stretches(kernel, dtype, cut_from, operators, monkeypatch, rng):

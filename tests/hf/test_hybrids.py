@@ -38,6 +38,7 @@ def batches_of(model_type, world_size):
     return [(kind, ("zigzag", "contiguous")[(number + turn) % 2]) for number, kind in enumerate(kinds)]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("model_type", KINDS)
 def test_states_pass_along_rings(model_type):
     """Eight ranks have two or three tokens each, fewer than a convolution reaches back."""
@@ -61,6 +62,7 @@ def errors_of_a_process(rank, model_type, expected):
     return found
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("model_type", KINDS)
 def test_states_pass_between_processes(ranks, model_type):
     for found in ranks.run(errors_of_a_process, 4, model_type, answers_of_one(model_type)):

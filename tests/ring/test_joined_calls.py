@@ -70,6 +70,7 @@ def joined(monkeypatch):
     return computed_by
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "kernel", [CpuFlash(), Math(), Math(softcap=3.0)], ids=["cpu_flash", "math", "math with capped scores"]
 )

@@ -110,6 +110,7 @@ def test_a_ring_of_two(name):
         assert_equal_runs(figures, expected, f"{name}, rank {rank} of 2")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_four_processes(name):
     """Two rings of two, or one of four; `batch_size` is that of a ring."""

@@ -57,6 +57,7 @@ def run(rank, name, settings):
         return trainer(rank, folder, **settings)[0]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", CASES)
 def test_a_ring_of_two(name):
     settings = CASES[name][3]

@@ -77,6 +77,7 @@ def test_calls_of_all_batches_but_the_first_find_their_plans(name):
     assert first == 2 and len(others) > 3 and not any(others)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", ["packed ahead", "padded to the left", "packed by batch"])
 def test_calls_of_simulated_ranks_find_their_plans(world_size, name):
