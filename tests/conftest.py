@@ -46,8 +46,8 @@ def pytest_report_header(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of tests marked `drawn` one case in four stays, and whichever a command names."""
-    if config.option.all or any("::" in word for word in config.args):
+    """Of tests marked `drawn` one case in four stays, and whichever a command names, by `file.py::test` or by `-k`."""
+    if config.option.all or config.option.keyword or any("::" in word for word in config.args):
         return
     cases = {}
     for item in items:
