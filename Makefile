@@ -11,7 +11,7 @@ READY := $(INSTALLED)
 READY_TO_TEST := $(INSTALLED)-tests
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: demo test test-min test-slow fuzz lint bench models clean
+.PHONY: demo test test-min test-slow fuzz lint audit bench models clean
 
 demo: $(READY)
 	$(BIN)/python recipes/demo.py
@@ -45,6 +45,15 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Asks PyPI for known vulnerabilities of all that is installed here, and fails where it cannot be asked about one. A build of
+# torch for one kind of device is asked about as the release that it was made of.
+VENV_AUDIT ?= .venv-audit
+audit: $(READY_TO_TEST)
+	test -x $(VENV_AUDIT)/bin/pip-audit || { $(PYTHON) -m venv $(VENV_AUDIT) \
+		&& $(VENV_AUDIT)/bin/python -m pip --disable-pip-version-check install pip-audit; }
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+.*//' > $(VENV_AUDIT)/installed.txt
+	$(VENV_AUDIT)/bin/pip-audit --strict --no-deps --disable-pip --requirement $(VENV_AUDIT)/installed.txt
 
 bench: $(READY)
 	$(BIN)/hf-ring-attention bench
@@ -87,4 +96,4 @@ $(READY_MIN): pyproject.toml tests/oldest.txt recipes/models.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_MIN) demo runs
+	rm -rf $(VENV) $(VENV_MIN) $(VENV_AUDIT) demo runs
