@@ -20,6 +20,8 @@ TYPES = [name for name in MIXERS if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
 #: One of each kind of state: a convolution, a delta rule with one decay a head and with one a channel, Mamba 2, Mamba; and one
 #: whose rows are gathered.
 KINDS = ["lfm2", "qwen3_next", "kimi_linear", "bamba", "jamba", "minimax"]
+#: All types; those beside `KINDS` take minutes.
+ALL_TYPES = [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in TYPES]
 
 
 def answers_of_one(model_type):
@@ -39,7 +41,7 @@ def batches_of(model_type, world_size):
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("model_type", KINDS)
+@pytest.mark.parametrize("model_type", ALL_TYPES)
 def test_states_pass_along_rings(model_type):
     """Eight ranks have two or three tokens each, fewer than a convolution reaches back."""
     expected, models = answers_of_one(model_type), [tiny_model(model_type, "eager") for _ in range(8)]
@@ -63,7 +65,7 @@ def errors_of_a_process(rank, model_type, expected):
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("model_type", KINDS)
+@pytest.mark.parametrize("model_type", ALL_TYPES)
 def test_states_pass_between_processes(ranks, model_type):
     for found in ranks.run(errors_of_a_process, 4, model_type, answers_of_one(model_type)):
         for way, error in found.items():
