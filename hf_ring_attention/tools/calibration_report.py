@@ -48,15 +48,18 @@ def sheet_of_patterns(calibration: Calibration) -> Sheet:
         )
     title = f"{total} groups of heads: {len(heads)} layers by key/value heads"
     headings = ("pattern", "FLOPs of exact's", "groups", "of all", "in layers")
+    of_ring = calibration.ranks and (
+        f", and {calibration.share('bytes'):.2%} of the bytes of a ring of {calibration.ranks}"
+    )
     notes = [
         f"{calibration.flop_share:.2%} of exact attention's FLOPs at {short_count(calibration.seq_len)} tokens, and "
-        f"{calibration.share('cache_reads'):.2%} of its reads of the cache for the next token",
+        f"{calibration.share('cache_reads'):.2%} of its reads of the cache for the next token{of_ring or ''}",
         f"the budget was {calibration.budget:.2%} of {_BUDGETS[calibration.budget_of]}",
     ]
     return Sheet(title, headings, rows, notes)
 
 
-_BUDGETS = {"flops": "the FLOPs", "cache_reads": "the reads of the cache"}
+_BUDGETS = {"flops": "the FLOPs", "cache_reads": "the reads of the cache", "bytes": "the bytes of the ring"}
 
 
 def sheet_of_layers(calibration: Calibration) -> Sheet:

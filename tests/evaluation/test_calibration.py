@@ -357,6 +357,16 @@ def test_the_next_choice_is_kept_if_it_is_nearer_to_exact_attention(rng):
     assert divergences[0] * (1 + 1e-9) >= divergences[1] and divergences[1] * (1 + 1e-9) >= divergences[2]
 
 
+def test_a_budget_of_the_bytes_of_a_ring(rng):
+    chosen = calibrated(model_of(3), random_texts(rng), budget=0.6, budget_of="bytes", ranks=4)
+    assert chosen.ranks == 4 and 0 < chosen.share("bytes") <= 0.6
+    assert 0 < chosen.share("bytes", ranks=8) <= 1 and ra.Calibration.from_dict(chosen.to_dict()) == chosen
+    other = calibrated(model_of(3), random_texts(rng), budget=0.6, refinements=0)
+    assert other.ranks is None
+    with pytest.raises(ValueError, match="a ring that moves bytes has 2 or more ranks, got ranks=None"):
+        other.share("bytes")
+
+
 def test_layers_with_windows_keep_them(rng):
     texts = random_texts(rng)
     model = tiny_model("gemma3_text", "ring_dilated")
@@ -386,7 +396,10 @@ def test_one_key_value_head_a_layer(rng):
             {"budget": 0.001},
             r"the cheapest pattern of the menu, window:4\+1, takes \d+ / \d+ = 0\.\d+ .* budget is 0.001",
         ),
-        ({"budget_of": "bytes"}, "budget_of must be one of flops, cache_reads, got 'bytes'"),
+        ({"budget_of": "rows"}, "budget_of must be one of flops, cache_reads, bytes, got 'rows'"),
+        ({"budget_of": "bytes"}, "the bytes of a ring of ranks=1 cannot be a budget.* name the ranks, 2 or more"),
+        ({"budget_of": "bytes", "ranks": 2.0}, r"ring of ranks=2\.0 cannot"),
+        ({"ranks": 4}, "ranks=4 counts for budget_of='bytes' alone, got budget_of='flops': leave it out"),
         ({"menu": ["exact"]}, "menu has 1 pattern"),
         ({"menu": "exact"}, "menu must be a list"),
         ({"menu": ["exact", "window:4", "segment:all"]}, "menu"),

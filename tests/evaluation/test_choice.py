@@ -8,7 +8,9 @@ import pytest
 import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import multiplicity_matrix
 from hf_ring_attention.evaluation.calibration.choice import choose, squares_of
-from hf_ring_attention.evaluation.calibration.costs import menu_costs
+from hf_ring_attention.evaluation.calibration.costs import Cost
+from hf_ring_attention.plan.problem import Problem
+from hf_ring_attention.plan.traffic import exchanged
 
 MENU = ("window:4+1", "pyramid:4,2", "window:16+2", "window:32", "exact")
 
@@ -106,8 +108,33 @@ def test_more_budget_is_no_worse():
 def test_costs_are_the_pairs_of_the_definition(of, rng):
     length = rng.randint(20, 60)
     menu = [ra.Pattern.parse(one) for one in MENU]
-    costs = menu_costs(menu, 3, length, of)
+    costs = Cost(of, length).of_menu(menu, 3)
     for head, number in itertools.product(range(3), range(len(menu))):
         matrix = multiplicity_matrix(menu[number], length + 1, 3, 3, True)[head]
         expected = matrix[:length, :length].sum() if of == "flops" else matrix[length].sum()
         assert costs[head, number] == int(expected)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_bytes_are_the_rows_that_ranks_need_of_each_other(ranks, rng):
+    """By the definition, and as the plan of a layer with all these patterns counts them."""
+    length, heads = rng.randint(40, 90), 3
+    menu = [ra.Pattern.parse(one) for one in MENU]
+    cost = Cost("bytes", length, ranks)
+    costs = cost.of_menu(menu, heads)
+    layout = ra.SequenceLayout("zigzag", length, ranks)
+    positions = [[token for token in layout.positions(rank) if token < length] for rank in range(ranks)]
+    for head, number in itertools.product(range(heads), range(len(menu))):
+        seen = multiplicity_matrix(menu[number], length, heads, heads, True)[head] > 0
+        needed = sum(int(seen[own].any(0).sum()) - int(seen[own].any(0)[own].sum()) for own in positions)
+        assert costs[head, number] == needed
+    layer = [rng.randrange(len(menu)) for _ in range(heads)]
+    problem = Problem(
+        ra.Pattern.by_kv_head([menu[number] for number in layer]),
+        layout,
+        (((0, length),),),
+        num_heads=heads,
+        num_kv_heads=heads,
+    )
+    assert costs[range(heads), layer].sum() == sum(map(sum, exchanged(problem)))
+    assert cost.of_exact() == costs[0, MENU.index("exact")] == costs.max()

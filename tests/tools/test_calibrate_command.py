@@ -74,6 +74,15 @@ def test_files_and_figures_are_those_of_the_library(folder, capsys, monkeypatch)
     assert len(list((output / "measurements").glob("*.json"))) > 1
 
 
+def test_a_budget_of_bytes(folder, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(words_of(folder, "--budget-of", "bytes", "--ranks", 2, "--refinements", 0))
+    assert not end.value.code and "of the bytes of a ring of 2" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(SystemExit) as end:
+        cli.main(words_of(folder, "--budget-of", "bytes"))
+    assert end.value.code == 2 and "name the ranks" in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
 def test_json_alone_on_stdout(folder, capsys):
     with pytest.raises(SystemExit):
         cli.main(words_of(folder, "--json", "--refinements", 0))

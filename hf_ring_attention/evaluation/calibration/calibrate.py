@@ -29,7 +29,7 @@ from ...transport.agreement import digest
 from ..perplexity import check_token_rows, token_ids
 from ..progress import progress_bar
 from .choice import choose, squares_of
-from .costs import BudgetOf, exact_cost, menu_costs
+from .costs import BudgetOf, Cost
 from .journal import calibration_journal
 from .result import CalibratedText, Calibration
 from .search import Groups, Search
@@ -56,6 +56,7 @@ def calibrate(
     ring: Ring | None = None,
     *,
     budget_of: BudgetOf = "flops",
+    ranks: int | None = None,
     seq_len: int | None = None,
     retrieval: float = 0.1,
     refinements: int = 1,
@@ -78,8 +79,11 @@ def calibrate(
         budget: the share of exact attention's cost that the layers without a window of their own may take, in (0, 1].
         menu: the patterns to choose among, as `Pattern` or text.
         ring: the ranks over which texts are sharded; None for the ring that the model was patched with, if any.
-        budget_of: what is counted as cost: "flops", the query-key pairs of a whole text; or "cache_reads", the rows of the
-            key/value cache that attention reads for the next token, which cost time in generation. The cache itself keeps all.
+        budget_of: what is counted as cost: "flops", the query-key pairs of a whole text; "cache_reads", the rows of the
+            key/value cache that attention reads for the next token, which cost time in generation (the cache itself keeps
+            all); or "bytes", the rows of keys and values that the ranks of a ring take from each other, where a slow link
+            between them costs the time.
+        ranks: of "bytes", those of the ring; None for the ring over which texts are sharded.
         seq_len: the tokens at which costs are counted; None for the longest text.
         retrieval: how much a text counts beside all others in which random tokens must be found again far back; it is made of
             the first one, and scored by the log-odds of its answers. With 1, its scores add up to as much as those of the
@@ -116,15 +120,17 @@ def calibrate(
         check_predicts_next(inner, "calibrate")
         patterns = _checked_menu(menu)
         rows = _checked_texts(inner, texts, retrieval)
-        tokens = _checked_numbers(budget, budget_of, seq_len, retrieval, refinements, rows)
-        _check_budget(patterns, budget, budget_of, tokens)
+        _check_numbers(budget, retrieval, refinements)
+        cost = _checked_cost(budget_of, ranks, served, seq_len, rows)
+        _check_budget(patterns, budget, cost)
         settings = {
             "model": digest([(name, digest(x.flatten()[:256].float())) for name, x in inner.named_parameters()]),
             "dtype": str(inner.dtype),
             "menu": [str(pattern) for pattern in patterns],
             "format": _FORMAT,
         }
-        numbers = {"budget": budget, "budget_of": budget_of, "seq_len": tokens, "retrieval": retrieval, "seed": seed}
+        costs = {"budget_of": cost.of, "ranks": cost.ranks, "seq_len": cost.seq_len}
+        numbers = {"budget": budget, **costs, "retrieval": retrieval, "seed": seed}
         digests = [digest(row) for row in rows]
         for name, value in {**settings, **numbers, "refinements": refinements, "texts": digests}.items():
             call.same(name, value)
@@ -142,7 +148,7 @@ def calibrate(
         )
         first = search.first_passes()
         _check_layers_of_model(inner, first.heads)
-        groups = Groups.of(first.heads, patterns, budget, budget_of, tokens)
+        groups = Groups.of(first.heads, patterns, budget, cost)
         harm: Any = 0.0
         for of_answers in first.of_answers:
             # By their weight, of what all patterns of the menu do harm one by one.
@@ -156,8 +162,9 @@ def calibrate(
     return Calibration(
         layers=groups.patterns(best.chosen),
         budget=budget,
-        budget_of=budget_of,
-        seq_len=tokens,
+        budget_of=cost.of,
+        seq_len=cost.seq_len,
+        ranks=cost.ranks,
         menu=patterns,
         scores={layer: tuple(map(tuple, x.tolist())) for layer, x in groups.by_layer(squares_of(products) / 2).items()},
         texts=tuple(
@@ -255,36 +262,47 @@ def _checked_texts(model: PreTrainedModel, texts: Any, retrieval: float) -> list
     return rows
 
 
-def _checked_numbers(
-    budget: Any, budget_of: Any, seq_len: Any, retrieval: Any, refinements: Any, rows: Sequence[Tensor]
-) -> int:
-    """Returns the tokens at which costs are counted."""
+def _check_numbers(budget: Any, retrieval: Any, refinements: Any) -> None:
     if not isinstance(budget, (int, float)) or isinstance(budget, bool) or not 0 < budget <= 1:
         raise ValueError(
             f"calibrate: budget must be a share of exact attention's cost, above 0 and at most 1, got {budget!r}"
         )
-    if budget_of not in get_args(BudgetOf):
-        raise ValueError(f"calibrate: budget_of must be one of {', '.join(get_args(BudgetOf))}, got {budget_of!r}")
     if not isinstance(retrieval, (int, float)) or not (math.isfinite(retrieval) and retrieval >= 0):
         raise ValueError(f"calibrate: retrieval must be a weight of at least 0, got {retrieval!r}")
     if not isinstance(refinements, int) or isinstance(refinements, bool) or refinements < 0:
         raise ValueError(f"calibrate: refinements must be a whole number of at least 0, got {refinements!r}")
+
+
+def _checked_cost(budget_of: Any, ranks: Any, ring: Ring, seq_len: Any, rows: Sequence[Tensor]) -> Cost:
+    if budget_of not in get_args(BudgetOf):
+        raise ValueError(f"calibrate: budget_of must be one of {', '.join(get_args(BudgetOf))}, got {budget_of!r}")
+    if budget_of == "bytes":
+        ranks = ring.world_size if ranks is None else ranks
+        if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 2:
+            raise ValueError(
+                f"calibrate: the bytes of a ring of ranks={ranks!r} cannot be a budget, since one rank moves none: name the "
+                f"ranks, 2 or more, of the ring that the model is for"
+            )
+    elif ranks is not None:
+        raise ValueError(
+            f"calibrate: ranks={ranks!r} counts for budget_of='bytes' alone, got budget_of={budget_of!r}: leave it out"
+        )
     if seq_len is None:
-        return max(map(len, rows))
-    if not isinstance(seq_len, int) or isinstance(seq_len, bool) or seq_len < 1:
-        raise ValueError(f"calibrate: seq_len must be a number of tokens of at least 1, got {seq_len!r}")
-    return seq_len
+        return Cost(budget_of, max(map(len, rows)), ranks)
+    if not isinstance(seq_len, int) or isinstance(seq_len, bool) or seq_len < 2:
+        raise ValueError(f"calibrate: seq_len must be a number of tokens of at least 2, got {seq_len!r}")
+    return Cost(budget_of, seq_len, ranks)
 
 
-def _check_budget(menu: Sequence[Pattern], budget: float, budget_of: BudgetOf, tokens: int) -> None:
-    exact = exact_cost(tokens, budget_of)
-    costs = {pattern: int(menu_costs([pattern], 1, tokens, budget_of)[0, 0]) for pattern in menu}
+def _check_budget(menu: Sequence[Pattern], budget: float, cost: Cost) -> None:
+    exact = cost.of_exact()
+    costs = {pattern: cost.of_pattern(pattern, 0, 1) for pattern in menu}
     cheapest = min(menu, key=costs.__getitem__)
     if costs[cheapest] > budget * exact:
         raise ValueError(
             f"calibrate: the cheapest pattern of the menu, {cheapest}, takes {costs[cheapest]} / {exact} = "
-            f"{costs[cheapest] / exact:.4f} of exact attention's {budget_of} at {tokens} tokens, and the budget is {budget}: "
-            f"raise the budget, or add a cheaper pattern to the menu"
+            f"{costs[cheapest] / exact:.4f} of exact attention's {cost.of} at {cost.seq_len} tokens, and the budget is "
+            f"{budget}: raise the budget, or add a cheaper pattern to the menu"
         )
 
 

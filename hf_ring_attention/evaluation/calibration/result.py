@@ -11,10 +11,10 @@ from typing import Any
 
 from ...plan.patterns import Pattern
 from ..whole_files import write_whole
-from .costs import BudgetOf, exact_cost, pattern_cost
+from .costs import BudgetOf, Cost
 
 #: The version of what `to_dict` writes.
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,9 @@ class Calibration:
     Attributes:
         layers: the pattern of each layer that has no window of its own.
         budget: the share of exact attention's cost that was allowed.
-        budget_of: what was counted as cost: "flops" or "cache_reads".
+        budget_of: what was counted as cost: "flops", "cache_reads" or "bytes".
         seq_len: the number of tokens at which costs were counted.
+        ranks: of "bytes", the ranks of the ring whose bytes were counted.
         menu: the patterns that could be chosen.
         scores: for each layer [key/value heads][len(menu)]: how far that pattern in that head alone is expected to take the
             predictions from exact attention's, as a mean divergence in nats, with the weighted scores of retrieval.
@@ -68,6 +69,7 @@ class Calibration:
     budget: float
     budget_of: BudgetOf
     seq_len: int
+    ranks: int | None
     menu: tuple[Pattern, ...]
     scores: Mapping[int, tuple[tuple[float, ...], ...]]
     texts: tuple[CalibratedText, ...]
@@ -79,24 +81,33 @@ class Calibration:
         """The FLOPs of attention in these layers, as a share of exact attention's, for one document of `seq_len` tokens."""
         return self.share("flops")
 
-    def share(self, of: BudgetOf, seq_len: int | None = None) -> float:
+    def share(self, of: BudgetOf, seq_len: int | None = None, ranks: int | None = None) -> float:
         """Returns what the patterns cost in these layers, as a share of what exact attention costs.
 
         Args:
-            of: "flops", or "cache_reads": the rows of the key/value cache that are read for the next token.
+            of: "flops"; "cache_reads": the rows of the key/value cache that are read for the next token; or "bytes": those
+                of keys and values that the ranks of a ring take from each other.
             seq_len: tokens of a document; None for those of the calibration.
+            ranks: of "bytes", those of the ring; None for those of the calibration.
+
+        Raises:
+            ValueError: the bytes of no ring of two ranks or more.
         """
-        tokens = seq_len or self.seq_len
+        ranks = ranks or self.ranks
+        if of == "bytes" and (ranks is None or ranks < 2):
+            raise ValueError(f"Calibration.share: a ring that moves bytes has 2 or more ranks, got ranks={ranks}")
+        cost = Cost(of, seq_len or self.seq_len, ranks)
         costs = [
-            pattern_cost(pattern, head, len(heads), tokens, of)
+            cost.of_pattern(pattern, head, len(heads))
             for heads in self.of_heads().values()
             for head, pattern in enumerate(heads)
         ]
-        return sum(costs) / (len(costs) * exact_cost(tokens, of))
+        return sum(costs) / (len(costs) * cost.of_exact())
 
     def share_of(self, pattern: Pattern) -> float:
         """Returns the FLOPs of a pattern in one head, as a share of exact attention's, at `seq_len` tokens."""
-        return pattern_cost(pattern, 0, 1, self.seq_len, "flops") / exact_cost(self.seq_len, "flops")
+        cost = Cost("flops", self.seq_len)
+        return cost.of_pattern(pattern, 0, 1) / cost.of_exact()
 
     def of_heads(self) -> dict[int, tuple[Pattern, ...]]:
         """Returns the pattern of each key/value head of each layer."""
@@ -112,6 +123,7 @@ class Calibration:
             "budget": self.budget,
             "budget_of": self.budget_of,
             "seq_len": self.seq_len,
+            "ranks": self.ranks,
             "retrieval": self.retrieval,
             "seed": self.seed,
             "flop_share": self.flop_share,
@@ -136,6 +148,7 @@ class Calibration:
                 budget=float(d["budget"]),
                 budget_of=d["budget_of"],
                 seq_len=int(d["seq_len"]),
+                ranks=None if d["ranks"] is None else int(d["ranks"]),
                 menu=tuple(Pattern.parse(text) for text in d["menu"]),
                 scores={int(layer): _rows_of_numbers(heads) for layer, heads in d["scores"].items()},
                 texts=tuple(CalibratedText(**text) for text in d["texts"]),

@@ -14,7 +14,7 @@ from ...plan.patterns import Pattern
 from ...ring.ring import Ring
 from ...transport.agreement import digest
 from .choice import choose
-from .costs import BudgetOf, exact_cost, menu_costs
+from .costs import Cost
 from .journal import CalibrationJournal
 from .passes import TextChanges, measure_losses, measure_text
 from .texts import ScoredText
@@ -33,7 +33,7 @@ class Groups:
 
     Attributes:
         heads: the number of key/value heads of each layer.
-        costs: [G, P] as `pattern_cost` counts.
+        costs: [G, P] as `Cost` counts.
         budget: what all groups may cost together.
     """
 
@@ -43,13 +43,11 @@ class Groups:
     budget: float
 
     @classmethod
-    def of(
-        cls, heads: Mapping[int, int], menu: tuple[Pattern, ...], budget: float, budget_of: BudgetOf, seq_len: int
-    ) -> Groups:
+    def of(cls, heads: Mapping[int, int], menu: tuple[Pattern, ...], budget: float, cost: Cost) -> Groups:
         """Makes the groups of layers with these numbers of key/value heads; `budget` is a share of exact attention's cost."""
-        by_heads = {count: menu_costs(menu, count, seq_len, budget_of) for count in set(heads.values())}
+        by_heads = {count: cost.of_menu(menu, count) for count in set(heads.values())}
         costs = np.concatenate([by_heads[heads[layer]] for layer in sorted(heads)])
-        return cls(menu, heads, costs, budget * len(costs) * exact_cost(seq_len, budget_of))
+        return cls(menu, heads, costs, budget * len(costs) * cost.of_exact())
 
     def together(self, of_layers: Mapping[int, Tensor]) -> np.ndarray:
         """Returns [G, ...] of what there is for the heads of each layer, [heads, ...]."""

@@ -56,8 +56,12 @@ def calibrate_command(
         float, typer.Option("--budget", metavar="SHARE", help="Share of exact attention's cost, up to 1.")
     ] = 0.25,
     budget_of: Annotated[
-        str, choice_option("--budget-of", ("flops", "cache_reads"), "The cost that is counted")
+        str, choice_option("--budget-of", ("flops", "cache_reads", "bytes"), "The cost that is counted")
     ] = "flops",
+    ranks: Annotated[
+        int | None,
+        number_option("--ranks", "Ranks of the ring whose bytes are counted; default: the processes.", least=2),
+    ] = None,
     seq_len: Annotated[int, tokens_option("--seq-len", "Tokens of a row of text.", 2)] = "4k",  # type: ignore[assignment]
     rows: Annotated[int, number_option("--rows", "Rows taken of each text, spread evenly over it.")] = 1,
     menu: Annotated[
@@ -106,6 +110,7 @@ def calibrate_command(
                 [row for path in text for row in ids[names[path]]],
                 budget=budget,
                 budget_of=budget_of,
+                ranks=ranks,
                 **({} if menu is None else {"menu": menu}),
                 **({} if retrieval is None else {"retrieval": retrieval}),
                 refinements=refinements,
