@@ -79,7 +79,7 @@ class ShardedCache(Cache):
     """
 
     def __init__(self, layout: SequenceLayout, config: PretrainedConfig) -> None:
-        super().__init__(layers=_layers_of_cache(layout, config))
+        Cache.__init__(self, layers=_layers_of_cache(layout, config))
         self.layout = layout
         self._states: list[Any] = []
 
@@ -136,3 +136,34 @@ class ShardedCache(Cache):
                 f"{key_states.shape[-2]}: call ra.prefill(model, input_ids)"
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+class _LinearStates(ShardedCache):
+    """A sharded cache for MiniMax, whose mixers ask for their states by other names, and whose model for a class of its own."""
+
+    # That class keeps states in a list, and has other ways to repeat and select batch rows for it.
+    __len__ = Cache.__len__
+    batch_repeat_interleave = Cache.batch_repeat_interleave
+    batch_select_indices = Cache.batch_select_indices
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """Returns the state of a layer; None for an empty one."""
+        layer: Any = self.layers[layer_idx]
+        state: Tensor | None = layer.recurrent_states[0]
+        return state
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Keeps the state of a layer."""
+        self.update_recurrent_state(linear_cache, layer_idx)
+        layer: Any = self.layers[layer_idx]
+        layer.has_previous_state[0] = True  # Only convolutions set it.
+
+
+def sharded_cache(layout: SequenceLayout, config: PretrainedConfig) -> ShardedCache:
+    """Returns an empty sharded cache for models of this config."""
+    if config.model_type != "minimax":
+        return ShardedCache(layout, config)
+    from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+    kind: type[ShardedCache] = type("ShardedMiniMaxCache", (_LinearStates, MiniMaxCache), {})
+    return kind(layout, config)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..ring.ring import Ring
 from ..transport.agreement import digest
-from .cache import ShardedCache
+from .cache import ShardedCache, sharded_cache
 from .config import model_layout
 from .rings import attached_ring
 from .shard_checks import remember_prefill, switching_length
@@ -73,7 +73,7 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
         call.same("whether attention_mask is given", attention_mask is not None)
     config = inner.config.get_text_config()
     layout = model_layout(config, ring, input_ids.shape[1])
-    cache = ShardedCache(layout, config)
+    cache = sharded_cache(layout, config)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
     with evaluating(inner):
