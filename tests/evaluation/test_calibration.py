@@ -12,6 +12,7 @@ from transformers import AttentionInterface, LlamaForCausalLM, ModernBertConfig,
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import multiplicity_matrix
+from hf_ring_attention.evaluation.calibration import calibrate as calibrate_module
 from hf_ring_attention.evaluation.calibration import passes, search
 from hf_ring_attention.evaluation.calibration.passes import TextChanges, measure_losses, measure_text
 from hf_ring_attention.evaluation.calibration.texts import CUE, NEEDLE, plain_text, retrieval_text
@@ -341,6 +342,22 @@ def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(rng, tmp_path):
     damaged = next((tmp_path / "done").glob("losses-*.json"))
     damaged.write_text(damaged.read_text()[:-1])
     refused(tmp_path / "done", f"{damaged.name} is no JSON .*: delete it, and it is measured again")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_the_bar_counts_what_was_measured_before(rng, tmp_path, monkeypatch, model_type):
+    bars, make = [], calibrate_module.progress_bar
+    monkeypatch.setattr(
+        calibrate_module, "progress_bar", lambda *args, **kwargs: bars.append(make(*args, **kwargs)) or bars[-1]
+    )
+    texts, model = random_texts(rng), tiny_model(model_type, "ring_dilated")
+    for _ in range(2):
+        calibrated(model, texts, folder=tmp_path / "measured", progress=True)
+    layers = model.config.num_hidden_layers
+    # A choice that is the last one again is not tried.
+    assert (
+        bars[0].n == bars[1].n in (bars[0].total, bars[0].total - len(texts) * layers) and bars[0].total % layers == 0
+    )
 
 
 def test_the_next_choice_is_kept_if_it_is_nearer_to_exact_attention(rng):

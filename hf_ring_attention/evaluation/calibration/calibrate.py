@@ -137,15 +137,13 @@ def calibrate(
         call.same("whether there is a folder", folder is not None)
     plain = [plain_text(row, seed) for row in rows]
     answers = [retrieval_text(rows[0], seed)] if retrieval else []
-    passes = len(plain) * (1 + refinements) + len(answers)
+    passes = 2 * len(plain) * (1 + refinements) + len(answers)  # Each choice is tried by forward passes.
     with (
         calibration_journal(None if folder is None else Path(folder), settings, served) as journal,
         _as_it_was(inner, served),
         _bar(inner, passes, served, progress) as bar,
     ):
-        search = Search(
-            inner, served, partial(_patch, inner), plain, answers, patterns, journal, lambda layer: bar.update()
-        )
+        search = Search(inner, served, partial(_patch, inner), plain, answers, patterns, journal, bar)
         first = search.first_passes()
         _check_layers_of_model(inner, first.heads)
         groups = Groups.of(first.heads, patterns, budget, cost)
@@ -208,7 +206,7 @@ def _as_it_was(model: PreTrainedModel, ring: Ring) -> Iterator[None]:
 
 
 def _bar(model: PreTrainedModel, passes: int, ring: Ring, progress: bool) -> Any:
-    """Returns the bar that counts the layers of all passes with a gradient."""
+    """Returns the bar that counts the layers of all passes."""
     layers = model.config.get_text_config().num_hidden_layers
     silent = not progress or ring.rank > 0
     return progress_bar("calibrate", total=passes * layers, unit="layer", silent=silent)

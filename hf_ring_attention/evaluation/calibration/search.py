@@ -107,7 +107,7 @@ class Search:
         patch: sets patterns of layers in the model, and exact attention in the others.
         texts: the plain texts, of which each token counts alike.
         answers: the texts in which answers must be found.
-        after_layer: called for each layer of each pass with a gradient.
+        bar: what counts the layers of all passes, as tqdm does.
     """
 
     def __init__(
@@ -119,11 +119,12 @@ class Search:
         answers: Sequence[ScoredText],
         menu: tuple[Pattern, ...],
         journal: CalibrationJournal,
-        after_layer: Callable[[int], None],
+        bar: Any,
     ) -> None:
         self._model, self._ring, self._patch = model, ring, patch
         self._texts, self._answers, self._menu = texts, answers, menu
-        self._journal, self._after_layer = journal, after_layer
+        self._journal, self._bar = journal, bar
+        self._layers = model.config.get_text_config().num_hidden_layers
         self._exact: dict[str, Tensor] = {}  # By the digest of the text; they are small beside its logits.
         self._shares = np.array([text.num_scored for text in texts]) / sum(text.num_scored for text in texts)
 
@@ -163,6 +164,8 @@ class Search:
             chosen = choose(scores, groups.costs, groups.budget, caution * products + harm)
             if np.array_equal(chosen, best.chosen):
                 break
+            if caution != CAUTION[0]:
+                self._bar.total += len(self._texts) * self._layers
             candidate = self.tried(groups, chosen)
             if candidate.divergence < best.divergence:
                 return candidate
@@ -180,10 +183,14 @@ class Search:
             exact = self._exact_states(text) if layers else None
             self._patch(layers)
             return measure_text(
-                self._model, self._ring, text, self._menu, exact=exact, after_layer=self._after_layer
+                self._model, self._ring, text, self._menu, exact=exact, after_layer=lambda layer: self._bar.update()
             ).to_dict()
 
-        return TextChanges.from_dict(self._journal.measured(f"changes-{text.digest}-{_name(layers)}", measure))
+        before = self._bar.n
+        changes = TextChanges.from_dict(self._journal.measured(f"changes-{text.digest}-{_name(layers)}", measure))
+        # Layers with windows of their own count, too, and so does a pass that an earlier run measured.
+        self._bar.update(before + self._layers - self._bar.n)
+        return changes
 
     def _losses(self, layers: Layers, text: ScoredText) -> dict[str, Any]:
         def measure() -> dict[str, Any]:
@@ -192,7 +199,9 @@ class Search:
             _, nll, divergence = measure_losses(self._model, self._ring, text, exact)
             return {"nll": nll, "divergence": divergence}
 
-        return self._journal.measured(f"losses-{text.digest}-{_name(layers)}", measure)
+        losses = self._journal.measured(f"losses-{text.digest}-{_name(layers)}", measure)
+        self._bar.update(self._layers)
+        return losses
 
 
 def _float64(products: Tensor | None) -> np.ndarray:
