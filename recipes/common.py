@@ -33,7 +33,7 @@ import hf_ring_attention as ra
 from hf_ring_attention.plan.choices import TransportKind, check_choices
 from hf_ring_attention.plan.layouts import LayoutKind
 from hf_ring_attention.plan.notation import FORMS
-from hf_ring_attention.tools.arguments import EXTRAS, at_least, existing_file, missing_extra, pattern_text
+from hf_ring_attention.tools.arguments import EXTRAS, at_least, missing_extra
 
 #: The model of the demo, and of a recipe that names none: SmolLM2-135M-Instruct, Apache-2.0.
 BUNDLED = "smollm2-135m"
@@ -312,26 +312,9 @@ def _meaning(size: int, processes: int) -> str:
     return f"{processes // size} rings, each sequence over {size} processes"
 
 
-def pattern_source(text: str) -> str:
-    """Reads the text of a pattern, or the name of the JSON file of a calibration, and returns it after a look at it."""
-    if not text.endswith(".json"):
-        return pattern_text(text)
-    existing_file(text)
-    try:
-        ra.Calibration.load(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def load_pattern(text: str) -> str | ra.Calibration:
-    """Returns what `ra.patch_model` takes for a `pattern_source`."""
-    return ra.Calibration.load(text) if text.endswith(".json") else text
-
-
-def pattern_settings(pattern: str | ra.Calibration) -> str | dict[str, str]:
+def pattern_settings(pattern: ra.Pattern | ra.Calibration) -> str | dict[str, str]:
     """Returns what a checkpoint tells of a pattern: of a calibration its layers, since its file may be another one later."""
-    return pattern if isinstance(pattern, str) else {str(layer): str(one) for layer, one in pattern.layers.items()}
+    return str(pattern) if isinstance(pattern, ra.Pattern) else pattern.texts_of_layers
 
 
 PATTERN_HELP = f"{FORMS}; or the file calibration.json that hf-ring-attention calibrate wrote"

@@ -130,7 +130,6 @@ def main() -> None:
     minutes["two processes"] = (time.perf_counter() - start) / 60
 
     console.rule("4. questions about long prompts: pass keys to be found again")
-    model.config.get_text_config().ring_dilated = None
     ra.patch_model(model, calibration)
     folder = args.output / "calibrated"
     model.save_pretrained(folder)

@@ -45,7 +45,8 @@ from tqdm.auto import tqdm
 from transformers import get_scheduler
 
 import hf_ring_attention as ra
-from hf_ring_attention.tools.arguments import at_least, missing_extra, new_file, new_folder, positive
+from hf_ring_attention.evaluation.calibration.result import load_pattern
+from hf_ring_attention.tools.arguments import at_least, missing_extra, new_file, new_folder, pattern_source, positive
 from hf_ring_attention.tools.benchmarks.harness import peak_memory
 from hf_ring_attention.tools.plots import plot_training
 
@@ -67,7 +68,7 @@ def parse_args(argv=None) -> argparse.Namespace:
         usage="%(prog)s [option ...]", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     common.add_model(parser)
-    parser.add_argument("--pattern", type=common.pattern_source, default="pyramid:512,3", help=common.PATTERN_HELP)
+    parser.add_argument("--pattern", type=pattern_source, default="pyramid:512,3", help=common.PATTERN_HELP)
     parser.add_argument(
         "--ring-size",
         type=at_least(1),
@@ -218,7 +219,7 @@ def main() -> None:
         "lora",
     )
     settings = {name: getattr(args, name) for name in (*names, "lr", "seed")} | {"distill": args.distill or None}
-    pattern = common.load_pattern(args.pattern)
+    pattern = load_pattern(args.pattern)
     settings |= {"rings": ring.dp_size, "documents": data.digest, "pattern": common.pattern_settings(pattern)}
     if resumed:
         (resumed,) = broadcast_object_list([resumed])  # Every process goes on from the same checkpoint.

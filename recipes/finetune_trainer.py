@@ -34,7 +34,8 @@ from accelerate.utils import broadcast_object_list
 from transformers import HfArgumentParser
 
 import hf_ring_attention as ra
-from hf_ring_attention.tools.arguments import at_least, check, missing_extra, new_folder, positive
+from hf_ring_attention.evaluation.calibration.result import load_pattern
+from hf_ring_attention.tools.arguments import at_least, check, missing_extra, new_folder, pattern_source, positive
 from hf_ring_attention.tools.benchmarks.harness import peak_memory
 from hf_ring_attention.tools.plots import plot_training
 
@@ -139,7 +140,7 @@ def parse_args(argv=None) -> tuple[Arguments, TrainingArguments]:
     parser.add_argument("--help-all", action="help", help="all options")
     args, training = parser.parse_args_into_dataclasses(argv)
     check(parser, "--model", common.model_source, args.model)
-    check(parser, "--pattern", common.pattern_source, args.pattern)
+    check(parser, "--pattern", pattern_source, args.pattern)
     documents.check_arguments(parser, args, "_")
     check(parser, "--seq_len", at_least(2), args.seq_len)
     check(parser, "--buffer", at_least(1), args.buffer)
@@ -185,7 +186,7 @@ def main() -> None:
     tokenizer = common.load_tokenizer(args.model)
     data = documents.prepare(args, tokenizer, seed=training.seed)
     model = common.load_model(args.model)
-    ra.patch_config(model.config, common.load_pattern(args.pattern))
+    ra.patch_config(model.config, load_pattern(args.pattern))
     if args.lora:
         model = common.add_lora(model, args.lora)
     trainer = ra.RingTrainer(

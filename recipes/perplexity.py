@@ -26,7 +26,8 @@ import torch
 from accelerate import Accelerator
 
 import hf_ring_attention as ra
-from hf_ring_attention.tools.arguments import at_least, missing_extra, new_file, picture_file
+from hf_ring_attention.evaluation.calibration.result import load_pattern
+from hf_ring_attention.tools.arguments import at_least, missing_extra, new_file, pattern_source, picture_file
 from hf_ring_attention.tools.plots import plot_quality
 
 
@@ -34,9 +35,7 @@ def measure(model, ids, specs, ring=None, progress=print):
     """Returns a dict of figures for each pattern, in order."""
     figures = []
     for spec in specs:
-        loaded = common.load_pattern(spec)
-        pattern = ra.Pattern.parse(loaded) if isinstance(loaded, str) else loaded
-        model.config.get_text_config().ring_dilated = None  # Patterns of layers would outlive one for all of them.
+        pattern = load_pattern(spec)
         ra.patch_model(model, pattern, ring=ring)
         report = ra.perplexity(model, ids, ring=ring)
         figures.append(
@@ -82,7 +81,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--patterns",
-        type=common.pattern_source,
+        type=pattern_source,
         nargs="+",
         default=["exact", "window:512+4", "pyramid:512,3"],
         help=common.PATTERN_HELP,

@@ -16,6 +16,7 @@ from ..hf.registration import IMPLEMENTATION
 from ..ring.ring import Ring
 from ..transport.agreement import agreement, digest
 from .answers import answer_questions
+from .calibration.result import load_pattern
 from .inputs import EvaluationInputs
 from .jobs import JUDGE, OWN, SCORING, Job, Key, jobs_of, key_of
 from .journal import Journal
@@ -106,11 +107,9 @@ class Evaluator:
 
     def use(self, pattern: str) -> None:
         """Makes the model compute a pattern in all layers without a window of their own, or what its config came with."""
-        # Patterns of single layers would stay beside a new one for all of them.
-        setattr(
-            self.model.config.get_text_config(), IMPLEMENTATION, copy.deepcopy(self.own) if pattern == OWN else None
-        )
-        patch_model(self.model, None if pattern == OWN else pattern, self.ring)
+        if pattern == OWN:
+            setattr(self.model.config.get_text_config(), IMPLEMENTATION, copy.deepcopy(self.own))
+        patch_model(self.model, None if pattern == OWN else load_pattern(pattern), self.ring)
 
     def _perplexity(self, job: Job) -> dict[str, Any]:
         piece = self.inputs.pieces[job.length][job.numbers[0]]

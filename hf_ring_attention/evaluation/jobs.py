@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..plan.patterns import Pattern
 from .answers import SCORES
+from .calibration.result import load_pattern
 from .long_perplexity import ALPHA_GAIN, BETA_LIKELIHOOD, SHARING, SHORT_CONTEXT
 from .questions import PromptWriter
 from .tracing import RETRIEVAL, RULER, retrieval_task
@@ -30,7 +30,7 @@ class EvaluationPlan:
     """What is asked of a model. The figures follow from it, the model and the texts alone, and not from the processes.
 
     Attributes:
-        patterns: their texts, or "own".
+        patterns: their texts, files of calibrations, or "own".
         lengths: the context lengths, in tokens.
         depths: where answers stand, from 0 to 1, in tasks with a place.
         samples: the pieces of each text, and the questions of each length and depth.
@@ -130,7 +130,7 @@ def check_plan(plan: EvaluationPlan, *, positions: int | None, own_pattern: bool
             raise ValueError(f"{name}: each is to be named once, got {', '.join(map(str, getattr(plan, name)))}")
     for pattern in plan.patterns:
         if pattern != OWN:
-            Pattern.parse(pattern)
+            load_pattern(pattern)
     if OWN in plan.patterns and not own_pattern:
         raise ValueError(
             "pattern 'own': the model's config has no pattern. ra.patch_config and ra.patch_model put one there, which "

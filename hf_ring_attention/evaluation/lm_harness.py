@@ -30,10 +30,11 @@ from ..hf.positions import first_position
 from ..hf.registration import IMPLEMENTATION
 from ..hf.rings import attached_ring
 from ..hf.wrappers import runner_of, unwrapped, whole_model
-from ..plan.patterns import as_pattern
+from ..plan.patterns import Pattern, as_pattern
 from ..ring.ring import Ring
 from ..training.shards import IGNORED
 from ..transport.agreement import digest
+from .calibration.result import Calibration
 from .slices import logits_in_slices
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,8 @@ class RingLM(HFLM):
 
     Args:
         pretrained: hub id or folder; or a model, which then has the ring of `patch_model`, if any.
-        pattern: the text of a pattern; None for the one that is saved in the model's config, else exact attention.
+        pattern: the text of a pattern, or the file of a calibration; None for what is saved in the model's config, else exact
+            attention.
         ring_size: how many processes share a sequence. Several processes need it.
         ring_layout, ring_transport, ring_heads: as `layout`, `transport` and `heads` of `Ring`.
         logits_at_once: on a ring, for how many tokens of each batch row logits are formed at once.
@@ -83,7 +85,11 @@ class RingLM(HFLM):
     ) -> None:
         if logits_at_once < 1:
             raise ValueError(f"logits_at_once must be at least 1, got {logits_at_once}")
-        chosen = None if pattern is None else as_pattern(pattern, "ring_dilated")
+        chosen: Pattern | Calibration | None = None
+        if isinstance(pattern, str) and pattern.endswith(".json"):
+            chosen = Calibration.load(pattern)
+        elif pattern is not None:
+            chosen = as_pattern(pattern, "ring_dilated")
         if isinstance(pretrained, str):
             accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=_TIMEOUT)])
             # A device was not chosen where it is None; the harness would then take CUDA, whether there is one or not.

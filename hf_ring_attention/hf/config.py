@@ -198,7 +198,8 @@ def patch_config(
     Args:
         pattern: what the layers compute, as a `Pattern` or its text; or a `Calibration`, which replaces the patterns of all
             layers by those that it has for each.
-        layers: the numbers of the layers; None for every layer without a window or chunks of its own.
+        layers: the numbers of the layers, of which others keep their patterns; None for every layer without a window or chunks
+            of its own, whatever patterns layers had before.
         segment_lengths, dilation_rates: the arguments of `Pattern.longnet`, in place of `pattern`.
 
     Returns:
@@ -237,10 +238,9 @@ def patch_config(
     check_config(text_config)
     _check_kv_heads(pattern, text_config)
     _patterns(text_config)
-    settings = dict(getattr(text_config, IMPLEMENTATION, None) or {})
-    if layers is None:
-        settings["pattern"] = pattern.to_dict()
-    else:
+    settings: dict[str, Any] = {"pattern": pattern.to_dict()}
+    if layers is not None:
+        settings = dict(getattr(text_config, IMPLEMENTATION, None) or {})
         numbers = list(layers)
         if not numbers:
             raise ValueError("patch_config: layers is empty: name the layers, or leave it out for all of them")

@@ -28,6 +28,19 @@ def pattern_text(text: str) -> str:
     return text
 
 
+def pattern_source(text: str) -> str:
+    """Returns the text of a pattern, or the name of the file of a calibration, after checking that it is one."""
+    if not text.endswith(".json"):
+        return pattern_text(text)
+    from ..evaluation.calibration.result import Calibration  # It imports torch.
+
+    try:
+        Calibration.load(existing_file(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def at_least(least: int, multiple_of: int = 1, most: int | None = None) -> Callable[[str], int]:
     """Returns the type of whole numbers from `least` to `most` that `multiple_of` divides."""
     expected = f"a whole number of at least {least}" + (f" and at most {most}" if most is not None else "")

@@ -86,8 +86,6 @@ class CalibrationRun:
         nlls: dict[str, dict[str, float]] = {name: {} for name in rows}
         compared: dict[str, Any] = {"exact": "exact", "calibrated": chosen, **{one: one for one in patterns}}
         for name, pattern in compared.items():
-            config = self._model.config.get_text_config()
-            config.ring_dilated = None
             patch_model(self._model, pattern, ring=self.ring)
             for text, of_text in rows.items():
                 with spinner(f"{name}: {text}"):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..evaluation.bootstrap import DRAWS
+from ..evaluation.calibration.result import Calibration, load_pattern
 from ..evaluation.evaluator import Evaluator
 from ..evaluation.inputs import EvaluationInputs
 from ..evaluation.jobs import OWN, SCORING, EvaluationPlan, Job, jobs_of, task_notes
@@ -27,7 +28,6 @@ from ..evaluation.results import results_of
 from ..evaluation.texts import EvaluationText
 from ..evaluation.whole_files import write_whole
 from ..hf.registration import IMPLEMENTATION
-from ..plan.patterns import Pattern
 from ..ring.ring import Ring
 from ..transport.agreement import agreement
 from .checks.machine import cores_of_process, installed_versions
@@ -82,13 +82,13 @@ def make_ring(request: EvaluationRequest) -> tuple[Ring, Any]:
 
 def flop_shares(model: str, config: Mapping[str, Any], plan: EvaluationPlan) -> dict[str, dict[str, float]]:
     """Returns the attention FLOPs of all layers as a share of those of exact attention in all, by pattern and length."""
-    text_config = dict(text_config_of(config))
-    without = {name: x for name, x in text_config.items() if name != IMPLEMENTATION}
     found: dict[str, dict[str, float]] = {}
     for text in plan.patterns:
-        pattern = None if text == OWN else Pattern.parse(text)
-        attention = attention_of_config(text_config if pattern is None else without, model, pattern)
-
+        text_config, pattern = dict(text_config_of(config)), None if text == OWN else load_pattern(text)
+        if isinstance(pattern, Calibration):
+            layers = {str(layer): one.to_dict() for layer, one in pattern.layers.items()}
+            text_config, pattern = text_config | {IMPLEMENTATION: {"layers": layers}}, None
+        attention = attention_of_config(text_config, model, pattern)
         heads: dict[str, Any] = {"num_heads": attention.num_heads, "num_kv_heads": attention.num_kv_heads}
         kinds, count = Counter(attention.layers), len(attention.layers)
         found[text] = {
@@ -145,6 +145,10 @@ class EvaluationRun:
             "files of the model": _stamp_of(self.request.model),
             "dtype": self.request.dtype,
             **self.plan.to_dict(),
+            # A file may hold another calibration later.
+            "calibrations": {
+                name: Calibration.load(name).texts_of_layers for name in self.plan.patterns if name.endswith(".json")
+            },
             "texts": [[text.name, text.checksum] for text in self.inputs.texts],
             "words": str(self.inputs.words),
             "package versions": installed_versions(),

@@ -200,7 +200,9 @@ def first_number(model: str, config: Mapping[str, Any], names: Sequence[str]) ->
 def _saved_patterns(
     model: str, config: Mapping[str, Any], pattern: Pattern | None
 ) -> tuple[Pattern, dict[int, Pattern]]:
-    """Returns what `patch_config` saved: the pattern of layers without a window, and the patterns of single layers."""
+    """Returns the pattern of layers without a window, and the patterns of single layers: this one, or what was saved."""
+    if pattern is not None:  # It replaces all of them, as patch_config does.
+        return pattern, {}
     saved = config.get("ring_dilated") or {}
     try:
         own = {int(number): Pattern.from_dict(written) for number, written in saved.get("layers", {}).items()}
@@ -209,7 +211,7 @@ def _saved_patterns(
         raise argparse.ArgumentTypeError(
             f"the config.json of {model!r} has a 'ring_dilated' that ra.patch_config did not write: {error}"
         ) from None
-    return pattern or base, own
+    return base, own
 
 
 def _chunks(config: Mapping[str, Any], layers: int) -> list[Branch | None] | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import save_tiny_checkpoint
+from tests.support.checkpoints import save_calibration, save_tiny_checkpoint
 from tests.support.lm_tasks import KINDS, write_tasks
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import with_large_weights
@@ -77,6 +77,9 @@ def _alone(rank, folder):
         "exact": _answers(folder, "ring_dilated"),
         "hf, chat": _answers(folder, "hf", chat=True, attn_implementation="sdpa"),
         WINDOW: _answers(folder, "ring_dilated", pattern=WINDOW),
+        "calibrated": _answers(
+            folder, "ring_dilated", pattern=save_calibration(folder / "calibration.json", {0: WINDOW, 1: WINDOW})
+        ),
         "command": folder / "command",
     }
     lm_eval.evaluator.add_env_info = describe
@@ -120,6 +123,8 @@ def test_the_pattern_decides_the_answers_and_is_in_the_results(alone):
     with pytest.raises(AssertionError):
         same(alone[WINDOW][0], alone["exact"][0])
     assert [alone[name][2]["pattern"] for name in ("exact", WINDOW)] == ["exact", WINDOW]
+    same(alone["calibrated"][0], alone[WINDOW][0])
+    assert alone["calibrated"][2]["pattern_of_layers"] == {"0": WINDOW, "1": WINDOW}
 
 
 def test_the_command_writes_the_figures(alone):

@@ -266,13 +266,15 @@ def test_a_pattern_is_saved_and_loaded_with_the_model(tmp_path):
     assert relative_error(eager(input_ids=ids).logits, exact) <= EXACT, "a pattern is ring_dilated's alone"
 
 
-def test_patch_config_replaces_what_was_set_and_keeps_other_layers():
-    config = ra.patch_config(CONFIGS["llama"](), LONGNET, layers=[0])
+def test_patch_config_replaces_what_was_set():
+    """A pattern of layers leaves those of others, and one for all layers leaves none."""
+    config = ra.patch_config(CONFIGS["llama"](), LONGNET)
+    ra.patch_config(config, LONGNET, layers=[0])
     ra.patch_config(config, PYRAMID, layers=[1])
-    ra.patch_config(config, LONGNET)
-    ra.patch_config(config, PYRAMID)
-    want = {"pattern": PYRAMID.to_dict(), "layers": {"0": LONGNET.to_dict(), "1": PYRAMID.to_dict()}}
+    want = {"pattern": LONGNET.to_dict(), "layers": {"0": LONGNET.to_dict(), "1": PYRAMID.to_dict()}}
     assert config.ring_dilated == want
+    ra.patch_config(config, PYRAMID)
+    assert config.ring_dilated == {"pattern": PYRAMID.to_dict()}
 
 
 def test_patch_model_is_patch_config_and_the_implementation():

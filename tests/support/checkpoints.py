@@ -1,8 +1,10 @@
-"""The folder of a tiny checkpoint: a Llama with random weights, and a tokenizer of bytes or of words."""
+"""The folder of a tiny checkpoint: a Llama with random weights, and a tokenizer of bytes or of words; and a calibration."""
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import hf_ring_attention as ra
 
 WORDS = "the quick brown fox jumps over lazy dog".split()
 
@@ -43,3 +45,12 @@ def save_tiny_checkpoint(folder, end_token=None, **sizes):
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=len(tokens), eos_token_id=tokens.get(end_token), **heads, **sizes)
     LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def save_calibration(file, layers):
+    """Writes a calibration with these texts of patterns of layers, for two key/value heads; returns the name of its file."""
+    patterns = {layer: ra.Pattern.parse(text) for layer, text in layers.items()}
+    scores = dict.fromkeys(layers, ((0.0,), (0.0,)))
+    menu = tuple(patterns.values())
+    ra.Calibration(patterns, 1.0, "flops", 100, None, menu, scores, texts=(), retrieval=0.0, seed=0).save(file)
+    return str(file)

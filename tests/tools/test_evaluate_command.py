@@ -9,6 +9,7 @@ import pytest
 import hf_ring_attention as ra
 from hf_ring_attention.evaluation.journal import SAMPLES_FILE, Journal
 from hf_ring_attention.tools import cli
+from tests.support.checkpoints import save_calibration
 from tests.support.evaluation import load, made_up_text, save_checkpoint
 from tests.support.programs import run_program
 from tests.support.ranks import CONTEXT, TIMEOUT
@@ -231,3 +232,31 @@ def test_own_is_the_pattern_that_the_model_was_saved_with(folder, tmp_path, caps
     (record,) = [r for r in records_of(tmp_path / "report") if r["pattern"] == "own"]
     assert record["tokens"] == 2047, "with a stride, each token but the first is scored once"
     assert "one piece of text" in results["remarks"][0]
+
+
+def test_a_calibration_is_named_by_its_file(folder, tmp_path, capsys):
+    """The figures of the model that was saved with it; with another calibration in the file, the run is another one."""
+    text = "kv0=window:64+4;kv1=window:16+2"
+    save_calibration(tmp_path / "chosen.json", {0: "exact", 1: text})
+    model, tokenizer = load(folder / "model", None)
+    ra.patch_model(model, ra.Calibration.load(tmp_path / "chosen.json")).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    file = str(tmp_path / "chosen.json")
+    asked = f"--pattern own --pattern exact --pattern {file} --tasks perplexity --lengths 1k --samples 1 --json"
+    words = words_of(tmp_path, tmp_path / "report", asked)
+    words[words.index("--text") + 1] = str(folder / "book.txt")
+    results = json.loads(run(words, capsys))
+    figures, share = results["results"]["perplexity_1024"], results["flop_share"]
+    assert figures["perplexity,own"] == figures[f"perplexity,{file}"] != figures["perplexity,exact"]
+    heads = {"num_heads": 4, "num_kv_heads": 2}
+    assert share["own"] == share[file]
+    assert share[file]["1024"] == pytest.approx((1 + ra.Pattern.parse(text).flop_share(1024, **heads)) / 2)
+
+    save_calibration(tmp_path / "chosen.json", {0: "exact", 1: "exact"})
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    assert end.value.code == 2 and "the report of another run: calibrations was" in capsys.readouterr().err
+    (tmp_path / "chosen.json").write_text("{}")
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    assert end.value.code == 2 and "this is no calibration" in capsys.readouterr().err

@@ -4,13 +4,13 @@ import argparse
 import json
 
 import pytest
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, LlamaConfig
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.plan.branches import Segment, Window
 from hf_ring_attention.plan.patterns import Pattern
-from hf_ring_attention.tools.model_config import model_attention, read_config
+from hf_ring_attention.tools.model_config import attention_of_config, model_attention, read_config
 
 
 def written(folder, config):
@@ -214,3 +214,10 @@ def test_a_hybrid_that_lacks_a_size_is_refused(tmp_path):
     config = {**HYBRID, "model_type": "qwen3_next", "full_attention_interval": 2}
     with pytest.raises(argparse.ArgumentTypeError, match="has no 'linear_num_value_heads', a size of the mixers"):
         model_attention(written(tmp_path, config))
+
+
+def test_a_pattern_replaces_what_was_saved(tmp_path):
+    config = ra.patch_config(ra.patch_config(LlamaConfig(num_hidden_layers=3), "window:8"), "window:4", layers=[1])
+    whole = json.loads(config.to_json_string())
+    assert [str(one) for one in attention_of_config(whole, "x").layers] == ["window:8", "window:4", "window:8"]
+    assert {str(one) for one in attention_of_config(whole, "x", ra.Pattern.exact()).layers} == {"exact"}

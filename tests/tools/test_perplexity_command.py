@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_ring_attention as ra
 from hf_ring_attention.tools import cli
-from tests.support.checkpoints import save_checkpoint_of_words
+from tests.support.checkpoints import save_calibration, save_checkpoint_of_words
 
 
 @pytest.fixture
@@ -47,6 +47,22 @@ def test_figures_are_those_of_the_library(model, capsys):
         assert row["perplexity"] == pytest.approx(math.exp(nll / tokens))
     assert rows[0]["perplexity"] != rows[1]["perplexity"]
     assert rows[1]["share_of_exact_flops"] < rows[0]["share_of_exact_flops"] == 1
+
+
+def test_a_pattern_replaces_those_that_layers_were_saved_with(model, capsys):
+    """That of a calibration, by its file, too."""
+    loaded, tokenizer = (kind.from_pretrained(model / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    file = save_calibration(model / "chosen.json", {0: "window:4+1", 1: "window:2"})
+    ra.patch_model(loaded, ra.Calibration.load(file)).save_pretrained(model / "calibrated")
+    tokenizer.save_pretrained(model / "calibrated")
+    rows = {}
+    for name in ("model", "calibrated"):
+        words = f"perplexity {model / name} {model / 'fox.txt'} --tokens 300 --pattern exact --pattern {file}"
+        rows[name] = [{**row, "seconds": 0} for row in json.loads(run(f"{words} --device cpu --json", capsys))["rows"]]
+    assert rows["model"] == rows["calibrated"]
+    assert rows["model"][0]["nll"] != rows["model"][1]["nll"]
+    share = ra.Calibration.load(file).share("flops", 300)
+    assert [row["share_of_exact_flops"] for row in rows["model"]] == [1, pytest.approx(share)]
 
 
 def test_the_table_has_the_change_from_the_first_pattern(model, capsys):

@@ -116,6 +116,11 @@ class Calibration:
             for layer, pattern in self.layers.items()
         }
 
+    @property
+    def texts_of_layers(self) -> dict[str, str]:
+        """The texts of the patterns of layers, by their numbers."""
+        return {str(layer): str(pattern) for layer, pattern in self.layers.items()}
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the calibration in plain JSON types, patterns as their texts; `from_dict` reads it back."""
         return {
@@ -128,7 +133,7 @@ class Calibration:
             "seed": self.seed,
             "flop_share": self.flop_share,
             "menu": [str(pattern) for pattern in self.menu],
-            "layers": {str(layer): str(pattern) for layer, pattern in self.layers.items()},
+            "layers": self.texts_of_layers,
             "scores": {str(layer): [list(head) for head in heads] for layer, heads in self.scores.items()},
             "texts": [{field.name: getattr(text, field.name) for field in fields(text)} for text in self.texts],
         }
@@ -174,6 +179,16 @@ class Calibration:
         except json.JSONDecodeError as error:
             raise ValueError(f"{file} is no JSON file: {error}") from error
         return cls.from_dict(written)
+
+
+def load_pattern(text: str) -> Pattern | Calibration:
+    """Returns the pattern of a text, or the calibration in the file that it names, which ends in .json.
+
+    Raises:
+        ValueError: the text of no pattern, or a file with something else.
+        OSError: a file that cannot be read.
+    """
+    return Calibration.load(text) if text.endswith(".json") else Pattern.parse(text)
 
 
 def _rows_of_numbers(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..arguments import missing_extra, one_of, pattern_text, token_count
+from ..arguments import missing_extra, one_of, pattern_source, token_count
 from ..model_config import read_config
 from ..options import (
     MEASURED_PATTERNS,
@@ -47,8 +47,8 @@ Examples:
 
 
 def pattern_or_own(text: str) -> str:
-    """Reads a pattern, or "own" for the one that the model's config has."""
-    return text if text == "own" else pattern_text(text)
+    """Reads a pattern, the file of a calibration, or "own" for the pattern that the model's config has."""
+    return text if text == "own" else pattern_source(text)
 
 
 def share(text: str) -> float:
@@ -77,7 +77,8 @@ def evaluate_command(
     pattern: Annotated[
         list[str],
         pattern_option(
-            "A pattern, or own: the one in the model's config; may be given several times.", kind=pattern_or_own
+            "A pattern, a file calibration.json, or own: the one in the model's config; may be given several times.",
+            kind=pattern_or_own,
         ),
     ] = MEASURED_PATTERNS,
     lengths: Annotated[Any, list_option("--lengths", token_count(8), "Context lengths in tokens.")] = "2k,4k",

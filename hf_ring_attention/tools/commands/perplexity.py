@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from ...plan.patterns import Pattern
 from ..arguments import existing_file
 from ..model_config import read_config
 from ..options import (
@@ -107,6 +106,7 @@ def _load(
 
 def _measure(model: Any, ids: dict[str, Any], patterns: list[str]) -> list[dict[str, Any]]:
     """Returns a row for each text and pattern, and for several texts also one of all their tokens."""
+    from ...evaluation.calibration.result import Calibration, load_pattern
     from ...evaluation.perplexity import perplexity as measure
     from ...hf.patch import patch_model
 
@@ -115,14 +115,18 @@ def _measure(model: Any, ids: dict[str, Any], patterns: list[str]) -> list[dict[
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     rows = []
     for text in patterns:
+        pattern = load_pattern(text)
         for name, row in ids.items():
             try:
                 with spinner(f"{text}: {name}"):
-                    patch_model(model, text)
+                    patch_model(model, pattern)
                     report: Any = measure(model, row)
             except (ValueError, NotImplementedError) as error:
                 raise refuse(str(error)) from None
-            share = Pattern.parse(text).flop_share(row.shape[1], num_heads=heads, num_kv_heads=kv_heads)
+            if isinstance(pattern, Calibration):
+                share = pattern.share("flops", row.shape[1])
+            else:
+                share = pattern.flop_share(row.shape[1], num_heads=heads, num_kv_heads=kv_heads)
             rows.append(
                 {
                     "text": name,
