@@ -185,8 +185,6 @@ class _LayersOnly:
 def _patch(model: PreTrainedModel, layers: Mapping[int, Pattern]) -> None:
     """Sets patterns of layers, and exact attention in the others but for windows of their own."""
     patch_config(model.config, _LayersOnly(layers) if layers else "exact")
-    if not layers:
-        setattr(model.config.get_text_config(), IMPLEMENTATION, {"pattern": Pattern.exact().to_dict()})
 
 
 @contextmanager
