@@ -404,12 +404,9 @@ def hold_out(
 
 
 def pack(documents: Dataset | IterableDataset, sources: Sources) -> Dataset | IterableDataset:
-    """Returns rows of `seq_len` tokens or fewer; without packing, the documents as they are, which a collator cuts."""
-    if not sources.packing:
-        return documents
-    return ra.pack_documents(
-        documents, sources.seq_len, buffer=sources.buffer, excess_length_strategy=sources.long_documents
-    )
+    """Returns rows of `seq_len` tokens or fewer; without packing, each is a document, or a piece of a long one."""
+    buffer = sources.buffer if sources.packing else 1
+    return ra.pack_documents(documents, sources.seq_len, buffer=buffer, excess_length_strategy=sources.long_documents)
 
 
 def collator(sources: Sources, tokenizer: PreTrainedTokenizerBase) -> ra.PaddingCollator:
@@ -431,13 +428,12 @@ def describe(rows: Dataset | IterableDataset, sources: Sources, needed: int = 1)
             f"the data have {tokens} tokens to train on, which are {len(rows)} row(s) of {sources.seq_len}, and {needed} or "
             f"more are needed: about {needed} * {sources.seq_len} = {needed * sources.seq_len} tokens"
         )
-    if not sources.packing:
-        return f"{len(rows)} documents of {tokens} tokens, in rows of {sources.seq_len} of their own"
     pieces = sum(map(len, rows["seq_lengths"]))
-    return (
-        f"{pieces} documents, or pieces of long ones, of {tokens} tokens in {len(rows)} rows of {sources.seq_len}, which are "
-        f"{tokens / (len(rows) * sources.seq_len):.1%} full"
-    )
+    described = f"{pieces} documents, or pieces of long ones, of {tokens} tokens"
+    if not sources.packing:
+        return f"{described}, in rows of {sources.seq_len} of their own"
+    full = tokens / (len(rows) * sources.seq_len)
+    return f"{described} in {len(rows)} rows of {sources.seq_len}, which are {full:.1%} full"
 
 
 def digest(documents: Dataset | IterableDataset) -> str:

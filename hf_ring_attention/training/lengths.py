@@ -51,6 +51,8 @@ def check_lengths(dataset: Any, collate: Any, *, warn: bool) -> ValueError | Non
     if strategy == "raise":
         return ValueError(f"{message}: {REMEDY}")
     treatment = {"truncate": "truncated", "split": "split", "drop": "left out"}[strategy]
+    if strategy == "split" and isinstance(collator, PaddingCollator):
+        treatment += " into more rows than a batch has documents (ra.pack_documents(..., buffer=1) splits them before)"
     if warn:
         warnings.warn(f"{message}: they are {treatment}, as excess_length_strategy={strategy!r} asks for", stacklevel=2)
     return None

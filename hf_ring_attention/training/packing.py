@@ -46,7 +46,8 @@ def pack_documents(
             for each token, such as labels or assistant_masks. A column that is not of tokens, such as a text, is left out,
             and so are attention_mask and the padding that it marks.
         row_length: tokens of a row.
-        buffer: the number of documents that are packed together.
+        buffer: the number of documents that are packed together. With 1, each row is a document, or a piece of a longer one:
+            a batch then has as many rows as its loader draws, which a collator that splits documents adds to.
         excess_length_strategy: the treatment of a document longer than a row, as in `PaddingCollator`.
 
     Returns:
@@ -129,7 +130,8 @@ def _pack_buffer(
             pieces.append({name: x[first:last] for name, x in tokens.items()})
     lengths = [len(piece["input_ids"]) for piece in pieces]
     rows = best_fit(lengths, row_length)
-    if numbers is not None and numbers[0] == 0 and len(numbers) == buffer:  # the first buffer speaks for the others
+    # The first buffer speaks for the others; that of a single document is not there to fill rows.
+    if numbers is not None and numbers[0] == 0 and len(numbers) == buffer > 1:
         _warn_of_few_rows(len(rows), sum(lengths), row_length, buffer)
     packed = {
         name: [torch.cat([pieces[x][name] for x in row]).tolist() for row in rows] for name in names or ["input_ids"]

@@ -1,6 +1,7 @@
 """The recipes' data: from texts, files and data sets to rows whose documents never see each other."""
 
 import json
+import warnings
 
 import documents
 import pytest
@@ -219,13 +220,20 @@ def test_rows_are_packed_and_their_fill_is_told(streaming, tokenizer, tmp_path):
     assert data.held_out.attention_mask.sum() == 31 and [len(x["input_ids"]) for x in data.held_out_rows] == [31]
 
 
-def test_documents_are_left_in_rows_of_their_own_where_that_is_asked_for(tokenizer, tmp_path):
-    file = write_rows(tmp_path / "rows.jsonl", [{"text": "x" * length} for length in (5, 9)])
-    sources = Sources(dataset=file, packing=False, seq_len=16)
-    data = documents.prepare(sources, tokenizer)
-    assert data.description == "2 documents of 16 tokens, in rows of 16 of their own"
-    batch = documents.collator(sources, tokenizer)(list(data.rows))
-    assert batch["attention_mask"].sum(1).tolist() == [6, 10]
+@pytest.mark.parametrize("streaming", [False, True])
+def test_documents_have_rows_of_their_own_where_that_is_asked_for(tokenizer, tmp_path, streaming):
+    """A long document makes several rows, and a batch has as many of them as it asks for all the same."""
+    file = write_rows(tmp_path / "rows.jsonl", [{"text": "x" * length} for length in (5, 9, 40)])
+    sources = Sources(dataset=file, packing=False, seq_len=16, streaming=streaming)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Rows that are not full are what was asked for.
+        data = documents.prepare(sources, tokenizer)
+        rows = list(data.rows)
+    if not streaming:
+        assert data.description == "5 documents, or pieces of long ones, of 57 tokens, in rows of 16 of their own"
+    assert sorted(row["seq_lengths"] for row in rows) == [[6], [9], [10], [16], [16]]
+    batch = documents.collator(sources, tokenizer)(rows[-2:])
+    assert batch["attention_mask"].shape == (2, 16)
 
 
 def test_too_few_rows_are_told_with_the_arithmetic(tokenizer):

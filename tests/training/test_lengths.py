@@ -35,8 +35,8 @@ def rows_with(rng, longest, at, count=20):
     return [{"input_ids": [1 + i % 90 for i in range(length)], "text": "what it was"} for length in lengths]
 
 
-def prepared(dataset, **settings):
-    collator = ra.PackingCollator(**{"row_length": 8, **settings})
+def prepared(dataset, kind=ra.PackingCollator, **settings):
+    collator = kind(**{"row_length": 8, **settings})
     return ra.Ring.alone().prepare_data_loader(DataLoader(dataset, batch_size=2, collate_fn=collator))
 
 
@@ -74,6 +74,9 @@ def test_a_document_longer_than_a_row_is_refused_when_the_loader_is_prepared(nam
     for strategy, done in (("truncate", "truncated"), ("split", "split")):
         with pytest.warns(UserWarning, match=done):
             prepared(dataset, excess_length_strategy=strategy)
+    with pytest.warns(UserWarning, match=r"split into more rows than a batch has documents .*buffer=1"):
+        loader = prepared(dataset, ra.PaddingCollator, excess_length_strategy="split")
+    assert sum(shard["input_ids"].shape[0] for shard in loader) == 21
 
 
 def test_rows_that_a_subset_leaves_out_do_not_count(rng):

@@ -67,7 +67,8 @@ def calibrate_command(
     menu: Annotated[
         list[str] | None,
         pattern_option(
-            "A pattern to choose among; may be given several times. Default: windows, pyramids and exact.", "--menu"
+            "A pattern to choose among; may be given several times. Default: windows with few and with many sinks, and exact.",
+            "--menu",
         ),
     ] = None,
     retrieval: Annotated[
