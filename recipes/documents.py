@@ -198,13 +198,14 @@ def prepare(sources: Sources, tokenizer: PreTrainedTokenizerBase, *, seed: int =
         held_out, documents = hold_out(documents, sources.held_out)
         if isinstance(documents, IterableDataset):
             documents = documents.shuffle(seed=seed, buffer_size=sources.buffer)
+        longer = _longer_than_a_row(documents, sources)
         rows = pack(documents, sources)
         held_out_rows = pack(Dataset.from_list(held_out), sources) if held_out else None
     return Data(
         rows=rows,
         held_out=_as_tensors(held_out) if held_out else None,
         held_out_rows=held_out_rows,
-        description=describe(rows, sources, needed),
+        description=describe(rows, sources, needed) + longer,
         digest=checksum,
     )
 
@@ -434,6 +435,17 @@ def describe(rows: Dataset | IterableDataset, sources: Sources, needed: int = 1)
         return f"{described}, in rows of {sources.seq_len} of their own"
     full = tokens / (len(rows) * sources.seq_len)
     return f"{described} in {len(rows)} rows of {sources.seq_len}, which are {full:.1%} full"
+
+
+def _longer_than_a_row(documents: Dataset | IterableDataset, sources: Sources) -> str:
+    """Returns what a description adds where documents lose tokens, since they are longer than a row."""
+    done = {"truncate": "truncated", "drop": "dropped"}.get(sources.long_documents)
+    if done is None or isinstance(documents, IterableDataset):
+        return ""
+    longer = int((token_counts(documents) > sources.seq_len).sum())
+    return f"; {longer} of {len(documents)} documents have more than {sources.seq_len} tokens, and were {done}" * (
+        longer > 0
+    )
 
 
 def digest(documents: Dataset | IterableDataset) -> str:

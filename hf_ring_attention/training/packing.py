@@ -46,8 +46,8 @@ def pack_documents(
             for each token, such as labels or assistant_masks. A column that is not of tokens, such as a text, is left out,
             and so are attention_mask and the padding that it marks.
         row_length: tokens of a row.
-        buffer: the number of documents that are packed together. With 1, each row is a document, or a piece of a longer one:
-            a batch then has as many rows as its loader draws, which a collator that splits documents adds to.
+        buffer: the number of documents that are packed together. With 1, each row is a document, or a piece of a longer one,
+            so that long documents are split before a loader draws its batches of rows.
         excess_length_strategy: the treatment of a document longer than a row, as in `PaddingCollator`.
 
     Returns:

@@ -236,6 +236,15 @@ def test_documents_have_rows_of_their_own_where_that_is_asked_for(tokenizer, tmp
     assert batch["attention_mask"].shape == (2, 16)
 
 
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize(("treatment", "done"), [("truncate", "truncated"), ("drop", "dropped"), ("split", None)])
+def test_documents_that_lose_tokens_are_counted(treatment, done, packing, tokenizer, tmp_path):
+    file = write_rows(tmp_path / "rows.jsonl", [{"text": "x" * length} for length in (5, 9, 40, 16)])
+    told = documents.prepare(Sources(dataset=file, packing=packing, seq_len=16, long_documents=treatment), tokenizer)
+    lost = f"; 2 of 4 documents have more than 16 tokens, and were {done}"
+    assert told.description.endswith(lost) == (done is not None)
+
+
 def test_too_few_rows_are_told_with_the_arithmetic(tokenizer):
     sources = Sources(seq_len=4)
     rows = documents.pack(tokens_of(10), sources)
