@@ -11,8 +11,7 @@ from hf_ring_attention.evaluation.calibration.choice import choose, squares_of
 from hf_ring_attention.evaluation.calibration.costs import Cost
 from hf_ring_attention.plan.problem import Problem
 from hf_ring_attention.plan.traffic import exchanged
-
-MENU = ("window:4+1", "pyramid:4,2", "window:16+2", "window:32", "exact")
+from tests.support.calibrations import MENU
 
 
 def test_a_choice_is_within_its_budget_and_nearly_the_best(rng):

@@ -5,6 +5,7 @@ import warnings
 
 import documents
 import pytest
+import tokens
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset
 from documents import Sources
@@ -63,7 +64,7 @@ def said(tokenizer, data):
 
 def loaded(tokenizer, **sources):
     sources = Sources(**sources)
-    return documents.tokenize(documents.load(sources), tokenizer, sources.columns, sources.dataset)
+    return tokens.tokenize(documents.load(sources), tokenizer, sources.columns, sources.dataset)
 
 
 # ---- from sources to tokens
@@ -132,7 +133,7 @@ def test_what_a_data_set_does_not_have_is_said_with_what_it_has(sources, message
 
 def test_an_empty_data_set_is_told(tokenizer):
     with pytest.raises(SystemExit, match="the data set 'empty' has no rows in this split"):
-        documents.tokenize(Dataset.from_dict({"text": []}), tokenizer, name="empty")
+        tokens.tokenize(Dataset.from_dict({"text": []}), tokenizer, name="empty")
 
 
 def test_a_data_set_that_the_hub_does_not_give_is_named(tokenizer):
@@ -168,8 +169,8 @@ def test_of_a_chat_the_assistant_s_turns_are_learned(template, tokenizer, tmp_pa
 def test_a_template_that_rewrites_turns_is_refused(tokenizer):
     tokenizer.chat_template = FORGETFUL
     with pytest.raises(SystemExit, match=r"writes a turn differently when others follow.*get_training_chat_template"):
-        documents.chat_tokens(tokenizer, CHAT)
-    assert documents.chat_tokens(tokenizer, CHAT[:2])[1][-6:] == [1] * 6
+        tokens.chat_tokens(tokenizer, CHAT)
+    assert tokens.chat_tokens(tokenizer, CHAT[:2])[1][-6:] == [1] * 6
 
 
 # ---- from tokens to rows

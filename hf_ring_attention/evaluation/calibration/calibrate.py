@@ -92,7 +92,8 @@ def calibrate(
             them.
         refinements: how often the scores are corrected around the last choice. A correction helps texts like those given, and
             may harm others: give texts of every kind that the model will read, or take 0.
-        seed: the number from which the tokens drawn in the first pass follow, and the retrieval text.
+        seed: the number from which the tokens drawn in the first pass follow, and the retrieval text. With another number of
+            ranks, the same tokens are drawn but for one now and then that rounding decides.
         folder: where measurements are written as they come; a run that was ended goes on from there, and ends with the same
             result. None keeps nothing.
         progress: whether a bar counts the layers of all passes; a file gets a line of it every half minute.
