@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_ring_attention as ra
-from tests.recipes.test_recipes import launch, run
 from tests.support.checkpoints import save_tiny_checkpoint
+from tests.support.launches import launch, run
 
 PATTERN, OTHER = "pyramid:32,3,2", "window:16+2"
 

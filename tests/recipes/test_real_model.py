@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from tests.recipes.test_recipes import assert_same_perplexity, bounds_of, finetuned, run
 from tests.support import dense
+from tests.support.launches import run
 from tests.support.ranks import run_simulated
+from tests.support.recipe_runs import assert_same_perplexity, finetuned
 from tests.support.tolerance import nudge_
-from tests.support.training import assert_equal_runs
+from tests.support.training import assert_equal_runs, bounds_of
 
 pytestmark = [
     pytest.mark.real,

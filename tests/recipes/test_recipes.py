@@ -1,19 +1,11 @@
 """The recipes run as their docstrings say, on small input, and their figures hold."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import checkpoints
 import finetune as finetune_recipe
 import pytest
-import torch
-from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -21,14 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 import hf_ring_attention  # noqa: F401  (a model that a recipe saved asks for "ring_dilated")
 from tests.support.as_gpus import NO_DEEPSPEED
 from tests.support.checkpoints import save_tiny_checkpoint
-from tests.support.programs import run_program
+from tests.support.launches import refused, run
+from tests.support.recipe_runs import assert_same_perplexity, finetuned
 from tests.support.releases import at_least
 from tests.support.tiny_models import with_large_weights
-from tests.support.tolerance import allowed, distance, largest, nudge_
-from tests.support.training import assert_equal_runs, differences
-
-RECIPES = Path(__file__).parents[2] / "recipes"
-AS_GPUS = Path(__file__).parents[1] / "support" / "as_gpus.py"
+from tests.support.tolerance import nudge_
+from tests.support.training import assert_equal_runs, bounds_of
 
 
 @pytest.fixture(scope="module")
@@ -49,77 +39,6 @@ def nudged(folder):
     shutil.copy(folder / "text.txt", again)
     nudge_(LlamaForCausalLM.from_pretrained(folder / "model")).save_pretrained(again / "model")
     return again
-
-
-#: What starts a recipe anew: Python; or two processes by torch's launcher, and by Accelerate's with the files of
-#: recipes/accelerate, whose plugins act where Accelerate takes the processes for GPUs.
-ACCELERATE = ["-m", "accelerate.commands.launch", "--num_processes", "2", "--main_process_port", "0"]
-LAUNCHERS = {
-    "python": [],
-    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
-}
-for plugin in ("fsdp2", "zero3"):
-    file = RECIPES / "accelerate" / f"{plugin}.yaml"
-    LAUNCHERS[plugin] = [*ACCELERATE, "--config_file", str(file), "--mixed_precision", "no", str(AS_GPUS)]
-
-
-def environment_of(plugin):
-    """The variables that Accelerate's launcher sets for the processes of a file of recipes/accelerate."""
-    command = [*LAUNCHERS[plugin][2:], "script.py"]
-    args = _validate_launch_command(launch_command_parser().parse_args(command))[0]
-    if plugin == "fsdp2":
-        return prepare_multi_gpu_env(args)
-    args.deepspeed_fields_from_accelerate_config = ",".join(load_config_from_file(args.config_file).deepspeed_config)
-    return prepare_deepspeed_cmd_env(args)[1]
-
-
-def launch(recipe, *arguments, launcher=None, processes=1, timeout=1200, path=None, plugin=None):
-    """What became of a recipe, from a launcher or from none; a folder of modules for it comes before others.
-
-    With a `plugin` and no launcher, two processes are forked that find what the launcher would set for them.
-    """
-    environment = dict(os.environ, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    if path is not None:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")]))
-    if plugin is not None:
-        options = {"processes": 2, "environment": environment | environment_of(plugin), "timeout": timeout}
-        return run_program(AS_GPUS, RECIPES / recipe, *arguments, **options)
-    if launcher is None:
-        options = {"processes": processes, "environment": environment, "timeout": timeout}
-        return run_program(RECIPES / recipe, *arguments, **options)
-    command = [sys.executable, *LAUNCHERS[launcher], str(RECIPES / recipe), *map(str, arguments)]
-    return subprocess.run(command, env=environment, timeout=timeout, capture_output=True, text=True)
-
-
-def run(recipe, *arguments, **options):
-    """What a recipe prints."""
-    done = launch(recipe, *arguments, **options)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
-
-
-def refused(recipe, *arguments, **options):
-    """What a recipe says that ends with an error."""
-    done = launch(recipe, *arguments, **options)
-    assert done.returncode != 0
-    return done.stderr
-
-
-def assert_same_perplexity(found, expected, *nudged):
-    """Of rows of figures: the losses of all tokens but the first, and their mean.
-
-    One token may be so close to another choice that a nudge moves it ten times as far as the next nudge does: what several
-    of them do tells how far rounding can move it.
-    """
-
-    found_losses, losses, *others = (
-        torch.tensor(row["token_nll"][1:], dtype=torch.float64) for row in (found, expected, *nudged)
-    )
-    errors = distance(found_losses, losses), abs(found["perplexity"] / expected["perplexity"] - 1)
-    # The errors of tokens may cancel in the mean of one run and not in that of another, so their sizes bound that of a mean.
-    bounds = largest(distance(x, losses) for x in others), largest(float((x - losses).abs().mean()) for x in others)
-    for error, bound in zip(errors, map(allowed, bounds), strict=True):
-        assert 0 <= error <= bound, (error, bound)
 
 
 def test_perplexity_is_the_same_from_two_processes(folder, nudged, tmp_path):
@@ -267,17 +186,6 @@ def test_finetune_learns_adapters_from_a_stream_of_chats(folder, tmp_path, monke
     assert len(trained) == 2 * 7  # layers, and linear layers of each
 
 
-def finetuned(output):
-    """What two runs are compared by."""
-    figures = json.loads((output / "figures.json").read_text())
-    return {
-        "losses": [step["loss"] for step in figures["steps"]],
-        "norms": [step["grad_norm"] for step in figures["steps"]],
-        **({"perplexity": [figures["perplexity_after"]]} if "perplexity_after" in figures else {}),
-        "parameters": AutoModelForCausalLM.from_pretrained(output).state_dict(),
-    }
-
-
 @pytest.fixture(scope="module")
 def bounds(folder, nudged, by_one_process):
     (nudged / "one").mkdir()
@@ -285,16 +193,9 @@ def bounds(folder, nudged, by_one_process):
     return bounds_of(finetuned(nudged / "one"), finetuned(folder / "one"))
 
 
-def bounds_of(nudged, run):
-    """On the differences from a run, by what nudged weights did to it."""
-    found = differences(nudged, run)
-    assert found["parameters"] > 0, "the nudged weights were not used"
-    return {name: allowed(error) for name, error in found.items()}
-
-
 def assert_same_steps(output, folder, bounds):
-    for run in (output, folder / "one"):
-        steps = json.loads((run / "figures.json").read_text())["steps"]
+    for one in (output, folder / "one"):
+        steps = json.loads((one / "figures.json").read_text())["steps"]
         assert [step["tokens"] for step in steps] == [2 * 249] * 5
     assert_equal_runs(finetuned(output), finetuned(folder / "one"), "finetune.py", bounds)
 

@@ -1,9 +1,13 @@
-"""Short runs of the recipe finetune.py on a tiny model: their folder, their arguments, and their losses."""
+"""Short runs of recipes on a tiny model: their folder, their arguments, their losses, and what two runs are compared by."""
 
 import json
 from pathlib import Path
 
+import torch
+from transformers import AutoModelForCausalLM
+
 from tests.support.checkpoints import save_tiny_checkpoint
+from tests.support.tolerance import allowed, distance, largest
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -39,3 +43,30 @@ def at_step(monkeypatch, module, number, act):
         return loss(*args, **options)
 
     monkeypatch.setattr(module.ra, "next_token_loss", counted)
+
+
+def finetuned(output):
+    """What two runs are compared by."""
+    figures = json.loads((output / "figures.json").read_text())
+    return {
+        "losses": [step["loss"] for step in figures["steps"]],
+        "norms": [step["grad_norm"] for step in figures["steps"]],
+        **({"perplexity": [figures["perplexity_after"]]} if "perplexity_after" in figures else {}),
+        "parameters": AutoModelForCausalLM.from_pretrained(output).state_dict(),
+    }
+
+
+def assert_same_perplexity(found, expected, *nudged):
+    """Of rows of figures: the losses of all tokens but the first, and their mean.
+
+    One token may be so close to another choice that a nudge moves it ten times as far as the next nudge does: what several
+    of them do tells how far rounding can move it.
+    """
+    found_losses, losses, *others = (
+        torch.tensor(row["token_nll"][1:], dtype=torch.float64) for row in (found, expected, *nudged)
+    )
+    errors = distance(found_losses, losses), abs(found["perplexity"] / expected["perplexity"] - 1)
+    # The errors of tokens may cancel in the mean of one run and not in that of another, so their sizes bound that of a mean.
+    bounds = largest(distance(x, losses) for x in others), largest(float((x - losses).abs().mean()) for x in others)
+    for error, bound in zip(errors, map(allowed, bounds), strict=True):
+        assert 0 <= error <= bound, (error, bound)

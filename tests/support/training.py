@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ring_attention as ra
-from tests.support.tolerance import EXACT, distance, largest
+from tests.support.tolerance import EXACT, allowed, distance, largest
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
@@ -206,3 +206,10 @@ def trainer(
     steps = [entry for entry in made.state.log_history if "loss" in entry]
     losses = [entry["loss"] for entry in steps]
     return figures_of(model, losses, [entry["grad_norm"] for entry in steps]), made
+
+
+def bounds_of(nudged, run):
+    """On the differences from a run, by what nudged weights did to it."""
+    found = differences(nudged, run)
+    assert found["parameters"] > 0, "the nudged weights were not used"
+    return {name: allowed(error) for name, error in found.items()}
