@@ -77,9 +77,6 @@ def test_scores_find_the_head_that_looks_far(rng):
     ] == [(layer, head)]
 
 
-# In float32, a rounding may have a pass draw another token, and measure its loss instead.
-
-
 @pytest.mark.parametrize("transport", ["ring", "collective"])
 def test_two_ranks_choose_what_one_process_chooses(transport, rng):
     texts = random_texts(rng)
@@ -241,6 +238,7 @@ def test_one_key_value_head_a_layer(rng):
         ({"menu": ["exact", "windy:4"]}, "calibrate: menu: .*windy"),
         ({"retrieval": -1}, "retrieval must be a weight"),
         ({"refinements": 0.5}, "refinements must be a whole number"),
+        ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
         ({"seq_len": 0}, "seq_len must be a number of tokens"),
     ],
 )

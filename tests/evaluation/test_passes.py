@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from transformers import AttentionInterface
@@ -10,9 +11,10 @@ import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import multiplicity_matrix
 from hf_ring_attention.evaluation.calibration import passes
 from hf_ring_attention.evaluation.calibration.passes import TextChanges, measure_losses, measure_text
-from hf_ring_attention.evaluation.calibration.texts import CUE, NEEDLE, plain_text, retrieval_text
+from hf_ring_attention.evaluation.calibration.texts import CUE, NEEDLE, drawn_tokens, plain_text, retrieval_text
 from tests.support.calibrations import MENU, model_of, random_texts
 from tests.support.ranks import run_simulated
+from tests.support.tiny_models import VOCAB
 from tests.support.tolerance import assert_exact, distance, float64
 
 #: How far products, which are kept in float32, may be apart: one rounding of each, relative to the largest.
@@ -60,23 +62,20 @@ def objective_of(text):
 
     def drawn(logits):
         logps = logits[:-1].log_softmax(-1)
-        ends = logps.detach().exp().cumsum(-1)
-        tokens = [int((end <= draw * end[-1]).sum()) for end, draw in zip(ends, text.draws)]
+        noise = [np.random.default_rng((text.seed, n)).standard_exponential(VOCAB) for n in range(len(logps))]
+        tokens = (logps.detach().exp() / torch.tensor(np.array(noise))).argmax(-1)
         return -logps[torch.arange(len(tokens)), tokens].sum()
 
     def answers(logits):
         probs = logits[:-1].softmax(-1)[torch.arange(len(text.ids) - 1), text.ids[1:]]
         return ((1 - probs).log() - probs.log())[text.scored[1:]].sum()
 
-    return answers if text.draws is None else drawn
+    return answers if text.seed is None else drawn
 
 
 def linear_of(found):
     """[layers, Hkv, P] of all layers."""
     return torch.stack([found.linear[layer] for layer in range(len(found.linear))])
-
-
-# What is drawn is drawn in float64: in float32, a rounding may lead to another token.
 
 
 @pytest.mark.parametrize("make", [plain_text, retrieval_text])
@@ -164,6 +163,17 @@ def test_a_second_pass_follows_the_divergence_from_exact_attention(rng):
     # Steps of this size show a slope that float32 does not drown, up to the curvature of third order.
     scale = float(found.linear[layer].abs().max())
     assert float(found.linear[layer][head, number]) == pytest.approx(slope, rel=0.02, abs=0.02 * scale)
+
+
+def test_tokens_are_drawn_with_their_probabilities(rng):
+    count, seed = 20_000, rng.randrange(1000)
+    logits = torch.tensor([rng.gauss(0, 2) for _ in range(9)])
+    drawn = drawn_tokens(logits.expand(count, -1), seed, range(count))
+    probs = logits.double().softmax(-1)
+    errors = (torch.bincount(drawn, minlength=9) - count * probs).abs() / (count * probs * (1 - probs)).sqrt()
+    assert errors.max() < 6  # standard errors of a count
+    assert torch.equal(drawn[100:], drawn_tokens(logits.expand(count - 100, -1), seed, range(100, count)))
+    assert not torch.equal(drawn, drawn_tokens(logits.expand(count, -1), seed + 1, range(count)))
 
 
 def test_a_pass_computes_layers_again_and_holds_none(rng):

@@ -46,7 +46,7 @@ MENU = (
 )
 
 #: The number of what a folder's files of measurements hold; it goes up when that changes.
-_FORMAT = 2
+_FORMAT = 3
 
 
 def calibrate(
@@ -92,8 +92,7 @@ def calibrate(
             them.
         refinements: how often the scores are corrected around the last choice. A correction helps texts like those given, and
             may harm others: give texts of every kind that the model will read, or take 0.
-        seed: the number from which the tokens drawn in the first pass follow, and the retrieval text. With another number of
-            ranks, the same tokens are drawn but for one now and then that rounding decides.
+        seed: the number, of 0 or more, from which the tokens drawn in the first pass follow, and the retrieval text.
         folder: where measurements are written as they come; a run that was ended goes on from there, and ends with the same
             result. None keeps nothing.
         progress: whether a bar counts the layers of all passes; a file gets a line of it every half minute.
@@ -122,7 +121,7 @@ def calibrate(
         check_predicts_next(inner, "calibrate")
         patterns = _checked_menu(menu)
         rows = _checked_texts(inner, texts, retrieval)
-        _check_numbers(budget, retrieval, refinements)
+        _check_numbers(budget, retrieval, refinements, seed)
         cost = _checked_cost(budget_of, ranks, served, seq_len, rows)
         _check_budget(patterns, budget, cost)
         settings = {
@@ -260,15 +259,16 @@ def _checked_texts(model: PreTrainedModel, texts: Any, retrieval: float) -> list
     return rows
 
 
-def _check_numbers(budget: Any, retrieval: Any, refinements: Any) -> None:
+def _check_numbers(budget: Any, retrieval: Any, refinements: Any, seed: Any) -> None:
     if not isinstance(budget, (int, float)) or isinstance(budget, bool) or not 0 < budget <= 1:
         raise ValueError(
             f"calibrate: budget must be a share of exact attention's cost, above 0 and at most 1, got {budget!r}"
         )
     if not isinstance(retrieval, (int, float)) or not (math.isfinite(retrieval) and retrieval >= 0):
         raise ValueError(f"calibrate: retrieval must be a weight of at least 0, got {retrieval!r}")
-    if not isinstance(refinements, int) or isinstance(refinements, bool) or refinements < 0:
-        raise ValueError(f"calibrate: refinements must be a whole number of at least 0, got {refinements!r}")
+    for name, value in {"refinements": refinements, "seed": seed}.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"calibrate: {name} must be a whole number of at least 0, got {value!r}")
 
 
 def _checked_cost(budget_of: Any, ranks: Any, ring: Ring, seq_len: Any, rows: Sequence[Tensor]) -> Cost:

@@ -44,7 +44,7 @@ from ...ring.ring import Ring
 from ...training.shards import IGNORED
 from ..hidden_states import hidden_states
 from ..slices import head_in_slices, token_nll
-from .texts import ScoredText
+from .texts import ScoredText, drawn_tokens
 
 #: A function of logits [1, m, vocabulary] and the places of these m tokens among those of the rank, whose gradient is taken.
 Objective = Callable[[Tensor, slice], Tensor]
@@ -229,7 +229,8 @@ def _objective(
         others = logits.scatter(2, label, -torch.inf).logsumexp(-1)
         return (others - logits.gather(2, label)[..., 0]).masked_fill(~scored[:, part], 0).sum()
 
-    if text.draws is None:
+    seed, positions = text.seed, layout.positions(ring.rank)
+    if seed is None:
         return of_answers
 
     def of_divergence(logits: Tensor, part: slice) -> Tensor:
@@ -240,13 +241,10 @@ def _objective(
 
     if exact is not None:
         return of_divergence
-    draws = ring.shard(text.draws[None].to(labels.device), layout)
 
     def of_drawn(logits: Tensor, part: slice) -> Tensor:
-        cumulated = logits.detach().softmax(-1).double().cumsum(-1)
-        drawn = torch.searchsorted(cumulated, draws[:, part, None] * cumulated[..., -1:], right=True)
-        drawn = drawn.clamp_max(logits.shape[-1] - 1)[..., 0].masked_fill(~scored[:, part], IGNORED)
-        return F.cross_entropy(logits.transpose(1, 2), drawn, ignore_index=IGNORED, reduction="sum")
+        drawn = drawn_tokens(logits[0], seed, positions[part]).masked_fill(~scored[0, part], IGNORED)
+        return F.cross_entropy(logits[0], drawn, ignore_index=IGNORED, reduction="sum")
 
     return of_drawn
 

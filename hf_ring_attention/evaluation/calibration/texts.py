@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,13 +24,13 @@ class ScoredText:
     Attributes:
         ids: [n] int64, on the CPU.
         scored: [n] bool: the tokens whose predictions, made at the token before each, are scored; never the first.
-        draws: [n] float64 in [0, 1): which token is drawn from the prediction made at each token; None where the tokens of the
-            text are answers that are to be found.
+        seed: what the tokens drawn from its predictions follow from; None where the tokens of the text are answers that are to
+            be found.
     """
 
     ids: Tensor
     scored: Tensor
-    draws: Tensor | None
+    seed: int | None
 
     @property
     def num_scored(self) -> int:
@@ -37,20 +39,37 @@ class ScoredText:
 
     @property
     def digest(self) -> str:
-        """A checksum of what is scored, and of the tokens that are drawn."""
-        return digest([digest(x) for x in (self.ids, self.scored, self.draws) if x is not None])
+        """A checksum of the text, of what is scored, and of the seed."""
+        return digest([digest(self.ids), digest(self.scored), self.seed])
 
 
 def plain_text(ids: Tensor, seed: int) -> ScoredText:
     """Returns a text all of whose predictions are scored.
 
     Args:
-        seed: what the draws follow from, together with the text.
+        seed: of 0 or more.
     """
     scored = torch.ones(len(ids), dtype=torch.bool)
     scored[0] = False
-    draws = torch.rand(len(ids), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    return ScoredText(ids, scored, draws)
+    return ScoredText(ids, scored, seed)
+
+
+def drawn_tokens(logits: Tensor, seed: int, positions: Iterable[int]) -> Tensor:
+    """Returns [m] int64: of each prediction, a token drawn with the probability that it gives.
+
+    It is the one with the largest sum of logit and noise (Gumbel's: minus the logarithm of an exponential variable). The noise
+    of a position is the same on any number of ranks, and so is the draw, unless a rounding decides between the two largest. A
+    place in cumulated probabilities would be moved by a rounding far more often, across some border of the whole vocabulary.
+
+    Args:
+        logits: [m, vocabulary].
+        positions: of the m tokens in their text.
+    """
+    drawn = []
+    for row, position in zip(logits.detach(), positions, strict=True):
+        noise = np.random.default_rng((seed, position)).standard_exponential(len(row))
+        drawn.append((row - torch.from_numpy(np.log(noise)).to(row)).argmax())
+    return torch.stack(drawn)
 
 
 def retrieval_text(ids: Tensor, seed: int) -> ScoredText:
