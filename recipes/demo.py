@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -54,6 +55,12 @@ def launch(recipe: str, *arguments: str, processes: int = 2) -> None:
     settings += ["--mixed_precision", "no", "--dynamo_backend", "no"]
     command = [sys.executable, "-m", "accelerate.commands.launch", *settings, str(HERE / recipe), *arguments]
     subprocess.run(command, check=True, env=environment)
+
+
+def remove_report(folder: Path) -> None:
+    """Removes the report of an earlier demo, whose model may have had other patterns; a folder without one stays as it is."""
+    if (folder / "run.json").exists():
+        shutil.rmtree(folder)
 
 
 def named(figures: list[dict], calibration_file: Path) -> list[dict]:
@@ -135,6 +142,7 @@ def main() -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     del model
+    remove_report(args.output / "evaluation")
     evaluation = ["--model", str(folder), "--output", str(args.output / "evaluation"), *QUESTIONS]
     subprocess.run([sys.executable, "-m", "hf_ring_attention", "evaluate", *evaluation], check=True)
     minutes["questions"] = (time.perf_counter() - start) / 60

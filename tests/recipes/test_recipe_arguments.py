@@ -237,3 +237,13 @@ def test_recipes_explain_themselves_without_extras():
     assert done.returncode == 0, done.stderr[-2000:]
     for recipe in recipes:
         assert f"python recipes/{recipe}.py" in done.stdout
+
+
+def test_a_demo_replaces_the_report_of_an_earlier_one_alone(tmp_path):
+    remove_report = importlib.import_module("demo").remove_report
+    for name, file in {"report": "run.json", "own": "thesis.txt"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("{}")
+        remove_report(tmp_path / name)
+    remove_report(tmp_path / "none")
+    assert [path.name for path in tmp_path.iterdir()] == ["own"] and (tmp_path / "own" / "thesis.txt").exists()
