@@ -26,6 +26,7 @@ import perplexity
 import torch
 
 import hf_ring_attention as ra
+from hf_ring_attention.evaluation.journal import RUN_FILE
 from hf_ring_attention.tools.arguments import at_least, missing_extra, new_folder
 from hf_ring_attention.tools.calibration_plots import plot_calibration
 from hf_ring_attention.tools.calibration_report import sheet_of_patterns
@@ -59,7 +60,7 @@ def launch(recipe: str, *arguments: str, processes: int = 2) -> None:
 
 def remove_report(folder: Path) -> None:
     """Removes the report of an earlier demo, whose model may have had other patterns; a folder without one stays as it is."""
-    if (folder / "run.json").exists():
+    if (folder / RUN_FILE).exists():
         shutil.rmtree(folder)
 
 

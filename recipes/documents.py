@@ -357,9 +357,9 @@ def _longer_than_a_row(documents: Dataset | IterableDataset, sources: Sources) -
     if done is None or isinstance(documents, IterableDataset):
         return ""
     longer = int((token_counts(documents) > sources.seq_len).sum())
-    return f"; {longer} of {len(documents)} documents have more than {sources.seq_len} tokens, and were {done}" * (
-        longer > 0
-    )
+    if not longer:
+        return ""
+    return f"; {longer} of {len(documents)} documents have more than {sources.seq_len} tokens, and were {done}"
 
 
 def digest(documents: Dataset | IterableDataset) -> str:

@@ -176,6 +176,14 @@ def test_tokens_are_drawn_with_their_probabilities(rng):
     assert not torch.equal(drawn, drawn_tokens(logits.expand(count, -1), seed + 1, range(count)))
 
 
+def test_a_rounding_hardly_moves_a_draw(rng):
+    """Of 2000, about two are expected to move; of places in cumulated probabilities, more than fifty would."""
+    generator = torch.Generator().manual_seed(rng.randrange(1000))
+    logits, errors = (torch.randn(2000, 5000, generator=generator) for _ in range(2))
+    drawn, again = (drawn_tokens(x, 0, range(2000)) for x in (logits, logits + 1e-3 * errors))
+    assert (drawn != again).sum() <= 15
+
+
 def test_a_pass_computes_layers_again_and_holds_none(rng):
     [ids] = random_texts(rng, 1, 64)
     model, calls = ra.patch_model(model_of(3), "exact", ra.Ring.alone()), []

@@ -229,7 +229,7 @@ def _objective(
         others = logits.scatter(2, label, -torch.inf).logsumexp(-1)
         return (others - logits.gather(2, label)[..., 0]).masked_fill(~scored[:, part], 0).sum()
 
-    seed, positions = text.seed, layout.positions(ring.rank)
+    seed = text.seed
     if seed is None:
         return of_answers
 
@@ -241,6 +241,7 @@ def _objective(
 
     if exact is not None:
         return of_divergence
+    positions = layout.positions(ring.rank)
 
     def of_drawn(logits: Tensor, part: slice) -> Tensor:
         drawn = drawn_tokens(logits[0], seed, positions[part]).masked_fill(~scored[0, part], IGNORED)
