@@ -23,13 +23,13 @@ from filelock import FileLock
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils.logging import disable_progress_bar
 
 import hf_ring_attention as ra
+from hf_ring_attention.evaluation.texts import opening_tokens
 from hf_ring_attention.plan.choices import TransportKind, check_choices
 from hf_ring_attention.plan.layouts import LayoutKind
 from hf_ring_attention.plan.notation import FORMS
@@ -228,15 +228,20 @@ def load(
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, count: int | None = None, skip: int = 0) -> torch.Tensor:
-    """Returns [1, n] token ids of a text, without special tokens: `count` of them (None: all) after the first `skip`."""
+    """Returns [1, n] token ids of a text: `count` of them (None: all) after the first `skip`.
+
+    The first of them are those with which texts of the model open, such as BOS.
+    """
     # A prefix has the tokens of its text but for the last few, so a text is cut long after the last one needed.
     enough = None if count is None else 40 * (skip + count) + 1000
     ids = tokenizer(text[:enough], add_special_tokens=False, return_tensors="pt", verbose=False).input_ids
-    if count is not None and ids.shape[1] < skip + count:
+    opening = opening_tokens(tokenizer)[None]
+    ids = torch.cat([opening, ids[:, skip:]], 1)
+    if count is not None and ids.shape[1] < count:
         raise SystemExit(
-            f"the text has {ids.shape[1]} tokens, and {skip} + {count} = {skip + count} are needed: name a longer one"
+            f"the text has {ids.shape[1] + skip} tokens, and {skip} + {count} = {skip + count} are needed: name a longer one"
         )
-    return ids[:, skip : None if count is None else skip + count]
+    return ids[:, :count]
 
 
 def add_lora(model: PreTrainedModel, rank: int) -> PreTrainedModel:
@@ -318,16 +323,6 @@ def pattern_settings(pattern: ra.Pattern | ra.Calibration) -> str | dict[str, st
 
 
 PATTERN_HELP = f"{FORMS}; or the file calibration.json that hf-ring-attention calibrate wrote"
-
-
-def flop_share(pattern: ra.Pattern | ra.Calibration, tokens: int, config: PretrainedConfig) -> float:
-    """Returns the attention FLOPs of a pattern, or of all layers of a calibration, as a share of exact causal attention's."""
-    if isinstance(pattern, ra.Calibration):
-        return pattern.share("flops", tokens)
-    config = config.get_text_config()
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return pattern.flop_share(tokens, num_heads=heads, num_kv_heads=kv_heads)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ The prompt is read by `prefill`, sharded over the model's ring; the cache then s
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +14,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from ..hf.cache import ShardedCache
 from ..hf.generation import prefill
 from ..hf.wrappers import evaluating
+from .finite import check_finite
 from .questions import Question
 
 #: The ways to score an answer: the text that is generated, and the likelihood of the right one among candidates.
@@ -53,11 +55,12 @@ def answer_questions(
         scores: some of `SCORES`.
 
     Raises:
-        ValueError: questions of which the prompts differ in length, for a model that takes no positions.
+        ValueError: questions of which the prompts differ in length, for a model that takes no positions; predictions that are
+            infinite or NaN.
     """
     start = time.perf_counter()
     longest = max(len(question.prompt) for question in questions)
-    filler = _filler(tokenizer)
+    filler = _filler(model, tokenizer)
     rows = [[filler] * (longest - len(question.prompt)) + list(question.prompt) for question in questions]
     ids = torch.tensor(rows, device=model.device)
     mask = torch.ones_like(ids)
@@ -102,6 +105,7 @@ def _candidate_losses(
         nll = F.cross_entropy(logits.float().transpose(1, 2), padded, reduction="none").cpu()
         for row, tokens in enumerate(of_rows):
             if number < len(questions[row].candidate_ids):
+                check_finite(nll[row, : len(tokens)], model, "answer_questions")
                 losses[row].append(float(nll[row, : len(tokens)].double().sum()))
         cache.crop(held - cache.get_seq_length())
     return losses
@@ -122,13 +126,14 @@ def _generated(
         do_sample=False,
         max_new_tokens=max(question.task.new_tokens for question in questions),
         eos_token_id=end,
-        pad_token_id=_filler(tokenizer),
+        pad_token_id=_filler(model, tokenizer),
     )
     generate: Any = model.generate
     # What is not set in a config that is passed would come from the model's own one, penalties among it.
     model.generation_config = settings
     try:
-        output = generate(ids, attention_mask=mask, past_key_values=cache)
+        checked = LogitsProcessorList([_FiniteLogits(model)])
+        output = generate(ids, attention_mask=mask, past_key_values=cache, logits_processor=checked)
     finally:
         model.generation_config = own
     new = output[:, ids.shape[1] :]
@@ -136,7 +141,21 @@ def _generated(
     return texts
 
 
-def _filler(tokenizer: Any) -> int:
-    """Returns the token that stands where there is none; nothing sees it."""
-    known = (x for x in (tokenizer.pad_token_id, tokenizer.eos_token_id) if x is not None)
+def _filler(model: PreTrainedModel, tokenizer: Any) -> int:
+    """Returns the token that stands where there is none; nothing sees it, but the model must have an embedding of it."""
+    table = model.get_input_embeddings()
+    tokens = table.num_embeddings if isinstance(table, nn.Embedding) else math.inf
+    # A token for padding that was added to a tokenizer alone has none.
+    known = (x for x in (tokenizer.pad_token_id, tokenizer.eos_token_id) if x is not None and x < tokens)
     return next(known, 0)
+
+
+class _FiniteLogits(LogitsProcessor):
+    """Refuses predictions that are no numbers, of which the likeliest token would be any."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        check_finite(scores.logsumexp(-1), self._model, "answer_questions")
+        return scores

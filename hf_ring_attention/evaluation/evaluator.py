@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -16,7 +17,6 @@ from ..hf.registration import IMPLEMENTATION
 from ..ring.ring import Ring
 from ..transport.agreement import agreement, digest
 from .answers import answer_questions
-from .calibration.result import load_pattern
 from .inputs import EvaluationInputs
 from .jobs import JUDGE, OWN, SCORING, Job, Key, jobs_of, key_of
 from .journal import Journal
@@ -24,6 +24,7 @@ from .long_perplexity import short_context_nll, tokens_that_gain
 from .perplexity import perplexity
 from .scoring import rank_among, string_match_all, string_match_part
 from .strides import stride_nll
+from .texts import TextPiece
 
 #: The first bucket of positions ends here, in tokens; each later one ends sqrt(2) times as far from the beginning.
 _FIRST_BUCKET = 64
@@ -78,6 +79,7 @@ class Evaluator:
             call.same("the plan of the evaluation", digest(self.plan))
             call.same("the texts of the evaluation", digest([(text.name, text.checksum) for text in self.inputs.texts]))
             call.same("the words of questions", str(self.inputs.words))
+            call.same("the patterns of the evaluation", self.inputs.texts_of_patterns)
             call.message = None if journal is None else [key_of(record) for record in journal.records]
         done: set[Key] = {tuple(key) for key in call.answers[0] or ()}
         left = [job for job in jobs if not done.issuperset(job.keys)]
@@ -109,16 +111,16 @@ class Evaluator:
         """Makes the model compute a pattern in all layers without a window of their own, or what its config came with."""
         if pattern == OWN:
             setattr(self.model.config.get_text_config(), IMPLEMENTATION, copy.deepcopy(self.own))
-        patch_model(self.model, None if pattern == OWN else load_pattern(pattern), self.ring)
+        patch_model(self.model, self.inputs.patterns.get(pattern), self.ring)
 
     def _perplexity(self, job: Job) -> dict[str, Any]:
         piece = self.inputs.pieces[job.length][job.numbers[0]]
         self.use(job.patterns[0])
         start = time.perf_counter()
         if self.plan.stride is None:
-            nll = perplexity(self.model, piece.ids, ring=self.ring).token_nll[0]
+            nll = self._whole_nll(piece)
         else:
-            nll = stride_nll(self.model, piece.ids, job.length, self.plan.stride, self.ring)
+            nll = stride_nll(self.model, piece.ids, job.length, self.plan.stride, self.ring, opening=piece.opening)
         seconds = time.perf_counter() - start
         scored = ~nll.isnan()
         by_position = {} if self.plan.stride else {"by_position": losses_by_position(nll, job.length)}
@@ -131,23 +133,31 @@ class Evaluator:
             "seconds": seconds,
         }
 
+    def _whole_nll(self, piece: TextPiece) -> Tensor:
+        """Returns [n] float32: the nll of the tokens of a piece in one pass, NaN where they are not scored."""
+        nll = perplexity(self.model, piece.ids, ring=self.ring).token_nll[0]
+        nll[: piece.opening] = torch.nan
+        return nll
+
     def _long_perplexity(self, job: Job) -> list[dict[str, Any]]:
         piece = self.inputs.long_pieces[job.length][job.numbers[0]]
         self.use(JUDGE)
-        long = perplexity(self.model, piece.ids, ring=self.ring).token_nll[0]
-        short = short_context_nll(self.model, piece.ids, self.plan.short_context, self.plan.sharing, self.ring)
-        gaining = tokens_that_gain(long, short, self.plan.least_gain, self.plan.least_likelihood)
+        long = self._whole_nll(piece)
+        plan, opening = self.plan, piece.opening
+        short = short_context_nll(self.model, piece.ids, plan.short_context, plan.sharing, self.ring, opening=opening)
+        gaining = tokens_that_gain(long, short, plan.least_gain, plan.least_likelihood)
         records = []
         for pattern in job.patterns:
             self.use(pattern)
-            report = perplexity(self.model, piece.ids, ring=self.ring)
+            start = time.perf_counter()
+            nll = self._whole_nll(piece)
             records.append(
                 {
                     "document": piece.name,
-                    "nll": float(report.token_nll[0, gaining].double().sum()),
+                    "nll": float(nll[gaining].double().sum()),
                     "tokens": len(gaining),
                     "compared": int((~short.isnan()).sum()),
-                    "seconds": report.seconds,
+                    "seconds": time.perf_counter() - start,
                 }
             )
         return records

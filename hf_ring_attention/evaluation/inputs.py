@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
-from .jobs import EvaluationPlan, check_plan
+from .calibration.result import Calibration, load_pattern
+from .jobs import JUDGE, OWN, EvaluationPlan, check_plan
 from .questions import Materials, PromptWriter, Question, question_of
-from .texts import EvaluationText, TextPiece, sentences_of, text_pieces
+from .texts import EvaluationText, TextPiece, opening_tokens, sentences_of, text_pieces
 from .tracing import retrieval_task
 from .words import word_list
 
@@ -24,7 +25,9 @@ class EvaluationInputs:
         own_pattern: whether its config has a pattern.
 
     Raises:
-        ValueError: what `check_plan` refuses, texts that are too short, or lengths that have no room for a question.
+        ValueError: what `check_plan` refuses, patterns that are none, texts that are too short or have no sentence for a
+            question, or lengths that have no room for one.
+        OSError: a file of a calibration that cannot be read.
     """
 
     def __init__(
@@ -37,6 +40,8 @@ class EvaluationInputs:
         own_pattern: bool = False,
     ) -> None:
         self.tokenizer, self.plan, self.texts = tokenizer, plan, list(texts)
+        #: What the names of patterns stand for, read once: a file may hold another calibration later.
+        self.patterns = {name: load_pattern(name) for name in (*plan.patterns, JUDGE) if name != OWN}
         self.writer = PromptWriter(tokenizer, plan.chat)
         check_plan(plan, positions=positions, own_pattern=own_pattern, writer=self.writer)
         self.words = word_list(texts)
@@ -44,12 +49,28 @@ class EvaluationInputs:
         self.question = lru_cache(maxsize=4 * plan.batch)(self._question)
         self._check_pieces()
         for task in plan.retrieval:
+            if retrieval_task(task, min(plan.lengths)).haystack == "texts" and not self.materials.sentences:
+                raise ValueError(f"{task}: it hides needles among the sentences of {self.names}, where there is none")
             self.question(task, min(plan.lengths), None, 0)
 
     @cached_property
     def materials(self) -> Materials:
         """What questions are made of."""
         return Materials(self.words, sentences_of(self.texts), self.names)
+
+    @property
+    def texts_of_patterns(self) -> dict[str, str | dict[str, str]]:
+        """What the names of patterns stand for, in plain JSON types: for a calibration, the patterns of its layers."""
+        return {
+            name: one.texts_of_layers if isinstance(one, Calibration) else str(one)
+            for name, one in self.patterns.items()
+        }
+
+    @property
+    def opening(self) -> list[str]:
+        """The tokens with which each piece of text opens."""
+        tokens: list[str] = self.tokenizer.convert_ids_to_tokens(opening_tokens(self.tokenizer).tolist())
+        return tokens
 
     @property
     def names(self) -> str:

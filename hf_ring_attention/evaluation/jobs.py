@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .answers import SCORES
-from .calibration.result import load_pattern
 from .long_perplexity import ALPHA_GAIN, BETA_LIKELIHOOD, SHARING, SHORT_CONTEXT
 from .questions import PromptWriter
 from .tracing import RETRIEVAL, RULER, retrieval_task
@@ -123,14 +122,11 @@ def check_plan(plan: EvaluationPlan, *, positions: int | None, own_pattern: bool
     Raises:
         ValueError: the setting, what it is and what it may be.
     """
-    for name in ("patterns", "tasks", "lengths", "scores"):
-        if not getattr(plan, name):
+    for name in ("patterns", "tasks", "lengths", "scores", "depths"):
+        if name != "depths" and not getattr(plan, name):
             raise ValueError(f"{name}: one at least was expected, got none")
         if len(set(getattr(plan, name))) < len(getattr(plan, name)):
             raise ValueError(f"{name}: each is to be named once, got {', '.join(map(str, getattr(plan, name)))}")
-    for pattern in plan.patterns:
-        if pattern != OWN:
-            load_pattern(pattern)
     if OWN in plan.patterns and not own_pattern:
         raise ValueError(
             "pattern 'own': the model's config has no pattern. ra.patch_config and ra.patch_model put one there, which "
@@ -183,21 +179,24 @@ def jobs_of(plan: EvaluationPlan, pieces: Mapping[str, Mapping[int, int]]) -> li
     return jobs
 
 
-def task_notes(plan: EvaluationPlan, texts: str, words: str) -> dict[str, dict[str, Any]]:
+def task_notes(plan: EvaluationPlan, texts: str, words: str, opening: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
     """Returns what a report must say of each task, as JSON: version, haystack, scoring.
 
     Args:
         texts, words: where these come from.
+        opening: the tokens with which pieces of texts open.
     """
+    opened = {"opened_by": list(opening)} if opening else {}
     notes: dict[str, dict[str, Any]] = {}
     for task in plan.tasks:
         if task == "perplexity":
             how = "pieces in one pass each" if plan.stride is None else f"windows of each length, stride {plan.stride}"
-            notes[task] = {"version": 1, "text": texts, "scored": how}
+            notes[task] = {"version": 1, "text": texts, **opened, "scored": how}
         elif task == "longppl":
             notes[task] = {
                 "version": 1,
                 "text": texts,
+                **opened,
                 "judge": f"the model itself under {JUDGE}",
                 "short_context": plan.short_context,
                 "tokens_sharing_a_context": plan.sharing,

@@ -34,11 +34,21 @@ class Journal:
         self.folder, self.records, self.launches = folder, records, launches
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Adds records, each a line, in one write; they are on the disk when this returns."""
-        lines = "".join(f"{json.dumps(record)}\n" for record in records)
+        """Adds records, each a line; they are on the disk when this returns, and none of them is when it fails.
+
+        Raises:
+            OSError: a file that cannot be written to.
+        """
+        left = memoryview("".join(f"{json.dumps(record)}\n" for record in records).encode())
         with (self.folder / SAMPLES_FILE).open("ab", buffering=0) as file:
-            file.write(lines.encode())
-            os.fsync(file.fileno())
+            before = file.tell()
+            try:
+                while left:  # A disk that fills up takes a part, without an error.
+                    left = left[file.write(left) :]
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(before)
+                raise
         self.records += [dict(record) for record in records]
 
 
@@ -106,12 +116,24 @@ def journal_of(folder: Path, settings: Mapping[str, Any], launch: Mapping[str, A
     with own_folder(folder):
         wanted, launches = json.loads(json.dumps(settings)), []
         if found:
-            run = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+            run = json_in(folder / RUN_FILE, "name another folder")
             check_same_settings(folder, "the report of another run", run["settings"], wanted)
             launches = run["launches"]
         launches = [*launches, dict(launch)]
         write_whole(folder / RUN_FILE, json.dumps({"settings": wanted, "launches": launches}, indent=1))
         yield Journal(folder, _whole_lines(folder / SAMPLES_FILE), launches)
+
+
+def json_in(file: Path, remedy: str) -> Any:
+    """Returns what a file of JSON holds.
+
+    Raises:
+        ValueError: a file that was damaged.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON ({error}): {remedy}") from None
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:

@@ -19,12 +19,13 @@ SHORT_CONTEXT, SHARING = 4096, 1024
 
 
 def short_context_nll(
-    model: PreTrainedModel, ids: Tensor, short: int, sharing: int, ring: Ring | None = None
+    model: PreTrainedModel, ids: Tensor, short: int, sharing: int, ring: Ring | None = None, *, opening: int = 0
 ) -> Tensor:
     """Returns the nll of each token from number `short` on, given `short` to `short + sharing - 1` tokens before it.
 
     Args:
         ids: [n] integers; n is more than `short`.
+        opening: the first tokens of ids that open each context, as part of it.
 
     Returns:
         [n] float32 on the CPU, NaN for the tokens before.
@@ -32,7 +33,8 @@ def short_context_nll(
     nll = torch.full((len(ids),), torch.nan)
     for first in range(0, len(ids) - short, sharing):
         stop = min(first + short + sharing, len(ids))
-        nll[first + short : stop] = perplexity(model, ids[first:stop], ring=ring).token_nll[0, short:]
+        row = torch.cat([ids[:opening], ids[first + opening : stop]])
+        nll[first + short : stop] = perplexity(model, row, ring=ring).token_nll[0, short:]
     return nll
 
 

@@ -23,6 +23,7 @@ from ..hf.wrappers import evaluating, runner_of, whole_model
 from ..ring.ring import Ring
 from ..training.shards import ASIDE, IGNORED
 from ..transport.agreement import digest
+from .finite import check_finite
 from .slices import logits_in_slices, token_nll
 
 
@@ -93,7 +94,8 @@ def perplexity(
         ValueError: on every rank, before anything is computed: a model with virtual tokens of PEFT, or one that does not
             predict tokens from those before them (masked language models, classifiers, encoders); rows of fewer than 2
             tokens, or of more than the model has positions for; tokens or masks that are no such integers, padding between
-            tokens, shapes that differ, ranks that differ, or no token to score.
+            tokens, shapes that differ, ranks that differ, or no token to score. On every rank, after the pass of a row:
+            losses that are infinite or NaN.
 
     Example:
         >>> ids = torch.arange(1, 65)[None]  # or tokenizer(text, return_tensors="pt")
@@ -123,7 +125,9 @@ def perplexity(
     with evaluating(inner):
         for row, (first, stop) in enumerate(map(_extent, mask)):
             if stop - first > 1:
-                token_nll[row, first + 1 : stop] = _row_nll(inner, served, ids[row, first:stop], logits_at_once)
+                of_row = _row_nll(inner, served, ids[row, first:stop], logits_at_once)
+                check_finite(of_row, inner, "perplexity")
+                token_nll[row, first + 1 : stop] = of_row
     scored = ~token_nll.isnan()
     return PerplexityReport(
         nll=float(token_nll[scored].double().sum()),

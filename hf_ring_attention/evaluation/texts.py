@@ -31,12 +31,15 @@ class TextPiece:
     """Tokens of a text that are scored together.
 
     Attributes:
-        ids: [n] int64.
-        size: the bytes, in UTF-8, of what stands after the first token up to the last one: the text that is scored.
+        ids: [n] int64, those with which the model's texts open before those of the text.
+        opening: how many of them do not belong to the text, and are not scored.
+        size: the bytes, in UTF-8, of the text that is scored: all of it, or what stands after its first token where no other
+            opens it.
     """
 
     name: str
     ids: Tensor
+    opening: int
     size: int
 
 
@@ -49,7 +52,7 @@ def python_topics() -> EvaluationText:
 
 
 def text_pieces(text: EvaluationText, tokenizer: Any, length: int, most: int) -> list[TextPiece]:
-    """Cuts a text into pieces of `length` tokens, without special tokens.
+    """Cuts a text into pieces of `length` tokens, each with the tokens that open it.
 
     A rest that is shorter is left out, unless it is all there is.
 
@@ -57,17 +60,31 @@ def text_pieces(text: EvaluationText, tokenizer: Any, length: int, most: int) ->
         most: no more pieces than these.
 
     Raises:
-        ValueError: a tokenizer that does not tell where tokens stand in the text, or a text of fewer than 2 tokens.
+        ValueError: a tokenizer that does not tell where tokens stand in the text, a text of fewer than 2 tokens, or a length
+            that has no room for one.
     """
     ids, ends = _tokens_of(text.name, beginning_of(text.content, length * most), tokenizer)
-    count = max(1, min(most, len(ids) // length))
+    opening = opening_tokens(tokenizer)
+    room = length - len(opening)
+    if room < 1:
+        raise ValueError(f"{len(opening)} tokens open each text of this model: ask for a length greater than {length}")
+    count = max(1, min(most, len(ids) // room))
     pieces = []
-    for first in range(0, count * length, length):
-        stop = min(first + length, len(ids))
-        size = len(text.content[ends[first] : ends[stop - 1]].encode())
-        name = text.name if count == 1 else f"{text.name}, piece {first // length + 1}"
-        pieces.append(TextPiece(name, ids[first:stop], size))
+    for first in range(0, count * room, room):
+        stop = min(first + room, len(ids))
+        # Nothing predicts the first token, unless others open the text.
+        unscored = first - 1 if len(opening) else first
+        size = len(text.content[ends[unscored] if unscored >= 0 else 0 : ends[stop - 1]].encode())
+        name = text.name if count == 1 else f"{text.name}, piece {first // room + 1}"
+        pieces.append(TextPiece(name, torch.cat([opening, ids[first:stop]]), len(opening), size))
     return pieces
+
+
+def opening_tokens(tokenizer: Any) -> Tensor:
+    """Returns [k] int64: the tokens that a tokenizer puts before each text; without them, some models predict far worse."""
+    text, whole = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
+    places = (first for first in range(len(whole)) if whole[first : first + len(text)] == text)
+    return torch.tensor(whole[: next(places, 0)], dtype=torch.int64)
 
 
 def beginning_of(text: str, tokens: int) -> str:

@@ -17,7 +17,7 @@ from .._version import __version__
 from ..evaluation.calibration.calibrate import calibrate
 from ..evaluation.calibration.result import Calibration
 from ..evaluation.perplexity import perplexity
-from ..evaluation.texts import beginning_of
+from ..evaluation.texts import beginning_of, opening_tokens
 from ..hf.config import patch_config
 from ..hf.patch import patch_model
 from ..ring.ring import Ring
@@ -50,25 +50,32 @@ class CalibrationRun:
         self._model = load_model(source, dtype, self._device)
 
     @property
+    def opening(self) -> str:
+        """The tokens with which each row opens, as text; empty for most models."""
+        return " ".join(self._tokenizer.convert_ids_to_tokens(opening_tokens(self._tokenizer).tolist()))
+
+    @property
     def versions(self) -> str:
         """The versions of what computes."""
         return f"hf_ring_attention {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
 
     def rows_of(self, name: str, content: str, seq_len: int, count: int) -> list[Tensor]:
-        """Returns rows [seq_len] of a text's tokens, spread evenly over it.
+        """Returns rows [seq_len] of a text's tokens, spread evenly over it, behind those with which the model's texts open.
 
         Raises:
             ValueError: a text of fewer tokens.
         """
         part = beginning_of(content, seq_len) if count == 1 else content
         ids = self._tokenizer(part, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
-        if len(ids) < seq_len * count:
+        opening = opening_tokens(self._tokenizer)
+        room = seq_len - len(opening)
+        if len(ids) < room * count or room < 1:
             raise ValueError(
-                f"{name} has {len(ids)} tokens, and {count} row(s) of {seq_len} = {count * seq_len} are needed: name a longer "
-                f"text, fewer rows, or a smaller --seq-len"
+                f"{name} has {len(ids)} tokens, and {count} row(s) of {room} = {count * room} are needed: name a longer text, "
+                f"fewer rows, or a smaller --seq-len"
             )
-        starts = [(len(ids) - seq_len) * row // max(1, count - 1) for row in range(count)]
-        return [ids[start : start + seq_len].clone() for start in starts]
+        starts = [(len(ids) - room) * row // max(1, count - 1) for row in range(count)]
+        return [torch.cat([opening, ids[start : start + room]]) for start in starts]
 
     def calibrate(self, rows: Sequence[Tensor], **options: Any) -> Calibration:
         """Returns what `calibrate` chooses; the arguments are its."""

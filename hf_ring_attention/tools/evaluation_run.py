@@ -8,7 +8,6 @@ import os
 import shlex
 import sys
 import time
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 
 from ..evaluation.bootstrap import DRAWS
-from ..evaluation.calibration.result import Calibration, load_pattern
 from ..evaluation.evaluator import Evaluator
 from ..evaluation.inputs import EvaluationInputs
-from ..evaluation.jobs import OWN, SCORING, EvaluationPlan, Job, jobs_of, task_notes
+from ..evaluation.jobs import SCORING, EvaluationPlan, Job, jobs_of, task_notes
 from ..evaluation.journal import Journal, journal_of
 from ..evaluation.progress import progress_bar
 from ..evaluation.results import results_of
@@ -32,8 +31,9 @@ from ..ring.ring import Ring
 from ..transport.agreement import agreement
 from .checks.machine import cores_of_process, installed_versions
 from .evaluation_report import report_text
+from .flop_shares import flop_share_of_model
 from .loading import device_or_best, load_model, load_tokenizer
-from .model_config import attention_of_config, read_config, text_config_of
+from .model_config import read_config, text_config_of
 
 RESULTS_FILE, REPORT_FILE = "results.json", "report.md"
 
@@ -80,30 +80,16 @@ def make_ring(request: EvaluationRequest) -> tuple[Ring, Any]:
     return Ring.from_accelerator(accelerator, request.ring_size or processes, **options), accelerator.device
 
 
-def flop_shares(model: str, config: Mapping[str, Any], plan: EvaluationPlan) -> dict[str, dict[str, float]]:
-    """Returns the attention FLOPs of all layers as a share of those of exact attention in all, by pattern and length."""
-    found: dict[str, dict[str, float]] = {}
-    for text in plan.patterns:
-        text_config, pattern = dict(text_config_of(config)), None if text == OWN else load_pattern(text)
-        if isinstance(pattern, Calibration):
-            layers = {str(layer): one.to_dict() for layer, one in pattern.layers.items()}
-            text_config, pattern = text_config | {IMPLEMENTATION: {"layers": layers}}, None
-        attention = attention_of_config(text_config, model, pattern)
-        heads: dict[str, Any] = {"num_heads": attention.num_heads, "num_kv_heads": attention.num_kv_heads}
-        kinds, count = Counter(attention.layers), len(attention.layers)
-        found[text] = {
-            str(length): sum(kind.flop_share(length, **heads) * layers for kind, layers in kinds.items()) / count
-            for length in plan.lengths
-        }
-    return found
-
-
-def _stamp_of(model: str) -> str:
-    """Returns what tells the weights of a folder from others: names, sizes and times of its files; nothing of the hub's."""
+def stamp_of(model: str) -> str:
+    """Returns what tells weights from others: of a folder names, sizes and times of files, of the hub the commit."""
     folder = Path(model)
-    files = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
-    stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16] if stamps else "of the hub"
+    if not folder.is_dir():
+        cached = try_to_load_from_cache(model, "config.json")
+        return f"commit {Path(cached).parent.name} of the hub" if isinstance(cached, str) else "of the hub"
+    stamps = [
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.iterdir()) if path.is_file()
+    ]
+    return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
 
 
 def _machine(device: Any, processes: int) -> str:
@@ -124,7 +110,6 @@ class EvaluationRun:
         self.request, self.plan = request, request.plan
         self.config = read_config(request.model)
         text_config = text_config_of(self.config)
-        self.flop_share = flop_shares(request.model, self.config, self.plan)
         self.inputs = EvaluationInputs(
             load_tokenizer(request.model),
             request.texts,
@@ -132,8 +117,15 @@ class EvaluationRun:
             positions=text_config.get("max_position_embeddings"),
             own_pattern=text_config.get(IMPLEMENTATION) is not None,
         )
+        self.flop_share = {
+            name: {
+                str(length): flop_share_of_model(request.model, self.config, self.inputs.patterns.get(name), length)
+                for length in self.plan.lengths
+            }
+            for name in self.plan.patterns
+        }
         self.ring, self.device = make_ring(request)
-        self.notes = task_notes(self.plan, self.inputs.names, str(self.inputs.words))
+        self.notes = task_notes(self.plan, self.inputs.names, str(self.inputs.words), self.inputs.opening)
         #: The main process writes.
         self.main = self.ring.rank == 0 and self.ring.dp_rank == 0
 
@@ -142,13 +134,11 @@ class EvaluationRun:
         """What decides the figures, by which a folder knows its run again."""
         return {
             "model": self.request.model,
-            "files of the model": _stamp_of(self.request.model),
+            "files of the model": stamp_of(self.request.model),
             "dtype": self.request.dtype,
             **self.plan.to_dict(),
-            # A file may hold another calibration later.
-            "calibrations": {
-                name: Calibration.load(name).texts_of_layers for name in self.plan.patterns if name.endswith(".json")
-            },
+            "what the patterns stand for": self.inputs.texts_of_patterns,
+            "texts open with": self.inputs.opening,
             "texts": [[text.name, text.checksum] for text in self.inputs.texts],
             "words": str(self.inputs.words),
             "package versions": installed_versions(),

@@ -130,6 +130,20 @@ def text_config_of(whole: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
+def check_positions(config: Mapping[str, Any], tokens: int) -> None:
+    """Refuses rows of more tokens than a model has positions for.
+
+    Raises:
+        argparse.ArgumentTypeError: for such rows.
+    """
+    positions = text_config_of(config).get("max_position_embeddings")
+    if isinstance(positions, int) and tokens > positions:
+        raise argparse.ArgumentTypeError(
+            f"the model has positions for {positions} tokens, and rows have {tokens}: ask for {positions} at most, or take a "
+            f"checkpoint with more"
+        )
+
+
 def attention_of_config(whole: Mapping[str, Any], model: str, pattern: Pattern | None = None) -> ModelAttention:
     """Returns the attention of the model that a config.json describes, as `model_attention` does, which has its errors.
 

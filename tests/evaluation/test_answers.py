@@ -69,6 +69,19 @@ def test_answers_are_those_of_whole_rows(folder, pattern, rng):
     assert len({answer.losses for answer in batch}) == 2
 
 
+def test_a_token_for_padding_need_not_have_an_embedding(folder):
+    """One that was added to the tokenizer alone."""
+    model, tokenizer = load(folder)
+    inputs = inputs_of(tokenizer, plan_of(tasks=("needle",)))
+    questions = [inputs.question("needle", 400, 0.5, number) for number in range(3)]
+    assert len({len(question.prompt) for question in questions}) > 1
+    expected = answer_questions(model, tokenizer, questions)
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    assert tokenizer.pad_token_id >= model.get_input_embeddings().num_embeddings
+    for answer, one in zip(answer_questions(model, tokenizer, questions), expected):
+        assert (answer.text, answer.losses) == (one.text, one.losses)
+
+
 def test_only_what_is_asked_for_is_computed(folder):
     model, tokenizer = load(folder)
     inputs = inputs_of(tokenizer, plan_of())

@@ -136,6 +136,26 @@ def test_a_run_that_was_ended_goes_on_with_nothing_twice(rng, tmp_path, monkeypa
         calibrated(model_of(), texts, folder=tmp_path / "folder", menu=MENU[1:])
 
 
+def _other_config(model):
+    model.config.rms_norm_eps *= 2
+
+
+def _other_weights(model):
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.view(-1)[-1] += 1e-3
+
+
+@pytest.mark.parametrize("change", [_other_config, _other_weights])
+def test_measurements_of_another_model_are_refused(rng, tmp_path, change):
+    texts, model = random_texts(rng, 1), model_of()
+    calibrated(model, texts, folder=tmp_path, refinements=0)
+    # Patterns are not part of what is measured.
+    calibrated(ra.patch_model(model, "window:4+1"), texts, folder=tmp_path, refinements=0)
+    change(model)
+    with pytest.raises(ValueError, match="has the measurements of another calibration: model was"):
+        calibrated(model, texts, folder=tmp_path, refinements=0)
+
+
 def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(rng, tmp_path):
     """One that another run writes to, one that is no folder, and a damaged measurement."""
     texts, models = random_texts(rng), [model_of() for _ in range(2)]

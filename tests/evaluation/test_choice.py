@@ -33,6 +33,16 @@ def test_a_choice_is_within_its_budget_and_nearly_the_best(rng):
         assert np.array_equal(chosen, choose(scores, costs, budget))
 
 
+def test_the_cheapest_patterns_fit_a_budget_that_rounding_lowers():
+    costs = np.full((90, 2), 7.0)
+    costs[:, 1] = 10
+    budget = 0.7 * 90 * 10  # 630 exactly, or by an ulp less
+    for rounded in (budget, np.nextafter(np.nextafter(630, 0), 0)):
+        assert choose(np.zeros((90, 2)), costs, float(rounded)).tolist() == [0] * 90
+    with pytest.raises(ValueError, match="the cheapest patterns cost 630 together, and the budget is 629"):
+        choose(np.zeros((90, 2)), costs, 629)
+
+
 def harm_of(products, chosen):
     every = np.arange(len(chosen))
     return products[every, chosen][:, every, chosen].sum() / 2

@@ -1,6 +1,7 @@
 """A journal keeps what was written whole, and takes no other run's folder."""
 
 import json
+import resource
 
 import pytest
 
@@ -40,6 +41,29 @@ def test_a_damaged_line_is_named(tmp_path):
     (tmp_path / SAMPLES_FILE).write_text('{"number": 1}\n{"numb\n{"number": 2}\n')
     with pytest.raises(ValueError, match=r"samples.jsonl, line 2, is no JSON .* delete that line"):
         write(tmp_path)
+
+
+def test_a_damaged_run_is_named(tmp_path):
+    write(tmp_path, {"number": 1})
+    (tmp_path / RUN_FILE).write_text("{")
+    with pytest.raises(ValueError, match=r"run.json is no JSON .*: name another folder"):
+        write(tmp_path)
+
+
+def test_a_disk_that_takes_a_part_of_a_line_keeps_none_of_it(tmp_path):
+    with journal_of(tmp_path, SETTINGS, {}) as journal:
+        journal.append([{"number": 1}])
+        file = tmp_path / SAMPLES_FILE
+        whole, limits = file.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 5, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                journal.append([{"number": 2}])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert file.read_bytes() == whole and journal.records == [{"number": 1}]
+        journal.append([{"number": 3}])
+    assert write(tmp_path)[0] == [{"number": 1}, {"number": 3}]
 
 
 def test_the_folder_of_another_run_is_refused_with_the_difference(tmp_path):

@@ -201,11 +201,11 @@ def test_every_figure_has_one_job():
 
 
 REFUSED = {
-    "a pattern of no meaning": ({"patterns": ("windw:3",)}, "windw:3"),
     "own without one": ({"patterns": ("own",)}, "pattern 'own': the model's config has no pattern"),
     "no tasks": ({"tasks": ()}, "tasks: one at least was expected"),
     "a length twice": ({"lengths": (64, 64)}, "lengths: each is to be named once, got 64, 64"),
     "too long": ({"lengths": (64, 9000)}, "lengths: the model has positions for 8192 tokens, and a length is 9000"),
+    "a depth twice": ({"depths": (0.5, 0.50)}, "depths: each is to be named once, got 0.5, 0.5"),
     "a depth beyond": ({"depths": (0.0, 1.5)}, r"depths: numbers from 0, .* got \[0.0, 1.5\]"),
     "no depth": ({"depths": ()}, "depths: numbers from 0"),
     "a long stride": ({"stride": 5000}, "stride: it must be at most the shortest length, 4000 tokens, got 5000"),
@@ -227,6 +227,11 @@ def test_texts_and_tokenizers_that_do_not_serve_are_refused(tokenizer):
     plan = plan_of(tasks=("longppl",), lengths=(1000,), short_context=500)
     with pytest.raises(ValueError, match="longppl: book has 99 tokens, and the short context has 500"):
         EvaluationInputs(tokenizer, [EvaluationText("book", "a" * 99)], plan, positions=8192)
+    with pytest.raises(ValueError, match="windw:3"):
+        EvaluationInputs(tokenizer, [EvaluationText("book", "a b")], plan_of(patterns=("windw:3",)))
+    plan = plan_of(tasks=("needle",), lengths=(1000,))
+    with pytest.raises(ValueError, match="needle: it hides needles among the sentences of blank, where there is none"):
+        EvaluationInputs(tokenizer, [EvaluationText("blank", " ")], plan)
     with pytest.raises(ValueError, match="does not tell where its tokens stand"):
         text_pieces(EvaluationText("book", "abc"), object(), 10, 1)
 

@@ -4,11 +4,13 @@ import json
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import hf_ring_attention as ra
 from hf_ring_attention.evaluation import progress
 from hf_ring_attention.tools import cli
+from hf_ring_attention.tools.calibration_run import CalibrationRun
 from hf_ring_attention.tools.options import names_of_files
 from tests.support.checkpoints import save_checkpoint_of_words
 from tests.support.tiny_models import with_large_weights
@@ -102,7 +104,7 @@ def test_json_alone_on_stdout(folder, capsys):
         (["--plot"], "'--plot': the picture is layers.png in the folder of --output: name one"),
         (["--ring-size", 2], "2 processes are to share each text, and 1 were started"),
         (["--budget", 2], "budget must be a share of exact attention's cost, above 0 and at most 1, got 2"),
-        (["--seq-len", 4096], "fox.txt has 360 tokens, and 1 row(s) of 4096 = 4096 are needed"),
+        (["--seq-len", 2048], "fox.txt has 360 tokens, and 1 row(s) of 2048 = 2048 are needed"),
         (["--menu", "exact"], "menu has exact twice"),
     ],
 )
@@ -115,3 +117,28 @@ def test_wrong_options_are_refused_in_one_line(folder, more, message, capsys):
     error = capsys.readouterr().err
     assert end.value.code == 2 and message.format(folder=folder) in error
     assert len(error.strip().splitlines()) == 1
+
+
+def test_rows_open_as_the_tokenizer_writes_texts_and_fit_the_positions(folder, capsys):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    template = TemplateProcessing(single="fox $A", special_tokens=[("fox", tokenizer("fox").input_ids[0])])
+    tokenizer.backend_tokenizer.post_processor = template
+    tokenizer.save_pretrained(folder / "model")
+    rows = CalibrationRun(str(folder / "model"), "float32", "cpu").rows_of(
+        "dog", "lazy dog over the quick " * 40, 50, 3
+    )
+    plain = tokenizer("lazy dog over the quick " * 40, add_special_tokens=False, return_tensors="pt").input_ids[0]
+    for row, start in zip(rows, (0, (200 - 49) // 2, 200 - 49), strict=True):
+        assert row[0] == tokenizer("fox", add_special_tokens=False).input_ids[0]
+        assert torch.equal(row[1:], plain[start : start + 49])
+    output = folder / "chosen"
+    with pytest.raises(SystemExit) as end:
+        cli.main(words_of(folder, "--output", output))
+    assert not end.value.code and "each opened by fox" in (output / "report.md").read_text()
+
+    config = folder / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 70}))
+    with pytest.raises(SystemExit) as end:
+        cli.main(words_of(folder))
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2 and "'--seq-len': the model has positions for 70 tokens, and rows have 80" in error

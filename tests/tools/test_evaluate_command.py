@@ -4,11 +4,12 @@ import json
 import os
 import signal
 
+import huggingface_hub
 import pytest
 
 import hf_ring_attention as ra
 from hf_ring_attention.evaluation.journal import SAMPLES_FILE, Journal
-from hf_ring_attention.tools import cli
+from hf_ring_attention.tools import cli, evaluation_run
 from tests.support.checkpoints import save_calibration
 from tests.support.evaluation import load, made_up_text, save_checkpoint
 from tests.support.programs import run_program
@@ -255,8 +256,43 @@ def test_a_calibration_is_named_by_its_file(folder, tmp_path, capsys):
     save_calibration(tmp_path / "chosen.json", {0: "exact", 1: "exact"})
     with pytest.raises(SystemExit) as end:
         cli.main(words)
-    assert end.value.code == 2 and "the report of another run: calibrations was" in capsys.readouterr().err
+    assert (
+        end.value.code == 2 and "the report of another run: what the patterns stand for was" in capsys.readouterr().err
+    )
     (tmp_path / "chosen.json").write_text("{}")
     with pytest.raises(SystemExit) as end:
         cli.main(words)
     assert end.value.code == 2 and "this is no calibration" in capsys.readouterr().err
+
+
+def test_a_model_of_the_hub_is_told_by_its_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    cached, stamps = tmp_path / "models--me--model", []
+    (cached / "refs").mkdir(parents=True)
+    for commit in ("a" * 40, "b" * 40):
+        (cached / "snapshots" / commit).mkdir(parents=True)
+        (cached / "snapshots" / commit / "config.json").write_text("{}")
+        (cached / "refs" / "main").write_text(commit)
+        stamps.append(evaluation_run.stamp_of("me/model"))
+    assert stamps == [f"commit {letter * 40} of the hub" for letter in "ab"]
+
+
+def test_a_calibration_is_read_once(folder, tmp_path, monkeypatch):
+    """A file that is replaced while the run computes changes nothing."""
+    append, file = Journal.append, tmp_path / "chosen.json"
+    save_calibration(file, {0: "exact", 1: "exact"})
+
+    def replace(journal, records):
+        append(journal, records)
+        save_calibration(file, {0: "window:4", 1: "window:4"})
+
+    monkeypatch.setattr(Journal, "append", replace)
+    monkeypatch.setattr(f"{PLOTS}.plot_evaluation", lambda *_: {})
+    asked = f"--pattern {file} --pattern exact --tasks perplexity --lengths 900 --samples 2"
+    with pytest.raises(SystemExit) as end:
+        cli.main(words_of(folder, tmp_path / "report", asked))
+    assert not end.value.code
+    of_pattern = {}
+    for record in records_of(tmp_path / "report"):
+        of_pattern.setdefault(record["pattern"], []).append(record["nll"])
+    assert len(of_pattern["exact"]) == 2 and of_pattern[str(file)] == of_pattern["exact"]

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_ring_attention as ra
@@ -65,6 +66,19 @@ def test_a_pattern_replaces_those_that_layers_were_saved_with(model, capsys):
     assert [row["share_of_exact_flops"] for row in rows["model"]] == [1, pytest.approx(share)]
 
 
+def test_texts_open_as_the_tokenizer_writes_them(model, capsys):
+    tokenizer = AutoTokenizer.from_pretrained(model / "model")
+    template = TemplateProcessing(single="fox $A", special_tokens=[("fox", tokenizer("fox").input_ids[0])])
+    tokenizer.backend_tokenizer.post_processor = template
+    tokenizer.save_pretrained(model / "model")
+    words = f"perplexity {model / 'model'} {model / 'dog.txt'} --tokens 90 --pattern exact --device cpu --json"
+    (row,) = json.loads(run(words, capsys))["rows"]
+    ids = tokenizer((model / "dog.txt").read_text(), return_tensors="pt").input_ids
+    assert ids[0, 0] == tokenizer("fox", add_special_tokens=False).input_ids[0]
+    report = ra.perplexity(AutoModelForCausalLM.from_pretrained(model / "model"), ids[:, :90])
+    assert (row["nll"], row["tokens"]) == (pytest.approx(report.nll), 89)
+
+
 def test_the_table_has_the_change_from_the_first_pattern(model, capsys):
     words = (
         f"perplexity {model / 'model'} {model / 'dog.txt'} --pattern exact --pattern window:2 --tokens 1k --device cpu"
@@ -79,6 +93,22 @@ def test_a_picture_of_perplexity_against_flops(model, capsys):
     printed = run(f"{words} --pattern exact --pattern window:2 --plot {model / 'quality.png'}", capsys)
     assert "quality.png" in printed.replace("\n", "")
     assert (model / "quality.png").stat().st_size > 5000
+
+
+def test_rows_beyond_the_positions_and_several_processes_are_refused(model, capsys, monkeypatch):
+    config = model / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 100}))
+    words = ["perplexity", str(model / "model"), str(model / "dog.txt"), "--device", "cpu"]
+
+    def refused(*more):
+        with pytest.raises(SystemExit) as end:
+            cli.main([*words, *more])
+        assert end.value.code == 2
+        return capsys.readouterr().err.splitlines()[-1]
+
+    assert "'--tokens': the model has positions for 100 tokens, and rows have 240: ask for 100 at most" in refused()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "reads a text on one process, and 2 were started: to shard texts" in refused("--tokens", "100")
 
 
 def test_what_cannot_be_read_is_one_line(model, capsys):

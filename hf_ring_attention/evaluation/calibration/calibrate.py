@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,8 +46,19 @@ MENU = (
     "exact",
 )
 
+#: What a config says of how it was loaded, and of patterns, which a calibration sets itself.
+_NOT_OF_THE_MODEL = (
+    IMPLEMENTATION,
+    "_name_or_path",
+    "_attn_implementation",
+    "attn_implementation",
+    "transformers_version",
+)
+#: Integers of so many bytes.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 #: The number of what a folder's files of measurements hold; it goes up when that changes.
-_FORMAT = 3
+_FORMAT = 4
 
 
 def calibrate(
@@ -125,7 +137,7 @@ def calibrate(
         cost = _checked_cost(budget_of, ranks, served, seq_len, rows)
         _check_budget(patterns, budget, cost)
         settings = {
-            "model": digest([(name, digest(x.flatten()[:256].float())) for name, x in inner.named_parameters()]),
+            "model": _stamp_of(inner),
             "dtype": str(inner.dtype),
             "menu": [str(pattern) for pattern in patterns],
             "format": _FORMAT,
@@ -176,6 +188,21 @@ def calibrate(
 
 
 # ---- the model
+
+
+def _stamp_of(model: PreTrainedModel) -> str:
+    """Returns what tells a model from others: of each tensor the first numbers and the sum of its bits, and its config."""
+    config = model.config.get_text_config()
+    settings = {name: value for name, value in config.to_dict().items() if name not in _NOT_OF_THE_MODEL}
+    # Buffers that are not saved follow from the config, and are rounded differently by different machines.
+    tensors = {name: _stamp_of_tensor(x) for name, x in model.state_dict().items() if isinstance(x, Tensor)}
+    return digest([tensors, json.dumps(settings, default=str)])
+
+
+def _stamp_of_tensor(x: Tensor) -> tuple[str, int]:
+    """Returns a digest of the first numbers, and the sum of all numbers' bits, which no order of adding them changes."""
+    bits = x.contiguous().view(_BITS[x.element_size()])
+    return digest(x.flatten()[:256].float()), int(bits.sum(dtype=torch.int64))
 
 
 @dataclass(frozen=True)

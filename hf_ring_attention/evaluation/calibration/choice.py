@@ -6,6 +6,8 @@ import numpy as np
 
 #: Of the changes of single groups, how many are tried in pairs: the best of those that gain, and of those that make room.
 _TRIED_IN_PAIRS = 256
+#: How far sums may be from what they would be without rounding, relatively.
+_ROUNDING = 1e-9
 
 
 def choose(scores: np.ndarray, costs: np.ndarray, budget: float, products: np.ndarray | None = None) -> np.ndarray:
@@ -23,11 +25,14 @@ def choose(scores: np.ndarray, costs: np.ndarray, budget: float, products: np.nd
         products: [G, P, G, P], symmetric, without negative eigenvalues.
 
     Raises:
-        ValueError: a smaller budget.
+        ValueError: a smaller budget; scores, products or costs that are no finite numbers.
     """
-    least = costs.min(1).sum()
-    if least > budget:
+    least = float(costs.min(1).sum())
+    if least > budget * (1 + _ROUNDING):
         raise ValueError(f"the cheapest patterns cost {least:g} together, and the budget is {budget:g}")
+    budget = max(budget, least)
+    if not all(np.isfinite(x).all() for x in (scores, costs, *(() if products is None else (products,)))):
+        raise ValueError("scores, products and costs must be finite, or no price would keep the budget")
     alone = scores if products is None else scores + squares_of(products) / 2
     # At a high enough price each group takes its cheapest pattern, the best of them by score.
     low, high = 0.0, 1.0

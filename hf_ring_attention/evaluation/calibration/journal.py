@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ring.ring import Ring
-from ..journal import check_same_settings, own_folder
+from ..journal import check_same_settings, json_in, own_folder
 from ..whole_files import write_whole
 
 _SETTINGS_FILE = "settings.json"
@@ -69,7 +69,7 @@ def _check_settings_in(folder: Path, settings: dict[str, Any]) -> None:
     """Writes the settings into a new folder, or compares them with those of the folder's calibration."""
     file = folder / _SETTINGS_FILE
     if file.exists():
-        before = json.loads(file.read_text(encoding="utf-8"))
+        before = json_in(file, "name another folder")
         check_same_settings(folder, "the measurements of another calibration", before, settings)
     else:
         write_whole(file, json.dumps(settings))
@@ -79,8 +79,5 @@ def _measurement_in(file: Path) -> dict[str, Any] | None:
     """Returns what a file holds; None where there is none."""
     if not file.exists():
         return None
-    try:
-        measurement: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON ({error}): delete it, and it is measured again") from None
+    measurement: dict[str, Any] = json_in(file, "delete it, and it is measured again")
     return measurement

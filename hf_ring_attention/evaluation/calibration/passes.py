@@ -42,6 +42,7 @@ from ...plan.patterns import Pattern
 from ...ring.attention import ring_attention
 from ...ring.ring import Ring
 from ...training.shards import IGNORED
+from ..finite import check_finite
 from ..hidden_states import hidden_states
 from ..slices import head_in_slices, token_nll
 from .texts import ScoredText, drawn_tokens
@@ -117,6 +118,9 @@ def measure_text(
             are made of them; None for a first pass.
         logits_at_once: the number of tokens whose logits are held at once.
         after_layer: called with the number of each layer that is done.
+
+    Raises:
+        ValueError: on every rank: losses, or what patterns change of them, that are infinite or NaN.
     """
     layout = layout_of_text(model, ring, text)
     sums = _ScoreSums(ring, layout, menu, after_layer, for_products=exact is None)
@@ -134,6 +138,7 @@ def measure_text(
     with torch.no_grad():
         nll = _nll_of_text(hidden, head, labels, logits_at_once)
     of_all = torch.stack(ring.gather(torch.stack([nll, loss]))).sum(0) / text.num_scored
+    check_finite(torch.cat([of_all.cpu(), *(x.flatten() for x in sums.linear.values())]), model, "calibrate")
     return TextChanges(
         nll=float(of_all[0]),
         divergence=0.0 if exact is None else float(of_all[1]),
@@ -154,6 +159,9 @@ def measure_losses(
     Returns:
         [1, n, width] this rank's hidden states; and, the same on every rank, the means that `TextChanges` calls nll and
         divergence.
+
+    Raises:
+        ValueError: on every rank: losses that are infinite or NaN.
     """
     layout = layout_of_text(model, ring, text)
     with evaluating(model):
@@ -165,7 +173,8 @@ def measure_losses(
         both = (head_in_slices(x, head, scored, logits_at_once) for x in (hidden, exact))
         for (_, logits), (_, expected) in zip(*both, strict=True):
             apart += _divergences(logits, expected).sum().double()
-    nll, divergence = torch.stack(ring.gather(torch.stack([of_rank, apart]))).sum(0) / text.num_scored
+    nll, divergence = of_all = torch.stack(ring.gather(torch.stack([of_rank, apart]))).sum(0) / text.num_scored
+    check_finite(of_all, model, "calibrate")
     return hidden, float(nll), float(divergence)
 
 
@@ -191,7 +200,7 @@ def _next_tokens(text: ScoredText, ring: Ring, layout: SequenceLayout, device: t
 def _nll_of_text(hidden: Tensor, head: Head, labels: Tensor, logits_at_once: int) -> Tensor:
     """Returns the sum of the losses of this rank's tokens in float64, in nats."""
     logits = head_in_slices(hidden, head, labels != IGNORED, logits_at_once)
-    return token_nll(logits, labels).nansum(dtype=torch.float64)
+    return token_nll(logits, labels)[labels != IGNORED].sum(dtype=torch.float64)
 
 
 def _divergences(logits: Tensor, expected: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..arguments import missing_extra
-from ..model_config import read_config
+from ..model_config import check_positions, read_config
 from ..options import (
     AsJson,
     CausalModel,
@@ -96,7 +96,8 @@ def calibrate_command(
 
     Passes of the texts measure what each pattern would do to the predictions of this checkpoint; nothing is trained.
     """
-    checked("--model", read_config, model)
+    config = checked("--model", read_config, model)
+    checked("--seq-len", check_positions, config, seq_len)
     _check_options(plot, output, ring_size)
     by_option = {"--text": text, "--held-out": held_out or []}
     names = names_of_files([*text, *by_option["--held-out"]])
@@ -158,7 +159,8 @@ def _tell(
             f"model: {run.source}, {run.dtype}, {run.ring.world_size} process(es)",
             f"command: hf-ring-attention {' '.join(sys.argv[1:])}",
             f"versions: {run.versions}",
-            f"seed {chosen.seed}, weight of retrieval {chosen.retrieval:g}, {len(chosen.texts)} row(s) of text",
+            f"seed {chosen.seed}, weight of retrieval {chosen.retrieval:g}, {len(chosen.texts)} row(s) of text"
+            f"{', each opened by ' + run.opening if run.opening else ''}",
         ]
         all_sheets = [*sheets, sheet_of_layers(chosen)]
         write_report(output / REPORT, "Calibrated patterns", facts, all_sheets, PICTURE if plot else None)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..arguments import existing_file
-from ..model_config import read_config
+from ..model_config import check_positions, read_config
 from ..options import (
     MEASURED_PATTERNS,
     AsJson,
@@ -51,11 +52,18 @@ def perplexity_command(
 
     Nothing is trained: the figures show what a pattern costs a checkpoint as it is.
     """
-    checked("MODEL", read_config, model)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1:
+        raise refuse(
+            f"this command reads a text on one process, and {processes} were started: to shard texts over them, start "
+            f"evaluate --tasks perplexity, or recipes/perplexity.py"
+        )
+    config = checked("MODEL", read_config, model)
     contents = {str(path): read_text(path, "TEXT_FILE") for path in texts}
     with stdout_left_alone(as_json):
         ids, loaded = _load(model, contents, tokens, dtype, device_name)
-        rows = _measure(loaded, ids, list(dict.fromkeys(pattern)))
+        checked("--tokens", check_positions, config, max(row.shape[1] for row in ids.values()))
+        rows = _measure(model, config, loaded, ids, list(dict.fromkeys(pattern)))
     if plot is not None:
         from ..plots import plot_quality
 
@@ -87,7 +95,9 @@ def _load(
     source: str, contents: dict[str, str], tokens: int, dtype: str, device_name: str | None
 ) -> tuple[dict[str, Any], Any]:
     """Returns the tokens of each text, and the model; refuses a text of a single token."""
-    from ...evaluation.texts import beginning_of
+    import torch
+
+    from ...evaluation.texts import beginning_of, opening_tokens
     from ..loading import device_or_best, load_model, load_tokenizer
 
     try:
@@ -95,7 +105,8 @@ def _load(
         ids = {}
         for name, text in contents.items():
             part = beginning_of(text, tokens)
-            found = tokenizer(part, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[:, :tokens]
+            of_text = tokenizer(part, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids
+            found = torch.cat([opening_tokens(tokenizer)[None], of_text.long()], 1)[:, :tokens]
             if found.shape[1] < 2:
                 raise refuse(f"{name} has {found.shape[1]} token(s), 2 or more are needed", "TEXT_FILE")
             ids[name] = found
@@ -104,15 +115,13 @@ def _load(
         raise refuse(str(error), "MODEL") from None
 
 
-def _measure(model: Any, ids: dict[str, Any], patterns: list[str]) -> list[dict[str, Any]]:
+def _measure(source: str, config: Any, model: Any, ids: dict[str, Any], patterns: list[str]) -> list[dict[str, Any]]:
     """Returns a row for each text and pattern, and for several texts also one of all their tokens."""
-    from ...evaluation.calibration.result import Calibration, load_pattern
+    from ...evaluation.calibration.result import load_pattern
     from ...evaluation.perplexity import perplexity as measure
     from ...hf.patch import patch_model
+    from ..flop_shares import flop_share_of_model
 
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
     rows = []
     for text in patterns:
         pattern = load_pattern(text)
@@ -123,10 +132,6 @@ def _measure(model: Any, ids: dict[str, Any], patterns: list[str]) -> list[dict[
                     report: Any = measure(model, row)
             except (ValueError, NotImplementedError) as error:
                 raise refuse(str(error)) from None
-            if isinstance(pattern, Calibration):
-                share = pattern.share("flops", row.shape[1])
-            else:
-                share = pattern.flop_share(row.shape[1], num_heads=heads, num_kv_heads=kv_heads)
             rows.append(
                 {
                     "text": name,
@@ -134,7 +139,7 @@ def _measure(model: Any, ids: dict[str, Any], patterns: list[str]) -> list[dict[
                     "perplexity": report.perplexity,
                     "nll": report.nll,
                     "tokens": report.tokens,
-                    "share_of_exact_flops": share,
+                    "share_of_exact_flops": flop_share_of_model(source, config, pattern, row.shape[1]),
                     "seconds": report.seconds,
                 }
             )

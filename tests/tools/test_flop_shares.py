@@ -1,0 +1,31 @@
+"""What patterns cost a model counts all its layers, those with windows of their own too."""
+
+import pytest
+
+import hf_ring_attention as ra
+from hf_ring_attention.evaluation.calibration.result import load_pattern
+from hf_ring_attention.tools.flop_shares import flop_share_of_model
+from tests.support.checkpoints import save_calibration
+from tests.support.tiny_models import tiny_model
+
+
+def test_windows_of_the_model_count_as_such(tmp_path):
+    config = tiny_model("gemma3_text", "ring_dilated").config
+    full = [n for n, kind in enumerate(config.layer_types) if kind == "full_attention"]
+    layers, tokens = config.num_hidden_layers, 200
+    assert 0 < len(full) < layers and config.sliding_window < tokens
+    heads = {"num_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads}
+    own = ra.Pattern.parse(f"window:{config.sliding_window}").flop_share(tokens, **heads)
+    for text in ("exact", "window:5+1", save_calibration(tmp_path / "chosen.json", dict.fromkeys(full, "window:9+2"))):
+        pattern = load_pattern(text)
+        of_full = ra.Pattern.parse("window:9+2") if text.endswith(".json") else pattern
+        expected = (len(full) * of_full.flop_share(tokens, **heads) + (layers - len(full)) * own) / layers
+        assert flop_share_of_model("tiny", config.to_dict(), pattern, tokens) == pytest.approx(expected)
+
+
+def test_a_calibration_of_some_layers_leaves_the_others_exact(tmp_path):
+    config = tiny_model("llama", "ring_dilated").config
+    pattern = load_pattern(save_calibration(tmp_path / "chosen.json", {1: "window:9+2"}))
+    share = flop_share_of_model("tiny", config.to_dict(), pattern, 100)
+    layers = config.num_hidden_layers
+    assert share == pytest.approx((layers - 1 + ra.Pattern.parse("window:9+2").flop_share(100)) / layers)
