@@ -91,7 +91,7 @@ def test_two_processes_of_torchrun(tmp_path):
     found = {line["check"]: line for line in json.loads(done.stdout)}
     assert list(found) == [check.name for check in all_checks(2)]
     assert {name: line["text"] for name, line in found.items() if line["status"] not in ("ok", "warning")} == {
-        "oracle heads x ring": "4 query and 2 key/value heads do not divide among a part of 2 ranks"
+        "oracle heads x ring": "a ring of 2 has no parts of 2 ranks or more"
     }
     assert found["launch"]["figures"]["processes"] == 2
     assert found["model"]["figures"]["type"] == "qwen3"

@@ -191,8 +191,11 @@ def check_transport(run: CheckRun, transport: str, neighbours: bool = False) -> 
     oracle, size = oracle_of(run), None
     if transport == "heads":
         heads = (oracle.heads.query, oracle.heads.key_value)
-        divisors = [n for n in range(2, run.ring_size) if run.ring_size % n == 0 and heads_fit(*heads, n)]
+        parts = [n for n in range(2, run.ring_size) if run.ring_size % n == 0]
+        divisors = [n for n in parts if heads_fit(*heads, n)]
         told = f"{heads[0]} query and {heads[1]} key/value heads"
+        if neighbours and not parts:
+            raise NotApplicable(f"a ring of {run.ring_size} has no parts of 2 ranks or more")
         if neighbours and not divisors:
             raise NotApplicable(f"{told} do not divide among a part of {run.ring_size} ranks")
         if not neighbours and not heads_fit(*heads, run.ring_size):
