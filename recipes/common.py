@@ -29,7 +29,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 import hf_ring_attention as ra
-from hf_ring_attention.evaluation.texts import opening_tokens
+from hf_ring_attention.evaluation.texts import first_tokens
 from hf_ring_attention.plan.choices import TransportKind, check_choices
 from hf_ring_attention.plan.layouts import LayoutKind
 from hf_ring_attention.plan.notation import FORMS
@@ -232,16 +232,10 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, count: int | None = 
 
     The first of them are those with which texts of the model open, such as BOS.
     """
-    # A prefix has the tokens of its text but for the last few, so a text is cut long after the last one needed.
-    enough = None if count is None else 40 * (skip + count) + 1000
-    ids = tokenizer(text[:enough], add_special_tokens=False, return_tensors="pt", verbose=False).input_ids
-    opening = opening_tokens(tokenizer)[None]
-    ids = torch.cat([opening, ids[:, skip:]], 1)
-    if count is not None and ids.shape[1] < count:
-        raise SystemExit(
-            f"the text has {ids.shape[1] + skip} tokens, and {skip} + {count} = {skip + count} are needed: name a longer one"
-        )
-    return ids[:, :count]
+    ids = first_tokens(text, tokenizer, count, skip)
+    if count is not None and len(ids) < count:
+        raise SystemExit(f"the text has {len(ids)} of {count} tokens behind its first {skip}: name a longer one")
+    return ids[None]
 
 
 def add_lora(model: PreTrainedModel, rank: int) -> PreTrainedModel:

@@ -109,7 +109,7 @@ class EvaluationInputs:
 
     def _check_pieces(self) -> None:
         short = self.plan.short_context
-        self.pieces  # noqa: B018  texts that are too short are refused here
+        self.counts("perplexity")  # Texts that are too short are refused where their pieces are made.
         if "longppl" in self.plan.tasks:
             for piece in itertools.chain(*self.long_pieces.values()):
                 if len(piece.ids) <= short:

@@ -87,6 +87,13 @@ def opening_tokens(tokenizer: Any) -> Tensor:
     return torch.tensor(whole[: next(places, 0)], dtype=torch.int64)
 
 
+def first_tokens(text: str, tokenizer: Any, count: int | None = None, skip: int = 0) -> Tensor:
+    """Returns [n] int64: tokens of a text behind its first `skip`, after those that open it; `count` in all (None: no limit)."""
+    part = text if count is None else beginning_of(text, skip + count)
+    ids = tokenizer(part, add_special_tokens=False, verbose=False).input_ids
+    return torch.cat([opening_tokens(tokenizer), torch.tensor(ids[skip:], dtype=torch.int64)])[:count]
+
+
 def beginning_of(text: str, tokens: int) -> str:
     """Returns so much of a text that its first tokens are those of the whole text: all but the last few of a prefix are."""
     return text[: 40 * tokens + 1000]

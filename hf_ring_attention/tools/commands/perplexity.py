@@ -95,18 +95,14 @@ def _load(
     source: str, contents: dict[str, str], tokens: int, dtype: str, device_name: str | None
 ) -> tuple[dict[str, Any], Any]:
     """Returns the tokens of each text, and the model; refuses a text of a single token."""
-    import torch
-
-    from ...evaluation.texts import beginning_of, opening_tokens
+    from ...evaluation.texts import first_tokens
     from ..loading import device_or_best, load_model, load_tokenizer
 
     try:
         tokenizer = load_tokenizer(source)
         ids = {}
         for name, text in contents.items():
-            part = beginning_of(text, tokens)
-            of_text = tokenizer(part, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids
-            found = torch.cat([opening_tokens(tokenizer)[None], of_text.long()], 1)[:, :tokens]
+            found = first_tokens(text, tokenizer, tokens)[None]
             if found.shape[1] < 2:
                 raise refuse(f"{name} has {found.shape[1]} token(s), 2 or more are needed", "TEXT_FILE")
             ids[name] = found
