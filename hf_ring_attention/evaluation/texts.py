@@ -88,7 +88,7 @@ def opening_tokens(tokenizer: Any) -> Tensor:
 
 
 def first_tokens(text: str, tokenizer: Any, count: int | None = None, skip: int = 0) -> Tensor:
-    """Returns [n] int64: tokens of a text behind its first `skip`, after those that open it; `count` in all (None: no limit)."""
+    """Returns [n] int64: tokens of a text behind its first `skip`, after those that open it, `count` in all (None: all)."""
     part = text if count is None else beginning_of(text, skip + count)
     ids = tokenizer(part, add_special_tokens=False, verbose=False).input_ids
     return torch.cat([opening_tokens(tokenizer), torch.tensor(ids[skip:], dtype=torch.int64)])[:count]
