@@ -9,6 +9,7 @@ and its state last. `Stop` makes a checkpoint of the step in which SIGTERM or Ct
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import shutil
 import signal
 import sys
 import zipfile
+from collections import UserDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,11 +28,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather
 from safetensors import SafetensorError, safe_open
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 #: The last file of a checkpoint of `finetune.py`: the settings of its run, and the sizes of all other files in bytes.
 _SETTINGS = "run.json"
+#: How many bytes at the end of a file of a model tell it from others.
+_END = 2**20
 #: The errors of a disk that is full or broken, and what torch and safetensors say instead where a file cannot be written.
 _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 _OF_WRITING = re.compile(r"PytorchStreamWriter|inline_container|basic_ios|iostream|os error (28|122|27|5|30)\b")
@@ -163,6 +168,48 @@ def last_saved(output: Path) -> Path:
             + (f" ({'; '.join(told)})" if told else "")
         )
     return whole[-1]
+
+
+def stamp_of_model(model: str) -> str:
+    """Returns what tells a model from others: a checksum of the ends of a folder's files, wherever it lies; else its name."""
+    if not Path(model).is_dir():
+        return model
+    checksum = hashlib.sha256()
+    for file in sorted(path for path in Path(model).iterdir() if path.suffix in (".safetensors", ".bin", ".json")):
+        with file.open("rb") as opened:
+            size = opened.seek(0, os.SEEK_END)
+            opened.seek(max(0, size - _END))
+            checksum.update(repr((file.name, size, opened.read())).encode())
+    return checksum.hexdigest()[:16]
+
+
+def set_rates(optimizer: Any, schedule: LambdaLR) -> None:
+    """Gives an optimizer that was loaded the learning rates that the schedule has for its next step.
+
+    It has those that it was saved with, which are of a schedule of other steps if their number was changed.
+    """
+    for group, highest, share in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+        group["lr"] = highest * share(schedule.last_epoch)
+
+
+class Figures(UserDict):
+    """The figures that a run reports, and a part of its checkpoints. `held_out` has the loss by evaluated step."""
+
+    def __init__(self, **figures) -> None:
+        super().__init__(figures, steps=[], held_out={})
+
+    @property
+    def steps(self) -> list[dict]:
+        return self["steps"]
+
+    def state_dict(self) -> dict:
+        return self.data
+
+    def load_state_dict(self, state: dict) -> None:
+        # What the run that goes on is, such as its number of processes, may be other than it was.
+        self.data.update(
+            {name: x for name, x in state.items() if name in ("steps", "held_out") or "perplexity" in name}
+        )
 
 
 def check_settings(checkpoint: Path, settings: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ import torch
 import transformers
 from filelock import FileLock
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -30,6 +31,8 @@ from transformers.utils.logging import disable_progress_bar
 
 import hf_ring_attention as ra
 from hf_ring_attention.evaluation.texts import first_tokens
+from hf_ring_attention.hf.positions import places_of
+from hf_ring_attention.hf.wrappers import runner_of
 from hf_ring_attention.plan.choices import TransportKind, check_choices
 from hf_ring_attention.plan.layouts import LayoutKind
 from hf_ring_attention.plan.notation import FORMS
@@ -225,6 +228,25 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Returns the model and its tokenizer, by default those of the bundled model."""
     return load_model(model or BUNDLED, dtype), load_tokenizer(model or BUNDLED)
+
+
+def check_heads(model: str, pattern: ra.Pattern | ra.Calibration) -> None:
+    """Ends the program where a pattern is for another model, before this one's weights are loaded."""
+    with _loading("config", model) as source:
+        config = AutoConfig.from_pretrained(source)
+    try:
+        ra.patch_config(config, pattern)
+    except (NotImplementedError, ValueError) as error:
+        raise SystemExit(str(error)) from None
+
+
+def check_places(model: PreTrainedModel, tokens: int, option: str) -> None:
+    """Ends the program where a model looks positions up in a table that has fewer of them than a row has tokens."""
+    places = places_of(runner_of(model))
+    if places is not None and tokens > places:
+        raise SystemExit(
+            f"{option} {tokens}: {type(model).__name__} has positions for {places} tokens: take {places} or less"
+        )
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, count: int | None = None, skip: int = 0) -> torch.Tensor:

@@ -363,10 +363,16 @@ def _longer_than_a_row(documents: Dataset | IterableDataset, sources: Sources) -
 
 
 def digest(documents: Dataset | IterableDataset) -> str:
-    """Returns a checksum of the first documents, and of their number where it is known."""
-    first = [document["input_ids"] for document in itertools.islice(documents, 10)]
-    count = None if isinstance(documents, IterableDataset) else len(documents)
-    return hashlib.sha256(repr((count, first)).encode()).hexdigest()
+    """Returns a checksum of the documents; of the first ones of a stream, whose end nobody knows."""
+    if isinstance(documents, IterableDataset):
+        first = [document["input_ids"] for document in itertools.islice(documents, 10)]
+        return hashlib.sha256(repr(first).encode()).hexdigest()
+    checksum = hashlib.sha256()
+    for batch in documents.select_columns("input_ids").with_format("arrow").iter(batch_size=1000):
+        for part in batch["input_ids"].chunks:
+            checksum.update(repr(part.value_lengths().to_pylist()).encode())
+            checksum.update(part.flatten().to_numpy(zero_copy_only=False).tobytes())
+    return checksum.hexdigest()
 
 
 def _as_tensors(documents: list[dict[str, Any]]) -> HeldOut:

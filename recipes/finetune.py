@@ -28,7 +28,6 @@ import itertools
 import json
 import math
 import time
-from collections import UserDict
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -203,7 +202,9 @@ def main() -> None:
     ring = ra.Ring.from_accelerator(accelerator, size, **ways)
     set_seed(args.seed)
 
+    pattern = load_pattern(args.pattern)
     tokenizer = common.load_tokenizer(args.model)
+    common.check_heads(args.model, pattern)
     sources = documents.sources_of(args)
     data = documents.prepare(sources, tokenizer, seed=args.seed, needed=args.batch_size * ring.dp_size)
     accelerator.print(data.description)
@@ -217,10 +218,13 @@ def main() -> None:
         "batch_size",
         "accumulate",
         "lora",
+        "schedule",
+        "warmup",
+        "clip",
     )
     settings = {name: getattr(args, name) for name in (*names, "lr", "seed")} | {"distill": args.distill or None}
-    pattern = load_pattern(args.pattern)
-    settings |= {"rings": ring.dp_size, "documents": data.digest, "pattern": common.pattern_settings(pattern)}
+    settings |= {"model": checkpoints.stamp_of_model(args.model), "rings": ring.dp_size}
+    settings |= {"documents": data.digest, "pattern": common.pattern_settings(pattern)}
     if resumed:
         (resumed,) = broadcast_object_list([resumed])  # Every process goes on from the same checkpoint.
         for name, lacking in checkpoints.damaged(args.output).items():
@@ -231,6 +235,7 @@ def main() -> None:
             raise SystemExit(f"--steps {args.steps}: {resumed} was written after step {done}: take {done} or more")
 
     model = common.load_model(args.model)
+    common.check_places(model, args.seq_len, "--seq-len")
     if args.checkpointing:
         model.gradient_checkpointing_enable()
     if args.lora:
@@ -251,7 +256,7 @@ def main() -> None:
     accelerator.init_trackers("finetune", config=settings)
 
     loss_of = ra.distillation_loss if args.distill else ra.next_token_loss
-    figures = Figures(
+    figures = checkpoints.Figures(
         world_size=accelerator.num_processes, ring_size=ring.world_size, transport=ring.transport, pattern=args.pattern
     )
     # A checkpoint also holds these, beside the model, its optimizer and the random states.
@@ -272,6 +277,7 @@ def main() -> None:
 
     if resumed:
         accelerator.load_state(str(resumed))
+        checkpoints.set_rates(optimizer, schedule)
         accelerator.print(f"going on after step {len(figures.steps)}, from {resumed}")
     elif data.held_out:
         figures["perplexity_before"] = evaluate(0)
@@ -305,6 +311,7 @@ def main() -> None:
             norm = (
                 norm.full_tensor() if hasattr(norm, "full_tensor") else norm
             )  # FSDP 2 may leave each process its part.
+            rate = optimizer.param_groups[0]["lr"]
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -319,7 +326,7 @@ def main() -> None:
                     "tokens": int(tokens),
                     "fill": fill,
                     "seconds": seconds,
-                    "lr": schedule.get_last_lr()[0],
+                    "lr": rate,
                 }
             )
             accelerator.log(figures.steps[-1], step=step)
@@ -363,23 +370,6 @@ def main() -> None:
             checkpoints.write_text(args.json, json.dumps(figures.data))
     accelerator.wait_for_everyone()
     accelerator.end_training()
-
-
-class Figures(UserDict):
-    """The figures that a run reports, and a part of its checkpoints. `held_out` has the loss by evaluated step."""
-
-    def __init__(self, **figures) -> None:
-        super().__init__(figures, steps=[], held_out={})
-
-    @property
-    def steps(self) -> list[dict]:
-        return self["steps"]
-
-    def state_dict(self) -> dict:
-        return self.data
-
-    def load_state_dict(self, state: dict) -> None:
-        self.data.update(state)
 
 
 def epochs(loader):

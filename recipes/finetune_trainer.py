@@ -183,10 +183,13 @@ def main() -> None:
     common.check_ring(training.ring_size, training.ring_layout, training.ring_transport, training.ring_heads)
     resume = resumed(training)
     training.eval_on_start = bool(args.held_out) and resume is None
+    pattern = load_pattern(args.pattern)
     tokenizer = common.load_tokenizer(args.model)
+    common.check_heads(args.model, pattern)
     data = documents.prepare(args, tokenizer, seed=training.seed)
     model = common.load_model(args.model)
-    ra.patch_config(model.config, load_pattern(args.pattern))
+    common.check_places(model, args.seq_len, "--seq_len")
+    ra.patch_config(model.config, pattern)
     if args.lora:
         model = common.add_lora(model, args.lora)
     trainer = ra.RingTrainer(

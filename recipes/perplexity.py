@@ -109,6 +109,8 @@ def main() -> None:
 
     accelerator = Accelerator()
     text = documents.whole_text(documents.sources_of(args))
+    for spec in args.patterns:
+        common.check_heads(args.model, load_pattern(spec))
     ids = common.tokenize(common.load_tokenizer(args.model), text, args.tokens)
     model = common.load_model(args.model, getattr(torch, args.dtype)).to(accelerator.device)
     ring = ra.Ring()

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from ..hf.cache import ShardedCache
+from ..hf.config import fewest_last_of
 from ..hf.generation import prefill
-from ..hf.wrappers import evaluating
+from ..hf.positions import first_position
+from ..hf.wrappers import evaluating, runner_of
 from .finite import check_finite
 from .questions import Question
 
@@ -56,8 +58,9 @@ def answer_questions(
 
     Raises:
         ValueError: questions of which the prompts differ in length, for a model that takes no positions; predictions that are
-            infinite or NaN.
+            infinite or NaN; or what `check_answers` refuses.
     """
+    check_answers(model)
     start = time.perf_counter()
     longest = max(len(question.prompt) for question in questions)
     filler = _filler(model, tokenizer)
@@ -84,11 +87,25 @@ def answer_questions(
     ]
 
 
+def check_answers(model: PreTrainedModel) -> None:
+    """Refuses models that number tokens differently in a forward pass and in `generate`, so that answers are not comparable.
+
+    Raises:
+        ValueError: such a model: RoBERTa and its kin begin behind the number of padding, and `generate` begins with 0.
+    """
+    first = first_position(runner_of(model))
+    if first:
+        raise ValueError(
+            f"{type(model).__name__} has position {first} for the first token of a row, and Transformers' generate gives it "
+            f"position 0, so that generated answers would not be the model's: ask for perplexity alone"
+        )
+
+
 def _candidate_losses(
     model: PreTrainedModel, cache: ShardedCache, ids: Tensor, mask: Tensor, questions: Sequence[Question], filler: int
 ) -> list[list[float]]:
     """Returns the nll of the candidates of each question, and leaves the cache as it was."""
-    held = cache.get_seq_length()
+    held, at_once = cache.get_seq_length(), fewest_last_of(model.config.get_text_config())
     losses: list[list[float]] = [[] for _ in questions]
     for number in range(max(len(question.candidate_ids) for question in questions)):
         # A question with fewer candidates repeats its last one, which is not counted.
@@ -98,10 +115,17 @@ def _candidate_losses(
         padded = torch.tensor([[*row, *[filler] * (most - len(row))] for row in of_rows], device=ids.device)
         step = torch.cat([ids[:, -1:], padded[:, :-1]], 1)
         seen = F.pad(mask, (0, most - 1), value=1)
-        arguments: dict[str, Any] = {"attention_mask": seen}
-        if "position_ids" in inspect.signature(model.forward).parameters:
-            arguments["position_ids"] = (seen.cumsum(-1) - 1).clamp_min(0)[:, -most:]
-        logits = model(step, past_key_values=cache, use_cache=True, **arguments).logits
+        positions = (seen.cumsum(-1) - 1).clamp_min(0)
+        parts = []
+        # Under a `Last`, only so many tokens at a time would each be the last of the row if they came one by one.
+        for first in range(0, most, at_once or most):
+            part = slice(held + first, held + min(most, first + (at_once or most)))
+            arguments: dict[str, Any] = {"attention_mask": seen[:, : part.stop]}
+            if "position_ids" in inspect.signature(model.forward).parameters:
+                arguments["position_ids"] = positions[:, part]
+            piece = step[:, part.start - held : part.stop - held]
+            parts.append(model(piece, past_key_values=cache, use_cache=True, **arguments).logits)
+        logits = torch.cat(parts, 1)
         nll = F.cross_entropy(logits.float().transpose(1, 2), padded, reduction="none").cpu()
         for row, tokens in enumerate(of_rows):
             if number < len(questions[row].candidate_ids):

@@ -16,7 +16,7 @@ from ..hf.patch import patch_model
 from ..hf.registration import IMPLEMENTATION
 from ..ring.ring import Ring
 from ..transport.agreement import agreement, digest
-from .answers import answer_questions
+from .answers import answer_questions, check_answers
 from .inputs import EvaluationInputs
 from .jobs import JUDGE, OWN, SCORING, Job, Key, jobs_of, key_of
 from .journal import Journal
@@ -80,6 +80,8 @@ class Evaluator:
             call.same("the texts of the evaluation", digest([(text.name, text.checksum) for text in self.inputs.texts]))
             call.same("the words of questions", str(self.inputs.words))
             call.same("the patterns of the evaluation", self.inputs.texts_of_patterns)
+            if self.plan.retrieval:
+                check_answers(self.model)
             call.message = None if journal is None else [key_of(record) for record in journal.records]
         done: set[Key] = {tuple(key) for key in call.answers[0] or ()}
         left = [job for job in jobs if not done.issuperset(job.keys)]
@@ -128,7 +130,8 @@ class Evaluator:
             "document": piece.name,
             "nll": float(nll[scored].double().sum()),
             "tokens": int(scored.sum()),
-            "bytes": piece.size,
+            "bytes": piece.size_of(scored),
+            "opening": piece.opening,
             **by_position,
             "seconds": seconds,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any
@@ -83,7 +84,7 @@ class EvaluationInputs:
         plan = self.plan
         if plan.stride is None:
             return self.long_pieces
-        most = plan.most_tokens or max(len(text.content) for text in self.texts) + 1
+        most = plan.most_tokens or sys.maxsize
         wanted = "perplexity" in plan.tasks
         whole = [piece for text in self.texts if wanted for piece in text_pieces(text, self.tokenizer, most, 1)]
         return dict.fromkeys(plan.lengths, whole)

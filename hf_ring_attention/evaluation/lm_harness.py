@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..compute.private import check_lm_eval
-from ..hf.config import layer_pattern, model_layout
+from ..hf.config import fewest_last_of, layer_pattern, model_layout, warn_once
 from ..hf.generation import prefill
 from ..hf.patch import patch_model
 from ..hf.positions import first_position
@@ -199,11 +199,17 @@ class RingLM(HFLM):
     ) -> list[tuple[float, bool]]:
         """Returns the log-likelihood of each continuation, and whether it is what greedy decoding gives.
 
-        On a ring, rows are sharded, and requests that share their tokens but for the last one share a row.
+        On a ring, rows are sharded, and requests that share their tokens but for the last one share a row. Under a pattern
+        with a `Last`, rows are computed one by one: the harness fills up shorter ones behind their tokens, and these would not
+        be the last ones then.
 
         Args:
             requests: (texts, tokens of the context, tokens of the continuation).
         """
+        one_by_one = self._has_last()
+        if self.ring.world_size == 1 and one_by_one:
+            bar = tqdm(requests, disable=disable_tqdm or self.rank != 0, desc="likelihoods")
+            return [super(RingLM, self)._loglikelihood_tokens([request], True)[0] for request in bar]
         if self.ring.world_size == 1:
             answered: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
             return answered
@@ -212,7 +218,7 @@ class RingLM(HFLM):
             by_row.setdefault(self._row_of(context, continuation), []).append(number)
         rows = sorted(by_row, key=lambda row: (-len(row), row))
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        size = override_bs or self.batch_size
+        size = 1 if one_by_one else override_bs or self.batch_size
         bar = tqdm(
             total=len(requests), disable=disable_tqdm or self.rank != 0 or self.ring.rank > 0, desc="likelihoods"
         )
@@ -226,6 +232,16 @@ class RingLM(HFLM):
                 bar.update(len(of_row))
         bar.close()
         return answers
+
+    def _has_last(self) -> bool:
+        """Whether a layer has a pattern with a `Last`; the logger says once that batches have one row then."""
+        found = fewest_last_of(unwrapped(self._model).config.get_text_config()) is not None
+        if found and self.batch_size_per_gpu != 1:
+            warn_once(
+                f"ring_dilated: under a pattern with a Last, what tokens see depends on where their row ends, so the rows of "
+                f"likelihoods are computed one by one: batch_size={self.batch_size_per_gpu} has no effect on them"
+            )
+        return found
 
     def _row_of(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[int, ...]:
         """Returns the tokens that predict a continuation, of which the oldest are left out if there are too many."""
@@ -296,6 +312,11 @@ class RingLM(HFLM):
         mask: Tensor = generation_kwargs.pop("attention_mask", torch.ones_like(context))
         with self.ring.agreement():
             _check_generation(generation_kwargs)
+        if fewest_last_of(unwrapped(self._model).config.get_text_config()) is not None:
+            warn_once(
+                "ring_dilated: under a pattern with a Last, a ring reads a context without its last token first, and the last "
+                "tokens of that see every key, so that what is generated may differ from one process's"
+            )
         alone = context.shape[1] == 1  # A prefill takes at least one token, and a step another one.
         if alone:
             context, mask = F.pad(context, (1, 0), value=self.tokenizer.pad_token_id), F.pad(mask, (1, 0))

@@ -138,7 +138,8 @@ def remarks_on(plan: EvaluationPlan, records: Sequence[Mapping[str, Any]]) -> li
     remarks = []
     scored = [record for record in records if record["task"] == "perplexity"]
     if plan.stride is None:
-        short = {record["document"] for record in scored if record["tokens"] < record["length"] - 1}
+        # Nothing predicts the first token, and none that opens a text is scored.
+        short = {r["document"] for r in scored if r["tokens"] < r["length"] - max(1, r["opening"])}
         if short:
             remarks.append(
                 f"Shorter than a length, and scored with all tokens that they have: {', '.join(sorted(short))}."

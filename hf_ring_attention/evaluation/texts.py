@@ -33,14 +33,17 @@ class TextPiece:
     Attributes:
         ids: [n] int64, those with which the model's texts open before those of the text.
         opening: how many of them do not belong to the text, and are not scored.
-        size: the bytes, in UTF-8, of the text that is scored: all of it, or what stands after its first token where no other
-            opens it.
+        sizes: [n] int64, the bytes in UTF-8 of the text that each token stands for.
     """
 
     name: str
     ids: Tensor
     opening: int
-    size: int
+    sizes: Tensor
+
+    def size_of(self, scored: Tensor) -> int:
+        """Returns the bytes of the tokens that are True in scored, [n]."""
+        return int(self.sizes[scored].sum())
 
 
 def python_topics() -> EvaluationText:
@@ -72,11 +75,11 @@ def text_pieces(text: EvaluationText, tokenizer: Any, length: int, most: int) ->
     pieces = []
     for first in range(0, count * room, room):
         stop = min(first + room, len(ids))
-        # Nothing predicts the first token, unless others open the text.
-        unscored = first - 1 if len(opening) else first
-        size = len(text.content[ends[unscored] if unscored >= 0 else 0 : ends[stop - 1]].encode())
+        # A token stands for what begins behind the one before it, spaces that no token tells of among it.
+        own = [text.content[start:end] for start, end in zip([0, *ends][first:stop], ends[first:stop])]
+        sizes = torch.tensor([0] * len(opening) + [len(part.encode()) for part in own])
         name = text.name if count == 1 else f"{text.name}, piece {first // room + 1}"
-        pieces.append(TextPiece(name, torch.cat([opening, ids[first:stop]]), len(opening), size))
+        pieces.append(TextPiece(name, torch.cat([opening, ids[first:stop]]), len(opening), sizes))
     return pieces
 
 

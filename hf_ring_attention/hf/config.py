@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from ..compute.private import implementation_of, set_implementation
 from ..plan.branches import Branch
 from ..plan.layouts import SequenceLayout
+from ..plan.parts import fewest_last
 from ..plan.patterns import Pattern, as_pattern
 from ..ring.ring import Ring
 from .registration import IMPLEMENTATION
@@ -26,12 +27,19 @@ logger = logging.getLogger(__name__)
 _IMPLEMENTATION = "attn_implementation"
 
 
+#: The types of layers with a window, or chunks, of their own.
+_WINDOWS = ("sliding_attention", "chunked_attention")
+
+
 @runtime_checkable
 class PatternsOfLayers(Protocol):
     """What has a pattern for each of several layers, by their numbers: a `Calibration`."""
 
     @property
     def layers(self) -> Mapping[int, Pattern]: ...
+
+    @property
+    def num_hidden_layers(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -175,6 +183,12 @@ def model_layout(config: Any, ring: Ring, seq_len: int) -> SequenceLayout:
     return ring.layout_for(seq_len, layer_pattern(config, None))
 
 
+def fewest_last_of(config: Any) -> int | None:
+    """Returns how many of a document's last tokens see every key in all layers that have a `Last`; None if no layer has one."""
+    found = [fewest_last(layer_pattern(config, layer)) for layer in (None, *range(config.num_hidden_layers))]
+    return min((tokens for tokens in found if tokens is not None), default=None)
+
+
 def _check_kv_heads(pattern: Pattern, config: PretrainedConfig) -> None:
     """Refuses patterns of other key/value heads; a config that does not say how many it has is checked when it computes."""
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
@@ -233,7 +247,7 @@ def patch_config(
     if isinstance(pattern, PatternsOfLayers):
         if layers is not None:
             raise ValueError("patch_config: a calibration has patterns for layers of its own: leave layers out")
-        return _patch_layers(config, pattern.layers)
+        return _patch_layers(config, pattern)
     pattern = as_pattern(pattern, "patch_config")  # type: ignore[arg-type]
     check_config(text_config)
     _check_kv_heads(pattern, text_config)
@@ -249,11 +263,23 @@ def patch_config(
     return _with_settings(config, settings)
 
 
-def _patch_layers(config: PretrainedConfig, layers: Mapping[int, Pattern]) -> PretrainedConfig:
+def _patch_layers(config: PretrainedConfig, patterns: PatternsOfLayers) -> PretrainedConfig:
     """Stores patterns of single layers in a config, in place of whatever it has."""
-    text_config = config.get_text_config()
+    text_config, layers = config.get_text_config(), patterns.layers
     check_config(text_config)
+    if patterns.num_hidden_layers != text_config.num_hidden_layers:
+        raise ValueError(
+            f"patch_config: the calibration is of a model of {patterns.num_hidden_layers} layers, and "
+            f"{class_name(text_config)} has {text_config.num_hidden_layers}: calibrate this model"
+        )
     _check_layers(list(layers), text_config)
+    types = getattr(text_config, "layer_types", None) or ()
+    windows = [layer for layer in layers if layer < len(types) and types[layer] in _WINDOWS]
+    if windows:
+        raise ValueError(
+            f"patch_config: the calibration has patterns for layers {windows}, of which {class_name(text_config)} computes "
+            f"{types[windows[0]]} by itself, so that it is of another model: calibrate this model"
+        )
     for pattern in layers.values():
         _check_kv_heads(pattern, text_config)
     return _with_settings(config, {"layers": {str(layer): pattern.to_dict() for layer, pattern in layers.items()}})

@@ -130,18 +130,37 @@ def text_config_of(whole: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
+def positions_of(config: Mapping[str, Any]) -> int | None:
+    """Returns the most tokens that a model has positions for; None where its config does not say."""
+    found = (text_config_of(config).get(name) for name in ("max_position_embeddings", "n_positions"))
+    return next((number for number in found if isinstance(number, int)), None)
+
+
 def check_positions(config: Mapping[str, Any], tokens: int) -> None:
     """Refuses rows of more tokens than a model has positions for.
 
     Raises:
         argparse.ArgumentTypeError: for such rows.
     """
-    positions = text_config_of(config).get("max_position_embeddings")
-    if isinstance(positions, int) and tokens > positions:
+    positions = positions_of(config)
+    if positions is not None and tokens > positions:
         raise argparse.ArgumentTypeError(
             f"the model has positions for {positions} tokens, and rows have {tokens}: ask for {positions} at most, or take a "
             f"checkpoint with more"
         )
+
+
+def check_kv_heads(config: Mapping[str, Any], model: str, pattern: Pattern) -> None:
+    """Refuses patterns for other numbers of key/value heads than a model has.
+
+    Raises:
+        argparse.ArgumentTypeError: for such a pattern, or a config that says too little.
+    """
+    if pattern.kv_heads:
+        try:
+            pattern.check_heads(attention_of_config(config, model).num_kv_heads, model)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def attention_of_config(whole: Mapping[str, Any], model: str, pattern: Pattern | None = None) -> ModelAttention:

@@ -14,6 +14,7 @@ from hf_ring_attention.evaluation.jobs import EvaluationPlan, key_of
 from hf_ring_attention.evaluation.journal import Journal, journal_of
 from tests.support.evaluation import inputs_of, load, save_checkpoint
 from tests.support.ranks import run_ranks
+from tests.support.tiny_models import tiny_model
 from tests.support.tolerance import EXACT, float64
 from tests.support.training import process_environment
 
@@ -80,6 +81,37 @@ def test_a_token_for_padding_need_not_have_an_embedding(folder):
     assert tokenizer.pad_token_id >= model.get_input_embeddings().num_embeddings
     for answer, one in zip(answer_questions(model, tokenizer, questions), expected):
         assert (answer.text, answer.losses) == (one.text, one.losses)
+
+
+def test_likelihoods_where_the_last_tokens_see_every_key(folder, rng):
+    """As tokens that come one by one behind the prompt, each of which is the last of its row."""
+    model, tokenizer = load(folder)
+    inputs = inputs_of(tokenizer, plan_of(tasks=("needle",), seed=rng.randrange(10**6)))
+    questions = [inputs.question("needle", 400, 0.5, number) for number in range(2)]
+    plain = answer_questions(ra.patch_model(model, "window:16+2"), tokenizer, questions)
+    for last in (1, 3):
+        ra.patch_model(model, f"branches:sink=2,window=16,last={last}")
+        for question, answer, other in zip(questions, answer_questions(model, tokenizer, questions), plain):
+            prompt = torch.tensor([question.prompt])
+            for candidate, loss in zip(question.candidate_ids, answer.losses):
+                cache, expected = ra.prefill(model, prompt[:, :-1]), 0.0
+                for token, before in zip(candidate, [question.prompt[-1], *candidate]):
+                    with torch.no_grad():
+                        logits = model(torch.tensor([[before]]), past_key_values=cache, use_cache=True).logits[0, -1]
+                    expected -= float(logits.float().log_softmax(-1)[token])
+                assert loss == pytest.approx(expected, rel=EXACT)
+            assert answer.losses != other.losses
+
+
+def test_models_that_generate_from_another_position_are_refused(folder):
+    _, tokenizer = load(folder)
+    inputs = inputs_of(tokenizer, plan_of())
+    model = tiny_model("roberta", "ring_dilated")
+    message = "RobertaForCausalLM has position [1-9] for the first token of a row, .* ask for perplexity alone"
+    with pytest.raises(ValueError, match=message):
+        answer_questions(model, tokenizer, [inputs.question("passkey", 400, 0.5, 0)])
+    with pytest.raises(ValueError, match=message):
+        Evaluator(model, inputs).run(None)
 
 
 def test_only_what_is_asked_for_is_computed(folder):

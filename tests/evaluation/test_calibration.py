@@ -15,6 +15,7 @@ from hf_ring_attention.evaluation.calibration.passes import measure_losses, meas
 from hf_ring_attention.evaluation.calibration.texts import plain_text
 from hf_ring_attention.evaluation.journal import own_folder
 from tests.support.calibrations import MENU, calibrated, model_of, random_texts
+from tests.support.neighbours import with_lora
 from tests.support.ranks import run_simulated
 from tests.support.tiny_models import VOCAB, tiny_model
 from tests.support.tolerance import float64
@@ -154,6 +155,28 @@ def test_measurements_of_another_model_are_refused(rng, tmp_path, change):
     change(model)
     with pytest.raises(ValueError, match="has the measurements of another calibration: model was"):
         calibrated(model, texts, folder=tmp_path, refinements=0)
+
+
+def test_measurements_of_another_adapter_are_refused(rng, tmp_path):
+    texts, tuned = random_texts(rng), with_lora(model_of())
+    first = calibrated(tuned, texts, folder=tmp_path, refinements=0)
+    assert calibrated(tuned, texts, folder=tmp_path, refinements=0) == first
+    with tuned.disable_adapter(), pytest.raises(ValueError, match="another calibration: model was"):
+        calibrated(tuned, texts, folder=tmp_path, refinements=0)
+    tuned.add_adapter("other", tuned.peft_config["default"])
+    tuned.set_adapter("other")
+    with pytest.raises(ValueError, match="another calibration: model was"):
+        calibrated(tuned, texts, folder=tmp_path, refinements=0)
+
+
+def test_a_calibration_of_another_model_is_refused(rng):
+    chosen = calibrated(model_of(2), random_texts(rng), refinements=0)
+    with pytest.raises(ValueError, match="the calibration is of a model of 2 layers, and LlamaModel has 3: calibrate"):
+        ra.patch_model(model_of(3), chosen)
+    other = tiny_model("gemma3_text", "ring_dilated", num_hidden_layers=2, num_key_value_heads=2)
+    assert other.config.layer_types[0] == "sliding_attention"
+    with pytest.raises(ValueError, match=r"for layers \[0.*\], of which Gemma3.* computes sliding_attention by itself"):
+        ra.patch_model(other, chosen)
 
 
 def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(rng, tmp_path):

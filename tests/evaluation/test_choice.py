@@ -1,6 +1,7 @@
 """The knapsack keeps its budget, knows what groups change together, and counts the costs of the definition."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -115,13 +116,27 @@ def test_more_budget_is_no_worse():
 
 @pytest.mark.parametrize("of", ["flops", "cache_reads"])
 def test_costs_are_the_pairs_of_the_definition(of, rng):
+    """Behind a text, a query is the last of its document; in segments the mean is that of all places in them."""
     length = rng.randint(20, 60)
-    menu = [ra.Pattern.parse(one) for one in MENU]
+    lasts = [f"branches:sink=2,window=6,last={tokens}{counted}" for tokens in (1, 9) for counted in ("", "@count")]
+    menu = [ra.Pattern.parse(one) for one in (*MENU, *lasts)]
     costs = Cost(of, length).of_menu(menu, 3)
     for head, number in itertools.product(range(3), range(len(menu))):
-        matrix = multiplicity_matrix(menu[number], length + 1, 3, 3, True)[head]
-        expected = matrix[:length, :length].sum() if of == "flops" else matrix[length].sum()
-        assert costs[head, number] == int(expected)
+        pattern = menu[number]
+
+        def seen(query, tokens, head=head, pattern=pattern):
+            heads = {"head": head, "num_heads": 3, "num_kv_heads": 3, "document_length": tokens}
+            return sum(pattern.multiplicity(query, key, **heads) for key in range(query + 1))
+
+        if of == "flops":
+            expected = sum(seen(query, length) for query in range(length))
+        else:
+            segments = [branch.length or 0 for branch in pattern.branches if isinstance(branch, ra.Segment)]
+            period = max([one for one in segments if 0 < one <= length], default=1)
+            expected = math.ceil(sum(seen(query, query + 1) for query in range(length, length + period)) / period)
+        assert costs[head, number] == expected
+    if of == "cache_reads":
+        assert costs[:, len(MENU)].tolist() == [length + 1] * 3
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])

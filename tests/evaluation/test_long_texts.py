@@ -5,9 +5,13 @@ import math
 import pytest
 import torch
 
-from hf_ring_attention.evaluation.evaluator import losses_by_position, position_edges
+from hf_ring_attention.evaluation.evaluator import Evaluator, losses_by_position, position_edges
+from hf_ring_attention.evaluation.inputs import EvaluationInputs
+from hf_ring_attention.evaluation.jobs import EvaluationPlan, jobs_of
 from hf_ring_attention.evaluation.long_perplexity import short_context_nll, tokens_that_gain
 from hf_ring_attention.evaluation.strides import stride_nll
+from hf_ring_attention.evaluation.texts import EvaluationText
+from tests.support.evaluation import load, save_checkpoint
 from tests.support.tolerance import EXACT
 from tests.support.training import tiny_llama
 
@@ -50,6 +54,24 @@ def test_a_stride_is_that_of_the_guide(rng):
         assert int(scored.sum()) == tokens, (length, window, stride)
         assert float(nll[scored].double().sum()) == pytest.approx(expected, rel=EXACT)
         assert not scored[0] and (stride == window or int(scored.sum()) == length - 1)
+
+
+def test_a_stride_reads_texts_of_many_bytes_a_character_whole(tmp_path):
+    """And counts the bytes of the tokens that are scored, and no others."""
+    save_checkpoint(tmp_path)
+    model, tokenizer = load(tmp_path)
+    text = EvaluationText("cafés", "\u00e9\u4e2d " * 50)
+    for stride, window in ((8, 32), (32, 32)):
+        plan = EvaluationPlan(patterns=("exact",), tasks=("perplexity",), lengths=(window,), stride=stride)
+        inputs = EvaluationInputs(tokenizer, [text], plan)
+        (piece,) = inputs.pieces[window]
+        assert len(piece.ids) == len(text.content.encode()) == 300
+        (record,) = Evaluator(model, inputs).records_of(jobs_of(plan, {"perplexity": inputs.counts("perplexity")})[0])
+        windows = 1 if stride < window else 10
+        assert record["tokens"] == 300 - windows
+        scored = torch.ones(300, dtype=torch.bool)
+        scored[:: 32 if stride == window else 300] = False
+        assert record["bytes"] == piece.size_of(scored) and 290 - windows <= record["bytes"] <= 300
 
 
 def test_a_stride_beyond_the_window_is_refused():

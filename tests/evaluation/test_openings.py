@@ -50,7 +50,8 @@ def test_pieces_open_and_cover_their_text(folder, rng, count):
     plain = tokenizer(text.content, add_special_tokens=False).input_ids
     assert of_text.tolist() == plain[: len(of_text)]
     # Each token is a byte; nothing predicts the first one of a piece that no other opens.
-    assert {piece.size for piece in pieces} == {length - count - (not count)}
+    scored = torch.arange(length) >= max(1, count)
+    assert {piece.size_of(scored) for piece in pieces} == {length - count - (not count)}
 
 
 def test_a_length_without_room_is_refused(folder):

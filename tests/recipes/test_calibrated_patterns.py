@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import hf_ring_attention as ra
 from tests.support.checkpoints import save_tiny_checkpoint
@@ -47,3 +47,21 @@ def test_fine_tuning_keeps_the_calibrated_patterns(folder, tmp_path):
     assert config.ring_dilated == {"layers": {str(n): one.to_dict() for n, one in chosen.layers.items()}}
     done = launch("finetune.py", *options, "--resume", "--pattern", folder / "other.json")
     assert done.returncode and "settings (pattern {" in done.stderr
+
+
+def test_patterns_and_rows_of_another_model_are_refused_in_one_line(folder, tmp_path):
+    options = ["--text", folder / "text.txt", "--seq-len", 250, "--output", tmp_path / "run", "--model"]
+    config = GPT2Config(n_layer=1, n_head=4, n_embd=32, vocab_size=256, n_positions=128)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(folder / "model").save_pretrained(tmp_path)
+    for pattern, model, message in (
+        (
+            "kv0-3=window:16+2;kv4=exact",
+            folder / "model",
+            "the pattern kv0-3=window:16+2;kv4=exact is for 5 key/value heads, and",
+        ),
+        (folder / "one.json", tmp_path, "the calibration is of a model of 2 layers, and GPT2LMHeadModel has 1"),
+        (OTHER, tmp_path, "--seq-len 250: GPT2LMHeadModel has positions for 128 tokens: take 128 or less"),
+    ):
+        done = launch("finetune.py", *options, model, "--pattern", pattern)
+        assert done.returncode and message in done.stderr and "Traceback" not in done.stderr

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import checkpoints
 import pytest
+import torch
+from transformers import get_scheduler
 
 from tests.support.ranks import run_ranks
 
@@ -136,6 +138,52 @@ def test_other_settings_than_those_of_the_checkpoint_are_refused(tmp_path):
     checkpoints.check_settings(tmp_path / "checkpoint-20", SETTINGS)
     with pytest.raises(SystemExit, match=r"other settings \(lr 0\.0001 there and 0\.1 here\): start with those, or"):
         checkpoints.check_settings(tmp_path / "checkpoint-20", SETTINGS | {"lr": 0.1})
+
+
+def test_models_are_known_by_their_files_wherever_they_lie(tmp_path):
+    for name, weights in {"one": b"abc", "moved": b"abc", "other": b"abd"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(weights)
+    one, moved, other = (checkpoints.stamp_of_model(str(tmp_path / name)) for name in ("one", "moved", "other"))
+    assert one == moved != other
+    assert checkpoints.stamp_of_model("owner/name") == "owner/name"
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "inverse_sqrt", "constant"])
+def test_rates_of_a_run_that_goes_on_for_more_steps_are_those_of_its_schedule(kind):
+    def run(steps, loaded=None, until=None):
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.01)
+        schedule, used = get_scheduler(kind, optimizer, 1, steps), []
+        if loaded:
+            optimizer.load_state_dict(loaded[0])
+            schedule.load_state_dict(loaded[1])
+            checkpoints.set_rates(optimizer, schedule)
+        for _ in range(schedule.last_epoch, until or steps):
+            used.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        return used, (optimizer.state_dict(), schedule.state_dict())
+
+    whole, _ = run(6)
+    # It was to end after 2 steps of the same schedule, or of a shorter one.
+    for steps in (6, 2):
+        _, saved = run(steps, until=2)
+        assert run(6, saved)[0] == pytest.approx(whole[2:])
+
+
+def test_figures_go_on_and_facts_are_those_of_the_run_that_goes_on():
+    before = checkpoints.Figures(world_size=2, pattern="exact")
+    before.steps.append({"loss": 2.0})
+    before["held_out"][0], before["perplexity_before"], before["peak_memory_bytes"] = 1.5, 4.5, [1, 2]
+    after = checkpoints.Figures(world_size=1, pattern="exact")
+    after.load_state_dict(before.state_dict())
+    assert after.data == {
+        "world_size": 1,
+        "pattern": "exact",
+        "steps": [{"loss": 2.0}],
+        "held_out": {0: 1.5},
+        "perplexity_before": 4.5,
+    }
 
 
 def test_a_checkpoint_named_to_the_trainer_must_be_one_and_the_last(tmp_path):

@@ -256,6 +256,8 @@ def test_too_few_rows_are_told_with_the_arithmetic(tokenizer):
 def test_other_data_have_another_digest():
     assert documents.digest(tokens_of(5, 4)) == documents.digest(tokens_of(5, 4))
     assert len({documents.digest(x) for x in (tokens_of(5, 4), tokens_of(4, 5), tokens_of(5, 4, 3))}) == 3
+    many = [tokens_of(*[5] * 19, last) for last in (4, 6)]
+    assert documents.digest(many[0]) != documents.digest(many[1])
 
 
 def test_packed_documents_teach_what_each_alone_does(tokenizer, tmp_path):

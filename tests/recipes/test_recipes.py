@@ -197,6 +197,7 @@ def assert_same_steps(output, folder, bounds):
     for one in (output, folder / "one"):
         steps = json.loads((one / "figures.json").read_text())["steps"]
         assert [step["tokens"] for step in steps] == [2 * 249] * 5
+        assert [step["lr"] for step in steps][:2] == pytest.approx([0, 0.01])  # One step of warm-up.
     assert_equal_runs(finetuned(output), finetuned(folder / "one"), "finetune.py", bounds)
 
 

@@ -10,7 +10,13 @@ import hf_ring_attention as ra
 from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.plan.branches import Segment, Window
 from hf_ring_attention.plan.patterns import Pattern
-from hf_ring_attention.tools.model_config import attention_of_config, model_attention, read_config
+from hf_ring_attention.tools.model_config import (
+    attention_of_config,
+    check_positions,
+    model_attention,
+    positions_of,
+    read_config,
+)
 
 
 def written(folder, config):
@@ -86,6 +92,17 @@ def test_heads_are_those_that_transformers_reads(configs):
         if read != (heads, kv_heads, head_dim):
             wrong[model_type] = read, (heads, kv_heads, head_dim)
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"), [({"n_positions": 9}, 9), ({"max_position_embeddings": 7}, 7), ({}, None)]
+)
+def test_rows_fit_the_positions_by_any_of_their_names(config, positions):
+    assert positions_of(config) == positions_of({"text_config": config | {"x": 1}}) == positions
+    check_positions(config, positions or 10**9)
+    if positions:
+        with pytest.raises(argparse.ArgumentTypeError, match=f"positions for {positions} tokens, and rows have 10"):
+            check_positions(config, 10)
 
 
 @pytest.mark.parametrize("with_layer_types", [True, False])

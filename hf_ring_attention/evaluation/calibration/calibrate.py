@@ -54,6 +54,8 @@ _NOT_OF_THE_MODEL = (
     "attn_implementation",
     "transformers_version",
 )
+#: What decides which adapters of PEFT a layer computes with, and how much they count.
+_OF_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 #: Integers of so many bytes.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -172,6 +174,7 @@ def calibrate(
     logger.info("chose patterns whose predictions diverge from exact attention's by %.4f nats", best.divergence)
     return Calibration(
         layers=groups.patterns(best.chosen),
+        num_hidden_layers=inner.config.get_text_config().num_hidden_layers,
         budget=budget,
         budget_of=cost.of,
         seq_len=cost.seq_len,
@@ -191,12 +194,18 @@ def calibrate(
 
 
 def _stamp_of(model: PreTrainedModel) -> str:
-    """Returns what tells a model from others: of each tensor the first numbers and the sum of its bits, and its config."""
+    """Returns what tells a model from others: of each tensor the first numbers and the sum of its bits, config and adapters."""
     config = model.config.get_text_config()
     settings = {name: value for name, value in config.to_dict().items() if name not in _NOT_OF_THE_MODEL}
     # Buffers that are not saved follow from the config, and are rounded differently by different machines.
     tensors = {name: _stamp_of_tensor(x) for name, x in model.state_dict().items() if isinstance(x, Tensor)}
-    return digest([tensors, json.dumps(settings, default=str)])
+    # The weights of all adapters are among the tensors, whichever of them compute.
+    adapters = [
+        [name, *(str(getattr(layer, setting, None)) for setting in _OF_ADAPTERS)]
+        for name, layer in model.named_modules()
+        if hasattr(layer, "disable_adapters")
+    ]
+    return digest([tensors, json.dumps(settings, default=str), adapters])
 
 
 def _stamp_of_tensor(x: Tensor) -> tuple[str, int]:
@@ -208,11 +217,13 @@ def _stamp_of_tensor(x: Tensor) -> tuple[str, int]:
 @dataclass(frozen=True)
 class _LayersOnly:
     layers: Mapping[int, Pattern]
+    num_hidden_layers: int
 
 
 def _patch(model: PreTrainedModel, layers: Mapping[int, Pattern]) -> None:
     """Sets patterns of layers, and exact attention in the others but for windows of their own."""
-    patch_config(model.config, _LayersOnly(layers) if layers else "exact")
+    count = model.config.get_text_config().num_hidden_layers
+    patch_config(model.config, _LayersOnly(layers, count) if layers else "exact")
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from typing import Literal
 
 import numpy as np
 
-from ...plan.branches import Window
+from ...plan.branches import Segment, Window
 from ...plan.layouts import SequenceLayout
+from ...plan.parts import Part, parts_of
 from ...plan.patterns import Pattern
 from ...plan.plans import pairs_of_row
 from ...plan.problem import Problem
@@ -29,7 +30,8 @@ class Cost:
 
     Attributes:
         of: "flops" counts the query-key pairs of all queries of one query head; "cache_reads" those of the query behind the
-            text; and "bytes" the rows of keys and values that the ranks of a ring take from each other. They are divided in a
+            text, where segments have the mean of all places in them, since they are as often nearly empty as nearly full;
+            and "bytes" the rows of keys and values that the ranks of a ring take from each other. They are divided in a
             zigzag, as they are for layers of which some attend to all tokens.
         seq_len: tokens of the text.
         ranks: of "bytes", those of the ring.
@@ -45,24 +47,41 @@ class Cost:
 
     def of_pattern(self, pattern: Pattern, kv_head: int, num_kv_heads: int) -> int:
         """Returns the cost of a pattern in one of so many key/value heads."""
-        # The other heads see nothing but each query itself, which is a pair a query, and no row of another rank.
-        alone = [Pattern((Window(1),))] * num_kv_heads
-        alone[kv_head] = pattern
-        by_head = pattern if num_kv_heads == 1 else Pattern.by_kv_head(alone)
         if self.of == "bytes":
             assert self.ranks is not None
-            return _rows_moved(by_head, num_kv_heads, self.seq_len, self.ranks)
+            return _rows_moved(_in_one_head(pattern, kv_head, num_kv_heads), num_kv_heads, self.seq_len, self.ranks)
         if self.of == "cache_reads":
-            return (
-                _pairs_shown(by_head, num_kv_heads, self.seq_len + 1)
-                - _pairs_shown(by_head, num_kv_heads, self.seq_len)
-                - (num_kv_heads - 1)
-            )
-        return _pairs_shown(by_head, num_kv_heads, self.seq_len) - (num_kv_heads - 1) * self.seq_len
+            return sum(self._reads(part, kv_head, num_kv_heads) for part in parts_of(pattern))
+        return self._pairs(pattern, kv_head, num_kv_heads, self.seq_len)
+
+    def _pairs(self, pattern: Pattern, kv_head: int, num_kv_heads: int, tokens: int) -> int:
+        by_head = _in_one_head(pattern, kv_head, num_kv_heads)
+        return _pairs_shown(by_head, num_kv_heads, tokens) - (num_kv_heads - 1) * tokens
+
+    def _reads(self, part: Part, kv_head: int, num_kv_heads: int) -> int:
+        """Returns the keys that a part of a pattern shows the query behind the text, which is the last one of its row."""
+        if part.queries.but:
+            return 0
+        if part.queries.within:
+            return self.seq_len + 1
+        lengths = (branch.length for branch in part.pattern.branches if isinstance(branch, Segment))
+        period = max((length for length in lengths if length is not None and length <= self.seq_len), default=1)
+        # The pairs of so many queries behind the text: one in each place of the longest segment, of which the mean is taken.
+        more = [self._pairs(part.pattern, kv_head, num_kv_heads, self.seq_len + tokens) for tokens in (0, period)]
+        return -((more[0] - more[1]) // period)
 
     def of_menu(self, menu: Sequence[Pattern], num_kv_heads: int) -> np.ndarray:
         """Returns [num_kv_heads, len(menu)] int64: the cost of each pattern in each head."""
         return np.array([[self.of_pattern(one, head, num_kv_heads) for one in menu] for head in range(num_kv_heads)])
+
+
+def _in_one_head(pattern: Pattern, kv_head: int, num_kv_heads: int) -> Pattern:
+    """Returns a pattern for one of so many key/value heads; the others see each query itself, and no row of another rank."""
+    if num_kv_heads == 1:
+        return pattern
+    alone = [Pattern((Window(1),))] * num_kv_heads
+    alone[kv_head] = pattern
+    return Pattern.by_kv_head(alone)
 
 
 @lru_cache(maxsize=8192)

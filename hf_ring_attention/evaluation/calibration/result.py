@@ -14,7 +14,7 @@ from ..whole_files import write_whole
 from .costs import BudgetOf, Cost
 
 #: The version of what `to_dict` writes.
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Calibration:
 
     Attributes:
         layers: the pattern of each layer that has no window of its own.
+        num_hidden_layers: how many layers the model has in all.
         budget: the share of exact attention's cost that was allowed.
         budget_of: what was counted as cost: "flops", "cache_reads" or "bytes".
         seq_len: the number of tokens at which costs were counted.
@@ -66,6 +67,7 @@ class Calibration:
     """
 
     layers: Mapping[int, Pattern]
+    num_hidden_layers: int
     budget: float
     budget_of: BudgetOf
     seq_len: int
@@ -134,6 +136,7 @@ class Calibration:
             "flop_share": self.flop_share,
             "menu": [str(pattern) for pattern in self.menu],
             "layers": self.texts_of_layers,
+            "num_hidden_layers": self.num_hidden_layers,
             "scores": {str(layer): [list(head) for head in heads] for layer, heads in self.scores.items()},
             "texts": [{field.name: getattr(text, field.name) for field in fields(text)} for text in self.texts],
         }
@@ -150,6 +153,7 @@ class Calibration:
                 raise ValueError(f"format {FORMAT} was expected, got {d['format']!r}")
             return cls(
                 layers={int(layer): Pattern.parse(text) for layer, text in d["layers"].items()},
+                num_hidden_layers=int(d["num_hidden_layers"]),
                 budget=float(d["budget"]),
                 budget_of=d["budget_of"],
                 seq_len=int(d["seq_len"]),

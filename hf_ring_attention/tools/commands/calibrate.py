@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...plan.patterns import Pattern
 from ..arguments import missing_extra
-from ..model_config import check_positions, read_config
+from ..model_config import check_kv_heads, check_positions, read_config
 from ..options import (
     AsJson,
     CausalModel,
@@ -98,6 +99,12 @@ def calibrate_command(
     """
     config = checked("--model", read_config, model)
     checked("--seq-len", check_positions, config, seq_len)
+    for one in map(Pattern.parse, compare or []):
+        checked("--compare", check_kv_heads, config, model, one)
+    if not 0 < budget <= 1:
+        raise refuse(
+            f"a share of exact attention's cost, above 0 and at most 1, was expected, got {budget:g}", "--budget"
+        )
     _check_options(plot, output, ring_size)
     by_option = {"--text": text, "--held-out": held_out or []}
     names = names_of_files([*text, *by_option["--held-out"]])
@@ -119,6 +126,9 @@ def calibrate_command(
                 seed=seed,
                 folder=None if output is None else output / MEASURED,
             )
+            if run.is_first and output is not None:
+                chosen.save(output / CALIBRATION)
+                run.config_with(chosen).save_pretrained(output)
             losses = run.losses(ids, {names[path] for path in text}, chosen, compare or [])
         except (OSError, ValueError, NotImplementedError) as error:
             raise refuse(str(error)) from None
@@ -144,13 +154,11 @@ def _check_options(plot: bool, output: Path | None, ring_size: int | None) -> No
 def _tell(
     run: Any, chosen: Calibration, losses: Sequence[TextLosses], output: Path | None, plot: bool, as_json: bool
 ) -> None:
-    """Writes the files of a calibration, and prints its tables or its figures."""
+    """Writes the report of a calibration and its picture, and prints its tables or its figures."""
     from ..calibration_report import sheet_of_layers, sheet_of_losses, sheet_of_patterns, write_report
 
     sheets = [sheet_of_patterns(chosen), sheet_of_losses(losses)]
     if output is not None:
-        chosen.save(output / CALIBRATION)
-        run.config_with(chosen).save_pretrained(output)
         if plot:
             from ..calibration_plots import plot_calibration
 
