@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..hf.config import patch_config
 from ..hf.patch import patch_model
 from ..hf.registration import IMPLEMENTATION
 from ..ring.ring import Ring
@@ -80,6 +81,8 @@ class Evaluator:
             call.same("the texts of the evaluation", digest([(text.name, text.checksum) for text in self.inputs.texts]))
             call.same("the words of questions", str(self.inputs.words))
             call.same("the patterns of the evaluation", self.inputs.texts_of_patterns)
+            for pattern in self.inputs.patterns.values():
+                patch_config(copy.deepcopy(self.model.config), pattern)  # One for other models is refused.
             if self.plan.retrieval:
                 check_answers(self.model)
             call.message = None if journal is None else [key_of(record) for record in journal.records]

@@ -265,6 +265,16 @@ def test_a_calibration_is_named_by_its_file(folder, tmp_path, capsys):
     assert end.value.code == 2 and "this is no calibration" in capsys.readouterr().err
 
 
+def test_a_calibration_of_another_model_is_refused_before_any_job(folder, tmp_path, capsys):
+    file = save_calibration(tmp_path / "three.json", {0: "exact", 1: "exact", 2: "exact"})
+    with pytest.raises(SystemExit) as end:
+        cli.main(
+            words_of(folder, tmp_path / "report", f"--pattern exact --pattern {file} --tasks perplexity --lengths 900")
+        )
+    assert end.value.code == 2 and "the calibration is of a model of 3 layers, and" in capsys.readouterr().err
+    assert not (tmp_path / "report" / "samples.jsonl").exists()
+
+
 def test_a_model_of_the_hub_is_told_by_its_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     cached, stamps = tmp_path / "models--me--model", []

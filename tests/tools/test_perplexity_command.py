@@ -111,6 +111,20 @@ def test_rows_beyond_the_positions_and_several_processes_are_refused(model, caps
     assert "reads a text on one process, and 2 were started: to shard texts" in refused("--tokens", "100")
 
 
+def test_patterns_of_other_models_are_refused_before_anything_is_measured(model, capsys, monkeypatch):
+    monkeypatch.setattr("hf_ring_attention.evaluation.perplexity.perplexity", None)
+    of_three = save_calibration(model / "three.json", {0: "exact", 1: "exact", 2: "exact"})
+    for wrong, message in (
+        ("kv0-4=window:4;kv5=exact", "is for 6 key/value heads"),
+        (of_three, "is of a model of 3 layers"),
+    ):
+        words = ["--device", "cpu", "--pattern", "exact", "--pattern", str(wrong)]
+        with pytest.raises(SystemExit) as end:
+            cli.main(["perplexity", str(model / "model"), str(model / "dog.txt"), *words])
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert end.value.code == 2 and "'--pattern': " in error and message in error
+
+
 def test_what_cannot_be_read_is_one_line(model, capsys):
     (model / "short.txt").write_text("fox")
     (model / "bytes.txt").write_bytes(b"caf\xe9 au lait")

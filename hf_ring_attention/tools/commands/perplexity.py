@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from pathlib import Path
@@ -115,12 +116,17 @@ def _measure(source: str, config: Any, model: Any, ids: dict[str, Any], patterns
     """Returns a row for each text and pattern, and for several texts also one of all their tokens."""
     from ...evaluation.calibration.result import load_pattern
     from ...evaluation.perplexity import perplexity as measure
+    from ...hf.config import patch_config
     from ...hf.patch import patch_model
     from ..flop_shares import flop_share_of_model
 
-    rows = []
-    for text in patterns:
-        pattern = load_pattern(text)
+    loaded, rows = {text: load_pattern(text) for text in patterns}, []
+    for pattern in loaded.values():  # One for other models is refused before anything is measured.
+        try:
+            patch_config(copy.deepcopy(model.config), pattern)
+        except (ValueError, NotImplementedError) as error:
+            raise refuse(str(error), "--pattern") from None
+    for text, pattern in loaded.items():
         for name, row in ids.items():
             try:
                 with spinner(f"{text}: {name}"):
