@@ -37,8 +37,9 @@ def distillation_loss(
     Without adapters, the teacher has the weights that are being trained: it moves towards the student, and the divergence
     falls while both may predict texts worse. The logger says so once.
 
-    Each share is as `next_token_loss` describes it, and takes its place. Logits exist for a slice of tokens at a time, in
-    backward too; the teacher leaves its last hidden states [B, n, width] until then.
+    Each share is as `next_token_loss` describes it, and takes its place; what a model adds to its loss by itself, as for its
+    routers, is in it too. Logits exist for a slice of tokens at a time, in backward too; the teacher leaves its last hidden
+    states [B, n, width] until then.
 
     Args:
         model: a causal language model, as `accelerator.prepare` or `fully_shard` returned it.
