@@ -208,8 +208,10 @@ class RingLM(HFLM):
         """
         one_by_one = self._has_last()
         if self.ring.world_size == 1 and one_by_one:
-            bar = tqdm(requests, disable=disable_tqdm or self.rank != 0, desc="likelihoods")
-            return [super(RingLM, self)._loglikelihood_tokens([request], True)[0] for request in bar]
+            answers: list[tuple[float, bool]] = []
+            for request in tqdm(requests, disable=disable_tqdm or self.rank != 0, desc="likelihoods"):
+                answers += super()._loglikelihood_tokens([request], True)
+            return answers
         if self.ring.world_size == 1:
             answered: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
             return answered
@@ -217,7 +219,7 @@ class RingLM(HFLM):
         for number, (_, context, continuation) in enumerate(requests):
             by_row.setdefault(self._row_of(context, continuation), []).append(number)
         rows = sorted(by_row, key=lambda row: (-len(row), row))
-        answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        answers = [(0.0, False)] * len(requests)
         size = 1 if one_by_one else override_bs or self.batch_size
         bar = tqdm(
             total=len(requests), disable=disable_tqdm or self.rank != 0 or self.ring.rank > 0, desc="likelihoods"

@@ -33,7 +33,7 @@ from .checks.machine import cores_of_process, installed_versions
 from .evaluation_report import report_text
 from .flop_shares import flop_share_of_model
 from .loading import device_or_best, load_model, load_tokenizer
-from .model_config import positions_of, read_config, text_config_of
+from .model_config import most_positions, read_config, text_config_of
 
 RESULTS_FILE, REPORT_FILE = "results.json", "report.md"
 
@@ -114,7 +114,7 @@ class EvaluationRun:
             load_tokenizer(request.model),
             request.texts,
             self.plan,
-            positions=positions_of(self.config),
+            positions=most_positions(self.config),
             own_pattern=text_config.get(IMPLEMENTATION) is not None,
         )
         self.flop_share = {

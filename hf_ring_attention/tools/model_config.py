@@ -130,7 +130,7 @@ def text_config_of(whole: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
-def positions_of(config: Mapping[str, Any]) -> int | None:
+def most_positions(config: Mapping[str, Any]) -> int | None:
     """Returns the most tokens that a model has positions for; None where its config does not say."""
     found = (text_config_of(config).get(name) for name in ("max_position_embeddings", "n_positions"))
     return next((number for number in found if isinstance(number, int)), None)
@@ -142,7 +142,7 @@ def check_positions(config: Mapping[str, Any], tokens: int) -> None:
     Raises:
         argparse.ArgumentTypeError: for such rows.
     """
-    positions = positions_of(config)
+    positions = most_positions(config)
     if positions is not None and tokens > positions:
         raise argparse.ArgumentTypeError(
             f"the model has positions for {positions} tokens, and rows have {tokens}: ask for {positions} at most, or take a "

@@ -48,7 +48,7 @@ def made_up(rng):
                         record = {"document": f"book {number}", "nll": tokens * rng.uniform(2, 3), "tokens": tokens}
                         if task == "perplexity":
                             buckets = [[first, rng.uniform(2, 3), 1] for first in (1, 64, 91, 128, 1024)]
-                            record |= {"bytes": 4 * tokens, "by_position": buckets}
+                            record |= {"bytes": 4 * tokens, "opening": 0, "by_position": buckets}
                         if task not in ("perplexity", "longppl"):
                             record = {
                                 "prompt_tokens": length,

@@ -14,7 +14,7 @@ from hf_ring_attention.tools.model_config import (
     attention_of_config,
     check_positions,
     model_attention,
-    positions_of,
+    most_positions,
     read_config,
 )
 
@@ -98,7 +98,7 @@ def test_heads_are_those_that_transformers_reads(configs):
     ("config", "positions"), [({"n_positions": 9}, 9), ({"max_position_embeddings": 7}, 7), ({}, None)]
 )
 def test_rows_fit_the_positions_by_any_of_their_names(config, positions):
-    assert positions_of(config) == positions_of({"text_config": config | {"x": 1}}) == positions
+    assert most_positions(config) == most_positions({"text_config": config | {"x": 1}}) == positions
     check_positions(config, positions or 10**9)
     if positions:
         with pytest.raises(argparse.ArgumentTypeError, match=f"positions for {positions} tokens, and rows have 10"):
