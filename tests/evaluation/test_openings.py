@@ -8,6 +8,7 @@ import hf_ring_attention as ra
 from hf_ring_attention.evaluation.evaluator import Evaluator
 from hf_ring_attention.evaluation.jobs import EvaluationPlan, Job
 from hf_ring_attention.evaluation.long_perplexity import short_context_nll
+from hf_ring_attention.evaluation.results import remarks_on
 from hf_ring_attention.evaluation.strides import stride_nll
 from hf_ring_attention.evaluation.texts import EvaluationText, opening_tokens, text_pieces
 from tests.support.evaluation import inputs_of, load, made_up_text, save_checkpoint
@@ -116,3 +117,15 @@ def test_an_evaluation_reads_what_the_tokenizer_makes_of_a_text(folder, stride):
     report = ra.perplexity(ra.patch_model(model, "exact"), whole)
     assert (record["nll"], record["tokens"]) == (pytest.approx(report.nll, rel=EXACT), len(whole) - 1)
     assert record["bytes"] == record["tokens"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_pieces_as_long_as_their_length_are_not_called_shorter(folder, count):
+    model, tokenizer = load(folder)
+    if count:
+        opened(tokenizer, count)
+    plan = EvaluationPlan(patterns=("exact",), tasks=("perplexity",), lengths=(100,), samples=2)
+    for words, told in ((90, False), (9, True)):
+        evaluator = Evaluator(model, inputs_of(tokenizer, plan, words=words))
+        records = evaluator.records_of(Job("perplexity", 100, None, (0,), ("exact",)))
+        assert any("Shorter than a length" in remark for remark in remarks_on(plan, records)) == told
