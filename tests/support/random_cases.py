@@ -61,8 +61,8 @@ OWN_LOSS = WITHOUT_SHIFT | (set() if calls_loss_function(ModernBertDecoderForCau
 UNNUMBERED = WITHOUT_SHIFT | {"moss_transcribe_diarize"}
 #: Types whose caches Transformers does not make as their configs want them.
 CACHELESS = {"hrm_text"}
-#: Types whose steps of one token are not those of whole rows, by 1e-3 in float64 and in Transformers' own code.
-OTHER_STEPS = {"zamba2"}
+#: Types whose steps of one token are not those of whole rows, by 1e-8 (minimax) or 1e-3, in Transformers' own code in float64.
+OTHER_STEPS = {"minimax", "nemotron_h", "zamba2"}
 #: Types that are also given embeddings instead of tokens.
 EMBEDDED = {"gpt2", "gpt_neox", "llama", "mistral", "olmo3", "opt", "qwen3", "smollm3"}
 
