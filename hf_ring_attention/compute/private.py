@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ _HOOKS_AFTER = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_
 #: is that of an attribute that the function reads or sets.
 PROBED: dict[str, dict[str, tuple[str, ...]]] = {
     "torch": {
-        "torch.nn.Module()": (*_HOOKS_BEFORE, *_HOOKS_AFTER),
+        "torch.nn.Module()": ("_call_impl", *_HOOKS_BEFORE, *_HOOKS_AFTER),
         "torch.Tensor": ("_version",),
         "torch.distributed.distributed_c10d": ("_get_default_store",),
         "torch.utils": ("_python_dispatch", "_pytree"),
@@ -104,6 +104,14 @@ def cpu_flash_takes_groups() -> bool:
 def version_of(x: Tensor) -> int:
     """Returns how often a tensor was written to; 0 for an inference tensor, which has no ._version."""
     return 0 if x.is_inference() else x._version
+
+
+def calling_frame(module: nn.Module) -> FrameType | None:
+    """Returns the frame in which torch calls a module, for a hook of this module; None if compiled code calls it."""
+    frame, code = inspect.currentframe(), nn.Module._call_impl.__code__
+    while frame is not None and not (frame.f_code is code and frame.f_locals.get("self") is module):
+        frame = frame.f_back
+    return frame
 
 
 def remove_hooks(module: nn.Module, unwanted: Callable[[Any], bool]) -> None:

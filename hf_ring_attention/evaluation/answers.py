@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from ..hf.cache import ShardedCache
+from ..hf.cache import ShardedCache, cache_argument
 from ..hf.config import fewest_last_of
 from ..hf.generation import prefill
 from ..hf.positions import first_position
@@ -124,7 +124,7 @@ def _candidate_losses(
             if "position_ids" in inspect.signature(model.forward).parameters:
                 arguments["position_ids"] = positions[:, part]
             piece = step[:, part.start - held : part.stop - held]
-            parts.append(model(piece, past_key_values=cache, use_cache=True, **arguments).logits)
+            parts.append(model(piece, use_cache=True, **cache_argument(cache), **arguments).logits)
         logits = torch.cat(parts, 1)
         nll = F.cross_entropy(logits.float().transpose(1, 2), padded, reduction="none").cpu()
         for row, tokens in enumerate(of_rows):
@@ -157,7 +157,7 @@ def _generated(
     model.generation_config = settings
     try:
         checked = LogitsProcessorList([_FiniteLogits(model)])
-        output = generate(ids, attention_mask=mask, past_key_values=cache, logits_processor=checked)
+        output = generate(ids, attention_mask=mask, logits_processor=checked, **cache_argument(cache))
     finally:
         model.generation_config = own
     new = output[:, ids.shape[1] :]

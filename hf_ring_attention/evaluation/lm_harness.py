@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..compute.private import check_lm_eval
+from ..hf.cache import cache_argument
 from ..hf.config import fewest_last_of, layer_pattern, model_layout, warn_once
 from ..hf.generation import prefill
 from ..hf.patch import patch_model
@@ -325,7 +326,7 @@ class RingLM(HFLM):
         with self._autocast():
             cache = prefill(self._model, context[:, :-1], mask[:, :-1])
         whole: Tensor = super()._model_generate(
-            context, max_length + alone, stop, attention_mask=mask, past_key_values=cache, **generation_kwargs
+            context, max_length + alone, stop, attention_mask=mask, **cache_argument(cache), **generation_kwargs
         )
         return whole[:, 1:] if alone else whole
 
@@ -381,6 +382,6 @@ def _check_generation(options: Mapping[str, Any]) -> None:
                 f"ring_dilated: {name}={options[name]} was asked for, and on a ring each request has one answer, from the keys "
                 f"and values that the ranks hold: set it to {plain}, or take ring_size=1"
             )
-    for name in ("cache_implementation", "past_key_values", "assistant_model", "prompt_lookup_num_tokens"):
+    for name in ("cache_implementation", "cache", "past_key_values", "assistant_model", "prompt_lookup_num_tokens"):
         if options.get(name) is not None:
             raise ValueError(f"ring_dilated: {name} would replace or bypass the cache of the ring: leave it out")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,11 +21,19 @@ from .config import layer_pattern, unpatched_pattern
 from .documents import documents_of_collator
 from .exact import attends_exactly
 from .forward_pass import forward_pass_of
-from .masks import Tokens, check_unpatched, tokens_of
+from .masks import Tokens, check_unpatched, padding_first, tokens_of
 from .positions import at_its_place_in_the_row
 from .rings import attached_ring
 from .shard_checks import sharded_without_documents
 from .taps import through_tap
+
+#: Arguments that change the scores or the keys, whoever passes them.
+_REFUSED = ("position_bias", "head_mask", "block_table", "read_index", "write_index")
+
+#: Arguments of layers that change nothing here: masks tell documents and causality, and nothing is dropped.
+_WITHOUT_EFFECT = (
+    "cu_seq_lens_k", "deterministic", "max_length_k", "max_length_q", "output_attentions", "position_ids",
+)  # fmt: skip
 
 
 @torch.compiler.disable(reason=UNTRACEABLE)
@@ -89,6 +100,7 @@ def ring_dilated_attention(
         held, documents = tokens.held, tokens.documents
         if held is None:
             held, documents = _held(module, query, key, tokens, causal, pattern)
+            _check_padding_inside(module, tokens, of_model)
         if ring is not None and held is None:
             _check_heads(module, ring, query.shape[1], key.shape[1])
         if not sharded and (cu_seq_lens_q is not None or seq_idx is not None):
@@ -117,6 +129,10 @@ def ring_dilated_attention(
         "softcap": softcap,
         "sinks": s_aux,
     }
+    asking = None if tokens.valid is None else tokens.valid[:, -query.shape[2] :].to(query.device)
+    if tokens.valid is not None and asking is not None:
+        rows, queries = padding_first(tokens.valid).to(query.device), padding_first(asking)
+        query, key, value = _reordered(query, queries), _reordered(key, rows), _reordered(value, rows)
     if held is not None:
         out = cached_attention(query, key, value, held=held, **call)
     else:
@@ -125,7 +141,29 @@ def ring_dilated_attention(
         assert isinstance(result, Tensor)
         # A layer with a window or chunks of its own is none whose pattern is chosen.
         out = result if of_model is not None else through_tap(module, query, key, value, result, call)
+    if asking is not None:
+        out = _reordered(out, queries.argsort(1)).masked_fill(~asking[:, None, :, None], 0)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _check_padding_inside(module: nn.Module, tokens: Tokens, of_model: Branch | None) -> None:
+    """Refuses padding inside a document in layers with a window or chunks of their own, which the model counts in rows.
+
+    Raises:
+        NotImplementedError: such a layer, if its window or chunks are shorter than the row.
+    """
+    length = getattr(of_model, "length", None)
+    if tokens.valid is not None and (tokens.dropped or (length is not None and length < tokens.valid.shape[1])):
+        raise NotImplementedError(
+            f"{type(module).__name__}: layer {getattr(module, 'layer_idx', None)} has a window or chunks of {length} tokens, "
+            f"and its row has padding inside a document: take rows of one length, or use 'sdpa'"
+        )
+
+
+def _reordered(x: Tensor, order: Tensor) -> Tensor:
+    """Returns the first rows of x [B, heads, n, D] in the order [B, m] of each batch row, and the others as they are."""
+    first, others = x.tensor_split([order.shape[1]], 2)
+    return torch.cat([first.gather(2, order[:, None, :, None].expand_as(first)), others], 2)
 
 
 def _branch_of_model(module: nn.Module, tokens: Tokens, sliding_window: int | None) -> Branch | None:
@@ -169,7 +207,7 @@ def _held(
         own = f"chunks have {tokens.chunk}" if tokens.chunk else f"own window has {tokens.window or 'no'}"
         raise ValueError(
             f"{name}: layer {getattr(module, 'layer_idx', None)} has the pattern {pattern}, and its cache keeps only the "
-            f"last tokens (the layer's {own} tokens): pass past_key_values=DynamicCache(), "
+            f"last tokens (the layer's {own} tokens): pass cache=DynamicCache(), "
             f"made without the config, which keeps all"
         )
     if num_queries == written == num_rows and not tokens.missing:
@@ -226,15 +264,13 @@ def _check_call(module: nn.Module, attention_mask: Any, dropout: float, kwargs: 
             f"{name}: output_attentions=True was asked for, but ring_dilated never forms the attention weights: "
             f"use attn_implementation='eager' to look at them"
         )
-    for feature, present in {
-        "position_bias": kwargs.get("position_bias") is not None,
-        "head_mask": kwargs.get("head_mask") is not None,
-        "a paged cache": kwargs.get("cache") is not None,
-    }.items():
-        if present:
+    passed = _strings_of(type(module).forward)
+    for argument, present in kwargs.items():
+        # A batch may have entries of any name, which Transformers hands on to here; those of the layer itself are known.
+        if present is not None and argument not in _WITHOUT_EFFECT and (argument in passed or argument in _REFUSED):
             raise NotImplementedError(
-                f"{name}: layer {getattr(module, 'layer_idx', None)} came with {feature}, which would change the scores "
-                f"or the keys and which ring_dilated does not compute: use 'eager' or 'sdpa'"
+                f"{name}: layer {getattr(module, 'layer_idx', None)} came with {argument}, which would change the scores or "
+                f"the keys and which ring_dilated does not compute: use 'eager' or 'sdpa'"
             )
     if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2):
         got = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
@@ -242,6 +278,15 @@ def _check_call(module: nn.Module, attention_mask: Any, dropout: float, kwargs: 
             f"{name}: ring_dilated takes padding as a mask [batch, tokens], got {got}: pass the 2-D attention_mask of "
             f"the tokenizer; patterns are set with patch_config"
         )
+
+
+@functools.cache
+def _strings_of(forward: Callable[..., Any]) -> frozenset[str]:
+    """Returns the strings in the code of a layer's forward, the names of the arguments that it passes on among them."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    constants = () if code is None else code.co_consts
+    flat = (x for constant in constants for x in (constant if isinstance(constant, tuple) else (constant,)))
+    return frozenset(x for x in flat if isinstance(x, str))
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -6,15 +6,37 @@ The states of recurrent layers are small, and every rank holds all of them.
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import GenerationMixin, PretrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import HeldKeys
 from .hybrid_types import MIXERS
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Cache | None:
+    """Returns the cache among the arguments of a call, whatever its name: releases of Transformers rename it."""
+    return next((value for value in arguments.values() if isinstance(value, Cache)), None)
+
+
+@functools.cache
+def cache_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Returns the parameters that hold a cache by their annotation, such as "cache" (since 5.24) or "past_key_values"."""
+    parameters = inspect.signature(forward).parameters.values()
+    return tuple(x.name for x in parameters if re.search(r"Cache\b", inspect.formatannotation(x.annotation)))
+
+
+def cache_argument(cache: Cache | None) -> dict[str, Cache | None]:
+    """Returns the keyword argument that gives a cache to a model or to its `generate` in this release of Transformers."""
+    (name,) = cache_names(GenerationMixin.prepare_inputs_for_generation)
+    return {name: cache}
 
 
 class _ShardedLayer(DynamicLayer):

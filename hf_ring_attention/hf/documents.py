@@ -39,6 +39,13 @@ def documents_from_mask(mask: Tensor) -> Documents:
     return tuple(documents)
 
 
+def has_padding_inside(numbers: Tensor) -> bool:
+    """Returns whether a row of one document has padding between its tokens, by the numbers [B, n] of its tokens' documents."""
+    valid = numbers != 0
+    inside = ~valid & (valid.cumsum(1) > 0) & (valid.flip(1).cumsum(1).flip(1) > 0)
+    return bool(inside.any()) and bool((numbers == numbers.amax(1, keepdim=True))[valid].all())
+
+
 def packed_documents(batch: int, tokens: int, cu_seq_lens: Tensor | None, seq_idx: Tensor | None) -> Documents | None:
     """Returns the documents that Transformers' collators describe beside the tokens; None where they describe none.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from ..plan.layouts import SequenceLayout
@@ -24,6 +26,7 @@ class ForwardPass:
         last_position: the greatest position id of all ranks, for shards.
         attended: whether a layer has attended by ring_dilated.
         outer: the forward pass inside which this one runs.
+        frame: the call of the module that makes this pass, while it runs; None afterwards.
     """
 
     config: Any
@@ -35,10 +38,26 @@ class ForwardPass:
     last_position: int | None = None
     attended: bool = False
     outer: ForwardPass | None = None
+    frame: FrameType | None = None
+
+    def broken_off(self) -> bool:
+        """Returns whether Ctrl-C ended the call that makes this pass; torch runs no hooks then that would end the pass."""
+        frame = inspect.currentframe()
+        while frame is not None and frame is not self.frame:
+            frame = frame.f_back
+        return frame is None and self.frame is not None
 
 
 #: The forward pass that runs in this thread; None outside of patched models.
 FORWARD_PASS: ContextVar[ForwardPass | None] = ContextVar("ring_dilated_forward_pass", default=None)
+
+
+def drop_broken_passes() -> None:
+    """Ends the forward passes of this thread that Ctrl-C broke off."""
+    running = FORWARD_PASS.get()
+    while running is not None and running.broken_off():
+        running = running.outer
+    FORWARD_PASS.set(running)
 
 
 def forward_pass_of(config: Any) -> ForwardPass | None:

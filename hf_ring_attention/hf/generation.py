@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..ring.ring import Ring
 from ..transport.agreement import digest
-from .cache import ShardedCache, sharded_cache
+from .cache import ShardedCache, cache_argument, sharded_cache
 from .config import model_layout
 from .rings import attached_ring
 from .shard_checks import remember_prefill, switching_length
@@ -37,7 +37,7 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
         attention_mask: [B, n], 0 for padding; None for rows without padding. `generate` needs it too.
 
     Returns:
-        The cache, for `past_key_values` of `generate` on this rank.
+        The cache, for `cache` of `generate` on this rank (before Transformers 5.24: `past_key_values`).
 
     Raises:
         ValueError: a model with virtual tokens of PEFT, tokens that are not [B, n] or differ between ranks, or a mask of
@@ -48,7 +48,7 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
         >>> models = [tiny_llama(), tiny_llama()]  # the same on each rank
         >>> def answer(ring):
         ...     cache = ra.prefill(ra.patch_model(models[ring.rank], ring=ring), row[:, :40])
-        ...     return models[ring.rank].generate(row, past_key_values=cache, max_new_tokens=3, do_sample=False)
+        ...     return models[ring.rank].generate(row, cache=cache, max_new_tokens=3, do_sample=False)
         >>> whole = tiny_llama().generate(row, max_new_tokens=3, do_sample=False)  # on one device
         >>> [torch.equal(answer_of_rank, whole) for answer_of_rank in ra.run_simulated(answer, 2)]
         [True, True]
@@ -81,8 +81,8 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
             input_ids=ring.shard(input_ids, layout),
             position_ids=ring.shard(positions, layout),
             attention_mask=None if attention_mask is None else ring.shard(attention_mask, layout),
-            past_key_values=cache,
             use_cache=True,
+            **cache_argument(cache),
         )
     cache.keep_states()
     if ring.world_size > 1:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..compute.private import implementation_of, remove_hooks
+from ..compute.private import calling_frame, implementation_of, remove_hooks
 from ..plan.problem import Documents
 from ..ring.attention import UNTRACEABLE, check_not_traced
 from ..ring.ring import Ring
-from .cache import ShardedCache
+from .cache import ShardedCache, cache_in
 from .documents import (
     check_beginnings,
     documents_from_mask,
@@ -27,7 +27,7 @@ from .documents import (
     packed_documents,
     positions_of_documents,
 )
-from .forward_pass import FORWARD_PASS, ForwardPass, forward_pass_of
+from .forward_pass import FORWARD_PASS, ForwardPass, drop_broken_passes, forward_pass_of
 from .masks import tokens_of
 from .mixers import attach_mixers
 from .positions import first_position, remember_places, warn_of_temperatures
@@ -93,7 +93,7 @@ def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if args:
         kwargs = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
     tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
-    ring, cache = attached_ring(module), kwargs.get("past_key_values")
+    ring, cache = attached_ring(module), cache_in(kwargs)
     new_arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     if ring is None or ring.world_size == 1:
         documents, from_collator = _packed_rows(module, tokens, kwargs)
@@ -108,7 +108,8 @@ def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if _packed(forward_pass.documents):
         assert forward_pass.documents is not None
         warn_of_temperatures(module.config, max(stop for row in forward_pass.documents for _, stop in row))
-    forward_pass.outer = FORWARD_PASS.get()
+    drop_broken_passes()
+    forward_pass.outer, forward_pass.frame = FORWARD_PASS.get(), calling_frame(module)
     FORWARD_PASS.set(forward_pass)
     return new_arguments
 
@@ -125,6 +126,7 @@ def _after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Non
     if forward_pass is None:
         return
     FORWARD_PASS.set(forward_pass.outer)
+    forward_pass.frame = None
     tell_routing(forward_pass)
     if output is None:  # The forward pass raised an error, which must not be replaced.
         return
@@ -178,7 +180,7 @@ def _packed_rows(module: nn.Module, tokens: Tensor | None, kwargs: Mapping[str, 
     Raises:
         ValueError: packed rows for a model that numbers its tokens itself, or documents told in two ways that differ.
     """
-    if tokens is None or kwargs.get("past_key_values") is not None:
+    if tokens is None or cache_in(kwargs) is not None:
         return None, False
     batch, length, mask = tokens.shape[0], tokens.shape[1], kwargs.get("attention_mask")
     positions, first = kwargs.get("position_ids"), first_position(module)

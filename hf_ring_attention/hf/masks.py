@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compute.private import version_of
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, HeldKeys
 from ..ring.attention import UNTRACEABLE, check_not_traced
-from .documents import document_numbers, documents_from_mask
-from .forward_pass import ForwardPass, forward_pass_of
+from .documents import document_numbers, documents_from_mask, has_padding_inside
+from .forward_pass import ForwardPass, drop_broken_passes, forward_pass_of
 from .hybrid_types import MIXERS
 from .support import check_config, class_name
 
-#: The attribute of a mask that caches what was read from it, for all layers and for recomputation in backward.
+#: The attribute of a mask that caches its `Tokens`, for all layers and for recomputation in backward, and its version then.
 _TOKENS = "_ring_dilated_tokens"
 
 #: The entry for a slot of a static cache that holds no token yet. All other entries of a mask are laid out in bits:
@@ -49,6 +50,10 @@ _DOCUMENT = (1 << 32) - 1
 _LONGEST = (1 << 63 - _LENGTH_BIT) - 1
 
 
+#: Arguments of the mask functions of other implementations, which make squares and may leave them out.
+_OPTIONS_OF_SQUARES = ("allow_is_bidirectional_skip", "allow_is_causal_skip", "dtype", "local_size")
+
+
 @dataclass(frozen=True)
 class Tokens:
     """The keys of a layer, as its mask describes them.
@@ -64,6 +69,8 @@ class Tokens:
         missing: where it has, in a layer with chunks, how many tokens of each batch row's document.
         layout: how the sequence is sharded; None if it is whole.
         held: what the cache of this rank holds of the sequence; None if it holds all.
+        valid: [B, written], False for padding, if a document has padding inside, as behind a cached prefix; else None.
+            The documents are those of rows whose padding stands in front then.
     """
 
     documents: Documents | None = None
@@ -76,6 +83,7 @@ class Tokens:
     missing: tuple[int, ...] = ()
     layout: SequenceLayout | None = None
     held: HeldKeys | None = None
+    valid: Tensor | None = None
 
 
 @torch.compiler.disable(reason=UNTRACEABLE)
@@ -104,6 +112,12 @@ def ring_dilated_mask(
     check_not_traced()
     if config is not None:
         check_config(config)
+    unknown = [name for name, value in kwargs.items() if value is not None and name not in _OPTIONS_OF_SQUARES]
+    if unknown:
+        raise NotImplementedError(
+            f"{class_name(config)}: ring_dilated does not know what {', '.join(unknown)} would do to this mask: use 'eager' or "
+            f"'sdpa', or a release of Transformers that was tested"
+        )
     if use_vmap:
         raise ValueError(
             f"{class_name(config)}: ring_dilated cannot apply or_mask_function and and_mask_function, which only a square "
@@ -126,6 +140,7 @@ def ring_dilated_mask(
                 f"{class_name(config)}: ring_dilated cannot express this mask ({kind}): its tiles know causal and "
                 f"bidirectional attention, windows, chunks, padding and packing: use 'eager' or 'sdpa'"
             )
+    drop_broken_passes()  # generate makes masks before it calls the model.
     forward_pass = forward_pass_of(config) or ForwardPass(config)
     sharded = forward_pass.layout is not None or forward_pass.held is not None
     flags = _KNOWN | causal * _CAUSAL | (kv_offset > 0) * _DROPPED | sharded * _SHARDED
@@ -163,7 +178,7 @@ def ring_dilated_mask(
             layout=forward_pass.layout,
             held=forward_pass.held,
         )
-        setattr(mask, _TOKENS, tokens)
+        setattr(mask, _TOKENS, (version_of(mask), tokens))
     return mask
 
 
@@ -244,8 +259,8 @@ def tokens_of(mask: Tensor | None) -> Tokens:
     """
     if mask is None:
         return Tokens()
-    tokens = getattr(mask, _TOKENS, None)
-    if tokens is None:
+    version, tokens = getattr(mask, _TOKENS, (None, None))
+    if version != version_of(mask):
         numbers = (mask != 0 if mask.is_floating_point() else mask).to(torch.int64).cpu()
         flags = int(numbers.max()) >> 32 << 32
         if flags & _SHARDED:
@@ -256,7 +271,10 @@ def tokens_of(mask: Tensor | None) -> Tokens:
         unwritten = int((numbers[0] == _UNWRITTEN).sum())
         written = numbers.shape[1] - unwritten
         length, chunks, dropped = flags >> _LENGTH_BIT or None, bool(flags & _CHUNKS), bool(flags & _DROPPED)
-        of_documents = numbers[:, :written] & _DOCUMENT
+        of_documents, valid = numbers[:, :written] & _DOCUMENT, None
+        if has_padding_inside(of_documents):
+            valid = of_documents != 0
+            of_documents = of_documents.gather(1, padding_first(valid))
         tokens = Tokens(
             documents=documents_from_mask(of_documents),
             length=numbers.shape[1],
@@ -266,14 +284,21 @@ def tokens_of(mask: Tensor | None) -> Tokens:
             chunk=length if chunks else None,
             dropped=dropped,
             missing=tuple((of_documents.amax(1) - 1).clamp_min(0).tolist()) if chunks and dropped else (),
+            valid=valid,
         )
-        setattr(mask, _TOKENS, tokens)
+        if flags & _KNOWN or not mask.is_inference():  # A plain mask in inference mode may change without a trace.
+            setattr(mask, _TOKENS, (version_of(mask), tokens))
     assert isinstance(tokens, Tokens)
     return tokens
 
 
+def padding_first(valid: Tensor) -> Tensor:
+    """Returns the order [B, n] of tokens that brings padding to the front of each row, and changes nothing else."""
+    return torch.argsort(valid.to(torch.int8), dim=1, stable=True)
+
+
 def tell_copy(mask: Any, copy: Any) -> None:
     """Tells a copy of a mask what is known of the mask; other objects are left alone."""
-    tokens = getattr(mask, _TOKENS, None)
-    if tokens is not None and isinstance(copy, Tensor):
-        setattr(copy, _TOKENS, tokens)
+    version, tokens = getattr(mask, _TOKENS, (None, None))
+    if tokens is not None and version == version_of(mask) and isinstance(copy, Tensor):
+        setattr(copy, _TOKENS, (version_of(copy), tokens))

@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from ..plan.problem import Documents
 from ..plan.state_runs import runs_of
 from ..ring.attention import UNTRACEABLE
 from ..ring.ring import Ring
-from .cache import ShardedCache
+from .cache import ShardedCache, cache_in, cache_names
 from .documents import documents_from_mask
 from .forward_pass import ForwardPass, forward_pass_of
 from .rings import attached_ring
@@ -45,8 +44,6 @@ MOST_GATHERED = 2 << 30
 _BORDERS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _NOT_TO_MIXERS = ("attention_mask", "position_ids", "position_embeddings", *_BORDERS)
 
-_CACHES = ("cache_params", "past_key_values")
-
 #: Mixers whose layers expect a tuple, and use its first entry.
 _RETURN_TUPLES = ("RecurrentGemmaRecurrentBlock", "MiniMaxLightningAttention")
 
@@ -55,6 +52,9 @@ _STATES_INSIDE = ("RecurrentGemmaRecurrentBlock",)
 
 #: Mixers that begin with an empty state wherever they get more than one token at once, whatever their cache holds.
 _FORGETFUL = ("JambaMambaMixer", "ZambaMambaMixer")
+
+#: The attribute of a mixer that holds its `_ByDocuments`.
+_BY_DOCUMENTS = "_ring_dilated_by_documents"
 
 #: A document of a batch row, or its beginning: (batch row, first token, token behind the last one).
 _Piece = tuple[int, int, int]
@@ -67,18 +67,61 @@ def attach_mixers(model: PreTrainedModel) -> None:
     """Makes the mixers of a model keep documents apart, and gather rows over the model's ring."""
     config = model.config.get_text_config()
     for _, module in mixers_of(decoder_of(model), config):
-        module.forward = partial(_run, module, config)
+        attached = getattr(module, _BY_DOCUMENTS, None)
+        if attached is None:
+            # The forward of a mixer may be a wrapper already, of Accelerate's hooks for example, which goes on to run.
+            attached = _ByDocuments(module, vars(module).get("forward"))
+            setattr(module, _BY_DOCUMENTS, attached)
+            module.forward = attached
+        attached.config = config
 
 
-@torch.compiler.disable(reason=UNTRACEABLE)
-def _run(module: nn.Module, config: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs a mixer in place of its own `forward`, which it calls on documents; `_output` tells what that raises."""
-    kwargs |= zip(list(inspect.signature(type(module).forward).parameters)[1:], args)
-    out = _output(module, config, kwargs)
-    if type(module).__name__ in _STATES_INSIDE and not kwargs.get("use_cache"):
-        # It would keep its last state, with the graph of it, until it runs again.
-        module.rg_lru.recurrent_states = None  # type: ignore[union-attr]
-    return out
+def check_mixers(model: PreTrainedModel) -> None:
+    """Refuses mixers with a parameter that is not known here, such as one that a later release of Transformers adds.
+
+    Raises:
+        NotImplementedError: such a mixer.
+    """
+    for path, module in mixers_of(decoder_of(model), model.config.get_text_config()):
+        forward = type(module).forward
+        parameters = list(inspect.signature(forward).parameters.values())[2:]  # behind the module and the hidden states
+        known = (*_NOT_TO_MIXERS, *cache_names(forward), "use_cache")
+        unknown = [x.name for x in parameters if x.name not in known and x.kind is not inspect.Parameter.VAR_KEYWORD]
+        if unknown:
+            raise NotImplementedError(
+                f"{path} ({type(module).__name__}) takes {', '.join(unknown)}, which ring_dilated does not know: use 'sdpa' "
+                f"or 'eager', or a release of Transformers that was tested"
+            )
+
+
+class _ByDocuments:
+    """The forward of a mixer of a patched model: it calls the mixer's own forward on documents.
+
+    Attributes:
+        module: the mixer.
+        own: its forward before; None for the one of its class.
+        config: the config of the model, by which the running forward pass is found.
+    """
+
+    def __init__(self, module: nn.Module, own: Callable[..., Any] | None) -> None:
+        self.module, self.own = module, own
+        self.config: Any = None
+
+    @torch.compiler.disable(reason=UNTRACEABLE)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        kwargs |= zip(list(inspect.signature(type(module).forward).parameters)[1:], args)
+        out = _output(module, self.config, kwargs)
+        if type(module).__name__ in _STATES_INSIDE and not kwargs.get("use_cache"):
+            # It would keep its last state, with the graph of it, until it runs again.
+            module.rg_lru.recurrent_states = None  # type: ignore[union-attr]
+        return out
+
+
+def _own_forward(module: nn.Module, **kwargs: Any) -> Any:
+    """Runs a mixer's own forward, or the wrapper that it had when its model was patched."""
+    own = getattr(module, _BY_DOCUMENTS).own
+    return type(module).forward(module, **kwargs) if own is None else own(**kwargs)
 
 
 def _output(module: nn.Module, config: Any, kwargs: dict[str, Any]) -> Any:
@@ -109,20 +152,20 @@ def _output(module: nn.Module, config: Any, kwargs: dict[str, Any]) -> Any:
         mask = kwargs.pop("attention_mask", None)
         masks = [None] * hidden.shape[1] if mask is None else mask.split(1, 1)
         steps = (
-            type(module).forward(module, **{first: token, **kwargs, "attention_mask": valid})
+            _own_forward(module, **{first: token, **kwargs, "attention_mask": valid})
             for token, valid in zip(hidden.split(1, 1), masks, strict=True)
         )
         return torch.cat(list(steps), 1)
     if documents is None or continued or documents == (((0, hidden.shape[1]),),) * len(hidden):
         # Some mixers refuse numbers of documents without a kernel for them, also of the only one.
-        return type(module).forward(module, **{first: hidden, **_without_borders(kwargs)})
+        return _own_forward(module, **{first: hidden, **_without_borders(kwargs)})
     return _as_returned(module, _apart(module, hidden, _all(documents), kwargs, cache is not None))
 
 
 def _cache_of(kwargs: dict[str, Any]) -> Any:
     """Returns the cache of a call; True where the mixer is to keep its state in itself; None without either."""
-    caches = [kwargs[name] for name in _CACHES if kwargs.get(name) is not None]
-    return caches[0] if caches else (True if kwargs.get("use_cache") and "use_cache" in kwargs else None)
+    cache = cache_in(kwargs)
+    return (True if kwargs.get("use_cache") else None) if cache is None else cache
 
 
 def _documents_of(running: ForwardPass | None, mask: Tensor | None, length: int) -> Documents | None:
@@ -192,7 +235,7 @@ def _by_states(
     kwargs, behind = _without_cache(kwargs), None
     if cache is not None:
         behind = StatesBehind()
-        kwargs |= {name: behind for name in _CACHES if name in inspect.signature(type(module).forward).parameters}
+        kwargs |= dict.fromkeys(cache_names(type(module).forward), behind)
     runs = runs_of(documents, layout)
     own = [run for run in runs if run.rank == ring.rank]
     outputs: dict[_Piece, Tensor] = {}
@@ -266,7 +309,7 @@ def _without_borders(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in kwargs.items() if name not in _CACHES}
+    kept = {name: value for name, value in kwargs.items() if not isinstance(value, Cache)}
     return kept | ({"use_cache": False} if "use_cache" in kept else {})
 
 
@@ -305,7 +348,7 @@ def _together(
         kwargs["position_ids"] = torch.stack(
             [nn.functional.pad(x, (0, n) if behind else (n, 0), value=1) for x, n in zip(own, lacking)]
         )
-    out = type(module).forward(module, **{first: torch.stack(batch), **kwargs})
+    out = _own_forward(module, **{first: torch.stack(batch), **kwargs})
     out = out[0] if isinstance(out, tuple) else out
     return {
         piece: out[number, :length] if behind else out[number, longest - length :]

@@ -11,6 +11,7 @@ from ..plan.patterns import Pattern
 from ..ring.ring import Ring
 from .config import PatternsOfLayers, keep_implementation, layer_pattern, patch_config
 from .hooks import attach_ring
+from .mixers import check_mixers
 from .registration import IMPLEMENTATION
 from .support import check_model
 from .wrappers import unwrapped
@@ -51,6 +52,7 @@ def patch_model(
     if not isinstance(inner, PreTrainedModel):
         raise ValueError(f"patch_model: expected a Transformers model, or a wrapper of one, got {type(model).__name__}")
     check_model(inner, sharded=ring is not None and ring.world_size > 1)
+    check_mixers(inner)
     if pattern is not None:
         patch_config(inner.config, pattern)
     config = inner.config.get_text_config()

@@ -121,7 +121,7 @@ def checked_step(
             raise ValueError(
                 f"the cache holds {held} tokens, and {length} new ones came, so an attention_mask has {held} + {length} = "
                 f"{held + length}, not {mask_len}, and there must be new ones: generate takes the whole sequence, the tokens "
-                f"of the cache and those after it: model.generate(torch.cat([document, question], 1), past_key_values=cache)"
+                f"of the cache and those after it: model.generate(torch.cat([document, question], 1), cache=cache)"
             )
         if isinstance(mask, Tensor):
             documents_from_mask(mask != 0)
@@ -149,7 +149,7 @@ def checked_shard(
         if cache is not None and not isinstance(cache, ShardedCache):
             raise ValueError(
                 f"a sharded forward pass takes no {type(cache).__name__}: to generate, fill a sharded cache with "
-                f"cache = ra.prefill(model, input_ids), then call model.generate(longer_input_ids, past_key_values=cache)"
+                f"cache = ra.prefill(model, input_ids), then call model.generate(longer_input_ids, cache=cache)"
             )
         numbers = kwargs.get("seq_idx") if cache is None else None
         by_numbers = numbers is not None and tells_its_layout(ring)

@@ -12,6 +12,7 @@ from hf_ring_attention.evaluation.answers import answer_questions
 from hf_ring_attention.evaluation.evaluator import Evaluator
 from hf_ring_attention.evaluation.jobs import EvaluationPlan, key_of
 from hf_ring_attention.evaluation.journal import Journal, journal_of
+from hf_ring_attention.hf.cache import cache_argument
 from tests.support.evaluation import inputs_of, load, save_checkpoint
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import tiny_model
@@ -97,7 +98,7 @@ def test_likelihoods_where_the_last_tokens_see_every_key(folder, rng):
                 cache, expected = ra.prefill(model, prompt[:, :-1]), 0.0
                 for token, before in zip(candidate, [question.prompt[-1], *candidate]):
                     with torch.no_grad():
-                        logits = model(torch.tensor([[before]]), past_key_values=cache, use_cache=True).logits[0, -1]
+                        logits = model(torch.tensor([[before]]), **cache_argument(cache), use_cache=True).logits[0, -1]
                     expected -= float(logits.float().log_softmax(-1)[token])
                 assert loss == pytest.approx(expected, rel=EXACT)
             assert answer.losses != other.losses

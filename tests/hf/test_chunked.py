@@ -9,6 +9,7 @@ from transformers import DynamicCache
 from transformers.masking_utils import chunked_causal_mask_function, create_chunked_causal_mask
 
 import hf_ring_attention as ra
+from hf_ring_attention.hf.cache import cache_argument
 from hf_ring_attention.hf.config import warn_once
 from hf_ring_attention.hf.masks import ring_dilated_mask, tokens_of
 from tests.support.probe import TOKENS, alone, batch, distance, errors, logits_and_gradients, of_shards
@@ -172,7 +173,7 @@ def test_a_sharded_cache_has_all_keys_of_a_chunk():
     @float64()
     def work(ring):
         model = ra.patch_model(models[ring.rank], ring=ring)
-        return greedy(model, row, torch.ones_like(row), past_key_values=ra.prefill(model, ids, mask))
+        return greedy(model, row, torch.ones_like(row), **cache_argument(ra.prefill(model, ids, mask)))
 
     for sequences, logits in run_simulated(work, 2):
         assert torch.equal(sequences, expected[0])
@@ -185,14 +186,14 @@ def test_a_pattern_of_the_layer_itself():
     for text in ("window:5", "branches:segment=6,window=6/2@count"):
         model = ra.patch_model(llama4(**TUNED))
         ra.patch_config(model.config, text, layers=[0])
-        kept, dropped = (greedy(model, ids, mask, **cache) for cache in ({"past_key_values": DynamicCache()}, {}))
+        kept, dropped = (greedy(model, ids, mask, **cache) for cache in (cache_argument(DynamicCache()), {}))
         assert torch.equal(kept[0], dropped[0])
         assert_exact(dropped[1], kept[1], f"logits under {text}")
     ra.patch_config(model.config, "window:5+1", layers=[0])
     said = r"layer 0 has the pattern window:5\+1, and its cache keeps only the last tokens \(the layer's chunks have 6 tokens\)"
     with pytest.raises(ValueError, match=said):
         greedy(model, ids, mask)
-    greedy(model, ids, mask, past_key_values=DynamicCache())
+    greedy(model, ids, mask, **cache_argument(DynamicCache()))
 
 
 def mask_of_step(attention_mask, kv_offset, kv_length, batch_size=2):

@@ -10,6 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import reference_attention
+from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.plan.problem import HeldKeys
 from hf_ring_attention.ring import engine
 from hf_ring_attention.ring.attention import cached_attention
@@ -92,7 +93,7 @@ def test_steps_with_a_cache_are_those_of_the_whole_row(model_type, pattern):
                 ids[:, start:stop],
                 attention_mask=mask[:, :stop],
                 position_ids=positions[:, start:stop],
-                past_key_values=cache,
+                **cache_argument(cache),
             ).logits
             found.append(logits)
     assert distance(torch.cat(found, 1)[mask.bool()], expected[mask.bool()]) <= EXACT
@@ -168,15 +169,15 @@ def test_a_sliding_cache_with_a_pattern_that_reaches_further():
     ):
         generate(model, ids, mask, do_sample=False)
     expected = generate(model, ids, mask, do_sample=False, use_cache=False)
-    assert same(generate(model, ids, mask, do_sample=False, past_key_values=DynamicCache()), expected)
+    assert same(generate(model, ids, mask, do_sample=False, **cache_argument(DynamicCache())), expected)
 
 
 def test_what_steps_refuse():
     model = ra.patch_model(tiny_model("llama", "eager"))
     ids, mask = prompt(padded=False)
-    cache = model(ids, use_cache=True).past_key_values
+    cache = cache_in(model(ids, use_cache=True))
     with pytest.raises(ValueError, match=r"LlamaAttention: the mask has 3 tokens, for 3 query and 20 key tokens"):
-        model(ids[:, :3], attention_mask=mask[:, :3], past_key_values=_hidden(cache))
+        model(ids[:, :3], attention_mask=mask[:, :3], **cache_argument(_hidden(cache)))
     attention = ALL_ATTENTION_FUNCTIONS["ring_dilated"]
     layer = model.model.layers[0].self_attn
     q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8)
@@ -246,7 +247,7 @@ def differing_from_one_device(rank, model_type, answers, transport):
         if way == "beams":
             cache.batch_repeat_interleave(3)
         for asked in ("", "again") if way == "greedy" else ("",):
-            answer = generate(model, whole, rows, past_key_values=cache, **WAYS[way])
+            answer = generate(model, whole, rows, **cache_argument(cache), **WAYS[way])
             if not same(answer, answers[number]):
                 wrong.append((layout, pattern, mask is not None, way, asked))
             if way == "greedy":  # The same question is asked once more.
@@ -270,10 +271,10 @@ def wrong_calls(rank):
     model = ra.patch_model(tiny_model("llama", "eager"), ring=ra.Ring(layout="zigzag"))
     cache = ra.prefill(model, ids)
     for call, message in (
-        (lambda: model(question() + (rank == 1), past_key_values=cache), "disagree on the tokens of a step"),
+        (lambda: model(question() + (rank == 1), **cache_argument(cache)), "disagree on the tokens of a step"),
         (lambda: generate(model, ids, mask), r"ra\.prefill\(model, input_ids\)"),
         (
-            lambda: model(ids, past_key_values=DynamicCache(), position_ids=torch.arange(PROMPT)[None]),
+            lambda: model(ids, **cache_argument(DynamicCache()), position_ids=torch.arange(PROMPT)[None]),
             "takes no DynamicCache",
         ),
         (lambda: ra.prefill(model, ids + rank), "disagree on a checksum of input_ids"),
@@ -306,7 +307,7 @@ def test_sharded_keys_of_odd_types(model_type):
             assert model.training and not model.base_model.training
             model.eval()
             for _ in range(2):
-                assert same(generate(model, whole, rows, past_key_values=cache, do_sample=False), expected)
+                assert same(generate(model, whole, rows, **cache_argument(cache), do_sample=False), expected)
                 cache.crop(PROMPT - cache.get_seq_length())
         if model_type == "whisper":
             with pytest.raises(ValueError, match="would number padded rows differently"):
@@ -316,6 +317,6 @@ def test_sharded_keys_of_odd_types(model_type):
         hole = rows.clone()
         hole[:, 9] = ring.rank
         with pytest.raises(ValueError, match=r"padding inside a document|refused the call"):
-            model(whole[:, PROMPT:], attention_mask=hole, past_key_values=cache)
+            model(whole[:, PROMPT:], attention_mask=hole, **cache_argument(cache))
 
     run_simulated(work, 2)

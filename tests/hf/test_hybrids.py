@@ -4,14 +4,16 @@ import copy
 
 import pytest
 import torch
+from transformers import Cache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf import mixers, states, support
+from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.hf.support import mixers_of
 
-from ..support.probe import BATCHES, GRADIENTS, LOGITS, TOKENS, alone, batch, errors, of_shards
+from ..support.probe import BATCHES, GRADIENTS, LOGITS, TOKENS, alone, batch, distance, errors, of_shards
 from ..support.ranks import run_simulated
 from ..support.releases import needs_mixers
 from ..support.tiny_models import tiny_model
@@ -116,8 +118,8 @@ def test_rows_are_gathered_where_mixers_do_not_call_functions_by_name():
     own = type(mixer)
 
     class Earlier(own):
-        def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-            return super().forward(hidden_states, cache_params, attention_mask, **kwargs)
+        def forward(self, hidden_states, cache: Cache | None = None, attention_mask=None, **kwargs):
+            return super().forward(hidden_states, cache, attention_mask, **kwargs)
 
     Earlier.__module__ = own.__module__
     assert states.can_pass(mixer)
@@ -136,6 +138,47 @@ def test_gathered_rows_of_any_mixer_are_right(monkeypatch):
 
         for error in run_simulated(work, 3, layout="zigzag"):
             assert error.logits <= LOGITS and error.gradients <= GRADIENTS, kind
+
+
+def test_a_parameter_that_is_not_known_is_refused():
+    model = tiny_model("bamba", "eager")
+    (path, mixer), *_ = mixers_of(model, model.config)
+
+    class Later(type(mixer)):
+        def forward(self, hidden_states, cache=None, attention_mask=None, decays=None, **kwargs):
+            return super().forward(hidden_states, cache, attention_mask, **kwargs)
+
+    Later.__name__ = type(mixer).__name__
+    mixer.__class__ = Later
+    with pytest.raises(
+        NotImplementedError, match=rf"{path} \(BambaMixer\) takes cache, decays, which .* does not know"
+    ):
+        ra.patch_model(model)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("first", ["wrapped", "patched"])
+def test_a_wrapper_around_a_mixer_goes_on_to_run(first):
+    """As Accelerate's hooks are, which move weights; whether a model is patched before, after or again."""
+    (inputs, labels), calls = batch("packed"), []
+    model = tiny_model("qwen3_next", "eager")
+    expected = of_rows(alone(model, inputs, labels))[0]
+    if first == "patched":
+        ra.patch_model(model)
+    for _, mixer in mixers_of(model, model.config):
+
+        def doubled(*args, own=mixer.forward, **kwargs):
+            calls.append(own)
+            return own(*args, **kwargs)
+
+        mixer.forward = doubled
+    for _ in range(2):
+        ra.patch_model(model)
+        calls.clear()
+        assert distance(model(**inputs).logits[labels != -100], expected) <= LOGITS
+        assert calls
+    for _, mixer in mixers_of(copied := copy.deepcopy(model), model.config):
+        assert vars(mixer)["_ring_dilated_by_documents"].module is mixer, copied
 
 
 def test_mixers_of_another_name_are_refused(monkeypatch):
@@ -227,13 +270,13 @@ def test_generation_goes_on_from_the_states(model_type):
         cache = ra.prefill(model, ids[:, :16], mask[:, :16])
         answers = []
         for _ in range(2):
-            answers.append(generate(model, ids, attention_mask=mask, past_key_values=cache))
+            answers.append(generate(model, ids, attention_mask=mask, **cache_argument(cache)))
             cache.crop(16 - cache.get_seq_length())
-        generate(model, ids, attention_mask=mask, past_key_values=cache)
+        generate(model, ids, attention_mask=mask, **cache_argument(cache))
         with pytest.raises(ValueError, match="17 tokens were to stay of 23"):
             cache.crop(17)
         cache = ra.prefill(model, ids[:, :3], mask[:, :3])
-        return [*answers, generate(model, ids, attention_mask=mask, past_key_values=cache)]
+        return [*answers, generate(model, ids, attention_mask=mask, **cache_argument(cache))]
 
     if model_type == "recurrent_gemma":
         with pytest.raises(ValueError, match=r"would take padding into its state.*\[20, 13\] tokens"):
@@ -266,7 +309,7 @@ def test_packed_rows_with_a_cache_go_on_from_their_last_documents():
     out = patched(**inputs, use_cache=True)
     alone_ = eager(inputs["input_ids"][:, 16:], use_cache=True)
     assert torch.allclose(out.logits[:, 16:], alone_.logits, rtol=LOGITS, atol=LOGITS)
-    for layer, of_alone in zip(out.past_key_values.layers, alone_.past_key_values.layers):
+    for layer, of_alone in zip(cache_in(out).layers, cache_in(alone_).layers):
         if hasattr(layer, "recurrent_states"):
             assert torch.allclose(layer.recurrent_states[0], of_alone.recurrent_states[0], rtol=1e-9, atol=1e-9)
             assert torch.allclose(layer.conv_states[0], of_alone.conv_states[0], rtol=1e-9, atol=1e-9)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
+from hf_ring_attention.hf.cache import cache_argument, cache_in
 from tests.support.dense import DENSE
 from tests.support.ranks import run_simulated
 from tests.support.tiny_models import VOCAB, tiny_model
@@ -120,15 +121,15 @@ def test_a_question_behind_a_sharded_document_sees_all_of_it():
     @float64()
     def filled(model):
         with torch.no_grad():
-            return model(document, use_cache=True).past_key_values
+            return cache_in(model(document, use_cache=True))
 
     one = dense()
-    expected = greedy(one, row, past_key_values=filled(one))
+    expected = greedy(one, row, **cache_argument(filled(one)))
 
     @float64()
     def work(ring):
         model = with_last(ring)
-        return greedy(model, row, past_key_values=ra.prefill(model, document))
+        return greedy(model, row, **cache_argument(ra.prefill(model, document)))
 
     for sequences, scores in run_simulated(work, 2):
         assert torch.equal(sequences, expected[0])
@@ -145,7 +146,7 @@ def test_longer_pieces_behind_a_cache_are_refused():
         model = with_last(ring)
         cache = ra.prefill(model, row[:, :14])
         with pytest.raises(ValueError, match=said):
-            greedy(model, row, past_key_values=cache)
+            greedy(model, row, **cache_argument(cache))
         return True
 
     assert run_simulated(work, 2) == [True, True]

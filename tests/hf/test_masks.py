@@ -13,7 +13,9 @@ from transformers.masking_utils import (
 )
 
 import hf_ring_attention as ra
+from hf_ring_attention.hf.cache import cache_argument
 from hf_ring_attention.hf.documents import packed_documents
+from hf_ring_attention.hf.forward_pass import FORWARD_PASS
 from hf_ring_attention.hf.masks import ring_dilated_mask, tokens_of
 
 from ..support.probe import TOKENS, distance
@@ -39,7 +41,7 @@ def made(create, config=None, mask=None, positions=None, rows=2):
     embeds = torch.zeros(rows, TOKENS, 1)
     extra = {} if positions is None else {"position_ids": positions}
     return create(
-        config=config or config_of(), inputs_embeds=embeds, attention_mask=mask, past_key_values=None, **extra
+        config=config or config_of(), inputs_embeds=embeds, attention_mask=mask, **cache_argument(None), **extra
     )
 
 
@@ -124,10 +126,50 @@ def refused(match, model_type="llama", **inputs):
 def test_squares():
     square = torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.bool).tril()
     refused(r"LlamaAttention: .*mask \[batch, tokens\], got \(2, 1, 20, 20\): pass the 2-D", attention_mask=square)
-    refused(
-        "padding inside a document.*takes padding before and after",
-        attention_mask=(torch.arange(20) != 9)[None] * torch.ones(2, 1),
-    )
+
+
+@pytest.mark.parametrize("pattern", ["exact", "pyramid:3,3", "longnet:4/1,12/2,all/4"])
+def test_padding_inside_a_row_leaves_its_tokens_alone(pattern):
+    """Logits and gradients of two rows with padding in two places are those of the rows without it."""
+    model, document, mask = ra.patch_model(tiny_model("llama", "eager"), pattern), ids(2), torch.ones(2, 28).long()
+    mask[0, [0, 1, 5, 6, 7, 20, 26, 27]] = mask[1, 3:11] = 0
+    row = torch.zeros_like(mask).masked_scatter(mask.bool(), document)
+    positions = mask.cumsum(-1) - 1
+    found = model(row, attention_mask=mask, position_ids=positions.clamp_min(0), use_cache=False).logits[mask.bool()]
+    answers = []
+    for logits in (found, model(document, use_cache=False).logits.flatten(0, 1)):
+        model.zero_grad()
+        logits.square().sum().backward()
+        answers.append([logits.detach(), *(x.grad.clone() for x in model.parameters())])
+    assert max(distance(*pair) for pair in zip(*answers)) <= EXACT
+
+
+def test_a_plain_mask_that_is_edited_is_read_again():
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            mask = torch.ones(1, 8)
+            assert tokens_of(mask).documents == (((0, 8),),)
+            mask[0, :3] = 0
+            assert tokens_of(mask).documents == (((3, 8),),)
+
+
+def test_a_pass_that_ctrl_c_ended_leaves_nothing_behind():
+    model, row = ra.patch_model(tiny_model("llama", "eager")), ids(1)
+    options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    expected = torch.stack(model.generate(row, **options).logits)
+    positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(row[:, :12], position_ids=positions, use_cache=False)
+    hook.remove()
+    assert torch.equal(torch.stack(model.generate(row, **options).logits), expected)
+    model(row)
+    assert FORWARD_PASS.get() is None
 
 
 def test_mask_functions():

@@ -5,6 +5,7 @@ import torch
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import reference_attention
+from hf_ring_attention.hf.cache import cache_argument
 from tests.support.ranks import run_simulated
 from tests.support.tiny_models import VOCAB, tiny_model
 from tests.support.tolerance import EXACT, assert_exact, float64
@@ -96,7 +97,7 @@ def test_keys_of_a_prefilled_cache_are_those_of_each_head():
         own.load_state_dict(model.state_dict())
         cache = ra.prefill(ra.patch_model(own, ring=ring), ids[:, :-1])
         with torch.no_grad():
-            return own(ids[:, -1:], past_key_values=cache).logits[:, -1]
+            return own(ids[:, -1:], **cache_argument(cache)).logits[:, -1]
 
     with float64():
         found_by_rank = run_simulated(run, 2)

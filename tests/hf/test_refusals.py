@@ -10,6 +10,7 @@ from transformers import (
     BloomForCausalLM,
     GPT2Config,
     LlamaConfig,
+    MistralConfig,
     OPTConfig,
     T5Config,
     T5ForConditionalGeneration,
@@ -18,6 +19,7 @@ from transformers.masking_utils import blockwise_overlay, create_causal_mask
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.private import calls_the_interface
+from hf_ring_attention.hf.cache import cache_argument
 from hf_ring_attention.hf.masks import ring_dilated_mask
 
 SIZES = {"vocab_size": 97, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -73,13 +75,31 @@ def test_four_dimensional_mask():
         make(llama_config())(input_ids=IDS, attention_mask=torch.ones(2, 1, 10, 10))
 
 
-def test_mask_with_a_hole():
+def test_padding_inside_a_row_where_a_window_would_count_it():
     mask = torch.ones(2, 10, dtype=torch.long)
     mask[1, 5] = 0
-    with pytest.raises(
-        ValueError, match=r"batch row 1 of the attention mask has padding inside a document.*\(0, 5\), \(6, 10\)"
-    ):
-        make(llama_config())(input_ids=IDS, attention_mask=mask)
+    config = MistralConfig(**SIZES, **WIDTHS, num_key_value_heads=2, intermediate_size=64, sliding_window=4)
+    with pytest.raises(NotImplementedError, match=r"layer 0 has a window .* 4 tokens, .*padding inside a document"):
+        make(config)(input_ids=IDS, attention_mask=mask)
+
+
+def test_arguments_that_a_later_transformers_could_pass():
+    """A mask function and a layer refuse what they do not know, but not the entries of a user's batch."""
+    config = llama_config()
+    config._attn_implementation = "ring_dilated"
+    with pytest.raises(NotImplementedError, match=r"does not know what block_ids would do to this mask: use 'eager'"):
+        ring_dilated_mask(2, 10, 10, config=config, block_ids=torch.zeros(2, 10))
+    model = make(llama_config())
+
+    class Later(type(model.model.layers[1].self_attn)):
+        def forward(self, hidden_states, **kwargs):
+            return super().forward(hidden_states, **{**kwargs, "temperatures": torch.ones(10)})
+
+    expected = model(input_ids=IDS).logits
+    assert torch.equal(model(input_ids=IDS, temperatures=torch.ones(10)).logits, expected)
+    model.model.layers[1].self_attn.__class__ = Later
+    with pytest.raises(NotImplementedError, match=r"Later: layer 1 came with temperatures, which would change"):
+        model(input_ids=IDS)
 
 
 def test_a_mask_that_tiles_do_not_know():
@@ -99,7 +119,7 @@ def test_mask_functions_of_the_caller(kind, padded):
             config=config,
             inputs_embeds=torch.zeros(2, 10, 32),
             attention_mask=torch.ones(2, 10, dtype=torch.long) if padded else None,
-            past_key_values=None,
+            **cache_argument(None),
             position_ids=torch.arange(10)[None],
             **{kind: lambda batch, head, query, key: key < 3},
         )

@@ -9,6 +9,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf import routers
+from hf_ring_attention.hf.cache import cache_argument, cache_in
 
 from ..support.ranks import run_simulated
 from ..support.releases import at_least, needs, what_lacks
@@ -104,8 +105,8 @@ def test_a_share_of_the_loss_is_returned_and_steps_after_a_prefill_have_all_of_i
     ids = torch.randint(3, VOCAB, (1, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = one(ids, use_cache=False).aux_loss
-        cache = one(ids, use_cache=True).past_key_values
-        step = one(ids[:, :1], past_key_values=cache).aux_loss
+        cache = cache_in(one(ids, use_cache=True))
+        step = one(ids[:, :1], **cache_argument(cache)).aux_loss
 
     def work(ring):
         model = ra.patch_model(models[ring.rank], ring=ring)
@@ -114,7 +115,7 @@ def test_a_share_of_the_loss_is_returned_and_steps_after_a_prefill_have_all_of_i
         with torch.no_grad():
             own = model(shard, position_ids=positions, use_cache=False).aux_loss
             cache = ra.prefill(model, ids)
-            own_step = model(ids[:, :1], position_ids=torch.tensor([[16]]), past_key_values=cache).aux_loss
+            own_step = model(ids[:, :1], position_ids=torch.tensor([[16]]), **cache_argument(cache)).aux_loss
         return own, own_step
 
     shares, steps = zip(*run_simulated(work, 2))

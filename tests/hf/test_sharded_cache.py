@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import hf_ring_attention as ra
+from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.transport.agreement import digest
 from tests.support.probe import distance
 from tests.support.ranks import run_simulated
@@ -53,13 +54,13 @@ def test_strided_tokens_are_prefilled_and_stepped():
     eager = tiny_model("llama", "eager")
     expected = greedy(eager, row)
     # Transformers did not always give chunks after a cache the mask of all tokens.
-    chunked = greedy(eager, row, past_key_values=eager(document, use_cache=True).past_key_values, **chunks)
+    chunked = greedy(eager, row, **cache_argument(cache_in(eager(document, use_cache=True))), **chunks)
 
     def work(ring, model):
         found = []
         for options in ({}, chunks)[: 2 if torch.equal(chunked, expected) else 1]:
             cache = ra.prefill(model, document)
-            found.append(greedy(model, row, past_key_values=cache, **options))
+            found.append(greedy(model, row, **cache_argument(cache), **options))
         return found
 
     for found in on_two(work):
@@ -76,7 +77,7 @@ def test_steps_of_a_batch_are_columns_of_its_tokens():
         for step in range(15, 20):
             positions = torch.arange(20).expand(3, -1)[:, step : step + 1]
             logits.append(
-                model(rows[:, step : step + 1], position_ids=positions, past_key_values=cache, use_cache=True).logits
+                model(rows[:, step : step + 1], position_ids=positions, **cache_argument(cache), use_cache=True).logits
             )
         return torch.cat(logits, 1)
 
@@ -99,9 +100,9 @@ def test_a_question_without_its_document_is_refused():
     def work(ring, model):
         cache = ra.prefill(model, document)
         with pytest.raises(ValueError, match=r"the cache holds 17 tokens, .*torch\.cat\(\[document, question\], 1\)"):
-            greedy(model, question, past_key_values=cache)
+            greedy(model, question, **cache_argument(cache))
         with pytest.raises(ValueError, match=r"an attention_mask has 17 \+ 4 = 21, not 4"):
-            model(question, attention_mask=torch.ones_like(question), past_key_values=cache)
+            model(question, attention_mask=torch.ones_like(question), **cache_argument(cache))
 
     on_two(work)
 
@@ -118,10 +119,10 @@ def test_a_generation_that_gives_up_its_cache_says_so(caplog):
         with pytest.raises(
             ValueError, match=r"original_max_position_embeddings = 20 tokens, and generate gives up the"
         ):
-            greedy(model, whole, past_key_values=cache)
+            greedy(model, whole, **cache_argument(cache))
         # A row that is longer from the start, and shards of other rows, are no matter of that cache.
         cache = ra.prefill(model, longer[:, :25])
-        assert torch.equal(greedy(model, longer, past_key_values=cache), expected)
+        assert torch.equal(greedy(model, longer, **cache_argument(cache)), expected)
         cache = ra.prefill(model, document)
         ra.perplexity(model, tokens(60), ring=ring)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
+from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.hf.positions import first_position
 from hf_ring_attention.hf.wrappers import runner_of
 
@@ -111,7 +112,7 @@ def test_results_of_one_device(ranks, name, world_size):
 def generated(model, row, cache):
     """Three tokens, and the logits behind them."""
     settings = {"do_sample": False, "max_new_tokens": 3, "min_new_tokens": 3, "attention_mask": torch.ones_like(row)}
-    output = model.generate(row, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **settings)
+    output = model.generate(row, **cache_argument(cache), return_dict_in_generate=True, output_logits=True, **settings)
     return output.sequences, torch.stack(output.logits)
 
 
@@ -126,7 +127,7 @@ def test_generated_tokens_of_one_device(name):
     row, document = torch.randint(3, VOCAB, (2, 20)), 17
     one = ra.patch_model(case_model(name))
     with torch.no_grad():
-        cache = one(row[:, :document], position_ids=torch.arange(document)[None], use_cache=True).past_key_values
+        cache = cache_in(one(row[:, :document], position_ids=torch.arange(document)[None], use_cache=True))
     sequences, logits = generated(one, row, cache)
     models = [case_model(name) for _ in range(4)]
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
+from hf_ring_attention.hf.cache import cache_argument
 from tests.support import dense
 from tests.support.launches import run
 from tests.support.ranks import run_simulated
@@ -153,7 +154,7 @@ def test_questions_about_a_sharded_document(real):
     def ask(ring):
         own = ra.patch_model(models[ring.rank], ring=ring)
         with torch.no_grad():  # of this thread
-            return own.generate(prompt, past_key_values=ra.prefill(own, prompt[:, :-20]), **new)
+            return own.generate(prompt, **cache_argument(ra.prefill(own, prompt[:, :-20])), **new)
 
     for tokens in run_simulated(ask, 3):
         assert torch.equal(tokens, expected)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 import hf_ring_attention as ra
+from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.training.shards import rows_of_batch
 
@@ -144,7 +145,7 @@ def expected_tokens(case, model, found):
             ids, mask = before_question(case)
             positions = counted(case, case.batches[0])[:, : ids.shape[1]]
             filled = model(ids, attention_mask=mask, position_ids=positions, use_cache=True)
-            kept["past_key_values"] = filled.past_key_values
+            kept |= cache_argument(cache_in(filled))
         if case.shards and case.model_type in MIXERS:
             # Transformers' own mixers begin anew with each piece of several tokens behind a cache.
             case = replace(case, generated=(*case.generated[:2], {}))
@@ -357,7 +358,7 @@ def perplexity(case, model, ring) -> Result:
 
 def generate(case, model, ring) -> Result:
     """Logits of the tokens that are generated, [B, new tokens, vocabulary]; the loss is a number of all tokens."""
-    kept = {"past_key_values": ra.prefill(model, *before_question(case))} if case.shards else {}
+    kept = cache_argument(ra.prefill(model, *before_question(case))) if case.shards else {}
     return generated(case, model, kept)
 
 

@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from ...hf.cache import cache_argument
 from ...hf.config import patch_config
 from ...hf.registration import IMPLEMENTATION
 from ..output import Sheet
@@ -63,9 +64,9 @@ def measure_decoding(
         # A step takes as long whatever the cache contains, so a window fills it, whose time does not grow with the tokens.
         patch_config(model.config, _FILLING)
         model.set_attn_implementation(IMPLEMENTATION)
-        cache = None
+        cache = DynamicCache()
         for part in progress(ids[:, :tokens].split(_TOKENS_AT_ONCE, 1), "the cache"):
-            cache = model.base_model(part, past_key_values=cache, use_cache=True).past_key_values
+            model.base_model(part, use_cache=True, **cache_argument(cache))
         caches = {SDPA: cache, IMPLEMENTATION: copy.deepcopy(cache)}
         for name in progress(patterns, "decode"):
             patch_config(model.config, name)
@@ -74,7 +75,7 @@ def measure_decoding(
                 for implementation in alternately([*seconds], number):
                     model.set_attn_implementation(implementation)
                     elapsed, _ = timed(
-                        partial(model, ids[:, -1:], past_key_values=caches[implementation], use_cache=True),
+                        partial(model, ids[:, -1:], use_cache=True, **cache_argument(caches[implementation])),
                         shape.device,
                     )
                     if number >= _UNCOUNTED_STEPS:
