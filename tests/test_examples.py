@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
+from tests.support.releases import with_names_of_this_release
 from tests.support.training import tiny_llama
 
 with contextlib.suppress(ImportError):  # At its first use DeepSpeed prints which device it takes.
@@ -29,5 +30,7 @@ def test_the_examples_of_a_public_name(name, tmp_path, monkeypatch):
     runner = doctest.DocTestRunner(verbose=False, optionflags=OPTIONS)
     printed = []
     for example in examples:
+        for step in example.examples:
+            step.source = with_names_of_this_release(step.source)
         runner.run(example, out=printed.append)
     assert not runner.failures, "".join(printed)

@@ -23,6 +23,7 @@ from hf_ring_attention.tools import cli
 
 from .support.checkpoints import save_tiny_checkpoint
 from .support.ranks import TIMEOUT
+from .support.releases import with_names_of_this_release
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -77,7 +78,7 @@ def folder(tmp_path_factory):
         "trainer": PREAMBLE + TRAINER + TELL,
         "trl": PREAMBLE + TRL + TELL,
         "accelerate": PREAMBLE + ACCELERATE + TELL,
-        "generation": GENERATION,
+        "generation": with_names_of_this_release(GENERATION),
     }
     for name, program in programs.items():
         program = program.replace(MODEL, str(folder / "model")).replace(STEPS, "max_steps=2").replace(ROW, "1024")

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationMixin, PretrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
@@ -93,6 +94,10 @@ def _layers_of_cache(layout: SequenceLayout, config: PretrainedConfig) -> list[A
     return layers
 
 
+def _states_of(layer: Any) -> list[Tensor | None]:
+    return [x for kind in ("conv_states", "recurrent_states") for x in getattr(layer, kind, {}).values()]
+
+
 class ShardedCache(Cache):
     """The cache that `prefill` returns. Its length is that of the whole sequence; `crop` goes back to it.
 
@@ -133,6 +138,29 @@ class ShardedCache(Cache):
             for layer, states in zip(self._recurrent(), copy.deepcopy(self._states)):
                 layer.conv_states, layer.recurrent_states = states
 
+    @property
+    def num_rows(self) -> int:
+        """The number of batch rows."""
+        tensors = (x for layer in self.layers for x in (getattr(layer, "keys", None), *_states_of(layer)))
+        return next(len(x) for x in tensors if x is not None)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Takes the batch rows of these numbers [rows], also of the states that `crop` goes back to."""
+        Cache.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
+        self._states = [
+            tuple({k: x if x is None else x[beam_idx.to(x.device)] for k, x in kind.items()} for kind in kinds)
+            for kinds in self._states
+        ]
+
+    # Layers with states have no such methods in Transformers.
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each batch row, as beams of `generate` need it."""
+        self.reorder_cache(torch.arange(self.num_rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the batch rows of these numbers."""
+        self.reorder_cache(indices)
+
     def held(self, rank: int, new_tokens: int) -> HeldKeys:
         """Returns what `rank` holds after a step of `new_tokens` tokens: its shard, and on the last rank all later tokens.
 
@@ -163,10 +191,7 @@ class ShardedCache(Cache):
 class _LinearStates(ShardedCache):
     """A sharded cache for MiniMax, whose mixers ask for their states by other names, and whose model for a class of its own."""
 
-    # That class keeps states in a list, and has other ways to repeat and select batch rows for it.
-    __len__ = Cache.__len__
-    batch_repeat_interleave = Cache.batch_repeat_interleave
-    batch_select_indices = Cache.batch_select_indices
+    __len__ = Cache.__len__  # That class keeps states in a list.
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
         """Returns the state of a layer; None for an empty one."""

@@ -114,6 +114,11 @@ def checked_step(
             raise ValueError("a forward pass needs input_ids or inputs_embeds")
         length, held = tokens.shape[1], cache.get_seq_length()
         call.same("the tokens of a step", digest(tokens))
+        if tokens.shape[0] != cache.num_rows:
+            raise ValueError(
+                f"the cache holds {cache.num_rows} batch rows, and {tokens.shape[0]} came: for beams or several answers, call "
+                f"cache.batch_repeat_interleave(beams) before generate"
+            )
         call.same("position_ids of a step", digest(kwargs.get("position_ids")))
         call.same("attention_mask of a step", digest(mask))
         mask_len = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else held + length

@@ -46,7 +46,7 @@ def test_the_page_names_each_type_once_and_joins_those_of_one_reason():
     refused = [model for model in KNOWN.values() if model.status == "refused"]
     groups = types_by_reason(refused)
     assert sorted(name for _, types in groups for name in types) == sorted(model.model_type for model in refused)
-    together = dict.fromkeys(("bloom", "codegen", "mpt"))
+    together = dict.fromkeys(("bloom", "cpmant", "mpt"))
     for reason, types in groups:
         assert not any(KNOWN[name].model_class in reason for name in types), reason
         if together.keys() & {*types}:
@@ -66,7 +66,7 @@ SILENT = {
     "cpmant", "falcon_mamba", "mamba", "mamba2", "openai-gpt", "prophetnet", "rwkv", "xlm", "xlnet", "xlstm",
 }  # fmt: skip
 #: Types that look their implementations up in tables of their own, and do not find this one.
-OWN_TABLES = {"falcon", "git", "gpt_neo", "gptj"}
+OWN_TABLES = {"falcon", "git", "gpt_neo"}
 
 
 @pytest.mark.parametrize("model_type", [m.model_type for m in KNOWN.values() if m.status == "refused"])

@@ -303,6 +303,32 @@ def test_numbers_of_documents_reach_no_mixer(model_type):
         assert torch.equal(numbered, model(**inputs, use_cache=False).logits)
 
 
+@pytest.mark.parametrize("model_type", [*KINDS, "falcon_h1"])
+def test_beams_over_a_sharded_cache(model_type):
+    """Twice from one cache, and of two rows: the tokens of one device."""
+    row, kept = batch("plain")[0]["input_ids"], TOKENS - 4
+    settings = {"num_beams": 3, "do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4, "pad_token_id": 0}
+    expected = tiny_model(model_type, "eager").generate(row, **settings)
+    models = [tiny_model(model_type, "eager") for _ in range(2)]
+
+    def work(ring):
+        model = ra.patch_model(models[ring.rank], ring=ring)
+        cache = ra.prefill(model, row[:, :kept])
+        with pytest.raises(ValueError, match=r"holds 2 batch rows, and 6 came: .* cache\.batch_repeat_interleave"):
+            model.generate(row, **cache_argument(cache), **settings)
+        cache.batch_repeat_interleave(3)
+        answers = []
+        for _ in range(2):
+            answers.append(model.generate(row, **cache_argument(cache), **settings))
+            cache.crop(kept - cache.get_seq_length())
+        cache.batch_select_indices(torch.tensor([3, 4, 5]))
+        return answers, model.generate(row[1:], **cache_argument(cache), **settings)
+
+    for answers, second in run_simulated(work, 2):
+        assert all(torch.equal(answer, expected) for answer in answers)
+        assert torch.equal(second, expected[1:])
+
+
 def test_packed_rows_with_a_cache_go_on_from_their_last_documents():
     eager, patched = tiny_model("bamba", "eager"), ra.patch_model(tiny_model("bamba", "eager"))
     inputs, _ = batch("packed")

@@ -78,15 +78,17 @@ def prepared(case: Case, model, ring):
         be_refused(model, ring)
     model.train(case.train)
     if case.checkpointing is not None and model.supports_gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": case.checkpointing})
+        # Since Transformers 5.23 it has another name.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": case.checkpointing})
     return model
 
 
 @torch.no_grad()
 def be_refused(model, ring):
-    """A call that breaks off, and must leave nothing behind: padding inside a document, or a shard without positions."""
+    """A call that breaks off, and must leave nothing behind: a square mask, or a shard without positions."""
     sharded = ring is not None and ring.world_size > 1
-    mask = torch.tensor([[1, 1, 1, 1] if sharded else [1, 0, 1, 1]])
+    mask = torch.ones((1, 4) if sharded else (1, 1, 4, 4))
     try:
         model(input_ids=torch.full((1, 4), 5), attention_mask=mask, use_cache=False)
     except REFUSALS:

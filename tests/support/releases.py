@@ -8,6 +8,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_ring_attention.compute.private import calls_the_interface
+from hf_ring_attention.hf.cache import cache_argument
 from hf_ring_attention.hf.hybrid_types import MIXERS, MIXERS_SINCE
 
 
@@ -37,6 +38,12 @@ def what_lacks(model_type):
     if model_class is not None and not calls_the_interface(model_class):
         return f"{model_class.__name__} of {release} does not call the attention interface"
     return None
+
+
+def with_names_of_this_release(code):
+    """A snippet that gives a cache to `generate` by its new name, as the installed release calls it."""
+    (name,) = cache_argument(None)
+    return code.replace("cache=cache", f"{name}=cache")
 
 
 def skip_without(model_type):

@@ -126,6 +126,11 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v4": {  # several compressed keys among a few tokens, not all of them selected
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}, "index_topk": 3,
     },
+    "dory": {  # Its configs list attention and MLP as layers of their own.
+        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp", "sliding_attention", "mlp"],
+        "num_hidden_layers": 6, "n_input_layers": 2, "n_recurrent_layers": 2, "n_output_layers": 2,
+        "initializer_range": 1.0,  # It divides scales, which would make rounding errors 56 times as large.
+    },
     "dots1": {"n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "dots3_note": {
         "text_config": _DOTS3_NOTE,
