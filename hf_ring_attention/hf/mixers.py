@@ -111,6 +111,8 @@ class _ByDocuments:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
         kwargs |= zip(list(inspect.signature(type(module).forward).parameters)[1:], args)
+        if type(module).__name__ in _STATES_INSIDE and module.training:
+            kwargs = _without_cache(kwargs)  # Nobody goes on from the states of training, and padding would enter them.
         out = _output(module, self.config, kwargs)
         if type(module).__name__ in _STATES_INSIDE and not kwargs.get("use_cache"):
             # It would keep its last state, with the graph of it, until it runs again.
@@ -332,7 +334,7 @@ def _together(
         if type(module).__name__ in _STATES_INSIDE:
             raise ValueError(
                 f"{type(module).__name__} would take padding into its state: the last documents of the batch rows have "
-                f"{lengths} tokens: generate from rows of one length, or from one row at a time"
+                f"{lengths} tokens: pass use_cache=False, or generate from rows of one length"
             )
         ones = [torch.ones(length, dtype=torch.int64, device=hidden.device) for length in lengths]
         kwargs["attention_mask"] = torch.stack([nn.functional.pad(x, (longest - len(x), 0)) for x in ones])

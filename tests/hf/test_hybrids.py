@@ -10,6 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import hf_ring_attention as ra
 from hf_ring_attention.hf import mixers, states, support
 from hf_ring_attention.hf.cache import cache_argument, cache_in
+from hf_ring_attention.hf.documents import documents_from_mask, documents_of_rows
 from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.hf.support import mixers_of
 
@@ -301,6 +302,32 @@ def test_numbers_of_documents_reach_no_mixer(model_type):
         assert int(numbers.max()) == (2 if kind == "packed" else 0)
         numbered = model(**inputs, seq_idx=numbers.int(), use_cache=False).logits
         assert torch.equal(numbered, model(**inputs, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("kind", ["left", "right", "packed"])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_the_default_cache_of_a_forward_pass_keeps_documents_apart(model_type, kind):
+    """Losses and gradients in training mode, where models make a cache too, unless use_cache=False is passed."""
+    inputs, labels = batch(kind)
+    if kind == "left":
+        labels[0, 0] = labels[1, 7] = -100  # A stock model predicts it from padding, or from nothing.
+    stock, patched = tiny_model(model_type, "eager").train(), ra.patch_model(tiny_model(model_type, "eager")).train()
+    mask = inputs.get("attention_mask", torch.ones_like(labels))
+    spans = documents_of_rows(len(labels), inputs["position_ids"], mask) or documents_from_mask(mask)
+    counted, total = int((labels[:, 1:] != -100).sum()), 0.0
+    for row, start, stop in ((row, *span) for row, of_row in enumerate(spans) for span in of_row):
+        document = slice(row, row + 1), slice(start, stop)
+        loss = stock(input_ids=inputs["input_ids"][document], labels=labels[document]).loss
+        loss = loss * int((labels[document][:, 1:] != -100).sum()) / counted
+        loss.backward()
+        total += float(loss.detach())
+    loss = patched(**inputs, labels=labels).loss
+    loss.backward()
+    found, expected = (
+        (one, {name: x.grad for name, x in model.named_parameters() if x.grad is not None})
+        for one, model in ((loss.detach(), patched), (torch.tensor(total), stock))
+    )
+    assert max(errors(found, expected)) <= GRADIENTS
 
 
 @pytest.mark.parametrize("model_type", [*KINDS, "falcon_h1"])
