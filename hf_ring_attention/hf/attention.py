@@ -27,6 +27,7 @@ from .positions import at_its_place_in_the_row
 from .rings import attached_ring
 from .shard_checks import sharded_without_documents
 from .taps import through_tap
+from .tensor_parallel import head_shard
 
 #: Arguments that change the scores or the keys, whoever passes them.
 _REFUSED = ("position_bias", "head_mask", "block_table", "read_index", "write_index")
@@ -105,6 +106,7 @@ def ring_dilated_attention(
             _check_whole(module, pattern, held)
         if ring is not None and held is None:
             _check_heads(module, ring, query.shape[1], key.shape[1])
+        heads = head_shard(module, query, key)
         if not sharded and (cu_seq_lens_q is not None or seq_idx is not None):
             if held is not None:
                 raise ValueError(
@@ -130,6 +132,7 @@ def ring_dilated_attention(
         "documents": documents,
         "softcap": softcap,
         "sinks": s_aux,
+        "head_shard": heads,
     }
     asking = None if tokens.valid is None else tokens.valid[:, -query.shape[2] :].to(query.device)
     if tokens.valid is not None and asking is not None:
