@@ -22,7 +22,7 @@ _HOOKS_BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 _HOOKS_AFTER = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 #: The private names that are looked for, by library and by the place where each is. A function is a place too: there the name
-#: is that of an attribute that the function reads or sets.
+#: is an attribute that the function reads or sets, or a variable of it.
 PROBED: dict[str, dict[str, tuple[str, ...]]] = {
     "torch": {
         "torch.nn.Module()": ("_call_impl", *_HOOKS_BEFORE, *_HOOKS_AFTER),
@@ -45,6 +45,7 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
         "PretrainedConfig": ("_attn_implementation",),
         "transformers.utils.output_capturing": ("_active_collector",),
     },
+    "transformers.generate": {"GenerationMixin": ("_prefill",), "GenerationMixin._prefill": ("input_chunks",)},
     "transformers.Trainer": {
         "Trainer": ("_get_dataloader", "_get_grad_norm", "_prepare_inputs", "_set_signature_columns_if_needed"),
         "Trainer._set_signature_columns_if_needed": ("_signature_columns",),
@@ -62,7 +63,7 @@ def _has(place: Any, name: str) -> bool:
     """Returns whether an object has an attribute, or whether the code of a function names it."""
     if isinstance(place, FunctionType):
         code = inspect.unwrap(place).__code__
-        return name in (*code.co_names, *code.co_consts)
+        return name in (*code.co_names, *code.co_consts, *code.co_varnames)
     return hasattr(place, name)
 
 
@@ -196,6 +197,23 @@ def checkpointing_of(module: nn.Module) -> Any:
 def set_checkpointing(module: nn.Module, function: Any) -> None:
     """Makes a layer checkpoint its forward pass by this function."""
     module._gradient_checkpointing_func = function
+
+
+def prompt_is_cut() -> bool:
+    """Returns whether this is a call inside `generate`, which computes its prompt in several pieces (prefill_chunk_size).
+
+    `generate` passes nothing on that would show it, and a layer sees the first piece as a row that ends there.
+    """
+    import transformers
+
+    generates = transformers.GenerationMixin
+    prefill: Any = getattr(generates, "_prefill", None)
+    places = {"GenerationMixin": generates, "GenerationMixin._prefill": prefill}
+    _check_found("transformers.generate", transformers.__version__, places)
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not inspect.unwrap(prefill).__code__:
+        frame = frame.f_back
+    return frame is not None and len(frame.f_locals.get("input_chunks", ())) > 1
 
 
 def attentions_are_collected() -> bool:

@@ -353,7 +353,7 @@ def _check_arguments(arguments: Mapping[str, Any], ring: Ring) -> None:
             f"'ring_dilated': leave it out, or take --model hf"
         )
     if ring.world_size * ring.dp_size > 1:
-        for name in ("tp_plan", "parallelize"):
+        for name in ("distributed_config", "tp_plan", "tp_size", "parallelize"):
             if arguments.get(name):
                 raise ValueError(
                     f"ring_dilated: {name} divides a model among the {ring.world_size * ring.dp_size} processes, each of which "

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compute.private import attentions_are_collected
+from ..compute.private import attentions_are_collected, prompt_is_cut
 from ..plan.branches import Branch, Segment, Window
 from ..plan.heads import check_heads
+from ..plan.parts import fewest_last
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
 from ..ring.attention import UNTRACEABLE, cached_attention, check_not_traced, ring_attention
@@ -26,6 +27,7 @@ from .positions import at_its_place_in_the_row
 from .rings import attached_ring
 from .shard_checks import sharded_without_documents
 from .taps import through_tap
+from .tensor_parallel import head_shard
 
 #: Arguments that change the scores or the keys, whoever passes them.
 _REFUSED = ("position_bias", "head_mask", "block_table", "read_index", "write_index")
@@ -101,8 +103,10 @@ def ring_dilated_attention(
         if held is None:
             held, documents = _held(module, query, key, tokens, causal, pattern)
             _check_padding_inside(module, tokens, of_model)
+            _check_whole(module, pattern, held)
         if ring is not None and held is None:
             _check_heads(module, ring, query.shape[1], key.shape[1])
+        heads = head_shard(module, query, key)
         if not sharded and (cu_seq_lens_q is not None or seq_idx is not None):
             if held is not None:
                 raise ValueError(
@@ -128,6 +132,7 @@ def ring_dilated_attention(
         "documents": documents,
         "softcap": softcap,
         "sinks": s_aux,
+        "head_shard": heads,
     }
     asking = None if tokens.valid is None else tokens.valid[:, -query.shape[2] :].to(query.device)
     if tokens.valid is not None and asking is not None:
@@ -222,6 +227,19 @@ def _held(
         for row, missing in zip(rows, tokens.missing)
     )
     return held, documents
+
+
+def _check_whole(module: nn.Module, pattern: Pattern, held: HeldKeys | None) -> None:
+    """Refuses the first piece of a prompt under a `Last`: its last queries are not the last of the prompt.
+
+    Pieces behind a cache are refused by `Problem` if not all of their queries see every key.
+    """
+    begins = held is None or held.num_queries == held.row_len
+    if begins and fewest_last(pattern) is not None and prompt_is_cut():
+        raise ValueError(
+            f"{type(module).__name__}: {pattern} shows every key to a document's last queries, and prefill_chunk_size cuts the "
+            f"prompt before them: leave it out, or fill the cache with ra.prefill"
+        )
 
 
 def _reaches_kept_keys(branch: Branch, tokens: Tokens) -> bool:

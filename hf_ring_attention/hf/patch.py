@@ -14,6 +14,7 @@ from .hooks import attach_ring
 from .mixers import check_mixers
 from .registration import IMPLEMENTATION
 from .support import check_model
+from .tensor_parallel import check_ring
 from .wrappers import unwrapped
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -30,13 +31,15 @@ def patch_model(
     Args:
         pattern: passed to `patch_config`; None keeps what the config has.
         ring: the ranks over which the model's rows will be sharded; each forward pass then takes this rank's shard and
-            its `position_ids`. None: this process computes whole sequences.
+            its `position_ids`. Under tensor parallelism these are the ranks with the same heads: `ra.Ring(mesh)` for a mesh of
+            ("cp", "tp"). None: this process computes whole sequences.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: no Transformers model, or one that does not call the attention interface.
+        ValueError: no Transformers model, one that does not call the attention interface, or a ring of ranks among which
+            tensor parallelism divides the model.
         NotImplementedError: a model that ring_dilated does not compute, or does not compute over a ring.
 
     Example:
@@ -53,6 +56,8 @@ def patch_model(
         raise ValueError(f"patch_model: expected a Transformers model, or a wrapper of one, got {type(model).__name__}")
     check_model(inner, sharded=ring is not None and ring.world_size > 1)
     check_mixers(inner)
+    if ring is not None:
+        check_ring(inner, ring)
     if pattern is not None:
         patch_config(inner.config, pattern)
     config = inner.config.get_text_config()

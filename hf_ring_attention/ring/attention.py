@@ -56,6 +56,7 @@ def ring_attention(
     documents: Sequence[Sequence[tuple[int, int]]] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    head_shard: tuple[int, int] = (0, 1),
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes attention by `pattern` over sequences that are sharded over the ranks of `ring`; `Pattern` has the formula.
@@ -74,6 +75,8 @@ def ring_attention(
         softcap: scores s become softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118); None leaves them.
         sinks: [H] logits, one for each query head, of one more column of the softmax, whose value is 0 (gpt-oss,
             arXiv 2508.10925). Their gradient is that of this rank's queries, like a parameter's.
+        head_shard: (i, t) if q, k and v have the i-th of t equal parts of the attention's heads (tensor parallelism). Phases
+            and patterns by head go by the numbers of the heads among all.
         return_lse: whether to return the log-sum-exp of each query's scores too.
 
     Returns:
@@ -98,7 +101,7 @@ def ring_attention(
     with ring.agreement(_device_of_call(q)) as call:
         pattern = as_pattern(pattern, "ring_attention")
         _check_tensors(q, k, v, softcap, sinks)
-        problem = _problem(q, k, pattern, ring, layout, causal, documents)
+        problem = _problem(q, k, pattern, ring, layout, causal, documents, head_shard)
         if ring.transport == "heads":
             check_heads(problem.num_heads, problem.num_kv_heads, group_size(problem))
         scale = _scale_of_call(scale, q)
@@ -131,6 +134,7 @@ def cached_attention(
     documents: Sequence[Sequence[tuple[int, int]]] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    head_shard: tuple[int, int] = (0, 1),
 ) -> Tensor:
     """Computes attention of a sequence's last tokens to all of it, with keys from a cache; it reads visible keys alone.
 
@@ -142,6 +146,7 @@ def cached_attention(
         k: [B, Hkv, `held.num_rows`, D], and v: [B, Hkv, `held.num_rows`, Dv]: this rank's cache, with the m tokens.
         held: the tokens of the sequence that the rows of k and v are. One rank holds each token.
         documents: as in `ring_attention`, in the sequence of `held.row_len` tokens.
+        head_shard: as in `ring_attention`.
 
     Returns:
         out [B, H, m, Dv] in q's dtype; on a ring without a gradient.
@@ -154,7 +159,7 @@ def cached_attention(
     with ring.agreement(_device_of_call(q)) as call:
         pattern = as_pattern(pattern, "cached_attention")
         _check_tensors(q, k, v, softcap, sinks)
-        pattern.check_heads(k.shape[1], "k")
+        first_head, first_kv_head = _first_heads(pattern, q, k, head_shard)
         if (q.shape[2], k.shape[2]) != (held.num_queries, held.num_rows):
             raise ValueError(
                 f"cached_attention: expected {held.num_queries} queries and {held.num_rows} key rows, got "
@@ -171,6 +176,8 @@ def cached_attention(
             num_kv_heads=k.shape[1],
             causal=bool(causal),
             held=held,
+            first_head=first_head,
+            first_kv_head=first_kv_head,
         )
         scale = _scale_of_call(scale, q)
         if ring.world_size > 1:
@@ -216,6 +223,7 @@ def _describe(
         "the call": "a forward pass of attention",
         "the shape of q, (B, H, n, D)": tuple(q.shape),
         "the number of key/value heads": problem.num_kv_heads,
+        "the number of the first key/value head": problem.first_kv_head,
         "the width of v": v.shape[-1],
         "dtype": q.dtype,
         "pattern": problem.pattern,
@@ -273,6 +281,7 @@ def _problem(
     layout: SequenceLayout | None,
     causal: bool,
     documents: Sequence[Sequence[tuple[int, int]]] | None,
+    head_shard: tuple[int, int],
 ) -> Problem:
     """Checks a call of `ring_attention`, and returns its problem.
 
@@ -280,7 +289,7 @@ def _problem(
         ValueError: tokens, layout and documents do not fit each other.
     """
     n = q.shape[2]
-    pattern.check_heads(k.shape[1], "k")
+    first_head, first_kv_head = _first_heads(pattern, q, k, head_shard)
     if n != k.shape[2]:
         raise ValueError(
             f"ring_attention: as many query tokens as key tokens are expected, got {n} and {k.shape[2]}: "
@@ -303,7 +312,18 @@ def _problem(
         num_kv_heads=k.shape[1],
         causal=bool(causal),
         settings=ring.settings,
+        first_head=first_head,
+        first_kv_head=first_kv_head,
     )
+
+
+def _first_heads(pattern: Pattern, q: Tensor, k: Tensor, head_shard: tuple[int, int]) -> tuple[int, int]:
+    """Returns the numbers of the first query head and the first key/value head among all of the attention."""
+    number, size = head_shard
+    if not 0 <= number < size:
+        raise ValueError(f"ring_attention: head_shard must be (i, t) with 0 <= i < t, got {head_shard}")
+    pattern.check_heads(k.shape[1] * size, "k")
+    return number * q.shape[1], number * k.shape[1]
 
 
 def _documents_of_call(documents: Sequence[Sequence[tuple[int, int]]] | None, seq_len: int, batch: int) -> Documents:

@@ -168,12 +168,16 @@ def _wrong_parallelism(accelerator: Any, size: int, rings: DeviceMesh | None) ->
     sizes = (
         {} if config is None else {name: getattr(config, name, 1) for name in names}
     )  # Accelerate 1.10 has no sp_size
-    for name, work in (("sp_size", "sequences"), ("tp_size", "layers, whose ranks need the same rows")):
-        if sizes.get(name, 1) > 1:
-            return ValueError(
-                f"Ring.from_accelerator: the accelerator's ParallelismConfig has {name}={sizes[name]}, so it would shard "
-                f"{work}, and a ring cannot be beside that: leave it at 1; the ring shards sequences"
-            )
+    if sizes.get("sp_size", 1) > 1:
+        return ValueError(
+            f"Ring.from_accelerator: the accelerator's ParallelismConfig has sp_size={sizes['sp_size']}, so it would shard "
+            f"sequences, and a ring cannot be beside that: leave it at 1; the ring shards sequences"
+        )
+    if sizes.get("tp_size", 1) > 1:
+        return ValueError(
+            f"Ring.from_accelerator: tp_size={sizes['tp_size']} divides heads among ranks that need the same rows, which ring "
+            f"loaders do not give them: use ra.Ring(mesh['cp']) and ra.shard_batch"
+        )
     if sizes.get("cp_size", 1) > 1 and rings is None:
         return ValueError(
             f"Ring.from_accelerator: the accelerator's ParallelismConfig has cp_size={sizes['cp_size']}, and its device "
@@ -212,3 +216,9 @@ def device_of(communicator: Communicator | None) -> torch.device:
     group = getattr(communicator, "group", None)
     nccl = group is not None and "nccl" in dist.get_backend(group)
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
+def ranks_of(communicator: Communicator | None) -> list[int]:
+    """Returns the ranks of the communicator's group, by their numbers in the world; none without a group."""
+    group = getattr(communicator, "group", None)
+    return [] if group is None else dist.get_process_group_ranks(group)

@@ -27,7 +27,7 @@ from ..transport.heads import HeadsTransport
 from ..transport.transports import CollectiveTransport, LocalTransport, RingTransport, Traffic, Transport
 from .bindings import Bindings
 from .calls import Calls
-from .mesh import communicator_of, device_of, mesh_of
+from .mesh import communicator_of, device_of, mesh_of, ranks_of
 from .planner import Planner
 from .shards import SideBySide, check_shard, shard_of, whole_of
 
@@ -139,6 +139,7 @@ class Ring:
         #: Reaches all processes that train together: those of the ring, or of the accelerator if there is one.
         self._everyone = communicator
         self.device = device_of(communicator)
+        self.global_ranks = ranks_of(communicator)
         #: The seed of data loaders that the accelerator has, if any.
         self.data_seed: int | None = None
         self._accelerator: Callable[[], Any] = lambda: None

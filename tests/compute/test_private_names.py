@@ -37,6 +37,7 @@ CHECKS = {
     "torch": private.check_torch,
     "torch.compile": lambda: private.compiled_module(OptimizedModule()),
     "transformers": lambda: private.check_transformers(transformers.PreTrainedModel, transformers.PretrainedConfig),
+    "transformers.generate": private.prompt_is_cut,
     "transformers.Trainer": lambda: private.check_trainer(transformers.Trainer),
     "accelerate": private.check_accelerate.__wrapped__,
     "datasets": private.check_datasets.__wrapped__,
@@ -69,7 +70,7 @@ def test_names_are_found_in_the_code_of_functions():
     def function(self):
         self._stored = getattr(self, "_read", None)
 
-    assert private._has(function, "_stored") and private._has(function, "_read")
+    assert private._has(function, "_stored") and private._has(function, "_read") and private._has(function, "self")
     assert not private._has(function, "_other")
     assert private._has(torch.Tensor, "_version") and not private._has(torch.Tensor, "_no_such_name")
 
@@ -119,7 +120,7 @@ def test_every_private_name_of_others_is_looked_for(path):
 
 
 def test_no_name_is_looked_for_in_vain():
-    """Hooks are the values of a constant that is looped over; all others are used by their names."""
+    """Hooks are the values of a constant that is looped over, one variable is in a frame, and all others are used by name."""
     used = {name for tree in TREES.values() for name in names_used(tree)}
-    used |= {*private._HOOKS_BEFORE, *private._HOOKS_AFTER}
+    used |= {*private._HOOKS_BEFORE, *private._HOOKS_AFTER, "input_chunks"}
     assert {name for _, _, name in NAMES} <= used

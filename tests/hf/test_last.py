@@ -136,11 +136,22 @@ def test_a_question_behind_a_sharded_document_sees_all_of_it():
         assert_exact(scores, expected[1], "logits on a ring")
 
 
+@pytest.mark.parametrize("chunk", [1, LAST, 6, 19])
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_a_prompt_in_pieces_is_refused(chunk, cache):
+    """The last queries of a piece would see every key, and those of the prompt were computed before its end is known."""
+    row, options = drawn_ids(20), {} if cache is None else {"cache_implementation": cache}
+    said = "shows every key to a document's last queries, and prefill_chunk_size cuts the prompt before them: leave it out, or"
+    with pytest.raises(ValueError, match=said):
+        greedy(with_last(), row, prefill_chunk_size=chunk, **options)
+    tokens, scores = greedy(with_last(), row, prefill_chunk_size=20, **options)
+    expected = greedy(dense(), row)
+    assert torch.equal(tokens, expected[0])
+    assert_exact(scores, expected[1], "logits of a prompt in one piece")
+
+
 def test_longer_pieces_behind_a_cache_are_refused():
     row, said = drawn_ids(20), r"shows every key to the last 4 queries of a document, and 6 queries came behind"
-    with pytest.raises(ValueError, match=said):
-        greedy(with_last(), row, prefill_chunk_size=6)
-    greedy(with_last(), row, prefill_chunk_size=LAST)
 
     def work(ring):
         model = with_last(ring)

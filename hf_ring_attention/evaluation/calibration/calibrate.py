@@ -23,6 +23,7 @@ from ...hf.patch import patch_model
 from ...hf.registration import IMPLEMENTATION
 from ...hf.rings import attached_ring
 from ...hf.support import check_predicts_next
+from ...hf.tensor_parallel import tensor_parallel_mesh
 from ...hf.wrappers import whole_model
 from ...plan.patterns import Pattern, as_pattern
 from ...ring.ring import Ring
@@ -133,6 +134,7 @@ def calibrate(
     served = ring or attached_ring(inner) or Ring.alone()
     with served.agreement() as call:
         check_predicts_next(inner, "calibrate")
+        _check_undivided(inner)
         patterns = _checked_menu(menu)
         rows = _checked_texts(inner, texts, retrieval)
         _check_numbers(budget, retrieval, refinements, seed)
@@ -295,6 +297,15 @@ def _checked_texts(model: PreTrainedModel, texts: Any, retrieval: float) -> list
             )
         check_token_rows(model, row[None], torch.ones_like(row)[None], "calibrate")
     return rows
+
+
+def _check_undivided(model: PreTrainedModel) -> None:
+    mesh = tensor_parallel_mesh(model)
+    if mesh is not None:
+        raise ValueError(
+            f"calibrate: tensor parallelism divides the heads among {mesh.size()} ranks, and each must have all: load the "
+            f"model without it, and shard the texts with ring="
+        )
 
 
 def _check_numbers(budget: Any, retrieval: Any, refinements: Any, seed: Any) -> None:

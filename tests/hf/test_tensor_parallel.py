@@ -1,0 +1,243 @@
+"""Models whose heads tensor parallelism divides: every pattern is what one process computes, alone and beside a ring.
+
+torch keeps meshes whose process groups are gone, so that each test has processes of its own.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AutoModelForCausalLM, EuroBertConfig, EuroBertForMaskedLM
+from transformers.distributed.configuration_utils import DistributedConfig
+
+import hf_ring_attention as ra
+from hf_ring_attention.hf.cache import cache_argument
+from tests.support.ranks import run_ranks
+from tests.support.releases import needs, what_lacks
+from tests.support.tiny_models import draw, tiny_model
+from tests.support.tolerance import assert_exact, float64
+
+#: Earlier releases divide vocabularies of an even number alone.
+VOCAB = 96
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+SIZES = {**HEADS, "vocab_size": VOCAB}
+BY_HEAD = "kv0=exact;kv1=window:3;kv2=pyramid:2,2;kv3=branches:window=3,last=4"
+PATTERNS = (
+    "exact", "window:5+2", "longnet:8/1,16/2,all/4", "longnet:8/1,16/2@query_head", "pyramid:3,3",
+    "branches:sink=1,window=3,last=4", BY_HEAD,
+)  # fmt: skip
+#: Norms of heads; attention sinks and sliding windows; softcap; heads that are gathered before attention; recurrent layers.
+TYPES = [name for name in ("llama", "qwen3", "gpt_oss", "gemma2", "phi3", "qwen3_next") if what_lacks(name) is None]
+
+GREEDY = {
+    "do_sample": False, "max_new_tokens": 3, "min_new_tokens": 3, "output_logits": True, "return_dict_in_generate": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    with float64():
+        for name in TYPES:
+            tiny_model(name, "eager", **SIZES).save_pretrained(folder / name)
+        ra.patch_model(tiny_model("llama", "eager", **SIZES), BY_HEAD).save_pretrained(folder / "patched")
+        sizes = {"hidden_size": 32, "head_dim": 8, "intermediate_size": 64, "num_hidden_layers": 2}
+        encoder = EuroBertForMaskedLM(EuroBertConfig(**SIZES, **sizes, pad_token_id=0, mask_token_id=3))
+        draw(encoder)
+        encoder.save_pretrained(folder / "encoder")
+    return folder
+
+
+def loaded(folder, model_class=AutoModelForCausalLM, **sizes):
+    ways = {"distributed_config": DistributedConfig(**sizes)} if sizes else {}
+    return model_class.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager", **ways).eval()
+
+
+def drawn(rows, tokens, seed=0):
+    """The same on each rank."""
+    return torch.randint(3, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def weights_of(logits):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(logits.shape, generator=generator, dtype=torch.float64)
+
+
+def gradients(model):
+    """Those of whole parameters."""
+    found = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in found.items()}
+
+
+def outputs(model, **inputs):
+    """The logits of tokens, and all gradients of their weighted sum."""
+    logits = model(**inputs).logits
+    scored = logits if inputs.get("attention_mask") is None else logits[inputs["attention_mask"] > 0]
+    (scored * weights_of(scored)).sum().backward()
+    return scored.detach(), gradients(model)
+
+
+def generated(model, ids, **options):
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY, **options)
+    return torch.stack(made.logits).detach(), {}
+
+
+def assert_alike(found, expected, what):
+    assert_exact(found[0], expected[0], f"logits: {what}")
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert_exact(found[1][name], gradient, f"the gradient of {name}: {what}")
+
+
+# ---- two ranks with half of the heads each
+
+
+def compare(folder, pattern, *works, **options):
+    """Compares one process, which has all heads, with two."""
+    models = [loaded(folder, **options), loaded(folder, tp_size=2, **options)]
+    if pattern is not None:
+        models = [ra.patch_model(model, pattern) for model in models]
+    for work in works:
+        expected, found = (work(model) for model in models)
+        assert_alike(found, expected, f"{folder.name} under {pattern}")
+
+
+def packed_rows():
+    return {"input_ids": drawn(2, 30), "position_ids": torch.cat([torch.arange(17), torch.arange(13)]).expand(2, -1)}
+
+
+def each_pattern(rank, folder):
+    calls = [("llama", pattern) for pattern in PATTERNS]
+    calls += [(name, pattern) for name in TYPES[1:] for pattern in (PATTERNS[2], BY_HEAD)]
+    for name, pattern in calls:
+        works = partial(outputs, **packed_rows(), use_cache=False), partial(generated, ids=drawn(2, 20))
+        compare(folder / name, pattern, *works)
+
+
+@float64()
+def test_every_pattern_is_that_of_one_process(folder):
+    run_ranks(each_pattern, 2, folder)
+
+
+def other_ways(rank, folder):
+    ids, llama = drawn(2, 30), folder / "llama"
+    left, right = (
+        (torch.arange(30) >= torch.tensor([[9], [0]])).long(),
+        (torch.arange(30) < torch.tensor([[19], [30]])).long(),
+    )
+    for mask in (left, right):
+        compare(llama, BY_HEAD, partial(outputs, input_ids=ids, attention_mask=mask, use_cache=False))
+    compare(
+        folder / "encoder",
+        BY_HEAD,
+        partial(outputs, input_ids=ids, attention_mask=right),
+        model_class=EuroBertForMaskedLM,
+    )
+    # A model that is loaded with its pattern was never patched.
+    compare(folder / "patched", None, partial(outputs, input_ids=ids, use_cache=False))
+    for way in ({"cache_implementation": "static"}, {"num_beams": 2}):
+        compare(llama, "longnet:8/1,16/2,all/4", partial(generated, ids=ids, **way))
+    compare(llama, "pyramid:3,3", partial(generated, ids=ids, prefill_chunk_size=7))
+    compare(llama, BY_HEAD, lambda model: (ra.perplexity(model, ids).token_nll[:, 1:].double(), {}))
+
+    def sliced(model):
+        with ra.sliced_loss(model, 8):
+            loss = model(ids, labels=ids, use_cache=False).loss
+            loss.backward()
+        return loss.detach().double(), gradients(model)
+
+    compare(llama, BY_HEAD, sliced)
+
+
+@float64()
+def test_padding_encoders_saved_patterns_caches_and_losses(folder):
+    run_ranks(other_ways, 2, folder)
+
+
+def refused(rank, folder):
+    def tried(error, call):
+        with pytest.raises(ValueError, match=error):
+            call()
+
+    whole = r"patch_model: tensor parallelism divides LlamaForCausalLM among ranks \[0, 1\], which cannot share a ring: use ra"
+    tried(whole, lambda: ra.patch_model(loaded(folder, tp_size=2), "exact", ring=ra.Ring()))
+    texts = {"texts": [torch.arange(1, 65)], "retrieval": 0, "progress": False}
+    tried(
+        "tensor parallelism divides the heads among 2 ranks", lambda: ra.calibrate(loaded(folder, tp_size=2), **texts)
+    )
+    # Earlier releases of Transformers divide models along a mesh without a name too.
+    mesh, ring = init_device_mesh("cpu", (2,)), ra.Ring()
+    queries = ra.patch_model(divided_by_torch(folder, mesh, "q"), "exact")
+    tried("layer 0 has 8 query heads, and this rank 4 with 4 key/value heads", lambda: queries(drawn(1, 8)))
+    model = ra.patch_model(divided_by_torch(folder, mesh), "exact", ring=ring)
+    shard = {name: ring.shard(x, ring.layout_for(8, "exact")) for name, x in whole_row(8).items()}
+    tried(
+        "disagree on the number of the first key/value head: rank 0: 0, rank 1: 2",
+        lambda: model(**shard, use_cache=False),
+    )
+
+
+@float64()
+def test_what_cannot_be_right_is_refused_on_every_rank(folder):
+    run_ranks(refused, 2, folder / "llama")
+
+
+# ---- four ranks: a ring of those that have the same heads
+
+
+def whole_row(tokens):
+    return {"input_ids": drawn(2, tokens), "position_ids": torch.arange(tokens).expand(2, -1)}
+
+
+def divided_by_torch(folder, mesh, projections="qkv"):
+    """The model of a folder, divided without Transformers."""
+    model = loaded(folder)
+    for layer in model.model.layers:
+        plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in projections}
+        plan |= {"self_attn.o_proj": RowwiseParallel()}
+        parallelize_module(layer, mesh, plan)
+    return model
+
+
+def in_shards(folder, pattern, mesh, transport):
+    ring = ra.Ring(mesh, transport=transport)
+    model = ra.patch_model(loaded(folder, tp_size=2, fsdp_size=2), pattern, ring=ring)
+    layout = ring.layout_for(32, pattern)
+    logits = model(**{name: ring.shard(x, layout) for name, x in whole_row(32).items()}, use_cache=False).logits
+    whole = ring.unshard(logits.detach(), layout)
+    # FSDP averages the gradients of the ring's ranks.
+    (logits * ring.shard(weights_of(whole), layout)).sum().mul(ring.world_size).backward()
+    return whole, gradients(model)
+
+
+def beside_a_ring(rank, folder):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    calls = [("llama", *call) for call in zip(PATTERNS[2:], ("ring", "collective", "heads", "ring", "collective"))]
+    calls += [("llama", BY_HEAD, "heads"), ("qwen3_next", "pyramid:3,3", "ring")]
+    for name, pattern, transport in calls:
+        one = ra.patch_model(loaded(folder / name), pattern)
+        expected = outputs(one, **whole_row(32), use_cache=False)
+        assert_alike(in_shards(folder / name, pattern, mesh, transport), expected, f"{name}, {pattern}, {transport}")
+
+
+@float64()
+@needs("transformers", "5.24", "FSDP beside tensor parallelism")
+def test_a_ring_beside_it_is_that_of_one_process(folder):
+    run_ranks(beside_a_ring, 4, folder)
+
+
+def generated_beside_a_ring(rank, folder):
+    mesh, row = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp")), drawn(2, 24)
+    for pattern in ("longnet:8/1,16/2,all/4", BY_HEAD):
+        one = ra.patch_model(loaded(folder), pattern)
+        model = ra.patch_model(divided_by_torch(folder, mesh["tp"]), pattern, ring=ra.Ring(mesh))
+        caches = [ra.prefill(each, row[:, :21]) for each in (one, model)]
+        expected, found = (generated(each, row, **cache_argument(cache)) for each, cache in zip((one, model), caches))
+        assert_alike(found, expected, f"generation beside a ring under {pattern}")
+
+
+@float64()
+def test_generation_beside_a_ring_is_that_of_one_process(folder):
+    run_ranks(generated_beside_a_ring, 4, folder / "llama")
