@@ -36,12 +36,18 @@ from .shards import expect_batch
 
 
 def prepare_data_loader(
-    loader: Any, ring: Ring, pattern: Pattern | str | None, deal: str, together: int | None = None
+    loader: Any,
+    ring: Ring,
+    pattern: Pattern | str | None,
+    deal: str,
+    together: int | None = None,
+    name: str = "a loader",
 ) -> RingDataLoader:
     """Returns what `Ring.prepare_data_loader` describes.
 
     Args:
         together: how many batches an optimizer step accumulates; None for what the ring's accelerator was told.
+        name: what errors call the loader if another process does something else meanwhile.
     """
     pattern = None if pattern is None else as_pattern(pattern, "prepare_data_loader")
     error, agreed, seed, dealing = (
@@ -68,10 +74,10 @@ def prepare_data_loader(
             "drop_last": drops_last(loader),
             **dealing.agreed(),
         }
-    seeds = ring.agree_everywhere(agreed, error, tell=seed)
+    seeds = ring.agree_everywhere(f"preparing {name}", agreed, error, tell=seed)
     assert dealing is not None
     dealing.log(ring)
-    return RingDataLoader(loader, ring, pattern, seeds[0], dealing)
+    return RingDataLoader(loader, ring, pattern, seeds[0], dealing, name)
 
 
 def _seed_of_loader(loader: DataLoader[Any], ring: Ring) -> int:
@@ -179,10 +185,10 @@ class RingDataLoader(DataLoaderStateMixin):
     _drop_last = True  # Accelerate would cut a remainder of rows off the last batch, and shards are not rows
 
     def __init__(
-        self, loader: DataLoader[Any], ring: Ring, pattern: Pattern | None, seed: int, dealing: Dealing
+        self, loader: DataLoader[Any], ring: Ring, pattern: Pattern | None, seed: int, dealing: Dealing, name: str
     ) -> None:
         self.dataset, self.batch_size, self.num_workers = loader.dataset, loader.batch_size, loader.num_workers
-        self.ring, self.pattern, self.dealing = ring, pattern, dealing
+        self.ring, self.pattern, self.dealing, self.name = ring, pattern, dealing, name
         self.gradient_state = GradientState()
         self._drops = drops_last(loader)
         self._source = _source(loader, ring, seed, dealing.dealer)
@@ -290,7 +296,7 @@ class RingDataLoader(DataLoaderStateMixin):
 
     def shards(self, batches: Iterable[Any]) -> Shards:
         """Returns an iterator over this rank's shards of batches of whole sequences, such as `rows` gives."""
-        return Shards(batches, self.ring, self.pattern, self._drops, self._order)
+        return Shards(batches, self.ring, self.pattern, self._drops, self._order, self.name)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         check_schedules(self.ring)
@@ -362,12 +368,12 @@ class LoaderPreparer:
     """Stands in for the accelerator where a Trainer makes its loaders: the ring prepares them instead.
 
     Args:
-        deal, together: as for `prepare_data_loader`, for loaders that the user has not prepared.
+        deal, together, name: as for `prepare_data_loader`, for loaders that the user has not prepared.
     """
 
-    def __init__(self, accelerator: Any, ring: Ring, deal: str, together: int) -> None:
+    def __init__(self, accelerator: Any, ring: Ring, deal: str, together: int, name: str) -> None:
         self.accelerator, self.ring = accelerator, ring
-        self.deal, self.together = deal, together
+        self.deal, self.together, self.name = deal, together, name
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.accelerator, name)
@@ -382,7 +388,7 @@ class LoaderPreparer:
     def prepare_data_loader(self, loader: DataLoader[Any], **options: Any) -> RingDataLoader:
         """Prepares a loader by the ring, whatever the accelerator's options."""
         deal = "auto" if isinstance(loader, RingDataLoader) else self.deal
-        return prepare_data_loader(loader, self.ring, None, deal, self.together)
+        return prepare_data_loader(loader, self.ring, None, deal, self.together, self.name)
 
 
 def _is_count(x: Any) -> bool:
