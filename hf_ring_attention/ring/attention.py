@@ -106,7 +106,7 @@ def ring_attention(
         scale = _scale_of_call(scale, q)
         if ring.world_size > 1:
             _describe(call, q, k, v, ring, problem, scale, softcap, sinks)
-    kernel = choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
+    kernel = choose_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
     widths = q.shape[-1] + v.shape[-1]
     sizes = RowBytes(widths * q.element_size(), widths * accumulation_dtype(q.dtype).itemsize)
     transport = ring.transport_for(problem, sizes, q.device, kernel.joining)
@@ -177,7 +177,7 @@ def cached_attention(
         scale = _scale_of_call(scale, q)
         if ring.world_size > 1:
             _describe(call, q, k, v, ring, problem, scale, softcap, sinks)
-    kernel = choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
+    kernel = choose_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
     transport = LocalTransport(ring.bindings.of(bind_held, problem, q.device, kernel.joining))
     if ring.world_size == 1:
         return RingAttention.apply(q, k, v, sinks, transport, kernel, scale)[0]
@@ -258,7 +258,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, sinks
         raise ValueError(
             f"ring_attention: sinks must be [{q.shape[1]}], a logit for each query head, on q's device, got {value}"
         )
-    choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap)
+    choose_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], softcap)
 
 
 def _problem(
