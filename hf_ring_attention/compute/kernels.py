@@ -169,6 +169,8 @@ def _choose_for_cuda(capability: tuple[int, int], dtype: torch.dtype, widest: in
         return KernelChoice(Math(), f"{call}: fused kernels take bfloat16 from 8.0 on: plain math")
     if capability < (8, 0):
         return KernelChoice(CudaEfficient(), f"{call}: FlashAttention-2 needs 8.0: efficient")
+    if 192 < widest <= 224 and ((8, 6) <= capability <= (8, 9) or capability >= (12, 0)):
+        return KernelChoice(CudaEfficient(), f"{call}: FlashAttention-2 has no backward pass for these: efficient")
     if dtype == torch.float32 or widest > 256 or not torch.backends.cuda.is_flash_attention_available():
         return KernelChoice(CudaEfficient(), f"{call} is beyond this torch's FlashAttention-2: efficient")
     return KernelChoice(CudaFlash(), f"{call}: FlashAttention-2")

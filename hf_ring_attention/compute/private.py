@@ -283,7 +283,7 @@ def mark_prepared(loader: Any) -> None:
 def part_of_stream(dataset: Any) -> Any:
     """Returns the part (rank, world_size) of a streamed data set that `split_dataset_by_node` left; None for all of it."""
     check_datasets()
-    return getattr(dataset, "_distributed", None)  # Streams of other libraries have no parts.
+    return dataset._distributed
 
 
 def selected_rows(table: Any) -> Any:

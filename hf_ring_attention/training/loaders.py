@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from accelerate.data_loader import DataLoaderShard, DataLoaderStateMixin
 from accelerate.state import GradientState
-from datasets import IterableDataset as StreamedDataset
-from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..compute.private import mark_prepared
@@ -33,6 +31,7 @@ from .samplers import (
 )
 from .shard_iterators import Shards
 from .shards import expect_batch
+from .tables import is_streamed
 
 
 def prepare_data_loader(
@@ -93,8 +92,10 @@ def _source(loader: DataLoader[Any], ring: Ring, seed: int, dealer: Dealer | Non
     dataset: Any = loader.dataset
     if not isinstance(dataset, IterableDataset):
         return RingBatchSampler(loader.batch_sampler, ring.dp_rank, ring.dp_size, drops_last(loader), seed, dealer)
-    streamed = isinstance(dataset, StreamedDataset)
+    streamed = is_streamed(dataset)
     if streamed and ring.dp_size > 1:
+        from datasets.distributed import split_dataset_by_node
+
         dataset = split_dataset_by_node(dataset, ring.dp_rank, ring.dp_size)
     kind = RingStream if length_of(dataset) is None else SizedRingStream
     return kind(
@@ -194,7 +195,7 @@ class RingDataLoader(DataLoaderStateMixin):
         self._source = _source(loader, ring, seed, dealing.dealer)
         self.rows = _loader_of_rows(loader, self._source, partial(expect_batch, ring=ring, pattern=pattern))
         # Persistent workers serve one pass at a time, and a stream of `datasets` has one epoch for its copies in workers.
-        streamed = isinstance(loader.dataset, StreamedDataset) and loader.num_workers > 0
+        streamed = is_streamed(loader.dataset) and loader.num_workers > 0
         self._one_at_a_time = loader.persistent_workers or streamed
         #: The pass that began last, or else the pass that begins next; and which of these it is.
         self._pass, self._begun = _Pass(0), False

@@ -363,6 +363,9 @@ def test_older_devices_get_kernels_that_they_can_run(monkeypatch):
             choice = chosen("cuda:1", dtype, 128, 128)
             assert type(choice.kernel) is want, (capability, dtype)
             assert f"compute capability {capability[0]}.{capability[1]}" in choice.reason
+        no_backward = capability in ((8, 9), (12, 0))  # of FlashAttention-2, for some widths
+        for width in (200, 224):
+            assert type(chosen("cuda:1", torch.float16, width, 64).kernel) is (CudaEfficient if no_backward else half)
     assert set(asked) == {torch.device("cuda:1")}, "devices of one machine may differ"
 
 
