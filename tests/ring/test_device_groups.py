@@ -3,6 +3,7 @@
 import random
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import hf_ring_attention as ra
+from hf_ring_attention.tools.checks import links, machine
 from hf_ring_attention.transport.companions import cpu_group_of
 from tests.hf.test_sharded_cache import cache_argument, greedy, tokens
 from tests.support.cases import check_cases, random_cases
@@ -94,6 +96,7 @@ def one_for_all_rings(rank, folder):
     for number in range(2):  # The second time after the end of the first.
         dist.destroy_process_group()
         dist.init_process_group(DEVICE_ONLY, f"file://{folder}/{number}", rank=rank, world_size=4)
+        links.clock(SimpleNamespace(rank=rank, world_size=4, ring_size=4))
         first, second = ra.Ring(), ra.Ring(dist.group.WORLD)
         if rank == 0:
             ra.Ring()  # Made by one rank, it waits for none.
@@ -129,3 +132,24 @@ def test_a_rank_that_does_not_come_is_awaited_as_long_as_the_group_says():
         error
     )
     assert 4 < seconds < PROMPTLY
+
+
+def test_the_check_of_a_job_makes_the_group_that_jobs_make(monkeypatch):
+    made = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: made.append(backend))
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    run = SimpleNamespace(
+        rank=0, world_size=2, options=SimpleNamespace(timeout=1), board=SimpleNamespace(store=None, came=0)
+    )
+    for name, answer in {
+        "is_available": True,
+        "device_count": 1,
+        "set_device": None,
+        "get_device_properties": SimpleNamespace(uuid="a GPU"),
+        "get_device_name": "a GPU",
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    machine.join_group(run)
+    assert made == ["nccl"]  # As Accelerate and torchrun's programs do, without a backend for the CPU.
