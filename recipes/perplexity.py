@@ -127,4 +127,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ra.naming_lost_processes():
+        main()

@@ -141,7 +141,7 @@ class CpuFlash(MaskedKernel):
 
 @lru_cache(maxsize=256)
 def choose_kernel(
-    device_type: str, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: float | None = None
+    device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: float | None = None
 ) -> KernelChoice:
     """Returns the fastest kernel that computes this, with the reason.
 
@@ -154,16 +154,23 @@ def choose_kernel(
         )
     if softcap is not None:
         return KernelChoice(Math(softcap), f"scores are capped at {softcap}, which no fused kernel does: plain math")
-    if device_type == "cpu":
+    if device.type == "cpu":
         groups = "and grouped heads" if cpu_flash_takes_groups() else "; each query head gets a copy of its keys"
         return KernelChoice(CpuFlash(), f"torch's CPU flash attention takes these dtypes {groups}")
-    if device_type == "cuda" and dtype != torch.float64:
-        widest = max(head_dim, value_dim)
-        if (
-            dtype in (torch.float16, torch.bfloat16)
-            and widest <= 256
-            and torch.backends.cuda.is_flash_attention_available()
-        ):
-            return KernelChoice(CudaFlash(), f"{dtype} with heads of {widest} <= 256: FlashAttention-2")
-        return KernelChoice(CudaEfficient(), f"{dtype} with heads of {widest} is beyond FlashAttention-2: efficient")
-    return KernelChoice(Math(), f"no fused kernel with a log-sum-exp for {dtype} on {device_type}: plain math")
+    if device.type == "cuda" and dtype != torch.float64:
+        return _choose_for_cuda(torch.cuda.get_device_capability(device), dtype, max(head_dim, value_dim))
+    return KernelChoice(Math(), f"no fused kernel with a log-sum-exp for {dtype} on {device.type}: plain math")
+
+
+def _choose_for_cuda(capability: tuple[int, int], dtype: torch.dtype, widest: int) -> KernelChoice:
+    """Returns the kernel for float32, bfloat16 or float16 on a CUDA device of this compute capability."""
+    call = f"{dtype} with heads of {widest} on compute capability {'.'.join(map(str, capability))}"
+    if capability < (8, 0) and dtype == torch.bfloat16:
+        return KernelChoice(Math(), f"{call}: fused kernels take bfloat16 from 8.0 on: plain math")
+    if capability < (8, 0):
+        return KernelChoice(CudaEfficient(), f"{call}: FlashAttention-2 needs 8.0: efficient")
+    if 192 < widest <= 224 and ((8, 6) <= capability <= (8, 9) or capability >= (12, 0)):
+        return KernelChoice(CudaEfficient(), f"{call}: FlashAttention-2 has no backward pass for these: efficient")
+    if dtype == torch.float32 or widest > 256 or not torch.backends.cuda.is_flash_attention_available():
+        return KernelChoice(CudaEfficient(), f"{call} is beyond this torch's FlashAttention-2: efficient")
+    return KernelChoice(CudaFlash(), f"{call}: FlashAttention-2")

@@ -6,6 +6,9 @@ w = 1 / (1 + exp(lse_a - lse_b)), out = out_a + w (out_b - out_a) and lse = log(
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,6 +16,14 @@ from torch import Tensor
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns float32 for float16, bfloat16 and float32, and float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Returns a context in which products of x have its own dtype: autocast would round those of float32 to 16 bits."""
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:

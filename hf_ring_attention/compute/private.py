@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from functools import lru_cache
 from types import FrameType, FunctionType
 from typing import Any
@@ -27,7 +28,9 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
     "torch": {
         "torch.nn.Module()": ("_call_impl", *_HOOKS_BEFORE, *_HOOKS_AFTER),
         "torch.Tensor": ("_version",),
-        "torch.distributed.distributed_c10d": ("_get_default_store",),
+        "torch.distributed.distributed_c10d": ("_get_default_store", "_object_to_tensor", "_tensor_to_object"),
+        "torch.distributed.ProcessGroup": ("_get_backend", "_device_types"),
+        "torch.distributed.ProcessGroupGloo.Options": ("_timeout",),
         "torch.utils": ("_python_dispatch", "_pytree"),
         "torch.ops.aten": (
             "_scaled_dot_product_flash_attention_for_cpu",
@@ -91,6 +94,9 @@ def check_torch() -> None:
     }
     if dist.is_available():
         places["torch.distributed.distributed_c10d"] = dist.distributed_c10d
+        places["torch.distributed.ProcessGroup"] = dist.ProcessGroup
+        if dist.is_gloo_available():
+            places["torch.distributed.ProcessGroupGloo.Options"] = dist.ProcessGroupGloo.Options
     _check_found("torch", torch.__version__, places)
 
 
@@ -135,6 +141,23 @@ def compiled_module(model: Any) -> Any:
 def default_store() -> Any:
     """Returns the key-value store by which the processes of the default process group found each other."""
     return dist.distributed_c10d._get_default_store()
+
+
+def as_bytes(x: Any, group: Any) -> Tensor:
+    """Returns a picklable object as bytes, as torch sends objects through a process group."""
+    content: Tensor = dist.distributed_c10d._object_to_tensor(x, torch.device("cpu"), group)[0]
+    return content
+
+
+def from_bytes(content: Tensor, size: int, group: Any) -> Any:
+    """Returns the object that the first `size` bytes are."""
+    return dist.distributed_c10d._tensor_to_object(content, size, group)
+
+
+def timeout_of(group: Any) -> timedelta:
+    """Returns how long the ranks of a process group wait for each other."""
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
 
 
 # ---- Transformers
@@ -278,7 +301,7 @@ def mark_prepared(loader: Any) -> None:
 def part_of_stream(dataset: Any) -> Any:
     """Returns the part (rank, world_size) of a streamed data set that `split_dataset_by_node` left; None for all of it."""
     check_datasets()
-    return getattr(dataset, "_distributed", None)  # Streams of other libraries have no parts.
+    return dataset._distributed
 
 
 def selected_rows(table: Any) -> Any:

@@ -16,7 +16,7 @@ from ..hf.config import patch_config
 from ..hf.patch import patch_model
 from ..hf.registration import IMPLEMENTATION
 from ..ring.ring import Ring
-from ..transport.agreement import agreement, digest
+from ..transport.agreement import digest
 from .answers import answer_questions, check_answers
 from .inputs import EvaluationInputs
 from .jobs import JUDGE, OWN, SCORING, Job, Key, jobs_of, key_of
@@ -76,7 +76,7 @@ class Evaluator:
             OSError: on process 0, a journal that cannot be written to.
         """
         jobs = jobs_of(self.plan, {task: self.inputs.counts(task) for task in SCORING})
-        with agreement(self.ring.agree_everywhere) as call:
+        with self.ring.agreement("an evaluation", everywhere=True) as call:
             call.same("the plan of the evaluation", digest(self.plan))
             call.same("the texts of the evaluation", digest([(text.name, text.checksum) for text in self.inputs.texts]))
             call.same("the words of questions", str(self.inputs.words))
@@ -91,12 +91,12 @@ class Evaluator:
         rings = self.ring.dp_size
         for first in range(0, len(left), rings):
             of_rings = left[first : first + rings]
-            with agreement(self.ring.agree_everywhere) as call:
+            with self.ring.agreement("a job of an evaluation", everywhere=True) as call:
                 tell(len(jobs) - len(left) + first, len(jobs), of_rings[0])
                 if self.ring.dp_rank < len(of_rings):
                     records = self.records_of(of_rings[self.ring.dp_rank])
                     call.message = records if self.ring.rank == 0 else None
-            with agreement(self.ring.agree_everywhere):
+            with self.ring.agreement("writing the records of an evaluation", everywhere=True):
                 if journal is not None:
                     found = [record for records in call.answers for record in records or ()]
                     journal.append([record for record in found if key_of(record) not in done])

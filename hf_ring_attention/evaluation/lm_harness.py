@@ -188,7 +188,7 @@ class RingLM(HFLM):
 
     def _check_requests(self, requests: Sequence[Any]) -> None:
         """Raises ValueError on every rank if the ranks of a ring were asked different things."""
-        with self.ring.agreement() as call:
+        with self.ring.agreement("requests of the harness") as call:
             call.same("the number of requests", len(requests))
             call.same("a checksum of the requests", digest(json.dumps([x.args for x in requests], default=str)))
 
@@ -313,7 +313,7 @@ class RingLM(HFLM):
         if self.ring.world_size == 1:
             return super()._model_generate(context, max_length, stop, **generation_kwargs)
         mask: Tensor = generation_kwargs.pop("attention_mask", torch.ones_like(context))
-        with self.ring.agreement():
+        with self.ring.agreement("generation for the harness"):
             _check_generation(generation_kwargs)
         if fewest_last_of(unwrapped(self._model).config.get_text_config()) is not None:
             warn_once(

@@ -107,7 +107,7 @@ def perplexity(
     """
     inner = whole_model(model, "perplexity")
     served = ring or attached_ring(inner) or Ring.alone()
-    with served.agreement() as call:
+    with served.agreement("perplexity") as call:
         check_predicts_next(inner, "perplexity")
         ids, mask = _rows_of(input_ids, attention_mask)
         check_token_rows(inner, ids, mask)

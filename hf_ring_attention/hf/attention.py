@@ -16,7 +16,7 @@ from ..plan.heads import check_heads
 from ..plan.parts import fewest_last
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
-from ..ring.attention import UNTRACEABLE, cached_attention, check_not_traced, ring_attention
+from ..ring.attention import FORWARD, UNTRACEABLE, cached_attention, check_not_traced, ring_attention
 from ..ring.ring import Ring
 from .config import layer_pattern, unpatched_pattern
 from .documents import documents_of_collator
@@ -118,7 +118,7 @@ def ring_dilated_attention(
     except (ValueError, NotImplementedError) as refused:
         if sharded:
             assert ring is not None
-            with ring.agreement(query.device):  # The other ranks compare their calls of attention here.
+            with ring.agreement(FORWARD, by_digest=True):  # The other ranks compare their calls of attention here.
                 raise refused
         raise
     if ring is not None and tokens.layout is not None:

@@ -56,7 +56,7 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
     inner = whole_model(model, "prefill")
     ring = attached_ring(inner) or Ring.alone()
     arguments = inspect.signature(inner.forward).parameters
-    with ring.agreement() as call:
+    with ring.agreement("prefill") as call:
         if input_ids.dim() != 2 or 0 in input_ids.shape:
             raise ValueError(f"prefill: input_ids must be [batch, tokens], got {tuple(input_ids.shape)}")
         if attention_mask is not None and attention_mask.shape != input_ids.shape:

@@ -83,7 +83,7 @@ def layout_of_shards(ring: Ring, positions: Tensor | None, mask: Tensor | None, 
     Raises:
         ValueError: on every rank, for shards that contradict each other.
     """
-    with ring.agreement() as call:
+    with ring.agreement("the layout of a batch") as call:
         call.message = numbered_runs(positions, mask, seq_idx, 0)
     return layout_of_runs(call.answers)[0]
 

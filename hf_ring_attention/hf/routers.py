@@ -115,7 +115,7 @@ def _sums_over_tokens(gate_logits: Sequence[Tensor], num_experts: int, top_k: in
         routed = logits.to(device).softmax(-1)
         experts = routed.topk(top_k, dim=-1).indices
         chosen = chosen.index_add(0, experts.flatten(), weights.repeat_interleave(top_k))
-        probabilities = probabilities + weights @ routed.to(dtype)
+        probabilities = probabilities + (weights[:, None] * routed).sum(0)  # Autocast would round a matrix product.
     return torch.cat([chosen, probabilities, len(gate_logits) * weights.sum()[None]])
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -109,7 +108,7 @@ def checked_step(
 ) -> ForwardPass:
     """Checks a step after a sharded prefill: all ranks must have the same tokens, positions and mask."""
     mask, length = kwargs.get("attention_mask"), 0
-    with ring.agreement(torch.device("cpu")) as call:
+    with ring.agreement("a step of generation", by_digest=True) as call:
         if tokens is None:
             raise ValueError("a forward pass needs input_ids or inputs_embeds")
         length, held = tokens.shape[1], cache.get_seq_length()
@@ -143,7 +142,7 @@ def checked_shard(
     # Transformers' generate, which goes on from a sharded cache, numbers the tokens of all models from 0.
     first = first_position(module) if cache is None else 0
     ends: Tensor | None = kwargs.get("cu_seq_lens_q")
-    with ring.agreement() as call:
+    with ring.agreement("a forward pass of a model") as call:
         if wrong_loss is not None:
             raise wrong_loss
         if tokens is None:

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..compute.merge import without_autocast
 from ..plan.state_runs import StateRun, linked_runs
 from ..ring.ring import Ring
 from .wrappers import class_of_transformers
@@ -205,13 +206,7 @@ def _delta_rule(
     g = g.masked_fill(~tokens if g.dim() == 3 else ~tokens[..., None], 0)
     heads, width, depth = value.shape[2], value.shape[3], key.shape[-1]
     dtype = torch.promote_types(value.dtype, torch.float32)
-    identity = torch.cat(
-        [
-            torch.zeros(depth, width, dtype=dtype, device=value.device),
-            torch.eye(depth, dtype=dtype, device=value.device),
-        ],
-        1,
-    )
+    identity = F.pad(torch.eye(depth, dtype=dtype, device=value.device), (width, 0))
     kwargs |= {"initial_state": identity.expand(len(value), heads, -1, -1).contiguous(), "output_final_state": True}
     out, final = function(query, key, F.pad(value, (0, depth)), g=g, beta=beta, **kwargs)
     steps = chain.gathered(final)
@@ -219,8 +214,9 @@ def _delta_rule(
     def behind(step: Tensor, state: Tensor) -> Tensor:
         return step[..., width:] @ state + step[..., :width]
 
-    before, rows_behind = _along(chain, steps, behind, torch.zeros_like(final[0, ..., :width]))
-    read = torch.einsum("bthk,bhkv->bthv", out[..., width:].to(before.dtype), before)
+    with without_autocast(final):
+        before, rows_behind = _along(chain, steps, behind, torch.zeros_like(final[0, ..., :width]))
+        read = torch.einsum("bthk,bhkv->bthv", out[..., width:].to(before.dtype), before)
     return (out[..., :width] + read).to(out.dtype), rows_behind
 
 
@@ -264,7 +260,8 @@ def _state_space(
     decay = (time * A.to(time.dtype)).cumsum(1)
     before, rows_behind = _along_decays(chain, final, decay[:, -1].exp()[..., None, None])
     groups = C.shape[2]  # of heads, which share B and C
-    read = torch.einsum("btgn,bgrpn->btgrp", C.to(before.dtype), before.unflatten(1, (groups, -1))).flatten(2, 3)
+    with without_autocast(before):
+        read = torch.einsum("btgn,bgrpn->btgrp", C.to(before.dtype), before.unflatten(1, (groups, -1))).flatten(2, 3)
     read = read * decay.exp()[..., None].to(before.dtype)
     gate = kwargs.get("z")
     out = (out + (read if gate is None else read * F.silu(gate))).to(out.dtype)
@@ -331,7 +328,8 @@ def _read_by_entries(A: Tensor, before: Tensor, time: Tensor, C: Tensor) -> Tens
     """
 
     def read(A: Tensor, before: Tensor, time: Tensor, C: Tensor) -> Tensor:
-        return torch.einsum("bint,bin,bnt->bit", (A[:, :, None] * time[:, :, None]).exp(), before, C)
+        with without_autocast(before):
+            return torch.einsum("bint,bin,bnt->bit", (A[:, :, None] * time[:, :, None]).exp(), before, C)
 
     if not torch.is_grad_enabled():
         return read(A, before, time, C)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +22,9 @@ from .engine import HeadsAttention, RingAttention
 from .ring import Ring
 
 _ALONE = Ring.alone()
+
+#: What ranks compare that come to attention, from here or from a model that refuses its part.
+FORWARD = "a forward pass of attention"
 
 #: The reason why no graph holds this attention; torch.compile shows it where it breaks the graph.
 UNTRACEABLE = (
@@ -98,7 +100,7 @@ def ring_attention(
     """
     check_not_traced()
     ring = _ALONE if ring is None else ring
-    with ring.agreement(_device_of_call(q)) as call:
+    with ring.agreement(FORWARD, by_digest=True) as call:
         pattern = as_pattern(pattern, "ring_attention")
         _check_tensors(q, k, v, softcap, sinks)
         problem = _problem(q, k, pattern, ring, layout, causal, documents, head_shard)
@@ -107,11 +109,11 @@ def ring_attention(
         scale = _scale_of_call(scale, q)
         if ring.world_size > 1:
             _describe(call, q, k, v, ring, problem, scale, softcap, sinks)
-    kernel = choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
+    kernel = choose_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
     widths = q.shape[-1] + v.shape[-1]
     sizes = RowBytes(widths * q.element_size(), widths * accumulation_dtype(q.dtype).itemsize)
     transport = ring.transport_for(problem, sizes, q.device, kernel.joining)
-    before_backward = ring.backward_check(q.device) if _recorded(q, k, v, sinks) else None
+    before_backward = ring.backward_check() if _recorded(q, k, v, sinks) else None
     call_of_all = q, k, v, sinks, transport, kernel, scale, before_backward
     if isinstance(transport, HeadsTransport):
         out, lse = HeadsAttention.apply(*call_of_all, return_lse)
@@ -156,7 +158,7 @@ def cached_attention(
     """
     check_not_traced()
     ring = _ALONE if ring is None else ring
-    with ring.agreement(_device_of_call(q)) as call:
+    with ring.agreement(FORWARD, by_digest=True) as call:
         pattern = as_pattern(pattern, "cached_attention")
         _check_tensors(q, k, v, softcap, sinks)
         first_head, first_kv_head = _first_heads(pattern, q, k, head_shard)
@@ -182,7 +184,7 @@ def cached_attention(
         scale = _scale_of_call(scale, q)
         if ring.world_size > 1:
             _describe(call, q, k, v, ring, problem, scale, softcap, sinks)
-    kernel = choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
+    kernel = choose_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
     transport = LocalTransport(ring.bindings.of(bind_held, problem, q.device, kernel.joining))
     if ring.world_size == 1:
         return RingAttention.apply(q, k, v, sinks, transport, kernel, scale)[0]
@@ -202,11 +204,6 @@ def _scale_of_call(scale: float | None, q: Tensor) -> float:
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _device_of_call(q: Any) -> torch.device:
-    """Returns the device of a call, also where q is no tensor and the call is about to be refused."""
-    return q.device if isinstance(q, Tensor) else torch.device("cpu")
-
-
 def _describe(
     call: Agreement,
     q: Tensor,
@@ -220,7 +217,6 @@ def _describe(
 ) -> None:
     """Sets the values that must be equal on all ranks in a call of attention."""
     call.values = {
-        "the call": "a forward pass of attention",
         "the shape of q, (B, H, n, D)": tuple(q.shape),
         "the number of key/value heads": problem.num_kv_heads,
         "the number of the first key/value head": problem.first_kv_head,
@@ -270,7 +266,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, sinks
         raise ValueError(
             f"ring_attention: sinks must be [{q.shape[1]}], a logit for each query head, on q's device, got {value}"
         )
-    choose_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap)
+    choose_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], softcap)
 
 
 def _problem(

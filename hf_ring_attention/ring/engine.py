@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..compute.binding import BoundBatch
 from ..compute.kernels import Kernel
-from ..compute.merge import accumulation_dtype, add_sinks, sinks_grad
+from ..compute.merge import accumulation_dtype, add_sinks, sinks_grad, without_autocast
 from ..transport.heads import HeadsTransport
 from ..transport.transports import BackwardStep, ForwardStep, Transport
 
@@ -146,20 +146,21 @@ def forward_pass(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, transport: Transport, kernel: Kernel, scale: float
 ) -> Pass:
     """Returns the attention of all that the transport yields; out has the dtype of q."""
-    if transport.whole is not None:
-        out, lse = kernel.forward(q, k, v, transport.whole.shape, scale)
-    else:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        dtype = accumulation_dtype(q.dtype)
-        total = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=dtype)
-        lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-        for step in transport.forward(k, v):
-            _forward_step(step, q, total, lse, kernel, scale)
-            del step  # Drop its payload before the next one arrives: only two buffers exist.
-        out = total.to(q.dtype)
-    if sinks is not None:
-        out, lse = add_sinks(out, lse, sinks)
-    return Pass(q, k, v, out, lse)
+    with without_autocast(q):
+        if transport.whole is not None:
+            out, lse = kernel.forward(q, k, v, transport.whole.shape, scale)
+        else:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+            dtype = accumulation_dtype(q.dtype)
+            total = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=dtype)
+            lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+            for step in transport.forward(k, v):
+                _forward_step(step, q, total, lse, kernel, scale)
+                del step  # Drop its payload before the next one arrives: only two buffers exist.
+            out = total.to(q.dtype)
+        if sinks is not None:
+            out, lse = add_sinks(out, lse, sinks)
+        return Pass(q, k, v, out, lse)
 
 
 def backward_pass(
@@ -167,15 +168,16 @@ def backward_pass(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Returns dq, dk and dv, in the accumulation dtype or that of q, and the gradient of sinks, if there are any."""
     q, k, v, out, lse = done
-    if transport.whole is not None:
-        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, transport.whole.shape, scale)
-    else:
-        dout = dout.contiguous()
-        dq, dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(q.dtype)) for x in (q, k, v))
-        for step in transport.backward(k, v, dk, dv):
-            _backward_step(step, dout, q, out, lse, dq, kernel, scale)
-            del step
-    return dq, dk, dv, None if sinks is None else sinks_grad(dout, out, lse, sinks)
+    with without_autocast(q):
+        if transport.whole is not None:
+            dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, transport.whole.shape, scale)
+        else:
+            dout = dout.contiguous()
+            dq, dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(q.dtype)) for x in (q, k, v))
+            for step in transport.backward(k, v, dk, dv):
+                _backward_step(step, dout, q, out, lse, dq, kernel, scale)
+                del step
+        return dq, dk, dv, None if sinks is None else sinks_grad(dout, out, lse, sinks)
 
 
 def _forward_step(step: ForwardStep, q: Tensor, total: Tensor, lse: Tensor, kernel: Kernel, scale: float) -> None:

@@ -58,7 +58,7 @@ def mesh_of(accelerator: Any, size: int | None) -> Mesh:
     if size is None and rings is not None:
         size = rings.size()
     values = {"the size of rings": size, "the accelerator's device mesh": str(own_mesh)}
-    agree(everyone, "process", values, wrong_accelerator(accelerator, size, rings))
+    agree(everyone, "process", "Ring.from_accelerator", values, wrong_accelerator(accelerator, size, rings))
     assert size is not None  # None was refused
     if everyone is None:
         return Mesh(None, None, 0, 1)

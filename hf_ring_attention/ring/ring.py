@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -298,10 +299,10 @@ class Ring:
         return self._whole(local, layout, dim, set())
 
     def _whole(self, local: Tensor, layout: SequenceLayout, dim: int, cut_by_documents: set[int]) -> Tensor:
-        with self.agreement(local.device) as call:
+        with self.agreement("unshard", by_digest=True) as call:
             self.check_layout(layout)
             check_shard(local, layout, dim, cut_by_documents)
-            self._describe(call, "unshard", local, dim)
+            self._describe(call, local, dim)
         return whole_of(self.side_by_side(local, dim), layout, dim % local.dim())
 
     def first_token(self, local: Tensor, layout: SequenceLayout | None = None) -> Tensor:
@@ -311,17 +312,16 @@ class Ring:
             layout: that of the shards; None where rank 0 holds the first token of every row.
         """
         first = local[:, :1]
-        with self.agreement(local.device) as call:
-            self._describe(call, "first_token", first, 1)
+        with self.agreement("first_token", by_digest=True) as call:
+            self._describe(call, first, 1)
         of_ranks = self.side_by_side(first, 1)
         if layout is None or not layout.rows:
             return of_ranks[:, :1]
         holders = [next((r for r, own in enumerate(row) if own[0].start == 0), 0) for row in layout.rows]
         return torch.stack([of_ranks[row, rank] for row, rank in enumerate(holders)]).unsqueeze(1)
 
-    def _describe(self, call: Agreement, name: str, local: Tensor, dim: int) -> None:
+    def _describe(self, call: Agreement, local: Tensor, dim: int) -> None:
         """Sets the values that all ranks' tensors must have in common to be gathered."""
-        call.same("the call", name)
         call.same("the shape of a rank's tensor", tuple(local.shape))
         call.same("dtype", local.dtype)
         call.same("dim", dim)
@@ -332,7 +332,7 @@ class Ring:
         if self.world_size == 1:
             return local
         recorded = torch.is_grad_enabled() and local.requires_grad
-        before_backward = self.backward_check(local.device) if recorded else None
+        before_backward = self.backward_check() if recorded else None
         whole: Tensor = SideBySide.apply(local, self._communicator, self._traffic, dim % local.dim(), before_backward)
         return whole
 
@@ -351,10 +351,13 @@ class Ring:
         """Starts the counters of `traffic` at zero; calls under way go on counting."""
         self._traffic.reset()
 
-    def agree(self, values: Mapping[str, Any], error: Exception | None = None, tell: Any = None) -> list[Any]:
-        """Checks in one small exchange that all ranks came with equal values and without an error.
+    def agree(
+        self, call: str, values: Mapping[str, Any], error: Exception | None = None, tell: Any = None
+    ) -> list[Any]:
+        """Checks that all ranks make the same call with equal values and without an error.
 
         Args:
+            call: what this rank is about to do.
             values: the values that must be equal, by the names that an error gives them.
             tell: this rank's message to the others, which may differ from theirs.
 
@@ -364,34 +367,30 @@ class Ring:
         Raises:
             ValueError: on every rank, if one came with an error or the ranks differ; it says which rank has which value.
         """
-        return agree(self._communicator, "rank", values, error, tell)
+        return agree(self._communicator, "rank", call, values, error, tell)
 
     def agree_everywhere(
-        self, values: Mapping[str, Any], error: BaseException | None = None, tell: Any = None
+        self, call: str, values: Mapping[str, Any], error: BaseException | None = None, tell: Any = None
     ) -> list[Any]:
-        """Does what `agree` does among all processes that train together, also those of other rings."""
-        return agree(self._everyone, "process", values, error, tell)
+        """Does what `agree` does among all processes that train together; those of a ring are next to each other."""
+        return agree(self._everyone, "process", call, values, error, tell)
 
-    def gather_everywhere(self, number: int) -> list[int]:
-        """Returns a number of every process that trains with this one; those of a ring are next to each other."""
-        if self._everyone is None:
-            return [number]
-        own = torch.tensor([number], device=self.device)
-        return [int(other) for other in torch.cat(self._everyone.gather(own)).tolist()]
-
-    def agreement(self, device: torch.device | None = None) -> AbstractContextManager[Agreement]:
+    def agreement(
+        self, call: str, *, everywhere: bool = False, by_digest: bool = False
+    ) -> AbstractContextManager[Agreement]:
         """Returns a context in which this rank checks its part of a call: all ranks go on with equal ones, or all raise.
 
         `transport.agreement.agreement` has an example.
 
         Args:
-            device: the device of a call that every layer makes, which compares as little as it can (`Calls.agree`). None to
-                exchange everything once.
+            call: what this rank is about to do.
+            everywhere: whether all processes agree that train together.
+            by_digest: whether equal ranks exchange 8 bytes, and no messages: for calls that every layer makes.
         """
-        if device is None:
-            return agreement(self.agree)
-        return agreement(lambda values, error, _: self._calls.agree(values, error, device))
+        if by_digest:
+            return agreement(lambda values, error, _: self._calls.agree(call, values, error))
+        return agreement(partial(self.agree_everywhere if everywhere else self.agree, call))
 
-    def backward_check(self, device: torch.device) -> Callable[[], None] | None:
+    def backward_check(self) -> Callable[[], None] | None:
         """Returns what the backward pass of a call does first, as `Calls.backward_check` says."""
-        return self._calls.backward_check(device)
+        return self._calls.backward_check()

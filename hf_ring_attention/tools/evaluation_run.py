@@ -28,7 +28,6 @@ from ..evaluation.texts import EvaluationText
 from ..evaluation.whole_files import write_whole
 from ..hf.registration import IMPLEMENTATION
 from ..ring.ring import Ring
-from ..transport.agreement import agreement
 from .checks.machine import cores_of_process, installed_versions
 from .evaluation_report import report_text
 from .flop_shares import flop_share_of_model
@@ -160,7 +159,7 @@ class EvaluationRun:
         """Computes what the folder lacks and writes the report; returns the results on the main process."""
         with ExitStack() as stack:
             journal = None
-            with agreement(self.ring.agree_everywhere):
+            with self.ring.agreement("opening the folder of an evaluation", everywhere=True):
                 if self.main:
                     journal = stack.enter_context(journal_of(self.request.output, self.settings, self.launch()))
             model = load_model(self.request.model, self.request.dtype, self.device)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow
-import pyarrow.compute
-from datasets import Dataset as Table
 from torch.utils.data import ConcatDataset, Subset
 
 from ..compute.private import selected_rows
 from .collators import PackingCollator, PaddingCollator, is_longer
 from .fitting import REMEDY
+from .tables import is_table
+
+if TYPE_CHECKING:
+    from datasets import Dataset as Table
 
 #: The most documents that are read, of those that seem too long, to see whether they are without their padding.
 _READ_AT_MOST = 100
@@ -96,7 +97,7 @@ def _by_row(
     if isinstance(dataset, ConcatDataset):
         parts = [_by_row(part, of_table, of_list) for part in dataset.datasets]
         return None if any(part is None for part in parts) else np.concatenate(parts)  # type: ignore[arg-type]
-    if isinstance(dataset, Table):
+    if is_table(dataset):
         return of_table(dataset)
     return of_list(dataset) if isinstance(dataset, (list, tuple)) else None
 
@@ -110,6 +111,9 @@ def _counts_of_column(table: Table, name: str) -> np.ndarray | None:
     """Returns [stored rows] the lengths of a column's lists from their offsets, without reading the lists."""
     if name not in table.column_names or table.format["type"] == "custom":  # a transform makes the rows
         return None
+    import pyarrow
+    import pyarrow.compute  # datasets brings it
+
     column = table.data.column(name)
     if not (pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type)):
         return None
@@ -135,6 +139,8 @@ def _documents_of_table(table: Table) -> _Documents | None:
         return None
     if counts is None or "seq_lengths" not in read:
         return None if {*_OTHER_ENDS} & {*read} else (tokens, np.ones_like(tokens))
+    import pyarrow.compute
+
     lengths = pyarrow.compute.list_flatten(table.data.column("seq_lengths")).to_numpy()
     single = np.flatnonzero(counts == 0)  # rows without the column are single documents
     lengths = np.insert(lengths, (np.cumsum(counts) - counts)[single], tokens[single])

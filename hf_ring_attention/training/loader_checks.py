@@ -6,13 +6,13 @@ from typing import Any
 
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.scheduler import AcceleratedScheduler
-from datasets import Dataset as Table
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, IterDataPipe
 
 from ..compute.private import is_prepared, part_of_stream, schedules_of
 from ..ring.ring import Ring
 from .lengths import check_lengths
 from .samplers import checksum, layers_of
+from .tables import is_streamed, is_table
 
 #: Attributes in which samplers that divide rows by processes keep the number of processes.
 _DIVIDING = ("num_replicas", "num_processes", "dp_size", "world_size")
@@ -101,7 +101,7 @@ def drops_last(loader: Any) -> bool:
 
 
 def _wrong_stream(loader: Any, ring: Ring) -> ValueError | None:
-    part = part_of_stream(loader.dataset)
+    part = part_of_stream(loader.dataset) if is_streamed(loader.dataset) else None
     if part is not None and part.world_size > 1 and ring.world_size * ring.dp_size > 1:
         return ValueError(
             f"the loader's dataset was divided already (split_dataset_by_node, part {part.rank} of {part.world_size}), "
@@ -121,7 +121,7 @@ def first_row(dataset: Any) -> int | None:
     It is None for a dataset whose rows may be costly to read, and for a `datasets.Dataset` with a transform, which may
     draw random numbers, so that the row differs where the dataset does not.
     """
-    at_hand = isinstance(dataset, (list, tuple)) or (isinstance(dataset, Table) and dataset.format["type"] != "custom")
+    at_hand = isinstance(dataset, (list, tuple)) or (is_table(dataset) and dataset.format["type"] != "custom")
     return checksum(dataset[0]) if at_hand and len(dataset) else None
 
 

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from accelerate.data_loader import DataLoaderShard, DataLoaderStateMixin
 from accelerate.state import GradientState
-from datasets import IterableDataset as StreamedDataset
-from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..compute.private import mark_prepared
@@ -33,15 +31,22 @@ from .samplers import (
 )
 from .shard_iterators import Shards
 from .shards import expect_batch
+from .tables import is_streamed
 
 
 def prepare_data_loader(
-    loader: Any, ring: Ring, pattern: Pattern | str | None, deal: str, together: int | None = None
+    loader: Any,
+    ring: Ring,
+    pattern: Pattern | str | None,
+    deal: str,
+    together: int | None = None,
+    name: str = "a loader",
 ) -> RingDataLoader:
     """Returns what `Ring.prepare_data_loader` describes.
 
     Args:
         together: how many batches an optimizer step accumulates; None for what the ring's accelerator was told.
+        name: what errors call the loader if another process does something else meanwhile.
     """
     pattern = None if pattern is None else as_pattern(pattern, "prepare_data_loader")
     error, agreed, seed, dealing = (
@@ -68,10 +73,10 @@ def prepare_data_loader(
             "drop_last": drops_last(loader),
             **dealing.agreed(),
         }
-    seeds = ring.agree_everywhere(agreed, error, tell=seed)
+    seeds = ring.agree_everywhere(f"preparing {name}", agreed, error, tell=seed)
     assert dealing is not None
     dealing.log(ring)
-    return RingDataLoader(loader, ring, pattern, seeds[0], dealing)
+    return RingDataLoader(loader, ring, pattern, seeds[0], dealing, name)
 
 
 def _seed_of_loader(loader: DataLoader[Any], ring: Ring) -> int:
@@ -87,8 +92,10 @@ def _source(loader: DataLoader[Any], ring: Ring, seed: int, dealer: Dealer | Non
     dataset: Any = loader.dataset
     if not isinstance(dataset, IterableDataset):
         return RingBatchSampler(loader.batch_sampler, ring.dp_rank, ring.dp_size, drops_last(loader), seed, dealer)
-    streamed = isinstance(dataset, StreamedDataset)
+    streamed = is_streamed(dataset)
     if streamed and ring.dp_size > 1:
+        from datasets.distributed import split_dataset_by_node
+
         dataset = split_dataset_by_node(dataset, ring.dp_rank, ring.dp_size)
     kind = RingStream if length_of(dataset) is None else SizedRingStream
     return kind(
@@ -179,16 +186,16 @@ class RingDataLoader(DataLoaderStateMixin):
     _drop_last = True  # Accelerate would cut a remainder of rows off the last batch, and shards are not rows
 
     def __init__(
-        self, loader: DataLoader[Any], ring: Ring, pattern: Pattern | None, seed: int, dealing: Dealing
+        self, loader: DataLoader[Any], ring: Ring, pattern: Pattern | None, seed: int, dealing: Dealing, name: str
     ) -> None:
         self.dataset, self.batch_size, self.num_workers = loader.dataset, loader.batch_size, loader.num_workers
-        self.ring, self.pattern, self.dealing = ring, pattern, dealing
+        self.ring, self.pattern, self.dealing, self.name = ring, pattern, dealing, name
         self.gradient_state = GradientState()
         self._drops = drops_last(loader)
         self._source = _source(loader, ring, seed, dealing.dealer)
         self.rows = _loader_of_rows(loader, self._source, partial(expect_batch, ring=ring, pattern=pattern))
         # Persistent workers serve one pass at a time, and a stream of `datasets` has one epoch for its copies in workers.
-        streamed = isinstance(loader.dataset, StreamedDataset) and loader.num_workers > 0
+        streamed = is_streamed(loader.dataset) and loader.num_workers > 0
         self._one_at_a_time = loader.persistent_workers or streamed
         #: The pass that began last, or else the pass that begins next; and which of these it is.
         self._pass, self._begun = _Pass(0), False
@@ -290,7 +297,7 @@ class RingDataLoader(DataLoaderStateMixin):
 
     def shards(self, batches: Iterable[Any]) -> Shards:
         """Returns an iterator over this rank's shards of batches of whole sequences, such as `rows` gives."""
-        return Shards(batches, self.ring, self.pattern, self._drops, self._order)
+        return Shards(batches, self.ring, self.pattern, self._drops, self._order, self.name)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         check_schedules(self.ring)
@@ -362,12 +369,12 @@ class LoaderPreparer:
     """Stands in for the accelerator where a Trainer makes its loaders: the ring prepares them instead.
 
     Args:
-        deal, together: as for `prepare_data_loader`, for loaders that the user has not prepared.
+        deal, together, name: as for `prepare_data_loader`, for loaders that the user has not prepared.
     """
 
-    def __init__(self, accelerator: Any, ring: Ring, deal: str, together: int) -> None:
+    def __init__(self, accelerator: Any, ring: Ring, deal: str, together: int, name: str) -> None:
         self.accelerator, self.ring = accelerator, ring
-        self.deal, self.together = deal, together
+        self.deal, self.together, self.name = deal, together, name
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.accelerator, name)
@@ -382,7 +389,7 @@ class LoaderPreparer:
     def prepare_data_loader(self, loader: DataLoader[Any], **options: Any) -> RingDataLoader:
         """Prepares a loader by the ring, whatever the accelerator's options."""
         deal = "auto" if isinstance(loader, RingDataLoader) else self.deal
-        return prepare_data_loader(loader, self.ring, None, deal, self.together)
+        return prepare_data_loader(loader, self.ring, None, deal, self.together, self.name)
 
 
 def _is_count(x: Any) -> bool:

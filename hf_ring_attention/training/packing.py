@@ -9,15 +9,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset as Table
-from datasets import IterableDataset as StreamedTable
 from torch import Tensor
 
 from .columns import is_integer, token_columns, unpadded
 from .fitting import Strategy, best_fit, check_rows, pieces_that_fit
+from .tables import is_streamed, is_table
+
+if TYPE_CHECKING:
+    from datasets import Dataset as Table
+    from datasets import IterableDataset as StreamedTable
 
 #: Columns of documents that were packed before, or that have positions of their own.
 _OF_ROWS = ("seq_lengths", "seq_idx", "position_ids")
@@ -76,7 +79,7 @@ def pack_documents(
     into_rows = partial(_pack_buffer, row_length=row_length, strategy=excess_length_strategy, buffer=buffer)
     if isinstance(documents, Mapping):
         return into_rows(documents)
-    if not isinstance(documents, (Table, StreamedTable)):
+    if not (is_table(documents) or is_streamed(documents)):
         raise ValueError(
             f"pack_documents expected a data set of the datasets library, or columns, got {type(documents).__name__}: "
             f"datasets.Dataset.from_list makes a data set of a list of documents"

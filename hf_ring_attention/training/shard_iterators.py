@@ -28,6 +28,7 @@ class Shards:
         batches: gives the batches of this ring.
         drop_last: whether to leave out batches that not all rings have.
         order: returns a checksum of the order of rows, 0 if it is unknown.
+        name: what errors call the loader if another process does something else meanwhile.
 
     Raises:
         ValueError: on every process: the ranks of a ring have different rows, or rings read them in different orders.
@@ -35,12 +36,18 @@ class Shards:
     """
 
     def __init__(
-        self, batches: Iterable[Any], ring: Ring, pattern: Pattern | None, drop_last: bool, order: Callable[[], int]
+        self,
+        batches: Iterable[Any],
+        ring: Ring,
+        pattern: Pattern | None,
+        drop_last: bool,
+        order: Callable[[], int],
+        name: str,
     ) -> None:
         self.source = batches
         self.batches: Iterator[Any] | None = None
         self.ring, self.pattern, self.drop_last, self.order = ring, pattern, drop_last, order
-        self.count = 0
+        self.name, self.count = name, 0
 
     def __iter__(self) -> Shards:
         return self
@@ -63,7 +70,9 @@ class Shards:
             raise StopIteration
         if not all(has_batch):
             # A shard of padding needs every tensor that the shards of other rings have: a loop may ask for any of them.
-            outlines = self.ring.agree_everywhere({}, tell=None if batch is None else outline(batch))
+            outlines = self.ring.agree_everywhere(
+                "the outline of a batch", {}, tell=None if batch is None else outline(batch)
+            )
             template = next(entries for entries in outlines if entries is not None)
             if cut is None:
                 batch = blank(self.ring.world_size, template)
@@ -76,13 +85,15 @@ class Shards:
 
     def _compare(self, signal: int, batch: Any, error: BaseException | None) -> list[int]:
         """Returns the numbers of all processes if they fit each other; else raises on every process."""
-        by_process = self.ring.gather_everywhere(signal)
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        told = self.ring.agree_everywhere(f"batch {self.count} of {self.name}", {}, tell=(signal, text))
+        by_process = [number for number, _ in told]
         if _FAILED in by_process:
-            texts = self.ring.agree_everywhere({}, tell=None if error is None else f"{type(error).__name__}: {error}")
             if error is None:
                 process = by_process.index(_FAILED)
-                kind = ValueError if str(texts[process]).startswith("ValueError") else RuntimeError
-                raise kind(f"process {process} could not take batch {self.count}: {texts[process]}")
+                text = told[process][1]
+                kind = ValueError if text.startswith("ValueError") else RuntimeError
+                raise kind(f"process {process} could not take batch {self.count}: {text}")
             return by_process
         orders = {number % (1 << _ORDER_BITS): process for process, number in enumerate(by_process) if number >= 0}
         orders.pop(0, None)  # these processes do not know their order
@@ -97,7 +108,9 @@ class Shards:
         rings = [by_process[start : start + size] for start in range(0, len(by_process), size)]
         different = [ring for ring, numbers in enumerate(rings) if len(set(numbers)) > 1]
         if different:
-            contents = self.ring.agree_everywhere({}, tell={"batch": "none"} if batch is None else digests(batch))
+            contents = self.ring.agree_everywhere(
+                "the content of a batch", {}, tell={"batch": "none"} if batch is None else digests(batch)
+            )
             first = different[0] * size
             by_rank = contents[first : first + size]
             differences = "; ".join(

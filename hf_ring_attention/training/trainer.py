@@ -93,7 +93,7 @@ class RingTrainerMixin(_Trainer):
         self._tokens = self._slots = 0
         self._shard_preprocess: Callable[..., Any] | None = None
         super().__init__(*args, **kwargs)
-        self.ring.agree_everywhere({}, wrong_settings(self, RingTrainerMixin))
+        self.ring.agree_everywhere("the set-up of a Trainer", {}, wrong_settings(self, RingTrainerMixin))
         warn_of_methods(self, RingTrainerMixin)
         self._reads_all_logits = reads_all_logits(self)
         # The attributes of the object replace the methods of subclasses too, which come before those of this class.
@@ -144,8 +144,9 @@ class RingTrainerMixin(_Trainer):
     def _preparing_by_the_ring(self, training: bool) -> AbstractContextManager[None]:
         """Returns a context in which Trainer's own methods prepare loaders by the ring; predictions keep their order."""
         deal = self.ring_setting("ring_deal") if training else "count"
-        together = self.args.gradient_accumulation_steps
-        return _swapped(self, accelerator=LoaderPreparer(self.accelerator, self.ring, deal, together))
+        name = "the loader of training" if training else "the loader of an evaluation"
+        preparer = LoaderPreparer(self.accelerator, self.ring, deal, self.args.gradient_accumulation_steps, name)
+        return _swapped(self, accelerator=preparer)
 
     def _loader_of_ring(self, getter: Callable[..., Any], training: bool, *args: Any, **kwargs: Any) -> Any:
         """Returns the loader of a user's `get_..._dataloader`, prepared by the ring if it is not yet.
@@ -282,7 +283,7 @@ class RingTrainerMixin(_Trainer):
         if self.ring.world_size == 1 or self._preprocess_checked:
             return preprocess(logits, labels)
         result, error = preprocessed_by_token(preprocess, logits, labels)
-        self.ring.agree_everywhere({}, error)
+        self.ring.agree_everywhere("preprocess_logits_for_metrics", {}, error)
         self._preprocess_checked = True
         return result
 
@@ -294,7 +295,9 @@ class RingTrainerMixin(_Trainer):
 
     def _gather_rows(self, x: Any) -> Any:
         """Returns the rows of all rings, one ring after the other; each ring's come from its first rank."""
-        by_process = self.ring.agree_everywhere({}, tell=send_to_device(x, "cpu") if self.ring.rank == 0 else None)
+        by_process = self.ring.agree_everywhere(
+            "gathering what was evaluated", {}, tell=send_to_device(x, "cpu") if self.ring.rank == 0 else None
+        )
         return concatenate([rows for rows in by_process if rows is not None])
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:

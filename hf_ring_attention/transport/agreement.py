@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .communicators import Communicator
+from .communicators import Communicator, Message
 
 
 def digest(x: Any) -> str:
@@ -48,12 +48,12 @@ _REFUSALS = (ValueError, TypeError, AttributeError, IndexError, KeyError, Runtim
 def agreement(settle: Callable[[Mapping[str, Any], Exception | None, Any], list[Any]]) -> Iterator[Agreement]:
     """Collects an error of this rank, lets all ranks compare what they came with, and raises on every rank or on none.
 
-        with ring.agreement() as call:
+        with ring.agreement("a product") as call:
             check(x)                                # an error here is raised on all ranks
             call.same("the shape of x", x.shape)    # and so is one for a difference
 
     Args:
-        settle: compares (values, error, message) of all ranks, and returns each rank's `message`: `agree`, or `Calls.agree`.
+        settle: compares (values, error, message) of all ranks, and returns each rank's `message`, as `agree` does.
 
     Raises:
         ValueError: on every rank, if one came with an error or the ranks differ; the rank with the error raises that one.
@@ -69,21 +69,28 @@ def agreement(settle: Callable[[Mapping[str, Any], Exception | None, Any], list[
 def agree(
     communicator: Communicator | None,
     who: str,
+    call: str,
     values: Mapping[str, Any],
     error: BaseException | None,
     tell: Any = None,
+    digest: int = 0,
 ) -> list[Any]:
-    """Checks in one small exchange that all ranks came with equal values and without an error.
+    """Checks in one or two small exchanges that all ranks make the same call with equal values and without an error.
+
+    Every agreement begins with the same exchange of 8 bytes, so that ranks in different calls understand each other: unless
+    all come with one digest, all go on and exchange everything.
 
     Args:
         communicator: None for a process alone.
         who: the word for a rank in errors: "rank" or "process".
+        call: what this rank is about to do.
         values: the values that must be equal, by the names that an error gives them.
         error: the error of this rank, which is raised on all.
         tell: what this rank tells the others, which may differ from theirs.
+        digest: stands for the call and its values, and for nothing to tell; 0 to exchange everything.
 
     Returns:
-        The message of each rank.
+        The message of each rank; none of them where all came with one digest.
 
     Raises:
         ValueError: on every rank, if one came with an error or the ranks differ; the message says which rank has which value.
@@ -93,11 +100,15 @@ def agree(
         if error is not None:
             raise error
         return [tell]
+    digest = 0 if error is not None else digest
     message = None if error is None else (type(error).__name__, str(error))
     try:
-        reports = communicator.gather_objects((dict(values), message, tell))
+        if {digest, *_from_others(communicator, digest)} == {digest} != {0}:
+            return []
+        reports = communicator.gather_objects(({"the call": call, **values}, message, tell))
     except RuntimeError as lost:
-        raise RuntimeError(f"comparing what all {who}s came with, on {who} {communicator.rank}: {lost}") from lost
+        all_ranks = "all ranks" if who == "rank" else "all processes"
+        raise RuntimeError(f"comparing what {all_ranks} came with, on {who} {communicator.rank}: {lost}") from lost
     if error is not None:
         raise error
     refusals = {rank: message for rank, (_, message, _) in enumerate(reports) if message is not None}
@@ -107,10 +118,19 @@ def agree(
         raise (NotImplementedError if kind == "NotImplementedError" else ValueError)(
             f"{who} {rank} {together} refused the call: {text}"
         )
-    for name in values:
+    for name in ("the call", *values):  # Values of another call have other names, so its name comes first.
         by_rank = [rank_values.get(name) for rank_values, _, _ in reports]
         if any(value != by_rank[0] for value in by_rank):
             values_by_rank = ", ".join(f"{who} {rank}: {value}" for rank, value in enumerate(by_rank))
             whom = "ranks of the ring" if who == "rank" else "processes"
-            raise ValueError(f"the {whom} disagree on {name}: {values_by_rank}; all must pass the same")
+            remedy = "make the same calls in one order" if name == "the call" else "pass the same"
+            raise ValueError(f"the {whom} disagree on {name}: {values_by_rank}; all must {remedy}")
     return [answer for _, _, answer in reports]
+
+
+def _from_others(communicator: Communicator, number: int) -> list[int]:
+    """Returns the numbers of the other ranks, from each directly, so that an error names a rank that does not come."""
+    others = [rank for rank in range(communicator.world_size) if rank != communicator.rank]
+    own, numbers = torch.tensor([number]), [torch.empty(1, dtype=torch.int64) for _ in others]
+    communicator.exchange([Message(rank, own) for rank in others], [*map(Message, others, numbers)]).wait()
+    return [int(other) for other in numbers]

@@ -6,11 +6,15 @@ Transports and `Ring` send rows by these few operations, and by nothing else of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ..compute.private import as_bytes, from_bytes
+from .companions import cpu_group_of
 
 
 class Message(NamedTuple):
@@ -98,44 +102,61 @@ class _Works:
 
 
 class ProcessGroupCommunicator:
-    """The ranks of a process group."""
+    """The ranks of a process group; what is on the CPU travels by gloo where the group's backend serves other devices alone."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
 
+    @cached_property
+    def _of_cpu(self) -> Any:
+        """What reaches the ranks with tensors on the CPU; first asked for when all of them come to an agreement."""
+        return cpu_group_of(self.group)
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        operations, names = [], []
-        for name, function, messages in (
-            ("sending to", dist.isend, sends),
-            ("receiving from", dist.irecv, receives),
-        ):
-            for peer, tensor in messages:
-                operations.append(dist.P2POp(function, tensor, group=self.group, group_peer=peer))
-                names.append(f"{name} rank {peer}")
+        names = [f"sending to rank {peer}" for peer, _ in sends] + [
+            f"receiving from rank {peer}" for peer, _ in receives
+        ]
         try:
-            works = dist.batch_isend_irecv(operations)
+            if all(tensor.is_cpu for _, tensor in (*sends, *receives)):
+                works = [self._of_cpu.send([tensor], peer, 0) for peer, tensor in sends]
+                works += [self._of_cpu.recv([tensor], peer, 0) for peer, tensor in receives]
+            else:
+                works = dist.batch_isend_irecv(
+                    [dist.P2POp(dist.isend, tensor, group=self.group, group_peer=peer) for peer, tensor in sends]
+                    + [dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=peer) for peer, tensor in receives]
+                )
         except RuntimeError as error:
             raise RuntimeError(f"{' and '.join(names)} did not begin: {error}") from error
-        if len(works) != len(operations):  # NCCL returns one work for all of them.
+        if len(works) != len(names):  # NCCL returns one work for all of them.
             names = [" and ".join(names)] * len(works)
         return _Works(list(zip(works, names)))
 
     def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Pending:
         name = f"the exchange with ranks {[r for r in range(self.world_size) if receive_counts[r] or send_counts[r]]}"
         try:
-            work = dist.all_to_all_single(received, sent, receive_counts, send_counts, group=self.group, async_op=True)
+            if sent.is_cpu:
+                work = self._of_cpu.alltoall_base(received, sent, receive_counts, send_counts)
+            else:
+                work = dist.all_to_all_single(
+                    received, sent, receive_counts, send_counts, group=self.group, async_op=True
+                )
         except RuntimeError as error:
             raise RuntimeError(f"{name} did not begin: {error}") from error
         return _Works([(work, name)])
 
     def gather(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x) for _ in range(self.world_size)]
-        dist.all_gather(parts, x, group=self.group)
+        if x.is_cpu:
+            self._of_cpu.allgather([parts], [x]).wait()
+        else:
+            dist.all_gather(parts, x, group=self.group)
         return parts
 
     def gather_objects(self, x: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, x, group=self.group)
-        return gathered
+        own = as_bytes(x, self.group)
+        sizes = [int(size) for size in self.gather(torch.tensor([len(own)]))]
+        padded = own.new_zeros(max(sizes))
+        padded[: len(own)] = own
+        return [from_bytes(of_rank, size, self.group) for of_rank, size in zip(self.gather(padded), sizes)]

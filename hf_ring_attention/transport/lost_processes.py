@@ -22,7 +22,7 @@ _OF_COMMUNICATION = re.compile(
 _KEY = "hf_ring_attention/lost"
 
 
-class _Lost(RuntimeError):
+class LostProcesses(RuntimeError):
     """An error that names processes that are gone."""
 
 
@@ -53,13 +53,13 @@ def naming_lost_processes(seconds: float = 5.0) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # A context inside this one has named the processes already if the error is a `_Lost`.
-        if isinstance(error, _Lost) or not is_of_communication(error):
+        # A context inside this one has named the processes already if the error is a `LostProcesses`.
+        if isinstance(error, LostProcesses) or not is_of_communication(error):
             raise
         if not dist.is_initialized():
             if int(os.environ.get("WORLD_SIZE", 1)) == 1:
                 raise
-            raise _Lost(
+            raise LostProcesses(
                 f"process {os.environ.get('RANK', '?')} of {os.environ['WORLD_SIZE']} was not joined by all others when the "
                 f"process group was set up: see in the output of each which did not start, or ended, and start all again: "
                 f"{error}"
@@ -69,7 +69,7 @@ def naming_lost_processes(seconds: float = 5.0) -> Iterator[None]:
             raise
         # Others may be silent because they still wait for the one that is gone.
         which = f"process {lost[0]}" if len(lost) == 1 else f"one or more of the processes {lost}"
-        raise _Lost(
+        raise LostProcesses(
             f"lost {which} of {dist.get_world_size()} (killed, stalled, or ended by an error that its own output shows), so "
             f"process {dist.get_rank()} ends too; see to that one, and start again from the last checkpoint: {error}"
         ) from error

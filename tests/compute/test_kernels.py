@@ -316,7 +316,12 @@ def test_math_gives_the_same_in_slices(shape, rows_at_once, generator):
         check(sliced, *(x.to(dtype) for x in (q, k, v, dout)), shape)
 
 
+def chosen(device, *call):
+    return choose_kernel.__wrapped__(torch.device(device), *call)  # past the cache
+
+
 def test_kernels_are_chosen_with_a_reason(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for available in (True, False):
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda available=available: available)
         flash = CudaFlash if available else CudaEfficient
@@ -331,19 +336,44 @@ def test_kernels_are_chosen_with_a_reason(monkeypatch):
             ("cuda", torch.float64, 64, 64, Math),
             ("mps", torch.float32, 64, 64, Math),
         ]:
-            choice = choose_kernel.__wrapped__(device, dtype, head_dim, value_dim)  # past the cache
+            choice = chosen(device, dtype, head_dim, value_dim)
             assert type(choice.kernel) is want, (device, dtype, head_dim, value_dim, available)
             assert len(choice.reason) > 10
             if want is not CpuFlash:
                 assert str(dtype) in choice.reason
-    assert choose_kernel("cpu", torch.float32, 8, 8) is choose_kernel("cpu", torch.float32, 8, 8)
+    cpu = torch.device("cpu")
+    assert choose_kernel(cpu, torch.float32, 8, 8) is choose_kernel(cpu, torch.float32, 8, 8)
+
+
+def test_older_devices_get_kernels_that_they_can_run(monkeypatch):
+    """FlashAttention-2, and bfloat16 in any fused kernel, begin with compute capability 8.0; V100 and T4 are 7.0 and 7.5."""
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    asked = []
+    for capability, half, bfloat, single in [
+        ((7, 0), CudaEfficient, Math, CudaEfficient),
+        ((7, 5), CudaEfficient, Math, CudaEfficient),
+        ((8, 0), CudaFlash, CudaFlash, CudaEfficient),
+        ((8, 9), CudaFlash, CudaFlash, CudaEfficient),
+        ((12, 0), CudaFlash, CudaFlash, CudaEfficient),
+    ]:
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device, own=capability: asked.append(device) or own
+        )
+        for dtype, want in ((torch.float16, half), (torch.bfloat16, bfloat), (torch.float32, single)):
+            choice = chosen("cuda:1", dtype, 128, 128)
+            assert type(choice.kernel) is want, (capability, dtype)
+            assert f"compute capability {capability[0]}.{capability[1]}" in choice.reason
+        no_backward = capability in ((8, 9), (12, 0))  # of FlashAttention-2, for some widths
+        for width in (200, 224):
+            assert type(chosen("cuda:1", torch.float16, width, 64).kernel) is (CudaEfficient if no_backward else half)
+    assert set(asked) == {torch.device("cuda:1")}, "devices of one machine may differ"
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
 def test_other_dtypes_are_refused(dtype, device):
     with pytest.raises(ValueError, match=f"attention needs floating point tensors, got {dtype}"):
-        choose_kernel(device, dtype, 64, 64)
+        choose_kernel(torch.device(device), dtype, 64, 64)
 
 
 class EfficientOperators:

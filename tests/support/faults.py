@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import hf_ring_attention as ra
-from hf_ring_attention.transport import heads, transports
+from hf_ring_attention.transport import communicators, heads, transports
 from tests.support.ranks import CONTEXT, TIMEOUT, begin_as_a_program
 
 KINDS = ("killed", "stalled", "raising")
@@ -117,7 +117,7 @@ class FaultyRank:
         else:
             self.attend(ring)
         # What a rank comes to after its fault, where the others wait for it.
-        ring.agree({"the end": "all is done"})
+        ring.agree("the end", {})
 
     def meet(self, folder):
         """Waits for all ranks without a message, so that the fault meets none of them in its set-up."""
@@ -152,11 +152,11 @@ class FaultyRank:
         """An exchange of objects: their sizes, and then themselves."""
         calls = iter(("of sizes", "of objects"))
         of_objects = self.inside(
-            "agreement", dist.distributed_c10d, "all_gather", lambda _: next(calls, "") == "of objects"
+            "agreement", communicators.ProcessGroupCommunicator, "gather", lambda _: next(calls, "") == "of objects"
         )
         self.reach("agreement", "before")
         with of_objects:
-            ring.agree({"the pattern": "exact"})
+            ring.agree("a call", {"the pattern": "exact"})
         self.reach("agreement", "after")
 
     def save(self, group, folder):

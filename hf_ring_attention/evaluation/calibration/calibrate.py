@@ -132,7 +132,7 @@ def calibrate(
     """
     inner = whole_model(model, "calibrate")
     served = ring or attached_ring(inner) or Ring.alone()
-    with served.agreement() as call:
+    with served.agreement("calibrate") as call:
         check_predicts_next(inner, "calibrate")
         _check_undivided(inner)
         patterns = _checked_menu(menu)

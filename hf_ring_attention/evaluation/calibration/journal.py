@@ -30,7 +30,7 @@ def calibration_journal(folder: Path | None, settings: Mapping[str, Any], ring: 
     """
     with ExitStack() as stack:
         if folder is not None:
-            with ring.agreement():
+            with ring.agreement("opening the folder of a calibration"):
                 if ring.rank == 0:
                     stack.enter_context(own_folder(folder))
                     _check_settings_in(folder, json.loads(json.dumps(settings)))
@@ -53,13 +53,13 @@ class CalibrationJournal:
         if self._folder is None:
             return measure()
         file = self._folder / f"{name}.json"
-        with self._ring.agreement() as call:
+        with self._ring.agreement(f"reading the measurement {name}") as call:
             call.message = _measurement_in(file) if self._ring.rank == 0 else None
         written: dict[str, Any] | None = call.answers[0]
         if written is not None:
             return written
         made = measure()
-        with self._ring.agreement():
+        with self._ring.agreement(f"writing the measurement {name}"):
             if self._ring.rank == 0:
                 write_whole(file, json.dumps(made))
         return made

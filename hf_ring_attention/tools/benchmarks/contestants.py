@@ -130,7 +130,8 @@ def _torchscale(pattern: str, segments: list[tuple[int | None, int]], tokens: in
     from torchscale.component.dilated_attention import DilatedAttention
 
     heads, rate = shape.heads, max(rate for _, rate in segments)
-    kernel = choose_kernel(shape.device, getattr(torch, shape.dtype), shape.head_dim, shape.head_dim).kernel
+    dtype, device = getattr(torch, shape.dtype), torch.device(shape.device)
+    kernel = choose_kernel(device, dtype, shape.head_dim, shape.head_dim).kernel
 
     class OnCpu(DilatedAttention):
         """torchscale's dilated attention with torch's flash attention, since what it calls itself runs on GPUs alone."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_nccl_timeout, default_pg_timeout
 
+from ...transport.companions import cpu_group_of
 from ..output import short_bytes, short_seconds
 from .machine import several
 from .runner import CheckRun, Verdict, processes
@@ -27,19 +28,19 @@ _MARGIN = 100
 def clock(run: CheckRun, rounds: int = 5) -> tuple[float, float]:
     """Returns how many seconds this clock is ahead of process 0's, and how exact that is: half of the shortest round trip."""
     several(run)
-    message = torch.zeros(1, dtype=torch.float64)
+    message, group = torch.zeros(1, dtype=torch.float64), cpu_group_of(dist.group.WORLD)
     if run.rank == 0:
         for peer in range(1, run.world_size):
             for _ in range(rounds):
-                dist.recv(message, peer)
+                group.recv([message], peer, 0).wait()
                 message[0] = time.time()
-                dist.send(message, peer)
+                group.send([message], peer, 0).wait()
         return 0.0, 0.0
     trips = []
     for _ in range(rounds):
         start = time.time()
-        dist.send(message, 0)
-        dist.recv(message, 0)
+        group.send([message], 0, 0).wait()
+        group.recv([message], 0, 0).wait()
         end = time.time()
         trips.append((end - start, (start + end) / 2 - float(message)))
     shortest, ahead = min(trips)

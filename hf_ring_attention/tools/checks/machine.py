@@ -44,7 +44,7 @@ def join_group(run: CheckRun) -> dict[str, Any]:
             )
         torch.cuda.set_device(local_rank)
     run.device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    run.backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    run.backend = "nccl" if cuda else "gloo"  # what jobs make
     if run.world_size > 1:
         dist.init_process_group(
             run.backend,

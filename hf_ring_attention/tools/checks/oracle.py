@@ -163,7 +163,7 @@ class TransportOracle:
                 name = str(dtype).removeprefix("torch.")
                 worst[name] = max(worst.get(name, (0.0, bound)), (largest(errors.values()), bound))
                 beyond += [(x, layout.kind, name, e, bound) for x, e in errors.items() if not e <= bound]
-        kernel = choose_kernel(self.run.device.type, self.dtypes[-1], self.heads.width, self.heads.value_width).kernel
+        kernel = choose_kernel(self.run.device, self.dtypes[-1], self.heads.width, self.heads.value_width).kernel
         return {"errors": worst, "beyond": beyond, "kernel": kernel.name}
 
 

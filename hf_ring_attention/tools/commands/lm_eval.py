@@ -41,9 +41,7 @@ def lm_eval_command(context: typer.Context) -> None:
     from lm_eval.__main__ import cli_evaluate
 
     from ...evaluation import lm_harness  # noqa: F401
-    from ...transport.lost_processes import naming_lost_processes
 
     # The harness reads its arguments from here, and inserts "run" where no subcommand is named.
     sys.argv = ["lm_eval", *context.args]
-    with naming_lost_processes():
-        cli_evaluate()
+    cli_evaluate()

@@ -1,0 +1,60 @@
+"""A process of a command that is killed ends the others by one line that names it."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from hf_ring_attention.ring import engine
+from hf_ring_attention.tools import cli
+from tests.support.checkpoints import save_checkpoint_of_words
+from tests.support.programs import run_program
+from tests.support.ranks import PROMPTLY
+from tests.support.tiny_models import with_large_weights
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
+COMMANDS = {
+    "calibrate": "calibrate --text fox.txt --seq-len 80 --budget 0.5 --menu window:4+1 --menu exact --device cpu",
+    "evaluate": "evaluate --text fox.txt --tasks perplexity --lengths 80 --pattern exact --device cpu --output report",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_others_name_it_in_one_line(command, tmp_path, monkeypatch):
+    folder = save_checkpoint_of_words(tmp_path, with_large_weights, num_key_value_heads=2)
+    monkeypatch.chdir(folder)
+    words = [*COMMANDS[command].split(), "--model", "model"]
+    start = time.monotonic()
+    done = run_program(__file__, *words, processes=3, environment={**os.environ, **ENVIRONMENT}, timeout=2 * PROMPTLY)
+    assert time.monotonic() - start < PROMPTLY
+    lines = [line for line in done.stderr.splitlines() if "lost" in line]
+    assert len(lines) == 2 and "Traceback" not in done.stderr, done.stderr
+    for line, rank in zip(lines, (0, 2), strict=True):
+        # Another one may still wait while this one says who does not answer.
+        named = re.match(
+            r"hf-ring-attention: lost (?:process|one or more of the processes) \[?([\d, ]+)\]? of 3 ", line
+        )
+        assert named is not None and "1" in named[1].replace(" ", "").split(","), line
+        assert f"so process {rank} ends too" in line
+    assert len(done.stderr.splitlines()) < 10, done.stderr
+
+
+def killed_in_its_third_call():
+    forward, calls = engine.forward_pass, iter(range(10**6))
+
+    def killed(*call):
+        if next(calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return forward(*call)
+
+    return killed
+
+
+if __name__ == "__main__":
+    if os.environ["RANK"] == "1":
+        engine.forward_pass = killed_in_its_third_call()
+    cli.main()
