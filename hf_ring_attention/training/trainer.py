@@ -31,7 +31,13 @@ from .next_tokens import shift_labels_of
 from .shard_iterators import Shards
 from .sharded_weights import average_by_sums, whole_norm
 from .shards import IGNORED, layout_of_shard
-from .trainer_checks import preprocessed_by_token, reads_all_logits, warn_of_methods, wrong_settings
+from .trainer_checks import (
+    keep_the_smallest_perplexity,
+    preprocessed_by_token,
+    reads_all_logits,
+    warn_of_methods,
+    wrong_settings,
+)
 
 logger = logging.getLogger(__name__)
 check_trainer(Trainer)
@@ -95,6 +101,7 @@ class RingTrainerMixin(_Trainer):
         super().__init__(*args, **kwargs)
         self.ring.agree_everywhere({}, wrong_settings(self, RingTrainerMixin))
         warn_of_methods(self, RingTrainerMixin)
+        keep_the_smallest_perplexity(self)
         self._reads_all_logits = reads_all_logits(self)
         # The attributes of the object replace the methods of subclasses too, which come before those of this class.
         for name in ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"):

@@ -278,6 +278,41 @@ def test_losses_by_the_logits_on_one_process_are_those_of_trainer(name, tmp_path
     assert losses[1] == pytest.approx(losses[0], rel=EXACT)
 
 
+# ---- the best checkpoint
+
+
+class MixedTrainer(ra.RingTrainerMixin, Trainer):
+    """With the arguments of another Trainer, which know nothing of perplexities."""
+
+
+@pytest.mark.parametrize("by", ["RingTrainer", "the mixin"])
+def test_the_best_checkpoint_has_the_smallest_perplexity(by, tmp_path, caplog):
+    kinds = (ra.RingTrainer, ra.RingTrainingArguments), (MixedTrainer, TrainingArguments)
+    kind, arguments = kinds[by == "the mixin"]
+    args = arguments(
+        str(tmp_path), max_steps=3, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        metric_for_best_model="perplexity", load_best_model_at_end=True, optim="sgd", learning_rate=1e-2, use_cpu=True,
+        report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    made = kind(tiny_llama(), args, train_dataset=ROWS, eval_dataset=EVAL_ROWS, data_collator=ra.PaddingCollator())
+    made.train()
+    found = {x["step"]: x["eval_perplexity"] for x in made.state.log_history if "eval_perplexity" in x}
+    assert len(set(found.values())) == 3
+    assert made.state.best_metric == min(found.values())
+    assert made.state.best_model_checkpoint.endswith(f"checkpoint-{min(found, key=found.get)}")
+    assert made.evaluate()["eval_perplexity"] == pytest.approx(min(found.values()), rel=EXACT)
+    assert ("'perplexity' came with greater_is_better=True" in caplog.text) == (by == "the mixin")
+
+
+@pytest.mark.parametrize("metric", ["perplexity", "eval_perplexity", "eval_books_perplexity"])
+def test_a_greater_perplexity_is_not_better(metric, tmp_path):
+    args = ra.RingTrainingArguments(str(tmp_path), metric_for_best_model=metric, use_cpu=True)
+    assert args.greater_is_better is False
+    with pytest.raises(ValueError, match="keeps the worst checkpoint: leave greater_is_better out"):
+        ra.RingTrainingArguments(str(tmp_path), metric_for_best_model=metric, greater_is_better=True, use_cpu=True)
+    assert ra.RingTrainingArguments(str(tmp_path), metric_for_best_model="accuracy", use_cpu=True).greater_is_better
+
+
 # ---- what is refused
 
 
