@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -127,6 +128,28 @@ def keep_the_smallest_perplexity(trainer: Any) -> None:
                 "pass greater_is_better=False",
                 args.metric_for_best_model,
             )
+
+
+def is_finite_step(accelerator: Any, loss: float, norm: float) -> bool:
+    """Returns whether the optimizer may take a step with this loss of all processes, and this norm of whole gradients.
+
+    In float16 gradients may overflow: the step is skipped, and the loss is scaled by half as much, until none does.
+    """
+    scaler = accelerator.scaler
+    skipped = accelerator.mixed_precision == "fp16" and (scaler is None or scaler.get_scale() >= 1)
+    return math.isfinite(loss) and (math.isfinite(norm) or skipped)
+
+
+def warn_of_step(trainer: Any, loss: float, norm: float) -> None:
+    """Warns of a step whose loss or gradient norm is not finite."""
+    if trainer.is_world_process_zero():
+        logger.warning(
+            "step %d: loss %g, gradient norm %g: training goes on, but the weights may become NaN, and logs may leave such "
+            "losses out (logging_nan_inf_filter): stop, and lower the learning rate",
+            trainer.state.global_step + 1,
+            loss,
+            norm,
+        )
 
 
 def reads_all_logits(trainer: Any) -> bool:

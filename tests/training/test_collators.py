@@ -81,7 +81,9 @@ def test_a_document_without_the_marks_of_others_is_refused(collator, name):
         rows = [{"input_ids": [*range(5, 11)], name: [-100, -100, 7, 8, 9, 10]} for _ in range(3)]
     assert int((collator(rows)["labels"] != -100).sum()) == 12
     del rows[1][name]
-    with pytest.raises(ValueError, match=f"document 1 of a batch has no {name}, which document 0 has, so that its every"):
+    with pytest.raises(
+        ValueError, match=f"document 1 of a batch has no {name}, which document 0 has, so that its every"
+    ):
         collator(rows)
     rows[1][name] = None  # as a data set has what is missing
     with pytest.raises(ValueError, match=f"document 1 of a batch has None for {name}, so that every token would count"):

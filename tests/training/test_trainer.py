@@ -1,6 +1,8 @@
 """What else a RingTrainer does: evaluation, resuming, users' losses and metrics, PEFT, TRL; and what it refuses."""
 
 import contextlib
+import logging
+import math
 
 import numpy as np
 import pytest
@@ -276,6 +278,49 @@ def test_losses_by_the_logits_on_one_process_are_those_of_trainer(name, tmp_path
         made.train()
         losses.append([entry["loss"] for entry in made.state.log_history if "loss" in entry])
     assert losses[1] == pytest.approx(losses[0], rel=EXACT)
+
+
+# ---- numbers that are not finite
+
+
+class Diverging(ra.RingTrainer):
+    """The loss of the last process is NaN from its third step on."""
+
+    def compute_loss(self, model, inputs, **options):
+        loss = super().compute_loss(model, inputs, **options)
+        last = self.args.process_index == self.args.world_size - 1
+        return loss * torch.nan if self.state.global_step >= 2 and last else loss
+
+
+class Stopping(Diverging):
+    def when_not_finite(self, loss, grad_norm):
+        raise ArithmeticError(f"step {self.state.global_step + 1}: {loss} {grad_norm}")
+
+
+def diverging(rank, folder, ring_size):
+    """The error of each process, and whether all weights are finite then; and the warnings of a Trainer that goes on."""
+    model, told = tiny_llama(), []
+    try:
+        trainer(rank, folder, ring_size=ring_size, trainer_class=Stopping, model=model, **DATA)
+    except ArithmeticError as error:
+        told.append(str(error))
+    finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("hf_ring_attention").addHandler(handler)
+    made = trainer(rank, folder, ring_size=ring_size, trainer_class=Diverging, eval_rows=EVAL_ROWS, **DATA)[1]
+    assert made.state.global_step == 5
+    figures = made.evaluate()
+    assert math.isnan(figures["eval_loss"]) and math.isnan(figures["eval_perplexity"])
+    return finite, told
+
+
+@pytest.mark.parametrize(("world_size", "ring_size"), [(1, 1), (2, 2), (2, 1)])
+def test_a_loss_that_is_not_finite_is_told_on_all_processes_together(world_size, ring_size, tmp_path):
+    for rank, (finite, told) in enumerate(run_ranks(diverging, world_size, tmp_path, ring_size)):
+        assert finite and told[0] == "step 3: nan nan"
+        warned = [text for text in told[1:] if "training goes on" in text]
+        assert len(warned) == (rank == 0) and all("step 3: loss nan, gradient norm nan" in text for text in warned)
 
 
 # ---- the best checkpoint
