@@ -247,7 +247,8 @@ def test_finetune_distills_from_exact_attention(folder, tmp_path):
 def test_finetune_refuses_to_distill_what_does_not_stay(folder, tmp_path):
     options = ["--model", folder / "model", "--distill", "--output", tmp_path / "run"]
     assert "would learn what it computes already" in refused("finetune.py", *options, "--pattern", "exact")
-    assert "the teacher has the model's own weights" in refused("finetune.py", *options)
+    assert "would learn what it computes already" in refused("finetune.py", *options)
+    assert "the teacher has the model's own weights" in refused("finetune.py", *options, "--pattern", "window:32")
 
 
 def test_several_processes_must_be_told_their_ring(folder, tmp_path):
