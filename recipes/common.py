@@ -188,13 +188,15 @@ def _convert(name: str) -> None:
         if hasattr(transformers, "GgufConfig"):
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
         model = AutoModelForCausalLM.from_pretrained(
-            source.parent, gguf_file=source.name, dtype=torch.float32, **options
+            source.parent, gguf_file=source.name, dtype=torch.float32, trust_remote_code=False, **options
         )
         # The loaded config says that the model is quantized, but its weights no longer are.
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         model.save_pretrained(building)
-        AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(building)
+        AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False).save_pretrained(
+            building
+        )
         os.rename(building, folder)
         os.mkdir(building)  # The context manager will remove a folder of this name.
 
