@@ -24,6 +24,7 @@ import hf_ring_attention as ra
 from tests.support.ranks import run_ranks
 from tests.support.tolerance import EXACT, allowed
 from tests.support.training import (
+    CHECKPOINTING,
     SIZES,
     assert_equal_runs,
     differences,
@@ -178,7 +179,7 @@ def sft(rank, folder, ring_size, packing=False, chats=False):
         max_steps=4,  # an epoch, whose last batch is short
         use_cpu=True,
         bf16=False,
-        gradient_checkpointing=False,
+        **{CHECKPOINTING: False},
         report_to=[],
         disable_tqdm=True,
         logging_steps=1,
