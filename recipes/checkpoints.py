@@ -19,17 +19,19 @@ import sys
 import zipfile
 from collections import UserDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather
+from accelerate import Accelerator, PartialState
+from accelerate.utils import broadcast_object_list, gather
 from safetensors import SafetensorError, safe_open
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_ring_attention.evaluation.journal import own_folder
 
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 #: The last file of a checkpoint of `finetune.py`: the settings of its run, and the sizes of all other files in bytes.
@@ -48,8 +50,9 @@ def step_of(checkpoint: Path) -> int | None:
 
 
 def checkpoints(output: Path) -> list[Path]:
-    """Returns the folders in `output` that are called checkpoints, by step."""
-    folders = [path for path in output.glob("checkpoint-*") if step_of(path) is not None and path.is_dir()]
+    """Returns the folders in `output` that are called checkpoints, by step, and links that should lead to such folders."""
+    folders = [path for path in output.glob("checkpoint-*") if path.is_dir() or path.is_symlink()]
+    folders = [path for path in folders if step_of(path) is not None]
     return sorted(folders, key=lambda path: step_of(path) or 0)
 
 
@@ -61,6 +64,25 @@ def refuse_earlier(output: Path, resume: str, option: str) -> None:
             f"{output} has {earlier[-1].name} of an earlier run: go on from it with {resume}, or name another folder with "
             f"{option}, or delete {', '.join(str(path) for path in earlier)}"
         )
+
+
+@contextmanager
+def own_run(output: Path, option: str) -> Iterator[None]:
+    """Keeps other runs from writing to a folder, which would mix the model of one with the optimizer of another.
+
+    All processes enter it together; if the folder is taken, or cannot be written to, all of them end.
+    """
+    with ExitStack() as stack:
+        error = None
+        if PartialState().is_main_process:
+            try:
+                stack.enter_context(own_folder(output))
+            except (OSError, ValueError) as reason:
+                error = f"{option}: {reason}"
+        (error,) = broadcast_object_list([error])
+        if error:
+            raise SystemExit(error)
+        yield
 
 
 @contextmanager
@@ -108,7 +130,7 @@ def save(accelerator: Accelerator, output: Path, step: int, settings: Mapping[st
                 output.mkdir(parents=True, exist_ok=True)
                 # Runs that were killed left these folders.
                 for left in [*output.glob("checkpoint-*.part"), *output.glob("checkpoint-*.old")]:
-                    shutil.rmtree(left)
+                    _remove(left)
             accelerator.wait_for_everyone()
             accelerator.save_state(str(part))
             accelerator.wait_for_everyone()
@@ -121,15 +143,23 @@ def save(accelerator: Accelerator, output: Path, step: int, settings: Mapping[st
                 # A checkpoint of this step or a later one was damaged, or the run would have gone on from it.
                 later = [path for path in checkpoints(output) if (step_of(path) or 0) >= step]
                 for damaged in later:
-                    shutil.rmtree(damaged.rename(output / f"{damaged.name}.old"))
+                    _remove(damaged.rename(output / f"{damaged.name}.old"))
                 part.rename(whole)
                 for older in checkpoints(output)[:-keep]:
                     # A folder that is deleted piece by piece must not bear the name of a whole one meanwhile.
-                    shutil.rmtree(older.rename(output / f"{older.name}.old"))
+                    _remove(older.rename(output / f"{older.name}.old"))
     except SystemExit:
         if accelerator.is_main_process:
             shutil.rmtree(part, ignore_errors=True)  # What was written of it fills the disk.
         raise
+
+
+def _remove(checkpoint: Path) -> None:
+    """Removes a checkpoint; of one that was moved elsewhere and linked to, the link alone."""
+    if checkpoint.is_symlink():
+        checkpoint.unlink()
+    else:
+        shutil.rmtree(checkpoint)
 
 
 def _sizes(folder: Path) -> dict[str, int]:
@@ -156,18 +186,38 @@ def damaged(output: Path) -> dict[str, str]:
     return {path.name: lacking for path in checkpoints(output) if (lacking := lacks(path))}
 
 
+def last_whole(output: Path) -> Path | None:
+    """Returns the last whole checkpoint of a run of `finetune.py`; None without any."""
+    return next((path for path in reversed(checkpoints(output)) if lacks(path) is None), None)
+
+
 def last_saved(output: Path) -> Path:
-    """Returns the last whole checkpoint of a run of `finetune.py`."""
-    lacking = damaged(output)
-    whole = [path for path in checkpoints(output) if path.name not in lacking]
-    if not whole:
+    """Returns the last whole checkpoint of a run of `finetune.py`; ends the program without any."""
+    last = last_whole(output)
+    if last is None:
+        lacking = damaged(output)
         told = [f"{path.name} was not finished" for path in output.glob("checkpoint-*.part")]
         told += [f"{name} lacks {what}" for name, what in lacking.items()]
         raise SystemExit(
             f"--resume: there is no {'whole ' if lacking else ''}checkpoint in {output}; a run with --save-every writes it"
             + (f" ({'; '.join(told)})" if told else "")
         )
-    return whole[-1]
+    return last
+
+
+def end_not_finite(step: int, loss: float, norm: float, last: Path | None, rate: str) -> NoReturn:
+    """Ends a run whose loss or gradient norm is not finite, on all processes, of which the first says why.
+
+    Args:
+        last: the last whole checkpoint.
+        rate: the option of the learning rate.
+    """
+    raise SystemExit(
+        f"step {step}: loss {loss:g}, gradient norm {norm:g}: training stops, and saves nothing of it. Last good checkpoint: "
+        f"{last or 'none'}. Start again with a smaller {rate}, or in bfloat16 instead of float16"
+        if os.environ.get("RANK", "0") == "0"
+        else 1
+    )
 
 
 def stamp_of_model(model: str) -> str:
@@ -227,14 +277,17 @@ def check_settings(checkpoint: Path, settings: Mapping[str, Any]) -> None:
         )
 
 
+def whole_of_trainer(output: Path, processes: int) -> Path | None:
+    """Returns the last whole checkpoint that Transformers' Trainer wrote from this number of processes; None without any."""
+    return next((path for path in reversed(checkpoints(output)) if not _lacks_of_trainer(path, processes)), None)
+
+
 def last_of_trainer(output: Path, processes: int) -> Path:
-    """Returns the last whole checkpoint that Transformers' Trainer wrote from this number of processes."""
-    folders = checkpoints(output)
-    obstacles = {path: lacking for path in folders if (lacking := _lacks_of_trainer(path, processes))}
-    whole = [path for path in folders if path not in obstacles]
-    if whole:
-        return whole[-1]
-    reasons = "".join(f"; {path.name} lacks {lacking}" for path, lacking in obstacles.items())
+    """Returns the last whole checkpoint that Trainer wrote from this number of processes; ends the program without any."""
+    last = whole_of_trainer(output, processes)
+    if last is not None:
+        return last
+    reasons = "".join(f"; {path.name} lacks {_lacks_of_trainer(path, processes)}" for path in checkpoints(output))
     raise SystemExit(
         f"--resume_from_checkpoint: there is no whole checkpoint of {processes} process(es) in {output}{reasons}. A run with "
         f"--save_strategy steps writes them; to take one as it is, name its folder"

@@ -141,10 +141,12 @@ def _may_be_an_id(text: str) -> bool:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Adds the option --model."""
+    """Adds the options that name a model, and allow it to bring code."""
     parser.add_argument("--model", type=model_source, default=BUNDLED, help=f"{MODEL_HELP} (default {BUNDLED})")
+    parser.add_argument("--trust-remote-code", action="store_true", help=TRUST_HELP)
 
 
+TRUST_HELP = "run the Python code that the model's folder or hub repository brings; read it first"
 MODEL_HELP = f"folder or hub id of a causal language model, or one of {', '.join(INSTALLED)}"
 
 
@@ -186,13 +188,15 @@ def _convert(name: str) -> None:
         if hasattr(transformers, "GgufConfig"):
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
         model = AutoModelForCausalLM.from_pretrained(
-            source.parent, gguf_file=source.name, dtype=torch.float32, **options
+            source.parent, gguf_file=source.name, dtype=torch.float32, trust_remote_code=False, **options
         )
         # The loaded config says that the model is quantized, but its weights no longer are.
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         model.save_pretrained(building)
-        AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(building)
+        AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False).save_pretrained(
+            building
+        )
         os.rename(building, folder)
         os.mkdir(building)  # The context manager will remove a folder of this name.
 
@@ -202,25 +206,27 @@ def _loading(part: str, source: str) -> Iterator[str]:
     """Yields the folder or id to load a model from; a failure to load ends the program with the reason."""
     try:
         yield str(installed_model(source)) if source in INSTALLED else source
-    except OSError as error:
+    except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise SystemExit(
-            f"the {part} of {source!r} cannot be loaded: {reason} A model is a folder, a hub id as 'owner/name', or one of "
-            f"{', '.join(INSTALLED)}."
-        ) from None
+        remedy = f"A model is a folder, a hub id as 'owner/name', or one of {', '.join(INSTALLED)}."
+        if "trust_remote_code" in reason:
+            remedy = "It brings code of its own: read it, and start again with --trust-remote-code if you trust it."
+        raise SystemExit(f"the {part} of {source!r} cannot be loaded: {reason} {remedy}") from None
 
 
-def load_tokenizer(model: str = BUNDLED) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a `model_source`."""
+def load_tokenizer(model: str = BUNDLED, *, trust: bool = False) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of a `model_source`; `trust` lets the code run that the source brings."""
     with _loading("tokenizer", model) as source:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
 
 
-def load_model(model: str = BUNDLED, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Returns the causal language model of a `model_source`, under "ring_dilated"."""
+def load_model(model: str = BUNDLED, dtype: torch.dtype = torch.float32, *, trust: bool = False) -> PreTrainedModel:
+    """Returns the causal language model of a `model_source`, under "ring_dilated"; `trust` is as for its tokenizer."""
     disable_progress_bar()
     with _loading("model", model) as source:
-        return AutoModelForCausalLM.from_pretrained(source, attn_implementation="ring_dilated", dtype=dtype)
+        return AutoModelForCausalLM.from_pretrained(
+            source, attn_implementation="ring_dilated", dtype=dtype, trust_remote_code=trust
+        )
 
 
 def load(
@@ -230,14 +236,29 @@ def load(
     return load_model(model or BUNDLED, dtype), load_tokenizer(model or BUNDLED)
 
 
-def check_heads(model: str, pattern: ra.Pattern | ra.Calibration) -> None:
-    """Ends the program where a pattern is for another model, before this one's weights are loaded."""
+def check_heads(model: str, pattern: ra.Pattern | ra.Calibration, *, trust: bool = False) -> bool:
+    """Ends the program where a pattern is for another model, before this one's weights are loaded.
+
+    Returns:
+        Whether the pattern replaces another one, with which the model was saved.
+    """
     with _loading("config", model) as source:
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
+    saved = getattr(config.get_text_config(), "ring_dilated", None)
     try:
         ra.patch_config(config, pattern)
     except (NotImplementedError, ValueError) as error:
         raise SystemExit(str(error)) from None
+    return saved not in (None, config.get_text_config().ring_dilated)
+
+
+def describe_run(ring: ra.Ring, pattern: str, replaces: bool, rows: str) -> str:
+    """Returns the first line of a run: what attention it computes, over which rings, and on what rows."""
+    replaced = " (replaces the pattern that the model was saved with)" if replaces else ""
+    return (
+        f"{ring.dp_size} ring(s) of {ring.world_size} process(es), layout {ring.layout}, transport {ring.transport}, "
+        f"pattern {pattern}{replaced}; {rows}"
+    )
 
 
 def check_places(model: PreTrainedModel, tokens: int, option: str) -> None:
@@ -338,7 +359,8 @@ def pattern_settings(pattern: ra.Pattern | ra.Calibration) -> str | dict[str, st
     return str(pattern) if isinstance(pattern, ra.Pattern) else pattern.texts_of_layers
 
 
-PATTERN_HELP = f"{FORMS}; or the file calibration.json that hf-ring-attention calibrate wrote"
+LORA_HELP = "train adapters of this rank beside all linear layers, and nothing else; 0: all weights"
+PATTERN_HELP = f"what the model computes: {FORMS}; or the file calibration.json that hf-ring-attention calibrate wrote"
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ from hf_ring_attention.evaluation.calibration.result import load_pattern
 from hf_ring_attention.tools.arguments import at_least, missing_extra, new_file, new_folder, pattern_source, positive
 from hf_ring_attention.tools.benchmarks.harness import peak_memory
 from hf_ring_attention.tools.plots import plot_training
+from hf_ring_attention.training.trainer_checks import is_finite_step
 
 #: The schedules of transformers.get_scheduler that need nothing but the number of steps.
 SCHEDULES = (
@@ -67,7 +68,9 @@ def parse_args(argv=None) -> argparse.Namespace:
         usage="%(prog)s [option ...]", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     common.add_model(parser)
-    parser.add_argument("--pattern", type=pattern_source, default="pyramid:512,3", help=common.PATTERN_HELP)
+    parser.add_argument(
+        "--pattern", type=pattern_source, default="exact", help=f"{common.PATTERN_HELP} (default exact)"
+    )
     parser.add_argument(
         "--ring-size",
         type=at_least(1),
@@ -83,7 +86,12 @@ def parse_args(argv=None) -> argparse.Namespace:
     )
     training.add_argument("--steps", type=at_least(1), default=20, help="optimizer steps (default 20)")
     training.add_argument("--accumulate", type=at_least(1), default=1, help="batches of an optimizer step (default 1)")
-    training.add_argument("--lr", type=positive, default=5e-5, help="highest learning rate (default 5e-5)")
+    training.add_argument(
+        "--lr",
+        type=positive,
+        default=5e-5,
+        help="highest learning rate of AdamW, whose weight decay is 0.1 (default 5e-5)",
+    )
     training.add_argument(
         "--schedule", choices=SCHEDULES, default="cosine", help="how the learning rate changes (default cosine)"
     )
@@ -93,9 +101,7 @@ def parse_args(argv=None) -> argparse.Namespace:
         help="steps of rising learning rate, the first with 0; default: 2, or 0 of one step",
     )
     training.add_argument("--clip", type=positive, default=1.0, help="largest norm of the gradient (default 1)")
-    training.add_argument(
-        "--lora", type=at_least(0), default=0, metavar="RANK", help="train adapters of this rank; 0: all weights"
-    )
+    training.add_argument("--lora", type=at_least(0), default=0, metavar="RANK", help=f"{common.LORA_HELP} (default 0)")
     training.add_argument(
         "--distill",
         action="store_true",
@@ -179,9 +185,6 @@ def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
 
 def main() -> None:
     args = parse_args()
-    resumed = checkpoints.last_saved(args.output) if args.resume else None
-    if resumed is None:
-        checkpoints.refuse_earlier(args.output, "--resume", "--output")
     # Optimizer steps may cross the end of an epoch: the batches of a step are counted below.
     accumulation = GradientAccumulationPlugin(args.accumulate, sync_with_dataloader=False)
     accelerator = Accelerator(
@@ -200,14 +203,22 @@ def main() -> None:
     ways = {"layout": args.ring_layout, "transport": args.ring_transport, "heads": args.ring_heads}
     common.check_ring(size, **ways)
     ring = ra.Ring.from_accelerator(accelerator, size, **ways)
-    set_seed(args.seed)
+    with checkpoints.own_run(args.output, "--output"):
+        fine_tune(args, accelerator, ring)
 
-    pattern = load_pattern(args.pattern)
-    tokenizer = common.load_tokenizer(args.model)
-    common.check_heads(args.model, pattern)
+
+def fine_tune(args: argparse.Namespace, accelerator: Accelerator, ring: ra.Ring) -> None:
+    """Trains, evaluates and saves, in a folder that no other run writes to."""
+    resumed = checkpoints.last_saved(args.output) if args.resume else None
+    if resumed is None:
+        checkpoints.refuse_earlier(args.output, "--resume", "--output")
+    set_seed(args.seed)
+    pattern, trust = load_pattern(args.pattern), args.trust_remote_code
+    tokenizer = common.load_tokenizer(args.model, trust=trust)
+    replaces = common.check_heads(args.model, pattern, trust=trust)
     sources = documents.sources_of(args)
     data = documents.prepare(sources, tokenizer, seed=args.seed, needed=args.batch_size * ring.dp_size)
-    accelerator.print(data.description)
+    accelerator.print(common.describe_run(ring, args.pattern, replaces, data.description))
     # A run must not change these settings when it goes on: the data, their order, the pattern, and those of the optimizer.
     names = (
         "seq_len",
@@ -234,10 +245,11 @@ def main() -> None:
         if done > args.steps:
             raise SystemExit(f"--steps {args.steps}: {resumed} was written after step {done}: take {done} or more")
 
-    model = common.load_model(args.model)
+    model = common.load_model(args.model, trust=trust)
     common.check_places(model, args.seq_len, "--seq-len")
     if args.checkpointing:
-        model.gradient_checkpointing_enable()
+        # Transformers 5.23 gave it a new name, and warns of the old one.
+        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
     if args.lora:
         model = common.add_lora(model, args.lora)
     ra.patch_model(model, pattern, ring=ring)
@@ -308,26 +320,21 @@ def main() -> None:
                     accelerator.backward(loss * args.accumulate)
                 total += loss.detach()
             norm = accelerator.clip_grad_norm_(model.parameters(), args.clip)
-            norm = (
-                norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            )  # FSDP 2 may leave each process its part.
+            # FSDP 2 may leave each process its part.
+            norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+            # Each share is scaled by the number of processes, because gradients are averaged over them.
+            loss = float(accelerator.reduce(total, "mean"))
+            if not is_finite_step(accelerator, loss, norm):
+                accelerator.end_training()
+                checkpoints.end_not_finite(step, loss, norm, checkpoints.last_whole(args.output), "--lr")
             rate = optimizer.param_groups[0]["lr"]
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            # Each share is scaled by the number of processes, because gradients are averaged over them.
-            loss = float(accelerator.reduce(total, "mean"))
             fill = ra.row_fill(shards)
             seconds = time.perf_counter() - start
             figures.steps.append(
-                {
-                    "loss": loss,
-                    "grad_norm": float(norm),
-                    "tokens": int(tokens),
-                    "fill": fill,
-                    "seconds": seconds,
-                    "lr": rate,
-                }
+                {"loss": loss, "grad_norm": norm, "tokens": int(tokens), "fill": fill, "seconds": seconds, "lr": rate}
             )
             accelerator.log(figures.steps[-1], step=step)
             bar.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{int(tokens) / seconds:.0f}")

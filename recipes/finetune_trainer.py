@@ -45,8 +45,9 @@ class Arguments(documents.Sources):
     """The options of this recipe: the model, and the documents that it learns from."""
 
     model: str = field(default=common.BUNDLED, metadata={"help": common.MODEL_HELP})
-    pattern: str = field(default="pyramid:512,3", metadata={"help": common.PATTERN_HELP})
-    lora: int = field(default=0, metadata={"help": "rank of adapters, which alone are trained; 0: all weights"})
+    trust_remote_code: bool = field(default=False, metadata={"help": common.TRUST_HELP})
+    pattern: str = field(default="exact", metadata={"help": common.PATTERN_HELP})
+    lora: int = field(default=0, metadata={"help": common.LORA_HELP})
     plot: bool = field(
         default=False, metadata={"help": "draw the losses to loss.png in --output_dir (needs matplotlib)"}
     )
@@ -66,6 +67,10 @@ class TrainingArguments(ra.RingTrainingArguments):
     report_to: list[str] = field(default_factory=lambda: ["none"])
 
 
+#: Transformers 5.23 gave it a new name, and warns of the old one.
+CHECKPOINTING = (
+    "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
+)
 #: The texts of --help for the TrainingArguments that most runs need; --help-all shows all of them.
 OFTEN = {
     "ring_size": "processes that share each sequence; several processes need it",
@@ -79,7 +84,7 @@ OFTEN = {
     "lr_scheduler_type": "linear, cosine, constant_with_warmup, ...",
     "warmup_steps": "steps of rising learning rate",
     "bf16": "mixed precision: true",
-    "gradient_checkpointing": "recompute activations in backward: true",
+    CHECKPOINTING: "recompute activations in backward: true",
     "offload_activations": "keep in host memory what that leaves on the device: true",
     "fsdp": "share parameters, gradients and optimizer: full_shard; or --deepspeed FILE",
     "eval_strategy": "steps: evaluate on --held_out every --eval_steps",
@@ -177,22 +182,37 @@ def resumed(training: TrainingArguments) -> str | None:
     return option
 
 
+class Trainer(ra.RingTrainer):
+    """Stops at the first loss or gradient norm that is not finite, before a checkpoint holds what it did to the weights."""
+
+    def when_not_finite(self, loss: float, grad_norm: float) -> None:
+        last = checkpoints.whole_of_trainer(Path(self.args.output_dir), self.args.world_size)
+        self.accelerator.end_training()
+        checkpoints.end_not_finite(self.state.global_step + 1, loss, grad_norm, last, "--learning_rate")
+
+
 def main() -> None:
     args, training = parse_args()
     training.ring_size = common.ring_size(training.ring_size, training.world_size, "--ring_size")
     common.check_ring(training.ring_size, training.ring_layout, training.ring_transport, training.ring_heads)
-    resume = resumed(training)
+    with checkpoints.own_run(Path(training.output_dir), "--output_dir"):
+        train(args, training)
+
+
+def train(args: Arguments, training: TrainingArguments) -> None:
+    """Trains, evaluates and saves, in a folder that no other run writes to."""
+    resume, trust = resumed(training), args.trust_remote_code
     training.eval_on_start = bool(args.held_out) and resume is None
     pattern = load_pattern(args.pattern)
-    tokenizer = common.load_tokenizer(args.model)
-    common.check_heads(args.model, pattern)
+    tokenizer = common.load_tokenizer(args.model, trust=trust)
+    replaces = common.check_heads(args.model, pattern, trust=trust)
     data = documents.prepare(args, tokenizer, seed=training.seed)
-    model = common.load_model(args.model)
+    model = common.load_model(args.model, trust=trust)
     common.check_places(model, args.seq_len, "--seq_len")
     ra.patch_config(model.config, pattern)
     if args.lora:
         model = common.add_lora(model, args.lora)
-    trainer = ra.RingTrainer(
+    trainer = Trainer(
         model,
         training,
         train_dataset=data.rows,
@@ -200,7 +220,7 @@ def main() -> None:
         data_collator=documents.collator(args, tokenizer),
         processing_class=tokenizer,
     )
-    trainer.accelerator.print(data.description)
+    trainer.accelerator.print(common.describe_run(trainer.ring, args.pattern, replaces, data.description))
     output = Path(training.output_dir)
     remedy = "make space there, and go on with --resume_from_checkpoint true"
     with checkpoints.Stop() as stop, checkpoints.writing("a checkpoint", output, remedy):

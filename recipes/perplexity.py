@@ -85,7 +85,7 @@ def parse_args(argv=None) -> argparse.Namespace:
         type=pattern_source,
         nargs="+",
         default=["exact", "window:512+4", "pyramid:512,3"],
-        help=common.PATTERN_HELP,
+        help=f"{common.PATTERN_HELP} (default exact window:512+4 pyramid:512,3)",
     )
     parser.add_argument(
         "--dtype",
@@ -109,11 +109,12 @@ def main() -> None:
 
     accelerator = Accelerator()
     text = documents.whole_text(documents.sources_of(args))
+    trust, ring = args.trust_remote_code, ra.Ring()
     for spec in args.patterns:
-        common.check_heads(args.model, load_pattern(spec))
-    ids = common.tokenize(common.load_tokenizer(args.model), text, args.tokens)
-    model = common.load_model(args.model, getattr(torch, args.dtype)).to(accelerator.device)
-    ring = ra.Ring()
+        common.check_heads(args.model, load_pattern(spec), trust=trust)
+    accelerator.print(common.describe_run(ring, ", ".join(args.patterns), False, f"{args.tokens} tokens"))
+    ids = common.tokenize(common.load_tokenizer(args.model, trust=trust), text, args.tokens)
+    model = common.load_model(args.model, getattr(torch, args.dtype), trust=trust).to(accelerator.device)
     progress = print if accelerator.is_main_process else lambda line: None
     figures = measure(model, ids, args.patterns, ring, progress)
     if accelerator.is_main_process:

@@ -37,6 +37,8 @@ PICKLE_ALLOWED = {
     "tests/hf/test_config.py",
     "tests/support/ranks.py",
 }
+#: Where a model's own code runs if the user passes --trust-remote-code.
+REMOTE_CODE_ALLOWED = {"hf_ring_attention/tools/loading.py", "recipes/common.py"}
 
 
 def unsafe(source):
@@ -103,11 +105,24 @@ def test_nothing_that_is_read_runs(path):
     found = list(unsafe(SOURCES[path]))
     if path in PICKLE_ALLOWED:
         found = [reason for reason in found if "pickle" not in reason]
+    if path in REMOTE_CODE_ALLOWED:
+        found = [reason for reason in found if "passes trust_remote_code" not in reason]
     assert not found
 
 
+def test_a_model_s_own_code_never_depends_on_a_prompt():
+    """Without trust_remote_code, Transformers asks on standard input whether to run it."""
+    for path, source in SOURCES.items():
+        calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+        loads = [x for x in calls if re.fullmatch(r"Auto\w+\.from_pretrained", ast.unparse(x.func))]
+        for call in loads if path.startswith(("hf_ring_attention/", "recipes/")) else ():
+            assert "trust_remote_code" in {keyword.arg for keyword in call.keywords}, f"{path}:{call.lineno}"
+
+
 def test_every_file_is_looked_at():
-    assert len(SOURCES) > 200 and SOURCES.keys() >= PICKLE_ALLOWED
+    assert len(SOURCES) > 200 and SOURCES.keys() >= PICKLE_ALLOWED | REMOTE_CODE_ALLOWED
+    for path in REMOTE_CODE_ALLOWED:
+        assert any("trust_remote_code" in reason for reason in unsafe(SOURCES[path])), f"{path} runs no code of models"
     for path in PICKLE_ALLOWED:
         assert any("pickle" in reason for reason in unsafe(SOURCES[path])), f"{path} no longer needs pickle"
 

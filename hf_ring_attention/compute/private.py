@@ -212,6 +212,15 @@ def is_stateful(model_class: Any) -> bool:
     return bool(model_class._is_stateful)
 
 
+def checkpoint_activations(model: Any, options: dict[str, Any] | None = None) -> None:
+    """Has a model compute activations again in backward; `options` are arguments of torch's checkpoint.
+
+    Transformers 5.23 gave this a new name, and warns of the old one.
+    """
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(options)
+
+
 def checkpointing_of(module: nn.Module) -> Any:
     """Returns the function by which a layer checkpoints its forward pass; None where it has none of its own."""
     return vars(module).get("_gradient_checkpointing_func")

@@ -37,7 +37,7 @@ class CalibrationRun:
         ValueError: a model that cannot be loaded.
     """
 
-    def __init__(self, source: str, dtype: str, device_name: str | None) -> None:
+    def __init__(self, source: str, dtype: str, device_name: str | None, *, trust: bool = False) -> None:
         self.source, self.dtype = source, dtype
         where = device_or_best(device_name)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -46,8 +46,8 @@ class CalibrationRun:
         else:
             self.ring, self._device = Ring.alone(), torch.device(where)
         self.is_first = self.ring.rank == 0
-        self._tokenizer = load_tokenizer(source)
-        self._model = load_model(source, dtype, self._device)
+        self._tokenizer = load_tokenizer(source, trust=trust)
+        self._model = load_model(source, dtype, self._device, trust=trust)
 
     @property
     def opening(self) -> str:

@@ -44,6 +44,7 @@ class EvaluationRequest:
     Attributes:
         ring_size: processes that share each sequence; None for all of them.
         device: "cpu" or "cuda"; None for the latter if there is one.
+        trust_remote_code: whether the code runs that the model brings.
     """
 
     model: str
@@ -55,6 +56,7 @@ class EvaluationRequest:
     transport: Any
     dtype: str
     device: str | None
+    trust_remote_code: bool
 
 
 def make_ring(request: EvaluationRequest) -> tuple[Ring, Any]:
@@ -110,7 +112,7 @@ class EvaluationRun:
         self.config = read_config(request.model)
         text_config = text_config_of(self.config)
         self.inputs = EvaluationInputs(
-            load_tokenizer(request.model),
+            load_tokenizer(request.model, trust=request.trust_remote_code),
             request.texts,
             self.plan,
             positions=most_positions(self.config),
@@ -162,7 +164,8 @@ class EvaluationRun:
             with self.ring.agreement("opening the folder of an evaluation", everywhere=True):
                 if self.main:
                     journal = stack.enter_context(journal_of(self.request.output, self.settings, self.launch()))
-            model = load_model(self.request.model, self.request.dtype, self.device)
+            trust = self.request.trust_remote_code
+            model = load_model(self.request.model, self.request.dtype, self.device, trust=trust)
             evaluator = Evaluator(model, self.inputs, self.ring)
             if journal is None:
                 evaluator.run(None)

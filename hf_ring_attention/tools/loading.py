@@ -18,17 +18,20 @@ def device_or_best(name: str | None) -> str:
     return name or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load_tokenizer(source: str) -> Any:
-    """Returns the tokenizer of a folder or hub id.
+def load_tokenizer(source: str, *, trust: bool = False) -> Any:
+    """Returns the tokenizer of a folder or hub id; `trust` lets the code run that the source brings.
 
     Raises:
         ValueError: one that cannot be loaded.
     """
-    return _loaded(source, lambda: AutoTokenizer.from_pretrained(source))
+    return _loaded(source, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=trust))
 
 
-def load_model(source: str, dtype: str, device: Any) -> Any:
+def load_model(source: str, dtype: str, device: Any, *, trust: bool = False) -> Any:
     """Returns the causal language model of a folder or hub id on a device, with the attention "ring_dilated".
+
+    Args:
+        trust: whether the code runs that the source brings.
 
     Raises:
         ValueError: one that cannot be loaded, or that ring_dilated does not compute.
@@ -36,7 +39,7 @@ def load_model(source: str, dtype: str, device: Any) -> Any:
     return _loaded(
         source,
         lambda: AutoModelForCausalLM.from_pretrained(
-            source, attn_implementation=IMPLEMENTATION, dtype=getattr(torch, dtype)
+            source, attn_implementation=IMPLEMENTATION, dtype=getattr(torch, dtype), trust_remote_code=trust
         ),
     ).to(device)
 
@@ -47,4 +50,8 @@ def _loaded(source: str, load: Callable[[], Any]) -> Any:
         with spinner("loading the model"):
             return load()
     except (OSError, ValueError, NotImplementedError) as error:
-        raise ValueError(f"{source!r} cannot be loaded: {error}") from None
+        own_code = "trust_remote_code" in str(error)
+        remedy = (
+            ". It brings code of its own: read it, and pass --trust-remote-code if you trust it" if own_code else ""
+        )
+        raise ValueError(f"{source!r} cannot be loaded: {error}{remedy}") from None

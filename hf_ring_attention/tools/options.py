@@ -156,6 +156,9 @@ SomePatterns = Annotated[
     list[str], pattern_option("A pattern, or a file calibration.json; may be given several times.", kind=pattern_source)
 ]
 CausalModel = Annotated[str, model_option("A causal language model: hub id or folder.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the Python code that the model brings; read it first.")
+]
 ModelDtype = Annotated[str, choice_option("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers")]
 AnyDtype = Annotated[str, choice_option("--dtype", DTYPES, "Type of numbers")]
 DeviceName = Annotated[

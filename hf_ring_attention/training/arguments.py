@@ -28,7 +28,12 @@ class RingTrainingArguments(TrainingArguments):
             `Ring.prepare_data_loader`; evaluation and prediction keep their order.
         loss_tokens_at_once: tokens whose logits exist at any time (`sliced_loss`); 0 for those of the whole shard.
         offload_activations: whether tensors that the forward pass saves wait in host memory; with
-            gradient_checkpointing, these are the inputs of the layers.
+            activation_checkpointing (gradient_checkpointing before Transformers 5.23), these are the inputs of the layers.
+
+    With `metric_for_best_model="perplexity"`, the best checkpoint is the one with the smallest perplexity.
+
+    Raises:
+        ValueError: `greater_is_better=True` with a perplexity.
 
     Example:
         >>> args = ra.RingTrainingArguments("output", ring_layout="zigzag", use_cpu=True, report_to=[])
@@ -52,11 +57,30 @@ class RingTrainingArguments(TrainingArguments):
         default="non_padding", metadata={"help": "which tokens are counted: non_padding, all or no"}
     )
 
+    def __post_init__(self) -> None:
+        if is_perplexity(self.metric_for_best_model):
+            if self.greater_is_better:
+                raise ValueError(
+                    f"greater_is_better=True with metric_for_best_model={self.metric_for_best_model!r} keeps the worst "
+                    f"checkpoint: leave greater_is_better out, since a smaller perplexity is better"
+                )
+            self.greater_is_better = False
+        super().__post_init__()
+
     @property
     def device(self) -> torch.device:
         """The device of this process: "cpu" and not "cpu:0", to which Trainer of Transformers 5.10 cannot load an optimizer."""
         device: torch.device = super().device
         return torch.device("cpu") if device.type == "cpu" else device
+
+
+def is_perplexity(metric: str | None) -> bool:
+    """Returns whether a metric is a perplexity of a `RingTrainer`, which is better when smaller.
+
+    Transformers takes every metric whose name does not end in "loss" for one that is better when greater. Evaluation on
+    several data sets puts their names before: eval_books_perplexity.
+    """
+    return metric is not None and (metric == "perplexity" or metric.endswith("_perplexity"))
 
 
 def cp_size_of(args: TrainingArguments) -> int:

@@ -45,9 +45,12 @@ class PaddingCollator:
     Columns that are not of tokens, such as a text, a number, or a tokenizer's `length` of a text, are left out. A list of
     numbers that is shorter or longer than the tokens is refused, since it may be a column of tokens that went wrong.
 
+    All documents of a data set need labels and masks if one has them, since without them every token counts. A document that
+    lacks one is refused beside others that have it, and so is None, which a data set has for what is missing.
+
     Example:
         >>> collate = ra.PaddingCollator(row_length=4)
-        >>> batch = collate([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [-100, 9]}])
+        >>> batch = collate([{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [-100, 9]}])
         >>> batch["input_ids"].tolist()
         [[5, 6, 7, 0], [8, 9, 0, 0]]
         >>> batch["labels"].tolist()

@@ -17,8 +17,11 @@ from .shards import ASIDE, IGNORED
 #: Columns that are 0 for tokens that are not learned, as TRL names them.
 _LEARNED = ("completion_mask", "assistant_masks")
 
+#: Columns without which all tokens of a document are learned, or none is padding.
+_MARKS = ("labels", "attention_mask", *_LEARNED)
+
 #: Columns of a document that the collators interpret; other columns of tokens are only carried along.
-TOKEN_COLUMNS = ("input_ids", "labels", "attention_mask", *_LEARNED, "position_ids", "seq_idx", "seq_lengths")
+TOKEN_COLUMNS = ("input_ids", *_MARKS, "position_ids", "seq_idx", "seq_lengths")
 
 
 def is_integer(x: Any) -> bool:
@@ -60,7 +63,11 @@ class Document:
 
 
 def read_all(documents: Any, collator: str) -> list[Document]:
-    """Reads the documents of a batch; `collator` is the name that an error gives the collator."""
+    """Reads the documents of a batch; `collator` is the name that an error gives the collator.
+
+    Raises:
+        ValueError: no documents, one that cannot be read, or one that lacks a column of `_MARKS` that another has.
+    """
     iterable = isinstance(documents, Iterable) and not isinstance(documents, (Mapping, str, Tensor))
     parsed = (
         [read_document(x, f"document {number} of a batch") for number, x in enumerate(documents)] if iterable else []
@@ -68,6 +75,13 @@ def read_all(documents: Any, collator: str) -> list[Document]:
     if not parsed:
         got = "none" if iterable else type(documents).__name__
         raise ValueError(f"{collator} expected a list of documents, mappings that have input_ids, got {got}")
+    for name in _MARKS:
+        having = [name in document for document in documents]
+        if len({*having}) > 1:
+            raise ValueError(
+                f"document {having.index(False)} of a batch has no {name}, which document {having.index(True)} has, so that "
+                f"its every token would count: give all documents of the data set this column, or none"
+            )
     return parsed
 
 
@@ -83,6 +97,7 @@ def read_document(document: Any, who: str) -> Document:
         raise ValueError(
             f"{who} has no input_ids, only the columns {sorted(map(str, document))}: tokenize documents first"
         )
+    check_marks(document, who)
     columns = token_columns(document, who)
     mask = columns.pop("attention_mask", None)
     start, stop = (0, len(columns["input_ids"])) if mask is None else unpadded(mask, who)
@@ -95,6 +110,20 @@ def read_document(document: Any, who: str) -> Document:
     columns["labels"] = _labels(columns, who)
     uncut_length = len(ids) if mask is None else len(mask)
     return Document(columns, _lengths(columns, document.get("seq_lengths"), (start, stop, uncut_length), who))
+
+
+def check_marks(document: Mapping[str, Any], who: str) -> None:
+    """Refuses None for labels or a mask: a data set has it for what is missing, and every token would count.
+
+    Raises:
+        ValueError: the column, and the document by the name `who`.
+    """
+    for name in _MARKS:
+        if name in document and document[name] is None:
+            raise ValueError(
+                f"{who} has None for {name}, so that every token would count: give each token a value, or remove the column "
+                f"from the data set"
+            )
 
 
 def token_columns(document: Mapping[str, Any], who: str) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .columns import is_integer, token_columns, unpadded
+from .columns import check_marks, is_integer, token_columns, unpadded
 from .fitting import Strategy, best_fit, check_rows, pieces_that_fit
 from .tables import is_streamed, is_table
 
@@ -115,10 +115,12 @@ def _pack_buffer(
             f"their own: leave it out, or give the rows to a PaddingCollator as they are"
         )
     pieces: list[dict[str, Tensor]] = []
+    packable: list[tuple[dict[str, Any], str]] = []
     names: list[str] | None = None
     for place in range(len(columns["input_ids"])):
         who = f"pack_documents: document {place if numbers is None else numbers[place]}"
-        document = token_columns({name: values[place] for name, values in columns.items()}, who)
+        values = {name: column[place] for name, column in columns.items()}
+        document = token_columns(values, who)
         mask = document.pop("attention_mask", None)
         start, stop = (0, len(document["input_ids"])) if mask is None else unpadded(mask, who)
         if start == stop:
@@ -128,9 +130,12 @@ def _pack_buffer(
             name = min(document.keys() ^ {*names})
             has, others = ("has", "do not have") if name in document else ("has no", "have")
             raise ValueError(f"{who} {has} {name}, which the documents before it {others}: all need the same columns")
+        packable.append((values, who))
         tokens = {name: x[start:stop] for name, x in document.items()}
         for first, last in pieces_that_fit(stop - start, row_length, strategy, who):
             pieces.append({name: x[first:last] for name, x in tokens.items()})
+    for values, who in packable:
+        check_marks(values, who)
     lengths = [len(piece["input_ids"]) for piece in pieces]
     rows = best_fit(lengths, row_length)
     # The first buffer speaks for the others; that of a single document is not there to fill rows.

@@ -21,6 +21,7 @@ from ..hf.patch import patch_model
 from ..plan.layouts import SequenceLayout
 from ..ring.ring import Ring
 from ..transport.lost_processes import naming_lost_processes
+from . import trainer_checks
 from .arguments import RingTrainingArguments, check_release_of, cp_size_of, parallelism_beside_rings
 from .collators import PackingCollator, PaddingCollator
 from .columns import TOKEN_COLUMNS
@@ -31,7 +32,6 @@ from .next_tokens import shift_labels_of
 from .shard_iterators import Shards
 from .sharded_weights import average_by_sums, whole_norm
 from .shards import IGNORED, layout_of_shard
-from .trainer_checks import preprocessed_by_token, reads_all_logits, warn_of_methods, wrong_settings
 
 logger = logging.getLogger(__name__)
 check_trainer(Trainer)
@@ -88,14 +88,17 @@ class RingTrainerMixin(_Trainer):
         self._training_loader: RingDataLoader | None = None
         self._in_training_loop = False
         self._preprocess_checked = False
+        self._step_loss: Tensor | float = 0.0
+        self._told_not_finite = False
         self._nll: Tensor | None = None
         self._scored: Tensor | int = 0
         self._tokens = self._slots = 0
         self._shard_preprocess: Callable[..., Any] | None = None
         super().__init__(*args, **kwargs)
-        self.ring.agree_everywhere("the set-up of a Trainer", {}, wrong_settings(self, RingTrainerMixin))
-        warn_of_methods(self, RingTrainerMixin)
-        self._reads_all_logits = reads_all_logits(self)
+        self.ring.agree_everywhere("the set-up of a Trainer", {}, trainer_checks.wrong_settings(self, RingTrainerMixin))
+        trainer_checks.warn_of_methods(self, RingTrainerMixin)
+        trainer_checks.keep_the_smallest_perplexity(self)
+        self._reads_all_logits = trainer_checks.reads_all_logits(self)
         # The attributes of the object replace the methods of subclasses too, which come before those of this class.
         for name in ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"):
             setattr(self, name, partial(self._loader_of_ring, getattr(self, name), name == "get_train_dataloader"))
@@ -223,13 +226,30 @@ class RingTrainerMixin(_Trainer):
             stack.enter_context(save_on_cpu(pin_memory=self.args.device.type != "cpu"))
         return stack
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Trains on a batch as Trainer does, and adds its loss to the loss of the optimizer step."""
+        loss: Tensor = super().training_step(*args, **kwargs)
+        self._step_loss = self._step_loss + loss
+        return loss
+
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the norm of whole gradients."""
-        return whole_norm(super()._get_grad_norm(*args, **kwargs))
+        """Returns the norm of whole gradients; tells of one that is not finite, or of such a loss."""
+        norm = whole_norm(super()._get_grad_norm(*args, **kwargs))
+        loss, self._step_loss = float(self.accelerator.reduce(torch.as_tensor(self._step_loss), "mean")), 0.0
+        number = 0.0 if norm is None else float(norm)  # DeepSpeed may not tell it
+        if not trainer_checks.is_finite_step(self.accelerator, loss, number):
+            self.when_not_finite(loss, number)
+        return norm
+
+    def when_not_finite(self, loss: float, grad_norm: float) -> None:
+        """Warns once in a run. All processes call it before the optimizer takes such a step; override it to stop instead."""
+        if not self._told_not_finite:
+            self._told_not_finite = True
+            trainer_checks.warn_of_step(self, loss, grad_norm)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trains as Trainer does; if communication fails, the error names the processes that are gone."""
-        self._in_training_loop = True
+        self._in_training_loop, self._told_not_finite, self._step_loss = True, False, 0.0
         try:
             with naming_lost_processes():
                 return super().train(*args, **kwargs)
@@ -282,7 +302,7 @@ class RingTrainerMixin(_Trainer):
         preprocess: Any = self._shard_preprocess
         if self.ring.world_size == 1 or self._preprocess_checked:
             return preprocess(logits, labels)
-        result, error = preprocessed_by_token(preprocess, logits, labels)
+        result, error = trainer_checks.preprocessed_by_token(preprocess, logits, labels)
         self.ring.agree_everywhere("preprocess_logits_for_metrics", {}, error)
         self._preprocess_checked = True
         return result
@@ -348,7 +368,7 @@ class RingTrainerMixin(_Trainer):
         loss = nll / tokens
         metrics: Any = output.metrics
         metrics[f"{metric_key_prefix}_loss"] = loss
-        metrics[f"{metric_key_prefix}_perplexity"] = math.exp(loss) if loss < 700 else math.inf
+        metrics[f"{metric_key_prefix}_perplexity"] = math.inf if loss >= 700 else math.exp(loss)
         metrics[f"{metric_key_prefix}_tokens"] = tokens
         return output
 

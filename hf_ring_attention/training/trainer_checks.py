@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ..hf.support import untrainable
 from ..hf.wrappers import unwrapped, whole_model
-from .arguments import cp_size_of
+from .arguments import cp_size_of, is_perplexity
 from .next_tokens import check_next_token_loss
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,44 @@ def warn_of_methods(trainer: Any, mixin: type[Any]) -> None:
         known = owner.__module__.startswith("transformers.") or owner.__module__ == "trl.trainer.sft_trainer"
         if not known and (name == "prediction_step" or trainer.ring.world_size > 1) and trainer.is_world_process_zero():
             logger.warning(f"%s.%s {meaning}", owner.__name__, name, own)
+
+
+def keep_the_smallest_perplexity(trainer: Any) -> None:
+    """Has a Trainer keep the checkpoint of the smallest perplexity, where its arguments are not `RingTrainingArguments`.
+
+    Transformers has set greater_is_better=True in these, and whether the user also did cannot be told.
+    """
+    args = trainer.args
+    if args.greater_is_better and is_perplexity(args.metric_for_best_model):
+        args.greater_is_better = False
+        if trainer.is_world_process_zero():
+            logger.warning(
+                "metric_for_best_model=%r came with greater_is_better=True, which keeps the worst checkpoint: set to False; "
+                "pass greater_is_better=False",
+                args.metric_for_best_model,
+            )
+
+
+def is_finite_step(accelerator: Any, loss: float, norm: float) -> bool:
+    """Returns whether the optimizer may take a step with this loss of all processes, and this norm of whole gradients.
+
+    In float16 gradients may overflow: the step is skipped, and the loss is scaled by half as much, until none does.
+    """
+    scaler = accelerator.scaler
+    skipped = accelerator.mixed_precision == "fp16" and (scaler is None or scaler.get_scale() >= 1)
+    return math.isfinite(loss) and (math.isfinite(norm) or skipped)
+
+
+def warn_of_step(trainer: Any, loss: float, norm: float) -> None:
+    """Warns of a step whose loss or gradient norm is not finite."""
+    if trainer.is_world_process_zero():
+        logger.warning(
+            "step %d: loss %g, gradient norm %g: training goes on, but the weights may become NaN, and logs may leave such "
+            "losses out (logging_nan_inf_filter): stop, and lower the learning rate",
+            trainer.state.global_step + 1,
+            loss,
+            norm,
+        )
 
 
 def reads_all_logits(trainer: Any) -> bool:

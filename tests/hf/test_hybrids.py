@@ -8,6 +8,7 @@ from transformers import Cache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hf_ring_attention as ra
+from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.hf import mixers, states, support
 from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.hf.documents import documents_from_mask, documents_of_rows
@@ -228,7 +229,7 @@ def test_layers_that_recompute_find_their_documents(model_type):
 
     def both(model, shard=lambda x, fill: x, gather=lambda x: x):
         model.train()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_activations(model, {"use_reentrant": False})
         model.zero_grad()
         losses = []
         for inputs, labels in cases:

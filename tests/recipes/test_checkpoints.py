@@ -111,6 +111,28 @@ def test_a_run_killed_at_any_change_goes_on_from_a_whole_checkpoint(tmp_path):
     assert once > 15 and twice > 15 * once  # four files and a folder written, renamed, and as many deleted
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_checkpoint_that_was_moved_and_linked_to_is_replaced(there, tmp_path):
+    """Of what was moved elsewhere only the link goes; so does a link that leads nowhere any more."""
+    output, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    save(output, 2)
+    (output / "checkpoint-2").rename(elsewhere)
+    (output / "checkpoint-2").symlink_to(elsewhere)
+    (output / "checkpoint-1.old").symlink_to(elsewhere)  # left by a run that could not delete a link
+    (output / "checkpoint-4").symlink_to(elsewhere / "nowhere")
+    if there:
+        assert checkpoints.last_saved(output).name == "checkpoint-2"
+    else:
+        shutil.rmtree(elsewhere)
+        with pytest.raises(SystemExit, match=r"no whole checkpoint in .*checkpoint-2 lacks run\.json"):
+            checkpoints.last_saved(output)
+    for step in (3, 4, 5):
+        save(output, step)
+        assert [path.name for path in output.iterdir()] == [f"checkpoint-{step}"]
+        assert_whole(output / f"checkpoint-{step}")
+    assert not there or (elsewhere / "run.json").is_file()
+
+
 def test_a_first_save_that_was_killed_is_told(tmp_path):
     (tmp_path / "checkpoint-3.part").mkdir()
     with pytest.raises(SystemExit, match=r"there is no checkpoint in .* \(checkpoint-3\.part was not finished\)"):

@@ -5,6 +5,8 @@
 | SIGTERM or Ctrl-C | the process ends the step, saves it and ends with 143 or 130 | test_a_signal_... |
 | a second Ctrl-C | the process ends at once | test_a_second_... |
 | the disk is full while a checkpoint, a model or a report is written | the run ends with the reason and the remedy; what was there before is whole | test_a_full_disk_... |
+| a loss or a gradient norm is not finite | the run ends with the step, the last good checkpoint and the remedy, and saves nothing | test_a_loss_... |
+| another run writes to the folder | the second one is refused | test_a_folder_... |
 | a checkpoint was cut short | the one before is taken, with the reason; the damaged one is replaced | test_a_checkpoint_that_was_cut_short_... |
 | the converted model was cut short, or its conversion was killed | the folder to delete is named; a killed conversion is made anew | test_a_converted_model_... |
 
@@ -16,19 +18,23 @@ tests/training/test_failures.py.
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import resource
 import shutil
 import signal
 import subprocess
+from types import SimpleNamespace
 
 import checkpoints
 import common
 import finetune
 import finetune_trainer
 import pytest
+import torch
 
+from hf_ring_attention.evaluation.journal import own_folder
 from tests.support.ranks import TIMEOUT
 from tests.support.recipe_runs import ENVIRONMENT, STEPS, at_step, losses_of, save_inputs, words
 
@@ -151,6 +157,76 @@ def test_the_trainer_stops_saves_and_goes_on(here, folder, tmp_path, monkeypatch
     assert checkpoints.last_of_trainer(output, 1).name == "checkpoint-4"
     by_the_trainer(here, folder, output, *RESUME)
     assert losses_of_trainer(output) == losses_of_trainer(tmp_path / "whole")
+
+
+# ---- numbers that are not finite
+
+
+@pytest.mark.parametrize(("loss", "norm"), [("nan", "nan"), (r"\d\.\d+", "inf")])
+def test_a_loss_or_a_norm_that_is_not_finite_ends_the_run(
+    loss, norm, here, folder, tmp_path, monkeypatch, whole, capsys
+):
+    """Before the step's weights are saved: what is left goes on."""
+    with monkeypatch.context() as patch:
+        if loss == "nan":
+            calls, sound = iter(range(1, 100)), finetune.ra.next_token_loss
+            patch.setattr(finetune.ra, "next_token_loss", lambda *x: sound(*x) * (math.nan if next(calls) == 4 else 1))
+        else:
+            norms = iter([1.0, 1.0, 1.0, math.inf])
+            patch.setattr(finetune.Accelerator, "clip_grad_norm_", lambda *_: torch.tensor(next(norms)))
+        told = rf"^step 4: loss {loss}, gradient norm {norm}: training stops.* Last good checkpoint: .*/checkpoint-3\. "
+        with pytest.raises(SystemExit, match=told + "Start again with a smaller --lr,"):
+            here(finetune, words(folder, tmp_path, "--save-every", "1", "--keep", "1"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "checkpoint-3"]
+    if loss == "nan":
+        assert_goes_on(here, folder, tmp_path, whole, 3, capsys)
+
+
+def test_the_trainer_recipe_stops_at_a_loss_that_is_not_finite(here, folder, tmp_path, monkeypatch):
+    step, calls = finetune_trainer.ra.RingTrainer.compute_loss, iter(range(1, 100))
+    monkeypatch.setattr(
+        finetune_trainer.ra.RingTrainer,
+        "compute_loss",
+        lambda *x, **options: step(*x, **options) * (math.nan if next(calls) == 4 else 1),
+    )
+    told = r"^step 4: loss nan, gradient norm nan: .*/checkpoint-2\. Start again with a smaller --learning_rate"
+    with pytest.raises(SystemExit, match=told):
+        by_the_trainer(here, folder, tmp_path, *SAVING, "--save_total_limit", "1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "checkpoint-2"]
+
+
+def test_a_finite_step_is_known():
+    """In float16, the scaler skips steps whose gradients overflow, until the loss is no longer scaled up."""
+
+    def accelerator(precision, scale=None):
+        scaler = None if scale is None else SimpleNamespace(get_scale=lambda: scale)
+        return SimpleNamespace(mixed_precision=precision, scaler=scaler)
+
+    for loss, norm, kind, scale, expected in (
+        (1.0, 2.0, "no", None, True),
+        (1.0, math.nan, "bf16", None, False),
+        (math.inf, 1.0, "no", None, False),
+        (1.0, math.inf, "fp16", 2.0**16, True),
+        (1.0, math.inf, "fp16", 0.5, False),
+        (math.nan, math.inf, "fp16", 2.0**16, False),
+    ):
+        assert finetune.is_finite_step(accelerator(kind, scale), loss, norm) is expected
+
+
+# ---- two runs
+
+
+def by_accelerate(here, folder, output):
+    """A run of finetune.py."""
+    here(finetune, words(folder, output))
+
+
+@pytest.mark.parametrize("run", [by_accelerate, by_the_trainer])
+def test_a_folder_that_another_run_writes_to_is_refused(run, here, folder, tmp_path):
+    told = r"^--output(_dir)?: another process writes to the folder"
+    with own_folder(tmp_path), pytest.raises(SystemExit, match=told):
+        run(here, folder, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 # ---- full disks

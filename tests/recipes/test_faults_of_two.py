@@ -54,6 +54,7 @@ def whole_of_two(folder):
 @pytest.mark.parametrize(
     ("fault", "status", "step", "told"),
     [
+        ("NaN", 1, 2, r"step 3: loss nan, gradient norm nan: .*checkpoint-2\. Start again with a smaller --lr"),
         ("SIGTERM", 143, 3, "SIGTERM: saved .*checkpoint-3; go on from it with --resume"),
         pytest.param("disk", 1, 2, "process 1: checkpoint-4 could not be written", marks=pytest.mark.slow),
         pytest.param("SIGKILL", 9, 2, r"lost process 1 of 2 \(killed", marks=pytest.mark.slow),
@@ -63,7 +64,9 @@ def test_a_fault_of_one_process_ends_both_and_they_go_on(fault, status, step, to
     done = two(folder, tmp_path, fault, "--save-every", "2")
     assert done.returncode == status, done.stderr[-3000:]
     assert re.search(told, done.stderr), done.stderr[-3000:]
-    if fault != "SIGTERM":
+    if fault == "NaN":
+        assert done.stderr.count("training stops") == 1 and not (tmp_path / "config.json").exists()
+    elif fault != "SIGTERM":
         assert "lost process 1 of 2" in done.stderr
     assert checkpoints.last_saved(tmp_path).name == f"checkpoint-{step}"
     done = two(folder, tmp_path, "none", "--save-every", "2", "--resume")
@@ -112,6 +115,10 @@ def faulty(fault):
     """Gives this process a fault: a signal in its third step, or a disk that does not take its second save."""
     if fault == "SIGTERM":
         at_step(pytest.MonkeyPatch(), finetune, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        return
+    if fault == "NaN":
+        calls, loss_of = iter(range(1, 100)), finetune.ra.next_token_loss
+        finetune.ra.next_token_loss = lambda *x: loss_of(*x) * (float("nan") if next(calls) == 3 else 1)
         return
     saves, save_state = iter((1, 2)), finetune.Accelerator.save_state
 

@@ -4,10 +4,14 @@ import argparse
 from pathlib import Path
 
 import common
+import finetune
+import perplexity
 import pytest
 from safetensors.torch import save_file
 
+import hf_ring_attention as ra
 from tests.support.missing import without
+from tests.support.remote_code import save_with_code
 
 
 @pytest.fixture
@@ -21,6 +25,22 @@ def test_a_model_that_the_hub_does_not_give_is_named(monkeypatch):
     for load in (common.load_tokenizer, common.load_model):
         with pytest.raises(SystemExit, match=r"of 'nobody/nothing' cannot be loaded: .* A model is a folder, a hub id"):
             load("nobody/nothing")
+
+
+def test_code_that_a_model_brings_runs_only_when_it_is_trusted(tmp_path, monkeypatch):
+    """And nobody is asked on standard input, which a job does not have."""
+    monkeypatch.setattr("builtins.input", None)
+    ran, model = save_with_code(tmp_path, monkeypatch), str(tmp_path / "model")
+    for load in (common.load_model, lambda model: common.check_heads(model, ra.Pattern.exact())):
+        with pytest.raises(SystemExit, match=r"custom code .* read it, and start again with --trust-remote-code"):
+            load(model)
+    assert not ran.exists()
+    assert not common.check_heads(model, ra.Pattern.exact(), trust=True) and ran.exists()
+    assert type(common.load_model(model, trust=True)).__name__ == "OwnForCausalLM"
+    common.load_tokenizer(model, trust=True)
+    monkeypatch.setattr(common, "obstacle", lambda name: None)
+    for words, trust in (([], False), (["--trust-remote-code"], True)):
+        assert finetune.parse_args(words).trust_remote_code is perplexity.parse_args(words).trust_remote_code is trust
 
 
 def test_a_missing_model_says_the_command_that_brings_it(cache, monkeypatch):

@@ -39,6 +39,7 @@ DENSE = {
     "longnet by query head": (3072, replace(LONGNET, phase_by="query_head"), 18.71),
     "longnet once": (3072, replace(LONGNET, overlap="once"), 16.42),
 }
+FINETUNE = ["--pattern", "pyramid:512,3", "--seq-len", 2048, "--steps", 5, "--warmup", 1]
 #: Of the passes that are compared four times, by the model and its nudged copies: more than the longest segment below has.
 TOKENS = 160
 
@@ -124,7 +125,7 @@ def test_training_on_two_processes_equals_one(tmp_path):
         output = tmp_path / str(name)
         output.mkdir()
         options = [*options, "--ring-size", processes, "--output", output, "--json", output / "figures.json"]
-        run("finetune.py", "--seq-len", 2048, "--steps", 5, "--warmup", 1, *options, launcher=launcher, timeout=3600)
+        run("finetune.py", *FINETUNE, *options, launcher=launcher, timeout=3600)
         found.append(finetuned(output))
     one, two, other = found
     assert_equal_runs(two, one, "two processes", bounds_of(other, one))

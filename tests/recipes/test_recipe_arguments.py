@@ -134,7 +134,7 @@ def test_bad_arguments_are_refused_while_they_are_read(recipe, words, message, p
 def test_finetune_takes_what_goes_together(words, monkeypatch):
     monkeypatch.setattr(common, "obstacle", lambda name: None)
     args = finetune.parse_args(words.split())
-    assert args.ring_size is None
+    assert args.ring_size is None and args.pattern == "exact"
     assert args.schedule == "constant" or args.warmup < args.steps
 
 
@@ -213,6 +213,7 @@ def test_the_trainer_recipe_s_help_is_short_and_its_options_exist(capsys):
     assert len(options) > 30
     assert set(options) <= set(re.findall(r"--[\w-]+", everything))
     assert "--per_device_train_batch_size  rows that a ring reads at once (default 1)" in shown
+    assert "calibrate wrote (default exact) --" in " ".join(shown.split())
 
 
 HELP = """
@@ -235,6 +236,8 @@ def test_recipes_explain_themselves_without_extras():
     command = [sys.executable, "-c", HELP, str(ROOT / "recipes"), *recipes]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
+    for default in ("(default exact)", "(default exact window:512+4 pyramid:512,3)"):
+        assert default in " ".join(done.stdout.split())
     for recipe in recipes:
         assert f"python recipes/{recipe}.py" in done.stdout
 

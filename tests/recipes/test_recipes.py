@@ -8,9 +8,9 @@ import finetune as finetune_recipe
 import pytest
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-import hf_ring_attention  # noqa: F401  (a model that a recipe saved asks for "ring_dilated")
+import hf_ring_attention as ra
 from tests.support.as_gpus import NO_DEEPSPEED
 from tests.support.checkpoints import save_tiny_checkpoint
 from tests.support.launches import refused, run
@@ -48,7 +48,10 @@ def test_perplexity_is_the_same_from_two_processes(folder, nudged, tmp_path):
     for name, model, processes in ((1, folder, 1), (2, folder, 2), ("nudged", nudged, 1)):
         file = tmp_path / f"{name}.json"
         out = run("perplexity.py", *options, "--model", model / "model", "--json", file, processes=processes)
-        assert f"{processes} process(es)" in out
+        first = (
+            f"1 ring(s) of {processes} process(es), layout auto, transport auto, pattern exact, pyramid:32,3,2, longnet"
+        )
+        assert out.startswith(first) and out.count("ring(s) of") == 1
         figures[name] = json.loads(file.read_text())
     assert figures[2]["world_size"] == 2
     for one, two, other in zip(*(figures[name]["figures"] for name in (1, 2, "nudged")), strict=True):
@@ -109,7 +112,10 @@ def by_one_process(folder):
         figures, out = finetune(
             folder, output, "--plot", "--report-to", "trackio", "--eval-every", 2, launcher="python", path=modules
         )
-    assert "pieces of long ones, of 24500 tokens in 98 rows of 250, which are 100.0% full" in out
+    first = (
+        "1 ring(s) of 1 process(es), layout auto, transport auto, pattern pyramid:32,3,2; 98 documents, or pieces of "
+    )
+    assert out.startswith(first + "long ones, of 24500 tokens in 98 rows of 250, which are 100.0% full\n")
     assert "rank 0: peak memory" in out
     assert (output / "loss.png").stat().st_size > 1000
     assert figures["perplexity_after"] < 0.9 * figures["perplexity_before"]
@@ -204,6 +210,8 @@ def assert_same_steps(output, folder, bounds):
 def test_finetune_takes_the_same_steps_on_two_processes(folder, bounds, tmp_path):
     _, out = finetune(folder, tmp_path, "--ring-size", 2, "--save-every", 3, processes=2)
     assert "rank 1: peak memory" in out
+    assert out.startswith("1 ring(s) of 2 process(es), layout auto, transport auto, pattern pyramid:32,3,2; ")
+    assert out.count("ring(s) of") == 1
     assert_same_steps(tmp_path, folder, bounds)
     # The checkpoint is that of the third step.
     assert [path.name for path in tmp_path.glob("checkpoint*")] == ["checkpoint-3"]
@@ -244,10 +252,28 @@ def test_finetune_distills_from_exact_attention(folder, tmp_path):
     assert_equal_runs(found["two"], found["one"], "finetune.py --distill", bounds_of(found["nudged"], found["one"]))
 
 
+def test_a_pattern_that_replaces_the_saved_one_is_told(folder, tmp_path):
+    """By default the pattern is exact, whatever the model was saved with."""
+    config = ra.patch_config(AutoConfig.from_pretrained(folder / "model"), "window:32+2")
+    shutil.copytree(folder / "model", tmp_path / "model")
+    config.save_pretrained(tmp_path / "model")
+    options = ["--model", tmp_path / "model", "--text", folder / "text.txt", "--seq-len", 64, "--steps", 1]
+    replaced = "pattern {} (replaces the pattern that the model was saved with); "
+    out = run("finetune.py", *options, "--output", tmp_path / "run")
+    assert replaced.format("exact") in out.splitlines()[0]
+    assert (
+        ra.Pattern.from_dict(AutoConfig.from_pretrained(tmp_path / "run").ring_dilated["pattern"]) == ra.Pattern.exact()
+    )
+    for pattern, text in (("window:8", replaced.format("window:8")), ("window:32+2", "pattern window:32+2; ")):
+        out = run("finetune.py", *options, "--output", tmp_path / pattern, "--pattern", pattern)
+        assert text in out.splitlines()[0]
+
+
 def test_finetune_refuses_to_distill_what_does_not_stay(folder, tmp_path):
     options = ["--model", folder / "model", "--distill", "--output", tmp_path / "run"]
     assert "would learn what it computes already" in refused("finetune.py", *options, "--pattern", "exact")
-    assert "the teacher has the model's own weights" in refused("finetune.py", *options)
+    assert "would learn what it computes already" in refused("finetune.py", *options)
+    assert "the teacher has the model's own weights" in refused("finetune.py", *options, "--pattern", "window:32")
 
 
 def test_several_processes_must_be_told_their_ring(folder, tmp_path):
@@ -318,6 +344,9 @@ def train(folder, output, ring_size, launcher, *options, plugin=None, processes=
     options += ["--ring_size", ring_size, "--output_dir", output, "--save_strategy", "steps", "--save_steps", 2]
     out = run("finetune_trainer.py", *options, launcher=launcher, plugin=plugin, processes=processes)
     assert f"rank {ring_size - 1}: peak memory" in out and "eval_perplexity" in out
+    transport = "heads" if "heads" in options else "auto"
+    first = f"1 ring(s) of {ring_size} process(es), layout auto, transport {transport}, pattern pyramid:32,3,2; "
+    assert out.startswith(first) and "% full" in out.splitlines()[0] and out.count("ring(s) of") == 1
     assert LlamaForCausalLM.from_pretrained(output).config.ring_dilated["pattern"]["branches"]
     state = json.loads((output / "checkpoint-3" / "trainer_state.json").read_text())
     steps = [entry for entry in state["log_history"] if "loss" in entry]

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 import hf_ring_attention as ra
+from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.training.shards import rows_of_batch
@@ -78,9 +79,7 @@ def prepared(case: Case, model, ring):
         be_refused(model, ring)
     model.train(case.train)
     if case.checkpointing is not None and model.supports_gradient_checkpointing:
-        # Since Transformers 5.23 it has another name.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": case.checkpointing})
+        checkpoint_activations(model, {"use_reentrant": case.checkpointing})
     return model
 
 

@@ -6,13 +6,18 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import hf_ring_attention as ra
+from hf_ring_attention.compute.private import checkpoint_activations
 from tests.support.tolerance import EXACT, allowed, distance, largest
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+#: The argument of training that recomputes activations in backward: Transformers 5.23 gave it a new name.
+CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")[
+    hasattr(TrainingArguments, "activation_checkpointing")
+]
 PATTERN = ra.Pattern.pyramid(8, levels=2, ratio=2, sinks=2)
 
 
@@ -88,7 +93,7 @@ def loop(
     model = tiny_llama(pattern) if model is None else model
     ra.patch_model(model, ring=ring)
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        checkpoint_activations(model)
     torch.manual_seed(1)
     loader = ring.prepare_data_loader(DataLoader(rows, batch_size=batch_size, shuffle=shuffle, collate_fn=collator))
     if wrap == "fsdp2":
@@ -183,7 +188,7 @@ def trainer(
             "per_device_eval_batch_size": batch_size,
             "max_steps": steps,
             "gradient_accumulation_steps": accumulate,
-            "gradient_checkpointing": checkpointing,
+            CHECKPOINTING: checkpointing,
             "use_cpu": True,
             "report_to": [],
             "disable_tqdm": True,

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_ring_attention as ra
+from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.hf.mixers import MOST_GATHERED
 from hf_ring_attention.hf.support import mixers_of
@@ -140,7 +141,7 @@ def peaks_of_step(model_type, checkpointing):
         model = AutoModelForCausalLM.from_config(config).float().train()
         ra.patch_model(model, "exact")
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            checkpoint_activations(model)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         shard = ra.shard_batch({"input_ids": ids, "labels": ids}, ra.Ring.alone())
         live.peak = 0

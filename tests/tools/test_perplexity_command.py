@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_ring_attention as ra
 from hf_ring_attention.tools import cli
 from tests.support.checkpoints import save_calibration, save_checkpoint_of_words
+from tests.support.remote_code import save_with_code
 
 
 @pytest.fixture
@@ -137,3 +138,19 @@ def test_what_cannot_be_read_is_one_line(model, capsys):
         error = capsys.readouterr().err
         assert end.value.code == 2
         assert message in error.splitlines()[-1]
+
+
+def test_code_that_a_model_brings_runs_only_when_it_is_trusted(tmp_path, monkeypatch, capsys):
+    """And nobody is asked on standard input, which a job does not have."""
+    monkeypatch.setattr("builtins.input", None)
+    ran = save_with_code(tmp_path, monkeypatch)
+    (tmp_path / "text.txt").write_text("The quick brown fox. " * 9)
+    words = ["perplexity", str(tmp_path / "model"), str(tmp_path / "text.txt"), "--pattern", "window:8", "--json"]
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    told = capsys.readouterr().err
+    assert end.value.code == 2 and "--trust-remote-code" in told and not ran.exists()
+    with pytest.raises(SystemExit) as end:
+        cli.main([*words, "--trust-remote-code"])
+    assert not end.value.code and ran.exists()
+    assert json.loads(capsys.readouterr().out)["rows"][0]["perplexity"] > 1

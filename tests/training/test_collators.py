@@ -32,7 +32,8 @@ def documents_of(batch):
 
 @BOTH
 def test_a_documents_own_mask_says_what_is_padding(collator, rng):
-    rows, expected = [{"input_ids": [5, 6, 7, 0, 0, 0], "attention_mask": [1, 1, 1, 0, 0, 0]}], [[5, 6, 7]]
+    rows = [{"input_ids": [5, 6, 7, 0, 0, 0], "attention_mask": [1, 1, 1, 0, 0, 0], "labels": [5, 6, 7, 0, 0, 0]}]
+    expected = [[5, 6, 7]]
     for _ in range(9):
         left, length, right = rng.randrange(4), rng.randrange(1, 9), rng.randrange(4)
         row = document(rng, left + length + right, attention_mask=[0] * left + [1] * length + [0] * right)
@@ -69,6 +70,29 @@ def test_prompts_that_a_mask_marks_are_not_learned(collator, names, rng):
 def test_labels_and_a_mask_that_agree_are_taken(rng):
     row = {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8], "completion_mask": [0, 0, 1, 1]}
     assert ra.PaddingCollator()([row])["labels"].tolist() == [[-100, -100, 7, 8]]
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["assistant_masks", "completion_mask", "labels", "attention_mask"])
+def test_a_document_without_the_marks_of_others_is_refused(collator, name):
+    """Every token of it would be learned, the padding too."""
+    rows = [{"input_ids": [*range(5, 11)], name: [0, 0, 1, 1, 1, 1]} for _ in range(3)]
+    if name == "labels":
+        rows = [{"input_ids": [*range(5, 11)], name: [-100, -100, 7, 8, 9, 10]} for _ in range(3)]
+    assert int((collator(rows)["labels"] != -100).sum()) == 12
+    del rows[1][name]
+    with pytest.raises(
+        ValueError, match=f"document 1 of a batch has no {name}, which document 0 has, so that its every"
+    ):
+        collator(rows)
+    rows[1][name] = None  # as a data set has what is missing
+    with pytest.raises(ValueError, match=f"document 1 of a batch has None for {name}, so that every token would count"):
+        collator(rows)
+    with pytest.raises(ValueError, match=f"document 0 of a batch has None for {name}"):
+        collator([{"input_ids": [5, 6], name: None}])
+    for missing in (rows, [{"input_ids": [5, 6], name: None}]):
+        with pytest.raises(ValueError, match=f"document [01] has (no|None for) {name}"):
+            ra.pack_documents({key: [row[key] for row in missing] for key in ("input_ids", name)}, row_length=8)
 
 
 @BOTH

@@ -9,16 +9,14 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 
 import hf_ring_attention as ra
+from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.training.distillation import _warn_of_moving
 from tests.support.ranks import run_simulated
 from tests.support.threads import in_threads
 from tests.support.tiny_models import VOCAB, tiny_model, with_large_weights
 from tests.support.tolerance import EXACT, assert_exact
 
-pytestmark = [
-    pytest.mark.usefixtures("in_float64"),
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
-]
+pytestmark = pytest.mark.usefixtures("in_float64")
 PATTERN = "window:4+2"
 LENGTH = 37
 
@@ -66,7 +64,7 @@ def test_it_is_the_divergence_of_a_plain_computation(model_type, checkpointing, 
     model = student(model_type).train()
     teacher = ra.patch_model(with_large_weights(tiny_model(model_type, "ring_dilated")), "exact").eval()
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model, {"use_reentrant": False})
     shard = ra.shard_batch(batch(rng), ra.Ring.alone())
     expected = plain_divergence(model, teacher, shard)
     assert float(expected.detach()) > 1e-4
@@ -91,7 +89,7 @@ def test_a_ring_learns_what_one_process_does(world_size, checkpointing, rng):
     def work(ring):
         model = ra.patch_model(models[ring.rank], ring=ring)
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(model, {"use_reentrant": False})
         loss = ra.distillation_loss(model, ra.shard_batch(rows, ring), tokens, tokens_at_once=5)
         return loss.detach(), gradients_of(model, loss)
 

@@ -1,6 +1,8 @@
 """What else a RingTrainer does: evaluation, resuming, users' losses and metrics, PEFT, TRL; and what it refuses."""
 
 import contextlib
+import logging
+import math
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ import hf_ring_attention as ra
 from tests.support.ranks import run_ranks
 from tests.support.tolerance import EXACT, allowed
 from tests.support.training import (
+    CHECKPOINTING,
     SIZES,
     assert_equal_runs,
     differences,
@@ -176,7 +179,7 @@ def sft(rank, folder, ring_size, packing=False, chats=False):
         max_steps=4,  # an epoch, whose last batch is short
         use_cpu=True,
         bf16=False,
-        gradient_checkpointing=False,
+        **{CHECKPOINTING: False},
         report_to=[],
         disable_tqdm=True,
         logging_steps=1,
@@ -276,6 +279,84 @@ def test_losses_by_the_logits_on_one_process_are_those_of_trainer(name, tmp_path
         made.train()
         losses.append([entry["loss"] for entry in made.state.log_history if "loss" in entry])
     assert losses[1] == pytest.approx(losses[0], rel=EXACT)
+
+
+# ---- numbers that are not finite
+
+
+class Diverging(ra.RingTrainer):
+    """The loss of the last process is NaN from its third step on."""
+
+    def compute_loss(self, model, inputs, **options):
+        loss = super().compute_loss(model, inputs, **options)
+        last = self.args.process_index == self.args.world_size - 1
+        return loss * torch.nan if self.state.global_step >= 2 and last else loss
+
+
+class Stopping(Diverging):
+    def when_not_finite(self, loss, grad_norm):
+        raise ArithmeticError(f"step {self.state.global_step + 1}: {loss} {grad_norm}")
+
+
+def diverging(rank, folder, ring_size):
+    """The error of each process, and whether all weights are finite then; and the warnings of a Trainer that goes on."""
+    model, told = tiny_llama(), []
+    try:
+        trainer(rank, folder, ring_size=ring_size, trainer_class=Stopping, model=model, **DATA)
+    except ArithmeticError as error:
+        told.append(str(error))
+    finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("hf_ring_attention").addHandler(handler)
+    made = trainer(rank, folder, ring_size=ring_size, trainer_class=Diverging, eval_rows=EVAL_ROWS, **DATA)[1]
+    assert made.state.global_step == 5
+    figures = made.evaluate()
+    assert math.isnan(figures["eval_loss"]) and math.isnan(figures["eval_perplexity"])
+    return finite, told
+
+
+@pytest.mark.parametrize(("world_size", "ring_size"), [(1, 1), (2, 2), (2, 1)])
+def test_a_loss_that_is_not_finite_is_told_on_all_processes_together(world_size, ring_size, tmp_path):
+    for rank, (finite, told) in enumerate(run_ranks(diverging, world_size, tmp_path, ring_size)):
+        assert finite and told[0] == "step 3: nan nan"
+        warned = [text for text in told[1:] if "training goes on" in text]
+        assert len(warned) == (rank == 0) and all("step 3: loss nan, gradient norm nan" in text for text in warned)
+
+
+# ---- the best checkpoint
+
+
+class MixedTrainer(ra.RingTrainerMixin, Trainer):
+    """With the arguments of another Trainer, which know nothing of perplexities."""
+
+
+@pytest.mark.parametrize("by", ["RingTrainer", "the mixin"])
+def test_the_best_checkpoint_has_the_smallest_perplexity(by, tmp_path, caplog):
+    kinds = (ra.RingTrainer, ra.RingTrainingArguments), (MixedTrainer, TrainingArguments)
+    kind, arguments = kinds[by == "the mixin"]
+    args = arguments(
+        str(tmp_path), max_steps=3, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        metric_for_best_model="perplexity", load_best_model_at_end=True, optim="sgd", learning_rate=1e-2, use_cpu=True,
+        report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    made = kind(tiny_llama(), args, train_dataset=ROWS, eval_dataset=EVAL_ROWS, data_collator=ra.PaddingCollator())
+    made.train()
+    found = {x["step"]: x["eval_perplexity"] for x in made.state.log_history if "eval_perplexity" in x}
+    assert len(set(found.values())) == 3
+    assert made.state.best_metric == min(found.values())
+    assert made.state.best_model_checkpoint.endswith(f"checkpoint-{min(found, key=found.get)}")
+    assert made.evaluate()["eval_perplexity"] == pytest.approx(min(found.values()), rel=EXACT)
+    assert ("'perplexity' came with greater_is_better=True" in caplog.text) == (by == "the mixin")
+
+
+@pytest.mark.parametrize("metric", ["perplexity", "eval_perplexity", "eval_books_perplexity"])
+def test_a_greater_perplexity_is_not_better(metric, tmp_path):
+    args = ra.RingTrainingArguments(str(tmp_path), metric_for_best_model=metric, use_cpu=True)
+    assert args.greater_is_better is False
+    with pytest.raises(ValueError, match="keeps the worst checkpoint: leave greater_is_better out"):
+        ra.RingTrainingArguments(str(tmp_path), metric_for_best_model=metric, greater_is_better=True, use_cpu=True)
+    assert ra.RingTrainingArguments(str(tmp_path), metric_for_best_model="accuracy", use_cpu=True).greater_is_better
 
 
 # ---- what is refused

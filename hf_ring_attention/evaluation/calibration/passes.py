@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...compute.merge import accumulation_dtype
+from ...compute.private import checkpoint_activations
 from ...hf.config import layer_pattern
 from ...hf.heads import Head
 from ...hf.positions import first_position
@@ -335,9 +336,7 @@ def _checkpointed(model: PreTrainedModel) -> Iterator[None]:
     training = [layer.training for layer in layers]
     before = {module: module.gradient_checkpointing for module in model.modules() if hasattr(module, _CHECKPOINTING)}
     if layers:
-        # The newer name is not there in all releases.
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
+        checkpoint_activations(model, {"use_reentrant": False})
         for layer in layers:
             layer.training = True  # Of the layer alone: what is inside goes on in evaluation mode.
     try:

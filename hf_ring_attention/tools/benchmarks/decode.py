@@ -31,7 +31,7 @@ _FILLING, _TOKENS_AT_ONCE = "window:512", 8192
 def decoding_model(source: str | None, shape: CallShape) -> Any:
     """Returns the checkpoint of a folder or hub id; for None, a model of the size of SmolLM2-135M with random weights."""
     if source is not None:
-        model: Any = AutoModelForCausalLM.from_pretrained(source, attn_implementation=SDPA)
+        model: Any = AutoModelForCausalLM.from_pretrained(source, attn_implementation=SDPA, trust_remote_code=False)
     else:
         torch.manual_seed(0)
         model = LlamaForCausalLM(

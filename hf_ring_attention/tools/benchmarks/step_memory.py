@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ...compute.private import checkpoint_activations
 from ...hf.patch import patch_model
 from ...ring.ring import Ring
 from ...training.losses import next_token_loss
@@ -47,8 +48,7 @@ def training_model(shape: CallShape, tokens: int, checkpointing: bool = True) ->
     model: Any = LlamaForCausalLM(config)
     model.to(shape.device, getattr(torch, shape.dtype)).train()
     if checkpointing:
-        # Newer releases of Transformers have another name for it, and warn about this one.
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        checkpoint_activations(model)
     return model
 
 

@@ -34,7 +34,7 @@ def read_model(run: CheckRun) -> dict[str, Any]:
     content: dict[str, Any] = {}
     if run.options.model is not None:
         content = read_config(run.options.model)
-        config = AutoConfig.from_pretrained(run.options.model)
+        config = AutoConfig.from_pretrained(run.options.model, trust_remote_code=False)
     text = config.get_text_config()
     saved = (getattr(text, "ring_dilated", None) or {}).get("pattern")
     pattern = run.options.pattern or ("exact" if saved is None else str(Pattern.from_dict(saved)))

@@ -19,6 +19,7 @@ from ..options import (
     DeviceName,
     ModelDtype,
     RingSize,
+    TrustRemoteCode,
     checked,
     choice_option,
     folder_option,
@@ -89,6 +90,7 @@ def calibrate_command(
     ] = None,
     plot: Annotated[bool, typer.Option("--plot", help=f"Draw {PICTURE} into the folder of --output.")] = False,
     ring_size: RingSize = None,
+    trust_remote_code: TrustRemoteCode = False,
     dtype: ModelDtype = "float32",
     device_name: DeviceName = None,
     as_json: AsJson = False,
@@ -113,7 +115,7 @@ def calibrate_command(
         from ..calibration_run import CalibrationRun
 
         try:
-            run = CalibrationRun(model, dtype, device_name)
+            run = CalibrationRun(model, dtype, device_name, trust=trust_remote_code)
             ids = {name: run.rows_of(name, content, seq_len, rows) for name, content in contents.items()}
             chosen = run.calibrate(
                 [row for path in text for row in ids[names[path]]],

@@ -20,6 +20,7 @@ from ..options import (
     ModelDtype,
     RingSize,
     TransportName,
+    TrustRemoteCode,
     checked,
     folder_option,
     list_option,
@@ -127,6 +128,7 @@ def evaluate_command(
     ring_size: RingSize = None,
     layout: LayoutName = "auto",
     transport: TransportName = "auto",
+    trust_remote_code: TrustRemoteCode = False,
     dtype: ModelDtype = "float32",
     device_name: DeviceName = None,
     as_json: AsJson = False,
@@ -169,7 +171,9 @@ def evaluate_command(
                 chat=chat,
             )
             texts = tuple(EvaluationText(name, content) for name, content in contents.items()) or (python_topics(),)
-            asked = EvaluationRequest(model, texts, plan, output, ring_size, layout, transport, dtype, device_name)
+            asked = EvaluationRequest(
+                model, texts, plan, output, ring_size, layout, transport, dtype, device_name, trust_remote_code
+            )
             results = EvaluationRun(asked).run()
         except argparse.ArgumentTypeError as error:
             raise refuse(str(error), "--model") from None

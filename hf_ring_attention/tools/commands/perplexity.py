@@ -18,6 +18,7 @@ from ..options import (
     DeviceName,
     ModelDtype,
     SomePatterns,
+    TrustRemoteCode,
     checked,
     parsed,
     picture_option,
@@ -44,6 +45,7 @@ def perplexity_command(
     ],
     pattern: SomePatterns = MEASURED_PATTERNS,
     tokens: Annotated[int, tokens_option("--tokens", "First tokens of each text.", 2)] = "4k",  # type: ignore[assignment]
+    trust_remote_code: TrustRemoteCode = False,
     dtype: ModelDtype = "float32",
     device_name: DeviceName = None,
     plot: Annotated[Path | None, picture_option("--plot", "Draw perplexity against attention FLOPs.")] = None,
@@ -62,7 +64,7 @@ def perplexity_command(
     config = checked("MODEL", read_config, model)
     contents = {str(path): read_text(path, "TEXT_FILE") for path in texts}
     with stdout_left_alone(as_json):
-        ids, loaded = _load(model, contents, tokens, dtype, device_name)
+        ids, loaded = _load(model, contents, tokens, dtype, device_name, trust_remote_code)
         checked("--tokens", check_positions, config, max(row.shape[1] for row in ids.values()))
         rows = _measure(model, config, loaded, ids, list(dict.fromkeys(pattern)))
     if plot is not None:
@@ -93,21 +95,21 @@ def perplexity_command(
 
 
 def _load(
-    source: str, contents: dict[str, str], tokens: int, dtype: str, device_name: str | None
+    source: str, contents: dict[str, str], tokens: int, dtype: str, device_name: str | None, trust: bool
 ) -> tuple[dict[str, Any], Any]:
     """Returns the tokens of each text, and the model; refuses a text of a single token."""
     from ...evaluation.texts import first_tokens
     from ..loading import device_or_best, load_model, load_tokenizer
 
     try:
-        tokenizer = load_tokenizer(source)
+        tokenizer = load_tokenizer(source, trust=trust)
         ids = {}
         for name, text in contents.items():
             found = first_tokens(text, tokenizer, tokens)[None]
             if found.shape[1] < 2:
                 raise refuse(f"{name} has {found.shape[1]} token(s), 2 or more are needed", "TEXT_FILE")
             ids[name] = found
-        return ids, load_model(source, dtype, device_or_best(device_name))
+        return ids, load_model(source, dtype, device_or_best(device_name), trust=trust)
     except ValueError as error:
         raise refuse(str(error), "MODEL") from None
 

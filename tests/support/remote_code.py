@@ -1,0 +1,35 @@
+"""A tiny model that brings code of its own, which leaves a file behind when it runs."""
+
+import json
+
+from tests.support.checkpoints import save_tiny_checkpoint
+
+CODE = """
+from pathlib import Path
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+Path({marker!r}).touch()
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def save_with_code(folder, monkeypatch):
+    """Saves the model in a folder; returns the file that its code leaves behind."""
+    # Transformers imports the code from a copy here.
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder / "modules"))
+    marker = folder / "ran"
+    save_tiny_checkpoint(folder / "model", max_position_embeddings=512)
+    (folder / "model" / "own.py").write_text(CODE.format(marker=str(marker)))
+    file = folder / "model" / "config.json"
+    config = json.loads(file.read_text()) | {"model_type": "own_llama", "architectures": ["OwnForCausalLM"]}
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    file.write_text(json.dumps(config))
+    return marker
