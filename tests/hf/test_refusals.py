@@ -17,7 +17,6 @@ from transformers import (
 from transformers.masking_utils import blockwise_overlay, create_causal_mask
 
 import hf_ring_attention as ra
-from hf_ring_attention.compute.private import calls_the_interface
 from hf_ring_attention.hf.masks import ring_dilated_mask
 
 SIZES = {"vocab_size": 97, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -137,12 +136,7 @@ def encoder_decoders():
 def test_encoder_decoders():
     for model in encoder_decoders():
         before, name = model.config._attn_implementation, type(model).__name__
-        # The class is looked at first; T5 of Transformers 5.10 does not call the interface.
-        if calls_the_interface(type(model)):
-            refusal = (NotImplementedError, f"{name} attends from a decoder to an encoder")
-        else:
-            refusal = (ValueError, f"{name} does not call Transformers' attention interface")
-        with pytest.raises(refusal[0], match=refusal[1]):
+        with pytest.raises(NotImplementedError, match=f"{name} attends from a decoder to an encoder"):
             ra.patch_model(model, PATTERN)
         assert model.config._attn_implementation == before
 
