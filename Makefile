@@ -21,8 +21,9 @@ demo: $(READY)
 
 # Three workers for two cores: most tests are the work of one thread, and some wait for processes that begin or end. Files
 # stay whole, since their tests share launches of processes, and in order, or those with few and long tests would come last.
+# Each run has the same tests and inputs, and sets have the same order.
 test: $(READY_TO_TEST)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # The same tests, with all cases, and the oldest releases that pyproject.toml allows, in an environment of its own.
 TORCH_MIN ?= torch==2.9.0
@@ -48,11 +49,11 @@ test-newest:
 	@DS_BUILD_OPS=0 $(BIN_NEWEST)/python $(PIP) --upgrade --no-build-isolation --no-binary deepspeed deepspeed
 	$(BIN_NEWEST)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-# What takes minutes, and all cases of tests of which `make test` draws one in four.
+# What takes minutes, and all cases of tests of which `make test` has one in four.
 test-slow: $(READY_TO_TEST)
 	$(BIN)/python -m pytest -m "slow or drawn" --all
 
-# Random cases of attention and of models for so many minutes; one that fails prints the line that repeats it.
+# Other random cases of attention and of models at each run, for so many minutes; one that fails prints the line that repeats it.
 MINUTES ?= 30
 fuzz: $(READY_TO_TEST)
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)

@@ -264,7 +264,9 @@ def releases(variable, file):
 
 #: The bounds of pyproject.toml, by package.
 BOUNDS = dict(
-    re.findall(r'"([\w-]+)(>=[^"]+)"', (FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8").split("[tool.")[0])
+    re.findall(
+        r'"([\w-]+)(>=[^"]+)"', (FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8").split("[tool.")[0]
+    )
 )
 
 
