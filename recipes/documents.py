@@ -23,6 +23,7 @@ from tokens import columns_to_learn, tokenize
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_ring_attention as ra
+from hf_ring_attention.evaluation.texts import python_topics
 from hf_ring_attention.tools.arguments import at_least, check, existing_file
 from hf_ring_attention.training.lengths import token_counts
 
@@ -44,7 +45,7 @@ class Sources:
     """The origin of documents, and how they become rows. The recipes have an option for each field."""
 
     text: list[str] | None = field(
-        default=None, metadata={"help": "text files, a document each; default: the topics of Python's manual"}
+        default=None, metadata={"help": "text files, a document each; default: the topics of Python 3.11's manual"}
     )
     dataset: str | None = field(
         default=None,
@@ -261,11 +262,9 @@ def load(sources: Sources) -> Dataset | IterableDataset:
 
 
 def texts(files: Iterable[str] | None) -> list[str]:
-    """Returns the contents of files; without files, the reference topics of Python's own manual as one text."""
+    """Returns the contents of files; without files, the topics of Python 3.11's manual as one text."""
     if files is None:
-        from pydoc_data import topics
-
-        return ["\n\n".join(text for _, text in sorted(topics.topics.items()))]
+        return [python_topics().content]
     contents = []
     for file in files:
         try:

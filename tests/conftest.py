@@ -1,4 +1,5 @@
-"""Small tensors on one thread: more threads only wait for each other, above all on a busy machine. Nothing is compiled."""
+"""Each run has the same tests with the same inputs, on one thread: more threads only wait for each other, above all on a
+busy machine. Nothing is compiled."""
 
 import gc
 import math
@@ -8,6 +9,8 @@ import random
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # An operator that were compiled, or loaded because another run compiled it, would fail.
@@ -15,34 +18,28 @@ os.environ.update(CC="no-compiler", CXX="no-compiler", TORCH_EXTENSIONS_DIR=os.p
 
 torch.set_num_threads(1)
 
+# Hypothesis draws by the seed of the run alone: not by failures of earlier runs, which it would keep, and not by the time that
+# it takes. Derandomized, as it is by default in CI, it would draw by the code of a test instead.
+settings.register_profile(
+    "tests", database=None, deadline=None, derandomize=False, print_blob=True, suppress_health_check=list(HealthCheck)
+)
+settings.load_profile("tests")
+# Nor does it draw constants of the modules that happen to be loaded, which depend on the tests that ran before.
+pytest.MonkeyPatch().setattr(providers, "_get_local_constants", providers.Constants)
+
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--seed", type=int, help="of the inputs that tests draw; a fresh one, which is printed, by default"
-    )
-    parser.addoption(
-        "--all", action="store_true", help="run all cases of the tests of which each run draws one in four"
-    )
+    parser.addoption("--seed", type=int, default=0, help="of the inputs that tests draw (default 0)")
+    parser.addoption("--all", action="store_true", help="run all cases of the tests of which each run has one in four")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    of_all_workers = getattr(config, "workerinput", {}).get("seed")
-    if of_all_workers is not None:
-        config.option.seed = of_all_workers
-    elif config.option.seed is None:
-        config.option.seed = random.SystemRandom().randrange(10**6)
     config.option.hypothesis_seed = str(config.option.seed)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node):
-    """Workers parse the command line for themselves, and would each draw a seed that nobody is told."""
-    node.workerinput["seed"] = node.config.option.seed
-
-
 def pytest_report_header(config):
-    return f"seed {config.option.seed}: draws the same inputs again with --seed {config.option.seed}"
+    return f"seed {config.option.seed}: --seed N draws other inputs"
 
 
 def pytest_collection_modifyitems(config, items):

@@ -17,12 +17,18 @@ from tests.support.ranks import TIMEOUT
 
 CASES = 200
 DRAWS = """
-import os, pytest
+import random, pytest
+from hypothesis import given, strategies
 
 @pytest.mark.drawn
 @pytest.mark.parametrize("number", range(9))
 def test_a_draw(number, request):
-    pytest.fail(f"seed {request.config.option.seed} in {os.environ['PYTEST_XDIST_WORKER']}")
+    pytest.fail(f"seed {request.config.option.seed}: {random.randrange(10**6)}")
+
+def test_hypothesis():
+    drawn = []
+    given(strategies.integers(0, 10**9))(drawn.append)()
+    pytest.fail(f"the sum is {sum(drawn)}")
 """
 REPEATED = r"python -m tests\.fuzz --case ((?:attention|models):\d+)"
 
@@ -34,19 +40,27 @@ def test_random_cases_of_attention(rng):
     assert sum(report.outcomes.values()) == CASES
 
 
-def test_workers_draw_by_the_seed_that_is_printed(tmp_path):
-    """Also which cases they run, of tests that are marked for it."""
+def failures(folder, *options):
+    """(the tests that failed, with their messages; all that is printed) of a run by the rules of these tests."""
+    command = [sys.executable, "-m", "pytest", "--seed", "7", *options, str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    printed = subprocess.run(
+        command, cwd=folder, env=environment, timeout=TIMEOUT, capture_output=True, text=True
+    ).stdout
+    return sorted(re.findall(r"^FAILED (.*)$", printed, re.MULTILINE)), printed
+
+
+def test_each_run_draws_the_same(tmp_path):
+    """Which cases run, of tests that are marked for it, and their inputs, whichever process and whatever else is loaded."""
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = drawn")
     (tmp_path / "conftest.py").write_text("from tests.conftest import *")
     (tmp_path / "test_it.py").write_text(DRAWS)
-    command = [sys.executable, "-m", "pytest", "-n", "2", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    printed = subprocess.run(
-        command, cwd=tmp_path, env=environment, timeout=TIMEOUT, capture_output=True, text=True
-    ).stdout
-    (seed,) = re.findall(r"repeat with the same inputs: python -m pytest -n 0 --seed (\d+) ", printed)
-    assert set(re.findall(r"^E .*seed (\d+) in gw[01]", printed, re.MULTILINE)) == {seed}
-    assert "= 3 failed" in printed, printed
+    of_workers, printed = failures(tmp_path, "-n", "2")
+    assert len(of_workers) == 4 and all("seed 7: " in line for line in of_workers[:3]), printed
+    assert "repeat with the same inputs: python -m pytest -n 0 --seed 7 " in printed
+    # Hypothesis would draw constants from the modules that are loaded.
+    (tmp_path / "test_other.py").write_text(f"CONSTANTS = {[10**8 + number for number in range(500)]}")
+    assert failures(tmp_path, "-n", "0")[0] == of_workers
 
 
 def test_a_number_decides_its_case_whatever_ran_before(rng):

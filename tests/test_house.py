@@ -11,6 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from tests.support.ranks import TIMEOUT
 
@@ -255,15 +256,34 @@ def test_no_global_is_rebound(module):
     assert not lines, f"{module}.py rebinds globals in lines {lines}"
 
 
+def releases(variable, file):
+    """The releases that a variable of the Makefile and a file of constraints name, by package."""
+    lines = "\n".join((FOLDER.parent / place).read_text(encoding="utf-8") for place in ("Makefile", file))
+    return dict(re.findall(rf"^(?:{variable} \?= )?([\w-]+)==([\w.]+)$", lines, re.MULTILINE))
+
+
+#: The bounds of pyproject.toml, by package.
+BOUNDS = dict(
+    re.findall(
+        r'"([\w-]+)(>=[^"]+)"', (FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8").split("[tool.")[0]
+    )
+)
+
+
 def test_the_oldest_releases_are_those_that_are_allowed():
     """`make test-min` installs them: a bound that is raised is raised there, too."""
-    bounds = re.findall(r'"([\w-]+)>=([\w.]+)"', (FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8"))
-    least = {name: release for name, release in bounds if name != "setuptools"}  # That one builds the package.
-    makefile = (FOLDER.parent / "Makefile").read_text(encoding="utf-8")
-    pins = re.findall(r"^(?:TORCH_MIN \?= )?([\w-]+)==([\w.]+)$", makefile, re.MULTILINE)
-    pins += re.findall(
-        r"^([\w-]+)==([\w.]+)$", (FOLDER.parent / "tests/oldest.txt").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    oldest = {name: release for name, release in pins if name in least}
-    assert oldest.keys() == least.keys()
-    assert {name: release for name, release in oldest.items() if f"{release}.".startswith(f"{least[name]}.")} == oldest
+    oldest = releases("TORCH_MIN", "tests/oldest.txt")
+    assert oldest.keys() == BOUNDS.keys()
+    for name, bounds in BOUNDS.items():
+        least = bounds.removeprefix(">=").partition(",")[0]
+        assert f"{oldest[name]}.".startswith(f"{least}."), f"{name}{bounds}, and tests/oldest.txt has {oldest[name]}"
+
+
+def test_the_newest_releases_are_those_that_are_allowed():
+    """`make demo` and `make test` install them, and nothing that is not named: lm-eval is left to its users."""
+    newest = releases("TORCH", "tests/newest.txt")
+    lines = (FOLDER.parent / "tests/newest.txt").read_text(encoding="utf-8").splitlines()
+    assert all(re.fullmatch(r"(#.*|[\w.-]+==[\w.]+)?", line) for line in lines)
+    for name, bounds in BOUNDS.items():
+        if name != "lm-eval":
+            assert newest[name] in SpecifierSet(bounds), f"{name}{bounds}, and tests/newest.txt has {newest[name]}"

@@ -8,10 +8,8 @@ import io
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -22,7 +20,7 @@ import hf_ring_attention as ra
 from hf_ring_attention.tools import cli
 
 from .support.checkpoints import save_tiny_checkpoint
-from .support.ranks import TIMEOUT
+from .support.ranks import TIMEOUT, free_ports
 from .support.releases import with_names_of_this_release
 
 ROOT = Path(__file__).parents[1]
@@ -100,15 +98,6 @@ def printed(folder):
     errors = {path.name: path.read_text()[-3000:] for path in folder.glob("*.err") if "Traceback" in path.read_text()}
     assert done.returncode == 0, errors or done.stderr[-3000:]
     return {tuple(path.stem.rsplit(".", 1)): path.read_text() for path in folder.glob("*.out")}
-
-
-def free_ports(count):
-    """Ports at which nobody listens now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for free in sockets:
-            free.bind(("127.0.0.1", 0))
-        return [free.getsockname()[1] for free in sockets]
 
 
 def test_what_the_tests_replace_stands_in_the_snippets():

@@ -22,7 +22,6 @@ from ..plan.tiles import Shape
 from .bands import Gradients, MaskedKernel, Results, widened
 from .cuda_kernels import CudaEfficient, CudaFlash
 from .math_kernel import Math
-from .private import cpu_flash_takes_groups
 from .rows import Lengths
 
 
@@ -88,20 +87,8 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _for_each_query_head(x: Tensor, heads: int) -> Tensor:
-    """Returns keys or values [T, Hkv, Lk, ...] with a copy for each of `heads`, where torch does not take groups itself."""
-    if x.shape[1] == heads or cpu_flash_takes_groups():
-        return x
-    return x.repeat_interleave(heads // x.shape[1], 1)
-
-
-def _for_each_key_head(gradient: Tensor, kv_heads: int) -> Tensor:
-    """Returns gradients [T, H or Hkv, Lk, ...] of keys or values as those of `kv_heads`: the sums over their copies."""
-    return gradient if gradient.shape[1] == kv_heads else gradient.unflatten(1, (kv_heads, -1)).sum(2)
-
-
 class CpuFlash(MaskedKernel):
-    """torch's flash attention for CPU, which takes grouped heads as they are (from 2.9 on), and bands as stretches."""
+    """torch's flash attention for CPU, which takes grouped heads as they are, and bands as stretches."""
 
     name = "cpu_flash"
     joining: Joining | None = PADDED
@@ -110,7 +97,6 @@ class CpuFlash(MaskedKernel):
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         value_dim, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
-        k, v = (_for_each_query_head(x, q.shape[1]) for x in (k, v))
         q, k, v = (_rows(widened(x, width)) for x in (q, k, v))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
@@ -129,13 +115,11 @@ class CpuFlash(MaskedKernel):
         scale: float,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        head_dim, value_dim, kv_heads = q.shape[-1], v.shape[-1], k.shape[1]
-        k, v = (_for_each_query_head(x, q.shape[1]) for x in (k, v))
+        head_dim, value_dim = q.shape[-1], v.shape[-1]
         dout, q, k, v, out = (_rows(widened(x, max(head_dim, value_dim))) for x in (dout, q, k, v, out))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse.contiguous(), 0.0, causal, attn_mask=mask, scale=scale
         )
-        dk, dv = (_for_each_key_head(x, kv_heads) for x in (dk, dv))
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
 
 
@@ -155,8 +139,7 @@ def choose_kernel(
     if softcap is not None:
         return KernelChoice(Math(softcap), f"scores are capped at {softcap}, which no fused kernel does: plain math")
     if device.type == "cpu":
-        groups = "and grouped heads" if cpu_flash_takes_groups() else "; each query head gets a copy of its keys"
-        return KernelChoice(CpuFlash(), f"torch's CPU flash attention takes these dtypes {groups}")
+        return KernelChoice(CpuFlash(), "torch's CPU flash attention takes these dtypes and grouped heads")
     if device.type == "cuda" and dtype != torch.float64:
         return _choose_for_cuda(torch.cuda.get_device_capability(device), dtype, max(head_dim, value_dim))
     return KernelChoice(Math(), f"no fused kernel with a log-sum-exp for {dtype} on {device.type}: plain math")

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.torch_version import TorchVersion
 
 _HOOKS_BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 _HOOKS_AFTER = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
@@ -98,14 +97,6 @@ def check_torch() -> None:
         if dist.is_gloo_available():
             places["torch.distributed.ProcessGroupGloo.Options"] = dist.ProcessGroupGloo.Options
     _check_found("torch", torch.__version__, places)
-
-
-def cpu_flash_takes_groups() -> bool:
-    """Returns whether torch's flash attention for CPUs takes fewer heads of keys than of queries.
-
-    The operator of torch 2.8 reads and writes behind the end of such keys without an error; that of 2.9.0 computes them.
-    """
-    return bool(TorchVersion(torch.__version__) >= TorchVersion("2.9"))
 
 
 def version_of(x: Tensor) -> int:

@@ -1,12 +1,13 @@
-"""The texts that are scored and that needles are hidden in: those of the user, or Python's own documentation."""
+"""The texts that are scored and that needles are hidden in: those of the user, or the help texts of Python 3.11."""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
-import platform
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,11 +48,12 @@ class TextPiece:
 
 
 def python_topics() -> EvaluationText:
-    """Returns the help texts of this Python, which is the text where no other is named."""
-    from pydoc_data.topics import topics
+    """Returns the help texts of Python 3.11, the text where no other is named.
 
-    name = f"pydoc topics of Python {platform.python_version()}"
-    return EvaluationText(name, "\n\n".join(text for _, text in sorted(topics.items())))
+    They come with the package: those of the running Python differ from release to release, and figures with them.
+    """
+    packed = Path(__file__).with_name("python_topics.txt.gz").read_bytes()
+    return EvaluationText("pydoc topics of Python 3.11.7", gzip.decompress(packed).decode())
 
 
 def text_pieces(text: EvaluationText, tokenizer: Any, length: int, most: int) -> list[TextPiece]:

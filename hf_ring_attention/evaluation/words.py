@@ -34,7 +34,7 @@ class WordList:
 def word_list(texts: Sequence[EvaluationText]) -> WordList:
     """Returns the words of the package wonderwords, as RULER does, if it is installed, else those of the texts.
 
-    Where the texts have fewer than `FEWEST_WORDS`, the words are those of Python's own documentation.
+    Where the texts have fewer than `FEWEST_WORDS`, the words are those of `python_topics`.
     """
     if importlib.util.find_spec("wonderwords") is not None:
         from wonderwords import RandomWord

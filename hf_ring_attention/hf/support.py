@@ -52,8 +52,6 @@ _BEYOND_THE_INTERFACE = {
     "doge": "it adds a learned mask of its own to the square mask, and so chooses keys that no pattern knows",
     "blt": "it attends from bytes to patches and back, which is cross-attention",
     "git": "it lets image features see each other in both directions",
-    # Transformers 5.10 takes this class for one that calls the interface.
-    "openai-gpt": "it computes attention of its own, without the interface",
     "fnet": "it mixes all tokens by Fourier transforms, and has no attention",
 }
 
@@ -117,7 +115,7 @@ def _check_config(
             f"{name}: layer {others[0]} is of type {kind!r} (of this or another such type are layers {others}): "
             f"{reason}: ring_dilated computes layers of {', '.join(LAYER_TYPES)}: use 'sdpa' or 'eager'"
         )
-    if indexed:  # Earlier releases of Transformers have no type for such layers.
+    if indexed:  # Configs of custom code may have no types of layers.
         raise NotImplementedError(
             f"{name} selects keys by an indexer, which no branch of a pattern is: use 'sdpa' or 'eager'"
         )

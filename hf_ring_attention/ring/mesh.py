@@ -165,9 +165,7 @@ def _wrong_parallelism(accelerator: Any, size: int, rings: DeviceMesh | None) ->
     """Returns the error of a ParallelismConfig, or of a device mesh, beside which there cannot be rings of `size` ranks."""
     config, mesh = accelerator.parallelism_config, accelerator.torch_device_mesh
     names = ("sp_size", "tp_size", "cp_size")
-    sizes = (
-        {} if config is None else {name: getattr(config, name, 1) for name in names}
-    )  # Accelerate 1.10 has no sp_size
+    sizes = {} if config is None else {name: getattr(config, name) for name in names}
     if sizes.get("sp_size", 1) > 1:
         return ValueError(
             f"Ring.from_accelerator: the accelerator's ParallelismConfig has sp_size={sizes['sp_size']}, so it would shard "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import accelerate
 import torch
 from transformers import TrainingArguments
 
@@ -69,7 +68,7 @@ class RingTrainingArguments(TrainingArguments):
 
     @property
     def device(self) -> torch.device:
-        """The device of this process: "cpu" and not "cpu:0", to which Trainer of Transformers 5.10 cannot load an optimizer."""
+        """The device of this process: "cpu" and not "cpu:0", to which Trainer of Transformers 5.17 cannot load an optimizer."""
         device: torch.device = super().device
         return torch.device("cpu") if device.type == "cpu" else device
 
@@ -99,18 +98,3 @@ def parallelism_beside_rings(args: TrainingArguments) -> Any:
     if cp_size_of(args) == 1:
         return config
     return None if config.total_size == config.cp_size else without_cp(config)
-
-
-def check_release_of(config: Any) -> None:
-    """Refuses the ParallelismConfig of an accelerator that Trainer reads as one of a later release of Accelerate.
-
-    Raises:
-        ImportError: a config of Accelerate before 1.12, which only the environment can bring: Trainer refuses one of its
-            arguments by itself.
-    """
-    if config is not None and not hasattr(config, "sp_backend"):
-        raise ImportError(
-            f"Trainer takes a ParallelismConfig from Accelerate 1.12 on, and {accelerate.__version__} is installed: pip "
-            f"install 'accelerate>=1.12', or start without --use_parallelism_config (ACCELERATE_USE_PARALLELISM_CONFIG) and "
-            f"give ring_size"
-        )

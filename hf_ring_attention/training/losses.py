@@ -40,7 +40,7 @@ from .next_tokens import (
     shift_labels_of,
     transformers_model,
 )
-from .sharded_weights import average_by_sums, gather_weights, gathered_by_call, sharded_by_fsdp2
+from .sharded_weights import gather_weights, gathered_by_call, sharded_by_fsdp2
 from .shards import IGNORED
 
 
@@ -74,7 +74,6 @@ def next_token_loss(
     """
     check_next_token_loss(model)
     shift_labels_of(shard, "next_token_loss")
-    average_by_sums(model)
     ring = attached_ring(unwrapped(model))
     if ring is not None:
         check_schedules(ring)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -27,7 +26,7 @@ def gathered_by_call(module: nn.Module | None) -> bool:
 def gather_weights(module: nn.Module | None) -> None:
     """Has a module of FSDP2 whole weights at the call that follows, which all processes make; other modules are left alone.
 
-    In backward, FSDP2 of torch 2.8 would call a module with what the call before has left of its weights, which are freed.
+    In backward, FSDP2 of torch 2.9 would call a module with what the call before has left of its weights, which are freed.
     Where the weights are there, this does nothing.
     """
     if isinstance(module, FSDPModule):
@@ -57,20 +56,3 @@ def whole_weights(model: nn.Module, module: nn.Module | None) -> Iterator[None]:
 def whole_norm(norm: Tensor) -> Tensor:
     """Returns the norm of whole gradients, of which a process has its part where Accelerate leaves a norm to FSDP2."""
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def average_by_sums(model: nn.Module) -> None:
-    """Has FSDP2 average a model's gradients by a sum and a division, wherever another backend than NCCL carries them.
-
-    FSDP2 asks for averages, of which gloo of torch 2.8 makes sums: the gradients would be as many times too large as there
-    are processes. A sum and a division are the same average in every release.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and not _by_nccl(module):
-            module.set_force_sum_reduction_for_comms(True)
-
-
-def _by_nccl(module: nn.Module) -> bool:
-    """Returns whether NCCL carries the gradients of the parameters of a module that `fully_shard` divides."""
-    meshes = {parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor)}
-    return all(dist.get_backend(group) == "nccl" for mesh in meshes for group in mesh.get_all_groups())

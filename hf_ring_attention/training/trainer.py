@@ -22,7 +22,7 @@ from ..plan.layouts import SequenceLayout
 from ..ring.ring import Ring
 from ..transport.lost_processes import naming_lost_processes
 from . import trainer_checks
-from .arguments import RingTrainingArguments, check_release_of, cp_size_of, parallelism_beside_rings
+from .arguments import RingTrainingArguments, cp_size_of, parallelism_beside_rings
 from .collators import PackingCollator, PaddingCollator
 from .columns import TOKEN_COLUMNS
 from .fill import tokens_and_slots
@@ -30,7 +30,7 @@ from .loaders import LoaderPreparer, RingDataLoader
 from .losses import sliced_loss
 from .next_tokens import shift_labels_of
 from .shard_iterators import Shards
-from .sharded_weights import average_by_sums, whole_norm
+from .sharded_weights import whole_norm
 from .shards import IGNORED, layout_of_shard
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,6 @@ class RingTrainerMixin(_Trainer):
         """Makes the accelerator, and then the ring, and patches the model."""
         with _swapped(self.args, parallelism_config=parallelism_beside_rings(self.args)):
             super().create_accelerator_and_postprocess()
-        check_release_of(self.accelerator.parallelism_config)
         self.ring = Ring.from_accelerator(
             self.accelerator,
             self._ring_size(),
@@ -220,7 +219,6 @@ class RingTrainerMixin(_Trainer):
 
     def compute_loss_context_manager(self) -> ExitStack:
         """Returns Trainer's context, which also offloads activations if the setting asks for it."""
-        average_by_sums(self.model_wrapped)
         stack: ExitStack = super().compute_loss_context_manager()
         if self.ring_setting("offload_activations"):
             stack.enter_context(save_on_cpu(pin_memory=self.args.device.type != "cpu"))

@@ -5,13 +5,14 @@ import re
 from collections import Counter
 from dataclasses import replace
 
+import documents
 import pytest
 import torch
 
 from hf_ring_attention.evaluation.inputs import EvaluationInputs
 from hf_ring_attention.evaluation.jobs import EvaluationPlan, check_plan, expanded_tasks, jobs_of
 from hf_ring_attention.evaluation.questions import CANDIDATES, NOISE, PromptWriter, most_units, question_of
-from hf_ring_attention.evaluation.texts import EvaluationText, sentences_of, text_pieces
+from hf_ring_attention.evaluation.texts import EvaluationText, python_topics, sentences_of, text_pieces
 from hf_ring_attention.evaluation.tracing import RETRIEVAL, RULER, retrieval_task
 from hf_ring_attention.evaluation.words import FEWEST_WORDS, word_list
 from tests.support.evaluation import inputs_of, load, made_up_text, save_checkpoint
@@ -158,6 +159,12 @@ def test_words_are_those_of_the_texts_or_of_python(monkeypatch):
     assert (listed.name, set(listed.words)) == ("book", set(re.findall(r"\w+", text.content)))
     short = word_list([EvaluationText("note", "too few words here")])
     assert short.name.startswith("pydoc topics of Python") and len(short.words) > FEWEST_WORDS
+
+
+def test_the_text_that_is_read_by_default_is_the_same_with_each_python():
+    """The figures of README.md and of the recipes are of this text."""
+    assert (python_topics().checksum, len(python_topics().content)) == ("71f2ff5d99bdc1f9", 465126)
+    assert documents.texts(None) == [python_topics().content]
 
 
 def test_words_of_the_package_where_it_is_installed():

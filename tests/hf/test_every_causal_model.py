@@ -14,6 +14,7 @@ from hf_ring_attention.hf.support import check_config
 from hf_ring_attention.tools.model_table import models_page, types_by_reason
 
 from ..support.probe import batch, survey
+from ..support.releases import at_least
 from ..support.tiny_models import CAUSAL_TYPES, NOT_BUILT, tiny_model
 
 KNOWN = {model.model_type: model for model in ra.supported_models()}
@@ -26,6 +27,8 @@ def test_a_type(model_type):
 
     In another release of Transformers than that of the table, a type may be refused that is supported in this one.
     """
+    if model_type == "moshi" and not at_least("transformers", "5.18"):
+        pytest.skip("without a mask, eager attention of this type is not causal in Transformers 5.17")
     found = survey(model_type)
     if transformers.__version__ == release_of_table():
         assert found == KNOWN[model_type]

@@ -35,7 +35,7 @@ def numbered(documents, length, first):
     return positions, numbers
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(drawn(random_rows))
 def test_layouts_are_read_back(rows):
     layout, documents = rows

@@ -18,7 +18,6 @@ from transformers import (
 from transformers.masking_utils import blockwise_overlay, create_causal_mask
 
 import hf_ring_attention as ra
-from hf_ring_attention.compute.private import calls_the_interface
 from hf_ring_attention.hf.cache import cache_argument
 from hf_ring_attention.hf.masks import ring_dilated_mask
 
@@ -157,12 +156,7 @@ def encoder_decoders():
 def test_encoder_decoders():
     for model in encoder_decoders():
         before, name = model.config._attn_implementation, type(model).__name__
-        # The class is looked at first; T5 of Transformers 5.10 does not call the interface.
-        if calls_the_interface(type(model)):
-            refusal = (NotImplementedError, f"{name} attends from a decoder to an encoder")
-        else:
-            refusal = (ValueError, f"{name} does not call Transformers' attention interface")
-        with pytest.raises(refusal[0], match=refusal[1]):
+        with pytest.raises(NotImplementedError, match=f"{name} attends from a decoder to an encoder"):
             ra.patch_model(model, PATTERN)
         assert model.config._attn_implementation == before
 

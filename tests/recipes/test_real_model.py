@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 LONGNET = ra.Pattern.longnet([512, 2048, None], [1, 4, 8])
-# The first tokens of pydoc_data.topics of Python 3.11, float32, patterns as dense boolean masks by the definition.
+# The first tokens of the default text, float32, patterns as dense boolean masks by the definition.
 DENSE = {
     "exact": (5120, ra.Pattern.exact(), 11.08),
     "window": (5120, ra.Pattern((ra.Sink(4), ra.Window(512))), 12.09),

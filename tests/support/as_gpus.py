@@ -13,8 +13,7 @@ from accelerate import state
 from accelerate.utils import DistributedType
 
 NO_DEEPSPEED = (
-    "DeepSpeed is not installed, which is a source package: make test installs it where source packages are allowed, or "
-    "DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed"
+    "DeepSpeed is not installed: make test installs it, or DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed"
 )
 
 

@@ -1,11 +1,8 @@
 """Ranks of which one is killed, stalls or raises at a chosen point, and what becomes of the others: see tests/ring."""
 
-import contextlib
 import json
 import os
-import random
 import signal
-import socket
 import sys
 import threading
 import time
@@ -22,7 +19,7 @@ import torch.distributed as dist
 
 import hf_ring_attention as ra
 from hf_ring_attention.transport import communicators, heads, transports
-from tests.support.ranks import CONTEXT, TIMEOUT, begin_as_a_program
+from tests.support.ranks import CONTEXT, TIMEOUT, begin_as_a_program, free_ports
 
 KINDS = ("killed", "stalled", "raising")
 MOMENTS = ("before", "in", "after")
@@ -197,14 +194,6 @@ class Outcome:
 PROCESSES = threading.Lock()
 
 
-def free_port():
-    """A port that no process listens at, below those that the system gives to connections, for one case alone."""
-    while True:
-        with socket.socket() as free, contextlib.suppress(OSError):
-            free.bind(("127.0.0.1", random.SystemRandom().randrange(10000, 16000)))
-            return free.getsockname()[1]
-
-
 def alive(ranks):
     with PROCESSES:
         return [rank for rank in ranks if rank.is_alive()]
@@ -212,7 +201,7 @@ def alive(ranks):
 
 def outcome_of(fault, folder):
     """Runs the ranks, as a launcher would: it kills the rank that stalls once the others have ended."""
-    port = free_port()
+    (port,) = free_ports(1)
     ranks = [CONTEXT.Process(target=_run, args=(rank, fault, folder, port)) for rank in range(WORLD_SIZE)]
     awaited = [rank for number, rank in enumerate(ranks) if fault.kind != "stalled" or number != fault.rank]
     try:

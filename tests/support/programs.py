@@ -2,13 +2,12 @@
 
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from tests.support.ranks import CONTEXT, begin_as_a_program
+from tests.support.ranks import CONTEXT, begin_as_a_program, free_ports
 
 
 def run_program(script, *arguments, processes=1, environment, timeout):
@@ -17,10 +16,8 @@ def run_program(script, *arguments, processes=1, environment, timeout):
     Seconds of imports are saved: tests of the launchers themselves, and of what is imported, start Python anew.
     """
     if processes > 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            environment = environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-            environment |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+        environment = environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(*free_ports(1))}
+        environment |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     command = [str(script), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
         ranks = []

@@ -4,11 +4,9 @@ import random
 from dataclasses import dataclass, fields, replace
 
 import torch
-from transformers import ModernBertDecoderForCausalLM
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.hybrid_types import MIXERS
-from hf_ring_attention.hf.support import calls_loss_function
 from hf_ring_attention.plan.heads import heads_fit
 
 from .cases import random_pattern
@@ -33,9 +31,17 @@ UNGROUPED = {
 }  # fmt: skip
 FIXED_HEADS = {"diffllama", "helium", "mimo_v2_flash"}
 #: Types whose layers may be of either kind, in any order.
-MIXED_LAYERS = {"cohere2", "gemma2", "gemma3_text", "gpt_oss", "olmo3", "qwen2", "qwen3", "smollm3"}
-if at_least("transformers", "5.17"):  # Transformers 5.10 makes no config of this type with layers of one kind.
-    MIXED_LAYERS.add("modernbert-decoder")
+MIXED_LAYERS = {
+    "cohere2",
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "modernbert-decoder",
+    "olmo3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+}
 #: Types with layers of chunks, which Transformers counts from the first token of a row, and this package from a document's.
 CHUNKED = {"llama4", "llama4_text"}
 #: Types whose window, if any, is that of all layers.
@@ -55,8 +61,6 @@ READY_MADE = {"fuyu", "gemma3", "gemma4"}
 DEAF = {"nemotron", "stablelm"}
 #: Types whose own loss is not that of next tokens, and that take no position_ids.
 WITHOUT_SHIFT = SELF_NUMBERED | {"whisper"}
-#: Types whose own loss is not that of next tokens, or does not count as it is told to; the latter is one of Transformers 5.14.
-OWN_LOSS = WITHOUT_SHIFT | (set() if calls_loss_function(ModernBertDecoderForCausalLM) else {"modernbert-decoder"})
 #: Types whose `generate` does not number rows beside padding.
 UNNUMBERED = WITHOUT_SHIFT | {"moss_transcribe_diarize"}
 #: Types whose caches Transformers does not make as their configs want them.
@@ -141,7 +145,7 @@ class Case:
             or (self.model_type in UNNUMBERED and self.shards and self.task == "generate")
             # Its mixers keep their state in the model, which no sharded cache goes on from.
             or (self.model_type == "recurrent_gemma" and self.shards and self.task == "generate")
-            or (self.model_type in OWN_LOSS and self.shards and self.loss != "logits")
+            or (self.model_type in WITHOUT_SHIFT and self.shards and self.loss != "logits")
             # Masks or positions that they make themselves, and that do not know the documents.
             or (self.model_type in READY_MADE and self.patched and told)
             # States that only a patched model keeps apart, or that let padding in; and mixers that want kernels.
@@ -264,7 +268,7 @@ def random_generation(rng, model_type, batches, patterns, shards):
     if shards:  # there is a cache already, beside which Transformers does less
         # Releases before this one, 5.17 too, count the chunks of a prompt from 0, as if there were no cache.
         return rng.choice(ways if at_least("transformers", "5.23") else ways[:2])
-    if model_type not in CHUNKED:  # Transformers 5.10 makes no masks for these.
+    if model_type not in CHUNKED:  # Transformers 5.17 makes no masks for these.
         ways.append({"cache_implementation": "static"})
     if not patterns:  # of greedy tokens alone it is known what is expected
         ways.append({"num_beams": 2})
@@ -278,7 +282,7 @@ def random_training(rng, model_type, task, batches, ring, shards, embedded):
     losses = ["logits", "logits", "model", "slices"]
     if not shards:
         losses.remove("slices")
-    if ring is None and model_type in OWN_LOSS:
+    if ring is None and model_type in WITHOUT_SHIFT:
         losses.remove("model")
     # The reentrant kind finds gradients only where its inputs ask for some, and not of keys that layers share.
     reentrant = not embedded

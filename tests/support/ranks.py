@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import socket
 import tempfile
 import time
 import traceback
@@ -110,6 +111,18 @@ def run_simulated(function, world_size, *, timeout=TIMEOUT, **settings):
             return function(ring)
 
     return ra.run_simulated(run, world_size, timeout=timeout, **settings)
+
+
+def free_ports(count):
+    """Ports at which nobody listens, below those that the system gives to connections, which it could give away meanwhile."""
+    ports, any_of = [], random.SystemRandom()  # whichever: nothing that is computed depends on it
+    with contextlib.ExitStack() as stack:
+        while len(ports) < count:
+            free = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                free.bind(("127.0.0.1", any_of.randrange(10000, 32000)))
+                ports.append(free.getsockname()[1])
+    return ports
 
 
 def begin_as_a_program():

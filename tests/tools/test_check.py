@@ -28,7 +28,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CP
 
 def verdicts(printed):
     """(the verdict, what is said) by the names of checks, and the last line."""
-    # gloo of torch 2.8 writes lines of its own to stdout.
+    # gloo of torch 2.9 writes lines of its own to stdout.
     *lines, last = (line for line in printed.splitlines() if not line.startswith("[Gloo]"))
     rows = [re.match(r"(ok|warning|FAILED|-) +(\S+(?: \S+)*)  +(.*)", line) for line in lines]
     return {row.group(2): (row.group(1), row.group(3)) for row in rows if row}, last
@@ -211,7 +211,7 @@ def test_versions_that_are_not_supported():
     assert judged("versions", [versions] * 2).status == "ok"
     old = judged("versions", [{**versions, "torch": "2.1.0"}] * 2)
     assert (old.status, old.text, old.remedy) == (
-        "failed", "torch is 2.1.0, and >=2.8 is supported", "pip install 'torch>=2.8'",
+        "failed", "torch is 2.1.0, and >=2.9 is supported", "pip install 'torch>=2.9'",
     )  # fmt: skip
 
 

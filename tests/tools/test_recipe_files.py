@@ -75,6 +75,8 @@ def test_a_wheel_has_the_recipes_and_runs_none_of_the_checkout(tmp_path):
         archive.extractall(tmp_path / "site")
     for name in recipes.recipe_files():
         assert f"hf_ring_attention/recipes/{name}" in names
+    assert "hf_ring_attention/evaluation/python_topics.txt.gz" in names
+    assert "hf_ring_attention/evaluation/python_topics.LICENSE.txt" in names
     assert not [name for name in names if name.startswith(("recipes/", "tests/")) or "__pycache__" in name]
     command = [sys.executable, "-m", "hf_ring_attention", "recipes", "mine"]
     done = subprocess.run(

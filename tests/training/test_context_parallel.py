@@ -58,21 +58,6 @@ def as_on_gpus(rank, world_size):
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # DDP is told no numbers of devices
 
 
-def by_environment(rank, folder):
-    """The error of a config of an Accelerate that Trainer does not take it from."""
-    as_on_gpus(rank, 2)
-    os.environ.update(ACCELERATE_USE_PARALLELISM_CONFIG="true", PARALLELISM_CONFIG_CP_SIZE="2")
-    with pytest.raises(ImportError) as refused:
-        trainer(rank, folder, ring_size=None, use_cpu=False, fsdp=True, **DATA)
-    return str(refused.value)
-
-
-@pytest.mark.skipif(at_least("accelerate", "1.12"), reason="Trainer takes a ParallelismConfig of this Accelerate")
-def test_a_trainer_refuses_configs_of_an_accelerate_that_is_too_old(tmp_path):
-    for error in run_ranks(by_environment, 2, tmp_path):
-        assert "from Accelerate 1.12 on" in error and "give ring_size" in error
-
-
 def by_ddp(rank, folder):
     as_on_gpus(rank, 4)
     config = ParallelismConfig(dp_shard_size=2, cp_size=2)
@@ -91,7 +76,6 @@ def by_fsdp_and_environment(rank, folder):
     return run["losses"]
 
 
-@needs("accelerate", "1.12", "the ParallelismConfig that Trainer takes")
 @pytest.mark.parametrize("run", [by_ddp, by_fsdp_and_environment])
 def test_a_trainer_takes_configs_of_several_rings(run, tmp_path):
     alone, _ = trainer(0, tmp_path, batch_size=2, **DATA)
@@ -167,6 +151,7 @@ def too_late(rank):
     return errors
 
 
+@needs("accelerate", "1.13", "hooks that drop the masks of a model")
 def test_a_model_that_was_prepared_before_the_ring_is_refused():
     for of_call, of_ring in run_ranks(too_late, 2):
         assert "make the ring by Ring.from_accelerator before accelerator.prepare" in of_call
@@ -174,9 +159,6 @@ def test_a_model_that_was_prepared_before_the_ring_is_refused():
 
 
 # ---- device meshes
-
-#: Whether Accelerate has a sequence parallelism of its own.
-SP_SIZE = at_least("accelerate", "1.12")
 
 
 class WithMesh:
@@ -225,9 +207,8 @@ def rings_of_meshes(rank):
         "part": lambda: ra.Ring.from_accelerator(WithMesh(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))),
         "no cp": lambda: ra.Ring.from_accelerator(WithMesh(mesh["dp"], cp_size=2), 2),
         "tp_size": lambda: ra.Ring.from_accelerator(WithMesh(None, tp_size=2), 2),
+        "sp_size": lambda: ra.Ring.from_accelerator(WithMesh(None, sp_size=2), 2),
     }
-    if SP_SIZE:
-        calls["sp_size"] = lambda: ra.Ring.from_accelerator(WithMesh(None, sp_size=2), 2)
     if rank > 1:
         calls["not on it"] = lambda: ra.Ring(part)
     errors = {}
@@ -266,7 +247,7 @@ def test_rings_on_device_meshes():
             assert places[name] == (inner, rank // 2, 2), name
         assert places["outer"] == places["ring"] == (outer, 0, 1)
         assert places["unnamed"] == ([0, 1, 2, 3], 0, 1)
-        left_out = ({"not on it"} if rank < 2 else set()) | (set() if SP_SIZE else {"sp_size"})
+        left_out = {"not on it"} if rank < 2 else set()
         assert errors.keys() == ERRORS.keys() - left_out
         for name, error in errors.items():
             assert ERRORS[name] in error, name

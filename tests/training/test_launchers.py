@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from accelerate import debug_launcher, notebook_launcher
 
 import hf_ring_attention as ra
 from tests.support.programs import run_program
-from tests.support.ranks import TIMEOUT
+from tests.support.ranks import TIMEOUT, free_ports
 from tests.support.tolerance import EXACT, float64
 from tests.support.training import documents, loop
 
@@ -39,9 +38,7 @@ def test_launchers_of_notebooks(tmp_path):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(*free_ports(1))
     debug_launcher(run, (f"{sys.argv[1]}/debug", 2), num_processes=2)
     notebook_launcher(run, (f"{sys.argv[1]}/notebook", 2), num_processes=2, use_port=port)
     notebook_launcher(run, (f"{sys.argv[1]}/alone", 1), num_processes=1)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -48,7 +48,6 @@ def lengths(rng):
 
 
 @given(st.data())
-@settings(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 def test_each_document_is_in_one_row_that_it_fits(data):
     row_length = data.draw(st.integers(1, 50))
     lengths = data.draw(st.lists(st.integers(1, row_length), max_size=60))

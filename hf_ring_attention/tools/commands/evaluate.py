@@ -91,7 +91,9 @@ def evaluate_command(
     ] = 4,
     text: Annotated[
         list[Path] | None,
-        texts_option("--text", "A text in UTF-8, also a haystack; several times. Default: the help texts of Python."),
+        texts_option(
+            "--text", "A text in UTF-8, also a haystack; several times. Default: the help texts of Python 3.11."
+        ),
     ] = None,
     stride: Annotated[
         int | None,

@@ -79,10 +79,8 @@ _SIZES = {
 }
 # These become so even where they are None by default.
 _TINY_HEADS = {"num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
-# Every config gets these tokens.
+# Configs get these tokens.
 _SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-# But for these sub-configs: those of Transformers 5.10 refuse what they do not know.
-_NO_TOKENS = ("DbrxAttentionConfig", "DbrxFFNConfig")
 # These attributes are lists with an entry for each layer.
 _PER_LAYER = (
     "layer_types", "mlp_layer_types", "layers_block_type", "indexer_types", "no_rope_layers", "layer_rope_theta",
@@ -120,7 +118,6 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
     "dbrx": {
         "attn_config": {"clip_qkv": 8.0, "rope_theta": 10000.0},
-        "ffn_config": {"ffn_hidden_size": WIDTH},  # Transformers 5.10 takes it for the width of the model.
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deepseek_v4": {  # several compressed keys among a few tokens, not all of them selected
@@ -205,7 +202,7 @@ def tiny(default: PretrainedConfig, changes: dict[str, Any]) -> PretrainedConfig
         settings |= {"num_key_value_heads": HEADS, "head_dim": settings["qk_rope_head_dim"]}
     settings |= {name: 0.0 for name, value in values.items() if "drop" in name and isinstance(value, float)}
     settings |= _few_layers(values, settings)
-    if type(default).__name__ not in _NO_TOKENS:
+    if type(default).__name__ != "DbrxFFNConfig":  # That of Transformers 5.17 refuses what it does not know.
         settings |= _SPECIAL_TOKENS
     for name in default.sub_configs:
         if getattr(default, name) is not None:
