@@ -49,10 +49,9 @@ class RingTrainerMixin(_Trainer):
     are then cut (`shard_batch`). If you define `get_train_dataloader`, or the methods for evaluation and test, they may
     return a torch DataLoader, which the ring prepares. If you define `compute_loss`, it gets shards: `inputs["shift_labels"]`
     are the labels of next tokens, and the loss must be the sum over them divided by `num_items_in_batch`, times the number
-    of processes, as that of `super().compute_loss` is. The model's loss is computed for `loss_tokens_at_once` tokens at a
-    time, so that outputs of calls with labels have no logits: for a loss that needs logits, call the model without labels,
-    or set `loss_tokens_at_once` to 0. Evaluation sums over tokens, and also gives the perplexity and the number of tokens.
-    Training logs the fill of its rows beside the loss, unless `include_num_input_tokens_seen` is "no".
+    of processes. The model computes its loss for `loss_tokens_at_once` tokens at a time, without logits: for a loss that
+    needs them, call the model without labels, or set `loss_tokens_at_once` to 0. Evaluation sums over tokens, and also gives
+    perplexity and tokens. Training logs the fill of its rows, unless `include_num_input_tokens_seen` is "no".
 
     Args:
         ring_size, ring_layout, ring_transport, ring_heads, ring_deal, loss_tokens_at_once, offload_activations: as in
