@@ -49,12 +49,8 @@ def prepare_data_loader(
         name: what errors call the loader if another process does something else meanwhile.
     """
     pattern = None if pattern is None else as_pattern(pattern, "prepare_data_loader")
-    error, agreed, seed, dealing = (
-        wrong_loader(loader, ring) or wrong_deal(deal) or untrainable_model(ring),
-        {},
-        0,
-        None,
-    )
+    error = wrong_loader(loader, ring) or wrong_deal(deal) or untrainable_model(ring)
+    agreed, seed, dealing = {}, 0, None
     if isinstance(loader, RingDataLoader):
         if loader.ring is ring and pattern in (None, loader.pattern) and deal in ("auto", loader.dealing.asked):
             return loader
