@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..compute.private import as_bytes, from_bytes
-from .companions import cpu_group_of
+from .companions import companion_of
 
 
 class Message(NamedTuple):
@@ -110,23 +110,28 @@ class ProcessGroupCommunicator:
         self.world_size = dist.get_world_size(group)
 
     @cached_property
-    def _of_cpu(self) -> Any:
-        """What reaches the ranks with tensors on the CPU; first asked for when all of them come to an agreement."""
-        return cpu_group_of(self.group)
+    def _companion(self) -> Any:
+        return companion_of(self.group)
+
+    def _beside(self, tensors: Sequence[Tensor]) -> Any:
+        """Returns the companion of the group for tensors that are on the CPU, where the group takes none; else None.
+
+        All ranks ask for it first in an agreement. A ring that only some of them make waits for nobody.
+        """
+        return self._companion if all(x.is_cpu for x in tensors) else None
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        names = [f"sending to rank {peer}" for peer, _ in sends] + [
-            f"receiving from rank {peer}" for peer, _ in receives
-        ]
+        names = [f"sending to rank {peer}" for peer, _ in sends]
+        names += [f"receiving from rank {peer}" for peer, _ in receives]
         try:
-            if all(tensor.is_cpu for _, tensor in (*sends, *receives)):
-                works = [self._of_cpu.send([tensor], peer, 0) for peer, tensor in sends]
-                works += [self._of_cpu.recv([tensor], peer, 0) for peer, tensor in receives]
+            beside = self._beside([x for _, x in (*sends, *receives)])
+            if beside is None:
+                operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for peer, x in sends]
+                operations += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for peer, x in receives]
+                works = dist.batch_isend_irecv(operations)
             else:
-                works = dist.batch_isend_irecv(
-                    [dist.P2POp(dist.isend, tensor, group=self.group, group_peer=peer) for peer, tensor in sends]
-                    + [dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=peer) for peer, tensor in receives]
-                )
+                works = [beside.send([x], peer, 0) for peer, x in sends]
+                works += [beside.recv([x], peer, 0) for peer, x in receives]
         except RuntimeError as error:
             raise RuntimeError(f"{' and '.join(names)} did not begin: {error}") from error
         if len(works) != len(names):  # NCCL returns one work for all of them.
@@ -136,22 +141,21 @@ class ProcessGroupCommunicator:
     def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Pending:
         name = f"the exchange with ranks {[r for r in range(self.world_size) if receive_counts[r] or send_counts[r]]}"
         try:
-            if sent.is_cpu:
-                work = self._of_cpu.alltoall_base(received, sent, receive_counts, send_counts)
+            beside, counts = self._beside([sent]), (receive_counts, send_counts)
+            if beside is None:
+                work = dist.all_to_all_single(received, sent, *counts, group=self.group, async_op=True)
             else:
-                work = dist.all_to_all_single(
-                    received, sent, receive_counts, send_counts, group=self.group, async_op=True
-                )
+                work = beside.alltoall_base(received, sent, *counts)
         except RuntimeError as error:
             raise RuntimeError(f"{name} did not begin: {error}") from error
         return _Works([(work, name)])
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(x) for _ in range(self.world_size)]
-        if x.is_cpu:
-            self._of_cpu.allgather([parts], [x]).wait()
-        else:
+        parts, beside = [torch.empty_like(x) for _ in range(self.world_size)], self._beside([x])
+        if beside is None:
             dist.all_gather(parts, x, group=self.group)
+        else:
+            beside.allgather([parts], [x]).wait()
         return parts
 
     def gather_objects(self, x: Any) -> list[Any]:

@@ -13,19 +13,18 @@ from ..compute.private import default_store, timeout_of
 _COMPANIONS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo] = WeakKeyDictionary()
 
 
-def cpu_group_of(group: dist.ProcessGroup) -> Any:
-    """Returns what reaches the ranks of a group with tensors on the CPU: the group itself if it can, or else gloo.
+def companion_of(group: dist.ProcessGroup) -> Any:
+    """Returns gloo's connection of the ranks of a group that takes no tensors on the CPU; None for a group that does.
 
-    Both have the methods send, recv, allgather and alltoall_base, and both count ranks in the group.
-
-    All ranks of the group must call it when they first do, and only they. `dist.new_group` would not do: without the other
+    It counts ranks as the group does, and has the methods send, recv, allgather and alltoall_base of a process group.
+    All ranks of the group must call this when they first do, and only they. `dist.new_group` would not do: without the other
     ranks of the world it names a group by how many each rank has, which need not be equal. The name of `group` is.
 
     Raises:
         RuntimeError: a rank of the group does not come in time.
     """
     if "cpu" in (served.partition(":")[0] for served in dist.get_backend_config(group).split(",")):
-        return group
+        return None
     companion = _COMPANIONS.get(group)
     if companion is None:
         store = dist.PrefixStore(f"hf_ring_attention/{group.group_name}", default_store())

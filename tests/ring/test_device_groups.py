@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hf_ring_attention as ra
 from hf_ring_attention.tools.checks import links, machine
-from hf_ring_attention.transport.companions import cpu_group_of
+from hf_ring_attention.transport.companions import companion_of
 from tests.hf.test_sharded_cache import cache_argument, greedy, tokens
 from tests.support.cases import check_cases, random_cases
 from tests.support.ranks import PROMPTLY, run_ranks
@@ -101,16 +101,16 @@ def one_for_all_rings(rank, folder):
         if rank == 0:
             ra.Ring()  # Made by one rank, it waits for none.
         assert first.agree("a call", {}, tell=rank) == second.agree("a call", {}, tell=rank) == [0, 1, 2, 3]
-        assert cpu_group_of(dist.group.WORLD) is cpu_group_of(dist.group.WORLD)
+        assert companion_of(dist.group.WORLD) is companion_of(dist.group.WORLD) is not None
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ring"))
         ring = ra.Ring(mesh)
         assert ring.agree("a call", {}, tell=rank) == [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert cpu_group_of(mesh["ring"].get_group()) is not cpu_group_of(dist.group.WORLD)
+        assert companion_of(mesh["ring"].get_group()) is not companion_of(dist.group.WORLD)
         dist.new_group()  # Groups of the world that are made afterwards are made by all.
         assert first.agree_everywhere("another call", {}, tell=rank) == [0, 1, 2, 3]
     dist.destroy_process_group()
     dist.init_process_group("gloo", f"file://{folder}/end", rank=rank, world_size=4)
-    assert cpu_group_of(dist.group.WORLD) is dist.group.WORLD
+    assert companion_of(dist.group.WORLD) is None
 
 
 def test_rings_over_one_group_share_a_companion(tmp_path):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_nccl_timeout, default_pg_timeout
 
-from ...transport.companions import cpu_group_of
+from ...transport.communicators import Message, ProcessGroupCommunicator
 from ..output import short_bytes, short_seconds
 from .machine import several
 from .runner import CheckRun, Verdict, processes
@@ -28,19 +28,20 @@ _MARGIN = 100
 def clock(run: CheckRun, rounds: int = 5) -> tuple[float, float]:
     """Returns how many seconds this clock is ahead of process 0's, and how exact that is: half of the shortest round trip."""
     several(run)
-    message, group = torch.zeros(1, dtype=torch.float64), cpu_group_of(dist.group.WORLD)
+    assert dist.group.WORLD is not None
+    message, others = torch.zeros(1, dtype=torch.float64), ProcessGroupCommunicator(dist.group.WORLD)
     if run.rank == 0:
         for peer in range(1, run.world_size):
             for _ in range(rounds):
-                group.recv([message], peer, 0).wait()
+                others.exchange([], [Message(peer, message)]).wait()
                 message[0] = time.time()
-                group.send([message], peer, 0).wait()
+                others.exchange([Message(peer, message)], []).wait()
         return 0.0, 0.0
     trips = []
     for _ in range(rounds):
         start = time.time()
-        group.send([message], 0, 0).wait()
-        group.recv([message], 0, 0).wait()
+        others.exchange([Message(0, message)], []).wait()
+        others.exchange([], [Message(0, message)]).wait()
         end = time.time()
         trips.append((end - start, (start + end) / 2 - float(message)))
     shortest, ahead = min(trips)
