@@ -92,6 +92,10 @@ def hybrid_layers(model: str, config: Mapping[str, Any]) -> HybridLayers | None:
         raise argparse.ArgumentTypeError(
             f"the config.json of {model!r} has no {lacking}, a size of the mixers of the hybrid type {model_type!r}"
         ) from None
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise argparse.ArgumentTypeError(
+            f"the config.json of {model!r} has a wrong size of the mixers of the hybrid type {model_type!r}: {error}"
+        ) from None
     return HybridLayers(attending, sliding, ModelMixers(mixing, numbers, width, _GATHERED.get(model_type, False)))
 
 

@@ -14,6 +14,7 @@ from ..plan.choices import TransportKind
 from ..plan.layouts import LayoutKind
 from ..plan.problem import Documents
 from .arguments import (
+    MOST,
     at_least,
     comma_list,
     device,
@@ -80,9 +81,9 @@ def names_of_files(paths: Sequence[Path]) -> dict[Path, str]:
     return {path: str(path) if alike else path.name for path in paths}
 
 
-def number_option(name: str, text: str, least: int = 1) -> Any:
+def number_option(name: str, text: str, least: int = 1, most: int = MOST) -> Any:
     """Returns an option that takes a whole number."""
-    return typer.Option(name, parser=parsed(at_least(least)), metavar="N", help=text)
+    return typer.Option(name, parser=parsed(at_least(least, most=most)), metavar="N", help=text)
 
 
 def positive_option(name: str, text: str, metavar: str = "X") -> Any:
