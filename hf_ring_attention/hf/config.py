@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
@@ -17,6 +18,7 @@ from ..plan.layouts import SequenceLayout
 from ..plan.parts import fewest_last
 from ..plan.patterns import Pattern, as_pattern
 from ..ring.ring import Ring
+from .hybrid_types import MIXERS
 from .registration import IMPLEMENTATION
 from .support import check_config, class_name
 
@@ -101,7 +103,9 @@ def _parsed(settings: Any, num_layers: int | None) -> _Patterns:
             f"{wrong}a dict with 'pattern' or 'layers', got {'unknown keys' if unknown else 'no keys'} {unknown}: {remedy}"
         )
     layers = settings.get("layers", {})
-    if not isinstance(layers, Mapping) or not all(isinstance(number, str) and number.isdigit() for number in layers):
+    if not isinstance(layers, Mapping) or not all(
+        isinstance(number, str) and re.fullmatch("[0-9]{1,6}", number) for number in layers
+    ):
         raise ValueError(
             f"{wrong}where 'layers' is a dict by layer number, written as text as in JSON ({{'0': ...}}), got {layers!r}: "
             f"{remedy}"
@@ -255,10 +259,9 @@ def patch_config(
     settings: dict[str, Any] = {"pattern": pattern.to_dict()}
     if layers is not None:
         settings = dict(getattr(text_config, IMPLEMENTATION, None) or {})
-        numbers = list(layers)
+        numbers = [*_checked_layers(layers, text_config)]
         if not numbers:
             raise ValueError("patch_config: layers is empty: name the layers, or leave it out for all of them")
-        _check_layers(numbers, text_config)
         settings["layers"] = {**settings.get("layers", {}), **{str(n): pattern.to_dict() for n in numbers}}
     return _with_settings(config, settings)
 
@@ -272,8 +275,17 @@ def _patch_layers(config: PretrainedConfig, patterns: PatternsOfLayers) -> Pretr
             f"patch_config: the calibration is of a model of {patterns.num_hidden_layers} layers, and "
             f"{class_name(text_config)} has {text_config.num_hidden_layers}: calibrate this model"
         )
-    _check_layers(list(layers), text_config)
+    numbers = [*_checked_layers(layers, text_config)]
     types = getattr(text_config, "layer_types", None) or ()
+    without_window = (number for number, kind in enumerate(types) if kind == "full_attention")
+    if not types and text_config.model_type not in MIXERS and not _has_windows(text_config):
+        without_window = iter(range(text_config.num_hidden_layers))
+    left_out = next((number for number in without_window if number not in layers), None)
+    if left_out is not None:
+        raise ValueError(
+            f"patch_config: the calibration has patterns for layers {numbers} and none for layer {left_out} of "
+            f"{class_name(text_config)}, which would attend exactly: calibrate this model"
+        )
     windows = [layer for layer in layers if layer < len(types) and types[layer] in _WINDOWS]
     if windows:
         raise ValueError(
@@ -285,11 +297,21 @@ def _patch_layers(config: PretrainedConfig, patterns: PatternsOfLayers) -> Pretr
     return _with_settings(config, {"layers": {str(layer): pattern.to_dict() for layer, pattern in layers.items()}})
 
 
-def _check_layers(numbers: list[int], config: PretrainedConfig) -> None:
+def _has_windows(config: PretrainedConfig) -> bool:
+    """Returns whether layers may have windows, or chunks, of their own."""
+    types = getattr(config, "layer_types", None)
+    if types:
+        return any(kind in _WINDOWS for kind in types)
+    return any(getattr(config, name, None) is not None for name in ("sliding_window", "attention_chunk_size"))
+
+
+def _checked_layers(numbers: Iterable[int], config: PretrainedConfig) -> Iterator[int]:
+    """Yields the numbers of layers up to one that the model does not have, however many follow."""
     count = config.num_hidden_layers
     for number in numbers:
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < count:
-            raise ValueError(f"patch_config: layers must be among 0..{count - 1}, got {number!r} in {numbers}")
+            raise ValueError(f"patch_config: layers must be integers among 0..{count - 1}, got {number!r}")
+        yield number
 
 
 def _with_settings(config: PretrainedConfig, settings: dict[str, Any]) -> PretrainedConfig:
