@@ -45,12 +45,12 @@ _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "deco
 #: The names that configs have for the width of the residual stream.
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 #: The names that configs have for the number of experts.
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 #: What a model has of each of these: a list is made of its layers, and a plan has tiles for its heads.
-_COUNTS = (*_HEADS, *_LAYER_COUNTS, *EXPERTS, "num_key_value_heads", "kv_n_heads")
+_COUNTS = (*_HEADS, *_LAYER_COUNTS, *NUMBERS_OF_EXPERTS, "num_key_value_heads", "kv_n_heads")
 _MOST = 65536
-_SIZES = (*_HEAD_DIMS, *WIDTHS, "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_LARGEST_SIZE = 2**31
+_WIDTHS_OF_HEADS = (*_HEAD_DIMS, *WIDTHS, "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_LARGEST_WIDTH = 2**31
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,13 @@ def read_config(model: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(f"{file} is no JSON: {error}") from None
     if not isinstance(config, dict):
         raise argparse.ArgumentTypeError(f"{file} is no config of a model: an object was expected, got {config!r:.80}")
-    _check_numbers(model, text_config_of(config))
+    _check_counts(model, text_config_of(config))
     return config
 
 
-def _check_numbers(model: str, config: Mapping[str, Any]) -> None:
+def _check_counts(model: str, config: Mapping[str, Any]) -> None:
     """Refuses counts and sizes that no model has, before any list is made of so many."""
-    for names, most in ((_COUNTS, _MOST), (_SIZES, _LARGEST_SIZE)):
+    for names, most in ((_COUNTS, _MOST), (_WIDTHS_OF_HEADS, _LARGEST_WIDTH)):
         for name in names:
             value = config.get(name)
             if isinstance(value, (list, dict)) or value is None:  # One number for each layer.
@@ -192,12 +192,12 @@ def attention_of_config(whole: Mapping[str, Any], model: str, pattern: Pattern |
         model: the name that errors say.
     """
     config = text_config_of(whole)
-    _check_numbers(model, config)
+    _check_counts(model, config)
     _check_alike(model, config)
     heads, hybrid = first_number(model, config, _HEADS), hybrid_layers(model, config)
     kv_heads = config.get("num_key_value_heads") or (1 if config.get("multi_query") else heads)
     if isinstance(config.get("attn_config"), Mapping):  # Configs of dbrx have one.
-        _check_numbers(model, config["attn_config"])
+        _check_counts(model, config["attn_config"])
         kv_heads = config["attn_config"].get("kv_n_heads") or kv_heads
     head_dim = value_dim = next((config[name] for name in _HEAD_DIMS if config.get(name)), None)
     if config.get("qk_nope_head_dim") and config.get("qk_rope_head_dim"):  # latent attention expands its keys

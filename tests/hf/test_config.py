@@ -150,6 +150,7 @@ def test_patch_config_refuses_models_that_it_cannot_make_compute_a_pattern():
         ({"pattern": {"branches": [{"type": "window", "length": 2**63}]}}, "length must be at most"),
         ({"pattern": PATTERN.to_dict(), "layer": {}}, r"unknown keys \['layer'\]"),
         ({"pattern": "pyramid:4,2"}, "expected a dict"),
+        ({"hint": "import hf_ring_attention"}, "no keys"),
         ({}, "no keys"),
         ([PATTERN.to_dict()], "a dict with 'pattern' or 'layers'"),
         ("pyramid:4,2", "a dict with 'pattern' or 'layers'"),

@@ -15,7 +15,7 @@ from typing import Any
 from ...hf.models import supported_models
 from ...plan.patterns import Pattern
 from ..model_config import (
-    EXPERTS,
+    NUMBERS_OF_EXPERTS,
     WIDTHS,
     ModelAttention,
     attention_of_config,
@@ -134,7 +134,7 @@ def _config_of(model: Any) -> tuple[str, Mapping[str, Any]]:
 
 def _experts_of(config: Mapping[str, Any], number: int) -> tuple[int, int, int, int]:
     """Returns a layer's experts, those of a token, the width of one, and that of experts that all tokens share."""
-    experts = first_of(config, EXPERTS)
+    experts = first_of(config, NUMBERS_OF_EXPERTS)
     dense = number < (config.get("first_k_dense_replace") or 0) or number in (config.get("mlp_only_layers") or ())
     step = config.get("decoder_sparse_step") or 1
     if not experts or dense or (number + 1) % step:
