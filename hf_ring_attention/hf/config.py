@@ -332,9 +332,9 @@ def _patch_layers(config: PretrainedConfig, patterns: PatternsOfLayers) -> Pretr
         )
     numbers = [*_checked_layers(layers, text_config)]
     types = getattr(text_config, "layer_types", None) or ()
-    without_window = (number for number, kind in enumerate(types) if kind == "full_attention")
+    without_window: Iterable[int] = (number for number, kind in enumerate(types) if kind == "full_attention")
     if not types and text_config.model_type not in MIXERS and not _has_windows(text_config):
-        without_window = iter(range(text_config.num_hidden_layers))
+        without_window = range(text_config.num_hidden_layers)
     left_out = next((number for number in without_window if number not in layers), None)
     if left_out is not None:
         raise ValueError(

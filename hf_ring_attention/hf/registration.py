@@ -59,7 +59,7 @@ def _while_made(module: nn.Module, name: str, submodule: nn.Module | None) -> No
         from .adapters import check_adapters
 
         # PEFT wraps a model, which its tuner has; prompts are learned without a tuner.
-        tuner = submodule if name == "base_model" else module
+        tuner: Any = submodule if name == "base_model" else module
         model = getattr(tuner, "model" if name == "base_model" else "base_model", None)
         if isinstance(model, PreTrainedModel) and getattr(tuner, "peft_config", None):
             check_adapters(tuner.peft_config, model.config)

@@ -17,6 +17,7 @@ This module reads and writes the texts; `Pattern` knows their meaning.
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,6 +70,11 @@ def read(text: str) -> PatternText:
     name, colon, rest = body.partition(":")
     readers = {"exact": _exact, "window": _window, "pyramid": _pyramid, "longnet": _longnet, "branches": _branches}
     if name not in readers:
+        near = difflib.get_close_matches(name[:_LONGEST_SHOWN], readers, 1)
+        if near:
+            raise ValueError(
+                f"pattern {shown(text)} is not known: did you mean {shown(text.strip().replace(name, near[0], 1))}?"
+            )
         raise ValueError(f"pattern {shown(text)} is not known. A pattern is one of: {FORMS}")
     try:
         maker, arguments = readers[name](rest if colon else None)

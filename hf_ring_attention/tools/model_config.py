@@ -133,7 +133,7 @@ def _download(model: str) -> Path:
         reason = re.split(r"(?<=[a-z)'])\. ", " ".join(str(error).split()))[0].rstrip(".")
         raise argparse.ArgumentTypeError(
             f"there is no folder {model!r} (from {Path.cwd()}), and the hub does not give its config.json: {reason}. "
-            f"Name a folder with a config.json, or, for attention alone, give --heads, --kv-heads and --head-dim"
+            f"Name a folder with a config.json"
         ) from None
 
 
@@ -141,9 +141,15 @@ def model_attention(model: str, pattern: Pattern | None = None) -> ModelAttentio
     """Returns the attention of a model, with `pattern` in place of the one that its config has for layers without a window.
 
     Raises:
-        argparse.ArgumentTypeError: no config that can be read, or one that says too little.
+        argparse.ArgumentTypeError: no config that can be read, or one that says too little; commands that ask for it also take
+            the sizes of heads.
     """
-    return attention_of_config(read_config(model), model, pattern)
+    try:
+        return attention_of_config(read_config(model), model, pattern)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(
+            f"{error}; or, for attention alone, give --heads, --kv-heads and --head-dim"
+        ) from None
 
 
 def text_config_of(whole: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -240,8 +246,7 @@ def _check_alike(model: str, config: Mapping[str, Any]) -> None:
     differing += ["global_head_dim"] if config.get("global_head_dim") not in (None, config.get("head_dim")) else []
     if differing:
         raise argparse.ArgumentTypeError(
-            f"the layers of {model!r} differ in {', '.join(differing)}: ask for one kind of layer at a time, with --heads, "
-            f"--kv-heads, --head-dim and --layers in place of --model"
+            f"the layers of {model!r} differ in {', '.join(differing)}, and one kind of layer was expected"
         )
 
 
@@ -250,9 +255,7 @@ def first_number(model: str, config: Mapping[str, Any], names: Sequence[str]) ->
     for name in names:
         if isinstance(config.get(name), int) and config[name] >= 1:
             return int(config[name])
-    raise argparse.ArgumentTypeError(
-        f"the config.json of {model!r} has none of {', '.join(names)}: give --heads, --kv-heads and --head-dim in its place"
-    )
+    raise argparse.ArgumentTypeError(f"the config.json of {model!r} has none of {', '.join(names)}: add it")
 
 
 def _saved_patterns(

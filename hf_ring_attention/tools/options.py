@@ -35,6 +35,11 @@ Value = TypeVar("Value")
 UsageError: Any = typer.BadParameter.__bases__[0]
 CommandError: Any = UsageError.__bases__[0]
 
+
+class Refusal(UsageError):
+    """The error of a command that was understood and is not carried out; its help would not tell why."""
+
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 #: The patterns that a checkpoint is measured under, unless others are named.
 MEASURED_PATTERNS = ["exact", "window:512+4", "pyramid:512,3"]
@@ -56,7 +61,7 @@ def parsed(kind: Callable[[str], Value]) -> Callable[[str], Value]:
 
 def refuse(message: str, option: str | None = None) -> Any:
     """Returns the error of an option, or of several that do not go together, to be raised."""
-    return UsageError(message) if option is None else typer.BadParameter(message, param_hint=f"'{option}'")
+    return Refusal(message) if option is None else typer.BadParameter(message, param_hint=f"'{option}'")
 
 
 def checked(option: str, kind: Callable[..., Value], *values: Any) -> Value:

@@ -72,7 +72,8 @@ def test_heads_are_those_that_transformers_reads(configs):
     for model_type, (folder, text) in configs.items():
         if model_type in UNLIKE:
             with pytest.raises(
-                argparse.ArgumentTypeError, match=r"differ in (global_)?head_dim: ask for one kind of layer at a time"
+                argparse.ArgumentTypeError,
+                match=r"differ in (global_)?head_dim, and one kind of layer was expected; or, for",
             ):
                 model_attention(str(folder))
             continue
@@ -162,7 +163,7 @@ def test_latent_attention_has_wider_keys_than_values(tmp_path):
     [
         (
             {"num_hidden_layers": 2},
-            "has none of num_attention_heads, n_head, .*: give --heads, --kv-heads and --head-dim",
+            "has none of num_attention_heads, n_head, .*: add it; or, for attention alone, give --heads, --kv-heads",
         ),
         ({**SMALL, "ring_dilated": {"pattern": 3}}, "has a 'ring_dilated' that ra.patch_config did not write"),
         ([1], "an object was expected"),
@@ -215,7 +216,7 @@ def test_where_no_config_is_the_remedy_is_said(tmp_path, monkeypatch):
         read_config(str(tmp_path / "file"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        argparse.ArgumentTypeError, match=r"does not give its config\.json: .* give --heads, --kv-heads"
+        argparse.ArgumentTypeError, match=r"does not give its config\.json: .*\. Name a folder with a config\.json$"
     ):
         read_config("nobody/nothing")
     (tmp_path / "config.json").write_text("{")
