@@ -55,18 +55,19 @@ def measure(model, ids, specs, ring=None, progress=print):
 
 
 def table(figures, title):
-    """Returns the figures as a table; perplexity also as the change from the first row."""
+    """Returns the figures as a table; perplexity also as the change from the first of several rows."""
     from rich.table import Table
 
     shown = Table(title=title)
-    for heading in ("pattern", "perplexity", "change", "attention FLOPs", "seconds"):
+    several = len(figures) > 1
+    for heading in ("pattern", "perplexity", *["change"] * several, "attention FLOPs", "seconds"):
         shown.add_column(heading, justify="left" if heading == "pattern" else "right")
     for row in figures:
         change = row["perplexity"] / figures[0]["perplexity"] - 1
         shown.add_row(
             row["pattern"],
             f"{row['perplexity']:.3f}",
-            f"{change:+.1%}",
+            *[f"{change:+.1%}"] * several,
             f"{row['flop_share']:.1%}",
             f"{row['seconds']:.1f}",
         )

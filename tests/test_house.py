@@ -25,7 +25,7 @@ FOLDERS = ("plan", "compute", "transport", "ring", "hf", "training", "evaluation
 LATE = {
     ("ring.ring", "training.loaders"),
     ("plan.patterns", "plan.plans"),
-    *(("hf.registration", f"hf.{module}") for module in ("attention", "masks", "config")),
+    *(("hf.registration", f"hf.{module}") for module in ("attention", "masks", "config", "adapters")),
     ("hf.on_import", "hf.registration"),
 }
 #: The first folder that may import a library when it is imported itself.

@@ -18,13 +18,14 @@ from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
 from ..ring.attention import FORWARD, UNTRACEABLE, cached_attention, check_not_traced, ring_attention
 from ..ring.ring import Ring
-from .config import layer_pattern, unpatched_pattern
+from .config import layer_pattern, unpatched_pattern, warn_of_no_pattern
 from .documents import documents_of_collator
 from .exact import attends_exactly
 from .forward_pass import forward_pass_of
 from .masks import Tokens, check_unpatched, padding_first, tokens_of
 from .positions import at_its_place_in_the_row
-from .rings import attached_ring
+from .registration import IMPLEMENTATION
+from .rings import attached_ring, is_patched
 from .shard_checks import sharded_without_documents
 from .taps import through_tap
 from .tensor_parallel import head_shard
@@ -94,6 +95,8 @@ def ring_dilated_attention(
             causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         of_model = _branch_of_model(module, tokens, sliding_window)
         exact = attends_exactly(config)
+        if not exact and not is_patched(module) and getattr(config, IMPLEMENTATION, None) is None:
+            warn_of_no_pattern()
         pattern = (
             unpatched_pattern(of_model)
             if exact

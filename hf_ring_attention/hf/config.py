@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from transformers import PretrainedConfig
 
 from ..compute.private import implementation_of, set_implementation
@@ -17,6 +19,7 @@ from ..plan.layouts import SequenceLayout
 from ..plan.parts import fewest_last
 from ..plan.patterns import Pattern, as_pattern
 from ..ring.ring import Ring
+from .hybrid_types import MIXERS
 from .registration import IMPLEMENTATION
 from .support import check_config, class_name
 
@@ -26,6 +29,11 @@ logger = logging.getLogger(__name__)
 #: takes it out of the config that it loads, so it has to be written again before the config is saved.
 _IMPLEMENTATION = "attn_implementation"
 
+#: It is saved beside a pattern: where this package is not imported, Transformers' error names the implementation alone.
+_HINT = (
+    "patterns of attention: `import hf_ring_attention` before from_pretrained; attn_implementation='sdpa' loads the model "
+    "without them"
+)
 
 #: The types of layers with a window, or chunks, of their own.
 _WINDOWS = ("sliding_attention", "chunked_attention")
@@ -95,13 +103,15 @@ def _parsed(settings: Any, num_layers: int | None) -> _Patterns:
     remedy = "call ra.patch_config, or delete the attribute for exact attention"
     if not isinstance(settings, Mapping):
         raise ValueError(f"{wrong}a dict with 'pattern' or 'layers', got {settings!r}: {remedy}")
-    unknown = sorted(str(key) for key in settings if key not in ("pattern", "layers"))
-    if unknown or not settings:
+    unknown = sorted(str(key) for key in settings if key not in ("pattern", "layers", "hint"))
+    if unknown or not {*settings} - {"hint"}:
         raise ValueError(
             f"{wrong}a dict with 'pattern' or 'layers', got {'unknown keys' if unknown else 'no keys'} {unknown}: {remedy}"
         )
     layers = settings.get("layers", {})
-    if not isinstance(layers, Mapping) or not all(isinstance(number, str) and number.isdigit() for number in layers):
+    if not isinstance(layers, Mapping) or not all(
+        isinstance(number, str) and re.fullmatch("[0-9]{1,6}", number) for number in layers
+    ):
         raise ValueError(
             f"{wrong}where 'layers' is a dict by layer number, written as text as in JSON ({{'0': ...}}), got {layers!r}: "
             f"{remedy}"
@@ -130,7 +140,7 @@ class _Implementation:
         if config_copy is not None:  # The config itself is copied, and its copy keeps such an attribute.
             return _Implementation(config_copy)
         text_config = self.config.get_text_config()
-        if implementation_of(text_config) != IMPLEMENTATION or getattr(text_config, IMPLEMENTATION, None) is None:
+        if implementation_of(text_config) != IMPLEMENTATION or has_only_exact_attention(text_config):
             return None  # Whoever loads the config chooses.
         keys = [key for key in self.config.sub_configs if getattr(self.config, key, None) is text_config]
         return {keys[0]: IMPLEMENTATION} if keys else IMPLEMENTATION
@@ -164,7 +174,7 @@ def check_made(config: PretrainedConfig, name: str) -> None:
     implementation = implementation_of(text_config)
     if implementation == IMPLEMENTATION:
         keep_implementation(config)
-    else:
+    elif not has_only_exact_attention(text_config):
         warn_once(
             f"the config of {class_name(config)} has a pattern for {IMPLEMENTATION!r}, and the model computes attention by "
             f"{implementation!r}, where the pattern has no effect: load it with attn_implementation={IMPLEMENTATION!r}, or "
@@ -172,10 +182,59 @@ def check_made(config: PretrainedConfig, name: str) -> None:
         )
 
 
+def has_only_exact_attention(config: PretrainedConfig) -> bool:
+    """Returns whether a text model computes what it does without this package, so that it is saved as any other model."""
+    try:
+        patterns = _patterns(config)
+    except ValueError:
+        return False  # It is refused as soon as it is computed.
+    exact = all(pattern in (None, Pattern.exact()) for pattern in (patterns.pattern, *patterns.layers.values()))
+    return exact and not (patterns.layers and _has_windows(config))
+
+
+def check_settings(settings: Any, config: PretrainedConfig, owner: str) -> None:
+    """Checks settings that were saved beside another model, such as an adapter's, for a text model with this config.
+
+    Raises:
+        ValueError: settings that are not understood, or are for another number of key/value heads or layers.
+    """
+    try:
+        patterns = _parsed(settings, getattr(config, "num_hidden_layers", None))
+        for pattern in (patterns.pattern, *patterns.layers.values()):
+            if pattern is not None:
+                _check_kv_heads(pattern, config)
+    except ValueError as error:
+        raise ValueError(f"{owner}: {error}") from error
+
+
+def text_of_settings(settings: Mapping[str, Any]) -> str:
+    """Returns the text of a config's `ring_dilated`: its pattern, and how many layers have others."""
+    patterns = _parsed(settings, None)
+    text = f"the pattern {patterns.pattern or Pattern.exact()}"
+    layers = "; ".join(f"layer {number}: {pattern}" for number, pattern in sorted(patterns.layers.items()))
+    return f"{text} ({layers})" if layers else text
+
+
+def use_settings(config: PretrainedConfig, settings: Mapping[str, Any]) -> None:
+    """Gives a config settings that `check_settings` has passed."""
+    _with_settings(config, {key: copy.deepcopy(value) for key, value in settings.items() if key != "hint"})
+
+
 @lru_cache(maxsize=256)
 def warn_once(text: str) -> None:
     """Logs a warning the first time."""
     logger.warning(text)
+
+
+@lru_cache(maxsize=1)
+def warn_of_no_pattern() -> None:
+    """Logs once, on the first process, that a model computes exact attention because it was given no pattern."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        logger.warning(
+            "a model with attn_implementation=%r has no pattern, so it computes exact attention: call ra.patch_model(model, "
+            "pattern), or load it with config=ra.patch_config(config, pattern); 'exact' is a pattern too",
+            IMPLEMENTATION,
+        )
 
 
 def model_layout(config: Any, ring: Ring, seq_len: int) -> SequenceLayout:
@@ -229,7 +288,7 @@ def patch_config(
         >>> config = ra.patch_config(LlamaConfig(num_hidden_layers=4), "pyramid:512,3")
         >>> config = ra.patch_config(config, "exact", layers=[0])  # the first layer sees all tokens
         >>> sorted(config.to_dict()["ring_dilated"])  # saved with the config, and loaded with it
-        ['layers', 'pattern']
+        ['hint', 'layers', 'pattern']
     """
     longnet = segment_lengths is not None or dilation_rates is not None
     if (pattern is not None) == longnet:
@@ -255,10 +314,9 @@ def patch_config(
     settings: dict[str, Any] = {"pattern": pattern.to_dict()}
     if layers is not None:
         settings = dict(getattr(text_config, IMPLEMENTATION, None) or {})
-        numbers = list(layers)
+        numbers = [*_checked_layers(layers, text_config)]
         if not numbers:
             raise ValueError("patch_config: layers is empty: name the layers, or leave it out for all of them")
-        _check_layers(numbers, text_config)
         settings["layers"] = {**settings.get("layers", {}), **{str(n): pattern.to_dict() for n in numbers}}
     return _with_settings(config, settings)
 
@@ -272,8 +330,17 @@ def _patch_layers(config: PretrainedConfig, patterns: PatternsOfLayers) -> Pretr
             f"patch_config: the calibration is of a model of {patterns.num_hidden_layers} layers, and "
             f"{class_name(text_config)} has {text_config.num_hidden_layers}: calibrate this model"
         )
-    _check_layers(list(layers), text_config)
+    numbers = [*_checked_layers(layers, text_config)]
     types = getattr(text_config, "layer_types", None) or ()
+    without_window: Iterable[int] = (number for number, kind in enumerate(types) if kind == "full_attention")
+    if not types and text_config.model_type not in MIXERS and not _has_windows(text_config):
+        without_window = range(text_config.num_hidden_layers)
+    left_out = next((number for number in without_window if number not in layers), None)
+    if left_out is not None:
+        raise ValueError(
+            f"patch_config: the calibration has patterns for layers {numbers} and none for layer {left_out} of "
+            f"{class_name(text_config)}, which would attend exactly: calibrate this model"
+        )
     windows = [layer for layer in layers if layer < len(types) and types[layer] in _WINDOWS]
     if windows:
         raise ValueError(
@@ -285,16 +352,26 @@ def _patch_layers(config: PretrainedConfig, patterns: PatternsOfLayers) -> Pretr
     return _with_settings(config, {"layers": {str(layer): pattern.to_dict() for layer, pattern in layers.items()}})
 
 
-def _check_layers(numbers: list[int], config: PretrainedConfig) -> None:
+def _has_windows(config: PretrainedConfig) -> bool:
+    """Returns whether layers may have windows, or chunks, of their own."""
+    types = getattr(config, "layer_types", None)
+    if types:
+        return any(kind in _WINDOWS for kind in types)
+    return any(getattr(config, name, None) is not None for name in ("sliding_window", "attention_chunk_size"))
+
+
+def _checked_layers(numbers: Iterable[int], config: PretrainedConfig) -> Iterator[int]:
+    """Yields the numbers of layers up to one that the model does not have, however many follow."""
     count = config.num_hidden_layers
     for number in numbers:
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < count:
-            raise ValueError(f"patch_config: layers must be among 0..{count - 1}, got {number!r} in {numbers}")
+            raise ValueError(f"patch_config: layers must be integers among 0..{count - 1}, got {number!r}")
+        yield number
 
 
 def _with_settings(config: PretrainedConfig, settings: dict[str, Any]) -> PretrainedConfig:
     text_config = config.get_text_config()
-    setattr(text_config, IMPLEMENTATION, settings)
+    setattr(text_config, IMPLEMENTATION, {"hint": _HINT, **settings})
     set_implementation(text_config, IMPLEMENTATION)
     keep_implementation(config)
     return config

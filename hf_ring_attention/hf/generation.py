@@ -13,6 +13,7 @@ from ..ring.ring import Ring
 from ..transport.agreement import digest
 from .cache import ShardedCache, cache_argument, sharded_cache
 from .config import model_layout
+from .mixers import STATES_INSIDE
 from .rings import attached_ring
 from .shard_checks import remember_prefill, switching_length
 from .wrappers import evaluating, runner_of, whole_model
@@ -42,6 +43,7 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
     Raises:
         ValueError: a model with virtual tokens of PEFT, tokens that are not [B, n] or differ between ranks, or a mask of
             another shape, or with padding for a model that numbers its tokens itself.
+        NotImplementedError: a model that keeps states outside of its cache.
 
     Example:
         >>> row = torch.arange(1, 43)[None]  # a document of 40 tokens, and a question of 2
@@ -56,7 +58,13 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
     inner = whole_model(model, "prefill")
     ring = attached_ring(inner) or Ring.alone()
     arguments = inspect.signature(inner.forward).parameters
+    inside = next((name for module in inner.modules() if (name := type(module).__name__) in STATES_INSIDE), None)
     with ring.agreement("prefill") as call:
+        if inside is not None:
+            raise NotImplementedError(
+                f"prefill: {inside} keeps its state in the model itself, from which no cache can go on: generate on one "
+                f"process (ring=None) without prefill"
+            )
         if input_ids.dim() != 2 or 0 in input_ids.shape:
             raise ValueError(f"prefill: input_ids must be [batch, tokens], got {tuple(input_ids.shape)}")
         if attention_mask is not None and attention_mask.shape != input_ids.shape:

@@ -48,7 +48,7 @@ _NOT_TO_MIXERS = ("attention_mask", "position_ids", "position_embeddings", *_BOR
 _RETURN_TUPLES = ("RecurrentGemmaRecurrentBlock", "MiniMaxLightningAttention")
 
 #: Mixers that keep their state in themselves, and let padding into it.
-_STATES_INSIDE = ("RecurrentGemmaRecurrentBlock",)
+STATES_INSIDE = ("RecurrentGemmaRecurrentBlock",)
 
 #: Mixers that begin with an empty state wherever they get more than one token at once, whatever their cache holds.
 _FORGETFUL = ("JambaMambaMixer", "ZambaMambaMixer")
@@ -111,10 +111,10 @@ class _ByDocuments:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
         kwargs |= zip(list(inspect.signature(type(module).forward).parameters)[1:], args)
-        if type(module).__name__ in _STATES_INSIDE and module.training:
+        if type(module).__name__ in STATES_INSIDE and module.training:
             kwargs = _without_cache(kwargs)  # Nobody goes on from the states of training, and padding would enter them.
         out = _output(module, self.config, kwargs)
-        if type(module).__name__ in _STATES_INSIDE and not kwargs.get("use_cache"):
+        if type(module).__name__ in STATES_INSIDE and not kwargs.get("use_cache"):
             # It would keep its last state, with the graph of it, until it runs again.
             module.rg_lru.recurrent_states = None  # type: ignore[union-attr]
         return out
@@ -190,11 +190,6 @@ def _over_ring(module: nn.Module, ring: Ring, running: ForwardPass, hidden: Tens
     if can_pass(module):
         return _as_returned(
             module, _by_states(module, ring, documents, layout, hidden, kwargs, cache if caching else None)
-        )
-    if caching and type(module).__name__ in _STATES_INSIDE:
-        raise NotImplementedError(
-            f"{type(module).__name__} keeps its state in the model itself, from which no sharded cache can go on: generate on "
-            f"one process (ring=None)"
         )
     gathered = len(hidden) * layout.seq_len * hidden.shape[2] * hidden.element_size()
     if gathered > MOST_GATHERED:
@@ -331,7 +326,7 @@ def _together(
     lengths = [stop - start for _, start, stop in group]
     longest = max(longest, *lengths)
     if not behind and min(lengths) < longest:
-        if type(module).__name__ in _STATES_INSIDE:
+        if type(module).__name__ in STATES_INSIDE:
             raise ValueError(
                 f"{type(module).__name__} would take padding into its state: the last documents of the batch rows have "
                 f"{lengths} tokens: pass use_cache=False, or generate from rows of one length"

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from ..plan.patterns import Pattern
 from ..ring.ring import Ring
+from .adapters import adapters_of, remember_pattern, use_pattern_of_adapters
 from .config import PatternsOfLayers, keep_implementation, layer_pattern, patch_config
 from .hooks import attach_ring
 from .mixers import check_mixers
@@ -29,7 +30,8 @@ def patch_model(
     model inside is patched. Models that share one config object share its pattern.
 
     Args:
-        pattern: passed to `patch_config`; None keeps what the config has.
+        pattern: passed to `patch_config`; None keeps what the config has. A model without a pattern and with an adapter of
+            PEFT takes the pattern that the adapter was trained under, which is saved with it.
         ring: the ranks over which the model's rows will be sharded; each forward pass then takes this rank's shard and
             its `position_ids`. Under tensor parallelism these are the ranks with the same heads: `ra.Ring(mesh)` for a mesh of
             ("cp", "tp"). None: this process computes whole sequences.
@@ -58,13 +60,16 @@ def patch_model(
     check_mixers(inner)
     if ring is not None:
         check_ring(inner, ring)
+    config = inner.config.get_text_config()
     if pattern is not None:
         patch_config(inner.config, pattern)
-    config = inner.config.get_text_config()
+    elif getattr(config, IMPLEMENTATION, None) is None:
+        use_pattern_of_adapters(model, inner.config)
     layer_pattern(config, None)  # A config that is not understood is refused before the model is changed.
     keys = [key for key in inner.config.sub_configs if getattr(inner.config, key, None) is config]
     inner.set_attn_implementation({keys[0]: IMPLEMENTATION} if keys else IMPLEMENTATION)
     if getattr(config, IMPLEMENTATION, None) is not None:
         keep_implementation(inner.config)
+    remember_pattern(adapters_of(model), inner.config)
     attach_ring(inner, ring)
     return model

@@ -47,11 +47,22 @@ def _mask(*args: Any, **kwargs: Any) -> Any:
 
 
 def _while_made(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    """Checks the config of a Transformers model while it is made: torch calls this whenever a module gets a submodule."""
+    """Checks the config of a Transformers model, and PEFT's adapters, while they are made.
+
+    torch calls this whenever a module gets a submodule.
+    """
     if isinstance(module, PreTrainedModel) and submodule is not None and _is_set(module.config):
         from .config import check_made
 
         check_made(module.config, type(module).__name__)
+    elif name in ("base_model", "prompt_encoder") and submodule is not None and hasattr(module, "get_base_model"):
+        from .adapters import check_adapters
+
+        # PEFT wraps a model, which its tuner has; prompts are learned without a tuner.
+        tuner: Any = submodule if name == "base_model" else module
+        model = getattr(tuner, "model" if name == "base_model" else "base_model", None)
+        if isinstance(model, PreTrainedModel) and getattr(tuner, "peft_config", None):
+            check_adapters(tuner.peft_config, model.config)
 
 
 def _is_set(config: Any) -> bool:

@@ -27,6 +27,11 @@ def attached_ring(module: nn.Module) -> Ring | None:
     return getattr(module, _RING, None)
 
 
+def is_patched(module: nn.Module) -> bool:
+    """Returns whether `patch_model` was called for the model of a module, with a ring or without one."""
+    return hasattr(module, _RING)
+
+
 def set_ring(module: nn.Module, ring: Ring | None) -> None:
     """Makes `attached_ring` answer with this ring, for one module."""
     setattr(module, _RING, ring)

@@ -7,11 +7,18 @@ from typing import Literal
 
 Queries = Literal["dilated", "all"]
 
+#: No number of a pattern is larger: torch counts tokens with 64 bits.
+LARGEST = 2**63 - 1
 
-def check_count(owner: str, name: str, value: object) -> None:
-    """Refuses what is no integer of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{owner}: {name} must be an integer of at least 1, got {value!r}")
+
+def check_count(owner: str, name: str, value: object, least: int = 1, most: int = LARGEST) -> None:
+    """Refuses anything but an integer from `least` to `most`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{owner}: {name} must be an integer of at least {least}, got {value!r}")
+    if value > most:
+        # Python refuses to print an integer of thousands of digits.
+        shown = str(value) if value.bit_length() <= 128 else f"a number of {value.bit_length()} bits"
+        raise ValueError(f"{owner}: {name} must be at most {most}, got {shown}")
 
 
 def check_choice(owner: str, name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -17,9 +17,10 @@ This module reads and writes the texts; `Pattern` knows their meaning.
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 FORMS = (
@@ -35,6 +36,12 @@ _SETTINGS = {"count": "overlap", "once": "overlap", "kv_head": "phase_by", "quer
 _USUAL_QUERIES = {"segment": "dilated", "window": "all"}
 #: The types of branches that have a number of tokens and nothing else.
 _OF_TOKENS = ("sink", "last")
+#: No model has more key/value heads, and each head that a text names takes memory.
+_MOST_HEADS = 65536
+#: No number that a pattern takes has more digits, and Python refuses to read thousands of them.
+_MOST_DIGITS = 19
+#: The characters of a wrong text that its error repeats.
+_LONGEST_SHOWN = 200
 
 
 class PatternText(NamedTuple):
@@ -58,17 +65,22 @@ def read(text: str) -> PatternText:
         ValueError: a text that has none of the forms; the message says what is wrong with it, and lists the forms.
     """
     if not isinstance(text, str):
-        raise ValueError(f"a pattern or its text was expected, got {text!r}. A text is one of: {FORMS}")
+        raise ValueError(f"a pattern or its text was expected, got {shown(text)}. A text is one of: {FORMS}")
     body, *settings = text.strip().split("@")
     name, colon, rest = body.partition(":")
     readers = {"exact": _exact, "window": _window, "pyramid": _pyramid, "longnet": _longnet, "branches": _branches}
     if name not in readers:
-        raise ValueError(f"pattern {text!r} is not known. A pattern is one of: {FORMS}")
+        near = difflib.get_close_matches(name[:_LONGEST_SHOWN], readers, 1)
+        if near:
+            raise ValueError(
+                f"pattern {shown(text)} is not known: did you mean {shown(text.strip().replace(name, near[0], 1))}?"
+            )
+        raise ValueError(f"pattern {shown(text)} is not known. A pattern is one of: {FORMS}")
     try:
         maker, arguments = readers[name](rest if colon else None)
         return PatternText(maker, arguments, _settings(settings))
     except ValueError as error:
-        raise ValueError(f"pattern {text!r} cannot be read: {error}. A pattern is one of: {FORMS}") from None
+        raise ValueError(f"pattern {shown(text)} cannot be read: {error}. A pattern is one of: {FORMS}") from None
 
 
 def read_heads(text: str) -> list[str] | None:
@@ -84,41 +96,44 @@ def read_heads(text: str) -> list[str] | None:
         match = re.fullmatch(r"\s*kv([0-9,\- ]+)=(.+)", part)
         if match is None or match.group(2).strip().startswith("kv"):
             raise ValueError(
-                f"pattern {text!r} cannot be read: kvNUMBERS=PATTERN was expected, got {part!r}. {_HEADS_FORM}"
+                f"pattern {shown(text)} cannot be read: kvNUMBERS=PATTERN was expected, got {shown(part)}. {_HEADS_FORM}"
             )
         for number in _numbers(match.group(1), text):
             if number in texts:
                 raise ValueError(
-                    f"pattern {text!r} cannot be read: it names key/value head {number} twice. {_HEADS_FORM}"
+                    f"pattern {shown(text)} cannot be read: it names key/value head {number} twice. {_HEADS_FORM}"
                 )
             texts[number] = match.group(2).strip()
     missing = sorted({*range(max(texts) + 1)} - {*texts})
     if missing:
-        raise ValueError(f"pattern {text!r} cannot be read: it leaves out the key/value heads {missing}. {_HEADS_FORM}")
+        listed = f"{missing[:8]}{'...' * (len(missing) > 8)}"
+        raise ValueError(
+            f"pattern {shown(text)} cannot be read: it leaves out the key/value heads {listed}. {_HEADS_FORM}"
+        )
     return [texts[number] for number in sorted(texts)]
 
 
 _HEADS_FORM = "Each key/value head from 0 on has one pattern, for example kv0,3-5=exact;kv1-2=window:512+4"
 
 
-def _numbers(text: str, whole: str) -> list[int]:
-    numbers: list[int] = []
+def _numbers(text: str, whole: str) -> Iterator[int]:
     for part in text.split(","):
         first, dash, last = part.partition("-")
         try:
             low, high = _number(first), _number(last if dash else first)
             if high < low:
-                raise ValueError(f"{part!r} ends before it begins")
+                raise ValueError(f"{shown(part)} ends before it begins")
+            if high >= _MOST_HEADS:
+                raise ValueError(f"at most {_MOST_HEADS} key/value heads were expected, got head {high}")
         except ValueError as error:
-            raise ValueError(f"pattern {whole!r} cannot be read: {error}. {_HEADS_FORM}") from None
-        numbers += range(low, high + 1)
-    return numbers
+            raise ValueError(f"pattern {shown(whole)} cannot be read: {error}. {_HEADS_FORM}") from None
+        yield from range(low, high + 1)
 
 
 def _settings(words: Sequence[str]) -> dict[str, str]:
     unknown = [word for word in words if word not in _SETTINGS]
     if unknown:
-        raise ValueError(f"behind @ stands one of {', '.join(_SETTINGS)}, got {unknown[0]!r}")
+        raise ValueError(f"behind @ stands one of {', '.join(_SETTINGS)}, got {shown(unknown[0])}")
     settings = {_SETTINGS[word]: word for word in words}
     if len(settings) < len(words):
         raise ValueError(f"two of @{' and @'.join(words)} set the same thing: write one of them")
@@ -127,7 +142,7 @@ def _settings(words: Sequence[str]) -> dict[str, str]:
 
 def _exact(rest: str | None) -> tuple[str, tuple[Any, ...]]:
     if rest is not None:
-        raise ValueError(f"'exact' takes nothing after it, got {rest!r}")
+        raise ValueError(f"'exact' takes nothing after it, got {shown(rest)}")
     return "exact", ()
 
 
@@ -157,10 +172,12 @@ def _branch(text: str) -> dict[str, Any]:
     match = re.fullmatch(r"\s*(\w+)=(\w+)(?:/(\w+))?(?::(\w+))?\s*", text)
     kind = match.group(1) if match else None
     if match is None or kind not in (*_OF_TOKENS, *_USUAL_QUERIES):
-        raise ValueError(f"a branch such as sink=4, window=512, segment=2048/4 or last=64 was expected, got {text!r}")
+        raise ValueError(
+            f"a branch such as sink=4, window=512, segment=2048/4 or last=64 was expected, got {shown(text)}"
+        )
     if kind in _OF_TOKENS:
         if match.group(3) or match.group(4):
-            raise ValueError(f"{kind} has a number of tokens and nothing else, got {text!r}")
+            raise ValueError(f"{kind} has a number of tokens and nothing else, got {shown(text)}")
         return {"type": kind, "tokens": _number(match.group(2))}
     branch: dict[str, Any] = {
         "type": kind,
@@ -179,8 +196,16 @@ def _length(text: str) -> int | None:
 
 def _number(text: str) -> int:
     if not re.fullmatch(r"[0-9]+", text.strip()):
-        raise ValueError(f"a number was expected, got {text!r}")
-    return int(text)
+        raise ValueError(f"a number was expected, got {shown(text)}")
+    digits = text.strip().lstrip("0") or "0"
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number of at most {_MOST_DIGITS} digits was expected, got {len(digits)} digits")
+    return int(digits)
+
+
+def shown(text: object) -> str:
+    """Returns a text as an error repeats it: whole, or its beginning."""
+    return repr(text) if not isinstance(text, str) or len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]!r}..."
 
 
 def write(pattern: Mapping[str, Any]) -> str:
@@ -203,9 +228,11 @@ def write(pattern: Mapping[str, Any]) -> str:
 
 
 def _write_heads(texts: Sequence[str]) -> str:
+    heads_of: dict[str, list[int]] = {}
+    for head, text in enumerate(texts):
+        heads_of.setdefault(text, []).append(head)
     parts = []
-    for text in dict.fromkeys(texts):
-        heads = [head for head, one in enumerate(texts) if one == text]
+    for text, heads in heads_of.items():
         numbered = itertools.groupby(enumerate(heads), lambda place: place[1] - place[0])
         runs = [[head for _, head in run] for _, run in numbered]
         parts.append(f"kv{','.join(str(run[0]) if len(run) == 1 else f'{run[0]}-{run[-1]}' for run in runs)}={text}")

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from . import notation
-from .branches import BRANCH_TYPES, BRANCHES, Branch, Segment, Sink, Window, check_choice, check_count
+from .branches import BRANCH_TYPES, BRANCHES, LARGEST, Branch, Segment, Sink, Window, check_choice, check_count
 
 Overlap = Literal["count", "once"]
 
@@ -195,10 +195,11 @@ class Pattern:
             (Sink(tokens=4), Window(length=512, dilation=1, queries='all'), Window(length=2048, dilation=4, queries='all'))
         """
         check_count("Pattern.pyramid", "window", window)
-        check_count("Pattern.pyramid", "levels", levels)
+        # With a ratio of 2, the window of the last level is then as long as any sequence can be.
+        check_count("Pattern.pyramid", "levels", levels, most=LARGEST.bit_length())
         check_count("Pattern.pyramid", "ratio", ratio)
-        if not isinstance(sinks, int) or isinstance(sinks, bool) or sinks < 0:
-            raise ValueError(f"Pattern.pyramid: sinks must be an integer of at least 0, got {sinks!r}")
+        check_count("Pattern.pyramid", "window * ratio ** (levels - 1)", window * ratio ** (levels - 1))
+        check_count("Pattern.pyramid", "sinks", sinks, least=0)
         windows = tuple(Window(window * ratio**level, ratio**level) for level in range(levels))
         return cls(((Sink(sinks),) if sinks else ()) + windows)
 
@@ -290,7 +291,7 @@ class Pattern:
             pattern: Pattern = getattr(cls, maker)(*arguments)
             return replace(pattern, **settings)
         except ValueError as error:
-            raise ValueError(f"pattern {text!r} cannot be made: {error}") from None
+            raise ValueError(f"pattern {notation.shown(text)} cannot be made: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the pattern in plain JSON types; `from_dict` reads it back."""
@@ -311,6 +312,10 @@ class Pattern:
             _check_keys("Pattern.from_dict", d, ("kv_heads",), ())
             if not isinstance(d["kv_heads"], Sequence) or isinstance(d["kv_heads"], str) or not d["kv_heads"]:
                 raise ValueError(f"Pattern.from_dict: 'kv_heads' must be a list of dicts, got {d['kv_heads']!r}")
+            if any(isinstance(pattern, Mapping) and "kv_heads" in pattern for pattern in d["kv_heads"]):
+                raise ValueError(
+                    "Pattern.from_dict: the pattern of a head must have branches, got 'kv_heads' inside 'kv_heads'"
+                )
             return cls.by_kv_head([cls.from_dict(pattern) for pattern in d["kv_heads"]])
         _check_keys("Pattern.from_dict", d, ("branches",), ("overlap", "phase_by"))
         if not isinstance(d["branches"], Sequence) or isinstance(d["branches"], str):

@@ -13,8 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..plan.branches import LARGEST
 from ..plan.patterns import Pattern
 
+#: The most layers, heads, ranks or rows that a command takes; it makes lists of so many.
+MOST = 65536
+#: The most tokens of a sequence.
+MOST_TOKENS = 2**40
 #: The ends of the names of files that pictures are written to.
 PICTURE_FORMATS = (".png", ".svg", ".pdf")
 
@@ -41,16 +46,19 @@ def pattern_source(text: str) -> str:
     return text
 
 
-def at_least(least: int, multiple_of: int = 1, most: int | None = None) -> Callable[[str], int]:
+def at_least(least: int, multiple_of: int = 1, most: int = LARGEST) -> Callable[[str], int]:
     """Returns the type of whole numbers from `least` to `most` that `multiple_of` divides."""
-    expected = f"a whole number of at least {least}" + (f" and at most {most}" if most is not None else "")
 
     def number(text: str) -> int:
         if not re.fullmatch(r"[+-]?[0-9]+", text.strip()):
-            raise argparse.ArgumentTypeError(f"{expected} was expected, got {text!r}")
+            raise argparse.ArgumentTypeError(f"a whole number of at least {least} was expected, got {text!r:.40}")
+        digits = len(text.strip().lstrip("+-0"))
+        if digits > len(str(LARGEST)):  # Python refuses to read thousands of digits.
+            raise argparse.ArgumentTypeError(f"a whole number of at most {most} was expected, got {digits} digits")
         value = int(text)
-        if value < least or (most is not None and value > most):
-            raise argparse.ArgumentTypeError(f"{expected} was expected, got {value}")
+        if not least <= value <= most:
+            bound = f"least {least}" if value < least else f"most {most}"
+            raise argparse.ArgumentTypeError(f"a whole number of at {bound} was expected, got {value}")
         if value % multiple_of:
             below = value - value % multiple_of
             near = [str(x) for x in (below, below + multiple_of) if x >= least and (most is None or x <= most)]
@@ -70,7 +78,7 @@ def positive(text: str) -> float:
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"a number above 0 was expected, got {text!r}")
+        raise argparse.ArgumentTypeError(f"a number above 0 was expected, got {text!r:.40}")
     return value
 
 
@@ -165,15 +173,15 @@ def key_value_heads(heads: int, kv_heads: int | None) -> int:
 
 def token_count(least: int = 1, multiple_of: int = 1) -> Callable[[str], int]:
     """Returns the type of numbers of tokens: 4096, 128k (128 * 1024) or 1M (1024 * 1024)."""
-    number = at_least(least, multiple_of)
+    number = at_least(least, multiple_of, MOST_TOKENS)
 
     def count(text: str) -> int:
         match = re.fullmatch(r"([0-9]+)([kKmM])", text.strip())
         if match:
-            return number(str(int(match.group(1)) * (1024 if match.group(2) in "kK" else 1024**2)))
+            return number(str(at_least(0)(match.group(1)) * (1024 if match.group(2) in "kK" else 1024**2)))
         if re.fullmatch(r"[+-]?[0-9]+", text.strip()):
             return number(text)
-        raise argparse.ArgumentTypeError(f"a number of tokens such as 4096, 128k or 1M was expected, got {text!r}")
+        raise argparse.ArgumentTypeError(f"a number of tokens such as 4096, 128k or 1M was expected, got {text!r:.40}")
 
     return count
 
@@ -188,10 +196,10 @@ _UNITS = {
 
 def memory_size(text: str) -> int:
     """Reads a size of memory in bytes: 80GB (80 * 1000^3), or 80GiB (80 * 1024^3); also in MB, MiB, TB and TiB."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([MGT]i?B)", text.strip())
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]+)?) ?([MGT]i?B)", text.strip())
     size = round(float(match.group(1)) * _UNITS[match.group(2)]) if match else 0
     if not size:
-        raise argparse.ArgumentTypeError(f"a size of memory such as 80GB or 80GiB was expected, got {text!r}")
+        raise argparse.ArgumentTypeError(f"a size of memory such as 80GB or 80GiB was expected, got {text!r:.40}")
     return size
 
 

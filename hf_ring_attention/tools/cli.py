@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> None:
     import typer
 
     from .app import PROGRAM, app
-    from .options import CommandError
+    from .options import CommandError, Refusal
 
     command = typer.main.get_command(app)
     try:
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
         context = getattr(error, "ctx", None)
         where = context.command_path if context else PROGRAM
         message = " ".join(error.format_message().split()).rstrip(".")
-        if not isinstance(error, typer.BadParameter) or message.startswith("Missing"):
+        if not isinstance(error, (typer.BadParameter, Refusal)) or message.startswith("Missing"):
             message += f". '{where} --help' shows what it takes"
         print(f"{where}: {message}", file=sys.stderr)
         sys.exit(2)

@@ -74,8 +74,8 @@ def hybrid_layers(model: str, config: Mapping[str, Any]) -> HybridLayers | None:
     kinds = _kinds_of_layers(config)
     if kinds is None:
         raise argparse.ArgumentTypeError(
-            f"the config.json of {model!r}, which is of the hybrid type {model_type!r}, does not tell which layers attend "
-            f"(layer_types): ask for these, with --heads, --kv-heads, --head-dim and --layers in place of --model"
+            f"the config.json of {model!r}, which is of the hybrid type {model_type!r}, does not tell which layers attend: "
+            f"add layer_types"
         )
     mixing = tuple(number for number, kind in enumerate(kinds) if kind in _MIXING)
     if not mixing:
@@ -91,6 +91,10 @@ def hybrid_layers(model: str, config: Mapping[str, Any]) -> HybridLayers | None:
     except KeyError as lacking:
         raise argparse.ArgumentTypeError(
             f"the config.json of {model!r} has no {lacking}, a size of the mixers of the hybrid type {model_type!r}"
+        ) from None
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise argparse.ArgumentTypeError(
+            f"the config.json of {model!r} has a wrong size of the mixers of the hybrid type {model_type!r}: {error}"
         ) from None
     return HybridLayers(attending, sliding, ModelMixers(mixing, numbers, width, _GATHERED.get(model_type, False)))
 

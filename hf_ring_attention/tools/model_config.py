@@ -44,6 +44,13 @@ _HEAD_DIMS = ("head_dim", "attention_head_dim", "kv_channels")
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 #: The names that configs have for the width of the residual stream.
 WIDTHS = ("hidden_size", "n_embd", "d_model")
+#: The names that configs have for the number of experts.
+NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+#: What a model has of each of these: a list is made of its layers, and a plan has tiles for its heads.
+_COUNTS = (*_HEADS, *_LAYER_COUNTS, *NUMBERS_OF_EXPERTS, "num_key_value_heads", "kv_n_heads")
+_MOST = 65536
+_WIDTHS_OF_HEADS = (*_HEAD_DIMS, *WIDTHS, "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_LARGEST_WIDTH = 2**31
 
 
 @dataclass(frozen=True)
@@ -91,11 +98,26 @@ def read_config(model: str) -> dict[str, Any]:
         file = _download(model)
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"{file} is no JSON: {error}") from None
     if not isinstance(config, dict):
         raise argparse.ArgumentTypeError(f"{file} is no config of a model: an object was expected, got {config!r:.80}")
+    _check_counts(model, text_config_of(config))
     return config
+
+
+def _check_counts(model: str, config: Mapping[str, Any]) -> None:
+    """Refuses counts and sizes that no model has, before any list is made of so many."""
+    for names, most in ((_COUNTS, _MOST), (_WIDTHS_OF_HEADS, _LARGEST_WIDTH)):
+        for name in names:
+            value = config.get(name)
+            if isinstance(value, (list, dict)) or value is None:  # One number for each layer.
+                continue
+            if not isinstance(value, int) or not 0 <= value <= most:
+                raise argparse.ArgumentTypeError(
+                    f"the config.json of {model!r} has {name}={value!r:.40}, and a whole number of at most {most} was "
+                    f"expected: correct the file"
+                )
 
 
 def _download(model: str) -> Path:
@@ -111,7 +133,7 @@ def _download(model: str) -> Path:
         reason = re.split(r"(?<=[a-z)'])\. ", " ".join(str(error).split()))[0].rstrip(".")
         raise argparse.ArgumentTypeError(
             f"there is no folder {model!r} (from {Path.cwd()}), and the hub does not give its config.json: {reason}. "
-            f"Name a folder with a config.json, or, for attention alone, give --heads, --kv-heads and --head-dim"
+            f"Name a folder with a config.json"
         ) from None
 
 
@@ -119,15 +141,21 @@ def model_attention(model: str, pattern: Pattern | None = None) -> ModelAttentio
     """Returns the attention of a model, with `pattern` in place of the one that its config has for layers without a window.
 
     Raises:
-        argparse.ArgumentTypeError: no config that can be read, or one that says too little.
+        argparse.ArgumentTypeError: no config that can be read, or one that says too little; commands that ask for it also take
+            the sizes of heads.
     """
-    return attention_of_config(read_config(model), model, pattern)
+    try:
+        return attention_of_config(read_config(model), model, pattern)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(
+            f"{error}; or, for attention alone, give --heads, --kv-heads and --head-dim"
+        ) from None
 
 
 def text_config_of(whole: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the part of a config.json that describes the language model, which is all of it for a model of text alone."""
-    config: Mapping[str, Any] = whole.get("text_config") or whole
-    return config
+    part = whole.get("text_config")
+    return part if part and isinstance(part, Mapping) else whole
 
 
 def most_positions(config: Mapping[str, Any]) -> int | None:
@@ -170,10 +198,12 @@ def attention_of_config(whole: Mapping[str, Any], model: str, pattern: Pattern |
         model: the name that errors say.
     """
     config = text_config_of(whole)
+    _check_counts(model, config)
     _check_alike(model, config)
     heads, hybrid = first_number(model, config, _HEADS), hybrid_layers(model, config)
     kv_heads = config.get("num_key_value_heads") or (1 if config.get("multi_query") else heads)
     if isinstance(config.get("attn_config"), Mapping):  # Configs of dbrx have one.
+        _check_counts(model, config["attn_config"])
         kv_heads = config["attn_config"].get("kv_n_heads") or kv_heads
     head_dim = value_dim = next((config[name] for name in _HEAD_DIMS if config.get(name)), None)
     if config.get("qk_nope_head_dim") and config.get("qk_rope_head_dim"):  # latent attention expands its keys
@@ -212,11 +242,11 @@ def _check_alike(model: str, config: Mapping[str, Any]) -> None:
     """Refuses a model whose layers have heads of different numbers or sizes."""
     own = [layer for layer in (config.get("per_layer_config") or {}).values() if isinstance(layer, Mapping)]
     differing = sorted({key for layer in own for key in layer if key in ("head_dim", "num_key_value_heads", *_HEADS)})
+    differing += [name for name in ("num_key_value_heads", *_HEADS, *_HEAD_DIMS) if isinstance(config.get(name), list)]
     differing += ["global_head_dim"] if config.get("global_head_dim") not in (None, config.get("head_dim")) else []
     if differing:
         raise argparse.ArgumentTypeError(
-            f"the layers of {model!r} differ in {', '.join(differing)}: ask for one kind of layer at a time, with --heads, "
-            f"--kv-heads, --head-dim and --layers in place of --model"
+            f"the layers of {model!r} differ in {', '.join(differing)}, and one kind of layer was expected"
         )
 
 
@@ -225,9 +255,7 @@ def first_number(model: str, config: Mapping[str, Any], names: Sequence[str]) ->
     for name in names:
         if isinstance(config.get(name), int) and config[name] >= 1:
             return int(config[name])
-    raise argparse.ArgumentTypeError(
-        f"the config.json of {model!r} has none of {', '.join(names)}: give --heads, --kv-heads and --head-dim in its place"
-    )
+    raise argparse.ArgumentTypeError(f"the config.json of {model!r} has none of {', '.join(names)}: add it")
 
 
 def _saved_patterns(

@@ -14,6 +14,7 @@ from ..plan.choices import TransportKind
 from ..plan.layouts import LayoutKind
 from ..plan.problem import Documents
 from .arguments import (
+    MOST,
     at_least,
     comma_list,
     device,
@@ -33,6 +34,11 @@ Value = TypeVar("Value")
 #: The errors of click for wrong arguments, and for all that ends a command. Some releases of typer have a click of their own.
 UsageError: Any = typer.BadParameter.__bases__[0]
 CommandError: Any = UsageError.__bases__[0]
+
+
+class Refusal(UsageError):
+    """The error of a command that was understood and is not carried out; its help would not tell why."""
+
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 #: The patterns that a checkpoint is measured under, unless others are named.
@@ -55,7 +61,7 @@ def parsed(kind: Callable[[str], Value]) -> Callable[[str], Value]:
 
 def refuse(message: str, option: str | None = None) -> Any:
     """Returns the error of an option, or of several that do not go together, to be raised."""
-    return UsageError(message) if option is None else typer.BadParameter(message, param_hint=f"'{option}'")
+    return Refusal(message) if option is None else typer.BadParameter(message, param_hint=f"'{option}'")
 
 
 def checked(option: str, kind: Callable[..., Value], *values: Any) -> Value:
@@ -80,9 +86,9 @@ def names_of_files(paths: Sequence[Path]) -> dict[Path, str]:
     return {path: str(path) if alike else path.name for path in paths}
 
 
-def number_option(name: str, text: str, least: int = 1) -> Any:
+def number_option(name: str, text: str, least: int = 1, most: int = MOST) -> Any:
     """Returns an option that takes a whole number."""
-    return typer.Option(name, parser=parsed(at_least(least)), metavar="N", help=text)
+    return typer.Option(name, parser=parsed(at_least(least, most=most)), metavar="N", help=text)
 
 
 def positive_option(name: str, text: str, metavar: str = "X") -> Any:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM, ModernBertConfig, ModernBertForMaskedLM
+from transformers import LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertForMaskedLM
 
 import hf_ring_attention as ra
 from hf_ring_attention.evaluation.calibration import calibrate as calibrate_module
@@ -15,6 +15,7 @@ from hf_ring_attention.evaluation.calibration.passes import measure_losses, meas
 from hf_ring_attention.evaluation.calibration.texts import plain_text
 from hf_ring_attention.evaluation.journal import own_folder
 from tests.support.calibrations import MENU, calibrated, model_of, random_texts
+from tests.support.checkpoints import save_calibration
 from tests.support.neighbours import with_lora
 from tests.support.ranks import run_simulated
 from tests.support.tiny_models import VOCAB, tiny_model
@@ -335,10 +336,56 @@ def test_ranks_that_differ_are_refused(rng):
         run_simulated(call, 2)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": {}}, r"a pattern for each layer that has scores, \[0, 1\], was expected, got patterns for \[\]"),
+        ({"layers": {"0": "exact"}}, r"scores, \[0, 1\], was expected, got patterns for \[0\]"),
+        ({"layers": {}, "scores": {}}, "a pattern for each layer that has scores"),
+        ({"num_hidden_layers": 1}, r"layers of 0\.\.0 were expected, got \[0, 1\]"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers must be at most 65536, got 1000000000000"),
+        ({"seq_len": float("inf")}, "seq_len must be an integer of at least 1, got inf"),
+        ({"seq_len": 64.5}, "seq_len must be an integer of at least 1, got 64.5"),
+        ({"budget": float("inf")}, "a finite number was expected, got inf"),
+        ({"budget": float("nan")}, "a finite number was expected, got nan"),
+        ({"budget": "0.5"}, "a finite number was expected, got '0.5'"),
+        ({"budget_of": "time"}, "budget_of must be one of flops, cache_reads, bytes, got 'time'"),
+        ({"retrieval": 10**400}, "a finite number was expected, got 1000"),
+        ({"seed": -1}, "seed must be an integer of at least 0"),
+        ({"scores": {"0": [[0.0], [float("nan")]], "1": [[0.0], [0.0]]}}, "a finite number was expected, got nan"),
+        ({"scores": {"0": [[0.0]] * 3, "1": [[0.0]] * 2}}, "is for 2 key/value heads, and layer 0 has 3"),
+        ({"texts": [{"tokens": 9, "exact_nll": float("inf"), "chosen_nll": 1.0}]}, "a finite number was expected"),
+        ({"menu": ["pyramid:8,40000"]}, "levels must be at most 63"),
+        ({"layers": {"0": "kv0-99999999999=exact", "1": "exact"}}, "at most 65536 key/value heads"),
+        ({"layers": {"1" * 5000: "exact"}}, "Exceeds the limit"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_a_calibration_with_wrong_numbers_or_layers_is_refused(change, message, tmp_path):
+    file = tmp_path / "calibration.json"
+    save_calibration(file, {0: "kv0=exact;kv1=window:8", 1: "exact"})
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match=f"this is no calibration that Calibration.to_dict wrote: .*{message}"):
+        ra.Calibration.load(file)
+
+
+def test_a_calibration_of_fewer_layers_than_the_model_has_is_refused():
+    """The others would attend exactly."""
+
+    class OneLayer:
+        layers, num_hidden_layers = {1: ra.Pattern.parse("window:8")}, 2
+
+    with pytest.raises(
+        ValueError, match=r"has patterns for layers \[1\] and none for layer 0 of Llama.*calibrate this"
+    ):
+        ra.patch_config(LlamaConfig(num_hidden_layers=2), OneLayer())
+
+
 def test_what_is_no_calibration_is_refused(tmp_path):
     (tmp_path / "other.json").write_text(json.dumps({"format": 1, "layers": 3}))
     with pytest.raises(ValueError, match="this is no calibration"):
         ra.Calibration.load(tmp_path / "other.json")
-    (tmp_path / "text.json").write_text("budget")
-    with pytest.raises(ValueError, match="is no JSON file"):
-        ra.Calibration.load(tmp_path / "text.json")
+    for text in ("budget", "[" * 100000, '{"seed": ' + "1" * 5000 + "}"):
+        (tmp_path / "text.json").write_text(text)
+        with pytest.raises(ValueError, match=r"text\.json is no JSON file"):
+            ra.Calibration.load(tmp_path / "text.json")

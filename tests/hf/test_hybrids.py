@@ -285,6 +285,8 @@ def test_generation_goes_on_from_the_states(model_type):
             generate(patched, ids, attention_mask=mask)
         with pytest.raises(NotImplementedError, match="keeps its state in the model itself"):
             run_simulated(work, 2)
+        with pytest.raises(NotImplementedError, match="keeps its state in the model itself"):
+            ra.prefill(patched, ids[:, :5], mask[:, :5])  # It would begin anew behind them.
         return
     assert torch.equal(generate(patched, ids, attention_mask=mask), expected)
     if model_type != "minimax":  # Its own cache takes no chunks.

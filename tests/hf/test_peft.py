@@ -1,11 +1,24 @@
 """Models and PEFT, in either order: they compute what eager attention does, or are refused with a reason."""
 
+import copy
+import json
+
 import pytest
 import torch
-from peft import PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    get_peft_model,
+    inject_adapter_in_model,
+)
+from transformers import LlamaConfig
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.cache import cache_argument
+from hf_ring_attention.hf.config import warn_once
 from tests.support.neighbours import PYRAMID, check, llama, logits_of, on_two_ranks, with_lora
 from tests.support.probe import (
     LOGITS,
@@ -87,6 +100,130 @@ def test_merged_lora(order, tmp_path):
     assert distance(logits_of(ra.patch_model(plain, PYRAMID), *rows), expected) <= LOGITS
     loaded = PeftModel.from_pretrained(ra.patch_model(llama(), PYRAMID), tmp_path).eval()
     assert distance(logits_of(loaded, *rows), expected) <= LOGITS
+
+
+# ---- the pattern that an adapter was trained under
+
+WARNING = "was trained under the pattern window:4+2, and its model computes "
+
+
+def save_adapter(order, folder, config=None, pattern="window:4+2"):
+    """Saves an adapter of a model with a pattern; returns the model with it, and what is saved with the adapter."""
+    config = config or LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    if order == "patched, then wrapped":
+        model = get_peft_model(ra.patch_model(llama(), pattern), config)
+    elif order == "wrapped, then patched":
+        model = ra.patch_model(get_peft_model(llama(), config), pattern)
+    else:
+        model = get_peft_model(llama("ring_dilated"), config)
+        ra.patch_config(model.get_base_model().config, pattern)
+    model.save_pretrained(folder)
+    saved = json.loads((folder / "adapter_config.json").read_text())["auto_mapping"]
+    return model.eval(), saved
+
+
+@pytest.fixture
+def unwarned():
+    """A warning comes once in a process."""
+    warn_once.cache_clear()
+
+
+@pytest.mark.usefixtures("unwarned")
+@pytest.mark.parametrize("order", [*ORDERS, "wrapped, then its config"])
+def test_an_adapter_brings_its_pattern_back(order, tmp_path, caplog):
+    model, saved = save_adapter(order, tmp_path)
+    assert saved["ring_dilated"]["pattern"] and "import hf_ring_attention" in saved["ring_dilated"]["hint"]
+    rows = batch("right")
+    expected = logits_of(model, *rows)
+    loaded = PeftModel.from_pretrained(llama("sdpa"), tmp_path).eval()
+    assert [record.getMessage() for record in caplog.records if WARNING in record.getMessage()] == [
+        f"adapter 'default' {WARNING}attention by 'sdpa': call ra.patch_model(model) for the pattern of the adapter"
+    ]
+    assert distance(logits_of(loaded, *rows), expected) > 1e-2, "the pattern leaves nothing out"
+    assert distance(logits_of(ra.patch_model(loaded), *rows), expected) <= LOGITS
+    # What was loaded is saved with the pattern too, whether the model computes it or not.
+    for number, model in enumerate((loaded, PeftModel.from_pretrained(llama("sdpa"), tmp_path))):
+        model.save_pretrained(tmp_path / str(number))
+        again = PeftModel.from_pretrained(llama("sdpa"), tmp_path / str(number)).eval()
+        assert distance(logits_of(ra.patch_model(again), *rows), expected) <= LOGITS
+
+
+def test_an_adapter_inside_an_unwrapped_model_brings_its_pattern_back(tmp_path):
+    """As Transformers adds it."""
+    save_adapter(ORDERS[0], tmp_path)
+    model = inject_adapter_in_model(PeftConfig.from_pretrained(tmp_path), llama("sdpa"))
+    model = ra.patch_model(model).eval()
+    assert str(ra.Pattern.from_dict(model.config.ring_dilated["pattern"])) == "window:4+2"
+    logits_of(model, *batch("right"))
+
+
+@pytest.mark.usefixtures("unwarned")
+def test_an_adapter_on_a_model_with_its_pattern_or_another(tmp_path, caplog):
+    save_adapter(ORDERS[0], tmp_path)
+    PeftModel.from_pretrained(ra.patch_model(llama(), "window:4+2"), tmp_path)
+    assert WARNING not in caplog.text
+    other = PeftModel.from_pretrained(ra.patch_model(llama(), "window:8"), tmp_path)
+    assert WARNING + "the pattern window:8: call ra.patch_model(model, pattern)" in caplog.text
+    assert str(ra.Pattern.from_dict(ra.patch_model(other).config.ring_dilated["pattern"])) == "window:8"
+    other.save_pretrained(tmp_path / "other")
+    saved = json.loads((tmp_path / "other" / "adapter_config.json").read_text())["auto_mapping"]["ring_dilated"]
+    assert str(ra.Pattern.from_dict(saved["pattern"])) == "window:8", "it is saved as what its model computes"
+    logits_of(other, *batch("right"))
+
+
+def test_an_adapter_of_exact_attention_is_saved_as_any_other(tmp_path):
+    for pattern in ("exact", None):
+        model, saved = save_adapter(ORDERS[1], tmp_path, pattern=pattern)
+        assert saved is None
+        logits_of(model, *batch("right"))
+
+
+@pytest.mark.usefixtures("unwarned")
+def test_an_adapter_without_a_task_says_that_its_pattern_is_not_saved(tmp_path, caplog):
+    config = LoraConfig(r=4, target_modules="all-linear")
+    model, saved = save_adapter(ORDERS[0], tmp_path, config)
+    logits_of(model, *batch("right"))
+    assert {*saved} == {"base_model_class", "parent_library"}
+    assert "PEFT saves no pattern with adapter 'default', which has no task_type: make it with one" in caplog.text
+
+
+def test_prompts_are_saved_with_their_pattern(tmp_path):
+    for number, order in enumerate(ORDERS):
+        model, saved = save_adapter(order, tmp_path / str(number), copy.deepcopy(PREFIXES["prompt"]))
+        model(**without_positions("plain")[0])
+        assert str(ra.Pattern.from_dict(saved["ring_dilated"]["pattern"])) == "window:4+2"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"pattern": "window:4"},
+            "adapter 'default': config.ring_dilated must be what ra.patch_config.*expected a dict",
+        ),
+        ({"layers": {"7": {}}}, r"for layers 0\.\.1 of this config, got layers \['7'\]"),
+        (ra.patch_config(LlamaConfig(num_key_value_heads=3), "kv0=exact;kv1-2=window:4").ring_dilated, "is for 3 key"),
+    ],
+    ids=["text", "layer", "heads"],
+)
+def test_an_adapter_with_a_wrong_pattern_is_refused(settings, message, tmp_path):
+    with_lora(llama()).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_mapping": {"ring_dilated": settings}}))
+    with pytest.raises(ValueError, match=message):
+        PeftModel.from_pretrained(llama(), tmp_path)
+
+
+def test_adapters_of_several_patterns_are_refused(tmp_path):
+    for name, pattern in (("one", "window:4+2"), ("two", "window:8")):
+        save_adapter(ORDERS[0], tmp_path / name, pattern=pattern)
+    model = PeftModel.from_pretrained(llama(), tmp_path / "one", adapter_name="one")
+    model.load_adapter(tmp_path / "two", adapter_name="two")
+    with pytest.raises(
+        ValueError, match=r"trained under different patterns, {'one': .*window:4\+2.*: pass one of them"
+    ):
+        ra.patch_model(model)
+    assert ra.patch_model(model, "window:8") is model
 
 
 def prompted(model, config):

@@ -1,5 +1,6 @@
 """What "ring_dilated" does not compute is refused before it computes something else; the message says what and what to do."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -179,11 +180,13 @@ def test_patch_model_of_something_else():
         ({"segment_lengths": [4, 8], "dilation_rates": [1]}, "as many dilation_rates as segment_lengths .* 1 for 2"),
         ({"segment_lengths": [4], "dilation_rates": [2]}, "add a Window or Segment with dilation 1"),
         ({"pattern": PATTERN.to_dict()}, "pattern must be a Pattern, or its text .*, got {'branches'"),
-        ({"pattern": PATTERN, "layers": [0, 2]}, r"layers must be among 0\.\.1, got 2 in \[0, 2\]"),
-        ({"pattern": PATTERN, "layers": [-1]}, r"layers must be among 0\.\.1, got -1"),
+        ({"pattern": PATTERN, "layers": [0, 2]}, r"layers must be integers among 0\.\.1, got 2"),
+        ({"pattern": PATTERN, "layers": range(10**12)}, r"layers must be integers among 0\.\.1, got 2"),
+        ({"pattern": PATTERN, "layers": [np.int64(1)]}, r"layers must be integers among 0\.\.1, got .*1"),
+        ({"pattern": PATTERN, "layers": [-1]}, r"layers must be integers among 0\.\.1, got -1"),
         ({"pattern": PATTERN, "layers": []}, "layers is empty"),
-        ({"pattern": PATTERN, "layers": [True]}, r"layers must be among 0\.\.1, got True"),
-        ({"pattern": PATTERN, "layers": ["0"]}, r"layers must be among 0\.\.1, got '0'"),
+        ({"pattern": PATTERN, "layers": [True]}, r"layers must be integers among 0\.\.1, got True"),
+        ({"pattern": PATTERN, "layers": ["0"]}, r"layers must be integers among 0\.\.1, got '0'"),
     ],
     ids=str,
 )

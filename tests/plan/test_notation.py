@@ -87,6 +87,8 @@ def test_what_is_written_is_read_back(pattern):
     [
         ("typo", "pattern 'typo' is not known. A pattern is one of: exact"),
         ("", "pattern '' is not known"),
+        ("windw:512+4", "pattern 'windw:512+4' is not known: did you mean 'window:512+4'?"),
+        ("Exact@count", "pattern 'Exact@count' is not known: did you mean 'exact@count'?"),
         ("exact:4", "'exact' takes nothing after it, got '4'"),
         ("window:", "a number was expected, got ''"),
         ("window:512+", "a number was expected, got ''"),

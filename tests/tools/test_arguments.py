@@ -16,6 +16,20 @@ HEADS = "the number of query heads must be a multiple of the number of key/value
 EXPLAIN = "explain --tokens 64 --ranks 8 --heads 8 --head-dim 64"
 #: The arguments, and what the command line says.
 REFUSED = [
+    (f"{EXPLAIN} --tokens 1e30", "a number of tokens such as 4096, 128k or 1M was expected, got '1e30'"),
+    (f"{EXPLAIN} --tokens {10**13}", "'--tokens': a whole number of at most 1099511627776 was expected, got 1000000"),
+    (
+        f"{EXPLAIN} --tokens {10**17}M",
+        "'--tokens': a whole number of at most 1099511627776 was expected, got 24 digits",
+    ),
+    (f"{EXPLAIN} --tokens {'1' * 5000}", "'--tokens': a whole number of at most 1099511627776 was expected, got 5000"),
+    (f"{EXPLAIN} --ranks {10**12}", "'--ranks': a whole number of at most 65536 was expected, got 1000000000000"),
+    (f"{EXPLAIN} --heads {'1' * 5000}", "'--heads': a whole number of at most 65536 was expected, got 5000 digits"),
+    (f"{EXPLAIN} --layers {10**12}", "'--layers': a whole number of at most 65536 was expected"),
+    (f"{EXPLAIN} --batch-size {10**12}", "'--batch-size': a whole number of at most 65536 was expected"),
+    (f"{EXPLAIN} --pattern kv0-{10**9}=exact", "at most 65536 key/value heads were expected"),
+    (f"bench --memory {'9' * 400}GB", "'--memory': a size of memory such as 80GB or 80GiB was expected, got '999"),
+    (f"calibrate --seed {2**32}", "'--seed': a whole number of at most 4294967295 was expected"),
     (f"{EXPLAIN} --tokens 0", "'--tokens': a whole number of at least 1 was expected, got 0"),
     (
         f"{EXPLAIN} --tokens 4kb",

@@ -10,11 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from hf_ring_attention.compute.kernels import CpuFlash
 from hf_ring_attention.tools import cli
+from hf_ring_attention.tools.checks import model as checks_of_model
 from hf_ring_attention.tools.checks.board import Board
 from hf_ring_attention.tools.checks.catalogue import all_checks
+from hf_ring_attention.tools.checks.machine import _NEWEST_TESTED
 from hf_ring_attention.tools.checks.runner import CheckOptions, CheckRun
 from tests.support.programs import run_program
 from tests.support.ranks import TIMEOUT
@@ -64,7 +67,10 @@ def test_one_process(capsys):
     assert {name for name, (verdict, _) in found.items() if verdict == "-"} == {
         "clocks", "latency", "bandwidth", "timeouts", "traffic",
     }  # fmt: skip
-    assert re.fullmatch(r"all 8 checks are ok, in \d+ s", last)
+    assert re.fullmatch(r"all 9 checks are ok, in \d+ s", last)
+    assert re.fullmatch(
+        r"tiny llama: 3 tokens after a prefill, with logits \de-1\d from one process's", found["generation"][1]
+    )
     assert "pattern window:4+2" in found["model"][1]
     assert re.search(r"float64 \S+e-1\d of 1.0e-12, float32 \S+e-0\d of \S+e-0\d", found["oracle local"][1])
 
@@ -102,6 +108,8 @@ def test_two_processes_of_torchrun(tmp_path):
     assert found["traffic"]["figures"]["calls"] == 3 * 2 * 3 * 2  # transports, patterns, layouts, dtypes
     assert found["latency"]["figures"]["slowest_link"] in ([0, 1], [1, 0])
     assert found["train step"]["figures"]["apart"] <= 1e-10
+    assert found["generation"]["figures"]["apart"] <= 1e-10
+    assert len(found["generation"]["figures"]["tokens"][0]) == 3
 
 
 # ---- something is not
@@ -206,6 +214,47 @@ def test_clocks_and_slow_links():
     assert late.status == "failed" and "InitProcessGroupKwargs" in late.remedy
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_generation_that_is_broken(ranks, capsys, monkeypatch):
+    """By a release of Transformers that renames the argument of the cache, and by a cache that is wrong on one process."""
+    if ranks == 1:
+        monkeypatch.setattr(checks_of_model, "cache_argument", lambda cache: {"tokens_before": cache})
+        status, printed = alone([], capsys)
+    else:
+        status, printed = two("wrong cache")
+    found, last = verdicts(printed)
+    assert status == 1
+    told = r".*`model_kwargs` are not used by the model: \['tokens_before'\].*"
+    told = told if ranks == 1 else r"logits of generated tokens are \S+ from one process's on processes 0, 1"
+    assert found["generation"][0] == "FAILED" and re.fullmatch(told, found["generation"][1]), printed
+    assert remedy_of(printed, "generation").startswith("Generate with no prefill over a ring, or with an older")
+    assert re.fullmatch(r"failed, after \d+ s: generation", last)
+
+
+@pytest.mark.parametrize("pattern", ["exact", "branches:window=4,last=3"])
+def test_generation_under_any_pattern(pattern, capsys):
+    found = verdicts(alone(["--pattern", pattern], capsys)[1])[0]
+    assert found["generation"][0] == "ok"
+
+
+def test_types_that_cannot_be_prefilled_are_skipped(tmp_path, capsys):
+    CONFIG_MAPPING["recurrent_gemma"]().save_pretrained(tmp_path)
+    found = verdicts(alone(["--model", str(tmp_path)], capsys)[1])[0]
+    assert found["train step"][0] == "ok"
+    assert found["generation"][0] == "-" and "keeps its state in the model itself" in found["generation"][1]
+
+
+def test_versions_that_are_newer_than_tested():
+    torch_release, transformers = (_NEWEST_TESTED[name] for name in ("torch", "transformers"))
+    versions = {"python": "3.11.0", "torch": torch_release + ".9", "transformers": transformers + ".dev0"}
+    assert judged("versions", [versions] * 2).status == "ok"
+    for name, found, newest in (("torch", "2.99.0+cu130", torch_release), ("transformers", "6.0.0", transformers)):
+        newer = judged("versions", [versions | {name: found}] * 2)
+        assert (newer.status, newer.text) == ("warning", f"newer than tested: {name} {found} is newer than {newest}")
+        assert not newer.blocks
+    assert f"torch {torch_release}" in (ROOT / "README.md").read_text("utf-8")
+
+
 def test_versions_that_are_not_supported():
     versions = {"python": "3.11.0", "torch": "2.13.0+cpu"}
     assert judged("versions", [versions] * 2).status == "ok"
@@ -228,7 +277,15 @@ def faulty(fault):
     def version(package, found=importlib.metadata.version):
         return "99.0" if package == "transformers" else found(package)
 
-    if fault == "version":
+    def wrong_cache(model, ids, prefill=checks_of_model.prefill):
+        cache = prefill(model, ids)
+        for layer in cache.layers:
+            layer.values *= 1.5
+        return cache
+
+    if fault == "wrong cache":
+        checks_of_model.prefill = wrong_cache
+    elif fault == "version":
         importlib.metadata.version = version
     elif fault != "none":
         faults = {"wrong": wrong, "dies": lambda *_: os._exit(3), "stalls": lambda *_: time.sleep(TIMEOUT)}

@@ -220,6 +220,20 @@ def test_models_say_what_works_and_why_not(capsys):
     assert json.loads(run("models --json", capsys))[0].keys() == bloom.keys()
 
 
+def test_types_that_are_listed_are_answered_beside_others(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main("models gpt2 modernbert lama".split())
+    printed = capsys.readouterr()
+    assert end.value.code == 2
+    assert re.search(r"^gpt2 +supported", printed.out, re.MULTILINE)
+    assert "predict the next token, and 'modernbert' is of another kind: ra.patch_model(model) tells" in printed.err
+    with pytest.raises(SystemExit):
+        cli.main("models gpt2 lama --json".split())
+    printed = capsys.readouterr()
+    assert [model["model_type"] for model in json.loads(printed.out)] == ["gpt2"]
+    assert "'lama' is no model type of the Transformers release that was tested: did you mean llama" in printed.err
+
+
 def test_numbers_are_short():
     assert [short_count(n) for n in (131072, 1 << 20, 1000, 3 << 19)] == ["128k", "1M", "1000", "1536k"]
     assert [short_bytes(n) for n in (12, 1536, 5 << 20, 3 << 30, 1 << 40)] == [

@@ -72,7 +72,8 @@ def test_heads_are_those_that_transformers_reads(configs):
     for model_type, (folder, text) in configs.items():
         if model_type in UNLIKE:
             with pytest.raises(
-                argparse.ArgumentTypeError, match=r"differ in (global_)?head_dim: ask for one kind of layer at a time"
+                argparse.ArgumentTypeError,
+                match=r"differ in (global_)?head_dim, and one kind of layer was expected; or, for",
             ):
                 model_attention(str(folder))
             continue
@@ -162,10 +163,42 @@ def test_latent_attention_has_wider_keys_than_values(tmp_path):
     [
         (
             {"num_hidden_layers": 2},
-            "has none of num_attention_heads, n_head, .*: give --heads, --kv-heads and --head-dim",
+            "has none of num_attention_heads, n_head, .*: add it; or, for attention alone, give --heads, --kv-heads",
         ),
         ({**SMALL, "ring_dilated": {"pattern": 3}}, "has a 'ring_dilated' that ra.patch_config did not write"),
         ([1], "an object was expected"),
+        (
+            {**SMALL, "num_hidden_layers": 10**12},
+            "num_hidden_layers=1000000000000, and a whole number of at most 65536",
+        ),
+        (
+            {**SMALL, "model_type": "falcon_h1", "num_hidden_layers": 10**12},
+            "num_hidden_layers=1000000000000, and a wh",
+        ),
+        ({"text_config": {**SMALL, "num_hidden_layers": 10**12}}, "num_hidden_layers=1000000000000, and a whole"),
+        (
+            {**SMALL, "num_attention_heads": 10**9},
+            "num_attention_heads=1000000000, and a whole number of at most 65536",
+        ),
+        ({**SMALL, "num_key_value_heads": float("inf")}, "num_key_value_heads=inf, and a whole number"),
+        ({**SMALL, "num_key_value_heads": [8] * 6}, "differ in num_key_value_heads"),
+        ({**SMALL, "head_dim": float("nan")}, "head_dim=nan, and a whole number of at most 2147483648"),
+        ({**SMALL, "head_dim": "64"}, "head_dim='64', and a whole number"),
+        ({**SMALL, "attn_config": {"kv_n_heads": -1}}, "kv_n_heads=-1, and a whole number"),
+        ({**SMALL, "num_experts": 10**12}, "num_experts=1000000000000, and a whole number"),
+        ({**SMALL, "ring_dilated": {"pattern": {"branches": [{"type": "window", "length": 2**63}]}}}, "did not write"),
+        (
+            {
+                **SMALL,
+                "model_type": "jamba",
+                "attn_layer_period": 3,
+                "attn_layer_offset": 1,
+                "mamba_expand": float("nan"),
+                "mamba_d_conv": 4,
+                "mamba_d_state": 16,
+            },
+            "has a wrong size of the mixers of the hybrid type 'jamba'",
+        ),
     ],
 )
 def test_a_config_that_says_too_little_is_refused(config, message, tmp_path):
@@ -183,7 +216,7 @@ def test_where_no_config_is_the_remedy_is_said(tmp_path, monkeypatch):
         read_config(str(tmp_path / "file"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        argparse.ArgumentTypeError, match=r"does not give its config\.json: .* give --heads, --kv-heads"
+        argparse.ArgumentTypeError, match=r"does not give its config\.json: .*\. Name a folder with a config\.json$"
     ):
         read_config("nobody/nothing")
     (tmp_path / "config.json").write_text("{")

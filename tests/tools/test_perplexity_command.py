@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 from tokenizers.processors import TemplateProcessing
@@ -49,6 +50,37 @@ def test_figures_are_those_of_the_library(model, capsys):
         assert row["perplexity"] == pytest.approx(math.exp(nll / tokens))
     assert rows[0]["perplexity"] != rows[1]["perplexity"]
     assert rows[1]["share_of_exact_flops"] < rows[0]["share_of_exact_flops"] == 1
+
+
+def test_a_change_is_shown_from_the_first_of_several_patterns(model, capsys):
+    words = f"perplexity {model / 'model'} {model / 'fox.txt'} --tokens 90 --device cpu --pattern exact"
+    printed = run(words, capsys)
+    assert "perplexity" in printed and not re.search(r"\bchange\b", printed) and "+0.0%" not in printed
+    several = run(f"{words} --pattern window:4", capsys)
+    assert re.search(r"\bchange\b", several) and several.count("%") == printed.count("%") + 3
+
+
+def test_a_misspelt_model_is_not_answered_with_options_that_there_are_not(model, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for words in (f"perplexity tyni {model / 'fox.txt'}", "estimate --model tyni --seq-len 64", "evaluate --model tyni"):
+        with pytest.raises(SystemExit) as end:
+            cli.main(words.split())
+        error = capsys.readouterr().err
+        assert end.value.code == 2 and "there is no folder 'tyni'" in error and "--heads" not in error
+    with pytest.raises(SystemExit):
+        cli.main("explain --tokens 64 --ranks 2 --model tyni".split())
+    assert "or, for attention alone, give --heads, --kv-heads and --head-dim" in capsys.readouterr().err
+
+
+def test_what_fails_inside_is_not_answered_with_the_help(model, capsys, monkeypatch):
+    def fails(*_):
+        raise ValueError("layer 1 is broken")
+
+    monkeypatch.setattr("hf_ring_attention.evaluation.perplexity.perplexity", fails)
+    with pytest.raises(SystemExit) as end:
+        cli.main(f"perplexity {model / 'model'} {model / 'fox.txt'} --tokens 90 --device cpu".split())
+    assert end.value.code == 2
+    assert capsys.readouterr().err.endswith("hf-ring-attention perplexity: layer 1 is broken\n")
 
 
 def test_a_pattern_replaces_those_that_layers_were_saved_with(model, capsys):

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from ...plan.branches import LARGEST, check_count
 from ...plan.patterns import Pattern
 from ..whole_files import write_whole
 from .costs import BudgetOf, Cost
 
 #: The version of what `to_dict` writes.
 FORMAT = 3
+#: No model has more layers.
+_MOST_LAYERS = 65536
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,19 @@ class Calibration:
     texts: tuple[CalibratedText, ...]
     retrieval: float
     seed: int
+
+    def __post_init__(self) -> None:
+        if not self.layers or {*self.layers} != {*self.scores}:
+            raise ValueError(
+                f"Calibration: a pattern for each layer that has scores, {sorted(self.scores)}, was expected, got patterns for "
+                f"{sorted(self.layers)}: calibrate again"
+            )
+        if not all(0 <= layer < self.num_hidden_layers for layer in self.layers):
+            raise ValueError(
+                f"Calibration: layers of 0..{self.num_hidden_layers - 1} were expected, got {sorted(self.layers)}"
+            )
+        for layer, pattern in self.layers.items():
+            pattern.check_heads(len(self.scores[layer]), f"layer {layer}")
 
     @property
     def flop_share(self) -> float:
@@ -151,18 +168,20 @@ class Calibration:
         try:
             if d["format"] != FORMAT:
                 raise ValueError(f"format {FORMAT} was expected, got {d['format']!r}")
+            if d["budget_of"] not in get_args(BudgetOf):
+                raise ValueError(f"budget_of must be one of {', '.join(get_args(BudgetOf))}, got {d['budget_of']!r}")
             return cls(
                 layers={int(layer): Pattern.parse(text) for layer, text in d["layers"].items()},
-                num_hidden_layers=int(d["num_hidden_layers"]),
-                budget=float(d["budget"]),
+                num_hidden_layers=_count(d, "num_hidden_layers", most=_MOST_LAYERS),
+                budget=_finite(d["budget"]),
                 budget_of=d["budget_of"],
-                seq_len=int(d["seq_len"]),
-                ranks=None if d["ranks"] is None else int(d["ranks"]),
+                seq_len=_count(d, "seq_len"),
+                ranks=None if d["ranks"] is None else _count(d, "ranks"),
                 menu=tuple(Pattern.parse(text) for text in d["menu"]),
                 scores={int(layer): _rows_of_numbers(heads) for layer, heads in d["scores"].items()},
-                texts=tuple(CalibratedText(**text) for text in d["texts"]),
-                retrieval=float(d["retrieval"]),
-                seed=int(d["seed"]),
+                texts=tuple(map(_text_of, d["texts"])),
+                retrieval=_finite(d["retrieval"]),
+                seed=_count(d, "seed", least=0),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"this is no calibration that Calibration.to_dict wrote: {error!r}") from error
@@ -180,7 +199,7 @@ class Calibration:
         """
         try:
             written = json.loads(Path(file).read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file} is no JSON file: {error}") from error
         return cls.from_dict(written)
 
@@ -196,4 +215,20 @@ def load_pattern(text: str) -> Pattern | Calibration:
 
 
 def _rows_of_numbers(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(float(number) for number in row) for row in rows)
+    return tuple(tuple(map(_finite, row)) for row in rows)
+
+
+def _text_of(d: Mapping[str, Any]) -> CalibratedText:
+    return CalibratedText(_count(d, "tokens"), _finite(d["exact_nll"]), _finite(d["chosen_nll"]))
+
+
+def _count(d: Mapping[str, Any], name: str, least: int = 1, most: int = LARGEST) -> int:
+    check_count("Calibration", name, d[name], least, most)
+    return int(d[name])
+
+
+def _finite(value: Any) -> float:
+    """Returns a number of a file; JSON can contain NaN and Infinity."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
+        raise ValueError(f"Calibration: a finite number was expected, got {value!r:.40}")
+    return float(value)

@@ -38,6 +38,7 @@ _WRONG = "Do not train: run `make test` on that host, try another torch release,
 _INSTALL = "Install the package with its dependencies again on that host: pip install ."
 _MODEL = "Name a folder or an id of the hub that every host can read, of a type that `hf-ring-attention models` lists."
 _TRAIN = "Train a type that `hf-ring-attention models` lists; report this output where it is one."
+_GENERATE = "Generate with no prefill over a ring, or with an older Transformers; report this output."
 
 
 def _later(module: str, name: str, *arguments: Any) -> Callable[..., Any]:
@@ -75,5 +76,12 @@ def all_checks(ring_size: int) -> list[Check]:
         Check("traffic", _later("oracle", "check_bytes"), _later("oracle", "judge_bytes"), _WRONG, tuple(transports)),
         Check(
             "train step", _later("model", "train_step"), _later("model", "judge_train_step"), _TRAIN, tuple(transports)
+        ),
+        Check(
+            "generation",
+            _later("model", "generation"),
+            _later("model", "judge_generation"),
+            _GENERATE,
+            tuple(transports),
         ),
     ]

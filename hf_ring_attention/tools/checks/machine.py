@@ -15,14 +15,18 @@ import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from ..._version import __version__
+from ...hf.models import release_of_table
 from .runner import CheckRun, NotApplicable, Verdict, processes
 
 #: The name of this package for pip.
 _DISTRIBUTION = "hf-ring-attention"
 #: Packages whose versions decide results.
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "numpy")
+#: The newest releases that the tests have run with.
+_NEWEST_TESTED = {"torch": "2.13", "transformers": release_of_table()}
 #: Environment variables that change results or speed, by their name or its beginning.
 _DECISIVE = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG",
@@ -121,11 +125,13 @@ def judge_versions(run: CheckRun, answers: list[dict[str, str | None]]) -> Verdi
         text = f"{name} is {answers[rank][name]} on {_with(answers, name, rank)} and {first[name]} on process 0"
         remedy = f"Install the same {name} on all hosts, in the environment that the launcher starts."
         return Verdict("failed", text, remedy, {"differing": [name for name, _ in differing]})
-    ranges = _supported()
+    ranges, newer = _supported(), []
     for name, version in first.items():
         if version is None:
             return Verdict("failed", f"{name} is not installed", f"pip install '{name}{ranges.get(name, '')}'")
-        if not ranges.get(name, SpecifierSet()).contains(version, prereleases=True):
+        if name in _NEWEST_TESTED and Version(version).release[:2] > Version(_NEWEST_TESTED[name]).release[:2]:
+            newer.append(f"{name} {version} is newer than {_NEWEST_TESTED[name]}")
+        elif not ranges.get(name, SpecifierSet()).contains(version, prereleases=True):
             text = f"{name} is {version}, and {ranges[name]} is supported"
             remedy = (
                 f"Install a newer Python, {ranges[name]}."
@@ -133,6 +139,9 @@ def judge_versions(run: CheckRun, answers: list[dict[str, str | None]]) -> Verdi
                 else f"pip install '{name}{ranges[name]}'"
             )
             return Verdict("failed", text, remedy)
+    if newer:
+        remedy = "Read the verdicts below, which tell whether it works; or install the release that was tested."
+        return Verdict("warning", f"newer than tested: {' and '.join(newer)}", remedy, dict(first))
     known = "all supported" if ranges else f"{_DISTRIBUTION} is not installed, so their ranges are unknown"
     where = "" if run.world_size == 1 else "the same on all processes, "
     listed = ", ".join(f"{name} {version}" for name, version in first.items())

@@ -1,4 +1,4 @@
-"""Checks of the model of the job: its config, and a step of training with a tiny model of its type over the ring."""
+"""Checks of the job's model: its config; a tiny model of its type trains a step over the ring, and generates over it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, PretrainedConfig
 
+from ...hf.cache import cache_argument
+from ...hf.config import fewest_last_of
+from ...hf.generation import prefill
+from ...hf.hybrid_types import MIXERS
 from ...hf.models import supported_models
 from ...hf.patch import patch_model
 from ...hf.support import check_config
@@ -19,13 +23,14 @@ from ...training.losses import next_token_loss
 from ...training.next_tokens import count_tokens
 from ...training.shards import shard_batch
 from ..model_config import read_config
-from ..survey.precision import EXACT, float64
+from ..survey.precision import EXACT, distance, float64
 from ..survey.tiny_models import NOT_BUILT, VOCAB, model_with_large_weights, shrunk_config, tiny_config
 from .runner import CheckRun, NotApplicable, Verdict, processes
 
 #: The type of the model where none is named.
 _DEFAULT_TYPE = "llama"
 _LEARNING_RATE = 1e-3
+_NEW_TOKENS = 3
 
 
 def read_model(run: CheckRun) -> dict[str, Any]:
@@ -71,20 +76,90 @@ def train_step(run: CheckRun) -> dict[str, Any]:
     Returns:
         Of both, (the loss, the norm of the gradients, the loss after the step).
     """
-    config: PretrainedConfig = run.state["config"]
-    if config.model_type in NOT_BUILT:
-        raise NotApplicable(f"there is no tiny model of type {config.model_type!r}: {NOT_BUILT[config.model_type]}")
-    tokens = min(max(20, 2 * run.ring_size + 3), 100)
-    ids = torch.randint(3, VOCAB, (2, tokens), generator=torch.Generator().manual_seed(1))
+    ids = _tokens(run)
+    tokens = ids.shape[1]
     mask = torch.ones_like(ids)
     mask[1, -tokens // 3 :] = 0
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
     with float64():
         alone = _steps(_tiny(run, Ring.alone()), None, {name: x.to(run.device) for name, x in batch.items()})
-        ring = Ring.alone() if run.ring_size == 1 else Ring(run.group)
+        ring = _ring(run)
         sharded = _tiny(run, ring)
         together = _steps(sharded, shard_batch(batch, ring, device=run.device), {})
-    return {"alone": alone, "together": together, "type": config.model_type}
+    return {"alone": alone, "together": together, "type": run.state["config"].model_type}
+
+
+def generation(run: CheckRun) -> dict[str, Any]:
+    """Generates tokens with the tiny model after a sharded prefill, and compares their logits with one process.
+
+    That process has no cache, so that an error in caches shows. But if the last tokens of a document see every key, a pass over
+    all tokens has other last tokens than the steps had, so that process takes the same steps.
+    """
+    ids = _tokens(run).to(run.device)
+    with float64():
+        model = _tiny(run, _ring(run))
+        found = _generated(model, ids, cache_argument(_prefilled(model, ids)))
+        alone = _tiny(run, Ring.alone())
+        has_last = fewest_last_of(alone.config.get_text_config()) is not None
+        arguments: dict[str, Any] = cache_argument(_prefilled(alone, ids)) if has_last else {}
+        if not has_last and alone.config.model_type not in MIXERS:  # Some mixers take steps that are approximations.
+            arguments = {"use_cache": False}
+        expected = _generated(alone, ids, arguments)
+    return {
+        "apart": distance(torch.stack(found.logits, 1), torch.stack(expected.logits, 1)),
+        "tokens": found.sequences[:, ids.shape[1] :].tolist(),
+        "type": run.state["config"].model_type,
+    }
+
+
+def _prefilled(model: Any, ids: torch.Tensor) -> Any:
+    """Returns the cache of a document, which is all tokens of a row but the last two."""
+    try:
+        return prefill(model, ids[:, :-2])
+    except NotImplementedError as refused:
+        raise NotApplicable(str(refused)) from None
+
+
+def _generated(model: Any, ids: torch.Tensor, arguments: dict[str, Any]) -> Any:
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        **arguments,
+        max_new_tokens=_NEW_TOKENS,
+        min_new_tokens=_NEW_TOKENS,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+
+
+def judge_generation(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
+    wrong = [rank for rank, answer in enumerate(answers) if not answer["apart"] <= EXACT]
+    figures = {"apart": max(answer["apart"] for answer in answers), "tokens": answers[0]["tokens"]}
+    if wrong:
+        apart = answers[wrong[0]]["apart"]
+        text = f"logits of generated tokens are {apart:.0e} from one process's on {processes(wrong)}"
+        return Verdict("failed", text, figures=figures | {"processes": wrong})
+    far = f"{figures['apart']:.0e} from one process's"
+    text = f"tiny {answers[0]['type']}: {_NEW_TOKENS} tokens after a prefill, with logits {far}"
+    return Verdict("ok", text, figures=figures)
+
+
+def _tokens(run: CheckRun) -> torch.Tensor:
+    """Returns two rows of a few tokens, some for each process of a ring.
+
+    Raises:
+        NotApplicable: a model type without a tiny model.
+    """
+    model_type = run.state["config"].model_type
+    if model_type in NOT_BUILT:
+        raise NotApplicable(f"there is no tiny model of type {model_type!r}: {NOT_BUILT[model_type]}")
+    tokens = min(max(20, 2 * run.ring_size + 3), 100)
+    return torch.randint(3, VOCAB, (2, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def _ring(run: CheckRun) -> Ring:
+    return Ring.alone() if run.ring_size == 1 else Ring(run.group)
 
 
 def _tiny(run: CheckRun, ring: Ring) -> Any:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..arguments import at_least, key_value_heads, one_of, picture_folder, token_count
+from ..arguments import MOST, at_least, key_value_heads, one_of, picture_folder, token_count
 from ..options import (
     AnyDtype,
     AsJson,
@@ -127,7 +127,9 @@ def bench_command(
     ring_tokens: Annotated[int, tokens_option("--ring-tokens", "Tokens of ideal, overlap and scaling.", 2)] = "16k",  # type: ignore[assignment]
     longnet_tokens: Annotated[int, tokens_option("--longnet-tokens", "Tokens of LongNet in ideal.")] = "32k",  # type: ignore[assignment]
     rank_tokens: Annotated[int, tokens_option("--rank-tokens", "Tokens of a rank in ring-memory.", 2, 2)] = "4k",  # type: ignore[assignment]
-    memory_ranks: Annotated[Any, list_option("--memory-ranks", at_least(1), "Ranks of ring-memory.")] = "1,2,4,8",
+    memory_ranks: Annotated[
+        Any, list_option("--memory-ranks", at_least(1, most=MOST), "Ranks of ring-memory.")
+    ] = "1,2,4,8",
     model_tokens: Annotated[int, tokens_option("--model-tokens", "Tokens of model.", 2)] = "4k",  # type: ignore[assignment]
     decode_tokens: Annotated[int, tokens_option("--decode-tokens", "Tokens in the cache of decode.")] = "8k",  # type: ignore[assignment]
     model: Annotated[
@@ -142,7 +144,9 @@ def bench_command(
             "--memory", "What a rank of step-memory has, such as 80GB; default: its GPU, or its share of main memory."
         ),
     ] = None,
-    scaling_ranks: Annotated[Any, list_option("--scaling-ranks", at_least(1), "Ranks of scaling.")] = "1,2,4",
+    scaling_ranks: Annotated[
+        Any, list_option("--scaling-ranks", at_least(1, most=MOST), "Ranks of scaling.")
+    ] = "1,2,4",
     hybrid_tokens: Annotated[int, tokens_option("--hybrid-tokens", "Tokens of hybrids.", 64)] = "8k",  # type: ignore[assignment]
     peer_tokens: Annotated[int, tokens_option("--peer-tokens", "Tokens of peers.")] = "16k",  # type: ignore[assignment]
     simulated_ranks: Annotated[int, number_option("--simulated-ranks", "Simulated ranks of peers; 1 for none.")] = 8,

@@ -77,7 +77,7 @@ def calibrate_command(
         float | None, typer.Option("--retrieval", metavar="WEIGHT", help="Weight of finding tokens again; 0 for none.")
     ] = None,
     refinements: Annotated[int, number_option("--refinements", "Passes around the choice.", least=0)] = 1,
-    seed: Annotated[int, number_option("--seed", "What random tokens follow from.", least=0)] = 0,
+    seed: Annotated[int, number_option("--seed", "What random tokens follow from.", 0, 2**32 - 1)] = 0,
     held_out: Annotated[
         list[Path] | None, texts_option("--held-out", "A text to measure, and not to choose by.")
     ] = None,

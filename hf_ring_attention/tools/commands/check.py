@@ -47,8 +47,8 @@ def check_command(
 ) -> None:
     """Check processes, links and attention before a long job, by its own launcher.
 
-    One verdict a line, and what to do about each failure. The exit status is 0 if nothing failed. Attention and a training
-    step are compared with those of one process, at small sizes.
+    One verdict a line, and what to do about each failure. The exit status is 0 if nothing failed. Attention, a training step
+    and generation are compared with one process, at small sizes.
     """
     from ..checks.launch import check_launch
     from ..checks.runner import CheckOptions, end_at_once, told_to_end

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..arguments import MOST_TOKENS
 from ..estimates.estimate import Estimate, estimate
 from ..estimates.parts import NUMBER_BYTES, PARALLELS
 from ..estimates.questions import longest_sequence, next_switches, smallest_ring
@@ -42,7 +43,7 @@ Examples:
 def estimate_command(
     model: Annotated[str, model_option("A folder with a config.json, or a hub id.")],
     seq_len: Annotated[int, tokens_option("--seq-len", "Tokens of a sequence: 4096, 128k, 1M.")],
-    devices: Annotated[int, number_option("--devices", "All devices.")] = 1,
+    devices: Annotated[int, number_option("--devices", "All devices.", most=2**20)] = 1,
     memory: Annotated[int | None, memory_option("--memory", "What a device has, such as 80GB.")] = None,
     ring_size: Annotated[
         int | None, number_option("--ring-size", "Devices that share a sequence; default: all.")
@@ -68,10 +69,13 @@ def estimate_command(
         str, choice_option("--master-dtype", tuple(NUMBER_BYTES), "Weights, gradients, moments")
     ] = "float32",
     loss_tokens: Annotated[
-        int, number_option("--loss-tokens", "Tokens whose logits exist at a time; 0: all.", 0)
+        int, number_option("--loss-tokens", "Tokens whose logits exist at a time; 0: all.", 0, MOST_TOKENS)
     ] = 1024,
     mlp_tokens: Annotated[
-        int, number_option("--mlp-tokens", "Tokens of an MLP in slices, where another library has it; 0: all.", 0)
+        int,
+        number_option(
+            "--mlp-tokens", "Tokens of an MLP in slices, where another library has it; 0: all.", 0, MOST_TOKENS
+        ),
     ] = 0,
     layout: LayoutName = "auto",
     transport: TransportName = "auto",

@@ -126,7 +126,7 @@ def evaluate_command(
     ] = "generated,likelihood",
     batch: Annotated[int, number_option("--batch", "Questions that are read at once.")] = 1,
     chat: Annotated[bool, typer.Option("--chat", help="Ask by the chat template of the tokenizer.")] = False,
-    seed: Annotated[int, number_option("--seed", "Of questions and intervals.", 0)] = 0,
+    seed: Annotated[int, number_option("--seed", "Of questions and intervals.", 0, 2**32 - 1)] = 0,
     ring_size: RingSize = None,
     layout: LayoutName = "auto",
     transport: TransportName = "auto",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -40,21 +41,35 @@ def models_command(
     The answers come from running a tiny model of each type.
     """
     by_type = {model.model_type: model for model in supported_models()}
-    for name in types or ():
-        if name not in by_type:
-            near = difflib.get_close_matches(name, by_type, n=3)
-            hint = f": did you mean {' or '.join(near)}?" if near else "."
-            raise refuse(
-                f"{name!r} is no model type of the Transformers release that was tested{hint} A type is the 'model_type' of a "
-                f"config.json, such as llama",
-                "TYPE",
-            )
-    chosen = [by_type[name] for name in types or by_type]
+    chosen = [by_type[name] for name in types or by_type if name in by_type]
     if refused:
         chosen = [model for model in chosen if model.status != "supported"]
     if as_json:
         print_json([asdict(model) for model in chosen])
-        return
+    elif chosen or not types:
+        _print(chosen, bool(types) and not refused)
+    for name in types or ():
+        if name not in by_type:
+            raise refuse(_not_listed(name, by_type), "TYPE")
+
+
+def _not_listed(name: str, listed: Iterable[str]) -> str:
+    from transformers import CONFIG_MAPPING  # It takes seconds to load.
+
+    if name in CONFIG_MAPPING:
+        return (
+            f"the table lists models that predict the next token, and {name!r} is of another kind: ra.patch_model(model) "
+            f"tells whether it is computed"
+        )
+    near = difflib.get_close_matches(name, listed, n=3)
+    hint = f": did you mean {' or '.join(near)}?" if near else "."
+    return (
+        f"{name!r} is no model type of the Transformers release that was tested{hint} A type is the 'model_type' of a "
+        f"config.json, such as llama"
+    )
+
+
+def _print(chosen: list[ModelSupport], by_name: bool) -> None:
     console = terminal()
     installed = version("transformers")  # Transformers itself takes seconds to load.
     if installed != release_of_table():
@@ -62,7 +77,7 @@ def models_command(
             f"Transformers {installed} is installed, and this table was made with {release_of_table()}: a type "
             f"may be another class there. patch_model decides by what it finds in a model.\n"
         )
-    if types and not refused:
+    if by_name:
         _print_single(chosen, console)
     else:
         _print_all(chosen, console)

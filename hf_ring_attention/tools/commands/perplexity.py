@@ -76,19 +76,21 @@ def perplexity_command(
         print_json({"model": model, "dtype": dtype, "rows": rows})
         return
     first = {row["text"]: row["perplexity"] for row in reversed(rows)}
+    compared = len({row["pattern"] for row in rows}) > 1
     cells = [
         (
             row["text"],
             row["pattern"],
             f"{row['perplexity']:.3f}",
-            f"{row['perplexity'] / first[row['text']] - 1:+.1%}",
+            *([f"{row['perplexity'] / first[row['text']] - 1:+.1%}"] if compared else []),
             f"{row['share_of_exact_flops']:.1%}",
             row["tokens"],
             f"{row['seconds']:.1f}",
         )
         for row in rows
     ]
-    headings = ("text", "pattern", "perplexity", "change", "attention FLOPs of exact's", "tokens scored", "seconds")
+    change = ("change",) if compared else ()
+    headings = ("text", "pattern", "perplexity", *change, "attention FLOPs of exact's", "tokens scored", "seconds")
     print_sheet(Sheet(f"{model}, {dtype}", headings, cells, left=2), terminal())
     if plot is not None:
         terminal().print(f"perplexity against FLOPs: {plot}")

@@ -14,7 +14,15 @@ from typing import Any
 
 from ...hf.models import supported_models
 from ...plan.patterns import Pattern
-from ..model_config import WIDTHS, ModelAttention, attention_of_config, first_number, read_config, text_config_of
+from ..model_config import (
+    NUMBERS_OF_EXPERTS,
+    WIDTHS,
+    ModelAttention,
+    attention_of_config,
+    first_number,
+    read_config,
+    text_config_of,
+)
 from .layer_shape import NAMES_OF_EXPERTS_PER_TOKEN, LayerShape, first_of
 
 #: Types with gated MLPs, root-mean-square norms and linear layers without biases, whose parameters are counted by formulas,
@@ -35,7 +43,6 @@ COUNTED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"experts": True, "latent": True},
 }
 _MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "inner_dim")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,7 @@ def _config_of(model: Any) -> tuple[str, Mapping[str, Any]]:
 
 def _experts_of(config: Mapping[str, Any], number: int) -> tuple[int, int, int, int]:
     """Returns a layer's experts, those of a token, the width of one, and that of experts that all tokens share."""
-    experts = first_of(config, _EXPERTS)
+    experts = first_of(config, NUMBERS_OF_EXPERTS)
     dense = number < (config.get("first_k_dense_replace") or 0) or number in (config.get("mlp_only_layers") or ())
     step = config.get("decoder_sparse_step") or 1
     if not experts or dense or (number + 1) % step:

@@ -1,0 +1,103 @@
+"""Patterns beside PEFT's adapters: an adapter is saved without its model, and was trained under the pattern of that model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from ..compute.private import implementation_of
+from .config import check_settings, has_only_exact_attention, text_of_settings, use_settings, warn_once
+from .registration import IMPLEMENTATION
+from .wrappers import wrapped_modules
+
+#: The one field of all of PEFT's configs that takes any dict. PEFT itself uses it for adapters without a task_type alone.
+_FIELD = "auto_mapping"
+
+
+class _MappingWithPattern:
+    """The dict that PEFT saves, with the pattern that the model has then; PEFT saves deep copies of a config's fields."""
+
+    def __init__(self, config: PretrainedConfig, mapping: Mapping[str, Any]) -> None:
+        self.config, self.mapping = config, mapping
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any] | None:
+        text_config = self.config.get_text_config()
+        settings = getattr(text_config, IMPLEMENTATION, None)
+        mapping = dict(self.mapping)
+        if settings is not None and implementation_of(text_config) == IMPLEMENTATION:
+            mapping.pop(IMPLEMENTATION, None)
+            if not has_only_exact_attention(text_config):
+                mapping[IMPLEMENTATION] = settings
+        return mapping or None
+
+
+def check_adapters(adapters: Mapping[str, Any], config: PretrainedConfig) -> None:
+    """Logs adapters that were trained under another pattern than their model computes, and has the pattern saved with them.
+
+    Args:
+        adapters: PEFT's configs, by the names of the adapters.
+        config: the config of the model that has the adapters.
+
+    Raises:
+        ValueError: an adapter whose pattern is not understood.
+    """
+    text_config = config.get_text_config()
+    computes = implementation_of(text_config) == IMPLEMENTATION
+    own = getattr(text_config, IMPLEMENTATION, None) if computes else None
+    for name, adapter in adapters.items():
+        saved = _saved_in(adapter)
+        if saved is not None:
+            check_settings(saved, text_config, f"adapter {name!r}")
+            if own is None or text_of_settings(own) != text_of_settings(saved):
+                now = f"attention by {implementation_of(text_config)!r}" if own is None else text_of_settings(own)
+                warn_once(
+                    f"adapter {name!r} was trained under {text_of_settings(saved)}, and its model computes {now}: call "
+                    f"ra.patch_model(model{'' if own is None else ', pattern'}) for the pattern of the adapter"
+                )
+    remember_pattern(adapters, config)
+
+
+def remember_pattern(adapters: Mapping[str, Any], config: PretrainedConfig) -> None:
+    """Has the pattern of a model saved with its adapters, whatever it is then."""
+    for name, adapter in adapters.items():
+        mapping = getattr(adapter, _FIELD, None) or {}
+        if isinstance(mapping, Mapping) and hasattr(adapter, _FIELD):
+            setattr(adapter, _FIELD, _MappingWithPattern(config, mapping))
+        if adapter.task_type is None and not has_only_exact_attention(config.get_text_config()):
+            warn_once(
+                f"PEFT saves no pattern with adapter {name!r}, which has no task_type: make it with one, such as "
+                f"LoraConfig(task_type='CAUSAL_LM')"
+            )
+
+
+def use_pattern_of_adapters(model: nn.Module, config: PretrainedConfig) -> None:
+    """Gives a model without a pattern the one that its adapters were trained under, if they name one.
+
+    Raises:
+        ValueError: adapters of several patterns, or a pattern that is not understood.
+    """
+    adapters = adapters_of(model)
+    saved = {name: found for name, adapter in adapters.items() if (found := _saved_in(adapter)) is not None}
+    if not saved:
+        return
+    for name, settings in saved.items():
+        check_settings(settings, config.get_text_config(), f"adapter {name!r}")
+    texts = {name: text_of_settings(settings) for name, settings in saved.items()}
+    if len({*texts.values()}) > 1:
+        raise ValueError(f"patch_model: the adapters were trained under different patterns, {texts}: pass one of them")
+    use_settings(config, next(iter(saved.values())))
+
+
+def adapters_of(model: nn.Module) -> Mapping[str, Any]:
+    """Returns PEFT's configs of a model's adapters by their names, whether PEFT or Transformers has added them."""
+    found = (getattr(module, "peft_config", None) for module in wrapped_modules(model))
+    return next((configs for configs in found if isinstance(configs, Mapping)), {})
+
+
+def _saved_in(adapter: Any) -> Any:
+    mapping = getattr(adapter, _FIELD, None)
+    mapping = mapping.mapping if isinstance(mapping, _MappingWithPattern) else mapping
+    return mapping.get(IMPLEMENTATION) if isinstance(mapping, Mapping) else None

@@ -1,0 +1,100 @@
+"""Patterns from files and command lines: numbers that no model has are refused before any work, in little time and memory."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from hf_ring_attention.plan.branches import Last, Segment, Sink, Window
+from hf_ring_attention.plan.patterns import Pattern
+
+#: Tokens are counted with 64 bits.
+LARGEST = 2**63 - 1
+LONG = "1" * 5000
+#: Texts, and what their errors say.
+TEXTS = {
+    "pyramid:8,40000": "levels must be at most 63, got 40000",
+    "pyramid:8,40000,1": "levels must be at most 63, got 40000",
+    "pyramid:8,63,9000000000000000000": r"window \* ratio \*\* \(levels - 1\) must be at most \d+, got a number of 39\d\d bits",
+    f"pyramid:{LONG},2": "at most 19 digits was expected, got 5000 digits",
+    "kv0-30000000=exact": "at most 65536 key/value heads were expected, got head 30000000",
+    "kv0-99999999999=exact": "at most 65536 key/value heads were expected",
+    f"kv0-{LONG}=exact": "at most 19 digits was expected",
+    f"kv{'0-65535,' * 20000}0=exact": "it names key/value head 0 twice",
+    "kv65535=exact": r"it leaves out the key/value heads \[0, 1, 2, 3, 4, 5, 6, 7\]\.\.\.",
+    f"window:{LONG}": "at most 19 digits was expected",
+    "window:9223372036854775808": "length must be at most 9223372036854775807, got 9223372036854775808",
+    "window:8+9223372036854775808": "tokens must be at most",
+    "longnet:8/1,all/9223372036854775808": "dilation must be at most",
+    f"branches:window=8,segment=all/{LONG}": "at most 19 digits was expected",
+    f"branches:window=8,last={LONG}": "at most 19 digits was expected",
+    f"exact@{'x' * 100000}": "behind @ stands one of",
+    "x" * 100000: "is not known",
+}
+PROGRAM = """
+import json, resource, sys
+from hf_ring_attention.plan.patterns import Pattern
+
+resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
+errors = []
+for text in json.load(sys.stdin):
+    try:
+        Pattern.parse(text)
+        errors.append(None)
+    except ValueError as error:
+        errors.append(str(error))
+print(json.dumps(errors))
+"""
+
+
+def test_texts_are_refused_in_little_time_and_memory():
+    program = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(program, input=json.dumps([*TEXTS]), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    errors = dict(zip(TEXTS, json.loads(done.stdout), strict=True))
+    assert not {text[:40]: error for text, error in errors.items() if not re.search(TEXTS[text], error or "")}
+    assert all(len(error) < 2000 for error in errors.values()), "a wrong text is repeated in part"
+
+
+def test_the_largest_numbers_are_patterns():
+    kinds = [Window(LARGEST), Segment(LARGEST), Sink(LARGEST), Last(LARGEST), Segment(None, LARGEST)]
+    for branch in kinds:
+        pattern = Pattern((Window(2), branch), overlap="count")
+        assert Pattern.parse(str(pattern)) == pattern
+        assert 0 < pattern.flop_share(50) <= 2
+    assert Pattern.parse("window:1099511627776+4").flop_share(50) == 1
+    assert len(Pattern.parse("pyramid:1,63,2,0").branches) == 63
+    heads = Pattern.parse(f"kv0-65534=exact;kv65535=window:{2**40}")
+    assert heads.num_kv_heads == 65536 and str(heads) == f"kv0-65534=exact;kv65535=window:{2**40}"
+
+
+def test_heads_with_a_pattern_each_are_written_in_little_time():
+    texts = [f"window:{length}" for length in range(1, 65537)]
+    assert str(Pattern.by_kv_head(texts)).count(";") == 65535
+
+
+@pytest.mark.parametrize("value", [LARGEST + 1, 10**5000], ids=["2**63", "10**5000"])
+def test_numbers_beyond_64_bits_are_refused(value):
+    for make in (
+        lambda: Window(value),
+        lambda: Segment(value),
+        lambda: Segment(None, value),
+        lambda: Sink(value),
+        lambda: Last(value),
+        lambda: Pattern.pyramid(value, 2),
+        lambda: Pattern.pyramid(8, 2, value),
+        lambda: Pattern.pyramid(8, 2, sinks=value),
+        lambda: Pattern.from_dict({"branches": [{"type": "window", "length": value}]}),
+    ):
+        with pytest.raises(ValueError, match=r"must be at most 9223372036854775807, got"):
+            make()
+
+
+def test_heads_inside_heads_are_refused():
+    nested = Pattern.exact().to_dict()
+    for _ in range(100000):
+        nested = {"kv_heads": [nested]}
+    with pytest.raises(ValueError, match="the pattern of a head must have branches, got 'kv_heads' inside 'kv_heads'"):
+        Pattern.from_dict(nested)
