@@ -240,6 +240,11 @@ def attention_of_config(whole: Mapping[str, Any], model: str, pattern: Pattern |
 
 def _check_alike(model: str, config: Mapping[str, Any]) -> None:
     """Refuses a model whose layers have heads of different numbers or sizes."""
+    loops = config.get("n_recurrent_loops")
+    if loops is not None:
+        raise argparse.ArgumentTypeError(
+            f"{model} runs some of its layers {loops} times (n_recurrent_loops), and layers that run once were expected"
+        )
     own = [layer for layer in (config.get("per_layer_config") or {}).values() if isinstance(layer, Mapping)]
     differing = sorted({key for layer in own for key in layer if key in ("head_dim", "num_key_value_heads", *_HEADS)})
     differing += [name for name in ("num_key_value_heads", *_HEADS, *_HEAD_DIMS) if isinstance(config.get(name), list)]

@@ -37,6 +37,7 @@ SUPPORTED = [
 #: Default configs of hybrids that do not tell their layers, and one without a layer that attends.
 UNTOLD = {"lfm2_moe": "does not tell which layers attend", "bamba": "does not tell which layers attend"}
 UNTOLD |= {"granitemoehybrid": "no layer of .* attends: its layers are (linear_attention|mamba)"}
+UNTOLD |= {"dory": "runs some of its layers 2 times"}
 #: Their layers differ in the size of heads.
 UNLIKE = {"gemma4_text", "gemma4_unified_text"}
 #: Their layers follow no period, and every config.json of them has layer_types.

@@ -62,7 +62,11 @@ def test_a_change_is_shown_from_the_first_of_several_patterns(model, capsys):
 
 def test_a_misspelt_model_is_not_answered_with_options_that_there_are_not(model, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for words in (f"perplexity tyni {model / 'fox.txt'}", "estimate --model tyni --seq-len 64", "evaluate --model tyni"):
+    for words in (
+        f"perplexity tyni {model / 'fox.txt'}",
+        "estimate --model tyni --seq-len 64",
+        "evaluate --model tyni",
+    ):
         with pytest.raises(SystemExit) as end:
             cli.main(words.split())
         error = capsys.readouterr().err
