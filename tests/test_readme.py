@@ -7,6 +7,7 @@ import importlib.util
 import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -57,7 +58,7 @@ def without_blocks(page):
 # ---- Python
 
 
-QUICK_START, PREAMBLE, TRAINER, TRL, ACCELERATE, GENERATION = blocks(README, "python")
+QUICK_START, PREAMBLE, TRAINER, TRL, ACCELERATE, GENERATION, SAVE = blocks(README, "python")
 #: What follows a snippet here: it tells what became of its model.
 TELL = "\nprint('weights', sum(x.double().sum().item() for x in model.parameters()))\n"
 
@@ -101,7 +102,7 @@ def printed(folder):
 
 
 def test_what_the_tests_replace_stands_in_the_snippets():
-    assert all(MODEL in snippet for snippet in (PREAMBLE, GENERATION))
+    assert all(MODEL in snippet for snippet in (PREAMBLE, GENERATION, SAVE))
     assert all(STEPS in snippet for snippet in (TRAINER, TRL))
     assert all(ROW in snippet for snippet in (TRAINER, TRL, ACCELERATE))
 
@@ -138,6 +139,15 @@ def test_generation_reads_the_document_from_both_processes(printed, folder):
     whole = model.generate(asked, max_new_tokens=20)
     assert first.partition("\n")[2] == tokenizer.decode(whole[0, asked.shape[1] :]) + "\n"
     assert second == ""
+
+
+def test_a_pattern_is_set_before_loading_and_comes_back(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "save.py").write_text(SAVE.replace(MODEL, str(folder / "model")))
+    runpy.run_path("save.py")
+    model = AutoModelForCausalLM.from_pretrained("windowed")
+    assert model.config._attn_implementation == "ring_dilated"
+    assert str(ra.Pattern.from_dict(model.config.ring_dilated["pattern"])) == "window:512+4"
 
 
 # ---- commands

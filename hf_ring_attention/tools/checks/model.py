@@ -76,7 +76,7 @@ def train_step(run: CheckRun) -> dict[str, Any]:
     Returns:
         Of both, (the loss, the norm of the gradients, the loss after the step).
     """
-    ids = _tokens(run)
+    ids = _rows_of_check(run)
     tokens = ids.shape[1]
     mask = torch.ones_like(ids)
     mask[1, -tokens // 3 :] = 0
@@ -95,16 +95,16 @@ def generation(run: CheckRun) -> dict[str, Any]:
     That process has no cache, so that an error in caches shows. But if the last tokens of a document see every key, a pass over
     all tokens has other last tokens than the steps had, so that process takes the same steps.
     """
-    ids = _tokens(run).to(run.device)
+    ids = _rows_of_check(run).to(run.device)
     with float64():
         model = _tiny(run, _ring(run))
-        found = _generated(model, ids, cache_argument(_prefilled(model, ids)))
+        found = _generated_by(model, ids, cache_argument(_prefilled(model, ids)))
         alone = _tiny(run, Ring.alone())
         has_last = fewest_last_of(alone.config.get_text_config()) is not None
         arguments: dict[str, Any] = cache_argument(_prefilled(alone, ids)) if has_last else {}
         if not has_last and alone.config.model_type not in MIXERS:  # Some mixers take steps that are approximations.
             arguments = {"use_cache": False}
-        expected = _generated(alone, ids, arguments)
+        expected = _generated_by(alone, ids, arguments)
     return {
         "apart": distance(torch.stack(found.logits, 1), torch.stack(expected.logits, 1)),
         "tokens": found.sequences[:, ids.shape[1] :].tolist(),
@@ -120,7 +120,7 @@ def _prefilled(model: Any, ids: torch.Tensor) -> Any:
         raise NotApplicable(str(refused)) from None
 
 
-def _generated(model: Any, ids: torch.Tensor, arguments: dict[str, Any]) -> Any:
+def _generated_by(model: Any, ids: torch.Tensor, arguments: dict[str, Any]) -> Any:
     return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -145,7 +145,7 @@ def judge_generation(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
     return Verdict("ok", text, figures=figures)
 
 
-def _tokens(run: CheckRun) -> torch.Tensor:
+def _rows_of_check(run: CheckRun) -> torch.Tensor:
     """Returns two rows of a few tokens, some for each process of a ring.
 
     Raises:
