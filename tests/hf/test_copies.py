@@ -119,6 +119,7 @@ def test_saved_and_loaded(tmp_path, ring):
     llama().save_pretrained(tmp_path / "unpatched")
     written, unpatched = (json.loads((path / "config.json").read_text()) for path in (tmp_path, tmp_path / "unpatched"))
     patterns = {"pattern": PYRAMID.to_dict(), "layers": {"1": LONGNET.to_dict()}}
+    assert "import hf_ring_attention" in written["ring_dilated"].pop("hint")
     assert written == {**unpatched, "ring_dilated": patterns, "attn_implementation": "ring_dilated"}
 
     expected = logits_of(ra.patch_model(model), *rows)
