@@ -142,7 +142,7 @@ def _output(module: nn.Module, config: Any, kwargs: dict[str, Any]) -> Any:
         if running is None:
             raise RuntimeError(
                 f"{type(module).__name__} of a sharded model was called outside of its model's forward pass, so the documents "
-                f"of the whole sequence are unknown: call the model, and checkpoint by model.gradient_checkpointing_enable()"
+                f"of the whole sequence are unknown: call the model, and checkpoint by model.activation_checkpointing_enable()"
             )
         if running.held is None:
             return _over_ring(module, ring, running, hidden, kwargs)

@@ -378,7 +378,7 @@ def test_a_mixer_of_a_shard_is_not_run_by_itself():
         model = ra.patch_model(models[ring.rank], ring=ring)
         ((_, mixer),) = mixers_of(model, model.config)
         with pytest.raises(
-            RuntimeError, match=r"BambaMixer .* outside of its model's forward pass.*gradient_checkpointing_enable"
+            RuntimeError, match=r"BambaMixer .* outside of its model's forward pass.*activation_checkpointing_enable"
         ):
             mixer(torch.zeros(1, 4, model.config.hidden_size))
 
