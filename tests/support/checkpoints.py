@@ -48,11 +48,11 @@ def save_tiny_checkpoint(folder, end_token=None, **sizes):
 
 
 def save_calibration(file, layers):
-    """Writes a calibration of all layers of a model, of two key/value heads; returns the name of its file."""
+    """Writes a calibration of layers of a model, of two key/value heads; returns the name of its file."""
     patterns = {layer: ra.Pattern.parse(text) for layer, text in layers.items()}
     scores = dict.fromkeys(layers, ((0.0,), (0.0,)))
     menu = tuple(patterns.values())
-    ra.Calibration(patterns, len(layers), 1.0, "flops", 100, None, menu, scores, texts=(), retrieval=0.0, seed=0).save(
-        file
-    )
+    ra.Calibration(
+        patterns, max(layers) + 1, 1.0, "flops", 100, None, menu, scores, texts=(), retrieval=0.0, seed=0
+    ).save(file)
     return str(file)

@@ -21,11 +21,3 @@ def test_windows_of_the_model_count_as_such(tmp_path):
         of_full = ra.Pattern.parse("window:9+2") if text.endswith(".json") else pattern
         expected = (len(full) * of_full.flop_share(tokens, **heads) + (layers - len(full)) * own) / layers
         assert flop_share_of_model("tiny", config.to_dict(), pattern, tokens) == pytest.approx(expected)
-
-
-def test_a_calibration_of_some_layers_leaves_the_others_exact(tmp_path):
-    config = tiny_model("llama", "ring_dilated").config
-    pattern = load_pattern(save_calibration(tmp_path / "chosen.json", {1: "window:9+2"}))
-    share = flop_share_of_model("tiny", config.to_dict(), pattern, 100)
-    layers = config.num_hidden_layers
-    assert share == pytest.approx((layers - 1 + ra.Pattern.parse("window:9+2").flop_share(100)) / layers)
