@@ -49,7 +49,7 @@ def switching_length(config: Any) -> int | None:
 def _given_up_cache(module: nn.Module, tokens: Tensor, kwargs: Mapping[str, Any]) -> ValueError | None:
     """Returns the error of a forward pass in place of a step, where Transformers' generate gave up its cache; else None.
 
-    Transformers gives it the whole sequence, and 5.10 the last token alone, under a mask of the whole sequence.
+    Transformers 5.24 passes the whole sequence, and 5.17 the last token alone, under a mask of the whole sequence.
     """
     mask = kwargs.get("attention_mask")
     row = max(tokens.shape[1], mask.shape[-1] if isinstance(mask, Tensor) else 0)
