@@ -67,7 +67,8 @@ def test_one_process(capsys):
     assert {name for name, (verdict, _) in found.items() if verdict == "-"} == {
         "clocks", "latency", "bandwidth", "timeouts", "traffic",
     }  # fmt: skip
-    assert re.fullmatch(r"all 9 checks are ok, in \d+ s", last)
+    # With releases that are newer than the tested ones, as in `make test-newest`, it warns of them.
+    assert re.fullmatch(r"all 9 checks are ok( but for warnings of versions)?, in \d+ s", last)
     assert re.fullmatch(
         r"tiny llama: 3 tokens after a prefill, with logits \de-1\d from one process's", found["generation"][1]
     )
