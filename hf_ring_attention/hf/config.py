@@ -237,6 +237,11 @@ def warn_of_no_pattern() -> None:
         )
 
 
+def model_pattern(model: Any) -> Pattern:
+    """Returns the pattern that decides the layout of a model's rows: the one that was set for all its layers."""
+    return layer_pattern(model.config.get_text_config(), None)
+
+
 def model_layout(config: Any, ring: Ring, seq_len: int) -> SequenceLayout:
     """Returns the layout of a model's rows: the same for all its layers, decided by the pattern set for all of them."""
     return ring.layout_for(seq_len, layer_pattern(config, None))

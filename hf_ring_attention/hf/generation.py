@@ -15,7 +15,7 @@ from .cache import ShardedCache, cache_argument, sharded_cache
 from .config import model_layout
 from .mixers import STATES_INSIDE
 from .rings import attached_ring
-from .shard_checks import remember_prefill, switching_length
+from .calls import remember_prefill, switching_length
 from .wrappers import evaluating, runner_of, whole_model
 
 logger = logging.getLogger(__name__)
@@ -86,9 +86,9 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
     positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
     with evaluating(inner):
         inner.base_model(
-            input_ids=ring.shard(input_ids, layout),
-            position_ids=ring.shard(positions, layout),
-            attention_mask=None if attention_mask is None else ring.shard(attention_mask, layout),
+            input_ids=input_ids,
+            position_ids=positions,
+            attention_mask=attention_mask,
             use_cache=True,
             **cache_argument(cache),
         )

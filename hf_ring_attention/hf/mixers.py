@@ -138,7 +138,7 @@ def _output(module: nn.Module, config: Any, kwargs: dict[str, Any]) -> Any:
     kwargs = dict(kwargs)
     hidden: Tensor = kwargs.pop(first)
     ring, running = attached_ring(module), forward_pass_of(config)
-    if ring is not None and ring.world_size > 1:
+    if ring is not None and ring.world_size > 1 and not (running is not None and running.whole):
         if running is None:
             raise RuntimeError(
                 f"{type(module).__name__} of a sharded model was called outside of its model's forward pass, so the documents "

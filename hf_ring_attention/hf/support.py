@@ -64,11 +64,6 @@ _MIX_TOKENS = {
 #: Words in the paths of modules that read images and sound, not the tokens of a row.
 _SENSES = ("vision", "visual", "audio", "speech", "image")
 
-#: The ends of the class names of heads that read one token of a row.
-_HEADS_OF_WHOLE_ROWS = (
-    "ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining", "DoubleHeadsModel",
-)  # fmt: skip
-
 #: Model types that are decoders, although their config has is_decoder=False.
 _DECODERS_ALL_THE_SAME = ("gpt_neox", "gpt_neox_japanese")
 
@@ -200,17 +195,6 @@ def check_model(model: PreTrainedModel, sharded: bool) -> None:
         raise NotImplementedError(
             f"{name} numbers its tokens itself and takes no position_ids, so every shard would begin at position 0: use one "
             f"process (ring=None)"
-        )
-    if config is not model.config:
-        raise NotImplementedError(
-            f"{name} puts features of images or sound between the tokens, whose places in a shard nothing tells: "
-            f"shard its text model alone, or use one process (ring=None)"
-        )
-    if name.endswith(_HEADS_OF_WHOLE_ROWS):
-        raise NotImplementedError(
-            f"{name} classifies a whole sequence by one of its tokens, which only one rank of a ring has: use one process "
-            f"(ring=None), or shard the base model ({type(model.base_model).__name__}) and classify what ring.unshard "
-            f"returns"
         )
 
 
