@@ -41,7 +41,7 @@ class WholeRows:
         documents: the (start, stop) of each document of each row.
         from_collator: whether a collator described the documents; otherwise they were read from positions or the mask.
         layout: how the ranks of the ring divide the rows; None if this process computes whole rows.
-        last_position: the greatest position id, of rows that a loader has cut.
+        last_position, checksum: the greatest position id and a checksum of the tokens, of rows that a loader has cut.
     """
 
     batch: int
@@ -50,6 +50,7 @@ class WholeRows:
     from_collator: bool = False
     layout: SequenceLayout | None = None
     last_position: int = 0
+    checksum: str = ""
 
     @property
     def packed(self) -> bool:

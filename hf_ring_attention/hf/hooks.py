@@ -201,7 +201,8 @@ def _begin_over_ring(
                 agreed.same(name, digest(value))
             elif value is None or isinstance(value, (bool, int, float, str)):
                 agreed.same(name, value)
-        agreed.same("the rows", digest(now.rows))
+        agreed.same("the tokens of a cut batch", now.rows.checksum)
+        agreed.same("the division of the rows", digest(now.rows))
         agreed.same("whether the model trains", runner.training)
         agreed.same("whether gradients are recorded", torch.is_grad_enabled())
 

@@ -200,9 +200,9 @@ def _over_ring(module: nn.Module, ring: Ring, running: ForwardPass, hidden: Tens
         )
     if ring.rank == 0:
         _log_gathered(type(module).__name__)
-    whole = ring.joined(hidden, layout)
+    whole = ring.unshard(hidden, layout)
     if "position_ids" in inspect.signature(type(module).forward).parameters:
-        kwargs = {**kwargs, "position_ids": ring.joined(kwargs["position_ids"].expand(len(hidden), -1), layout)}
+        kwargs = {**kwargs, "position_ids": ring.unshard(kwargs["position_ids"].expand(len(hidden), -1), layout)}
     pieces = _all(documents) if caching else list(_needed(documents, layout, ring.rank))
     return _as_returned(module, ring.shard(_apart(module, whole, pieces, kwargs, caching), layout))
 
