@@ -108,6 +108,8 @@ def _before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
         return None  # The module is a part of the model that was called.
     if args:
         kwargs = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
+    if tokens_in(kwargs) is None:
+        return None  # TRL calls a model with a function in place of its forward, which calls the model with tokens.
     kwargs = dict(kwargs)
     call: Call = kwargs.pop(CALL, None) or Call()
     remember_for_recomputation(module)

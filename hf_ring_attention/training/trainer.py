@@ -24,6 +24,7 @@ from ..hf.wrappers import unwrapped
 from ..ring.ring import Ring
 from ..transport.lost_processes import naming_lost_processes
 from .arguments import RingTrainingArguments, cp_size_of, parallelism_beside_rings
+from .counting import count_rings_by_name
 from .sharded_weights import whole_norm
 
 logger = logging.getLogger(__name__)
@@ -71,10 +72,11 @@ class RingTrainerMixin(_Trainer):
         self._step_loss: Tensor | float = 0.0
         self._told_not_finite = False
         super().__init__(*args, **kwargs)
-        self.ring.agree_everywhere("the set-up of a Trainer", {}, _wrong_settings(self))
+        error = _wrong_settings(self) or count_rings_by_name(self, self.ring)
+        self.ring.agree_everywhere("the set-up of a Trainer", {}, error)
         self._patch_beside()
-        if hasattr(self, "num_generations"):
-            # TRL has set a seed by process; the ranks of a ring sample the same completions.
+        if hasattr(super(), "_generate_single_turn"):
+            # TRL has set a seed by process; the ranks of a ring draw the same numbers.
             set_seed(self.args.seed + self.ring.dp_rank)
 
     def ring_setting(self, name: str) -> Any:
@@ -128,6 +130,11 @@ class RingTrainerMixin(_Trainer):
     def get_total_train_batch_size(self, args: Any) -> int:
         """Returns the number of rows of an optimizer step, those of all rings."""
         return super().get_total_train_batch_size(args) // self.ring.world_size
+
+    def store_flos(self) -> None:
+        """Adds up the operations of all rings, whose ranks have each counted whole rows."""
+        self.current_flos = self.current_flos / self.ring.world_size
+        super().store_flos()
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Returns Trainer's loader, whose workers draw the same numbers on all ranks of a ring."""
@@ -185,11 +192,6 @@ class RingTrainerMixin(_Trainer):
         """Generates completions; those of a ring's first rank are those of all its ranks."""
         completions = super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
         return self.ring.agree("completions", {}, tell=completions if self.ring.rank == 0 else None)[0]
-
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Returns the rewards [completions of all rings, functions]; TRL has gathered those of all processes."""
-        rewards: Tensor = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
-        return rewards.unflatten(0, (self.ring.dp_size, self.ring.world_size, -1))[:, 0].flatten(0, 1)
 
 
 @contextmanager
