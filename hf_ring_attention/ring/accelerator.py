@@ -74,6 +74,8 @@ class RingAccelerator(Accelerator):
         return recursively_apply(self._of_rings, super().gather(tensor))
 
     def _of_rings(self, gathered: Tensor) -> Tensor:
+        if self.state.num_processes == 1:
+            return gathered
         by_process = gathered.unflatten(0, (self.ring.dp_size, self.ring.world_size, -1))
         return by_process[:, 0].flatten(0, 1)
 
