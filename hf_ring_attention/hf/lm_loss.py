@@ -98,8 +98,7 @@ class LossInSlices:
         """
         if self.plain is None or self.hidden is None or self.unsuited:
             return None
-        plain, config = self.plain, self.model.config
-        change: Head | None = (lambda x: x) if logits is plain else change_of(plain, logits, config)
+        change: Head | None = (lambda x: x) if logits is self.plain else self._change_on_all_ranks(logits)
         if change is None:
             self.unsuited = "forms its logits in a way that its config does not name"
             return None
@@ -116,6 +115,14 @@ class LossInSlices:
         # The model's logits are those of two tokens: a model that computes more of them must get no usable numbers.
         logits.detach().fill_(torch.nan)
         return self.result
+
+    def _change_on_all_ranks(self, logits: Tensor) -> Head | None:
+        """Returns what the model does to logits; None if a rank does not know it from its two tokens: all decide alike."""
+        assert self.plain is not None
+        change = change_of(self.plain, logits, self.model.config)
+        unknown = torch.tensor(change is None, device=logits.device)
+        ranks = [unknown] if self.ring is None else self.ring.gather(unknown)
+        return None if any(bool(of_rank) for of_rank in ranks) else change
 
     @property
     def targets(self) -> Tensor:
