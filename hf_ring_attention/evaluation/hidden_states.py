@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,14 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..hf.config import warn_once
 from ..hf.cut import rows_to_cut
 from ..hf.heads import Head, watched
 from ..hf.positions import first_position
 from ..hf.wrappers import runner_of
 from ..plan.layouts import SequenceLayout
 from ..ring.ring import Ring
-
-logger = logging.getLogger(__name__)
 
 
 def layout_of_rows(model: PreTrainedModel, ring: Ring, ids: Tensor) -> SequenceLayout:
@@ -45,9 +43,9 @@ def hidden_states(model: PreTrainedModel, ring: Ring, ids: Tensor) -> tuple[Tens
     head, hidden = call.head(formed, model.config), call.hidden
     head_unknown = torch.tensor(hidden is not None and head is None, device=ids.device)
     if any(bool(of_rank) for of_rank in ring.gather(head_unknown)):  # All ranks must decide alike.
-        logger.warning(
-            "%s forms its logits in a way that its config does not name, so the logits of whole rows are held at once",
-            type(model).__name__,
+        warn_once(
+            f"{type(model).__name__} forms its logits in a way that its config does not name, so the logits of whole rows are "
+            f"held at once"
         )
         return ring.shard(_logits(model(**arguments)), layout_of_rows(model, ring, ids)), _as_they_are
     return (formed, _as_they_are) if head is None or hidden is None else (hidden, head)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from ..compute.private import version_of
 from ..plan.choices import Decision
 from ..ring.ring import Ring
 from .cut import WholeRows
@@ -67,6 +68,7 @@ class LossInSlices:
         self.result: Tensor | None = None
         self.unsuited = ""
         self._targets: Tensor | None = None
+        self._version = 0
 
     # ---- the output layer
 
@@ -84,6 +86,7 @@ class LossInSlices:
         """Keeps the logits of two tokens; or, once the loss has asked for it, returns the sum of the losses of all tokens."""
         if self._targets is None:
             self.plain = logits.clone() if logits.is_inference() else logits
+            self._version = version_of(logits)
             return None
         assert self.hidden is not None
         return _sum_in_slices(self)
@@ -98,7 +101,9 @@ class LossInSlices:
         """
         if self.plain is None or self.hidden is None or self.unsuited:
             return None
-        change: Head | None = (lambda x: x) if logits is self.plain else self._change_on_all_ranks(logits)
+        change: Head | None = None
+        if version_of(self.plain) == self._version:  # Otherwise the model has written into it.
+            change = (lambda x: x) if logits is self.plain else self._change_on_all_ranks(logits)
         if change is None:
             self.unsuited = "forms its logits in a way that its config does not name"
             return None

@@ -60,7 +60,9 @@ def distillation_loss(
     inner = whole_model(model, "distillation_loss")
     check_predicts_next(inner, "distillation_loss")
     if not is_patched(inner):
-        raise ValueError(f"distillation_loss: {type(inner).__name__} has no pattern to learn: call ra.patch_model first")
+        raise ValueError(
+            f"distillation_loss: {type(inner).__name__} has no pattern to learn: call ra.patch_model first"
+        )
     if not any(isinstance(batch.get(name), Tensor) for name in ("labels", "shift_labels")):
         raise ValueError(
             f"distillation_loss: expected labels, which choose the tokens that count, got {sorted(map(str, batch))}: "
