@@ -217,9 +217,11 @@ def test_ranks_decide_alike_when_one_of_them_sees_no_difference():
         with torch.no_grad():
             model.model.embed_tokens.weight[96] *= 100
             model.model.norm.register_forward_hook(
-                lambda module, args, output: output * (args[0].abs() > 50).any(-1, True)
+                lambda module, args, output: output * (args[0].abs() > 9).any(-1, True)
             )
         model.change = lambda x: x + 0.5 * (x != 0)
+    with torch.no_grad():
+        assert models[2](input_ids=ids).logits.abs().amax(-1).nonzero()[:, 1].tolist() == [20]
     loss, gradients = loss_and_gradients(models[2], ids)
 
     def work(ring):
