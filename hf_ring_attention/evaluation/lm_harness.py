@@ -287,8 +287,8 @@ class RingLM(HFLM):
                 kind = logp.dtype
                 logps[:, part][chosen[:, part]] = logp.gather(1, wanted.clamp_min(0)).double()
                 greedy[:, part][chosen[:, part]] = logp.argmax(-1, keepdim=True) == wanted
-        whole = self.ring.joined(logps, layout).cpu()
-        alike = self.ring.joined(greedy, layout).cpu()
+        whole = self.ring.unshard(logps, layout).cpu()
+        alike = self.ring.unshard(greedy, layout).cpu()
         answers: list[list[tuple[float, bool]]] = []
         for row, (tokens, of_row) in enumerate(zip(rows, continuations, strict=True)):
             answers.append([])

@@ -245,4 +245,4 @@ def _row_nll(model: PreTrainedModel, ring: Ring, row: Tensor, logits_at_once: in
     layout = layout_of_rows(model, ring, ids)
     labels = ring.shard(F.pad(ids[:, 1:], (0, 1), value=IGNORED), layout, fill=IGNORED)
     nll = token_nll(logits_in_slices(model, ring, ids, labels != IGNORED, logits_at_once), labels)
-    return ring.joined(nll, layout)[0, :-1].cpu()
+    return ring.unshard(nll, layout)[0, :-1].cpu()
