@@ -26,6 +26,7 @@ from .cut import WholeRows
 from .forward_pass import FORWARD_PASS
 from .heads import Head, change_of, probe_of, without_hooks
 from .join import joined
+from .loss_bytes import BYTES_AT_ONCE
 from .not_formed import logits_not_formed
 from .support import calls_loss_function
 
@@ -33,9 +34,6 @@ logger = logging.getLogger(__name__)
 
 #: The label of a token that is not predicted, as in Transformers.
 IGNORED = -100
-
-#: The bytes of the logits of a slice, in float32.
-BYTES_AT_ONCE = 64 << 20
 
 #: The loss of a slice, as a sum: of the model's head, hidden states [k, width], labels [k], and the place of these tokens among
 #: all tokens of this rank.
