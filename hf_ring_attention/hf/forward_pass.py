@@ -15,6 +15,7 @@ from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, HeldKeys
 
 if TYPE_CHECKING:
+    from .calls import Call
     from .cut import WholeRows
     from .fields import Fields
     from .lm_loss import LossInSlices
@@ -27,6 +28,7 @@ class ForwardPass:
     Attributes:
         config: the config of the decoder; the masks of other models are not concerned.
         module: the module that was called: a model with its head, its base model, or the decoder of this.
+        call: what the caller added to the arguments of the model.
         rows: the whole rows, and how they are cut; None in a step of generation.
         held: the keys in the cache of this rank, in a step of generation against a sharded cache.
         whole: whether every rank computes whole rows by itself, because the call has a cache of its own.
@@ -43,7 +45,7 @@ class ForwardPass:
 
     config: Any
     module: Any = None
-
+    call: Call | None = None
     rows: WholeRows | None = None
     held: HeldKeys | None = None
     whole: bool = False

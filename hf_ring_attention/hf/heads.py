@@ -1,4 +1,4 @@
-"""The heads of language models: forms only a few logits in a call of the model, and infers what it does to them.
+"""The heads of language models: forms only a few logits in a call of the model, and finds what it does to them.
 
 A head makes logits [B, n, vocabulary], which are often the largest tensor of all. So a call may be watched: its output
 layer is given one or two tokens of each batch row, the hidden states of all tokens are stored, and the watcher forms the
@@ -34,15 +34,13 @@ class HeadCall:
 
     Attributes:
         output: the model's output layer; None if it has none, and then nothing is watched.
-        active: whether the output layer is to be given only a few tokens of each batch row.
-        hidden: [B, n, width] what the output layer was called with; None before that.
+        hidden: [B, n, width] the hidden states that the output layer was called with: this rank's part of whole rows.
         plain: [B, 1 or 2, rows of the output layer] what the output layer returned for these tokens.
         unsuited: what the model does that a causal language model does not; None if nothing.
-        outer: the watched call inside which this one runs.
     """
 
-    def __init__(self, output: nn.Module | None, outer: HeadCall | None = None, active: bool = True) -> None:
-        self.output, self.outer, self.active = output, outer, active
+    def __init__(self, output: nn.Module | None) -> None:
+        self.output = output
         self.hidden: Tensor | None = None
         self.plain: Tensor | None = None
         self.unsuited: str | None = None
@@ -52,19 +50,15 @@ class HeadCall:
     def keep(self, hidden: Tensor) -> Tensor:
         """Stores all hidden states, and returns those of the few tokens that the model goes on with."""
         if self.hidden is not None or self.unsuited is not None:
-            self.refuse("calls its output layer several times")
+            self.unsuited = "calls its output layer several times"
             return hidden
         if hidden.dim() != 3:
-            self.refuse(f"calls its output layer with hidden states {list(hidden.shape)}, not [rows, tokens, width]")
+            self.unsuited = f"calls its output layer with hidden states {list(hidden.shape)}, not [rows, tokens, width]"
             return hidden
         self.hidden = hidden
         device = hidden.device.type
         self._autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         return probe_of(hidden)
-
-    def refuse(self, reason: str) -> None:
-        """Notes why the logits of this call cannot be formed from its hidden states."""
-        self.unsuited = reason
 
     def keep_plain(self, plain: Tensor) -> None:
         """Stores what the output layer returned, to be compared with the model's logits."""
@@ -99,16 +93,64 @@ class HeadCall:
 #: The call that is watched in this thread or task.
 RUNNING: ContextVar[HeadCall | None] = ContextVar("ring_dilated_head_call", default=None)
 
+_LOCK = threading.Lock()
+#: How many threads watch an output layer, whose hooks they share.
+_WATCHERS: dict[nn.Module, int] = {}
+
 
 @contextmanager
-def running(call: HeadCall | None) -> Iterator[None]:
-    """Makes this the watched call of this thread or task, while the context lasts; None for no call."""
-    outer = RUNNING.get()
-    RUNNING.set(call)
+def watched(output: nn.Module | None) -> Iterator[HeadCall]:
+    """A context for one call of a model, which leaves its hidden states in the `HeadCall` that the context yields.
+
+    Args:
+        output: the model's output layer.
+    """
+    call, outer = HeadCall(output), RUNNING.get()
+    with _hooked(output) if output is not None else nullcontext():
+        RUNNING.set(call)
+        try:
+            yield call
+        finally:
+            RUNNING.set(outer)
+
+
+@contextmanager
+def _hooked(output: nn.Module) -> Iterator[None]:
+    with _LOCK:
+        if output not in _WATCHERS:
+            without_hooks(output, _before_output, _after_output)
+            # These are its first and last hooks, because the calls for slices run all its other hooks again.
+            output.register_forward_pre_hook(_before_output, prepend=True)
+            output.register_forward_hook(_after_output)
+        _WATCHERS[output] = _WATCHERS.get(output, 0) + 1
     try:
         yield
     finally:
-        RUNNING.set(outer)
+        with _LOCK:
+            _WATCHERS[output] -= 1
+            if not _WATCHERS[output]:
+                del _WATCHERS[output]
+                without_hooks(output, _before_output, _after_output)
+
+
+def without_hooks(module: nn.Module, *functions: Callable[..., Any]) -> None:
+    """Removes hooks from a module, such as those that a copy of a module brought along."""
+    remove_hooks(module, lambda hook: hook in functions)
+
+
+@torch.compiler.disable(reason="it asks what is watched in this thread")
+def _before_output(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    call = RUNNING.get()
+    if call is None or call.output is not module or not args:
+        return None
+    return (call.keep(args[0]), *args[1:])
+
+
+@torch.compiler.disable(reason="it asks what is watched in this thread")
+def _after_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    call = RUNNING.get()
+    if call is not None and call.output is module and call.hidden is not None and call.plain is None:
+        call.keep_plain(output)
 
 
 def probe_of(hidden: Tensor) -> Tensor:
@@ -121,82 +163,6 @@ def probe_of(hidden: Tensor) -> Tensor:
     return hidden.gather(1, largest[..., None].expand(-1, -1, hidden.shape[2]))
 
 
-# ---- hooks, which all threads of a process share
-
-
-_LOCK = threading.Lock()
-
-#: How many threads use an installed thing, and what removes it when the last one leaves; keyed by the thing.
-_INSTALLED: dict[Any, tuple[int, Callable[[], None]]] = {}
-
-
-@contextmanager
-def installed(key: Any, install: Callable[[], Callable[[], None]]) -> Iterator[None]:
-    """Calls `install` for the first thread that enters, and undoes it when the last one leaves.
-
-    Args:
-        install: returns the function that undoes it.
-    """
-    with _LOCK:
-        users, remove = _INSTALLED.get(key) or (0, install())
-        _INSTALLED[key] = users + 1, remove
-    try:
-        yield
-    finally:
-        with _LOCK:
-            users, remove = _INSTALLED.pop(key)
-            if users > 1:
-                _INSTALLED[key] = users - 1, remove
-            else:
-                remove()
-
-
-def watching(output: nn.Module | None) -> Any:
-    """Returns a context in which calls of an output layer obey the watched call of their thread or task, if there is one."""
-    if output is None:
-        return nullcontext()
-    return installed((output, "head"), partial(_watch, output))
-
-
-def _watch(output: nn.Module) -> Callable[[], None]:
-    without_hooks(output, _before_output, _after_output)
-    # These are its first and last hooks, because the calls for slices run all its other hooks again.
-    return remover(
-        output.register_forward_pre_hook(_before_output, prepend=True),
-        output.register_forward_hook(_after_output),
-    )
-
-
-def remover(*handles: Any) -> Callable[[], None]:
-    """Returns a function that removes hooks."""
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return remove
-
-
-def without_hooks(module: nn.Module, *functions: Callable[..., Any]) -> None:
-    """Removes hooks that a copy of a module brought along, if the module was copied while they were installed."""
-    remove_hooks(module, lambda hook: hook in functions)
-
-
-@torch.compiler.disable(reason="it asks what is watched in this thread")
-def _before_output(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    call = RUNNING.get()
-    if call is None or not call.active or call.output is not module or not args:
-        return None
-    return (call.keep(args[0]), *args[1:])
-
-
-@torch.compiler.disable(reason="it asks what is watched in this thread")
-def _after_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    call = RUNNING.get()
-    if call is not None and call.active and call.output is module and call.hidden is not None and call.plain is None:
-        call.keep_plain(output)
-
-
 # ---- what a model does to logits
 
 
@@ -205,10 +171,10 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 def change_of(plain: Tensor, logits: Tensor, config: PretrainedConfig) -> Head | None:
-    """Returns what a model does to the logits of its output layer; None if that is neither a scale nor a cap.
+    """Returns what a model does to the logits of its output layer; None if its config names no scale or cap that does it.
 
-    The scales and caps that the config names are tried first, and must give the same bits. A scale that the config does
-    not name is estimated from all logits together. Logits beyond a model's vocabulary may be left out.
+    The same bits are expected, but for logits that a compiled model rounds elsewhere. Logits beyond a model's vocabulary may
+    be left out.
 
     Args:
         plain: [..., rows of the output layer] what that returned; logits: [..., vocabulary] the model's own.
@@ -221,7 +187,7 @@ def change_of(plain: Tensor, logits: Tensor, config: PretrainedConfig) -> Head |
         scaled, capped = _named(config, plain.dtype, logits.dtype)
         candidates: list[Head] = [*capped, *scaled, partial(_cast, dtype=logits.dtype)]
         change: Head | None = next((change for change in candidates if _equal(change(cut), expected)), None)
-        change = change or _nearly(capped, cut, expected) or _estimated(cut, expected, plain, logits)
+        change = change or _nearly([*capped, *scaled], cut, expected)
     if change is None or width == plain.shape[-1]:
         return change
     return lambda x: change(x[..., :width])
@@ -285,55 +251,3 @@ def _nearly(changes: list[Head], plain: Tensor, logits: Tensor) -> Head | None:
         if close > most and float(error.max()) <= max(1.01 * eps, rounding):
             best, most = change, close
     return best
-
-
-def _estimated(cut: Tensor, expected: Tensor, plain: Tensor, logits: Tensor) -> Head | None:
-    """Returns a scale that gives all logits up to their rounding; None if no number does, or if trained tensors did."""
-    rounded = _equal(expected.to(plain.dtype).to(logits.dtype), expected)
-    computed = plain.dtype if rounded else logits.dtype
-    eps, tiny = torch.finfo(computed).eps, torch.finfo(computed).tiny
-    x, y = cut.double().flatten(), expected.double().flatten()
-    usable = x.isfinite() & y.isfinite() & (x != 0) & (y.abs() >= tiny)
-    if not bool(usable.any()) or _depends_on_parameters(logits, plain):
-        return None
-    # Each logit allows an interval of scales whose product is rounded to the model's; the scale lies in all intervals. A
-    # logit is off by half a unit of its last bit, and in float64 the sums here add errors of their own.
-    last_bit = torch.ldexp(torch.full_like(y[usable], eps), torch.frexp(y[usable]).exponent - 1)
-    off = last_bit * (1.5 if computed is torch.float64 else 0.5001) / x[usable].abs()
-    ratio = y[usable] / x[usable]
-    least, most = (ratio - off).max(), (ratio + off).min()
-    if not bool(least <= most):
-        return None
-    change = partial(_in, change=_scaled(float(least), float(most), computed), dtype=computed, wanted=logits.dtype)
-    # Other logits (0, infinite, or too small to be exact) do not tell the scale, but must not contradict it.
-    a, b = change(cut).flatten()[~usable].double(), y[~usable]
-    fits = (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= eps * tiny)
-    return change if bool(fits.all()) else None
-
-
-def _scaled(least: float, most: float, computed: torch.dtype) -> Head:
-    """Returns a product with, or a division by, the number of the fewest digits between `least` and `most`."""
-    held_in = torch.promote_types(computed, torch.float32)  # torch rounds a scale to this dtype.
-    ways: list[tuple[Callable[..., Tensor], float, float]] = [(_multiplied, least, most)]
-    if least * most > 0:
-        ways.append((_divided, 1 / most, 1 / least))
-    for digits in range(1, 18):
-        for way, low, high in ways:
-            number = float(f"{(low + high) / 2:.{digits}g}")
-            if low <= float(torch.tensor(number, dtype=held_in)) <= high:
-                return partial(way, by=number)
-    return partial(_multiplied, by=(least + most) / 2)
-
-
-def _depends_on_parameters(logits: Tensor, plain: Tensor) -> bool:
-    """Returns whether trained tensors other than those of the output layer had a part in the logits."""
-    waiting, visited = [logits.grad_fn], {None, plain.grad_fn}
-    while waiting:
-        node = waiting.pop()
-        if node in visited:
-            continue
-        if hasattr(node, "variable"):
-            return True
-        visited.add(node)
-        waiting += [inner for inner, _ in node.next_functions]  # type: ignore[union-attr]
-    return False

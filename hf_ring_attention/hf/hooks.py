@@ -114,7 +114,7 @@ def _before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
     call: Call = kwargs.pop(CALL, None) or Call()
     remember_for_recomputation(module)
     ring = attached_ring(runner)
-    now = ForwardPass(runner.config, module=module, outer=running)
+    now = ForwardPass(runner.config, module=module, call=call, outer=running)
     if ring is not None and ring.world_size > 1:
         _begin_over_ring(now, runner, ring, call, kwargs)
     else:
@@ -221,9 +221,8 @@ def _decide(now: ForwardPass, module: PreTrainedModel, ring: Ring | None, call: 
     """Decides how the results of a call are joined, and changes its arguments for it."""
     rows, labels = now.rows, kwargs.get("labels")
     sharded = rows is not None and rows.layout is not None
-    watched = RUNNING.get()
-    if watched is not None and watched.active:
-        now.parts = True  # An evaluation computes with the parts.
+    if RUNNING.get() is not None:
+        now.parts = True  # The caller watches the head, and computes with the parts.
         return
     if kwargs.get("fused_lm_head") and sharded and labels is not None:
         assert ring is not None and rows is not None
@@ -308,7 +307,7 @@ def _after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
     if now.loss.finished(output):
         return now.loss.without_logits(output)
     remember_unsuited(now.loss)
-    return module(*args, **kwargs)
+    return module(*args, **kwargs, **{CALL: now.call})
 
 
 def _check_attended(now: ForwardPass, module: PreTrainedModel, runner: nn.Module, output: Any) -> None:

@@ -19,12 +19,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from ..compute.private import version_of
 from ..plan.choices import Decision
 from ..ring.ring import Ring
 from .cut import WholeRows
 from .forward_pass import FORWARD_PASS
 from .heads import Head, change_of, probe_of, without_hooks
 from .join import joined
+from .loss_bytes import BYTES_AT_ONCE
 from .not_formed import logits_not_formed
 from .support import calls_loss_function
 
@@ -32,9 +34,6 @@ logger = logging.getLogger(__name__)
 
 #: The label of a token that is not predicted, as in Transformers.
 IGNORED = -100
-
-#: The bytes of the logits of a slice, in float32.
-BYTES_AT_ONCE = 64 << 20
 
 #: The loss of a slice, as a sum: of the model's head, hidden states [k, width], labels [k], and the place of these tokens among
 #: all tokens of this rank.
@@ -67,6 +66,7 @@ class LossInSlices:
         self.result: Tensor | None = None
         self.unsuited = ""
         self._targets: Tensor | None = None
+        self._version = 0
 
     # ---- the output layer
 
@@ -84,6 +84,7 @@ class LossInSlices:
         """Keeps the logits of two tokens; or, once the loss has asked for it, returns the sum of the losses of all tokens."""
         if self._targets is None:
             self.plain = logits.clone() if logits.is_inference() else logits
+            self._version = version_of(logits)
             return None
         assert self.hidden is not None
         return _sum_in_slices(self)
@@ -98,8 +99,9 @@ class LossInSlices:
         """
         if self.plain is None or self.hidden is None or self.unsuited:
             return None
-        plain, config = self.plain, self.model.config
-        change: Head | None = (lambda x: x) if logits is plain else change_of(plain, logits, config)
+        change: Head | None = None
+        if version_of(self.plain) == self._version:  # Otherwise the model has written into it.
+            change = (lambda x: x) if logits is self.plain else self._change_on_all_ranks(logits)
         if change is None:
             self.unsuited = "forms its logits in a way that its config does not name"
             return None
@@ -116,6 +118,14 @@ class LossInSlices:
         # The model's logits are those of two tokens: a model that computes more of them must get no usable numbers.
         logits.detach().fill_(torch.nan)
         return self.result
+
+    def _change_on_all_ranks(self, logits: Tensor) -> Head | None:
+        """Returns what the model does to logits; None if a rank does not know it from its two tokens: all decide alike."""
+        assert self.plain is not None
+        change = change_of(self.plain, logits, self.model.config)
+        unknown = torch.tensor(change is None, device=logits.device)
+        ranks = [unknown] if self.ring is None else self.ring.gather(unknown)
+        return None if any(bool(of_rank) for of_rank in ranks) else change
 
     @property
     def targets(self) -> Tensor:
