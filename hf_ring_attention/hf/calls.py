@@ -38,6 +38,7 @@ class Call:
 #: The attribute of a model's runner that holds a weak reference to the cache that `prefill` filled last.
 _PREFILLED = "_ring_dilated_prefilled"
 
+
 def remember_prefill(runner: nn.Module, cache: ShardedCache | None) -> None:
     """Keeps a weak reference to a cache, for the error of a model that gives it up while it generates; None forgets it."""
     setattr(runner, _PREFILLED, None if cache is None else weakref.ref(cache))

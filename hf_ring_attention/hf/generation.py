@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 from ..ring.ring import Ring
 from ..transport.agreement import digest
 from .cache import ShardedCache, cache_argument, sharded_cache
+from .calls import remember_prefill, switching_length
 from .config import model_layout
 from .mixers import STATES_INSIDE
 from .rings import attached_ring
-from .calls import remember_prefill, switching_length
 from .wrappers import evaluating, runner_of, whole_model
 
 logger = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ logits in slices. The few logits of the call tell what the model does to logits 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,10 +24,13 @@ from ..compute.private import remove_hooks, version_of
 #: A function of hidden states [..., width] that gives logits [..., vocabulary].
 Head = Callable[[Tensor], Tensor]
 
-#: The names in configs for a number that multiplies or divides logits, and for a number at which tanh caps them.
-_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
-
+#: The names in configs for a number by which models multiply their logits, or divide them, and at which tanh caps them.
+_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_DIVISORS = ("logits_scaling",)
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+#: The types that multiply by what others divide by.
+_MULTIPLYING = ("hyperclovax",)
 
 
 class HeadCall:
@@ -76,9 +80,8 @@ class HeadCall:
         output, plain = self.output, self.plain
         if output is None or plain is None or self.unsuited is not None:
             return None
-        if version_of(plain) != self._version:  # The model wrote into it.
-            return None
-        change = _unchanged if logits is plain else change_of(plain, logits, config)
+        # The model may have written into what its output layer returned.
+        change = fitting_change(config, plain, logits) if version_of(plain) == self._version else None
         if change is None:
             return None
         autocast = partial(torch.autocast, plain.device.type, dtype=self._autocast, enabled=self._autocast is not None)
@@ -166,71 +169,54 @@ def probe_of(hidden: Tensor) -> Tensor:
 # ---- what a model does to logits
 
 
-def _unchanged(x: Tensor) -> Tensor:
-    return x
+def named_change(config: PretrainedConfig) -> Head:
+    """Returns what a model does to the logits of its output layer, by the scales and caps that its config names."""
+    text = config.get_text_config()
+    factor = math.prod(_numbers_of(text, _FACTORS))
+    divisor = math.prod(_numbers_of(text, _DIVISORS))
+    if text.model_type in _MULTIPLYING:
+        factor, divisor = factor * divisor, 1.0
+    caps = _numbers_of(text, _CAPS)
 
+    def change(x: Tensor) -> Tensor:
+        x = x if factor == 1 else x * factor
+        x = x if divisor == 1 else x / divisor
+        for cap in caps:
+            x = torch.tanh(x / cap) * cap
+        return x
 
-def change_of(plain: Tensor, logits: Tensor, config: PretrainedConfig) -> Head | None:
-    """Returns what a model does to the logits of its output layer; None if its config names no scale or cap that does it.
-
-    The same bits are expected, but for logits that a compiled model rounds elsewhere. Logits beyond a model's vocabulary may
-    be left out.
-
-    Args:
-        plain: [..., rows of the output layer] what that returned; logits: [..., vocabulary] the model's own.
-    """
-    width = logits.shape[-1]
-    if plain.shape[:-1] != logits.shape[:-1] or width > plain.shape[-1]:
-        return None
-    with torch.no_grad():
-        cut, expected = plain.detach()[..., :width], logits.detach()
-        scaled, capped = _named(config, plain.dtype, logits.dtype)
-        candidates: list[Head] = [*capped, *scaled, partial(_cast, dtype=logits.dtype)]
-        change: Head | None = next((change for change in candidates if _equal(change(cut), expected)), None)
-        change = change or _nearly([*capped, *scaled], cut, expected)
-    if change is None or width == plain.shape[-1]:
-        return change
-    return lambda x: change(x[..., :width])
-
-
-def _named(config: PretrainedConfig, computed: torch.dtype, wanted: torch.dtype) -> tuple[list[Head], list[Head]]:
-    """Returns the scales that a config names, and the caps, those after a scale first: a small logit hardly shows its cap."""
-    scales, caps = _numbers_of(config, _SCALES), _numbers_of(config, _CAPS)
-    scaled: list[Head] = [partial(way, by=scale) for scale in scales for way in (_divided, _multiplied)]
-    capped: list[Head] = [partial(_capped, at=cap, first=first) for first in (*scaled, _unchanged) for cap in caps]
-    # Models scale and cap in their own dtype or in that of their logits; compiled models do it in float32.
-    kinds = dict.fromkeys((computed, wanted, torch.promote_types(computed, torch.float32)))
-
-    def in_kinds(changes: list[Head]) -> list[Head]:
-        return [partial(_in, change=change, dtype=kind, wanted=wanted) for change in changes for kind in kinds]
-
-    return in_kinds(scaled), in_kinds(capped)
+    return change
 
 
 def _numbers_of(config: PretrainedConfig, names: tuple[str, ...]) -> list[float]:
     """Returns the values that a config has for these names, without those that mean that there is none."""
-    values = [getattr(config.get_text_config(), name, None) for name in names]
+    values = [getattr(config, name, None) for name in names]
     return [float(x) for x in values if isinstance(x, (int, float)) and not isinstance(x, bool) and x != 0]
 
 
-def _in(x: Tensor, change: Head, dtype: torch.dtype, wanted: torch.dtype) -> Tensor:
-    return change(x.to(dtype)).to(wanted)
+def fitting_change(config: PretrainedConfig, plain: Tensor, logits: Tensor) -> Head | None:
+    """Returns what a model does to the logits of its output layer; None if that is not what its config names.
 
+    Models scale and cap in the dtype of their output layer, or in a larger one. The same bits are expected, but for logits that
+    a compiled model rounds elsewhere. Logits beyond a model's vocabulary may be left out.
 
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype)
-
-
-def _divided(x: Tensor, by: float) -> Tensor:
-    return x / by
-
-
-def _multiplied(x: Tensor, by: float) -> Tensor:
-    return x * by
-
-
-def _capped(x: Tensor, at: float, first: Head) -> Tensor:
-    return torch.tanh(first(x) / at) * at
+    Args:
+        plain: [..., rows of the output layer] what that returned; logits: [..., vocabulary] the model's own.
+    """
+    width, dtype = logits.shape[-1], logits.dtype
+    if plain.shape[:-1] != logits.shape[:-1] or width > plain.shape[-1]:
+        return None
+    named, wide = named_change(config), torch.promote_types(plain.dtype, torch.float32)
+    changes: list[Head] = [
+        lambda x: named(x[..., :width]).to(dtype),
+        lambda x: named(x[..., :width].to(dtype)),
+        lambda x: named(x[..., :width].to(wide)).to(dtype),
+    ]
+    with torch.no_grad():
+        expected = logits.detach()
+        return next((change for change in changes if _equal(change(plain.detach()), expected)), None) or _nearly(
+            changes, plain.detach(), expected
+        )
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:

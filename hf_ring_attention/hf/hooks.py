@@ -1,8 +1,8 @@
 """The hooks around the calls of a patched model: rows are cut before the decoder, and its results joined behind it.
 
 Every rank of a ring calls the model with the same whole rows, and gets what one device would return. The hook of the model
-decides how a call is computed, and compares the calls of all ranks; the hooks of its decoder cut and join. Further hooks correct
-the few modules that would take a rank's part for a row.
+decides how a call is computed, and compares the calls of all ranks; the hooks of its decoder cut and join. Further hooks
+correct the few modules that would take a rank's part for a row.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .cache import ShardedCache, cache_in, cache_names
 from .calls import CALL, Call, check_given_up_cache, check_places, checked_step, remember_prefill
 from .cut import WholeRows, cut, documents_of_call, rows_to_cut, tokens_in, whole_positions
 from .documents import documents_of_rows
+from .fields import fields_of
 from .forward_pass import FORWARD_PASS, ForwardPass, drop_broken_passes, forward_pass_of
 from .heads import RUNNING
-from .fields import fields_of
 from .join import joined, joined_output, kept
 from .lm_loss import (
     LossInSlices,
@@ -171,9 +171,7 @@ def _check_ready_masks(runner: nn.Module, masks: Mapping[str, Any], batch: int, 
             )
 
 
-def _begin_over_ring(
-    now: ForwardPass, runner: PreTrainedModel, ring: Ring, call: Call, kwargs: dict[str, Any]
-) -> None:
+def _begin_over_ring(now: ForwardPass, runner: PreTrainedModel, ring: Ring, call: Call, kwargs: dict[str, Any]) -> None:
     """Decides which part of a call each rank computes, once all ranks have come with equal calls.
 
     Raises:
@@ -228,7 +226,7 @@ def _decide(now: ForwardPass, module: PreTrainedModel, ring: Ring | None, call: 
         assert ring is not None and rows is not None
         now.parts, now.fields = True, fields_of(rows, ring, kwargs)
         return
-    if ring is None and call.of_slice is None or rows is None or kwargs.get("fused_lm_head"):
+    if (ring is None and call.of_slice is None) or rows is None or kwargs.get("fused_lm_head"):
         return
     decision = way_of_loss(module, kwargs, (rows.batch, rows.length))
     if labels is not None and ring is not None and ring.rank == 0:

@@ -1,7 +1,7 @@
 """The loss of a causal language model on this rank's part of the rows, for a slice of tokens at a time.
 
-Labels are shifted in whole rows and cut like them. The hidden states stay parts, no more than the logits of a slice exist at any
-time, and the sums of all ranks are added. The gradients of a slice are computed with it, in forward, so that its logits are
+Labels are shifted in whole rows and cut like them. The hidden states stay parts, no more than the logits of a slice exist at
+any time, and the sums of all ranks are added. The gradients of a slice are computed with it, in forward, so that its logits are
 formed once (torchtitan's chunked loss does so): backward only scales them.
 """
 
@@ -24,7 +24,7 @@ from ..plan.choices import Decision
 from ..ring.ring import Ring
 from .cut import WholeRows
 from .forward_pass import FORWARD_PASS
-from .heads import Head, change_of, probe_of, without_hooks
+from .heads import Head, fitting_change, named_change, probe_of, without_hooks
 from .join import joined
 from .loss_bytes import BYTES_AT_ONCE
 from .not_formed import logits_not_formed
@@ -65,53 +65,51 @@ class LossInSlices:
         self.head: Head | None = None
         self.result: Tensor | None = None
         self.unsuited = ""
-        self._targets: Tensor | None = None
+        self._total: Tensor | None = None
         self._version = 0
 
     # ---- the output layer
 
     def before_output(self, hidden: Tensor) -> Tensor:
         """Keeps the hidden states [B, n, width] of this rank, and returns the two tokens that the output layer is run on."""
-        if self._targets is None and self.hidden is not None:
+        if self.hidden is not None:
             self.unsuited = "calls its output layer several times"
+            return hidden
         if hidden.dim() != 3:
             self.unsuited = f"calls its output layer with hidden states {list(hidden.shape)}"
             return hidden
         self.hidden = hidden
         return probe_of(hidden)
 
-    def after_output(self, logits: Tensor) -> Tensor | None:
-        """Keeps the logits of two tokens; or, once the loss has asked for it, returns the sum of the losses of all tokens."""
-        if self._targets is None:
-            self.plain = logits.clone() if logits.is_inference() else logits
-            self._version = version_of(logits)
-            return None
-        assert self.hidden is not None
-        return _sum_in_slices(self)
+    def after_output(self, logits: Tensor) -> None:
+        """Keeps the logits of two tokens, and computes the sum of the losses of all tokens, by a head that the config names.
+
+        FSDP and ZeRO have gathered the weights of the output layer now, and free them when its call ends.
+        """
+        if self.hidden is None or self.plain is not None or self.unsuited:
+            return
+        self.plain = logits.clone() if logits.is_inference() else logits
+        self._version = version_of(logits)
+        change, forward = named_change(self.model.config), self.output.forward
+        self.head = lambda hidden: change(forward(hidden))
+        self._total = _sum_in_slices(self)
 
     # ---- the loss
 
     def loss(self, logits: Tensor, num_items_in_batch: Any, ignore_index: int) -> Tensor | None:
-        """Returns the mean loss of whole rows; None if this rank cannot make the model's logits from hidden states.
+        """Returns the mean loss of whole rows; None if the model makes its logits in another way than its config names.
 
         Args:
             logits: what the model made of the output layer's result for two tokens.
         """
-        if self.plain is None or self.hidden is None or self.unsuited:
+        if self._total is None or self.unsuited:
             return None
-        change: Head | None = None
-        if version_of(self.plain) == self._version:  # Otherwise the model has written into it.
-            change = (lambda x: x) if logits is self.plain else self._change_on_all_ranks(logits)
-        if change is None:
+        if ignore_index != IGNORED or not self._is_named(logits):
             self.unsuited = "forms its logits in a way that its config does not name"
             return None
-        changed, forward = change, self.output.forward
-        self.head = lambda hidden: changed(forward(hidden))
-        labels = self.labels.to(self.hidden.device)
-        labels = labels.masked_fill(labels == ignore_index, IGNORED)
-        self._targets = _part_of(labels, self.rows, self.ring).flatten()
-        total: Tensor = self.output(self.hidden)
-        items = (labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        total, items = self._total, num_items_in_batch
+        if items is None:
+            items = (self.labels != IGNORED).sum()
         if self.ring is not None and self.ring.world_size > 1:
             total = self.ring.side_by_side(total[None], 0).sum()
         self.result = total / (items.to(total.device) if isinstance(items, Tensor) else items)
@@ -119,19 +117,22 @@ class LossInSlices:
         logits.detach().fill_(torch.nan)
         return self.result
 
-    def _change_on_all_ranks(self, logits: Tensor) -> Head | None:
-        """Returns what the model does to logits; None if a rank does not know it from its two tokens: all decide alike."""
-        assert self.plain is not None
-        change = change_of(self.plain, logits, self.model.config)
-        unknown = torch.tensor(change is None, device=logits.device)
-        ranks = [unknown] if self.ring is None else self.ring.gather(unknown)
-        return None if any(bool(of_rank) for of_rank in ranks) else change
+    def _is_named(self, logits: Tensor) -> bool:
+        """Returns whether the logits of two tokens follow from the config, on every rank: all decide alike."""
+        plain = self.plain
+        assert plain is not None
+        if logits is plain and version_of(plain) == self._version:
+            return True
+        known = version_of(plain) == self._version and plain.shape == logits.shape
+        known = known and fitting_change(self.model.config, plain, logits) is not None
+        flag = torch.tensor(known, device=logits.device)
+        return all(bool(of_rank) for of_rank in ([flag] if self.ring is None else self.ring.gather(flag)))
 
     @property
     def targets(self) -> Tensor:
         """[tokens] the labels of this rank's tokens."""
-        assert self._targets is not None
-        return self._targets
+        assert self.hidden is not None
+        return _part_of(self.labels.to(self.hidden.device), self.rows, self.ring).flatten()
 
     # ---- the output of the call
 
@@ -269,9 +270,7 @@ def loss_in_slices(
         return loss
     if call is not None:
         return logits.new_zeros(())  # The call is made again, with all logits.
-    own: Tensor = ForCausalLMLoss(
-        logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
-    )
+    own: Tensor = ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     return own
 
 
@@ -322,7 +321,8 @@ def _after_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     running = FORWARD_PASS.get()
     if running is None or running.loss is None or running.loss.output is not module:
         return None
-    return running.loss.after_output(output)
+    running.loss.after_output(output)
+    return None
 
 
 def remember_unsuited(call: LossInSlices) -> None:

@@ -62,6 +62,6 @@ def cache_not_formed() -> NotFormed:
     """Returns the stand-in for the cache of a call over a ring."""
     return NotFormed(
         "cache",
-        "each rank of a ring computed a part of its rows: pass use_cache=True to compute whole rows with a cache on every rank, "
-        "or fill a sharded cache with ra.prefill",
+        "each rank of a ring computed a part of its rows: pass use_cache=True to compute whole rows with a cache on every "
+        "rank, or fill a sharded cache with ra.prefill",
     )
