@@ -12,7 +12,7 @@ import hf_ring_attention as ra
 from hf_ring_attention.hf.cache import cache_argument
 from hf_ring_attention.hf.config import warn_once
 from hf_ring_attention.hf.masks import ring_dilated_mask, tokens_of
-from tests.support.probe import TOKENS, alone, batch, distance, errors, logits_and_gradients, of_shards
+from tests.support.probe import TOKENS, alone, batch, distance, errors, logits_and_gradients, over_ring
 from tests.support.ranks import run_simulated
 from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
 from tests.support.tolerance import EXACT, assert_exact, float64
@@ -81,7 +81,7 @@ def test_a_ring_equals_one_device(kind, layout):
 
     def work(ring):
         with float64():
-            return errors(of_shards(ra.patch_model(models[ring.rank], ring=ring), ring, inputs, labels), expected)
+            return errors(over_ring(ra.patch_model(models[ring.rank], ring=ring), ring, inputs, labels), expected)
 
     for ranks in (2, 3):
         for apart in run_simulated(work, ranks, layout=layout):
@@ -91,7 +91,7 @@ def test_a_ring_equals_one_device(kind, layout):
 def error_of_a_process(rank, inputs, labels, answer):
     ring = ra.Ring(layout="zigzag")
     model = ra.patch_model(llama4(**TUNED), ring=ring)
-    apart = errors(of_shards(model, ring, inputs, labels), answer)
+    apart = errors(over_ring(model, ring, inputs, labels), answer)
     return apart.logits, apart.gradients
 
 

@@ -28,7 +28,7 @@ from tests.support.probe import (
     batch,
     distance,
     logits_and_gradients,
-    of_shards,
+    over_ring,
 )
 from tests.support.ranks import TIMEOUT, run_simulated
 from tests.support.tiny_models import tiny_config
@@ -75,9 +75,9 @@ def test_a_copy_and_its_original_have_rings_of_their_own(first, changes):
             if now is None:
                 found.append(logits_and_gradients(changed, inputs, labels))
             else:
-                found.append(of_shards(changed, now, inputs, labels))
+                found.append(over_ring(changed, now, inputs, labels))
             before = other.traffic()
-            found.append(of_shards(kept, ring, inputs, labels))
+            found.append(over_ring(kept, ring, inputs, labels))
             assert other.traffic() == before, "the one with the first ring used the other's"
         return found
 

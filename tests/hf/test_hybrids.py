@@ -15,7 +15,7 @@ from hf_ring_attention.hf.documents import documents_from_mask, documents_of_row
 from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.hf.support import mixers_of
 
-from ..support.probe import BATCHES, GRADIENTS, LOGITS, TOKENS, alone, batch, distance, errors, of_shards
+from ..support.probe import BATCHES, GRADIENTS, LOGITS, TOKENS, alone, batch, distance, errors, over_ring
 from ..support.ranks import run_simulated
 from ..support.releases import needs_mixers
 from ..support.tiny_models import tiny_model
@@ -61,7 +61,7 @@ def test_states_pass_along_rings(model_type):
 
             def work(ring, kind=kind):
                 model = ra.patch_model(models[ring.rank], ring=ring)
-                return errors(of_shards(model, ring, *batch(kind)), expected[kind])
+                return errors(over_ring(model, ring, *batch(kind)), expected[kind])
 
             for error in run_simulated(work, world_size, layout=layout):
                 assert error.logits <= LOGITS and error.gradients <= GRADIENTS, (world_size, kind, layout)
@@ -80,7 +80,7 @@ def test_float32_over_a_ring_is_as_near_as_on_one_process(model_type):
 
         def work(ring, kind=kind, expected=expected):
             model = ra.patch_model(models[ring.rank], ring=ring)
-            return errors(of_shards(model, ring, *batch(kind)), expected)
+            return errors(over_ring(model, ring, *batch(kind)), expected)
 
         for error in run_simulated(work, 2):
             assert error.logits <= max(1e-5, 8 * on_one.logits), (kind, error, on_one)
@@ -91,7 +91,7 @@ def errors_of_a_process(rank, model_type, expected):
     model, found = tiny_model(model_type, "eager"), {}
     for kind, layout in batches_of(model_type, 4):
         ring = ra.Ring(layout=layout)
-        found[kind, layout] = errors(of_shards(ra.patch_model(model, ring=ring), ring, *batch(kind)), expected[kind])
+        found[kind, layout] = errors(over_ring(ra.patch_model(model, ring=ring), ring, *batch(kind)), expected[kind])
     return found
 
 
@@ -136,7 +136,7 @@ def test_gathered_rows_of_any_mixer_are_right(monkeypatch):
 
         def work(ring, kind=kind):
             model = ra.patch_model(models[ring.rank], ring=ring)
-            return errors(of_shards(model, ring, *batch(kind)), expected[kind])
+            return errors(over_ring(model, ring, *batch(kind)), expected[kind])
 
         for error in run_simulated(work, 3, layout="zigzag"):
             assert error.logits <= LOGITS and error.gradients <= GRADIENTS, kind
@@ -403,7 +403,7 @@ def test_rows_that_are_gathered_are_bounded_and_logged(monkeypatch, caplog):
 
     def work(ring):
         inputs, labels = batch("plain")
-        return of_shards(ra.patch_model(models[ring.rank], ring=ring), ring, inputs, labels)
+        return over_ring(ra.patch_model(models[ring.rank], ring=ring), ring, inputs, labels)
 
     mixers._log_gathered.cache_clear()
     run_simulated(work, 2)

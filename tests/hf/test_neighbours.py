@@ -31,7 +31,7 @@ from tests.support.probe import (
     batch,
     distance,
     logits_and_gradients,
-    of_shards,
+    over_ring,
 )
 from tests.support.ranks import run_simulated
 from tests.support.threads import forget_modes
@@ -182,7 +182,7 @@ def test_inference_mode_over_a_ring():
         with torch.inference_mode():
             local = model(**{name: ring.shard(x, layout) for name, x in inputs.items()}).logits
             found = ring.unshard(local, layout)[labels != -100]
-        return found.clone(), of_shards(model, ring, inputs, labels)
+        return found.clone(), over_ring(model, ring, inputs, labels)
 
     for inferred, trained in run_simulated(work, 2):
         assert distance(inferred, expected[0]) <= LOGITS
