@@ -196,23 +196,12 @@ def test_layouts_that_know_the_documents(model_type):
     eager, models = tiny_model(model_type, "eager"), [tiny_model(model_type, "eager") for _ in range(3)]
     inputs, labels = batch("packed")
     expected = alone(eager, inputs, labels)
-    numbers = torch.tensor([[0] * 7 + [1] * 9 + [2] * 4])
+    documents = documents_of_rows(1, inputs["position_ids"], None)
 
     def work(ring):
         model = ra.patch_model(models[ring.rank], ring=ring)
-        shard = ra.shard_batch({**inputs, "labels": labels, "seq_idx": numbers}, ring)
-        model.zero_grad()
-        logits = model(
-            **{name: shard[name] for name in ("input_ids", "position_ids", "seq_idx")}, use_cache=False
-        ).logits
-        layout = ra.layout_of_shard(shard, ring)
-        own = ring.shard(torch.nn.functional.pad(labels, (0, layout.seq_len - TOKENS), value=-100), layout, fill=-100)
-        torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), own.flatten(), reduction="sum", ignore_index=-100
-        ).backward()
-        gradients = {n: sum(ring.gather(p.grad)) for n, p in model.named_parameters() if p.grad is not None}
-        whole = ring.unshard(logits.detach(), layout)[:, :TOKENS]
-        return layout.rows, errors((whole[labels != -100], gradients), expected)
+        error = errors(over_ring(model, ring, inputs, labels), expected)
+        return ring.layout_for(TOKENS, ra.Pattern.exact(), documents).rows, error
 
     for rows, error in run_simulated(work, 3, layout="documents"):
         assert rows, "the layout knows no documents"
@@ -227,27 +216,25 @@ def test_layers_that_recompute_find_their_documents(model_type):
     expected = [alone(eager, *case) for case in cases]
     gradients = {name: sum(answer.gradients[name] for answer in expected) for name in expected[0].gradients}
 
-    def both(model, shard=lambda x, fill: x, gather=lambda x: x):
+    def both(model, mean=lambda x: x):
         model.train()
         checkpoint_activations(model, {"use_reentrant": False})
         model.zero_grad()
         losses = []
         for inputs, labels in cases:
-            logits = model(**{name: shard(x, 0) for name, x in inputs.items()}, use_cache=False).logits
+            logits = model(**inputs, use_cache=False).logits
             losses.append(
                 torch.nn.functional.cross_entropy(
-                    logits.flatten(0, 1), shard(labels, -100).flatten(), reduction="sum", ignore_index=-100
+                    logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100
                 )
             )
         sum(losses).backward()
-        found = {name: gather(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        found = {name: mean(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         nothing = torch.ones(1)
         return errors((nothing, found), (nothing, gradients)).gradients
 
     def work(ring):
-        layout = ring.layout_for(TOKENS, ra.Pattern.exact())
-        model = ra.patch_model(models[ring.rank], ring=ring)
-        return both(model, lambda x, fill: ring.shard(x, layout, fill=fill), lambda x: sum(ring.gather(x)))
+        return both(ra.patch_model(models[ring.rank], ring=ring), lambda x: sum(ring.gather(x)) / ring.world_size)
 
     assert both(ra.patch_model(tiny_model(model_type, "eager"))) <= GRADIENTS
     assert max(run_simulated(work, 2)) <= GRADIENTS
