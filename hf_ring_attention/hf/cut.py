@@ -125,8 +125,9 @@ def rows_to_cut(
         raise ValueError(
             f"attention_mask is {tuple(mask.shape)}, and a ring takes padding as [{batch}, {length}]: pass the tokenizer's mask"
         )
-    if isinstance(positions, Tensor) and positions.shape[-1] != length:
-        raise ValueError(f"position_ids must have {length} tokens in a row, got {tuple(positions.shape)}")
+    if positions is not None and not _are_positions(positions, batch, length):
+        got = f"{tuple(positions.shape)}" if isinstance(positions, Tensor) else f"a {type(positions).__name__}"
+        raise ValueError(f"position_ids must be a tensor [{batch}, {length}] like the tokens, got {got}")
     documents, from_collator = documents_of_call(runner, tokens, arguments)
     if documents is None and isinstance(mask, Tensor):
         documents = documents_from_mask(mask != 0)
@@ -134,6 +135,11 @@ def rows_to_cut(
     if layout is None:
         layout = ring.layout_for(length, pattern or model_pattern(runner), documents)
     return WholeRows(batch, length, documents, from_collator, layout)
+
+
+def _are_positions(positions: Any, batch: int, length: int) -> bool:
+    """Returns whether these are positions [B or 1, n], or [axes, B or 1, n]."""
+    return isinstance(positions, Tensor) and positions.dim() in (2, 3) and positions.shape[-2:] in ((1, length), (batch, length))
 
 
 def whole_positions(runner: nn.Module, rows: WholeRows, arguments: Mapping[str, Any]) -> Tensor:

@@ -8,7 +8,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_ring_attention as ra
-from tests.support.neighbours import PYRAMID, built, check, hooks, logits_of
+from tests.support.neighbours import PYRAMID, built, check, logits_of
 from tests.support.probe import (
     LOGITS,
     batch,
@@ -117,11 +117,3 @@ def test_images_whose_tokens_see_each_other_are_refused(calls, implementation):
         model(**seen("gemma3")[0])
     assert not any("Gemma3" in type(layer).__name__ for layer in calls)
     assert distance(logits_of(model, inputs, labels), logits_of(seeing("gemma3"), inputs, labels)) <= LOGITS
-
-
-@pytest.mark.parametrize("model_type", SEEING)
-def test_images_over_a_ring_are_refused(model_type):
-    model = seeing(model_type)
-    with pytest.raises(NotImplementedError, match=rf"{type(model).__name__} puts features of images .*ring=None"):
-        ra.patch_model(model, ring=ra.simulate(2)[0])
-    assert not hooks(model) and model.config.get_text_config()._attn_implementation == "eager"

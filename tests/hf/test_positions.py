@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.rings import layout_of_rows, models_of
+from hf_ring_attention.hf.positions import first_position
+from hf_ring_attention.hf.rings import models_of
+from hf_ring_attention.hf.wrappers import runner_of
 from tests.support.probe import distance
 from tests.support.ranks import run_simulated
 from tests.support.tiny_models import POSITIONS, VOCAB, tiny_model
@@ -68,27 +70,12 @@ def test_roberta_counts_documents_from_its_own_first_position():
 
 
 @pytest.mark.parametrize("numbered", NUMBERED)
-def test_no_label_is_lost_at_a_gap_or_a_repeat(numbered):
-    row = ids()
-    batch = {"input_ids": row, "labels": row, "position_ids": torch.tensor([NUMBERED[numbered]])}
-    for masked in ({}, {"attention_mask": torch.ones_like(row)}):
-        shard = ra.shard_batch({**batch, **masked}, ra.Ring.alone())
-        assert shard["shift_labels"][0, :-1].equal(row[0, 1:]) and "seq_idx" not in shard
-
-
-@pytest.mark.parametrize("numbered", NUMBERED)
-def test_a_gap_or_a_repeat_is_refused_on_a_ring(numbered):
-    row, positions = ids(), torch.tensor([NUMBERED[numbered]])
-
-    def cut(ring):
-        with pytest.raises(ValueError, match=r"position_ids of batch row 0 go from \d+ to \d+ at token \d+, inside"):
-            ra.shard_batch({"input_ids": row, "labels": row, "position_ids": positions}, ring)
-        model = ra.patch_model(tiny_model("llama", "eager"), ring=ring)
-        layout = ring.layout_for(TOKENS, ra.Pattern.exact())
-        with pytest.raises(ValueError, match="without a gap or a repeat"):
-            model(ring.shard(row, layout), position_ids=ring.shard(positions, layout), use_cache=False)
-
-    run_simulated(cut, 2, layout="contiguous")
+def test_a_gap_or_a_repeat_means_the_same_on_a_ring(numbered):
+    row, inputs = ids(), {"position_ids": torch.tensor([NUMBERED[numbered]])}
+    expected = logits(ra.patch_model(tiny_model("llama", "eager")), row, **inputs)
+    models = [tiny_model("llama", "eager") for _ in range(2)]
+    for found in run_simulated(lambda ring: logits(ra.patch_model(models[ring.rank], ring=ring), row, **inputs), 2):
+        assert distance(found, expected) <= EXACT
 
 
 DOCUMENTS = ((0, 10), (10, 11), (11, 24))
@@ -102,7 +89,7 @@ TOLD = {
 @pytest.mark.parametrize("told", TOLD)
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "opt", "roberta", "phi3"])
 def test_documents_that_are_told_without_positions_are_counted_one_by_one(model_type, told):
-    """On one process as on a ring, where batches are cut with positions of their own."""
+    """On one process as on a ring."""
     model, row = ra.patch_model(tiny_model(model_type, "eager")), ids()
     found = logits(model, row, **TOLD[told])
     for start, stop in DOCUMENTS:
@@ -111,11 +98,7 @@ def test_documents_that_are_told_without_positions_are_counted_one_by_one(model_
     models = [tiny_model(model_type, "eager") for _ in range(2)]
 
     def sharded(ring):
-        ra.patch_model(models[ring.rank], ring=ring)
-        shard = ra.shard_batch({"input_ids": row, "labels": row, **TOLD[told]}, ring)
-        with torch.no_grad():
-            local = models[ring.rank](**{**shard, "labels": None, "shift_labels": None}, use_cache=False).logits
-        return ring.unshard(local, layout_of_rows(ring, TOKENS)[0])
+        return logits(ra.patch_model(models[ring.rank], ring=ring), row, **TOLD[told])
 
     for whole in run_simulated(sharded, 2):
         assert distance(whole, found) <= EXACT
@@ -170,15 +153,9 @@ def test_a_row_beyond_the_table_of_positions_is_refused_on_every_rank(model_type
 
     def work(ring):
         model = ra.patch_model(models[ring.rank], ring=ring)
-        first = layout_of_rows(ring, 4)[1]
-        for length in (POSITIONS - 2 * first, POSITIONS + 2):
-            layout = ring.layout_for(length, ra.Pattern.exact())
-            positions = ring.shard(torch.arange(first, first + length)[None], layout)
-            if length <= POSITIONS:
-                model(ring.shard(row[:, :length], layout), position_ids=positions, use_cache=False)
-                continue
-            with pytest.raises(ValueError, match=r"has learned positions for \d+ tokens, and a row has a token at"):
-                model(ring.shard(row, layout), position_ids=positions, use_cache=False)
+        logits(model, row[:, : POSITIONS - 2 * first_position(runner_of(model))])
+        with pytest.raises(ValueError, match=r"has learned positions for \d+ tokens, and a row has a token at"):
+            logits(model, row)
 
     run_simulated(work, 2, layout="contiguous")
 
