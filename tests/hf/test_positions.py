@@ -70,11 +70,20 @@ def test_roberta_counts_documents_from_its_own_first_position():
 
 
 @pytest.mark.parametrize("numbered", NUMBERED)
-def test_a_gap_or_a_repeat_means_the_same_on_a_ring(numbered):
+def test_a_gap_or_a_repeat_on_a_ring(numbered):
+    """Under a mask it means the same; without one, whether a document begins depends on the model."""
     row, inputs = ids(), {"position_ids": torch.tensor([NUMBERED[numbered]])}
-    expected = logits(ra.patch_model(tiny_model("llama", "eager")), row, **inputs)
+    mask = torch.ones_like(row)
+    expected = logits(ra.patch_model(tiny_model("llama", "eager")), row, **inputs, attention_mask=mask)
     models = [tiny_model("llama", "eager") for _ in range(2)]
-    for found in run_simulated(lambda ring: logits(ra.patch_model(models[ring.rank], ring=ring), row, **inputs), 2):
+
+    def work(ring):
+        model = ra.patch_model(models[ring.rank], ring=ring)
+        with pytest.raises(ValueError, match=r"position_ids of row 0 go from \d+ to \d+ at token \d+: pass an attention"):
+            logits(model, row, **inputs)
+        return logits(model, row, **inputs, attention_mask=mask)
+
+    for found in run_simulated(work, 2):
         assert distance(found, expected) <= EXACT
 
 
@@ -126,14 +135,11 @@ def test_positions_that_do_not_begin_where_a_document_does_are_refused(told):
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "gemma4"])
-def test_masks_that_were_made_without_the_documents_are_refused(model_type):
-    """The model around the text model makes the masks, before anything can tell it of documents."""
+def test_models_that_make_masks_around_their_text_model(model_type):
     row = ids()
     positions = torch.cat([torch.arange(stop - start) for start, stop in DOCUMENTS])[None]
     model = ra.patch_model(tiny_model(model_type, "eager"))
-    with pytest.raises(ValueError, match=r"masks that were made without them, .* leave attention_mask out"):
-        logits(model, row, position_ids=positions, attention_mask=torch.ones_like(row))
-    for inputs in ({}, TOLD["seq_idx"]):
+    for inputs in ({}, {"attention_mask": torch.ones_like(row)}, TOLD["seq_idx"]):
         found = logits(model, row, position_ids=positions, **inputs)
         for start, stop in DOCUMENTS:
             assert distance(found[:, start:stop], logits(model, row[:, start:stop])) <= EXACT
@@ -143,6 +149,14 @@ def test_masks_that_were_made_without_the_documents_are_refused(model_type):
     padded = {"attention_mask": mask, "position_ids": torch.arange(TOKENS)[None].masked_fill(mask == 0, 1)}
     whole = logits(tiny_model(model_type, "eager"), row, **padded)
     assert distance(logits(model, row, **padded)[:, :20], whole[:, :20]) <= EXACT
+
+
+def test_masks_that_were_made_without_the_documents_are_refused():
+    row, model = ids(), ra.patch_model(tiny_model("gemma3_text", "eager"))
+    positions = torch.cat([torch.arange(stop - start) for start, stop in DOCUMENTS])[None]
+    masks = dict.fromkeys(("full_attention", "sliding_attention"), torch.ones_like(row))
+    with pytest.raises(ValueError, match=r"masks that were made without them, .* leave attention_mask out"):
+        logits(model, row, position_ids=positions, attention_mask=masks)
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "opt", "roberta"])
