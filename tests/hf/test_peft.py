@@ -267,7 +267,7 @@ def test_learned_prefix(prefix, kind):
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_a_learned_prefix_over_a_ring(prefix):
-    inputs, _ = without_positions("left")
+    inputs, _ = without_positions("right")
     expected = prompted(ra.patch_model(llama()), PREFIXES[prefix])(**inputs).logits.detach()
     made = [prompted(llama(), PREFIXES[prefix]) for _ in range(2)]
     for found in run_simulated(lambda ring: ra.patch_model(made[ring.rank], ring=ring)(**inputs).logits, 2):
