@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..plan.layouts import SequenceLayout
@@ -159,7 +158,8 @@ def _check_gaps(positions: Tensor | None, documents: Documents) -> None:
 
 def _are_positions(positions: Any, batch: int, length: int) -> bool:
     """Returns whether these are positions [B or 1, n], or [axes, B or 1, n]."""
-    return isinstance(positions, Tensor) and positions.dim() in (2, 3) and positions.shape[-2:] in ((1, length), (batch, length))
+    rows = (1, length), (batch, length)
+    return isinstance(positions, Tensor) and positions.dim() in (2, 3) and positions.shape[-2:] in rows
 
 
 def whole_positions(runner: nn.Module, rows: WholeRows, arguments: Mapping[str, Any]) -> Tensor:

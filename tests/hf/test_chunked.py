@@ -10,8 +10,8 @@ from transformers.masking_utils import chunked_causal_mask_function, create_chun
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.cache import cache_argument
-from hf_ring_attention.hf.documents import documents_from_mask
 from hf_ring_attention.hf.config import warn_once
+from hf_ring_attention.hf.documents import documents_from_mask
 from hf_ring_attention.hf.masks import ring_dilated_mask, tokens_of
 from tests.support.probe import TOKENS, alone, batch, distance, errors, logits_and_gradients, over_ring
 from tests.support.ranks import run_simulated

@@ -3,8 +3,6 @@
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     CLIPTextConfig,
@@ -17,10 +15,9 @@ from transformers import (
 )
 
 import hf_ring_attention as ra
-from tests.support.neighbours import ENCODER, built, check, hooks, on_two_ranks
+from tests.support.neighbours import ENCODER, built, check
 from tests.support.probe import (
     LOGITS,
-    TOKENS,
     batch,
     distance,
     logits_and_gradients,

@@ -79,7 +79,9 @@ def test_a_gap_or_a_repeat_on_a_ring(numbered):
 
     def work(ring):
         model = ra.patch_model(models[ring.rank], ring=ring)
-        with pytest.raises(ValueError, match=r"position_ids of row 0 go from \d+ to \d+ at token \d+: pass an attention"):
+        with pytest.raises(
+            ValueError, match=r"position_ids of row 0 go from \d+ to \d+ at token \d+: pass an attention"
+        ):
             logits(model, row, **inputs)
         return logits(model, row, **inputs, attention_mask=mask)
 

@@ -35,6 +35,8 @@ TYPES = [
     and balances(model.model_type)
     and "output_router_logits" in CONFIG_MAPPING[model.model_type]().get_text_config().to_dict()
 ]
+
+
 @needs("transformers", "5.23", "all of these types")
 def test_most_types_with_experts_are_among_these():
     assert {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "jamba", "granitemoe", "gpt_oss", "qwen3_next"} <= {*TYPES}
