@@ -200,7 +200,7 @@ def parts(case, batch, dtype):
 
 def by_itself(case, batch):
     """Whether each document is expected to be computed by itself, rather than the batch as it is."""
-    if "rope_parameters" in case.changes or batch.as_eager:
+    if "rope_parameters" in case.changes or batch.as_eager or batch.holes:
         return False
     if case.patched:
         return bool(case.patterns) or batch.apart

@@ -27,7 +27,7 @@ COMMON = (
 #: Types whose query and key heads are equally many, and those whose heads stay as they are.
 UNGROUPED = {
     "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash", "minicpm3",
-    "youtu",
+    "sarvam_mla", "youtu",
 }  # fmt: skip
 FIXED_HEADS = {"diffllama", "helium", "mimo_v2_flash"}
 #: Types whose layers may be of either kind, in any order.
@@ -237,7 +237,7 @@ def random_patterns(rng, model_type, task, changes, batches):
     """By layer; none for a case that is computed exactly, as most are."""
     # What a cache holds of tokens that were the last is not what a row without a cache makes of them.
     draw = pattern_without_last if task == "generate" else random_pattern
-    as_they_are = "rope_parameters" in changes or any(batch.as_eager for batch in batches)
+    as_they_are = "rope_parameters" in changes or any(batch.as_eager or batch.holes for batch in batches)
     as_they_are = as_they_are or (task == "generate" and model_type in OTHER_STEPS)
     if as_they_are or model_type in SELF_NUMBERED or rng.random() > 0.2:
         return {}

@@ -53,7 +53,7 @@ class Batch:
 
     @property
     def holes(self):
-        """Whether there is padding inside of documents, which no model takes."""
+        """Whether there is padding inside of documents, which rings and mixers refuse."""
         return self.name.startswith("padding_inside")
 
     @property
