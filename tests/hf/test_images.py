@@ -15,6 +15,7 @@ from tests.support.probe import (
     distance,
     logits_and_gradients,
 )
+from tests.support.ranks import run_simulated
 from tests.support.tiny_models import tiny
 
 pytestmark = pytest.mark.usefixtures("calls")
@@ -117,3 +118,18 @@ def test_images_whose_tokens_see_each_other_are_refused(calls, implementation):
         model(**seen("gemma3")[0])
     assert not any("Gemma3" in type(layer).__name__ for layer in calls)
     assert distance(logits_of(model, inputs, labels), logits_of(seeing("gemma3"), inputs, labels)) <= LOGITS
+
+
+def test_such_images_are_refused_on_every_rank_of_a_ring():
+    models = [seeing("gemma3") for _ in range(2)]
+    inputs, labels = seen("gemma3", images=False)
+    expected = logits_of(seeing("gemma3"), inputs, labels)
+
+    def work(ring):
+        model = ra.patch_model(models[ring.rank], ring=ring)
+        with pytest.raises(ValueError, match=r"Gemma3.*cannot express this mask .*use 'eager' or 'sdpa'"):
+            model(**seen("gemma3")[0])
+        return logits_of(model, inputs, labels)
+
+    for found in run_simulated(work, 2):
+        assert distance(found, expected) <= LOGITS
