@@ -111,7 +111,8 @@ def rows_to_cut(
         layout: the layout of a sharded cache that these rows fill.
 
     Raises:
-        ValueError: no tokens, a mask or positions of other rows, or padding inside a document.
+        ValueError: no tokens, a mask or positions of other rows, positions that may mean several documents, or padding inside
+            a document.
     """
     tokens = tokens_in(arguments)
     if tokens is None or tokens.dim() < 2 or 0 in tokens.shape[:2]:
@@ -125,15 +126,41 @@ def rows_to_cut(
         raise ValueError(
             f"attention_mask is {tuple(mask.shape)}, and a ring takes padding as [{batch}, {length}]: pass the tokenizer's mask"
         )
-    if isinstance(positions, Tensor) and positions.shape[-1] != length:
-        raise ValueError(f"position_ids must have {length} tokens in a row, got {tuple(positions.shape)}")
+    if positions is not None and not _are_positions(positions, batch, length):
+        got = f"{tuple(positions.shape)}" if isinstance(positions, Tensor) else f"a {type(positions).__name__}"
+        raise ValueError(f"position_ids must be a tensor [{batch}, {length}] like the tokens, got {got}")
     documents, from_collator = documents_of_call(runner, tokens, arguments)
     if documents is None and isinstance(mask, Tensor):
         documents = documents_from_mask(mask != 0)
     documents = (((0, length),),) * batch if documents is None else documents
+    if mask is None and not from_collator:
+        _check_gaps(_text_positions(positions), documents)
     if layout is None:
         layout = ring.layout_for(length, pattern or model_pattern(runner), documents)
     return WholeRows(batch, length, documents, from_collator, layout)
+
+
+def _check_gaps(positions: Tensor | None, documents: Documents) -> None:
+    """Refuses positions of rows without a mask that skip or repeat inside a document, where some models begin another one.
+
+    Raises:
+        ValueError: such positions.
+    """
+    if positions is None or positions.shape[1] < 2:
+        return
+    for row, token in (positions.diff(dim=1) != 1).nonzero().tolist():
+        spans = documents if positions.shape[0] == len(documents) else documents[:1]
+        if token + 1 not in [start for start, _ in spans[row]]:
+            raise ValueError(
+                f"position_ids of row {row} go from {int(positions[row, token])} to {int(positions[row, token + 1])} at token "
+                f"{token + 1}: pass an attention_mask of ones if that is one document, else seq_idx or cu_seq_lens_q"
+            )
+
+
+def _are_positions(positions: Any, batch: int, length: int) -> bool:
+    """Returns whether these are positions [B or 1, n], or [axes, B or 1, n]."""
+    rows = (1, length), (batch, length)
+    return isinstance(positions, Tensor) and positions.dim() in (2, 3) and positions.shape[-2:] in rows
 
 
 def whole_positions(runner: nn.Module, rows: WholeRows, arguments: Mapping[str, Any]) -> Tensor:

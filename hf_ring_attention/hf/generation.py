@@ -14,6 +14,7 @@ from ..transport.agreement import digest
 from .cache import ShardedCache, cache_argument, sharded_cache
 from .calls import remember_prefill, switching_length
 from .config import model_layout
+from .heads import HeadCall, running
 from .mixers import STATES_INSIDE
 from .rings import attached_ring
 from .wrappers import evaluating, runner_of, whole_model
@@ -84,7 +85,8 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
     cache = sharded_cache(layout, config)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
-    with evaluating(inner):
+    # Nothing reads the hidden states, so they are not joined.
+    with evaluating(inner), running(HeadCall(None)):
         inner.base_model(
             input_ids=input_ids,
             position_ids=positions,
