@@ -19,13 +19,13 @@ import datasets
 import torch
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
+from hf_ring_attention.training.lengths import token_counts
 from tokens import columns_to_learn, tokenize
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_ring_attention as ra
 from hf_ring_attention.evaluation.texts import python_topics
 from hf_ring_attention.tools.arguments import at_least, check, existing_file
-from hf_ring_attention.training.lengths import token_counts
 
 LONG = ("split", "truncate", "drop", "raise")
 #: How a local file is read, by the end of its name.

@@ -38,6 +38,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import GradientAccumulationPlugin, LoggerType, broadcast_object_list, set_seed
+from hf_ring_attention.training.trainer_checks import is_finite_step
 from torch.autograd.graph import save_on_cpu
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -48,7 +49,6 @@ from hf_ring_attention.evaluation.calibration.result import load_pattern
 from hf_ring_attention.tools.arguments import at_least, missing_extra, new_file, new_folder, pattern_source, positive
 from hf_ring_attention.tools.benchmarks.harness import peak_memory
 from hf_ring_attention.tools.plots import plot_training
-from hf_ring_attention.training.trainer_checks import is_finite_step
 
 #: The schedules of transformers.get_scheduler that need nothing but the number of steps.
 SCHEDULES = (

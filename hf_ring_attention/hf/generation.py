@@ -14,7 +14,7 @@ from ..transport.agreement import digest
 from .cache import ShardedCache, cache_argument, sharded_cache
 from .calls import remember_prefill, switching_length
 from .config import model_layout
-from .heads import HeadCall, running
+from .heads import watched
 from .mixers import STATES_INSIDE
 from .rings import attached_ring
 from .wrappers import evaluating, runner_of, whole_model
@@ -86,7 +86,7 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
     # Nothing reads the hidden states, so they are not joined.
-    with evaluating(inner), running(HeadCall(None)):
+    with evaluating(inner), watched(None):
         inner.base_model(
             input_ids=input_ids,
             position_ids=positions,

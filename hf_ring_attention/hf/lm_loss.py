@@ -328,7 +328,8 @@ def _after_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 def remember_unsuited(call: LossInSlices) -> None:
     """Remembers that a class forms its logits in a way of its own, so that its later calls form them all; logs it once."""
     _UNSUITED[type(call.model)] = call.unsuited
-    _log_unsuited(type(call.model).__name__, call.unsuited)
+    if call.ring is None or call.ring.rank == 0:
+        _log_unsuited(type(call.model).__name__, call.unsuited)
 
 
 @lru_cache(maxsize=256)

@@ -63,7 +63,9 @@ def mesh_of(accelerator: Any, size: int | None) -> Mesh:
     if everyone is None:
         return Mesh(None, None, 0, 1)
     if rings is None:
-        mesh = init_device_mesh(accelerator.device.type, (world_size // size, size), mesh_dim_names=("dp_replicate", "cp"))
+        mesh = init_device_mesh(
+            accelerator.device.type, (world_size // size, size), mesh_dim_names=("dp_replicate", "cp")
+        )
         rings = mesh["cp"]
     config = accelerator.parallelism_config
     if config is not None and config.cp_size > 1:

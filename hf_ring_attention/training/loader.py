@@ -32,7 +32,9 @@ def prepare_data_loader(loader: Any, ring: Ring, pattern: Pattern | str | None) 
             f"prepare_data_loader: expected a torch DataLoader that was not prepared, got {type(loader).__name__}"
         )
     if not models:
-        raise ValueError("prepare_data_loader: no model was patched with this ring: call ra.patch_model(model, ring=ring)")
+        raise ValueError(
+            "prepare_data_loader: no model was patched with this ring: call ra.patch_model(model, ring=ring)"
+        )
     if ring.world_size > 1:
         chosen = None if pattern is None else as_pattern(pattern, "prepare_data_loader")
         loader.collate_fn = _CutBatches(loader.collate_fn, ring, models[0], chosen)
@@ -60,7 +62,9 @@ def cut_batch(batch: Mapping[str, Any], ring: Ring, runner: Any, pattern: Patter
         ValueError: as `rows_to_cut`.
     """
     tokens = tokens_in(batch)
-    if tokens is None or any(isinstance(x, Tensor) and x.is_floating_point() and x is not tokens for x in batch.values()):
+    if tokens is None or any(
+        isinstance(x, Tensor) and x.is_floating_point() and x is not tokens for x in batch.values()
+    ):
         return dict(batch)
     rows = rows_to_cut(runner, ring, batch, pattern)
     positions = whole_positions(runner, rows, batch)

@@ -238,7 +238,11 @@ def _wrong_settings(trainer: Any) -> ValueError | None:
     for wrong, setting, reason in (
         (args.n_gpu > 1, f"DataParallel over {args.n_gpu} GPUs", "start a process for each: accelerate launch"),
         (sharded and args.neftune_noise_alpha, "neftune_noise_alpha", "its noise depends on the length of a row"),
-        (sharded and getattr(args, "use_vllm", False), "use_vllm", "vLLM would complete each prompt once for each rank"),
+        (
+            sharded and getattr(args, "use_vllm", False),
+            "use_vllm",
+            "vLLM would complete each prompt once for each rank",
+        ),
         (
             args.world_size > 1 and getattr(args, "train_sampling_strategy", None) == "batch_rebalance",
             "train_sampling_strategy='batch_rebalance'",

@@ -106,8 +106,8 @@ def test_scales_and_caps_of_a_config_are_found_to_the_bit(name, dtype, rng):
 def test_logits_in_float32_of_a_model_in_16_bits(wider):
     """Scaled in the one or the other."""
     change = {"before": lambda x: x.float() / 1.003, "behind": lambda x: (x / 1.02).float()}[wider]
-    scales = {"logit_scale": 1.003, "logits_scaling": 1.02}
-    found, right = found_and_right(changed(change, torch.bfloat16, **scales), tokens())
+    scale = {"before": 1.003, "behind": 1.02}[wider]
+    found, right = found_and_right(changed(change, torch.bfloat16, logits_scaling=scale), tokens())
     assert found.dtype == right.dtype == torch.float32
     assert torch.equal(found, right)
 

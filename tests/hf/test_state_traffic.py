@@ -8,7 +8,7 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.heads import HeadCall, running
+from hf_ring_attention.hf.heads import watched
 from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.plan.choices import decide_call
 from hf_ring_attention.plan.problem import Problem
@@ -72,7 +72,7 @@ def rows(length):
 
 def logits_of_a_part(model, ids, positions):
     """Those of this rank's tokens, so that nothing is joined behind the decoder."""
-    with running(HeadCall(None)):
+    with watched(None):
         return model(ids, position_ids=positions, use_cache=False).logits
 
 

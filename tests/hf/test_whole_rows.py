@@ -49,7 +49,11 @@ def rows(kind):
 def model_of(auto, model_type, pattern="exact", ring=None, **changes):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.get_default_dtype()}
+        options = {
+            "attn_implementation": "eager",
+            "experts_implementation": "eager",
+            "dtype": torch.get_default_dtype(),
+        }
         model = auto.from_config(tiny_config(model_type, **changes), **options)
     draw(model)
     model.eval()
@@ -93,7 +97,9 @@ def check_over_ring(make, call, world_size=3, valid=None, bound=EXACT, **setting
             assert distance(own, other) <= bound, (name, distance(own, other))
         assert gradients.keys() == mean.keys()
         for name, x in mean.items():
-            error = float((x - gradients[name]).abs().max() / gradients[name].abs().max().clamp_min(1e-2 * largest_of_all))
+            error = float(
+                (x - gradients[name]).abs().max() / gradients[name].abs().max().clamp_min(1e-2 * largest_of_all)
+            )
             assert error <= bound, (name, error)
 
 
@@ -149,7 +155,9 @@ def test_kept_logits(keep):
 def test_labels_that_are_shifted_and_counted_by_the_caller():
     inputs, mask = rows("right")
     labels = inputs["input_ids"].masked_fill(mask == 0, -100)
-    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100).masked_fill(torch.rand(labels.shape) < 0.3, -100)
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100).masked_fill(
+        torch.rand(labels.shape) < 0.3, -100
+    )
     for items in (7, torch.tensor(11)):
         check_over_ring(
             lambda ring: model_of(AutoModelForCausalLM, "llama", "window:6+2", ring),
@@ -190,7 +198,8 @@ def test_short_rows(length):
 
 
 @pytest.mark.parametrize(
-    "model_type", ["mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "cohere2", "granite", "deepseek_v3", "bert"]
+    "model_type",
+    ["mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "cohere2", "granite", "deepseek_v3", "bert"],
 )
 def test_other_causal_models(model_type):
     """Windows, chunks, softcaps, sinks with logits, scaled logits, values narrower than keys, a head with layers of its own."""

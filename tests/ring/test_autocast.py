@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+from hf_ring_attention.hf.routers import _sums_over_tokens
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.kernels import choose_kernel
 from hf_ring_attention.hf import states
-from hf_ring_attention.hf.routers import _sums_over_tokens
 from hf_ring_attention.plan.problem import HeldKeys
 from hf_ring_attention.plan.state_runs import StateRun
 from hf_ring_attention.ring.attention import cached_attention

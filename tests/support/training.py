@@ -149,7 +149,9 @@ def loop(
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     # Accelerate steps a schedule once for each replica that has read a batch.
     replicas = accelerator.num_processes
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step / replicas) if decay else 1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1 / (1 + 0.1 * step / replicas) if decay else 1
+    )
     if wrap == "ddp":
         model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     model.train()

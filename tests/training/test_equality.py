@@ -20,6 +20,7 @@ LEFT = {**PADDED, "collator": functools.partial(padded, left=True)}
 PACKED = {"rows": packed(documents(16, 5, 41, seed=1), 64)[:6], "collator": default_data_collator}
 DATA = {"padded": PADDED, "left": LEFT, "packed": PACKED}
 
+
 def distillation(model, batch, items):
     return ra.distillation_loss(model, batch, items)
 
@@ -99,7 +100,9 @@ def run(rank, kind, data, settings):
 
 def alone(kind, data, settings):
     """One process, without what is special of processes."""
-    own = {name: settings[name] for name in ("batch_size", "accumulate", "pattern", "loss_of", "decay") if name in settings}
+    own = {
+        name: settings[name] for name in ("batch_size", "accumulate", "pattern", "loss_of", "decay") if name in settings
+    }
     # Both take the same steps, except that Trainer's end with an epoch.
     return run_once(kind if "accumulate" in own else loop, data, tuple(own.items()))
 

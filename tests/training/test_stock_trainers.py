@@ -31,7 +31,9 @@ def language(folder, make=tiny_llama):
 
 def tokens(count=8):
     tokenizer = word_tokenizer()
-    return texts(count, "text").map(lambda row: {"input_ids": tokenizer(row["text"])["input_ids"]}, remove_columns=["text"])
+    return texts(count, "text").map(
+        lambda row: {"input_ids": tokenizer(row["text"])["input_ids"]}, remove_columns=["text"]
+    )
 
 
 def finished(trainer):
@@ -70,7 +72,12 @@ def with_metrics(folder, ring_size):
     kind, ring = over(Trainer, ring_size)
     collator = DataCollatorForLanguageModeling(word_tokenizer(), mlm=False)
     changes = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "steps": 4}
-    changes |= {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "accuracy", "greater_is_better": True}
+    changes |= {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "metric_for_best_model": "accuracy",
+        "greater_is_better": True,
+    }
     args = TrainingArguments(**settings(folder, **changes))
     data = {"train_dataset": tokens(), "eval_dataset": tokens(5)}
     return finished(kind(language(folder), args, **data, data_collator=collator, compute_metrics=accuracy, **ring))
@@ -92,7 +99,13 @@ def own_loss(folder, ring_size):
     kind, ring = over(FocalTrainer, ring_size)
     collator = DataCollatorForLanguageModeling(word_tokenizer(), mlm=False)
     return finished(
-        kind(language(folder), TrainingArguments(**settings(folder)), train_dataset=tokens(), data_collator=collator, **ring)
+        kind(
+            language(folder),
+            TrainingArguments(**settings(folder)),
+            train_dataset=tokens(),
+            data_collator=collator,
+            **ring,
+        )
     )
 
 
@@ -143,7 +156,9 @@ def sft(folder, ring_size, **changes):
     trainer, config = trl("SFT")
     kind, ring = over(trainer, ring_size)
     args = config(**settings(folder, max_length=32, **changes))
-    return finished(kind(language(folder), args, train_dataset=texts(12, "text"), processing_class=word_tokenizer(), **ring))
+    return finished(
+        kind(language(folder), args, train_dataset=texts(12, "text"), processing_class=word_tokenizer(), **ring)
+    )
 
 
 def sft_packed(folder, ring_size):
@@ -185,7 +200,13 @@ def reward(folder, ring_size):
     kind, ring = over(trainer, ring_size)
     rows, args = texts(12, "chosen", "rejected"), config(**settings(folder, max_length=64))
     return finished(
-        kind(saved(folder, LlamaForSequenceClassification, reward_model), args=args, train_dataset=rows, processing_class=word_tokenizer(), **ring)
+        kind(
+            saved(folder, LlamaForSequenceClassification, reward_model),
+            args=args,
+            train_dataset=rows,
+            processing_class=word_tokenizer(),
+            **ring,
+        )
     )
 
 
@@ -277,7 +298,7 @@ def test_settings_that_rings_change_are_refused(tmp_path):
             run_ranks(run_program, 2, language_model_with(changes), str(tmp_path / "ring"), 2)
 
 
-class language_model_with:  # noqa: N801  # a function with settings, that processes can be sent
+class language_model_with:  # a function with settings, that processes can be sent
     def __init__(self, changes):
         self.changes = changes
 
