@@ -113,7 +113,8 @@ class _RingScheduler(AcceleratedScheduler):
     def step(self, *args: Any, **kwargs: Any) -> None:
         total = getattr(self.scheduler, "total_steps", None)
         self.split_batches = True  # A step of the class around is then a single one.
-        for number in range(self.rings if self.gradient_state.sync_gradients else 1):
+        follows_optimizer = self.step_with_optimizer and self.gradient_state.sync_gradients
+        for number in range(self.rings if follows_optimizer else 1):
             if number and total is not None and self.scheduler._step_count > total:
                 return
             super().step(*args, **kwargs)

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -20,13 +20,11 @@ if TYPE_CHECKING:
 #: The treatment of documents longer than a row; the name and three of the words are axolotl's.
 Strategy = Literal["raise", "truncate", "split", "drop"]
 
-_STRATEGIES = ("raise", "truncate", "split", "drop")
+#: Columns that are 0 for tokens that are not learned, as TRL names them; and columns of rows that were packed before.
+_LEARNED, _OF_ROWS = ("assistant_masks", "completion_mask"), ("position_ids", "seq_lengths", "seq_idx")
 
-#: Columns that are 0 for tokens that are not learned, as TRL names them.
-_LEARNED = ("assistant_masks", "completion_mask")
-
-#: Columns of rows that were packed before.
-_OF_ROWS = ("position_ids", "seq_lengths", "seq_idx")
+#: The columns of rows, and their types in a data set.
+_COLUMNS = {"input_ids": "int32", "labels": "int32", "position_ids": "int32", "attention_mask": "int8"}
 
 #: A buffer of fewer rows is warned of if their fill is lower: half a row of 50 is a hundredth.
 _ROWS_OF_A_BUFFER, _WELL_FILLED = 50, 0.97
@@ -74,9 +72,9 @@ def pack_documents(
     for name, number in (("row_length", row_length), ("buffer", buffer)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise ValueError(f"pack_documents: {name} must be a whole number of at least 1, got {number!r}")
-    if excess_length_strategy not in _STRATEGIES:
+    if excess_length_strategy not in (strategies := get_args(Strategy)):
         raise ValueError(
-            f"pack_documents: excess_length_strategy must be one of {', '.join(_STRATEGIES)}, got {excess_length_strategy!r}"
+            f"pack_documents: excess_length_strategy must be one of {', '.join(strategies)}, got {excess_length_strategy!r}"
         )
     into_rows = partial(_pack_buffer, row_length=row_length, strategy=excess_length_strategy, buffer=buffer)
     if isinstance(documents, Mapping):
@@ -89,9 +87,9 @@ def pack_documents(
         )
     # A stream may not know its columns: its first document names them.
     names = documents.column_names or list(next(iter(documents), {}))
-    return documents.with_format(None).map(
-        into_rows, with_indices=True, batched=True, batch_size=buffer, remove_columns=names
-    )
+    features = library.Features({name: library.List(library.Value(kind)) for name, kind in _COLUMNS.items()})
+    how = {"with_indices": True, "batched": True, "batch_size": buffer, "remove_columns": names, "features": features}
+    return documents.with_format(None).map(into_rows, **how)
 
 
 def _pack_buffer(
@@ -117,7 +115,7 @@ def _pack_buffer(
     # The first buffer speaks for the others.
     if numbers is not None and numbers[0] == 0 and len(numbers) == buffer > 1:
         _warn_of_few_rows(len(rows), sum(len(ids) for ids, _ in pieces), row_length, buffer)
-    packed: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "position_ids": [], "attention_mask": []}
+    packed: dict[str, list[list[int]]] = {name: [] for name in _COLUMNS}
     for row in rows:
         lengths = [len(pieces[number][0]) for number in row]
         parts = {
