@@ -72,7 +72,9 @@ class LossInSlices:
 
     def before_output(self, hidden: Tensor) -> Tensor:
         """Keeps the hidden states [B, n, width] of this rank, and returns the two tokens that the output layer is run on."""
-        if self._targets is None and self.hidden is not None:
+        if self._targets is not None:
+            return probe_of(hidden)
+        if self.hidden is not None:
             self.unsuited = "calls its output layer several times"
         if hidden.dim() != 3:
             self.unsuited = f"calls its output layer with hidden states {list(hidden.shape)}"
@@ -110,7 +112,9 @@ class LossInSlices:
         labels = self.labels.to(self.hidden.device)
         labels = labels.masked_fill(labels == ignore_index, IGNORED)
         self._targets = _part_of(labels, self.rows, self.ring).flatten()
-        total: Tensor = self.output(self.hidden)
+        # FSDP 2 and ZeRO 3 gather weights for a call. Detached, its input does not free them in backward, which the norm of the
+        # same FSDP group still needs. The hidden states themselves are read by `_sum_in_slices`.
+        total: Tensor = self.output(self.hidden.detach())
         items = (labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
         if self.ring is not None and self.ring.world_size > 1:
             total = self.ring.side_by_side(total[None], 0).sum()
