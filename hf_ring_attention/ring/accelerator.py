@@ -52,6 +52,14 @@ class RingAccelerator(Accelerator):
         with self._counting_processes():
             return super()._prepare_deepspeed(*args)
 
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepares a loader whose rows are divided among rings, also while DeepSpeed counts processes."""
+        before, self._preparing = self._preparing, False
+        try:
+            return super().prepare_data_loader(*args, **kwargs)
+        finally:
+            self._preparing = before
+
     @contextmanager
     def _counting_processes(self) -> Iterator[None]:
         """A context in which processes are counted: DeepSpeed computes its batch from their number."""
