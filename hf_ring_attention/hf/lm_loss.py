@@ -52,6 +52,7 @@ class LossInSlices:
         model: the model; output: its output layer.
         labels: [B, n] labels of next tokens, -100 for none, of whole rows.
         of_slice: the loss of a slice.
+        head: makes the logits of hidden states; change: makes them of the output layer's result.
         result: the mean loss of whole rows; None before it is computed.
     """
 
@@ -63,10 +64,12 @@ class LossInSlices:
         self.hidden: Tensor | None = None
         self.plain: Tensor | None = None
         self.head: Head | None = None
+        self.change: Head | None = None
         self.result: Tensor | None = None
         self.unsuited = ""
         self._targets: Tensor | None = None
         self._version = 0
+        self._formed: Tensor | None = None
 
     # ---- the output layer
 
@@ -107,6 +110,7 @@ class LossInSlices:
         if change is None:
             self.unsuited = "forms its logits in a way that its config does not name"
             return None
+        self.change = change
         changed, forward = change, self.output.forward
         self.head = lambda hidden: changed(forward(hidden))
         labels = self.labels.to(self.hidden.device)
@@ -166,13 +170,15 @@ class LossInSlices:
         return tuple(instead if are_logits(x) else x for x in output)
 
     def formed(self) -> Tensor:
-        """Returns [B, n, vocabulary] the logits of whole rows, on every rank; all ranks call it."""
-        assert self.hidden is not None and self.head is not None
-        hidden = self.hidden
-        if self.ring is not None and self.rows is not None and self.rows.layout is not None:
-            hidden = joined(hidden, self.rows, self.ring)
-        with torch.no_grad():
-            return self.head(hidden)
+        """Returns [B, n, vocabulary] the logits of whole rows, on every rank; all ranks call it together."""
+        assert self.hidden is not None and self.change is not None
+        if self._formed is None:
+            hidden = self.hidden
+            if self.ring is not None and self.rows is not None and self.rows.layout is not None:
+                hidden = joined(hidden, self.rows, self.ring)
+            with torch.no_grad():  # ZeRO 3 gathers weights for a call of the layer.
+                self._formed = self.change(self.output(hidden))
+        return self._formed
 
 
 def _part_of(labels: Tensor, rows: WholeRows | None, ring: Ring | None) -> Tensor:
@@ -344,7 +350,6 @@ class _LogitsOnUse(Tensor):
     """The logits of an evaluation with labels, which are formed when they are used first; all ranks use them together."""
 
     _call: LossInSlices
-    _whole: Tensor | None
 
     @staticmethod
     def of(call: LossInSlices) -> _LogitsOnUse:
@@ -354,7 +359,7 @@ class _LogitsOnUse(Tensor):
         logits: _LogitsOnUse = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             _LogitsOnUse, shape, dtype=torch.promote_types(plain.dtype, torch.float32), device=plain.device
         )
-        logits._call, logits._whole = call, None
+        logits._call = call
         return logits
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -362,12 +367,12 @@ class _LogitsOnUse(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            # ZeRO 3 passes all outputs through such views, and uses none of them.
+            return _LogitsOnUse.of(args[0]._call)
+
         def formed(x: Any) -> Any:
-            if not isinstance(x, _LogitsOnUse):
-                return x
-            if x._whole is None:
-                x._whole = x._call.formed().to(x.dtype)
-            return x._whole
+            return x._call.formed().to(x.dtype) if isinstance(x, _LogitsOnUse) else x
 
         tree_map = torch.utils._pytree.tree_map
         return function(*tree_map(formed, args), **tree_map(formed, kwargs or {}))
