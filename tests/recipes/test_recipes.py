@@ -226,6 +226,11 @@ def test_finetune_takes_the_same_steps_on_two_processes(folder, bounds, tmp_path
     )
 
 
+def test_two_rings_read_what_one_accumulates(folder, bounds, tmp_path):
+    finetune(folder, tmp_path, "--ring-size", 1, "--accumulate", 1, processes=2)
+    assert_same_steps(tmp_path, folder, bounds)
+
+
 def test_finetune_distills_from_exact_attention(folder, tmp_path):
     """With weights so large that a pattern changes what is predicted; on two processes, and from nudged weights for bounds."""
     found = {}
