@@ -28,6 +28,7 @@ class Batches:
         while True:
             self.loader.set_epoch(self.epoch)
             rest = self.accelerator.skip_first_batches(self.loader, self.batches) if self.batches else self.loader
+            rest.set_epoch(self.epoch)
             for batch in rest:
                 self.batches += 1
                 yield batch
