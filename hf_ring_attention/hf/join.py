@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ def joined_output(output: Any, join_hidden: Join, rows: WholeRows, ring: Ring) -
     def join_rows(x: Tensor) -> Tensor:
         return joined(x, rows, ring)
 
-    if not isinstance(output, Mapping):
+    if not isinstance(output, MutableMapping):
         return (whole(output[0], join_hidden), *(whole(x, join_rows) for x in output[1:]))
     for name, x in output.items():
         if "router" in name:

@@ -52,6 +52,7 @@ class LossInSlices:
         model: the model; output: its output layer.
         labels: [B, n] labels of next tokens, -100 for none, of whole rows.
         of_slice: the loss of a slice.
+        head: makes the logits of hidden states; change: makes them of the output layer's result.
         result: the mean loss of whole rows; None before it is computed.
     """
 
@@ -63,10 +64,12 @@ class LossInSlices:
         self.hidden: Tensor | None = None
         self.plain: Tensor | None = None
         self.head: Head | None = None
+        self.change: Head | None = None
         self.result: Tensor | None = None
         self.unsuited = ""
         self._total: Tensor | None = None
         self._version = 0
+        self._formed: Tensor | None = None
 
     # ---- the output layer
 
@@ -91,7 +94,7 @@ class LossInSlices:
         self.plain = logits.clone() if logits.is_inference() else logits
         self._version = version_of(logits)
         change, forward = named_change(self.model.config), self.output.forward
-        self.head = lambda hidden: change(forward(hidden))
+        self.change, self.head = change, lambda hidden: change(forward(hidden))
         self._total = _sum_in_slices(self)
 
     # ---- the loss
@@ -163,13 +166,15 @@ class LossInSlices:
         return tuple(instead if are_logits(x) else x for x in output)
 
     def formed(self) -> Tensor:
-        """Returns [B, n, vocabulary] the logits of whole rows, on every rank; all ranks call it."""
-        assert self.hidden is not None and self.head is not None
-        hidden = self.hidden
-        if self.ring is not None and self.rows is not None and self.rows.layout is not None:
-            hidden = joined(hidden, self.rows, self.ring)
-        with torch.no_grad():
-            return self.head(hidden)
+        """Returns [B, n, vocabulary] the logits of whole rows, on every rank; all ranks call it together."""
+        assert self.hidden is not None and self.change is not None
+        if self._formed is None:
+            hidden = self.hidden
+            if self.ring is not None and self.rows is not None and self.rows.layout is not None:
+                hidden = joined(hidden, self.rows, self.ring)
+            with torch.no_grad():  # ZeRO 3 gathers weights for a call of the layer.
+                self._formed = self.change(self.output(hidden))
+        return self._formed
 
 
 def _part_of(labels: Tensor, rows: WholeRows | None, ring: Ring | None) -> Tensor:
@@ -270,7 +275,15 @@ def loss_in_slices(
         return loss
     if call is not None:
         return logits.new_zeros(())  # The call is made again, with all logits.
-    own: Tensor = ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+    own: Tensor = ForCausalLMLoss(
+        logits,
+        labels,
+        vocab_size,  # type: ignore[arg-type]  # models pass it
+        num_items_in_batch,
+        ignore_index,
+        shift_labels,
+        **kwargs,
+    )
     return own
 
 
@@ -341,30 +354,31 @@ class _LogitsOnUse(Tensor):
     """The logits of an evaluation with labels, which are formed when they are used first; all ranks use them together."""
 
     _call: LossInSlices
-    _whole: Tensor | None
 
     @staticmethod
     def of(call: LossInSlices) -> _LogitsOnUse:
         plain, labels = call.plain, call.labels
         assert plain is not None
         shape = (*labels.shape, plain.shape[-1])
-        logits: _LogitsOnUse = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        logits: _LogitsOnUse = Tensor._make_wrapper_subclass(
             _LogitsOnUse, shape, dtype=torch.promote_types(plain.dtype, torch.float32), device=plain.device
         )
-        logits._call, logits._whole = call, None
+        logits._call = call
         return logits
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"LogitsOnUse({list(self.shape)}, formed when they are used)"
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            # ZeRO 3 passes all outputs through such views, and uses none of them.
+            return _LogitsOnUse.of(args[0]._call)
+
         def formed(x: Any) -> Any:
-            if not isinstance(x, _LogitsOnUse):
-                return x
-            if x._whole is None:
-                x._whole = x._call.formed().to(x.dtype)
-            return x._whole
+            return x._call.formed().to(x.dtype) if isinstance(x, _LogitsOnUse) else x
 
         tree_map = torch.utils._pytree.tree_map
         return function(*tree_map(formed, args), **tree_map(formed, kwargs or {}))

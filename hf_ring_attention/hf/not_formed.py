@@ -39,7 +39,7 @@ class NotFormed:
         return found._refuse()
 
     __hash__ = object.__hash__
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse  # type: ignore[assignment]
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = __matmul__ = _refuse
     __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = __rmatmul__ = _refuse
     __iadd__ = __isub__ = __imul__ = __itruediv__ = __neg__ = __pos__ = __abs__ = __invert__ = _refuse

@@ -52,6 +52,14 @@ class RingAccelerator(Accelerator):
         with self._counting_processes():
             return super()._prepare_deepspeed(*args)
 
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepares a loader whose rows are divided among rings, also while DeepSpeed counts processes."""
+        before, self._preparing = self._preparing, False
+        try:
+            return super().prepare_data_loader(*args, **kwargs)
+        finally:
+            self._preparing = before
+
     @contextmanager
     def _counting_processes(self) -> Iterator[None]:
         """A context in which processes are counted: DeepSpeed computes its batch from their number."""
@@ -113,7 +121,8 @@ class _RingScheduler(AcceleratedScheduler):
     def step(self, *args: Any, **kwargs: Any) -> None:
         total = getattr(self.scheduler, "total_steps", None)
         self.split_batches = True  # A step of the class around is then a single one.
-        for number in range(self.rings if self.gradient_state.sync_gradients else 1):
+        follows_optimizer = self.step_with_optimizer and self.gradient_state.sync_gradients
+        for number in range(self.rings if follows_optimizer else 1):
             if number and total is not None and self.scheduler._step_count > total:
                 return
             super().step(*args, **kwargs)

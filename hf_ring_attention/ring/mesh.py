@@ -175,8 +175,8 @@ def _wrong_parallelism(accelerator: Any, size: int, rings: DeviceMesh | None) ->
         )
     if sizes.get("tp_size", 1) > 1:
         return ValueError(
-            f"Ring.from_accelerator: tp_size={sizes['tp_size']} divides heads among ranks that need the same rows, which Accelerate's "
-            f"loaders do not give them: use ra.Ring(mesh['cp']), and give all ranks of a mesh row the same batch"
+            f"Ring.from_accelerator: tp_size={sizes['tp_size']} divides heads among ranks that need the same rows, which "
+            f"its loaders would not give them: use ra.Ring(mesh['cp']), and give all ranks of a mesh row the same batch"
         )
     if sizes.get("cp_size", 1) > 1 and rings is None:
         return ValueError(

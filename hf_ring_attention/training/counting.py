@@ -38,8 +38,8 @@ def count_rings_by_name(trainer: Any, ring: Ring) -> ValueError | None:
                 continue
             if getattr(type(trainer), name) is not method:
                 return ValueError(
-                    f"{type(trainer).__name__} overrides {name} of {kind.__name__}, which counts processes and not rings: rename "
-                    f"the override, or use one process for each sequence (ring_size=1)"
+                    f"{type(trainer).__name__} overrides {name} of {kind.__name__}, which counts processes and not rings: "
+                    f"rename the override, or use one process for each sequence (ring_size=1)"
                 )
             space = {**function.__globals__, **{x: replacements[x] for x in own}}
             copy = FunctionType(

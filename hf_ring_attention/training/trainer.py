@@ -39,13 +39,13 @@ else:
 class RingTrainerMixin(_Trainer):
     """Makes a Trainer shard its sequences over rings: `class RingDPOTrainer(ra.RingTrainerMixin, DPOTrainer): pass`.
 
-    The model is patched to "ring_dilated" with the pattern of its config; so is a reference model. Collators, losses, metrics and
-    evaluation are the Trainer's own: its accelerator counts rings (`Ring.from_accelerator`), batch sizes are those of a ring, and
-    the model takes whole rows. TRL's trainers that generate give the ranks of a ring the same completions.
+    The model is patched to "ring_dilated" with the pattern of its config; so is a reference model. Collators, losses, metrics
+    and evaluation are the Trainer's own: its accelerator counts rings (`Ring.from_accelerator`), batch sizes are those of a
+    ring, and the model takes whole rows. TRL's trainers that generate give the ranks of a ring the same completions.
 
     Args:
-        ring_size, ring_layout, ring_transport, ring_heads, offload_activations: as in `RingTrainingArguments`, for Trainers with
-            arguments of their own.
+        ring_size, ring_layout, ring_transport, ring_heads, offload_activations: as in `RingTrainingArguments`, for Trainers
+            with arguments of their own.
 
     Raises:
         ValueError: on every process, at set-up: no ring size for several processes, or one that does not divide their number; a
@@ -133,7 +133,7 @@ class RingTrainerMixin(_Trainer):
 
     def store_flos(self) -> None:
         """Adds up the operations of all rings, whose ranks have each counted whole rows."""
-        self.current_flos = self.current_flos / self.ring.world_size
+        self.current_flos = self.current_flos // self.ring.world_size
         super().store_flos()
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:

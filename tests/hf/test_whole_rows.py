@@ -137,7 +137,7 @@ def test_logits_and_hidden_states(model_type, kind):
     for options in ({}, {"output_hidden_states": True}):
         check_over_ring(
             lambda ring: model_of(AutoModelForCausalLM, model_type, "window:6+2", ring),
-            lambda model: model(**inputs, **options, use_cache=False),
+            lambda model, options=options: model(**inputs, **options, use_cache=False),
             valid=mask,
             layout="zigzag",
         )
@@ -161,7 +161,7 @@ def test_labels_that_are_shifted_and_counted_by_the_caller():
     for items in (7, torch.tensor(11)):
         check_over_ring(
             lambda ring: model_of(AutoModelForCausalLM, "llama", "window:6+2", ring),
-            lambda model: model(
+            lambda model, items=items: model(
                 **inputs, labels=labels, shift_labels=shifted, num_items_in_batch=items, use_cache=False
             ),
         )
@@ -173,7 +173,7 @@ def test_rows_told_by_collators():
     for description in told:
         check_over_ring(
             lambda ring: model_of(AutoModelForCausalLM, "llama", "window:6+2", ring),
-            lambda model: model(ids, **description, labels=ids, use_cache=False),
+            lambda model, told=description: model(ids, **told, labels=ids, use_cache=False),
         )
 
 
@@ -245,9 +245,13 @@ def test_sequence_classification(kind):
     inputs["input_ids"] = inputs["input_ids"].masked_fill(mask == 0, 0)
     for model_type, labels in (("llama", torch.tensor([0, 1])), ("bert", torch.tensor([1, 0]))):
         check_over_ring(
-            lambda ring: model_of(AutoModelForSequenceClassification, model_type, "window:6+2", ring, is_decoder=False),
-            lambda model: model(**inputs, labels=labels),
+            functools.partial(classifier, model_type),
+            lambda model, labels=labels: model(**inputs, labels=labels),
         )
+
+
+def classifier(model_type, ring):
+    return model_of(AutoModelForSequenceClassification, model_type, "window:6+2", ring, is_decoder=False)
 
 
 def test_a_reward_head():
@@ -296,7 +300,7 @@ def test_a_base_model_and_a_pooler():
     inputs, mask = rows("right")
     for model_type in ("llama", "bert"):
         check_over_ring(
-            lambda ring: model_of(AutoModel, model_type, "window:6+2", ring, is_decoder=False),
+            lambda ring, kind=model_type: model_of(AutoModel, kind, "window:6+2", ring, is_decoder=False),
             lambda model: model(**inputs, output_hidden_states=True),
             valid=mask,
         )
@@ -314,7 +318,9 @@ SEEING = {
     "qwen2_5_vl": (
         {
             "text_config": {"rope_parameters": ROPE},
-            "vision_config": {"depth": 2, "patch_size": 2, "fullatt_block_indexes": [1], "window_size": 8, "out_hidden_size": 32},
+            "vision_config": {
+                "depth": 2, "patch_size": 2, "fullatt_block_indexes": [1], "window_size": 8, "out_hidden_size": 32,
+            },
             **GRID,
         },
         4,
@@ -425,9 +431,9 @@ def test_logits_and_caches_that_were_not_formed_say_so_when_they_are_used():
     def work(ring):
         model = ra.patch_model(models[ring.rank], ring=ring)
         output = model(**inputs, labels=inputs["input_ids"])
-        with pytest.raises(RuntimeError, match="this output has no logits: .* call the model without labels"):
+        with pytest.raises(RuntimeError, match=r"this output has no logits: .* call the model without labels"):
             output.logits.argmax(-1)
-        with pytest.raises(RuntimeError, match="this output has no cache: .*use_cache=True"):
+        with pytest.raises(RuntimeError, match=r"this output has no cache: .*use_cache=True"):
             model(inputs["input_ids"][:, :1], cache=model(**inputs).cache)
 
     run_simulated(work, 2)

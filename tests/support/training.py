@@ -120,7 +120,7 @@ def loop(
     workers=0,
     decay=False,
 ):
-    """An Accelerate program as its users write it; `wrap` is what holds the parameters of the model, a `tiny_llama` without one.
+    """An Accelerate program as its users write it; `wrap` holds the parameters of the model, a `tiny_llama` without one.
 
     Args:
         loss_of: (model, batch, number of labels) -> the loss of a batch; None for the model's own.

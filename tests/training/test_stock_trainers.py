@@ -39,8 +39,10 @@ def tokens(count=8):
 def finished(trainer):
     """The weights after training, and its log."""
     trainer.train()
-    logs = [{name: x for name, x in entry.items() if isinstance(x, float) and not any(word in name for word in ("time", "_per_"))}
-            for entry in trainer.state.log_history]  # fmt: skip
+    logs = [
+        {name: x for name, x in entry.items() if isinstance(x, float) and "time" not in name and "_per_" not in name}
+        for entry in trainer.state.log_history
+    ]
     return weights(trainer.model), logs
 
 
