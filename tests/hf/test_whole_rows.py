@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.private import checkpoint_activations
+from hf_ring_attention.hf.heads import watched
 
 from ..support.neighbours import built
 from ..support.ranks import run_simulated
@@ -464,3 +465,53 @@ def test_ranks_with_different_rows_are_told_what_differs(change, message):
             ra.patch_model(models[ring.rank], ring=ring)(**own)
 
     run_simulated(work, 2)
+
+
+# ---- what is exchanged
+
+
+def moved(ring, call):
+    ring.reset_traffic()
+    call()
+    traffic = ring.traffic()
+    assert traffic.sent_bytes >= 0
+    return traffic.received_bytes
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bytes_of_joining_are_those_of_their_formulas(world_size):
+    """Per rank: p - 1 parts of hidden states, of a few tokens, or of fields; p - 1 sums of losses; and no objects."""
+    inputs, mask = rows("right")
+    labels = inputs["input_ids"].masked_fill(mask == 0, -100)
+    models = [model_of(AutoModelForCausalLM, "llama", "window:6+2").eval() for _ in range(world_size)]
+    pytest.importorskip("trl")
+    from trl.trainer.utils import add_fused_lm_head
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("objects were gathered in a forward pass")
+
+    def work(ring):
+        model = ra.patch_model(models[ring.rank], ring=ring)
+        add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+        ring._communicator.gather_objects = refuse
+        layout = ring.layout_for(TOKENS, "window:6+2", [[(0, TOKENS - 6)], [(0, TOKENS)]])
+        others, local, width = world_size - 1, layout.local_len, model.config.hidden_size
+        with torch.no_grad():
+            with watched(None):
+                alone = moved(ring, lambda: model.base_model(**inputs))
+            found = {
+                "hidden states": moved(ring, lambda: model(**inputs)),
+                "kept": moved(ring, lambda: model(**inputs, logits_to_keep=3)),
+                "loss": moved(ring, lambda: model(**inputs, labels=labels)),
+                "fields": moved(ring, lambda: model(**inputs, labels=labels, fused_lm_head=True)),
+            }
+        return {name: x - alone for name, x in found.items()}, {
+            "hidden states": others * 2 * local * width * 8,
+            "kept": others * 2 * 3 * width * 8,
+            "loss": others * 8,
+            # Two fields, and the mask of labels.
+            "fields": others * 2 * local * (2 * 8 + 1),
+        }
+
+    for found, expected in run_simulated(work, world_size, layout="zigzag"):
+        assert found == expected

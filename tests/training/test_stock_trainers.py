@@ -5,6 +5,8 @@ import importlib
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from torch.utils.data import DataLoader
 from transformers import (
     DataCollatorForLanguageModeling,
     LlamaConfig,
@@ -12,8 +14,10 @@ from transformers import (
     LlamaForSequenceClassification,
     Trainer,
     TrainingArguments,
+    get_scheduler,
 )
 
+import hf_ring_attention as ra
 from tests.support.ranks import run_ranks
 from tests.support.stock import over, run_program, save, saved, settings, texts, weights, word_tokenizer
 from tests.support.tolerance import distance
@@ -146,6 +150,45 @@ def resumed(folder, ring_size):
     return whole
 
 
+# ---- Accelerate
+
+
+def accelerate_loop(folder, ring_size):
+    """A loop with accumulation and a schedule, which goes on in the middle of an epoch from what it has saved."""
+
+    def begun():
+        settings = DataLoaderConfiguration(use_seedable_sampler=True)
+        accelerator = Accelerator(gradient_accumulation_steps=2, dataloader_config=settings)
+        ring = None if ring_size is None else ra.Ring.from_accelerator(accelerator, ring_size)
+        model = ra.patch_model(language(folder), ring=ring)
+        collator = DataCollatorForLanguageModeling(word_tokenizer(), mlm=False)
+        torch.manual_seed(3)
+        loader = DataLoader(tokens(16), 2, shuffle=True, collate_fn=collator)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        schedule = get_scheduler("linear", optimizer, 1, 8)
+        return accelerator, *accelerator.prepare(model, optimizer, loader, schedule)
+
+    def train(accelerator, model, optimizer, loader, schedule, batches, save_after=None):
+        for number, batch in enumerate(batches):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            if number + 1 == save_after:
+                accelerator.save_state(f"{folder}/state")
+        return weights(accelerator.unwrap_model(model))
+
+    parts = begun()
+    whole = train(*parts, parts[3], save_after=4)
+    parts = begun()
+    parts[0].load_state(f"{folder}/state")
+    again = train(*parts, parts[0].skip_first_batches(parts[3], 4))
+    for name, x in whole.items():
+        assert torch.equal(x, again[name]), name
+    return whole, []
+
+
 # ---- TRL
 
 
@@ -264,7 +307,7 @@ def tiny_teacher(pattern):
     return tiny_llama(pattern, seed=5)
 
 
-PROGRAMS = [language_model, label_smoothing, accumulated, with_metrics, own_loss, classifier, resumed]
+PROGRAMS = [language_model, label_smoothing, accumulated, with_metrics, own_loss, classifier, resumed, accelerate_loop]
 OF_TRL = [sft, sft_packed, sft_completions, dpo, kto, reward, grpo, grpo_in_two_steps, rloo, distillation]
 
 
