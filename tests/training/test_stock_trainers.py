@@ -323,17 +323,33 @@ def test_trainers_of_trl(program, tmp_path):
     compare(program, tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("program", [with_metrics, dpo, grpo], ids=lambda program: program.__name__)
+def test_two_rings_of_two_are_two_processes(program, tmp_path):
+    """Rewards are grouped over rings, and metrics count the rows of each ring once."""
+    pytest.importorskip("trl")
+    save(tmp_path, tiny_llama, tiny_teacher, classifier_model, reward_model)
+    (expected, log), _ = run_ranks(run_program, 2, program, str(tmp_path / "two"), None)
+    for found, own_log in run_ranks(run_program, 4, program, str(tmp_path / "rings"), 2):
+        assert_alike(found, own_log, expected, log)
+
+
 def compare(program, folder):
     save(folder, tiny_llama, tiny_teacher, classifier_model, reward_model)
     expected, log = run_program(0, program, str(folder / "one"), None)
     for found, own_log in run_ranks(run_program, 2, program, str(folder / "ring"), 2):
-        assert found.keys() == expected.keys()
-        for name, x in found.items():
-            assert distance(x, expected[name]) <= BOUND, (name, distance(x, expected[name]))
-        assert len(own_log) == len(log)
-        for entry, other in zip(own_log, log, strict=True):
-            for name, value in other.items():
-                assert entry[name] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), name
+        assert_alike(found, own_log, expected, log)
+
+
+def assert_alike(found, own_log, expected, log):
+    """The weights, and all that was logged."""
+    assert found.keys() == expected.keys()
+    for name, x in found.items():
+        assert distance(x, expected[name]) <= BOUND, (name, distance(x, expected[name]))
+    assert len(own_log) == len(log)
+    for entry, other in zip(own_log, log, strict=True):
+        for name, value in other.items():
+            assert entry[name] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), name
 
 
 def test_settings_that_rings_change_are_refused(tmp_path):
