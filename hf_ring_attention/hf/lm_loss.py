@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ..compute.private import version_of
+from ..compute.private import tree_map, version_of, without_numbers
 from ..plan.choices import Decision
 from ..ring.ring import Ring
 from .cut import WholeRows
@@ -192,7 +192,7 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
     """Returns the tensors of a module that need gradients: its parameters, and views of weights that FSDP 1 puts there."""
     found: dict[int, Tensor] = {}
     for inner in module.modules():
-        for x in (*inner._parameters.values(), *vars(inner).values()):
+        for x in (*inner.parameters(recurse=False), *vars(inner).values()):
             if isinstance(x, Tensor) and x.requires_grad:
                 found.setdefault(id(x), x)
     return list(found.values())
@@ -360,7 +360,7 @@ class _LogitsOnUse(Tensor):
         plain, labels = call.plain, call.labels
         assert plain is not None
         shape = (*labels.shape, plain.shape[-1])
-        logits: _LogitsOnUse = Tensor._make_wrapper_subclass(
+        logits: _LogitsOnUse = without_numbers(
             _LogitsOnUse, shape, dtype=torch.promote_types(plain.dtype, torch.float32), device=plain.device
         )
         logits._call = call
@@ -380,5 +380,4 @@ class _LogitsOnUse(Tensor):
         def formed(x: Any) -> Any:
             return x._call.formed().to(x.dtype) if isinstance(x, _LogitsOnUse) else x
 
-        tree_map = torch.utils._pytree.tree_map
         return function(*tree_map(formed, args), **tree_map(formed, kwargs or {}))

@@ -19,7 +19,7 @@ class NotFormed:
     """
 
     def __init__(self, what: str, remedy: str) -> None:
-        vars(self).update(_what=what, _remedy=remedy)
+        self._what, self._remedy = what, remedy
 
     def __repr__(self) -> str:
         return f"NotFormed({self._what}: {self._remedy})"

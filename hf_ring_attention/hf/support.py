@@ -232,14 +232,6 @@ def calls_loss_function(model_class: type[Any]) -> bool:
 _NO_CODE = compile("", "", "exec")
 
 
-def takes_shift_labels(model: PreTrainedModel) -> bool:
-    """Returns whether a model that is given shift_labels and num_items_in_batch divides the sum of the one by the other."""
-    if "shift_labels" in inspect.signature(model.forward).parameters:
-        return True
-    causal = LOSS_MAPPING.get(model.loss_type or "ForCausalLM", ForCausalLMLoss) is ForCausalLMLoss
-    return causal and calls_loss_function(type(model))
-
-
 def untrainable(model: PreTrainedModel) -> ValueError | None:
     """Returns the error of a model that its config keeps from training, because it drops attention weights; else None."""
     dropout = [

@@ -16,6 +16,8 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import gather_object, recursively_apply
 from torch import Tensor
 
+from ..compute.private import check_accelerate
+
 if TYPE_CHECKING:
     from .ring import Ring
 
@@ -123,7 +125,7 @@ class _RingScheduler(AcceleratedScheduler):
         self.split_batches = True  # A step of the class around is then a single one.
         follows_optimizer = self.step_with_optimizer and self.gradient_state.sync_gradients
         for number in range(self.rings if follows_optimizer else 1):
-            if number and total is not None and self.scheduler._step_count > total:
+            if number and total is not None and self.scheduler.last_epoch >= total:
                 return
             super().step(*args, **kwargs)
 
@@ -140,5 +142,6 @@ def _leaves(x: Any) -> Iterator[Any]:
 
 def count_rings(accelerator: Any, ring: Ring) -> None:
     """Makes an Accelerator count rings from now on."""
+    check_accelerate()
     accelerator.__class__ = RingAccelerator
     accelerator.ring = ring

@@ -16,7 +16,7 @@ from torch.autograd.graph import save_on_cpu
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import seed_worker
 
-from ..compute.private import check_trainer
+from ..compute.private import check_trainer, check_trl
 from ..hf.config import settings_of, use_settings
 from ..hf.patch import patch_model
 from ..hf.support import untrainable
@@ -75,6 +75,7 @@ class RingTrainerMixin(_Trainer):
         error = _wrong_settings(self) or count_rings_by_name(self, self.ring)
         self.ring.agree_everywhere("the set-up of a Trainer", {}, error)
         self._patch_beside()
+        check_trl(type(self))
         if hasattr(super(), "_generate_single_turn"):
             # TRL has set a seed by process; the ranks of a ring draw the same numbers.
             set_seed(self.args.seed + self.ring.dp_rank)
