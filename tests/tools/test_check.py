@@ -21,6 +21,7 @@ from hf_ring_attention.tools.checks.machine import _NEWEST_TESTED
 from hf_ring_attention.tools.checks.runner import CheckOptions, CheckRun
 from tests.support.programs import run_program
 from tests.support.ranks import TIMEOUT
+from tests.support.releases import needs_mixers
 
 ROOT = Path(__file__).parents[2]
 #: Seconds for a check where a process hangs: enough for all checks before it. Elsewhere a busy machine has all the time.
@@ -238,6 +239,7 @@ def test_generation_under_any_pattern(pattern, capsys):
     assert found["generation"][0] == "ok"
 
 
+@needs_mixers
 def test_types_that_cannot_be_prefilled_are_skipped(tmp_path, capsys):
     CONFIG_MAPPING["recurrent_gemma"]().save_pretrained(tmp_path)
     found = verdicts(alone(["--model", str(tmp_path)], capsys)[1])[0]
