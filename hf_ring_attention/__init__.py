@@ -40,16 +40,8 @@ if TYPE_CHECKING:
     from .tools.estimates.estimate import Estimate as Estimate
     from .tools.estimates.estimate import estimate as estimate
     from .training.arguments import RingTrainingArguments as RingTrainingArguments
-    from .training.collators import PackingCollator as PackingCollator
-    from .training.collators import PaddingCollator as PaddingCollator
     from .training.distillation import distillation_loss as distillation_loss
-    from .training.fill import row_fill as row_fill
-    from .training.losses import next_token_loss as next_token_loss
-    from .training.losses import sliced_loss as sliced_loss
-    from .training.next_tokens import count_tokens as count_tokens
     from .training.packing import pack_documents as pack_documents
-    from .training.shards import layout_of_shard as layout_of_shard
-    from .training.shards import shard_batch as shard_batch
     from .training.trainer import RingTrainer as RingTrainer
     from .training.trainer import RingTrainerMixin as RingTrainerMixin
     from .transport.lost_processes import naming_lost_processes as naming_lost_processes
@@ -63,8 +55,6 @@ _HOMES = {
     "Explanation": "ring.explain",
     "Last": "plan.branches",
     "ModelSupport": "hf.models",
-    "PackingCollator": "training.collators",
-    "PaddingCollator": "training.collators",
     "Pattern": "plan.patterns",
     "PerplexityReport": "evaluation.perplexity",
     "Ring": "ring.ring",
@@ -77,25 +67,19 @@ _HOMES = {
     "Traffic": "transport.transports",
     "Window": "plan.branches",
     "calibrate": "evaluation.calibration.calibrate",
-    "count_tokens": "training.next_tokens",
     "distillation_loss": "training.distillation",
     "estimate": "tools.estimates.estimate",
     "exact_attention": "hf.exact",
     "explain": "ring.explain",
     "naming_lost_processes": "transport.lost_processes",
-    "next_token_loss": "training.losses",
     "pack_documents": "training.packing",
     "patch_config": "hf.config",
     "patch_model": "hf.patch",
     "perplexity": "evaluation.perplexity",
     "prefill": "hf.generation",
     "ring_attention": "ring.attention",
-    "row_fill": "training.fill",
     "run_simulated": "ring.simulation",
-    "layout_of_shard": "training.shards",
-    "shard_batch": "training.shards",
     "simulate": "ring.simulation",
-    "sliced_loss": "training.losses",
     "supported_models": "hf.models",
 }
 
@@ -106,8 +90,6 @@ __all__ = [
     "Explanation",
     "Last",
     "ModelSupport",
-    "PackingCollator",
-    "PaddingCollator",
     "Pattern",
     "PerplexityReport",
     "Ring",
@@ -121,25 +103,19 @@ __all__ = [
     "Window",
     "__version__",
     "calibrate",
-    "count_tokens",
     "distillation_loss",
     "estimate",
     "exact_attention",
     "explain",
-    "layout_of_shard",
     "naming_lost_processes",
-    "next_token_loss",
     "pack_documents",
     "patch_config",
     "patch_model",
     "perplexity",
     "prefill",
     "ring_attention",
-    "row_fill",
     "run_simulated",
-    "shard_batch",
     "simulate",
-    "sliced_loss",
     "supported_models",
 ]
 

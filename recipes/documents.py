@@ -25,7 +25,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import hf_ring_attention as ra
 from hf_ring_attention.evaluation.texts import python_topics
 from hf_ring_attention.tools.arguments import at_least, check, existing_file
-from hf_ring_attention.training.lengths import token_counts
 
 LONG = ("split", "truncate", "drop", "raise")
 #: How a local file is read, by the end of its name.
@@ -318,17 +317,9 @@ def hold_out(
 
 
 def pack(documents: Dataset | IterableDataset, sources: Sources) -> Dataset | IterableDataset:
-    """Returns rows of `seq_len` tokens or fewer; without packing, each is a document, or a piece of a long one."""
+    """Returns rows of `seq_len` tokens; without packing, each is a document, or a piece of a long one, and padding."""
     buffer = sources.buffer if sources.packing else 1
     return ra.pack_documents(documents, sources.seq_len, buffer=buffer, excess_length_strategy=sources.long_documents)
-
-
-def collator(sources: Sources, tokenizer: PreTrainedTokenizerBase) -> ra.PaddingCollator:
-    """Returns the collator that makes batches of rows, or of documents that are not packed, a row each."""
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return ra.PaddingCollator(
-        pad_token_id=pad or 0, row_length=sources.seq_len, excess_length_strategy=sources.long_documents
-    )
 
 
 def describe(rows: Dataset | IterableDataset, sources: Sources, needed: int = 1) -> str:
@@ -336,13 +327,15 @@ def describe(rows: Dataset | IterableDataset, sources: Sources, needed: int = 1)
     if isinstance(rows, IterableDataset):
         packed = f"packed into rows of {sources.seq_len} by {sources.buffer}"
         return f"a stream of documents, {packed if sources.packing else f'in rows of {sources.seq_len} of their own'}"
-    tokens = int(token_counts(rows).sum())
+    tokens = pieces = 0
+    for batch in rows.with_format("numpy", columns=["attention_mask", "position_ids"]).iter(batch_size=100):
+        tokens += int(batch["attention_mask"].sum())
+        pieces += int(((batch["position_ids"] == 0) & (batch["attention_mask"] == 1)).sum())
     if len(rows) < needed:
         raise SystemExit(
             f"the data have {tokens} tokens to train on, which are {len(rows)} row(s) of {sources.seq_len}, and {needed} or "
             f"more are needed: about {needed} * {sources.seq_len} = {needed * sources.seq_len} tokens"
         )
-    pieces = sum(map(len, rows["seq_lengths"]))
     described = f"{pieces} documents, or pieces of long ones, of {tokens} tokens"
     if not sources.packing:
         return f"{described}, in rows of {sources.seq_len} of their own"
@@ -355,7 +348,7 @@ def _longer_than_a_row(documents: Dataset | IterableDataset, sources: Sources) -
     done = {"truncate": "truncated", "drop": "dropped"}.get(sources.long_documents)
     if done is None or isinstance(documents, IterableDataset):
         return ""
-    longer = int((token_counts(documents) > sources.seq_len).sum())
+    longer = sum(length > sources.seq_len for length in _lengths(documents))
     if not longer:
         return ""
     return f"; {longer} of {len(documents)} documents have more than {sources.seq_len} tokens, and were {done}"
@@ -367,11 +360,20 @@ def digest(documents: Dataset | IterableDataset) -> str:
         first = [document["input_ids"] for document in itertools.islice(documents, 10)]
         return hashlib.sha256(repr(first).encode()).hexdigest()
     checksum = hashlib.sha256()
-    for batch in documents.select_columns("input_ids").with_format("arrow").iter(batch_size=1000):
-        for part in batch["input_ids"].chunks:
-            checksum.update(repr(part.value_lengths().to_pylist()).encode())
-            checksum.update(part.flatten().to_numpy(zero_copy_only=False).tobytes())
+    for part in _parts(documents):
+        checksum.update(repr(part.value_lengths().to_pylist()).encode())
+        checksum.update(part.flatten().to_numpy(zero_copy_only=False).tobytes())
     return checksum.hexdigest()
+
+
+def _parts(documents: Dataset) -> Iterator[Any]:
+    """Yields the Arrow arrays of input_ids, a thousand documents or fewer at a time."""
+    for batch in documents.select_columns("input_ids").with_format("arrow").iter(batch_size=1000):
+        yield from batch["input_ids"].chunks
+
+
+def _lengths(documents: Dataset) -> list[int]:
+    return [length for part in _parts(documents) for length in part.value_lengths().to_pylist()]
 
 
 def _as_tensors(documents: list[dict[str, Any]]) -> HeldOut:

@@ -1,4 +1,4 @@
-"""Fine-tunes a causal language model on long documents with Accelerate, each sequence sharded over --ring-size processes.
+"""Fine-tunes a causal language model on long documents with Accelerate, each row shared by a ring of --ring-size processes.
 
 One device:     python recipes/finetune.py --seq-len 2048
 Many devices:   accelerate launch --num_processes 8 recipes/finetune.py --model ID --text FILE --ring-size 4 --seq-len 131072
@@ -37,18 +37,19 @@ import documents
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import GradientAccumulationPlugin, LoggerType, broadcast_object_list, set_seed
+from accelerate.utils import GradientAccumulationPlugin, LoggerType, broadcast_object_list, gather, set_seed
+from batches import Batches
 from torch.autograd.graph import save_on_cpu
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from tqdm.auto import tqdm
-from transformers import get_scheduler
+from transformers import default_data_collator, get_scheduler
 
 import hf_ring_attention as ra
 from hf_ring_attention.evaluation.calibration.result import load_pattern
 from hf_ring_attention.tools.arguments import at_least, missing_extra, new_file, new_folder, pattern_source, positive
 from hf_ring_attention.tools.benchmarks.harness import peak_memory
 from hf_ring_attention.tools.plots import plot_training
-from hf_ring_attention.training.trainer_checks import is_finite_step
+from hf_ring_attention.training.trainer import is_finite_step
 
 #: The schedules of transformers.get_scheduler that need nothing but the number of steps.
 SCHEDULES = (
@@ -190,6 +191,7 @@ def main() -> None:
     accelerator = Accelerator(
         mixed_precision=args.dtype,
         gradient_accumulation_plugin=accumulation,
+        step_scheduler_with_optimizer=False,  # The schedule counts optimizer steps, whatever the number of processes.
         log_with=args.report_to or None,
         project_dir=args.output,
     )
@@ -253,26 +255,28 @@ def fine_tune(args: argparse.Namespace, accelerator: Accelerator, ring: ra.Ring)
     if args.lora:
         model = common.add_lora(model, args.lora)
     ra.patch_model(model, pattern, ring=ring)
-    # Rows are drawn in a random order; a stream was shuffled where it was prepared.
-    order = {"shuffle": True} if hasattr(data.rows, "__len__") else {}
-    collate = documents.collator(sources, tokenizer)
-    loader = ring.prepare_data_loader(
-        DataLoader(data.rows, args.batch_size, drop_last=True, collate_fn=collate, **order)
-    )
-
+    # Rows are drawn in an order that follows from seed and epoch; a stream was shuffled so when it was prepared.
+    rows = data.rows
+    sampler = DistributedSampler(rows, 1, 0, seed=args.seed) if hasattr(rows, "__len__") else None
+    # Its own generator leaves dropout's random numbers alone when an epoch begins or is continued.
+    reading = {"sampler": sampler, "drop_last": True, "generator": torch.Generator()}
+    loader = DataLoader(rows, args.batch_size, collate_fn=default_data_collator, **reading)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=0.1)
     schedule = get_scheduler(args.schedule, optimizer, args.warmup, args.steps)
     raw_model = model
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    batches = Batches(accelerator, loader, ring)
     accelerator.init_trackers("finetune", config=settings)
 
-    loss_of = ra.distillation_loss if args.distill else ra.next_token_loss
     figures = checkpoints.Figures(
-        world_size=accelerator.num_processes, ring_size=ring.world_size, transport=ring.transport, pattern=args.pattern
+        world_size=ring.dp_size * ring.world_size,
+        ring_size=ring.world_size,
+        transport=ring.transport,
+        pattern=args.pattern,
     )
-    # A checkpoint also holds these, beside the model, its optimizer and the random states.
-    accelerator.register_for_checkpointing(schedule, loader, figures)
+    # A checkpoint also holds these, beside the model, its optimizer, the schedule and the random states.
+    accelerator.register_for_checkpointing(batches, figures)
 
     def evaluate(step: int) -> float:
         figures["held_out"][step] = loss = data.held_out.loss(raw_model, ring)
@@ -289,7 +293,7 @@ def fine_tune(args: argparse.Namespace, accelerator: Accelerator, ring: ra.Ring)
 
     if resumed:
         accelerator.load_state(str(resumed))
-        checkpoints.set_rates(optimizer, schedule)
+        checkpoints.set_rates(optimizer, schedule.scheduler)
         accelerator.print(f"going on after step {len(figures.steps)}, from {resumed}")
     elif data.held_out:
         figures["perplexity_before"] = evaluate(0)
@@ -297,7 +301,7 @@ def fine_tune(args: argparse.Namespace, accelerator: Accelerator, ring: ra.Ring)
             figures["perplexity_exact_before"] = evaluate_exact()
 
     model.train()
-    batches = epochs(loader)
+    reader = iter(batches)
     bar = tqdm(
         range(len(figures.steps) + 1, args.steps + 1),
         initial=len(figures.steps),
@@ -309,21 +313,22 @@ def fine_tune(args: argparse.Namespace, accelerator: Accelerator, ring: ra.Ring)
     with checkpoints.Stop() as stop:
         for step in bar:
             start = time.perf_counter()
-            shards = list(itertools.islice(batches, args.accumulate))
-            tokens = ra.count_tokens(shards)
+            step_batches = list(itertools.islice(reader, args.accumulate))
+            # The first token of a row is not predicted. The sums are over all rings.
+            learned = sum((batch["labels"][:, 1:] != -100).sum() for batch in step_batches)
+            tokens = accelerator.reduce(learned, "sum").clamp(min=1)
             total = torch.zeros((), device=accelerator.device)
-            for shard in shards:
+            for batch in step_batches:
                 with accelerator.accumulate(model):
                     with save_on_cpu(pin_memory=accelerator.device.type != "cpu") if args.offload else nullcontext():
-                        loss = loss_of(model, shard, tokens)
-                    # The loss is a share of the whole step's already; Accelerate would take the mean of the batches.
-                    accelerator.backward(loss * args.accumulate)
+                        loss = batch_loss(model, batch, tokens, distill=args.distill)
+                    # The loss is a share of the step's. Accelerate takes the mean over rings, and over the batches of a ring.
+                    accelerator.backward(loss * ring.dp_size * args.accumulate)
                 total += loss.detach()
             norm = accelerator.clip_grad_norm_(model.parameters(), args.clip)
             # FSDP 2 may leave each process its part.
             norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-            # Each share is scaled by the number of processes, because gradients are averaged over them.
-            loss = float(accelerator.reduce(total, "mean"))
+            loss = float(accelerator.reduce(total, "sum"))
             if not is_finite_step(accelerator, loss, norm):
                 accelerator.end_training()
                 checkpoints.end_not_finite(step, loss, norm, checkpoints.last_whole(args.output), "--lr")
@@ -331,7 +336,8 @@ def fine_tune(args: argparse.Namespace, accelerator: Accelerator, ring: ra.Ring)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            fill = ra.row_fill(shards)
+            filled = torch.stack([batch["attention_mask"].float().mean() for batch in step_batches]).mean()
+            fill = float(accelerator.reduce(filled, "mean"))
             seconds = time.perf_counter() - start
             figures.steps.append(
                 {"loss": loss, "grad_norm": norm, "tokens": int(tokens), "fill": fill, "seconds": seconds, "lr": rate}
@@ -352,7 +358,7 @@ def fine_tune(args: argparse.Namespace, accelerator: Accelerator, ring: ra.Ring)
             figures["perplexity_exact_after"] = evaluate_exact()
 
     memory = torch.tensor([peak_memory(accelerator.device)], device=accelerator.device)
-    figures["peak_memory_bytes"] = accelerator.gather(memory).tolist()
+    figures["peak_memory_bytes"] = gather(memory).tolist()
     speed = sum(step["tokens"] for step in figures.steps) / sum(step["seconds"] for step in figures.steps)
     fill = sum(step["fill"] for step in figures.steps) / len(figures.steps)
     figures["tokens_per_second"] = speed
@@ -379,17 +385,11 @@ def fine_tune(args: argparse.Namespace, accelerator: Accelerator, ring: ra.Ring)
     accelerator.end_training()
 
 
-def epochs(loader):
-    """Yields the batches of a loader, again and again, each time in another order."""
-    while True:
-        empty = True
-        for batch in loader:
-            empty = False
-            yield batch
-        if empty:
-            raise SystemExit(
-                "the data do not fill one batch: take more of them, or a smaller --batch-size or --seq-len"
-            )
+def batch_loss(model, batch, tokens, *, distill):
+    """Returns this ring's share of the mean loss of an optimizer step with so many tokens to predict."""
+    if distill:
+        return ra.distillation_loss(model, batch, tokens)
+    return model(**batch, num_items_in_batch=tokens).loss
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ import checkpoints
 import common
 import documents
 import torch
-from accelerate.utils import broadcast_object_list
-from transformers import HfArgumentParser
+from accelerate.utils import broadcast_object_list, gather
+from transformers import HfArgumentParser, default_data_collator
 
 import hf_ring_attention as ra
 from hf_ring_attention.evaluation.calibration.result import load_pattern
@@ -65,6 +65,8 @@ class TrainingArguments(ra.RingTrainingArguments):
     logging_steps: float = field(default=1)
     save_strategy: str = field(default="no")
     report_to: list[str] = field(default_factory=lambda: ["none"])
+    # A model that takes no position_ids must refuse packed rows, and not see them without.
+    remove_unused_columns: bool = field(default=False)
 
 
 #: Transformers 5.23 gave it a new name, and warns of the old one.
@@ -217,7 +219,7 @@ def train(args: Arguments, training: TrainingArguments) -> None:
         training,
         train_dataset=data.rows,
         eval_dataset=data.held_out_rows,
-        data_collator=documents.collator(args, tokenizer),
+        data_collator=default_data_collator,
         processing_class=tokenizer,
     )
     trainer.accelerator.print(common.describe_run(trainer.ring, args.pattern, replaces, data.description))
@@ -236,7 +238,7 @@ def train(args: Arguments, training: TrainingArguments) -> None:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     with checkpoints.writing("the model", output, remedy):
         trainer.save_model()
-    peak = trainer.accelerator.gather(torch.tensor([peak_memory(training.device)], device=training.device))
+    peak = gather(torch.tensor([peak_memory(training.device)], device=training.device))
     if trainer.is_world_process_zero():
         for rank, memory in enumerate(peak.tolist()):
             print(f"rank {rank}: peak memory {memory / 2**30:.2f} GiB")

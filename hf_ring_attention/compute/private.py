@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import lru_cache
+from importlib.metadata import version as installed_version
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -26,7 +27,7 @@ _HOOKS_AFTER = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_
 PROBED: dict[str, dict[str, tuple[str, ...]]] = {
     "torch": {
         "torch.nn.Module()": ("_call_impl", *_HOOKS_BEFORE, *_HOOKS_AFTER),
-        "torch.Tensor": ("_version",),
+        "torch.Tensor": ("_make_wrapper_subclass", "_version"),
         "torch.distributed.distributed_c10d": ("_get_default_store", "_object_to_tensor", "_tensor_to_object"),
         "torch.distributed.ProcessGroup": ("_get_backend", "_device_types"),
         "torch.distributed.ProcessGroupGloo.Options": ("_timeout",),
@@ -48,16 +49,14 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
         "transformers.utils.output_capturing": ("_active_collector",),
     },
     "transformers.generate": {"GenerationMixin": ("_prefill",), "GenerationMixin._prefill": ("input_chunks",)},
-    "transformers.Trainer": {
-        "Trainer": ("_get_dataloader", "_get_grad_norm", "_prepare_inputs", "_set_signature_columns_if_needed"),
-        "Trainer._set_signature_columns_if_needed": ("_signature_columns",),
-    },
+    "transformers.Trainer": {"Trainer": ("_get_dataloader", "_get_grad_norm")},
     "accelerate": {
-        "Accelerator.__init__": ("_models", "_schedulers"),
+        "Accelerator": ("_prepare_deepspeed", "_prepare_device_mesh"),
+        "Accelerator.__init__": ("_models",),
         "Accelerator.prepare_data_loader": ("_is_accelerate_prepared",),
     },
+    "trl": {"GRPOTrainer": ("_generate_single_turn",)},
     "lm_eval": {"HFLM": ("_loglikelihood_tokens", "_model_generate")},
-    "datasets": {"Dataset.__init__": ("_indices",), "IterableDataset.__init__": ("_distributed",)},
 }
 
 
@@ -176,10 +175,7 @@ def check_trainer(trainer_class: Any) -> None:
     """Raises ImportError where this release's Trainer lacks a private name that `training/trainer.py` overrides or calls."""
     import transformers
 
-    places = {"Trainer": trainer_class}
-    _check_found("transformers.Trainer", transformers.__version__, places)
-    places = {"Trainer._set_signature_columns_if_needed": trainer_class._set_signature_columns_if_needed}
-    _check_found("transformers.Trainer", transformers.__version__, places)
+    _check_found("transformers.Trainer", transformers.__version__, {"Trainer": trainer_class})
 
 
 def implementation_of(config: Any) -> str | None:
@@ -246,7 +242,7 @@ def attentions_are_collected() -> bool:
     return "attentions" in (output_capturing._active_collector.get() or ())
 
 
-# ---- Accelerate and datasets
+# ---- Accelerate
 
 
 @lru_cache
@@ -256,28 +252,11 @@ def check_accelerate() -> None:
     from accelerate import Accelerator
 
     places = {
+        "Accelerator": Accelerator,
         "Accelerator.__init__": Accelerator.__init__,
         "Accelerator.prepare_data_loader": Accelerator.prepare_data_loader,
     }
     _check_found("accelerate", accelerate.__version__, places)
-
-
-@lru_cache
-def check_datasets() -> None:
-    """Raises ImportError where this release of datasets lacks a private name that is used here."""
-    import datasets
-
-    places = {
-        "Dataset.__init__": datasets.Dataset.__init__,
-        "IterableDataset.__init__": datasets.IterableDataset.__init__,
-    }
-    _check_found("datasets", datasets.__version__, places)
-
-
-def schedules_of(accelerator: Any) -> list[Any]:
-    """Returns the learning rate schedules that an accelerator has prepared; none for None."""
-    check_accelerate()
-    return [] if accelerator is None else list(accelerator._schedulers)
 
 
 def prepared_models(accelerator: Any) -> list[Any]:
@@ -292,22 +271,17 @@ def is_prepared(loader: Any) -> bool:
     return bool(getattr(loader, "_is_accelerate_prepared", False))
 
 
-def mark_prepared(loader: Any) -> None:
-    """Makes Accelerate leave a data loader as it is."""
-    check_accelerate()
-    loader._is_accelerate_prepared = True
+# ---- TRL
 
 
-def part_of_stream(dataset: Any) -> Any:
-    """Returns the part (rank, world_size) of a streamed data set that `split_dataset_by_node` left; None for all of it."""
-    check_datasets()
-    return dataset._distributed
+def check_trl(trainer_class: Any) -> None:
+    """Raises ImportError if a Trainer of TRL that generates lacks a private name that `training/trainer.py` overrides."""
+    for kind in trainer_class.__mro__:
+        if kind.__name__ in ("GRPOTrainer", "RLOOTrainer"):
+            _check_found("trl", installed_version("trl"), {"GRPOTrainer": kind})
 
 
-def selected_rows(table: Any) -> Any:
-    """Returns the row numbers that select, filter or shuffle left of a `datasets.Dataset`; None for all rows."""
-    check_datasets()
-    return table._indices
+# ---- names of torch that other modules use as they are
 
 
 check_torch()
@@ -315,6 +289,10 @@ check_torch()
 TorchDispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
 #: Returns the tensors and other values inside lists, tuples and dicts.
 tree_leaves: Any = torch.utils._pytree.tree_leaves
+#: Applies a function to each of these values.
+tree_map: Any = torch.utils._pytree.tree_map
+#: Makes a tensor of a class, a shape, a dtype and a device that has no numbers of its own.
+without_numbers: Any = Tensor._make_wrapper_subclass
 
 
 # ---- lm-evaluation-harness

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,35 +10,44 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..hf.heads import Head, HeadCall, running, watching
+from ..hf.config import warn_once
+from ..hf.cut import rows_to_cut
+from ..hf.heads import Head, watched
+from ..hf.positions import first_position
+from ..hf.wrappers import runner_of
+from ..plan.layouts import SequenceLayout
 from ..ring.ring import Ring
 
-logger = logging.getLogger(__name__)
+
+def layout_of_rows(model: PreTrainedModel, ring: Ring, ids: Tensor) -> SequenceLayout:
+    """Returns the layout by which a model with this ring cuts whole rows [B, n] of one document each."""
+    layout = rows_to_cut(runner_of(model), ring, {"input_ids": ids}).layout
+    assert layout is not None
+    return layout
 
 
-def hidden_states(model: PreTrainedModel, ring: Ring, ids: Tensor, positions: Tensor) -> tuple[Tensor, Head]:
-    """Runs a model over this rank's tokens, without forming their logits, if its head is one that can be inferred.
+def hidden_states(model: PreTrainedModel, ring: Ring, ids: Tensor) -> tuple[Tensor, Head]:
+    """Runs a model over whole rows without forming their logits, if its config describes its head.
 
     Args:
-        ids, positions: [1, n] this rank's tokens and their position ids.
+        ids: [B, n] tokens of one document a row, the same on every rank.
 
     Returns:
-        [1, n, width], and the function that makes logits of slices of it. For other heads these are the logits themselves,
-        held at once, and the function returns its argument.
+        [B, n local, width] this rank's part, and the function that makes logits of slices of it. For other heads the first is
+        this rank's part of the logits, which every rank forms for whole rows, and the function returns its argument.
     """
+    positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1) + first_position(runner_of(model))
     arguments = _accepted(model, {"input_ids": ids, "position_ids": positions, "use_cache": False})
-    output = model.get_output_embeddings()
-    call = HeadCall(output)
-    with watching(output), running(call):
+    with watched(model.get_output_embeddings()) as call:
         formed = _logits(model(**arguments))
     head, hidden = call.head(formed, model.config), call.hidden
     head_unknown = torch.tensor(hidden is not None and head is None, device=ids.device)
     if any(bool(of_rank) for of_rank in ring.gather(head_unknown)):  # All ranks must decide alike.
-        logger.warning(
-            "%s forms its logits in a way of its own, so the logits of the whole sequence are held at once",
-            type(model).__name__,
+        warn_once(
+            f"{type(model).__name__} forms its logits in a way that its config does not name, so the logits of whole rows are "
+            f"held at once"
         )
-        head, formed = None, _logits(model(**arguments))
+        return ring.shard(_logits(model(**arguments)), layout_of_rows(model, ring, ids)), _as_they_are
     return (formed, _as_they_are) if head is None or hidden is None else (hidden, head)
 
 

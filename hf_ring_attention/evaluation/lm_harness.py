@@ -24,18 +24,18 @@ from tqdm import tqdm
 
 from ..compute.private import check_lm_eval
 from ..hf.cache import cache_argument
-from ..hf.config import fewest_last_of, layer_pattern, model_layout, warn_once
+from ..hf.config import fewest_last_of, layer_pattern, warn_once
 from ..hf.generation import prefill
+from ..hf.lm_loss import IGNORED
 from ..hf.patch import patch_model
-from ..hf.positions import first_position
 from ..hf.registration import IMPLEMENTATION
 from ..hf.rings import attached_ring
-from ..hf.wrappers import runner_of, unwrapped, whole_model
+from ..hf.wrappers import unwrapped, whole_model
 from ..plan.patterns import Pattern, as_pattern
 from ..ring.ring import Ring
-from ..training.shards import IGNORED
 from ..transport.agreement import digest
 from .calibration.result import Calibration
+from .hidden_states import layout_of_rows
 from .slices import logits_in_slices
 
 logger = logging.getLogger(__name__)
@@ -269,30 +269,26 @@ class RingLM(HFLM):
         model = unwrapped(self._model)
         length, most = max(map(len, rows)), max(map(len, continuations))
         # As in `hf`, rows are filled up behind their tokens, which see none of it.
-        ids = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows])
+        ids = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=self.device)
         labels = torch.full((len(rows), length, most), IGNORED)
         for row, (tokens, of_row) in enumerate(zip(rows, continuations, strict=True)):
             for column, continuation in enumerate(of_row):
                 labels[row, len(tokens) - len(continuation) : len(tokens), column] = torch.tensor(continuation)
-        positions = (torch.arange(length) + first_position(runner_of(model))).expand(len(rows), -1)
-        layout = model_layout(model.config.get_text_config(), self.ring, length)
-        ids, labels, positions = (
-            self.ring.shard(x, layout, fill=fill).to(self.device)
-            for x, fill in ((ids, 0), (labels, IGNORED), (positions, 0))
-        )
+        layout = layout_of_rows(model, self.ring, ids)
+        labels = self.ring.shard(labels, layout, fill=IGNORED).to(self.device)
         logps = torch.zeros(labels.shape, dtype=torch.float64, device=self.device)
         greedy = torch.zeros(labels.shape, dtype=torch.bool, device=self.device)
         kind = None
         chosen = (labels != IGNORED).any(-1)
         with self._autocast():
-            for part, logits in logits_in_slices(model, self.ring, ids, positions, chosen, self.logits_at_once):
+            for part, logits in logits_in_slices(model, self.ring, ids, chosen, self.logits_at_once):
                 wanted = labels[:, part][chosen[:, part]]  # [k, most]
                 logp = F.log_softmax(logits, dim=-1, dtype=self.softmax_dtype)
                 kind = logp.dtype
                 logps[:, part][chosen[:, part]] = logp.gather(1, wanted.clamp_min(0)).double()
                 greedy[:, part][chosen[:, part]] = logp.argmax(-1, keepdim=True) == wanted
-        whole = self.ring.joined(logps, layout).cpu()
-        alike = self.ring.joined(greedy, layout).cpu()
+        whole = self.ring.unshard(logps, layout).cpu()
+        alike = self.ring.unshard(greedy, layout).cpu()
         answers: list[list[tuple[float, bool]]] = []
         for row, (tokens, of_row) in enumerate(zip(rows, continuations, strict=True)):
             answers.append([])

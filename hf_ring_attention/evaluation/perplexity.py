@@ -14,17 +14,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..hf.config import layer_pattern
+from ..hf.lm_loss import IGNORED
 from ..hf.patch import patch_model
-from ..hf.positions import first_position, places_of
+from ..hf.positions import places_of
 from ..hf.rings import attached_ring
 from ..hf.support import check_predicts_next
 from ..hf.wrappers import evaluating, runner_of, whole_model
 from ..ring.ring import Ring
-from ..training.shards import ASIDE, IGNORED
 from ..transport.agreement import digest
 from .finite import check_finite
+from .hidden_states import layout_of_rows
 from .slices import logits_in_slices, token_nll
+
+#: What tokenizers return beside the tokens and the mask, which scoring does without.
+_ASIDE = (
+    "special_tokens_mask", "offset_mapping", "length", "overflow_to_sample_mapping", "num_truncated_tokens",
+    "overflowing_tokens",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -140,11 +146,7 @@ def perplexity(
 def _rows_of(batch: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
     """Returns tokens and mask, [B, n] int64 on the CPU, of what `perplexity` was given."""
     if isinstance(batch, Mapping):
-        others = {
-            name: x
-            for name, x in batch.items()
-            if name not in ("input_ids", "attention_mask", "special_tokens_mask", "offset_mapping", *ASIDE)
-        }
+        others = {name: x for name, x in batch.items() if name not in ("input_ids", "attention_mask", *_ASIDE)}
         types = others.pop("token_type_ids", None)
         if others or (types is not None and bool(torch.as_tensor(types).any())):
             raise ValueError(
@@ -239,11 +241,8 @@ def _extent(mask: Tensor) -> tuple[int, int]:
 
 def _row_nll(model: PreTrainedModel, ring: Ring, row: Tensor, logits_at_once: int) -> Tensor:
     """Returns [n - 1] float32 on the CPU: the loss of each of n tokens but the first."""
-    layout = ring.layout_for(len(row), layer_pattern(model.config.get_text_config(), None))
     ids = row[None].to(model.device)
-    labels = F.pad(ids[:, 1:], (0, 1), value=IGNORED)  # The label of each token is the next one.
-    positions = torch.arange(len(row), device=ids.device)[None] + first_position(runner_of(model))
-    shards = ring.shard(ids, layout), ring.shard(positions, layout)
-    labels = ring.shard(labels, layout, fill=IGNORED)
-    nll = token_nll(logits_in_slices(model, ring, *shards, labels != IGNORED, logits_at_once), labels)
-    return ring.joined(nll, layout)[0, :-1].cpu()
+    layout = layout_of_rows(model, ring, ids)
+    labels = ring.shard(F.pad(ids[:, 1:], (0, 1), value=IGNORED), layout, fill=IGNORED)
+    nll = token_nll(logits_in_slices(model, ring, ids, labels != IGNORED, logits_at_once), labels)
+    return ring.unshard(nll, layout)[0, :-1].cpu()

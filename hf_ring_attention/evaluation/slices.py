@@ -1,4 +1,4 @@
-"""The logits of a forward pass, formed for a slice of tokens at a time, on each rank for the tokens of its shard."""
+"""The logits of a forward pass, formed for a slice of tokens at a time, on each rank for its part of the rows."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..hf.heads import Head
+from ..hf.lm_loss import IGNORED
 from ..ring.ring import Ring
 from ..training.sharded_weights import whole_weights
-from ..training.shards import IGNORED
 from .hidden_states import hidden_states
 
 
 def logits_in_slices(
-    model: PreTrainedModel, ring: Ring, ids: Tensor, positions: Tensor, chosen: Tensor, tokens_at_once: int
+    model: PreTrainedModel, ring: Ring, ids: Tensor, chosen: Tensor, tokens_at_once: int
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Runs a causal language model over a shard, and yields the logits of chosen tokens, a slice of the shard at a time.
+    """Runs a causal language model over whole rows, and yields the logits of chosen tokens, a slice of this rank's at a time.
 
     All ranks get equally many slices, since a head whose weights are divided among them is called by all together.
 
     Args:
-        ids: [B, n] the tokens of this rank's shard; positions: [B, n] their position ids.
-        chosen, tokens_at_once: as for `head_in_slices`, which says what is yielded.
+        ids: [B, n] tokens of one document a row, the same on every rank.
+        chosen, tokens_at_once: as for `head_in_slices`, which yields the same.
     """
-    hidden, head = hidden_states(model, ring, ids, positions)
+    hidden, head = hidden_states(model, ring, ids)
     with whole_weights(model, model.get_output_embeddings()):
         yield from head_in_slices(hidden, head, chosen, tokens_at_once)
 
 
 def head_in_slices(hidden: Tensor, head: Head, chosen: Tensor, tokens_at_once: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yields the logits of chosen tokens, a slice of the n tokens of a shard at a time.
+    """Yields the logits of chosen tokens, a slice of a rank's n tokens at a time.
 
     Args:
         hidden, head: what `hidden_states` returned, [B, n, width] and a function of slices of it.
@@ -41,7 +41,7 @@ def head_in_slices(hidden: Tensor, head: Head, chosen: Tensor, tokens_at_once: i
         tokens_at_once: the number of tokens of each batch row in a slice.
 
     Yields:
-        The slice of the shard's n tokens, and [k, vocabulary] the logits of the k tokens that are chosen in it, in the
+        The slice of the rank's n tokens, and [k, vocabulary] the logits of the k tokens that are chosen in it, in the
         order of `chosen[:, slice].nonzero()`.
     """
     for first in range(0, hidden.shape[1], tokens_at_once):

@@ -18,6 +18,7 @@ from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
 from ..ring.attention import FORWARD, UNTRACEABLE, cached_attention, check_not_traced, ring_attention
 from ..ring.ring import Ring
+from .calls import sharded_without_documents
 from .config import layer_pattern, unpatched_pattern, warn_of_no_pattern
 from .documents import documents_of_collator
 from .exact import attends_exactly
@@ -26,7 +27,6 @@ from .masks import Tokens, check_unpatched, padding_first, tokens_of
 from .positions import at_its_place_in_the_row
 from .registration import IMPLEMENTATION
 from .rings import attached_ring, is_patched
-from .shard_checks import sharded_without_documents
 from .taps import through_tap
 from .tensor_parallel import head_shard
 
@@ -79,6 +79,8 @@ def ring_dilated_attention(
     forward_pass = forward_pass_of(config)
     if forward_pass is not None:
         forward_pass.attended = True
+    if forward_pass is not None and forward_pass.whole:
+        ring = None  # Every rank computes whole rows by itself.
     sharded = ring is not None and ring.world_size > 1
     try:
         _check_call(module, attention_mask, dropout, kwargs)

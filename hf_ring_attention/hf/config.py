@@ -215,6 +215,12 @@ def text_of_settings(settings: Mapping[str, Any]) -> str:
     return f"{text} ({layers})" if layers else text
 
 
+def settings_of(config: PretrainedConfig) -> Mapping[str, Any] | None:
+    """Returns the patterns that `patch_config` has written into a text config; None without any."""
+    settings: Mapping[str, Any] | None = getattr(config, IMPLEMENTATION, None)
+    return settings
+
+
 def use_settings(config: PretrainedConfig, settings: Mapping[str, Any]) -> None:
     """Gives a config settings that `check_settings` has passed."""
     _with_settings(config, {key: copy.deepcopy(value) for key, value in settings.items() if key != "hint"})
@@ -235,6 +241,11 @@ def warn_of_no_pattern() -> None:
             "pattern), or load it with config=ra.patch_config(config, pattern); 'exact' is a pattern too",
             IMPLEMENTATION,
         )
+
+
+def model_pattern(model: Any) -> Pattern:
+    """Returns the pattern that decides the layout of a model's rows: the one that was set for all its layers."""
+    return layer_pattern(model.config.get_text_config(), None)
 
 
 def model_layout(config: Any, ring: Ring, seq_len: int) -> SequenceLayout:

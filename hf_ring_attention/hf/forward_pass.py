@@ -1,4 +1,4 @@
-"""The running forward pass of a patched model, for its masks and attention layers to look up."""
+"""The running call of a patched model, for its masks, layers and head to look up."""
 
 from __future__ import annotations
 
@@ -7,38 +7,72 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, HeldKeys
 
+if TYPE_CHECKING:
+    from .calls import Call
+    from .cut import WholeRows
+    from .fields import Fields
+    from .lm_loss import LossInSlices
+
 
 @dataclass
 class ForwardPass:
-    """The facts about a forward pass of a patched model that are known before its masks are made.
+    """The facts about a call of a patched model that are known before its decoder runs.
 
     Attributes:
-        config: the config of the model; the masks of other models are not concerned.
-        documents: the documents of each batch row, in the whole sequence where it is sharded.
-        from_collator: whether a collator described the documents; otherwise they were read from positions.
-        layout: how the sequence is sharded, if it is.
-        held: what the cache of this rank holds, where the tokens are the last ones against a sharded cache.
-        last_position: the greatest position id of all ranks, for shards.
+        config: the config of the decoder; the masks of other models are not concerned.
+        module: the module that was called: a model with its head, its base model, or the decoder of this.
+        call: what the caller added to the arguments of the model.
+        rows: the whole rows, and how they are cut; None in a step of generation.
+        held: the keys in the cache of this rank, in a step of generation against a sharded cache.
+        whole: whether every rank computes whole rows by itself, because the call has a cache of its own.
+        cut_before: whether a loader has cut the rows.
+        last_position: the greatest position id of whole rows that are cut.
+        parts: whether the decoder's last hidden states stay parts: the head or the caller computes with them.
+        keep: [k] the tokens whose hidden states the head needs; None for all.
+        loss: the loss that the head computes in slices; None if the model computes its own.
+        fields: the values of single tokens that the head computes from parts; None for other heads.
         attended: whether a layer has attended by ring_dilated.
-        outer: the forward pass inside which this one runs.
+        outer: the call inside which this one runs.
         frame: the call of the module that makes this pass, while it runs; None afterwards.
     """
 
     config: Any
-
-    documents: Documents | None = None
-    from_collator: bool = False
-    layout: SequenceLayout | None = None
+    module: Any = None
+    call: Call | None = None
+    rows: WholeRows | None = None
     held: HeldKeys | None = None
+    whole: bool = False
+    cut_before: bool = False
     last_position: int | None = None
+    parts: bool = False
+    keep: Tensor | None = None
+    loss: LossInSlices | None = None
+    fields: Fields | None = None
     attended: bool = False
     outer: ForwardPass | None = None
     frame: FrameType | None = None
+
+    @property
+    def layout(self) -> SequenceLayout | None:
+        """How the ranks divide the rows; None if they are whole."""
+        return None if self.rows is None else self.rows.layout
+
+    @property
+    def documents(self) -> Documents | None:
+        """The documents of each whole row; None if the mask alone describes them."""
+        return None if self.rows is None else self.rows.documents
+
+    @property
+    def from_collator(self) -> bool:
+        """Whether a collator described the documents; otherwise they were read from positions or a mask."""
+        return self.rows is not None and self.rows.from_collator
 
     def broken_off(self) -> bool:
         """Returns whether Ctrl-C ended the call that makes this pass; torch runs no hooks then that would end the pass."""
@@ -48,7 +82,7 @@ class ForwardPass:
         return frame is None and self.frame is not None
 
 
-#: The forward pass that runs in this thread; None outside of patched models.
+#: The call that runs in this thread; None outside of patched models.
 FORWARD_PASS: ContextVar[ForwardPass | None] = ContextVar("ring_dilated_forward_pass", default=None)
 
 

@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 from ..ring.ring import Ring
 from ..transport.agreement import digest
 from .cache import ShardedCache, cache_argument, sharded_cache
+from .calls import remember_prefill, switching_length
 from .config import model_layout
+from .heads import watched
 from .mixers import STATES_INSIDE
 from .rings import attached_ring
-from .shard_checks import remember_prefill, switching_length
 from .wrappers import evaluating, runner_of, whole_model
 
 logger = logging.getLogger(__name__)
@@ -84,11 +85,12 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
     cache = sharded_cache(layout, config)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
-    with evaluating(inner):
+    # Nothing reads the hidden states, so they are not joined.
+    with evaluating(inner), watched(None):
         inner.base_model(
-            input_ids=ring.shard(input_ids, layout),
-            position_ids=ring.shard(positions, layout),
-            attention_mask=None if attention_mask is None else ring.shard(attention_mask, layout),
+            input_ids=input_ids,
+            position_ids=positions,
+            attention_mask=attention_mask,
             use_cache=True,
             **cache_argument(cache),
         )

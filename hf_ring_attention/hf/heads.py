@@ -1,4 +1,4 @@
-"""The heads of language models: forms only a few logits in a call of the model, and infers what it does to them.
+"""The heads of language models: forms only a few logits in a call of the model, and finds what it does to them.
 
 A head makes logits [B, n, vocabulary], which are often the largest tensor of all. So a call may be watched: its output
 layer is given one or two tokens of each batch row, the hidden states of all tokens are stored, and the watcher forms the
@@ -7,6 +7,7 @@ logits in slices. The few logits of the call tell what the model does to logits 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,10 +24,13 @@ from ..compute.private import remove_hooks, version_of
 #: A function of hidden states [..., width] that gives logits [..., vocabulary].
 Head = Callable[[Tensor], Tensor]
 
-#: The names in configs for a number that multiplies or divides logits, and for a number at which tanh caps them.
-_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
-
+#: The names in configs for a number by which models multiply their logits, or divide them, and at which tanh caps them.
+_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_DIVISORS = ("logits_scaling",)
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+#: The types that multiply by what others divide by.
+_MULTIPLYING = ("hyperclovax",)
 
 
 class HeadCall:
@@ -34,15 +38,13 @@ class HeadCall:
 
     Attributes:
         output: the model's output layer; None if it has none, and then nothing is watched.
-        active: whether the output layer is to be given only a few tokens of each batch row.
-        hidden: [B, n, width] what the output layer was called with; None before that.
+        hidden: [B, n, width] the hidden states that the output layer was called with: this rank's part of whole rows.
         plain: [B, 1 or 2, rows of the output layer] what the output layer returned for these tokens.
         unsuited: what the model does that a causal language model does not; None if nothing.
-        outer: the watched call inside which this one runs.
     """
 
-    def __init__(self, output: nn.Module | None, outer: HeadCall | None = None, active: bool = True) -> None:
-        self.output, self.outer, self.active = output, outer, active
+    def __init__(self, output: nn.Module | None) -> None:
+        self.output = output
         self.hidden: Tensor | None = None
         self.plain: Tensor | None = None
         self.unsuited: str | None = None
@@ -52,19 +54,15 @@ class HeadCall:
     def keep(self, hidden: Tensor) -> Tensor:
         """Stores all hidden states, and returns those of the few tokens that the model goes on with."""
         if self.hidden is not None or self.unsuited is not None:
-            self.refuse("calls its output layer several times")
+            self.unsuited = "calls its output layer several times"
             return hidden
         if hidden.dim() != 3:
-            self.refuse(f"calls its output layer with hidden states {list(hidden.shape)}, not [rows, tokens, width]")
+            self.unsuited = f"calls its output layer with hidden states {list(hidden.shape)}, not [rows, tokens, width]"
             return hidden
         self.hidden = hidden
         device = hidden.device.type
         self._autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         return probe_of(hidden)
-
-    def refuse(self, reason: str) -> None:
-        """Notes why the logits of this call cannot be formed from its hidden states."""
-        self.unsuited = reason
 
     def keep_plain(self, plain: Tensor) -> None:
         """Stores what the output layer returned, to be compared with the model's logits."""
@@ -82,9 +80,8 @@ class HeadCall:
         output, plain = self.output, self.plain
         if output is None or plain is None or self.unsuited is not None:
             return None
-        if version_of(plain) != self._version:  # The model wrote into it.
-            return None
-        change = _unchanged if logits is plain else change_of(plain, logits, config)
+        # The model may have written into what its output layer returned.
+        change = fitting_change(config, plain, logits) if version_of(plain) == self._version else None
         if change is None:
             return None
         autocast = partial(torch.autocast, plain.device.type, dtype=self._autocast, enabled=self._autocast is not None)
@@ -99,16 +96,64 @@ class HeadCall:
 #: The call that is watched in this thread or task.
 RUNNING: ContextVar[HeadCall | None] = ContextVar("ring_dilated_head_call", default=None)
 
+_LOCK = threading.Lock()
+#: How many threads watch an output layer, whose hooks they share.
+_WATCHERS: dict[nn.Module, int] = {}
+
 
 @contextmanager
-def running(call: HeadCall | None) -> Iterator[None]:
-    """Makes this the watched call of this thread or task, while the context lasts; None for no call."""
-    outer = RUNNING.get()
-    RUNNING.set(call)
+def watched(output: nn.Module | None) -> Iterator[HeadCall]:
+    """A context for one call of a model, which leaves its hidden states in the `HeadCall` that the context yields.
+
+    Args:
+        output: the model's output layer.
+    """
+    call, outer = HeadCall(output), RUNNING.get()
+    with _hooked(output) if output is not None else nullcontext():
+        RUNNING.set(call)
+        try:
+            yield call
+        finally:
+            RUNNING.set(outer)
+
+
+@contextmanager
+def _hooked(output: nn.Module) -> Iterator[None]:
+    with _LOCK:
+        if output not in _WATCHERS:
+            without_hooks(output, _before_output, _after_output)
+            # These are its first and last hooks, because the calls for slices run all its other hooks again.
+            output.register_forward_pre_hook(_before_output, prepend=True)
+            output.register_forward_hook(_after_output)
+        _WATCHERS[output] = _WATCHERS.get(output, 0) + 1
     try:
         yield
     finally:
-        RUNNING.set(outer)
+        with _LOCK:
+            _WATCHERS[output] -= 1
+            if not _WATCHERS[output]:
+                del _WATCHERS[output]
+                without_hooks(output, _before_output, _after_output)
+
+
+def without_hooks(module: nn.Module, *functions: Callable[..., Any]) -> None:
+    """Removes hooks from a module, such as those that a copy of a module brought along."""
+    remove_hooks(module, lambda hook: hook in functions)
+
+
+@torch.compiler.disable(reason="it asks what is watched in this thread")
+def _before_output(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    call = RUNNING.get()
+    if call is None or call.output is not module or not args:
+        return None
+    return (call.keep(args[0]), *args[1:])
+
+
+@torch.compiler.disable(reason="it asks what is watched in this thread")
+def _after_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    call = RUNNING.get()
+    if call is not None and call.output is module and call.hidden is not None and call.plain is None:
+        call.keep_plain(output)
 
 
 def probe_of(hidden: Tensor) -> Tensor:
@@ -121,150 +166,57 @@ def probe_of(hidden: Tensor) -> Tensor:
     return hidden.gather(1, largest[..., None].expand(-1, -1, hidden.shape[2]))
 
 
-# ---- hooks, which all threads of a process share
-
-
-_LOCK = threading.Lock()
-
-#: How many threads use an installed thing, and what removes it when the last one leaves; keyed by the thing.
-_INSTALLED: dict[Any, tuple[int, Callable[[], None]]] = {}
-
-
-@contextmanager
-def installed(key: Any, install: Callable[[], Callable[[], None]]) -> Iterator[None]:
-    """Calls `install` for the first thread that enters, and undoes it when the last one leaves.
-
-    Args:
-        install: returns the function that undoes it.
-    """
-    with _LOCK:
-        users, remove = _INSTALLED.get(key) or (0, install())
-        _INSTALLED[key] = users + 1, remove
-    try:
-        yield
-    finally:
-        with _LOCK:
-            users, remove = _INSTALLED.pop(key)
-            if users > 1:
-                _INSTALLED[key] = users - 1, remove
-            else:
-                remove()
-
-
-def watching(output: nn.Module | None) -> Any:
-    """Returns a context in which calls of an output layer obey the watched call of their thread or task, if there is one."""
-    if output is None:
-        return nullcontext()
-    return installed((output, "head"), partial(_watch, output))
-
-
-def _watch(output: nn.Module) -> Callable[[], None]:
-    without_hooks(output, _before_output, _after_output)
-    # These are its first and last hooks, because the calls for slices run all its other hooks again.
-    return remover(
-        output.register_forward_pre_hook(_before_output, prepend=True),
-        output.register_forward_hook(_after_output),
-    )
-
-
-def remover(*handles: Any) -> Callable[[], None]:
-    """Returns a function that removes hooks."""
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return remove
-
-
-def without_hooks(module: nn.Module, *functions: Callable[..., Any]) -> None:
-    """Removes hooks that a copy of a module brought along, if the module was copied while they were installed."""
-    remove_hooks(module, lambda hook: hook in functions)
-
-
-@torch.compiler.disable(reason="it asks what is watched in this thread")
-def _before_output(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    call = RUNNING.get()
-    if call is None or not call.active or call.output is not module or not args:
-        return None
-    return (call.keep(args[0]), *args[1:])
-
-
-@torch.compiler.disable(reason="it asks what is watched in this thread")
-def _after_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    call = RUNNING.get()
-    if call is not None and call.active and call.output is module and call.hidden is not None and call.plain is None:
-        call.keep_plain(output)
-
-
 # ---- what a model does to logits
 
 
-def _unchanged(x: Tensor) -> Tensor:
-    return x
+def named_change(config: PretrainedConfig) -> Head:
+    """Returns what a model does to the logits of its output layer, by the scales and caps that its config names."""
+    text = config.get_text_config()
+    factor = math.prod(_numbers_of(text, _FACTORS))
+    divisor = math.prod(_numbers_of(text, _DIVISORS))
+    if text.model_type in _MULTIPLYING:
+        factor, divisor = factor * divisor, 1.0
+    caps = _numbers_of(text, _CAPS)
 
+    def change(x: Tensor) -> Tensor:
+        x = x if factor == 1 else x * factor
+        x = x if divisor == 1 else x / divisor
+        for cap in caps:
+            x = torch.tanh(x / cap) * cap
+        return x
 
-def change_of(plain: Tensor, logits: Tensor, config: PretrainedConfig) -> Head | None:
-    """Returns what a model does to the logits of its output layer; None if that is neither a scale nor a cap.
-
-    The scales and caps that the config names are tried first, and must give the same bits. A scale that the config does
-    not name is estimated from all logits together. Logits beyond a model's vocabulary may be left out.
-
-    Args:
-        plain: [..., rows of the output layer] what that returned; logits: [..., vocabulary] the model's own.
-    """
-    width = logits.shape[-1]
-    if plain.shape[:-1] != logits.shape[:-1] or width > plain.shape[-1]:
-        return None
-    with torch.no_grad():
-        cut, expected = plain.detach()[..., :width], logits.detach()
-        scaled, capped = _named(config, plain.dtype, logits.dtype)
-        candidates: list[Head] = [*capped, *scaled, partial(_cast, dtype=logits.dtype)]
-        change: Head | None = next((change for change in candidates if _equal(change(cut), expected)), None)
-        change = change or _nearly(capped, cut, expected) or _estimated(cut, expected, plain, logits)
-    if change is None or width == plain.shape[-1]:
-        return change
-    return lambda x: change(x[..., :width])
-
-
-def _named(config: PretrainedConfig, computed: torch.dtype, wanted: torch.dtype) -> tuple[list[Head], list[Head]]:
-    """Returns the scales that a config names, and the caps, those after a scale first: a small logit hardly shows its cap."""
-    scales, caps = _numbers_of(config, _SCALES), _numbers_of(config, _CAPS)
-    scaled: list[Head] = [partial(way, by=scale) for scale in scales for way in (_divided, _multiplied)]
-    capped: list[Head] = [partial(_capped, at=cap, first=first) for first in (*scaled, _unchanged) for cap in caps]
-    # Models scale and cap in their own dtype or in that of their logits; compiled models do it in float32.
-    kinds = dict.fromkeys((computed, wanted, torch.promote_types(computed, torch.float32)))
-
-    def in_kinds(changes: list[Head]) -> list[Head]:
-        return [partial(_in, change=change, dtype=kind, wanted=wanted) for change in changes for kind in kinds]
-
-    return in_kinds(scaled), in_kinds(capped)
+    return change
 
 
 def _numbers_of(config: PretrainedConfig, names: tuple[str, ...]) -> list[float]:
     """Returns the values that a config has for these names, without those that mean that there is none."""
-    values = [getattr(config.get_text_config(), name, None) for name in names]
+    values = [getattr(config, name, None) for name in names]
     return [float(x) for x in values if isinstance(x, (int, float)) and not isinstance(x, bool) and x != 0]
 
 
-def _in(x: Tensor, change: Head, dtype: torch.dtype, wanted: torch.dtype) -> Tensor:
-    return change(x.to(dtype)).to(wanted)
+def fitting_change(config: PretrainedConfig, plain: Tensor, logits: Tensor) -> Head | None:
+    """Returns what a model does to the logits of its output layer; None if that is not what its config names.
 
+    Models scale and cap in the dtype of their output layer, or in a larger one. The same bits are expected, but for logits that
+    a compiled model rounds elsewhere. Logits beyond a model's vocabulary may be left out.
 
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype)
-
-
-def _divided(x: Tensor, by: float) -> Tensor:
-    return x / by
-
-
-def _multiplied(x: Tensor, by: float) -> Tensor:
-    return x * by
-
-
-def _capped(x: Tensor, at: float, first: Head) -> Tensor:
-    return torch.tanh(first(x) / at) * at
+    Args:
+        plain: [..., rows of the output layer] what that returned; logits: [..., vocabulary] the model's own.
+    """
+    width, dtype = logits.shape[-1], logits.dtype
+    if plain.shape[:-1] != logits.shape[:-1] or width > plain.shape[-1]:
+        return None
+    named, wide = named_change(config), torch.promote_types(plain.dtype, torch.float32)
+    changes: list[Head] = [
+        lambda x: named(x[..., :width]).to(dtype),
+        lambda x: named(x[..., :width].to(dtype)),
+        lambda x: named(x[..., :width].to(wide)).to(dtype),
+    ]
+    with torch.no_grad():
+        expected = logits.detach()
+        return next((change for change in changes if _equal(change(plain.detach()), expected)), None) or _nearly(
+            changes, plain.detach(), expected
+        )
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:
@@ -285,104 +237,3 @@ def _nearly(changes: list[Head], plain: Tensor, logits: Tensor) -> Head | None:
         if close > most and float(error.max()) <= max(1.01 * eps, rounding):
             best, most = change, close
     return best
-
-
-def _estimated(cut: Tensor, expected: Tensor, plain: Tensor, logits: Tensor) -> Head | None:
-    """Returns a scale that gives all logits up to their rounding; None if no number does, or if trained tensors did."""
-    rounded = _equal(expected.to(plain.dtype).to(logits.dtype), expected)
-    computed = plain.dtype if rounded else logits.dtype
-    eps, tiny = torch.finfo(computed).eps, torch.finfo(computed).tiny
-    x, y = cut.double().flatten(), expected.double().flatten()
-    usable = x.isfinite() & y.isfinite() & (x != 0) & (y.abs() >= tiny)
-    if not bool(usable.any()) or _depends_on_parameters(logits, plain):
-        return None
-    # Each logit allows an interval of scales whose product is rounded to the model's; the scale lies in all intervals. A
-    # logit is off by half a unit of its last bit, and in float64 the sums here add errors of their own.
-    last_bit = torch.ldexp(torch.full_like(y[usable], eps), torch.frexp(y[usable]).exponent - 1)
-    off = last_bit * (1.5 if computed is torch.float64 else 0.5001) / x[usable].abs()
-    ratio = y[usable] / x[usable]
-    least, most = (ratio - off).max(), (ratio + off).min()
-    if not bool(least <= most):
-        return None
-    change = partial(_in, change=_scaled(float(least), float(most), computed), dtype=computed, wanted=logits.dtype)
-    # Other logits (0, infinite, or too small to be exact) do not tell the scale, but must not contradict it.
-    a, b = change(cut).flatten()[~usable].double(), y[~usable]
-    fits = (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= eps * tiny)
-    return change if bool(fits.all()) else None
-
-
-def _scaled(least: float, most: float, computed: torch.dtype) -> Head:
-    """Returns a product with, or a division by, the number of the fewest digits between `least` and `most`."""
-    held_in = torch.promote_types(computed, torch.float32)  # torch rounds a scale to this dtype.
-    ways: list[tuple[Callable[..., Tensor], float, float]] = [(_multiplied, least, most)]
-    if least * most > 0:
-        ways.append((_divided, 1 / most, 1 / least))
-    for digits in range(1, 18):
-        for way, low, high in ways:
-            number = float(f"{(low + high) / 2:.{digits}g}")
-            if low <= float(torch.tensor(number, dtype=held_in)) <= high:
-                return partial(way, by=number)
-    return partial(_multiplied, by=(least + most) / 2)
-
-
-def _depends_on_parameters(logits: Tensor, plain: Tensor) -> bool:
-    """Returns whether trained tensors other than those of the output layer had a part in the logits."""
-    waiting, visited = [logits.grad_fn], {None, plain.grad_fn}
-    while waiting:
-        node = waiting.pop()
-        if node in visited:
-            continue
-        if hasattr(node, "variable"):
-            return True
-        visited.add(node)
-        waiting += [inner for inner, _ in node.next_functions]  # type: ignore[union-attr]
-    return False
-
-
-# ---- in place of logits
-
-
-class LogitsNotFormedError(RuntimeError, AttributeError):
-    """Logits were asked for where a loss was computed in slices, so that there are none.
-
-    It is an AttributeError too, so that libraries which look for the methods of a tensor find none.
-    """
-
-
-def _refuse(*args: Any, **kwargs: Any) -> Any:
-    raise LogitsNotFormedError(
-        "this output has no logits: its loss was computed in slices of tokens, and the logits of all tokens never existed at "
-        "once. To use them, compute the loss at once: tokens_at_once=0 (ra.sliced_loss, ra.next_token_loss), or "
-        "loss_tokens_at_once=0 of RingTrainingArguments or of a Trainer with RingTrainerMixin. A call of the model without "
-        "labels has all its logits"
-    )
-
-
-class LogitsNotFormed:
-    """A stand-in for the logits of an output whose loss was computed in slices: any use raises an error that says so.
-
-    It is no tensor, so that libraries that cast, gather or copy the tensors of an output leave it as it is.
-    """
-
-    def __repr__(self) -> str:
-        return "LogitsNotFormed(the loss was computed in slices of tokens; tokens_at_once=0 computes it at once)"
-
-    def __reduce__(self) -> Any:
-        return LogitsNotFormed, ()
-
-    def __getattr__(self, name: str) -> Any:
-        return _refuse()
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _refuse()
-
-    __hash__ = object.__hash__
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = __matmul__ = _refuse
-    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = __rmatmul__ = _refuse
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = __neg__ = __pos__ = __abs__ = __invert__ = _refuse
-    __and__ = __or__ = __xor__ = __rand__ = __ror__ = __rxor__ = _refuse
-    __getitem__ = __setitem__ = __delitem__ = __len__ = __iter__ = __contains__ = _refuse
-    __bool__ = __int__ = __float__ = __complex__ = __index__ = _refuse
-    __array__ = __array_ufunc__ = __array_function__ = _refuse

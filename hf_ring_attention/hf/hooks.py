@@ -1,13 +1,16 @@
-"""The hooks around the forward passes of a patched model.
+"""The hooks around the calls of a patched model: rows are cut before the decoder, and its results joined behind it.
 
-They tell the masks where documents begin and end in the whole sequence. On a ring they also compare the calls of all ranks
-before anything is computed, and correct the few modules that would take a shard for a row.
+Every rank of a ring calls the model with the same whole rows, and gets what one device would return. The hook of the model
+decides how a call is computed, and compares the calls of all ranks; the hooks of its decoder cut and join. Further hooks
+correct the few modules that would take a rank's part for a row.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,31 +18,41 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..compute.private import calling_frame, implementation_of, remove_hooks
-from ..plan.problem import Documents
 from ..ring.attention import UNTRACEABLE, check_not_traced
 from ..ring.ring import Ring
-from .cache import ShardedCache, cache_in
-from .documents import (
-    check_beginnings,
-    documents_from_mask,
-    documents_of_collator,
-    documents_of_rows,
-    packed_documents,
-    positions_of_documents,
-)
+from ..transport.agreement import digest
+from .cache import ShardedCache, cache_in, cache_names
+from .calls import CALL, Call, check_given_up_cache, check_places, checked_step, remember_prefill
+from .cut import WholeRows, cut, documents_of_call, rows_to_cut, tokens_in, whole_positions
+from .documents import documents_of_rows
+from .fields import fields_of
 from .forward_pass import FORWARD_PASS, ForwardPass, drop_broken_passes, forward_pass_of
+from .heads import RUNNING
+from .join import joined, joined_output, kept
+from .lm_loss import (
+    LossInSlices,
+    cross_entropy,
+    loss_in_slices,
+    remember_unsuited,
+    shifted,
+    watch_output,
+    way_of_loss,
+)
 from .masks import tokens_of
 from .mixers import attach_mixers
+from .not_formed import cache_not_formed
 from .positions import first_position, remember_places, warn_of_temperatures
 from .recomputation import remember_for_recomputation
 from .registration import IMPLEMENTATION
 from .rings import attached_ring, serve, set_ring
-from .routers import ROUTING, begin_routing, tell_routing
-from .shard_checks import WRONG_LOSS, checked_shard, checked_step, ignored_labels, loss_of_shard, remember_prefill
-from .support import takes_shift_labels
 from .wrappers import decoder_of, runner_of
 
+logger = logging.getLogger(__name__)
+
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+#: Logits of whole rows that are larger than this are warned of, in bytes.
+_LARGE_LOGITS = 1 << 30
 
 
 def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
@@ -55,11 +68,14 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
         set_ring(module, ring)
     set_ring(model, ring)
     attach_mixers(model)
-    runner.register_forward_pre_hook(_before_forward, with_kwargs=True)
-    runner.register_forward_hook(_after_forward, always_call=True)
-    if ring is not None and model is not runner and (ring.world_size > 1 or not takes_shift_labels(model)):
-        model.register_forward_pre_hook(_before_head, with_kwargs=True)
-        model.register_forward_hook(_after_head, always_call=True)
+    # Any of these may be the one that is called: a model with its head, its base model, and the decoder of this.
+    models = {id(x): x for x in (model, model.base_model, runner)}.values()
+    for called in models:
+        called.register_forward_pre_hook(_before_model, with_kwargs=True)
+    runner.register_forward_pre_hook(_before_decoder, with_kwargs=True)
+    runner.register_forward_hook(_after_decoder)
+    for called in models:
+        called.register_forward_hook(_after_model, with_kwargs=True, always_call=True)
     if ring is None or ring.world_size == 1:
         return
     for name, module in model.base_model.named_modules():
@@ -75,140 +91,69 @@ def _depends_on_length(module: nn.Module) -> bool:
     return any(kind in _LENGTH_DEPENDENT_ROPE for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]))
 
 
-# ---- before and after a forward pass
+# ---- the call of a model
 
 
 @torch.compiler.disable(reason=UNTRACEABLE)
-def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Sets the `ForwardPass` that the masks read, and checks the calls of a sharded model.
-
-    Packed rows without positions get positions that count each document; the model itself would count on from one
-    document to the next.
+def _before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Begins a call: finds its rows, decides how its results are joined, and compares the calls of all ranks.
 
     Raises:
-        ValueError: on every rank, if the call of any rank contradicts its layout or the calls of other ranks.
+        ValueError: on every rank, if the ranks' calls differ, or a call cannot be cut.
     """
     check_not_traced()
-    remember_for_recomputation(module)  # type: ignore[arg-type]
-    if args:
-        kwargs = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
-    tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
-    ring, cache = attached_ring(module), cache_in(kwargs)
-    new_arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    if ring is None or ring.world_size == 1:
-        documents, from_collator = _packed_rows(module, tokens, kwargs)
-        forward_pass = ForwardPass(module.config, documents=documents, from_collator=from_collator)
-        if tokens is not None and documents is not None and _packed(documents) and kwargs.get("position_ids") is None:
-            positions = positions_of_documents(documents, tokens.shape[1], first_position(module))
-            new_arguments = (), {**kwargs, "position_ids": positions.to(tokens.device)}
-    elif isinstance(cache, ShardedCache) and cache.get_seq_length() > 0:
-        forward_pass = checked_step(module, ring, cache, tokens, kwargs)
-    else:
-        forward_pass = checked_shard(module, ring, tokens, cache, kwargs)
-    if _packed(forward_pass.documents):
-        assert forward_pass.documents is not None
-        warn_of_temperatures(module.config, max(stop for row in forward_pass.documents for _, stop in row))
     drop_broken_passes()
-    forward_pass.outer, forward_pass.frame = FORWARD_PASS.get(), calling_frame(module)
-    FORWARD_PASS.set(forward_pass)
-    return new_arguments
-
-
-@torch.compiler.disable(reason="it belongs to _before_forward")
-def _after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Takes back the `ForwardPass` that `_before_forward` set, and checks that ring_dilated took part.
-
-    Raises:
-        RuntimeError: no layer attended by ring_dilated, so that each rank saw its shard alone.
-        NotImplementedError: an output that the model made from a token of its shard alone.
-    """
-    forward_pass, ring = forward_pass_of(module.config), attached_ring(module)
-    if forward_pass is None:
-        return
-    FORWARD_PASS.set(forward_pass.outer)
-    forward_pass.frame = None
-    tell_routing(forward_pass)
-    if output is None:  # The forward pass raised an error, which must not be replaced.
-        return
-    sharded = ring is not None and ring.world_size > 1
-    name, implementation = type(module).__name__, implementation_of(module.config)
-    if not forward_pass.attended and sharded:
-        raise RuntimeError(
-            f"no layer of {name} attended by ring_dilated ({implementation!r} is set), so each rank saw nothing but its "
-            f"shard: call ra.patch_model; if that was done, {name} cannot be sharded: use one process (ring=None)"
-        )
-    if not forward_pass.attended and implementation == IMPLEMENTATION:
-        raise RuntimeError(
-            f"no layer of {name} attended by ring_dilated: it computes attention of its own, and would ignore the pattern: "
-            f"use 'eager'"
-        )
-    if sharded and getattr(output, "pooler_output", None) is not None and not hasattr(module, "pooler"):
-        raise NotImplementedError(
-            f"{name} makes its pooler_output from a token that it looks for in the row, of which each rank "
-            f"has a shard: use one process (ring=None)"
-        )
-
-
-def _before_head(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Looks for a loss of the shard alone, whose error `_before_forward` raises on every rank.
-
-    Raises:
-        ValueError: on a ring of one rank, if the model would ignore its shift_labels.
-    """
+    runner, running = runner_of(module), FORWARD_PASS.get()
+    if running is not None and running.config is runner.config:
+        return None  # The module is a part of the model that was called.
     if args:
         kwargs = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
-    ring, error = attached_ring(module), ignored_labels(module, kwargs)
+    if tokens_in(kwargs) is None:
+        return None  # TRL calls a model with a function in place of its forward, which calls the model with tokens.
+    kwargs = dict(kwargs)
+    call: Call = kwargs.pop(CALL, None) or Call()
+    remember_for_recomputation(module)
+    ring = attached_ring(runner)
+    now = ForwardPass(runner.config, module=module, call=call, outer=running)
     if ring is not None and ring.world_size > 1:
-        asked = kwargs.get("output_router_logits")
-        asked = getattr(module.config, "output_router_logits", False) if asked is None else asked
-        error = begin_routing(module, ring, bool(asked)) or error
-        WRONG_LOSS.set(error or loss_of_shard(module, kwargs))
-    elif error is not None:
-        raise error
+        _begin_over_ring(now, runner, ring, call, kwargs)
+    else:
+        _begin_alone(now, runner, kwargs)
+    if now.rows is not None and now.rows.packed:
+        assert now.rows.documents is not None
+        warn_of_temperatures(runner.config, max(stop for row in now.rows.documents for _, stop in row))
+    if not now.whole and now.held is None:
+        _decide(now, module, ring, call, kwargs)
+    now.frame = calling_frame(module)
+    FORWARD_PASS.set(now)
+    return (), kwargs
 
 
-def _after_head(module: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
-    """Ends the call that `_before_head` began."""
-    ROUTING.set(None)
-
-
-def _packed_rows(module: nn.Module, tokens: Tensor | None, kwargs: Mapping[str, Any]) -> tuple[Documents | None, bool]:
-    """Returns the documents of whole sequences, where positions restart or a collator tells them, and whether one does.
-
-    Not every model looks for documents itself.
+def _begin_alone(now: ForwardPass, runner: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Finds the rows of a call that this process computes by itself.
 
     Raises:
         ValueError: packed rows for a model that numbers its tokens itself, or documents told in two ways that differ.
     """
-    if tokens is None or cache_in(kwargs) is not None:
-        return None, False
-    batch, length, mask = tokens.shape[0], tokens.shape[1], kwargs.get("attention_mask")
-    positions, first = kwargs.get("position_ids"), first_position(module)
-    ends, numbers = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
-    if isinstance(mask, Mapping) and ends is None and numbers is None:
-        _check_ready_masks(module, mask, batch, positions, first)
-    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
-        return None, False
-    by_collator = packed_documents(batch, length, ends, numbers)
-    if _packed(by_collator) and isinstance(positions, Tensor) and positions.dim() == 2:
-        assert by_collator is not None
-        check_beginnings(by_collator, positions, first)
-    documents = documents_of_rows(batch, positions, mask, first)
-    if by_collator is not None:
-        by_mask = None if mask is None else documents_from_mask(mask != 0)
-        documents = documents_of_collator(batch, length, ends, numbers, (documents, by_mask))
-    if _packed(documents) and not _takes_positions(module):
+    tokens = tokens_in(kwargs)
+    if tokens is None or tokens.dim() < 2:
+        return
+    batch, length = tokens.shape[:2]
+    if cache_in(kwargs) is not None:
+        return
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Mapping) and kwargs.get("cu_seq_lens_q") is None and kwargs.get("seq_idx") is None:
+        _check_ready_masks(runner, mask, batch, kwargs.get("position_ids"))
+    now.rows = WholeRows(batch, length, *documents_of_call(runner, tokens, kwargs))
+    if now.rows.packed and "position_ids" not in inspect.signature(runner.forward).parameters:
         raise ValueError(
-            f"{type(module).__name__} was given packed rows, and takes no position_ids: it numbers the tokens of a row itself, "
+            f"{type(runner).__name__} was given packed rows, and takes no position_ids: it numbers the tokens of a row itself, "
             f"so it would number documents wrongly: pass one document a row, padded"
         )
-    return documents, by_collator is not None
 
 
-def _check_ready_masks(
-    module: nn.Module, masks: Mapping[str, Any], batch: int, positions: Tensor | None, first: int
-) -> None:
-    """Refuses packed rows if the model around this one has made their masks already, without their documents.
+def _check_ready_masks(runner: nn.Module, masks: Mapping[str, Any], batch: int, positions: Tensor | None) -> None:
+    """Refuses packed rows whose masks the caller has made already, without their documents.
 
     Raises:
         ValueError: masks that do not keep the documents apart that positions tell.
@@ -216,39 +161,256 @@ def _check_ready_masks(
     for mask in masks.values():
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             continue
-        documents = documents_of_rows(batch, positions, mask, first)
-        if _packed(documents) and tokens_of(mask).documents != documents:
+        documents = documents_of_rows(batch, positions, mask, first_position(runner))
+        packed = documents is not None and any(len(row) > 1 for row in documents)
+        if packed and tokens_of(mask).documents != documents:
             raise ValueError(
-                f"{type(module).__name__} was given packed rows by position_ids that restart, and masks that were made "
+                f"{type(runner).__name__} was given packed rows by position_ids that restart, and masks that were made "
                 f"without them, under which documents would see each other: tell the documents by seq_idx or cu_seq_lens_q, "
                 f"or leave attention_mask out"
             )
 
 
-def _packed(documents: Documents | None) -> bool:
-    return documents is not None and any(len(row) > 1 for row in documents)
+def _begin_over_ring(now: ForwardPass, runner: PreTrainedModel, ring: Ring, call: Call, kwargs: dict[str, Any]) -> None:
+    """Decides which part of a call each rank computes, once all ranks have come with equal calls.
+
+    Raises:
+        ValueError: on every rank, if the calls differ, or cannot be cut.
+    """
+    cache, tokens = cache_in(kwargs), tokens_in(kwargs)
+    if isinstance(cache, ShardedCache) and cache.get_seq_length() > 0:
+        now.held = checked_step(ring, cache, tokens, kwargs)
+        return
+    own_cache = cache is not None and not isinstance(cache, ShardedCache)
+    if own_cache or (cache is None and kwargs.get("use_cache") is True):
+        if tokens is not None:
+            check_given_up_cache(runner, tokens, kwargs)
+        now.whole = True
+        if ring.rank == 0:
+            _log_whole(type(runner).__name__)
+        if not own_cache:
+            _begin_alone(now, runner, kwargs)
+        return
+    with ring.agreement("a forward pass of a model", by_digest=True) as agreed:
+        layout = cache.layout if isinstance(cache, ShardedCache) else None
+        now.rows = call.rows or rows_to_cut(runner, ring, kwargs, layout=layout)
+        now.cut_before = call.rows is not None
+        part = None if call.rows is None or call.rows.layout is None else call.rows.layout.local_len
+        for name, value in kwargs.items():
+            if isinstance(value, Tensor) and (part is None or value.shape[1:2] != (part,)):
+                agreed.same(name, digest(value))
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                agreed.same(name, value)
+        agreed.same("the tokens of a cut batch", now.rows.checksum)
+        agreed.same("the division of the rows", digest(now.rows))
+        agreed.same("whether the model trains", runner.training)
+        agreed.same("whether gradients are recorded", torch.is_grad_enabled())
 
 
-def _takes_positions(module: nn.Module) -> bool:
-    return "position_ids" in inspect.signature(module.forward).parameters
+@lru_cache(maxsize=256)
+def _log_whole(name: str) -> None:
+    logger.info(
+        "%s was called with a cache of its own (generate), so every rank computes whole rows: ra.prefill fills a sharded cache",
+        name,
+    )
 
 
-# ---- modules that take a shard for a row
+def _decide(now: ForwardPass, module: PreTrainedModel, ring: Ring | None, call: Call, kwargs: dict[str, Any]) -> None:
+    """Decides how the results of a call are joined, and changes its arguments for it."""
+    rows, labels = now.rows, kwargs.get("labels")
+    sharded = rows is not None and rows.layout is not None
+    if RUNNING.get() is not None:
+        now.parts = True  # The caller watches the head, and computes with the parts.
+        return
+    if kwargs.get("fused_lm_head") and sharded and labels is not None:
+        assert ring is not None and rows is not None
+        now.parts, now.fields = True, fields_of(rows, ring, kwargs)
+        return
+    if (ring is None and call.of_slice is None) or rows is None or kwargs.get("fused_lm_head"):
+        return
+    decision = way_of_loss(module, kwargs, (rows.batch, rows.length))
+    if labels is not None and ring is not None and ring.rank == 0:
+        _log_decision(type(module).__name__, decision.choice, decision.reason)
+    if decision.choice == "slices":
+        output = watch_output(module)
+        assert output is not None and isinstance(labels, Tensor)
+        module.loss_function = loss_in_slices
+        given = kwargs.get("shift_labels")
+        now.parts = True
+        now.loss = LossInSlices(
+            module, output, shifted(labels) if given is None else given, ring, call.of_slice or cross_entropy
+        )
+        now.loss.rows = rows
+    elif call.of_slice is not None:
+        raise NotImplementedError(f"a loss in slices of tokens cannot be computed: {decision.reason}")
+    elif sharded and labels is None and module.get_output_embeddings() is not None:
+        _keep_few(now, module, rows, kwargs)
 
 
-@torch.compiler.disable(reason="it reads what _before_forward found")
+@lru_cache(maxsize=256)
+def _log_decision(name: str, choice: str, reason: str) -> None:
+    how = "in slices, on each rank's part of the rows" if choice == "slices" else "from whole rows, on every rank"
+    logger.info("%s computes its loss %s, because %s", name, how, reason)
+
+
+def _keep_few(now: ForwardPass, module: PreTrainedModel, rows: WholeRows, kwargs: dict[str, Any]) -> None:
+    """Has the hidden states joined only at tokens whose logits are kept, and warns of large logits."""
+    keep, count = kwargs.get("logits_to_keep"), rows.length
+    if "logits_to_keep" in inspect.signature(module.forward).parameters:
+        numbers = torch.arange(rows.length)
+        if isinstance(keep, int) and not isinstance(keep, bool) and keep > 0:
+            now.keep = numbers[-keep:]
+        elif isinstance(keep, Tensor) and keep.dim() == 1 and keep.dtype in (torch.int32, torch.int64):
+            now.keep = numbers[keep.cpu()]
+        if now.keep is not None:
+            kwargs["logits_to_keep"], count = 0, len(now.keep)
+    vocabulary = getattr(runner_of(module).config, "vocab_size", 0)
+    size = rows.batch * count * vocabulary * 4
+    if size > _LARGE_LOGITS:
+        _warn_of_logits(type(module).__name__, round(size / 2**30, 1))
+
+
+@lru_cache(maxsize=64)
+def _warn_of_logits(name: str, gib: float) -> None:
+    logger.warning(
+        "%s was called without labels, so every rank forms the logits of whole rows, %s GiB in float32: pass labels for a loss "
+        "in slices, or logits_to_keep for the logits of a few tokens",
+        name,
+        gib,
+    )
+
+
+@torch.compiler.disable(reason="it belongs to _before_model")
+def _after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Ends the call that `_before_model` began, and checks that ring_dilated took part.
+
+    Raises:
+        RuntimeError: no layer attended by ring_dilated.
+        NotImplementedError: an output that the model made from a token of its part alone.
+    """
+    now, runner = FORWARD_PASS.get(), runner_of(module)
+    if now is None or now.module is not module or now.config is not runner.config:
+        return None
+    FORWARD_PASS.set(now.outer)
+    now.frame = None
+    if output is None:  # The forward pass raised an error, which must not be replaced.
+        return None
+    _check_attended(now, module, runner, output)
+    ring = attached_ring(runner)
+    if now.fields is not None:
+        assert ring is not None and now.rows is not None
+        return now.fields.joined(output, now.rows, ring)
+    if now.loss is None:
+        return None
+    if now.loss.finished(output):
+        return now.loss.without_logits(output)
+    remember_unsuited(now.loss)
+    return module(*args, **kwargs, **{CALL: now.call})
+
+
+def _check_attended(now: ForwardPass, module: PreTrainedModel, runner: nn.Module, output: Any) -> None:
+    name, implementation = type(module).__name__, implementation_of(runner.config)
+    sharded = now.layout is not None or now.held is not None
+    if not now.attended and sharded:
+        raise RuntimeError(
+            f"no layer of {name} attended by ring_dilated ({implementation!r} is set), so each rank saw nothing but its "
+            f"part: call ra.patch_model; if that was done, {name} cannot be sharded: use one process (ring=None)"
+        )
+    if not now.attended and implementation == IMPLEMENTATION:
+        raise RuntimeError(
+            f"no layer of {name} attended by ring_dilated: it computes attention of its own, and would ignore the pattern: "
+            f"use 'eager'"
+        )
+    if sharded and getattr(output, "pooler_output", None) is not None and not hasattr(runner, "pooler"):
+        raise NotImplementedError(
+            f"{name} makes its pooler_output from a token that it looks for in the row, of which each rank "
+            f"has a part: use one process (ring=None)"
+        )
+
+
+# ---- the decoder
+
+
+@torch.compiler.disable(reason=UNTRACEABLE)
+def _before_decoder(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gives the decoder this rank's part of the rows, and packed rows positions that count each document.
+
+    Raises:
+        NotImplementedError: a model that changes the number of tokens before its decoder.
+        ValueError: positions beyond a table.
+    """
+    now, ring = forward_pass_of(module.config), attached_ring(module)
+    if now is None or now.rows is None:
+        return None
+    if args:
+        kwargs = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
+    rows, tokens = now.rows, tokens_in(kwargs)
+    if rows.layout is None:
+        if not (rows.from_collator and rows.packed and kwargs.get("position_ids") is None):
+            return (), kwargs
+        return (), {**kwargs, "position_ids": whole_positions(module, rows, kwargs)}
+    assert ring is not None and tokens is not None
+    if now.cut_before:
+        parts = dict(kwargs)
+        now.last_position = rows.last_position
+    else:
+        if tuple(tokens.shape[:2]) != (rows.batch, rows.length):
+            raise NotImplementedError(
+                f"{type(module).__name__} got {list(tokens.shape[:2])} tokens, and its model {[rows.batch, rows.length]}: rows "
+                f"that change before the decoder cannot be cut: use one process (ring=None)"
+            )
+        positions = whole_positions(module, rows, kwargs)
+        now.last_position = int(positions.max())
+        parts = cut({**kwargs, "position_ids": positions}, rows, ring)
+    check_places(module, now.last_position)
+    if not isinstance(cache_in(kwargs), ShardedCache) and "use_cache" in inspect.signature(module.forward).parameters:
+        parts["use_cache"] = False
+    return (), parts
+
+
+@torch.compiler.disable(reason="it belongs to _before_decoder")
+def _after_decoder(module: PreTrainedModel, args: tuple[Any, ...], output: Any) -> Any:
+    """Joins the results of the decoder, but for last hidden states that the head takes in parts."""
+    now, ring = forward_pass_of(module.config), attached_ring(module)
+    if now is None or now.layout is None:
+        return None
+    rows = now.rows
+    assert ring is not None and rows is not None
+
+    def join_hidden(x: Tensor) -> Tensor:
+        if now.parts:
+            return x
+        return joined(x, rows, ring) if now.keep is None else kept(x, rows, ring, now.keep)
+
+    output = joined_output(output, join_hidden, rows, ring)
+    if isinstance(output, Mapping) and not module.training and getattr(module.config, "use_cache", False):
+        for name in cache_names(type(module).forward):
+            if name in output_fields(output) and output.get(name) is None:
+                output[name] = cache_not_formed()  # type: ignore[index]
+    return output
+
+
+def output_fields(output: Any) -> list[str]:
+    """Returns the names that an output of Transformers may have."""
+    return list(getattr(type(output), "__dataclass_fields__", {}))
+
+
+# ---- modules that take a part for a row
+
+
+@torch.compiler.disable(reason="it reads what _before_decoder found")
 def _with_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gives RoPE that depends on the row's length one more column, with the row's last position."""
-    sharded = FORWARD_PASS.get()
-    if sharded is None or (sharded.layout is None and sharded.held is None):
+    running = FORWARD_PASS.get()
+    if running is None:
         raise RuntimeError(
             f"{type(module).__name__} depends on the length of the whole sequence, and was called outside the forward pass of "
             f"the sharded model: call the model, not its parts"
         )
-    if sharded.last_position is None:
-        return None  # In a step after a prefill, all ranks have all positions.
+    if running.last_position is None:
+        return None  # Whole rows, or a step after a prefill, in which all ranks have all positions.
     positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-    column = torch.full_like(positions[..., :1], sharded.last_position)
+    column = torch.full_like(positions[..., :1], running.last_position)
     positions = torch.cat([positions, column], -1)
     if "position_ids" in kwargs:
         return args, {**kwargs, "position_ids": positions}
@@ -257,20 +419,21 @@ def _with_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
 
 @torch.compiler.disable(reason="it belongs to _with_last_position")
 def _without_last_position(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    sharded = FORWARD_PASS.get()
-    if sharded is None or sharded.last_position is None:
+    running = FORWARD_PASS.get()
+    if running is None or running.last_position is None:
         return output
     return tuple(x[:, :-1] for x in output) if isinstance(output, tuple) else output[:, :-1]
 
 
 @torch.compiler.disable(reason="it asks another rank")
-def _with_first_token(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _with_first_token(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Gives a pooler, which reads the first token [B, D] of [B, n, D], that of the whole sequence."""
-    ring = attached_ring(module)
+    ring, running = attached_ring(module), FORWARD_PASS.get()
     assert ring is not None  # This hook is registered on rings only.
+    if running is not None and running.whole:
+        return None
     states: Tensor = args[0]
     one_token = states.dim() == 2
-    sharded = FORWARD_PASS.get()
-    layout = None if sharded is None else sharded.layout
+    layout = None if running is None else running.layout
     first = ring.first_token(states.unsqueeze(1) if one_token else states, layout)
     return (first.squeeze(1) if one_token else first, *args[1:])

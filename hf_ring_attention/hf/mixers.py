@@ -138,7 +138,7 @@ def _output(module: nn.Module, config: Any, kwargs: dict[str, Any]) -> Any:
     kwargs = dict(kwargs)
     hidden: Tensor = kwargs.pop(first)
     ring, running = attached_ring(module), forward_pass_of(config)
-    if ring is not None and ring.world_size > 1:
+    if ring is not None and ring.world_size > 1 and not (running is not None and running.whole):
         if running is None:
             raise RuntimeError(
                 f"{type(module).__name__} of a sharded model was called outside of its model's forward pass, so the documents "
@@ -200,9 +200,9 @@ def _over_ring(module: nn.Module, ring: Ring, running: ForwardPass, hidden: Tens
         )
     if ring.rank == 0:
         _log_gathered(type(module).__name__)
-    whole = ring.joined(hidden, layout)
+    whole = ring.unshard(hidden, layout)
     if "position_ids" in inspect.signature(type(module).forward).parameters:
-        kwargs = {**kwargs, "position_ids": ring.joined(kwargs["position_ids"].expand(len(hidden), -1), layout)}
+        kwargs = {**kwargs, "position_ids": ring.unshard(kwargs["position_ids"].expand(len(hidden), -1), layout)}
     pieces = _all(documents) if caching else list(_needed(documents, layout, ring.rank))
     return _as_returned(module, ring.shard(_apart(module, whole, pieces, kwargs, caching), layout))
 

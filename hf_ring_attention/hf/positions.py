@@ -25,6 +25,28 @@ def first_position(module: nn.Module) -> int:
     return 0
 
 
+#: Types whose decoders count positions by the mask, from its first token on.
+_COUNT_BY_MASK = ("biogpt", "opt")
+
+
+def own_positions(runner: nn.Module, ids: Tensor | None, mask: Any, tokens: Tensor) -> Tensor:
+    """Returns the positions [B or 1, n] that a decoder counts itself if the caller passes none.
+
+    Args:
+        ids: [B, n]; None if the caller passes embeddings.
+        mask: the attention_mask, if there is one.
+        tokens: what has the rows' shape and device, [B, n, ...].
+    """
+    first = first_position(runner)
+    if first and ids is not None:  # RoBERTa and its relatives count the tokens that are not padding, by their ids.
+        valid = (ids != first - 1).long()
+        return valid.cumsum(1) * valid + first - 1
+    if getattr(runner.config, "model_type", None) in _COUNT_BY_MASK and isinstance(mask, Tensor) and mask.dim() == 2:
+        valid = mask.long()
+        return (valid.cumsum(1) * valid - 1).long()
+    return torch.arange(first, first + tokens.shape[1], device=tokens.device)[None]
+
+
 def remember_places(runner: nn.Module) -> None:
     """Stores what `places_of` finds, for `remembered_places`."""
     setattr(runner, _PLACES, places_of(runner))

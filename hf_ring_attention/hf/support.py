@@ -64,11 +64,6 @@ _MIX_TOKENS = {
 #: Words in the paths of modules that read images and sound, not the tokens of a row.
 _SENSES = ("vision", "visual", "audio", "speech", "image")
 
-#: The ends of the class names of heads that read one token of a row.
-_HEADS_OF_WHOLE_ROWS = (
-    "ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining", "DoubleHeadsModel",
-)  # fmt: skip
-
 #: Model types that are decoders, although their config has is_decoder=False.
 _DECODERS_ALL_THE_SAME = ("gpt_neox", "gpt_neox_japanese")
 
@@ -201,17 +196,6 @@ def check_model(model: PreTrainedModel, sharded: bool) -> None:
             f"{name} numbers its tokens itself and takes no position_ids, so every shard would begin at position 0: use one "
             f"process (ring=None)"
         )
-    if config is not model.config:
-        raise NotImplementedError(
-            f"{name} puts features of images or sound between the tokens, whose places in a shard nothing tells: "
-            f"shard its text model alone, or use one process (ring=None)"
-        )
-    if name.endswith(_HEADS_OF_WHOLE_ROWS):
-        raise NotImplementedError(
-            f"{name} classifies a whole sequence by one of its tokens, which only one rank of a ring has: use one process "
-            f"(ring=None), or shard the base model ({type(model.base_model).__name__}) and classify what ring.unshard "
-            f"returns"
-        )
 
 
 def check_predicts_next(model: PreTrainedModel, caller: str) -> None:
@@ -246,14 +230,6 @@ def calls_loss_function(model_class: type[Any]) -> bool:
 
 
 _NO_CODE = compile("", "", "exec")
-
-
-def takes_shift_labels(model: PreTrainedModel) -> bool:
-    """Returns whether a model that is given shift_labels and num_items_in_batch divides the sum of the one by the other."""
-    if "shift_labels" in inspect.signature(model.forward).parameters:
-        return True
-    causal = LOSS_MAPPING.get(model.loss_type or "ForCausalLM", ForCausalLMLoss) is ForCausalLMLoss
-    return causal and calls_loss_function(type(model))
 
 
 def untrainable(model: PreTrainedModel) -> ValueError | None:

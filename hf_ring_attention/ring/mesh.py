@@ -1,4 +1,4 @@
-"""Rings among all processes of an Accelerator: the mesh ("dp", "ring"), and the reasons to refuse one."""
+"""Rings among all processes of an Accelerator: the mesh ("dp_replicate", "cp"), and the reasons to refuse one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def mesh_of(accelerator: Any, size: int | None) -> Mesh:
     Raises:
         ValueError: on every process, for the reasons that `Ring.from_accelerator` lists.
     """
-    world_size = accelerator.num_processes
+    world_size = accelerator.state.num_processes
     if world_size == 1:
         check_alone(
             "Ring.from_accelerator",
@@ -63,8 +63,10 @@ def mesh_of(accelerator: Any, size: int | None) -> Mesh:
     if everyone is None:
         return Mesh(None, None, 0, 1)
     if rings is None:
-        mesh = init_device_mesh(accelerator.device.type, (world_size // size, size), mesh_dim_names=("dp", "ring"))
-        rings = mesh["ring"]
+        mesh = init_device_mesh(
+            accelerator.device.type, (world_size // size, size), mesh_dim_names=("dp_replicate", "cp")
+        )
+        rings = mesh["cp"]
     config = accelerator.parallelism_config
     if config is not None and config.cp_size > 1:
         config = without_cp(config)
@@ -135,7 +137,7 @@ def wrong_accelerator(accelerator: Any, size: int | None, rings: DeviceMesh | No
     Args:
         rings: the dimension for rings of the accelerator's own device mesh, if any.
     """
-    world_size = accelerator.num_processes
+    world_size = accelerator.state.num_processes
     if size is None:
         return ValueError(
             f"the size of rings was not given (ring_size of a Trainer, cp_size of Accelerate), and there are {world_size} "
@@ -173,8 +175,8 @@ def _wrong_parallelism(accelerator: Any, size: int, rings: DeviceMesh | None) ->
         )
     if sizes.get("tp_size", 1) > 1:
         return ValueError(
-            f"Ring.from_accelerator: tp_size={sizes['tp_size']} divides heads among ranks that need the same rows, which ring "
-            f"loaders do not give them: use ra.Ring(mesh['cp']) and ra.shard_batch"
+            f"Ring.from_accelerator: tp_size={sizes['tp_size']} divides heads among ranks that need the same rows, which "
+            f"its loaders would not give them: use ra.Ring(mesh['cp']), and give all ranks of a mesh row the same batch"
         )
     if sizes.get("cp_size", 1) > 1 and rings is None:
         return ValueError(
@@ -193,8 +195,8 @@ def _wrong_parallelism(accelerator: Any, size: int, rings: DeviceMesh | None) ->
     if rings.size() != size:
         problem = f"its dimension {name} has {rings.size()} ranks, and rings of {size} were asked for"
         remedy = "give one size, or the same twice"
-    elif mesh.size() != accelerator.num_processes:
-        problem = f"it has {mesh.size()} processes of {accelerator.num_processes}"
+    elif mesh.size() != accelerator.state.num_processes:
+        problem = f"it has {mesh.size()} processes of {accelerator.state.num_processes}"
         remedy = "make a mesh of all of them"
     elif others:
         problem = f"of its dimensions, {' and '.join(others)} is neither {name} nor one of {', '.join(_DATA_NAMES)}"

@@ -137,10 +137,9 @@ class Planner:
         planned: their plans would meet no call.
 
         Args:
-            layout: that of the batch's rows; models pass shards with their padding, so that their rows are as long as it.
-            documents: those that the calls will find in their shards.
+            layout, documents: those of the batch's rows.
         """
-        rows = _BatchRows(replace(layout, seq_len=layout.padded_len), documents)
+        rows = _BatchRows(layout, documents)
         with self._lock:
             if self._called:
                 self._called = False

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,6 @@ from .calls import Calls
 from .mesh import communicator_of, device_of, mesh_of, ranks_of
 from .planner import Planner
 from .shards import SideBySide, check_shard, shard_of, whole_of
-
-if TYPE_CHECKING:
-    from ..training.loaders import RingDataLoader
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +97,11 @@ class Ring:
         transport: TransportKind = "auto",
         heads: int | None = None,
     ) -> Ring:
-        """Makes the ring of this process on a mesh ("dp", "ring") of all processes of an `accelerate.Accelerator`.
+        """Makes the ring of this process on a mesh ("dp_replicate", "cp") of all processes of an `accelerate.Accelerator`.
+
+        From then on the accelerator counts rings, since the ranks of a ring are one data-parallel replica: `prepare` gives
+        them the same batches and steps schedules once for each ring, and `num_processes`, `process_index`, `gather`,
+        `gather_for_metrics` and `reduce` take each ring once. `accelerator.state` has the numbers of processes.
 
         Ranks of a ring are neighbours in the world, so that they share a node where they can. `dp_rank` is the number
         of the ring among the `dp_size` rings, which read different rows; DDP and FSDP go over the whole world.
@@ -123,7 +124,9 @@ class Ring:
         ring.dp_rank, ring.dp_size = mesh.dp_rank, mesh.dp_size
         ring._everyone, ring.device = mesh.everyone, accelerator.device
         ring._accelerator = weakref.ref(accelerator)
-        ring.data_seed = accelerator.dataloader_config.data_seed
+        from .accelerator import count_rings  # Whoever has an accelerator has loaded Accelerate.
+
+        count_rings(accelerator, ring)
         return ring
 
     def _set_up(self, communicator: Communicator | None, layout: str, transport: str, heads: int | None = None) -> None:
@@ -141,8 +144,6 @@ class Ring:
         self._everyone = communicator
         self.device = device_of(communicator)
         self.global_ranks = ranks_of(communicator)
-        #: The seed of data loaders that the accelerator has, if any.
-        self.data_seed: int | None = None
         self._accelerator: Callable[[], Any] = lambda: None
         #: Row numbers on devices, which all layers and steps share.
         self.bindings = Bindings()
@@ -150,8 +151,6 @@ class Ring:
         self._traffic = Traffic()
         self._calls = Calls(communicator)
         self._logged: set[str] = set()
-        #: The tokens of a rank in batches that loaders have divided by their documents.
-        self.cut_by_documents: set[int] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ring:
         return self  # a process group cannot be copied, and a copied model belongs to the same ranks
@@ -208,46 +207,23 @@ class Ring:
         """The accelerator of `from_accelerator`; None for other rings, and where it is gone."""
         return self._accelerator()
 
-    def prepare_data_loader(
-        self,
-        loader: Any,
-        *,
-        pattern: Pattern | str | None = None,
-        deal: Literal["auto", "work", "count"] = "auto",
-    ) -> RingDataLoader:
-        """Returns a loader of this rank's shards, from one of whole sequences; it replaces `accelerator.prepare(loader)`.
+    def prepare_data_loader(self, loader: Any, *, pattern: Pattern | str | None = None) -> Any:
+        """Returns what `accelerator.prepare(loader)` returns, whose rows the loader's workers have cut.
 
-        All ranks of a ring read the same sequences, which each batch proves by a checksum, and other rings read others.
-        `ra.shard_batch` says what a shard has. Batches that are left over at the end go to some rings, and the others
-        take part with nothing but padding, so that no sequence is read twice; `drop_last=True` drops them.
-
-        Each pass is an epoch, and the random numbers of a batch follow from the loader's seed (that of its generator, else
-        the Accelerator's data_seed, else torch.initial_seed()), the epoch and the number of the batch: those of its order,
-        and those that its dataset and collator draw, in any process. So a loader goes on exactly from its saved state.
-
-        The loader is a batch ahead of the loop, and attention over that batch is planned, in a thread, while the loop
-        computes: `traffic().planned_seconds` says what is left to wait for.
+        `model(**batch)` returns the same for such a batch as for a whole one. It pays for long rows: each process moves only
+        its part to its device, workers cut, and attention over the next batch is planned while the loop computes.
 
         Args:
-            loader: a torch DataLoader over a dataset or an iterable one, the same on every process; its batch size is
-                that of a ring. With a collator of this package, documents that are longer than its rows are refused here if
-                the dataset is a list or a `datasets.Dataset` without a transform (or torch's Subset or ConcatDataset of
-                these), which tell their lengths at once; others are refused when they are read.
-            pattern: see `shard_batch`.
-            deal: how rows go to rings. "count": each ring has the next batch. "work": the rows that all rings read in an
-                optimizer step change places until rings have even work, if the dataset tells the lengths of its documents,
-                as above. "auto": by work, unless the loader keeps the order of its dataset. The Accelerator's
-                gradient_accumulation_steps say how many batches a step has, the first of which begins an epoch. The logger
-                tells the choice.
+            loader: a torch DataLoader, of batches that are mappings with input_ids [B, n].
+            pattern: the pattern that decides the layout; None for that of the model that was patched with this ring.
 
         Raises:
-            ValueError: on every process: a loader that was prepared already, divides its rows itself or differs between
-                processes, or documents that are too long; or a model of this ring with attention dropout.
+            ValueError: a ring without an accelerator, or a loader that was prepared already.
         """
         # The one import from a folder above: Accelerate and datasets are loaded by those alone who load data.
-        from ..training.loaders import prepare_data_loader
+        from ..training.loader import prepare_data_loader
 
-        return prepare_data_loader(loader, self, pattern, deal)
+        return prepare_data_loader(loader, self, pattern)
 
     def check_layout(self, layout: SequenceLayout) -> None:
         """Raises ValueError for what is no layout, or one for another number of ranks."""
@@ -285,23 +261,16 @@ class Ring:
 
         Raises:
             ValueError: on every rank: another length along `dim`, a layout for another number of ranks, or ranks whose calls
-                differ; or a layout that does not know documents, where a loader of this ring has divided rows by theirs.
+                differ.
 
         Example:
             >>> layout = ra.SequenceLayout("zigzag", seq_len=5, world_size=2)
             >>> ra.run_simulated(lambda ring: ring.unshard(ring.shard(torch.arange(5)[None], layout), layout), 2)
             [tensor([[0, 1, 2, 3, 4]]), tensor([[0, 1, 2, 3, 4]])]
         """
-        return self._whole(local, layout, dim, self.cut_by_documents if self.layout == "auto" else set())
-
-    def joined(self, local: Tensor, layout: SequenceLayout, dim: int = 1) -> Tensor:
-        """Does what `unshard` does, where this is known to be the layout of these shards."""
-        return self._whole(local, layout, dim, set())
-
-    def _whole(self, local: Tensor, layout: SequenceLayout, dim: int, cut_by_documents: set[int]) -> Tensor:
         with self.agreement("unshard", by_digest=True) as call:
             self.check_layout(layout)
-            check_shard(local, layout, dim, cut_by_documents)
+            check_shard(local, layout, dim)
             self._describe(call, local, dim)
         return whole_of(self.side_by_side(local, dim), layout, dim % local.dim())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -51,27 +50,17 @@ def whole_of(shards: Tensor, layout: SequenceLayout, dim: int) -> Tensor:
     return torch.cat([parts[start] for start in sorted(parts)], dim).narrow(dim, 0, layout.seq_len)
 
 
-def check_shard(local: Tensor, layout: SequenceLayout, dim: int, cut_by_documents: Collection[int] = ()) -> None:
+def check_shard(local: Tensor, layout: SequenceLayout, dim: int) -> None:
     """Refuses what is no shard of this layout.
 
-    Args:
-        cut_by_documents: the tokens of a rank in batches that were divided by their documents.
-
     Raises:
-        ValueError: a tensor of another length, or of other batch rows than the layout's, or one that the layout would put
-            together in a wrong order.
+        ValueError: a tensor of another length, or of other batch rows than the layout's.
     """
     if local.shape[dim] != layout.local_len:
         raise ValueError(
             f"unshard: expected {layout.local_len} tokens along dim {dim}, got {local.shape[dim]} in {tuple(local.shape)}"
         )
     _check_batch_rows("unshard", local, layout, dim)
-    if not layout.rows and layout.local_len in cut_by_documents:
-        raise ValueError(
-            f"unshard: {layout} does not know the documents by which a loader of this ring has divided rows of "
-            f"{layout.padded_len} tokens, so they would come back in a wrong order: make the ring with layout='contiguous' or "
-            f"'zigzag', or unshard with ra.layout_of_shard(shard, ring), the layout that a batch tells"
-        )
 
 
 def _check_batch_rows(name: str, tensor: Tensor, layout: SequenceLayout, dim: int) -> None:

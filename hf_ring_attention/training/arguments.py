@@ -23,21 +23,13 @@ class RingTrainingArguments(TrainingArguments):
         ring_layout: "auto", "contiguous", "zigzag" or "documents".
         ring_transport: "auto", "ring", "collective", "heads" or "local".
         ring_heads: with "heads", how many neighbouring processes exchange heads; None for all of a ring.
-        ring_deal: "auto", "work" or "count": how the rows of an optimizer step go to rings, as `deal` of
-            `Ring.prepare_data_loader`; evaluation and prediction keep their order.
-        loss_tokens_at_once: tokens whose logits exist at any time (`sliced_loss`); 0 for those of the whole shard.
         offload_activations: whether tensors that the forward pass saves wait in host memory; with
             activation_checkpointing (gradient_checkpointing before Transformers 5.23), these are the inputs of the layers.
 
-    With `metric_for_best_model="perplexity"`, the best checkpoint is the one with the smallest perplexity.
-
-    Raises:
-        ValueError: `greater_is_better=True` with a perplexity.
-
     Example:
         >>> args = ra.RingTrainingArguments("output", ring_layout="zigzag", use_cpu=True, report_to=[])
-        >>> args.ring_layout, args.ring_transport, args.loss_tokens_at_once
-        ('zigzag', 'auto', 1024)
+        >>> args.ring_layout, args.ring_transport
+        ('zigzag', 'auto')
     """
 
     ring_size: int | None = field(
@@ -48,38 +40,13 @@ class RingTrainingArguments(TrainingArguments):
     ring_heads: int | None = field(
         default=None, metadata={"help": "With ring_transport heads: how many neighbours exchange heads; default: all."}
     )
-    ring_deal: str = field(default="auto", metadata={"help": "how rows go to rings: auto, work or count"})
-    loss_tokens_at_once: int = field(default=1024, metadata={"help": "tokens whose logits exist at a time; 0: all"})
     offload_activations: bool = field(default=False, metadata={"help": "keep saved activations in host memory"})
-    # TrainingArguments has "str | bool", which HfArgumentParser reads as a bool.
-    include_num_input_tokens_seen: str = field(
-        default="non_padding", metadata={"help": "which tokens are counted: non_padding, all or no"}
-    )
-
-    def __post_init__(self) -> None:
-        if is_perplexity(self.metric_for_best_model):
-            if self.greater_is_better:
-                raise ValueError(
-                    f"greater_is_better=True with metric_for_best_model={self.metric_for_best_model!r} keeps the worst "
-                    f"checkpoint: leave greater_is_better out, since a smaller perplexity is better"
-                )
-            self.greater_is_better = False
-        super().__post_init__()
 
     @property
     def device(self) -> torch.device:
         """The device of this process: "cpu" and not "cpu:0", to which Trainer of Transformers 5.17 cannot load an optimizer."""
         device: torch.device = super().device
         return torch.device("cpu") if device.type == "cpu" else device
-
-
-def is_perplexity(metric: str | None) -> bool:
-    """Returns whether a metric is a perplexity of a `RingTrainer`, which is better when smaller.
-
-    Transformers takes every metric whose name does not end in "loss" for one that is better when greater. Evaluation on
-    several data sets puts their names before: eval_books_perplexity.
-    """
-    return metric is not None and (metric == "perplexity" or metric.endswith("_perplexity"))
 
 
 def cp_size_of(args: TrainingArguments) -> int:

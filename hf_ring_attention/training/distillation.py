@@ -9,77 +9,78 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..hf.calls import CALL, Call
 from ..hf.exact import exact_attention
-from ..hf.heads import Head, HeadCall, running, watching
-from ..hf.rings import attached_ring
+from ..hf.heads import Head, watched
+from ..hf.lm_loss import IGNORED
+from ..hf.rings import is_patched
+from ..hf.support import check_predicts_next
 from ..hf.wrappers import evaluating, unwrapped, whole_model, wrapped_modules
-from .loader_checks import check_schedules
-from .losses import loss_in_slices
-from .next_tokens import check_next_token_loss, shift_labels_of
-from .shards import IGNORED
 
 logger = logging.getLogger(__name__)
 
 
 def distillation_loss(
-    model: nn.Module, shard: Mapping[str, Any], tokens: Tensor | int, *, tokens_at_once: int = 1024
+    model: nn.Module, batch: Mapping[str, Any], num_items_in_batch: Tensor | int | None = None
 ) -> Tensor:
-    """Returns this process's share of the mean divergence of a model's predictions from its own under exact attention.
+    """Returns the mean divergence of a model's predictions from its own under exact attention.
 
-    The divergence of a token is KL(p || q) = sum p log(p / q) over the vocabulary, in nats, where p predicts with exact
-    attention, without gradients (the teacher), and q with the model's pattern (the student). Both have the same weights, so
-    there is no second model. Where PEFT has added adapters, the teacher is the model without them, which stays as it is.
-    Without adapters, the teacher has the weights that are being trained: it moves towards the student, and the divergence
-    falls while both may predict texts worse. The logger says so once.
+    The divergence of a token is KL(p || q) = sum p log(p / q) over the vocabulary, in nats. p predicts with exact attention,
+    without gradients (the teacher), and q with the model's pattern (the student). Both have the same weights, so there is no
+    second model. If PEFT has added adapters, the teacher is the model without them, which does not change. Without adapters,
+    the teacher has the weights that are being trained: it moves towards the student, and the divergence falls while both may
+    predict texts worse. The logger warns of this once.
 
-    Each share is as `next_token_loss` describes it, and takes its place; what a model adds to its loss by itself, as for its
-    routers, is in it too. Logits exist for a slice of tokens at a time, in backward too; the teacher leaves its last hidden
-    states [B, n, width] until then.
+    The loss takes the place of `model(**batch).loss`: it has the same value on every rank of a ring, and includes the terms
+    that a model adds itself, such as the loss of routers. Logits exist for a slice of tokens at a time; the teacher leaves its
+    last hidden states until then, of this rank's part of the rows.
 
     Args:
-        model: a causal language model, as `accelerator.prepare` or `fully_shard` returned it.
-        shard: a shard that a ring's loader or `shard_batch` made; labels say which tokens count, and nothing else.
-        tokens: the number that `count_tokens` returned for the whole optimizer step.
-        tokens_at_once: counts the tokens of all rows together.
+        model: a causal language model that `patch_model` has patched, bare or as `accelerator.prepare` returned it.
+        batch: the arguments of the model, whole rows; labels choose the tokens that count, and nothing else.
+        num_items_in_batch: the divisor of the sum, as in Transformers; None for the number of labels in the batch.
 
     Raises:
-        ValueError: as `next_token_loss`; a model with virtual tokens of PEFT; or tokens_at_once below 1.
-        NotImplementedError: as `sliced_loss`.
+        ValueError: a model that `patch_model` has not patched, that does not predict next tokens, or that has virtual tokens
+            of PEFT; or a batch without labels.
+        NotImplementedError: a model that changes its logits in a way that its config does not name.
 
     Example:
         >>> model, ids = ra.patch_model(tiny_llama(), "window:4+2"), torch.arange(1, 33)[None]
-        >>> shard = ra.shard_batch({"input_ids": ids, "labels": ids}, ra.Ring.alone())
-        >>> loss = ra.distillation_loss(model, shard, ra.count_tokens(shard))
+        >>> loss = ra.distillation_loss(model, {"input_ids": ids, "labels": ids})
         >>> loss.backward()
         >>> exact = ra.patch_model(tiny_llama(), "exact")  # the teacher itself has nothing to learn
-        >>> loss.item() > 0, ra.distillation_loss(exact, shard, ra.count_tokens(shard)).abs().item() < 1e-6
+        >>> loss.item() > 0, ra.distillation_loss(exact, {"input_ids": ids, "labels": ids}).abs().item() < 1e-6
         (True, True)
     """
-    if tokens_at_once < 1:
-        raise ValueError(f"distillation_loss: tokens_at_once must be at least 1, got {tokens_at_once}")
-    check_next_token_loss(model)
     inner = whole_model(model, "distillation_loss")
-    shift_labels_of(shard, "distillation_loss")
-    ring = attached_ring(inner)
-    if ring is not None:
-        check_schedules(ring)
+    check_predicts_next(inner, "distillation_loss")
+    if not is_patched(inner):
+        raise ValueError(
+            f"distillation_loss: {type(inner).__name__} has no pattern to learn: call ra.patch_model first"
+        )
+    if not any(isinstance(batch.get(name), Tensor) for name in ("labels", "shift_labels")):
+        raise ValueError(
+            f"distillation_loss: expected labels, which choose the tokens that count, got {sorted(map(str, batch))}: "
+            f"pass the batch as to the model"
+        )
     if _peft_of(model) is None:
         _warn_of_moving(type(inner).__name__)
-    call = {"use_cache": False, **shard}
+    call = {"use_cache": False, **batch}
     hidden = _hidden_of_teacher(model, inner, {name: x for name, x in call.items() if not name.endswith("labels")})
     output = inner.get_output_embeddings()
     # An output layer with adapters of its own is the teacher's only without them.
     adapted = any(hasattr(module, "disable_adapters") for module in output.modules())
+    if num_items_in_batch is not None:
+        call["num_items_in_batch"] = num_items_in_batch
     of_slice = partial(_divergence, hidden.flatten(0, 1), model if adapted else None)
-    with loss_in_slices(model, tokens_at_once, of_slice, "distillation_loss"):
-        result = model(**call, num_items_in_batch=tokens)
+    result = model(**call, **{CALL: Call(of_slice=of_slice)})
     loss: Tensor = result["loss"] if isinstance(result, Mapping) else result[0]
-    return loss * (dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
+    return loss
 
 
 def _peft_of(model: nn.Module) -> Any:
@@ -98,10 +99,9 @@ def _warn_of_moving(name: str) -> None:
 
 
 def _hidden_of_teacher(model: nn.Module, inner: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor:
-    """Returns [B, n, width] the last hidden states of a model under exact attention, without its adapters and its dropout."""
+    """Returns [B, n local, width] the last hidden states of a model under exact attention, without adapters and dropout."""
     output = inner.get_output_embeddings()
-    call = HeadCall(output)
-    with exact_attention(model), _without_adapters(model), evaluating(inner), watching(output), running(call):
+    with exact_attention(model), _without_adapters(model), evaluating(inner), watched(output) as call:
         model(**inputs)
     if call.hidden is None:
         raise NotImplementedError(
@@ -117,7 +117,7 @@ def _divergence(
     """Returns the sum of the divergences of tokens with labels.
 
     Args:
-        teacher: [tokens, width] its hidden states, for all tokens.
+        teacher: [tokens, width] its hidden states, for all tokens of this rank.
         adapted: the model, if its output layer has adapters.
     """
     with torch.no_grad(), nullcontext() if adapted is None else _without_adapters(adapted):

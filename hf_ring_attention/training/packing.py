@@ -1,31 +1,32 @@
-"""Packs documents, before they are read in batches, into rows that are nearly full.
-
-A collator can pack only the documents of its batch. Here the best row is chosen for the documents of a buffer, and a loader
-then reads a fixed number of rows a step.
-"""
+"""Packs tokenized documents into rows of one length, which Transformers' collators and Trainers take as they are."""
 
 from __future__ import annotations
 
+import bisect
+import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from .columns import check_marks, is_integer, token_columns, unpadded
-from .fitting import Strategy, best_fit, check_rows, pieces_that_fit
-from .tables import is_streamed, is_table
+from ..hf.lm_loss import IGNORED
 
 if TYPE_CHECKING:
     from datasets import Dataset as Table
     from datasets import IterableDataset as StreamedTable
 
-#: Columns of documents that were packed before, or that have positions of their own.
-_OF_ROWS = ("seq_lengths", "seq_idx", "position_ids")
+#: The treatment of documents longer than a row; the name and three of the words are axolotl's.
+Strategy = Literal["raise", "truncate", "split", "drop"]
 
-#: A buffer of fewer rows is warned of where their fill is lower: half a row of 50 is a hundredth.
+#: Columns that are 0 for tokens that are not learned, as TRL names them; and columns of rows that were packed before.
+_LEARNED, _OF_ROWS = ("assistant_masks", "completion_mask"), ("position_ids", "seq_lengths", "seq_idx")
+
+#: The columns of rows, and their types in a data set.
+_COLUMNS = {"input_ids": "int32", "labels": "int32", "position_ids": "int32", "attention_mask": "int8"}
+
+#: A buffer of fewer rows is warned of if their fill is lower: half a row of 50 is a hundredth.
 _ROWS_OF_A_BUFFER, _WELL_FILLED = 50, 0.97
 
 
@@ -36,59 +37,59 @@ def pack_documents(
     buffer: int = 1000,
     excess_length_strategy: Strategy = "split",
 ) -> Any:
-    """Packs tokenized documents into rows that `PaddingCollator` reads; documents of a row never see each other.
+    """Packs tokenized documents into rows of `row_length` tokens; under "ring_dilated" documents of a row never see each other.
 
     The longest document of a buffer comes first, and each goes into the fullest row that has room for it. About half a row
     of each buffer stays empty: 10,000 documents whose lengths are log-normal, with a mean of an eighth of a row, fill their
     rows to more than 99 %. Long rows of short documents need a larger buffer, which a warning names: 50 rows or more.
 
     Args:
-        documents: a data set of the datasets library, or a stream of it, which is packed as it is read; its order is that
-            of the data set, and so is what a loader needs to go on after a checkpoint. Or columns, as `map(batched=True)`
-            passes them, all of which make one buffer. The documents have input_ids, and may have other columns with a value
-            for each token, such as labels or assistant_masks. A column that is not of tokens, such as a text, is left out,
-            and so are attention_mask and the padding that it marks.
+        documents: a `datasets.Dataset`, a stream of it, which is packed as it is read, or columns, as `map(batched=True)`
+            passes them, which make one buffer. Documents have input_ids, and optionally labels, or assistant_masks or
+            completion_mask, which are 1 for the tokens to learn, and attention_mask, whose padding is left out. Other
+            columns are left out.
         row_length: tokens of a row.
-        buffer: the number of documents that are packed together. With 1, each row is a document, or a piece of a longer one,
-            so that long documents are split before a loader draws its batches of rows.
-        excess_length_strategy: the treatment of a document longer than a row, as in `PaddingCollator`.
+        buffer: the number of documents that are packed together. With 1, each row is a document, or a piece of a longer one.
+        excess_length_strategy: whether a document longer than a row is refused ("raise"), cut to its first tokens
+            ("truncate"), made several documents ("split") or left out ("drop").
 
     Returns:
-        Rows as a data set, a stream or columns, like `documents`. They have the same columns of tokens, each of `row_length`
-        tokens or fewer, and seq_lengths, the lengths of the documents in each row, as TRL's `pack_dataset` has them.
+        Rows as a data set, a stream or columns, like `documents`, for `transformers.default_data_collator`: input_ids, 0
+        behind the documents; labels, -100 for padding and for the first token of each document, which no token before it
+        predicts; position_ids, which count each document from 0, and are 0 for padding; and attention_mask.
 
     Raises:
-        ValueError: a document longer than a row under "raise", a column that is not as long as its tokens, documents whose
-            columns differ or that were packed before, or a setting that cannot be. A stream raises it when it is read.
+        ValueError: a document that is too long under "raise", columns that contradict each other, or a setting that cannot
+            be. A stream raises it when it is read.
 
     Example:
-        >>> columns = {"input_ids": [[1, 2, 3, 4], [5, 6, 7], [8, 9]]}
-        >>> ra.pack_documents(columns, row_length=6)
-        {'input_ids': [[1, 2, 3, 4, 8, 9], [5, 6, 7]], 'seq_lengths': [[4, 2], [3]]}
-        >>> from datasets import Dataset
-        >>> stream = Dataset.from_dict(columns).to_iterable_dataset()
-        >>> batch = ra.PaddingCollator(row_length=6)(list(ra.pack_documents(stream, row_length=6)))
-        >>> batch["position_ids"].tolist()
-        [[0, 1, 2, 3, 0, 1], [0, 1, 2, 0, 0, 0]]
+        >>> rows = ra.pack_documents({"input_ids": [[5, 6, 7, 8], [1, 2, 3], [9, 4]]}, row_length=7)
+        >>> rows["input_ids"], rows["position_ids"]
+        ([[5, 6, 7, 8, 1, 2, 3], [9, 4, 0, 0, 0, 0, 0]], [[0, 1, 2, 3, 0, 1, 2], [0, 1, 0, 0, 0, 0, 0]])
+        >>> rows["labels"]
+        [[-100, 6, 7, 8, -100, 2, 3], [-100, 4, -100, -100, -100, -100, -100]]
     """
-    if row_length is None:
-        raise ValueError("pack_documents: row_length must be a number of tokens of at least 1, got None")
-    check_rows("pack_documents", row_length, excess_length_strategy)
-    if not is_integer(buffer) or buffer < 1:
-        raise ValueError(f"pack_documents: buffer must be a number of documents of at least 1, got {buffer!r}")
+    for name, number in (("row_length", row_length), ("buffer", buffer)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ValueError(f"pack_documents: {name} must be a whole number of at least 1, got {number!r}")
+    if excess_length_strategy not in (strategies := get_args(Strategy)):
+        raise ValueError(
+            f"pack_documents: excess_length_strategy must be one of {', '.join(strategies)}, got {excess_length_strategy!r}"
+        )
     into_rows = partial(_pack_buffer, row_length=row_length, strategy=excess_length_strategy, buffer=buffer)
     if isinstance(documents, Mapping):
         return into_rows(documents)
-    if not (is_table(documents) or is_streamed(documents)):
+    library = sys.modules.get("datasets")  # Whoever has a data set has imported it.
+    if library is None or not isinstance(documents, (library.Dataset, library.IterableDataset)):
         raise ValueError(
-            f"pack_documents expected a data set of the datasets library, or columns, got {type(documents).__name__}: "
+            f"pack_documents expected a datasets.Dataset, a stream or columns, got {type(documents).__name__}: "
             f"datasets.Dataset.from_list makes a data set of a list of documents"
         )
-    # A stream may not know its columns, which only its first document tells then.
+    # A stream may not know its columns: its first document names them.
     names = documents.column_names or list(next(iter(documents), {}))
-    return documents.with_format(None).map(
-        into_rows, with_indices=True, batched=True, batch_size=buffer, remove_columns=names
-    )
+    features = library.Features({name: library.List(library.Value(kind)) for name, kind in _COLUMNS.items()})
+    how = {"with_indices": True, "batched": True, "batch_size": buffer, "remove_columns": names, "features": features}
+    return documents.with_format(None).map(into_rows, **how)
 
 
 def _pack_buffer(
@@ -98,61 +99,99 @@ def _pack_buffer(
     row_length: int,
     strategy: Strategy,
     buffer: int,
-) -> dict[str, list[list[Any]]]:
-    """Returns the columns of the rows that the documents of one buffer make.
-
-    Args:
-        numbers: the number of each document in its data set, by which an error names it; None for columns, which are a
-            buffer of their own.
-        buffer: the most documents that are packed together.
-    """
-    if "input_ids" not in columns:
-        raise ValueError(f"pack_documents: documents need input_ids, got the columns {', '.join(map(str, columns))}")
-    row_columns = [name for name in _OF_ROWS if name in columns]
-    if row_columns:
-        raise ValueError(
-            f"pack_documents: the column {row_columns[0]} says that these documents were packed before, or have positions of "
-            f"their own: leave it out, or give the rows to a PaddingCollator as they are"
-        )
-    pieces: list[dict[str, Tensor]] = []
-    packable: list[tuple[dict[str, Any], str]] = []
-    names: list[str] | None = None
+) -> dict[str, list[list[int]]]:
+    """Returns the rows of one buffer of documents, whose numbers in the data set name them in errors."""
+    packed_before = [name for name in _OF_ROWS if name in columns]
+    if "input_ids" not in columns or packed_before:
+        problem = f"the column {packed_before[0]} is of packed rows" if packed_before else "documents need input_ids"
+        raise ValueError(f"pack_documents: {problem}, got the columns {', '.join(map(str, columns))}")
+    pieces = []
     for place in range(len(columns["input_ids"])):
         who = f"pack_documents: document {place if numbers is None else numbers[place]}"
-        values = {name: column[place] for name, column in columns.items()}
-        document = token_columns(values, who)
-        mask = document.pop("attention_mask", None)
-        start, stop = (0, len(document["input_ids"])) if mask is None else unpadded(mask, who)
-        if start == stop:
-            continue  # a document without tokens
-        names = list(document) if names is None else names
-        if document.keys() != {*names}:
-            name = min(document.keys() ^ {*names})
-            has, others = ("has", "do not have") if name in document else ("has no", "have")
-            raise ValueError(f"{who} {has} {name}, which the documents before it {others}: all need the same columns")
-        packable.append((values, who))
-        tokens = {name: x[start:stop] for name, x in document.items()}
-        for first, last in pieces_that_fit(stop - start, row_length, strategy, who):
-            pieces.append({name: x[first:last] for name, x in tokens.items()})
-    for values, who in packable:
-        check_marks(values, who)
-    lengths = [len(piece["input_ids"]) for piece in pieces]
-    rows = best_fit(lengths, row_length)
-    # The first buffer speaks for the others; that of a single document is not there to fill rows.
+        ids, labels = _read({name: column[place] for name, column in columns.items()}, who)
+        for start in _starts(len(ids), row_length, strategy, who):
+            pieces.append((ids[start : start + row_length], labels[start : start + row_length]))
+    rows = best_fit([len(ids) for ids, _ in pieces], row_length)
+    # The first buffer speaks for the others.
     if numbers is not None and numbers[0] == 0 and len(numbers) == buffer > 1:
-        _warn_of_few_rows(len(rows), sum(lengths), row_length, buffer)
-    packed = {
-        name: [torch.cat([pieces[x][name] for x in row]).tolist() for row in rows] for name in names or ["input_ids"]
-    }
-    return packed | {"seq_lengths": [[lengths[x] for x in row] for row in rows]}
+        _warn_of_few_rows(len(rows), sum(len(ids) for ids, _ in pieces), row_length, buffer)
+    packed: dict[str, list[list[int]]] = {name: [] for name in _COLUMNS}
+    for row in rows:
+        lengths = [len(pieces[number][0]) for number in row]
+        parts = {
+            "input_ids": [pieces[number][0] for number in row],
+            "labels": [np.concatenate([[IGNORED], pieces[number][1][1:]]) for number in row],
+            "position_ids": [np.arange(length) for length in lengths],
+            "attention_mask": [np.ones(sum(lengths), np.int64)],
+        }
+        for name, arrays in parts.items():
+            padding = np.full(row_length - sum(lengths), IGNORED if name == "labels" else 0)
+            packed[name].append(np.concatenate([*arrays, padding]).tolist())
+    return packed
+
+
+def _read(document: Mapping[str, Any], who: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tokens and the labels of a document without its padding; `who` is its name in errors."""
+    read: dict[str, np.ndarray] = {}
+    for name in ("input_ids", "labels", "attention_mask", *_LEARNED):
+        if name not in document:
+            continue
+        x = np.asarray(document[name] if document[name] is not None else None)
+        x = x.astype(np.int64) if x.size == 0 else x
+        if x.ndim != 1 or x.dtype.kind not in "biu" or len(x) != len(read.get("input_ids", x)):
+            raise ValueError(
+                f"{who} has {name} {type(document[name]).__name__} of shape {x.shape}: expected an integer for each token"
+            )
+        read[name] = x.astype(np.int64)
+    ids, labels = read["input_ids"], read.get("labels", read["input_ids"])
+    for name in _LEARNED:
+        labels = np.where(read.get(name, 1) == 0, IGNORED, labels)
+    kept = np.flatnonzero(read.get("attention_mask", np.ones(len(ids))))
+    if len(kept) and kept[-1] - kept[0] != len(kept) - 1:
+        raise ValueError(
+            f"{who} has padding inside, by its attention_mask: set labels to {IGNORED} for tokens that are not learned"
+        )
+    return ids[kept], labels[kept]
+
+
+def _starts(length: int, row_length: int, strategy: Strategy, who: str) -> Iterator[int]:
+    """Yields where the pieces of a document begin that go into rows."""
+    if length > row_length and strategy == "raise":
+        raise ValueError(
+            f"{who} has {length} tokens, and a row {row_length}: make rows longer, or choose an excess_length_strategy of "
+            f"truncate, split or drop"
+        )
+    if length <= row_length or strategy == "split":
+        yield from range(0, length, row_length)
+    elif strategy == "truncate":
+        yield 0
+
+
+def best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
+    """Returns the numbers of the documents of each row: longest first, each into the fullest row that has room for it.
+
+    Rows are in the order of their first documents, and the documents of a row in their own order.
+    """
+    rows: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (tokens left, number of the row) of rows that are not full, in ascending order
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        place = bisect.bisect_left(rooms, (lengths[number], -1))
+        if place < len(rooms):
+            room, row = rooms.pop(place)
+        else:
+            room, row = row_length, len(rows)
+            rows.append([])
+        rows[row].append(number)
+        if room > lengths[number]:
+            bisect.insort(rooms, (room - lengths[number], row))
+    return sorted(sorted(row) for row in rows)
 
 
 def _warn_of_few_rows(rows: int, tokens: int, row_length: int, buffer: int) -> None:
     """Warns of a buffer whose last row, which is filled in part, is a large share of its rows."""
     if 0 < rows < _ROWS_OF_A_BUFFER and tokens < _WELL_FILLED * rows * row_length:
         warnings.warn(
-            f"the {buffer} documents of a buffer have {tokens} tokens in {rows} rows of {row_length}, which are "
-            f"{tokens / (rows * row_length):.0%} full: for {_ROWS_OF_A_BUFFER} rows, where the last one hardly counts, take "
-            f"buffer={-(-buffer * _ROWS_OF_A_BUFFER // rows)}",
+            f"the {buffer} documents of a buffer fill {rows} rows of {row_length} to {tokens / (rows * row_length):.0%}: for "
+            f"{_ROWS_OF_A_BUFFER} rows, where the last one hardly counts, take buffer={-(-buffer * _ROWS_OF_A_BUFFER // rows)}",
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""Weights that FSDP and ZeRO-3 divide among processes: which modules have them, and how their gradients are averaged."""
+"""Weights that FSDP 2 divides among processes: calls a module by itself, and reads the norm of whole gradients."""
 
 from __future__ import annotations
 
@@ -6,31 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-
-
-def sharded_by_fsdp2(module: nn.Module) -> bool:
-    """Returns whether `fully_shard` divides the weights of a module, or of one inside of it."""
-    return any(isinstance(inner, FSDPModule) for inner in module.modules())
-
-
-def gathered_by_call(module: nn.Module | None) -> bool:
-    """Returns whether FSDP or ZeRO-3 divides a module's weights, so that all processes must call it together."""
-    if module is None:
-        return False
-    sharded = any(isinstance(inner, (FSDPModule, FullyShardedDataParallel)) for inner in module.modules())
-    return sharded or any(hasattr(parameter, "ds_id") for parameter in module.parameters())
-
-
-def gather_weights(module: nn.Module | None) -> None:
-    """Has a module of FSDP2 whole weights at the call that follows, which all processes make; other modules are left alone.
-
-    In backward, FSDP2 of torch 2.9 would call a module with what the call before has left of its weights, which are freed.
-    Where the weights are there, this does nothing.
-    """
-    if isinstance(module, FSDPModule):
-        module.unshard()
 
 
 @contextmanager

@@ -89,8 +89,9 @@ def test_it_is_the_same_where_weights_are_divided(freed, rng):
         assert found == pytest.approx([right] * 2, rel=EXACT)
 
 
+@pytest.mark.parametrize("layout", ["auto", "contiguous", "zigzag", "documents"])
 @pytest.mark.parametrize("model_type", ["roberta", "xmod", "llama"])
-def test_it_is_the_same_on_a_ring(model_type, rng):
+def test_it_is_the_same_on_a_ring(model_type, layout, rng):
     seed = rng.randrange(10**6)
     rows = [row(seed, length) for length in (21, 2, 13)]
     made = [tiny_model(model_type, "eager") for _ in range(3)]
@@ -98,7 +99,9 @@ def test_it_is_the_same_on_a_ring(model_type, rng):
     for side in ("left", "right"):
         ids, mask = padded(rows, side)
         reports = run_simulated(
-            lambda ring, ids=ids, mask=mask: ra.perplexity(made[ring.rank], ids, ring=ring, attention_mask=mask), 3
+            lambda ring, ids=ids, mask=mask: ra.perplexity(made[ring.rank], ids, ring=ring, attention_mask=mask),
+            3,
+            layout=layout,
         )
         for report in reports:
             assert report.nll == pytest.approx(right, rel=EXACT) and report.tokens == 20 + 1 + 12
@@ -285,7 +288,8 @@ def test_models_that_see_what_they_are_to_predict_are_refused(model_type):
     changed[0, 6:] = 7
     with torch.no_grad():
         assert not torch.allclose(model(input_ids=ids).logits[:, 0], model(input_ids=changed).logits[:, 0], rtol=1e-3)
-    for call in (lambda: ra.perplexity(model, ids), lambda: ra.sliced_loss(model).__enter__()):
+    batch = {"input_ids": ids, "labels": ids}
+    for call in (lambda: ra.perplexity(model, ids), lambda: ra.distillation_loss(model, batch)):
         with pytest.raises(ValueError, match="attends to those behind it"):
             call()
 

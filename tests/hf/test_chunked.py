@@ -11,8 +11,9 @@ from transformers.masking_utils import chunked_causal_mask_function, create_chun
 import hf_ring_attention as ra
 from hf_ring_attention.hf.cache import cache_argument
 from hf_ring_attention.hf.config import warn_once
+from hf_ring_attention.hf.documents import documents_from_mask
 from hf_ring_attention.hf.masks import ring_dilated_mask, tokens_of
-from tests.support.probe import TOKENS, alone, batch, distance, errors, logits_and_gradients, of_shards
+from tests.support.probe import TOKENS, alone, batch, distance, errors, logits_and_gradients, over_ring
 from tests.support.ranks import run_simulated
 from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
 from tests.support.tolerance import EXACT, assert_exact, float64
@@ -81,7 +82,7 @@ def test_a_ring_equals_one_device(kind, layout):
 
     def work(ring):
         with float64():
-            return errors(of_shards(ra.patch_model(models[ring.rank], ring=ring), ring, inputs, labels), expected)
+            return errors(over_ring(ra.patch_model(models[ring.rank], ring=ring), ring, inputs, labels), expected)
 
     for ranks in (2, 3):
         for apart in run_simulated(work, ranks, layout=layout):
@@ -91,7 +92,7 @@ def test_a_ring_equals_one_device(kind, layout):
 def error_of_a_process(rank, inputs, labels, answer):
     ring = ra.Ring(layout="zigzag")
     model = ra.patch_model(llama4(**TUNED), ring=ring)
-    apart = errors(of_shards(model, ring, inputs, labels), answer)
+    apart = errors(over_ring(model, ring, inputs, labels), answer)
     return apart.logits, apart.gradients
 
 
@@ -110,15 +111,15 @@ def test_a_layout_made_for_documents_has_places_of_its_own():
     expected = llama4(**TUNED)(**inputs, use_cache=False).logits.detach()
     models = [llama4(**TUNED) for _ in range(2)]
 
+    documents = documents_from_mask(inputs["attention_mask"] > 0)
+
     @float64()
     def work(ring):
         model = ra.patch_model(models[ring.rank], ring=ring)
-        shard = ra.shard_batch({**inputs, "labels": inputs["input_ids"].clone()}, ring)
-        layout = ra.layout_of_shard(shard, ring)
+        layout = ring.layout_for(TOKENS, ra.Pattern.exact(), documents)
         assert layout.kind == "documents" and layout.rows[0] != layout.rows[1]
         with torch.no_grad():
-            logits = model(**{name: x for name, x in shard.items() if "labels" not in name}, use_cache=False).logits
-            return ring.unshard(logits, layout)
+            return model(**inputs, use_cache=False).logits
 
     for logits in run_simulated(work, 2, layout="documents"):
         assert distance(logits[inputs["attention_mask"] > 0], expected[inputs["attention_mask"] > 0]) <= EXACT

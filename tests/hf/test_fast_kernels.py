@@ -17,7 +17,7 @@ import hf_ring_attention as ra
 from hf_ring_attention.hf import states
 from hf_ring_attention.hf.support import mixers_of
 
-from ..support.probe import GRADIENTS, LOGITS, alone, batch, errors, logits_and_gradients, of_shards
+from ..support.probe import GRADIENTS, LOGITS, alone, batch, errors, logits_and_gradients, over_ring
 from ..support.ranks import run_simulated
 from ..support.releases import needs_mixers
 from ..support.tiny_models import tiny_model
@@ -177,7 +177,7 @@ def test_installed_kernels_are_used_and_give_the_same_results(model_type, kernel
 
         def work(ring, kind=kind, answer=answer):
             model = ra.patch_model(models[ring.rank], ring=ring).train()
-            return errors(of_shards(model, ring, *batch(kind)), answer)
+            return errors(over_ring(model, ring, *batch(kind)), answer)
 
         for error in run_simulated(work, 2):
             assert error.logits <= LOGITS and error.gradients <= GRADIENTS

@@ -267,16 +267,11 @@ def test_sharded_keys(ranks, model_type, world_size, transport):
 
 def wrong_calls(rank):
     """What calls say that a sharded cache cannot serve."""
-    ids, mask = prompt()
+    ids, _ = prompt()
     model = ra.patch_model(tiny_model("llama", "eager"), ring=ra.Ring(layout="zigzag"))
     cache = ra.prefill(model, ids)
     for call, message in (
         (lambda: model(question() + (rank == 1), **cache_argument(cache)), "disagree on the tokens of a step"),
-        (lambda: generate(model, ids, mask), r"ra\.prefill\(model, input_ids\)"),
-        (
-            lambda: model(ids, **cache_argument(DynamicCache()), position_ids=torch.arange(PROMPT)[None]),
-            "takes no DynamicCache",
-        ),
         (lambda: ra.prefill(model, ids + rank), "disagree on a checksum of input_ids"),
         (lambda: ra.prefill(model, ids[0]), r"input_ids must be \[batch, tokens\], got \(17,\)"),
         (lambda: cache.crop(-1), "a sharded cache keeps the 17 tokens it was filled with"),

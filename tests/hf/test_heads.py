@@ -3,8 +3,6 @@
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     CLIPTextConfig,
@@ -17,10 +15,9 @@ from transformers import (
 )
 
 import hf_ring_attention as ra
-from tests.support.neighbours import ENCODER, built, check, hooks, on_two_ranks
+from tests.support.neighbours import ENCODER, built, check
 from tests.support.probe import (
     LOGITS,
-    TOKENS,
     batch,
     distance,
     logits_and_gradients,
@@ -54,27 +51,6 @@ def test_classification(model_type, head, kind):
     config = tiny_config(model_type, num_labels=5, **(ENCODER if model_type == "bert" else {}))
     expected = logits_and_gradients(built(head, config), inputs, labels)
     check(logits_and_gradients(ra.patch_model(built(head, config)), inputs, labels), expected)
-
-
-@pytest.mark.parametrize("model_type", ["llama", "bert"])
-def test_classification_of_rows_over_a_ring_is_refused(model_type):
-    model = built(AutoModelForSequenceClassification, tiny_config(model_type, num_labels=5))
-    name = (
-        f"{type(model).__name__} classifies a whole sequence .* shard the base model .{type(model.base_model).__name__}"
-    )
-    with pytest.raises(NotImplementedError, match=rf"{name}\) and classify what ring\.unshard"):
-        ra.patch_model(model, ring=ra.simulate(2)[0])
-    assert not hooks(model) and model.config._attn_implementation == "eager", "a refused model is left as it was"
-
-
-@pytest.mark.parametrize("kind", ["left", "right", "packed"])
-@pytest.mark.parametrize(("model_type", "changes"), [("llama", {}), ("bert", ENCODER)], ids=["llama", "bert"])
-def test_classification_of_tokens_over_a_ring(model_type, changes, kind):
-    config = tiny_config(model_type, num_labels=5, **changes)
-    inputs, labels = batch(kind)
-    labels = labels.where(labels == -100, labels % 5)
-    expected = logits_and_gradients(ra.patch_model(built(AutoModelForTokenClassification, config)), inputs, labels)
-    check(on_two_ranks(lambda: built(AutoModelForTokenClassification, config), inputs, labels), expected)
 
 
 SIZES = {
@@ -116,10 +92,7 @@ def test_outputs_that_mix_the_tokens_of_a_row(name):
     made = [make() for _ in range(2)]
 
     def work(ring):
-        layout = ring.layout_for(TOKENS, ra.Pattern.exact())
-        shards = {name: ring.shard(x, layout) for name, x in inputs.items()}
-        found = ra.patch_model(made[ring.rank], ring=ring)(**shards)[output].detach()
-        return ring.unshard(found, layout) if output == "last_hidden_state" else found
+        return ra.patch_model(made[ring.rank], ring=ring)(**inputs)[output].detach()
 
     try:
         found = run_simulated(work, 2)
@@ -128,23 +101,3 @@ def test_outputs_that_mix_the_tokens_of_a_row(name):
             return
         raise
     assert largest(distance(one, expected) for one in found) <= LOGITS
-
-
-@pytest.mark.parametrize(
-    ("auto", "names"),
-    [(AutoModelForCausalLM, ["labels"]), (AutoModelForQuestionAnswering, ["start_positions", "end_positions"])],
-)
-def test_losses_of_whole_rows_over_a_ring_are_refused(auto, names):
-    """A model would shift labels within its shard, and look for the places of an answer there."""
-    inputs, labels = batch("plain")
-    made = [built(auto, tiny_config("llama")) for _ in range(2)]
-
-    def work(ring):
-        model = ra.patch_model(made[ring.rank], ring=ring)
-        layout = ring.layout_for(TOKENS, ra.Pattern.exact())
-        wanted = ring.shard(labels, layout) if names == ["labels"] else torch.tensor([3, 15])
-        shards = {name: ring.shard(x, layout) for name, x in inputs.items()}
-        return model(**shards, **dict.fromkeys(names, wanted)).loss
-
-    with pytest.raises((ValueError, NotImplementedError), match=names[0]):
-        run_simulated(work, 2)

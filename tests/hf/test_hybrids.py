@@ -15,7 +15,7 @@ from hf_ring_attention.hf.documents import documents_from_mask, documents_of_row
 from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.hf.support import mixers_of
 
-from ..support.probe import BATCHES, GRADIENTS, LOGITS, TOKENS, alone, batch, distance, errors, of_shards
+from ..support.probe import BATCHES, GRADIENTS, LOGITS, TOKENS, alone, batch, distance, errors, over_ring
 from ..support.ranks import run_simulated
 from ..support.releases import needs_mixers
 from ..support.tiny_models import tiny_model
@@ -61,7 +61,7 @@ def test_states_pass_along_rings(model_type):
 
             def work(ring, kind=kind):
                 model = ra.patch_model(models[ring.rank], ring=ring)
-                return errors(of_shards(model, ring, *batch(kind)), expected[kind])
+                return errors(over_ring(model, ring, *batch(kind)), expected[kind])
 
             for error in run_simulated(work, world_size, layout=layout):
                 assert error.logits <= LOGITS and error.gradients <= GRADIENTS, (world_size, kind, layout)
@@ -80,7 +80,7 @@ def test_float32_over_a_ring_is_as_near_as_on_one_process(model_type):
 
         def work(ring, kind=kind, expected=expected):
             model = ra.patch_model(models[ring.rank], ring=ring)
-            return errors(of_shards(model, ring, *batch(kind)), expected)
+            return errors(over_ring(model, ring, *batch(kind)), expected)
 
         for error in run_simulated(work, 2):
             assert error.logits <= max(1e-5, 8 * on_one.logits), (kind, error, on_one)
@@ -91,7 +91,7 @@ def errors_of_a_process(rank, model_type, expected):
     model, found = tiny_model(model_type, "eager"), {}
     for kind, layout in batches_of(model_type, 4):
         ring = ra.Ring(layout=layout)
-        found[kind, layout] = errors(of_shards(ra.patch_model(model, ring=ring), ring, *batch(kind)), expected[kind])
+        found[kind, layout] = errors(over_ring(ra.patch_model(model, ring=ring), ring, *batch(kind)), expected[kind])
     return found
 
 
@@ -136,7 +136,7 @@ def test_gathered_rows_of_any_mixer_are_right(monkeypatch):
 
         def work(ring, kind=kind):
             model = ra.patch_model(models[ring.rank], ring=ring)
-            return errors(of_shards(model, ring, *batch(kind)), expected[kind])
+            return errors(over_ring(model, ring, *batch(kind)), expected[kind])
 
         for error in run_simulated(work, 3, layout="zigzag"):
             assert error.logits <= LOGITS and error.gradients <= GRADIENTS, kind
@@ -196,23 +196,12 @@ def test_layouts_that_know_the_documents(model_type):
     eager, models = tiny_model(model_type, "eager"), [tiny_model(model_type, "eager") for _ in range(3)]
     inputs, labels = batch("packed")
     expected = alone(eager, inputs, labels)
-    numbers = torch.tensor([[0] * 7 + [1] * 9 + [2] * 4])
+    documents = documents_of_rows(1, inputs["position_ids"], None)
 
     def work(ring):
         model = ra.patch_model(models[ring.rank], ring=ring)
-        shard = ra.shard_batch({**inputs, "labels": labels, "seq_idx": numbers}, ring)
-        model.zero_grad()
-        logits = model(
-            **{name: shard[name] for name in ("input_ids", "position_ids", "seq_idx")}, use_cache=False
-        ).logits
-        layout = ra.layout_of_shard(shard, ring)
-        own = ring.shard(torch.nn.functional.pad(labels, (0, layout.seq_len - TOKENS), value=-100), layout, fill=-100)
-        torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), own.flatten(), reduction="sum", ignore_index=-100
-        ).backward()
-        gradients = {n: sum(ring.gather(p.grad)) for n, p in model.named_parameters() if p.grad is not None}
-        whole = ring.unshard(logits.detach(), layout)[:, :TOKENS]
-        return layout.rows, errors((whole[labels != -100], gradients), expected)
+        error = errors(over_ring(model, ring, inputs, labels), expected)
+        return ring.layout_for(TOKENS, ra.Pattern.exact(), documents).rows, error
 
     for rows, error in run_simulated(work, 3, layout="documents"):
         assert rows, "the layout knows no documents"
@@ -227,27 +216,25 @@ def test_layers_that_recompute_find_their_documents(model_type):
     expected = [alone(eager, *case) for case in cases]
     gradients = {name: sum(answer.gradients[name] for answer in expected) for name in expected[0].gradients}
 
-    def both(model, shard=lambda x, fill: x, gather=lambda x: x):
+    def both(model, mean=lambda x: x):
         model.train()
         checkpoint_activations(model, {"use_reentrant": False})
         model.zero_grad()
         losses = []
         for inputs, labels in cases:
-            logits = model(**{name: shard(x, 0) for name, x in inputs.items()}, use_cache=False).logits
+            logits = model(**inputs, use_cache=False).logits
             losses.append(
                 torch.nn.functional.cross_entropy(
-                    logits.flatten(0, 1), shard(labels, -100).flatten(), reduction="sum", ignore_index=-100
+                    logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100
                 )
             )
         sum(losses).backward()
-        found = {name: gather(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        found = {name: mean(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         nothing = torch.ones(1)
         return errors((nothing, found), (nothing, gradients)).gradients
 
     def work(ring):
-        layout = ring.layout_for(TOKENS, ra.Pattern.exact())
-        model = ra.patch_model(models[ring.rank], ring=ring)
-        return both(model, lambda x, fill: ring.shard(x, layout, fill=fill), lambda x: sum(ring.gather(x)))
+        return both(ra.patch_model(models[ring.rank], ring=ring), lambda x: sum(ring.gather(x)) / ring.world_size)
 
     assert both(ra.patch_model(tiny_model(model_type, "eager"))) <= GRADIENTS
     assert max(run_simulated(work, 2)) <= GRADIENTS
@@ -403,7 +390,7 @@ def test_rows_that_are_gathered_are_bounded_and_logged(monkeypatch, caplog):
 
     def work(ring):
         inputs, labels = batch("plain")
-        return of_shards(ra.patch_model(models[ring.rank], ring=ring), ring, inputs, labels)
+        return over_ring(ra.patch_model(models[ring.rank], ring=ring), ring, inputs, labels)
 
     mixers._log_gathered.cache_clear()
     run_simulated(work, 2)

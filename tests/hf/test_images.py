@@ -8,13 +8,14 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_ring_attention as ra
-from tests.support.neighbours import PYRAMID, built, check, hooks, logits_of
+from tests.support.neighbours import PYRAMID, built, check, logits_of
 from tests.support.probe import (
     LOGITS,
     batch,
     distance,
     logits_and_gradients,
 )
+from tests.support.ranks import run_simulated
 from tests.support.tiny_models import tiny
 
 pytestmark = pytest.mark.usefixtures("calls")
@@ -119,9 +120,16 @@ def test_images_whose_tokens_see_each_other_are_refused(calls, implementation):
     assert distance(logits_of(model, inputs, labels), logits_of(seeing("gemma3"), inputs, labels)) <= LOGITS
 
 
-@pytest.mark.parametrize("model_type", SEEING)
-def test_images_over_a_ring_are_refused(model_type):
-    model = seeing(model_type)
-    with pytest.raises(NotImplementedError, match=rf"{type(model).__name__} puts features of images .*ring=None"):
-        ra.patch_model(model, ring=ra.simulate(2)[0])
-    assert not hooks(model) and model.config.get_text_config()._attn_implementation == "eager"
+def test_such_images_are_refused_on_every_rank_of_a_ring():
+    models = [seeing("gemma3") for _ in range(2)]
+    inputs, labels = seen("gemma3", images=False)
+    expected = logits_of(seeing("gemma3"), inputs, labels)
+
+    def work(ring):
+        model = ra.patch_model(models[ring.rank], ring=ring)
+        with pytest.raises(ValueError, match=r"Gemma3.*cannot express this mask .*use 'eager' or 'sdpa'"):
+            model(**seen("gemma3")[0])
+        return logits_of(model, inputs, labels)
+
+    for found in run_simulated(work, 2):
+        assert distance(found, expected) <= LOGITS

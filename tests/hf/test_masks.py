@@ -221,114 +221,50 @@ def test_a_collator_that_contradicts_the_mask():
 # ---- on a ring
 
 
-def sharded_inputs(ring, layout, row, positions):
-    return {"input_ids": ring.shard(row, layout), "position_ids": ring.shard(positions, layout)}
+def on_two_ranks(work):
+    """What work(ring, model) returns on each of two simulated ranks."""
+    models = [tiny_model("llama", "eager") for _ in range(2)]
+    return run_simulated(lambda ring: work(ring, ra.patch_model(models[ring.rank], ring=ring)), 2)
+
+
+#: Documents within parts, one for each part, and some that begin where a part does.
+LENGTHS = {"three": (7, 9, 4), "one for each rank": (10, 10), "at each part": (5, 5, 1, 5, 4)}
 
 
 @pytest.mark.parametrize("how", ["position_ids", "seq_idx", "cu_seq_lens"])
-@pytest.mark.parametrize("layout_kind", ["contiguous", "zigzag"])
-def test_packed_rows_on_a_ring(layout_kind, how):
-    row = ids()
-    positions = torch.cat([torch.arange(stop - start) for start, stop in DOCUMENTS[0]])[None]
-    numbers = torch.repeat_interleave(torch.arange(3), torch.tensor([7, 9, 4]))[None]
-    with torch.no_grad():
-        expected = ra.patch_model(tiny_model("llama", "eager"))(row, position_ids=positions, use_cache=False).logits
-    models = [tiny_model("llama", "eager") for _ in range(3)]
+@pytest.mark.parametrize("lengths", LENGTHS)
+@torch.no_grad()
+def test_packed_rows_on_a_ring(lengths, how):
+    row, lengths = ids(), torch.tensor(LENGTHS[lengths])
+    inputs = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
+    expected = ra.patch_model(tiny_model("llama", "eager"))(row, **inputs, use_cache=False).logits
+    if how == "seq_idx":
+        inputs["seq_idx"] = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]
+    elif how == "cu_seq_lens":
+        inputs["cu_seq_lens_q"] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    models = [tiny_model("llama", "eager") for _ in range(4)]
 
     def work(ring):
-        model = ra.patch_model(models[ring.rank], ring=ring)
-        layout = ring.layout_for(TOKENS, ra.Pattern.exact())
-        inputs = sharded_inputs(ring, layout, row, positions)
-        if how == "seq_idx":
-            inputs["seq_idx"] = ring.shard(numbers, layout, fill=3)
-        elif how == "cu_seq_lens":
-            inputs["cu_seq_lens_q"] = torch.tensor([0, 7, 16, 20], dtype=torch.int32)
         with torch.no_grad():
-            return ring.unshard(model(**inputs, use_cache=False).logits, layout)
+            return ra.patch_model(models[ring.rank], ring=ring)(row, **inputs).logits
 
-    for logits in run_simulated(work, 3, layout=layout_kind):
-        assert distance(logits, expected) <= EXACT
-
-
-def test_a_document_for_every_rank_must_be_said():
-    """Else it looks as if every rank had numbered its tokens from 0."""
-    row, positions = ids(), torch.arange(10).repeat(2)[None]
-    models = [tiny_model("llama", "eager") for _ in range(2)]
-
-    def work(ring):
-        model = ra.patch_model(models[ring.rank], ring=ring)
-        layout = ring.layout_for(TOKENS, ra.Pattern.exact())
-        inputs = sharded_inputs(ring, layout, row, positions)
-        with pytest.raises(
-            ValueError, match=r"or every rank happens to have one packed document.*cu_seq_lens_q or seq_idx"
-        ):
-            model(**inputs)
-        with pytest.raises(ValueError, match=r"cu_seq_lens_q is .*position_ids describe documents"):
-            model(**inputs, cu_seq_lens_q=torch.tensor([0, 9, 20]))
-        with pytest.raises(ValueError, match="seq_idx goes from 0 to 1 at token 4 of the whole sequence"):
-            model(**inputs, seq_idx=(torch.arange(10) > 3)[None].long())
-        with torch.no_grad():
-            return ring.unshard(model(**inputs, cu_seq_lens_q=torch.tensor([0, 10, 20])).logits, layout)
-
-    with torch.no_grad():
-        expected = ra.patch_model(tiny_model("llama", "eager"))(row, position_ids=positions, use_cache=False).logits
-    for logits in run_simulated(work, 2, layout="contiguous"):
-        assert distance(logits, expected) <= EXACT
+    for world_size, layout in ((2, "contiguous"), (3, "zigzag"), (4, "contiguous")):
+        for logits in run_simulated(work, world_size, layout=layout):
+            assert distance(logits, expected) <= EXACT
 
 
 def test_a_copied_mask_of_a_sharded_model():
     """What it knew of the other ranks is gone, and that is said."""
-    models = [tiny_model("llama", "eager") for _ in range(2)]
 
-    def work(ring):
-        model = ra.patch_model(models[ring.rank], ring=ring)
-
+    def work(ring, model):
         def copied(module, args, kwargs):
             return args, {**kwargs, "attention_mask": kwargs["attention_mask"].clone()}
 
         model.model.layers[1].register_forward_pre_hook(copied, with_kwargs=True)
-        layout = ring.layout_for(TOKENS, ra.Pattern.exact())
-        model(**sharded_inputs(ring, layout, ids(), torch.arange(TOKENS)[None]))
+        model(ids())
 
     with pytest.raises(RuntimeError, match="keep the layers of a rank on one device"):
-        run_simulated(work, 2)
-
-
-def ring_of_two(work, layout="contiguous", model_type="llama", **changes):
-    """What work(ring, model, layout) returns on each of two simulated ranks."""
-    models = [tiny_model(model_type, "eager", **changes) for _ in range(2)]
-
-    def run(ring):
-        model = ra.patch_model(models[ring.rank], ring=ring)
-        return work(ring, model, ring.layout_for(TOKENS, ra.Pattern.exact()))
-
-    return run_simulated(run, 2, layout=layout)
-
-
-def test_the_cu_seq_lens_of_a_shard():
-    """All ranks agree on them, and half of the row would be lost."""
-    positions = torch.arange(5).repeat(4)[None]
-
-    def work(ring, model, layout):
-        with pytest.raises(ValueError, match=r"cu_seq_lens_q is \[0, 5, 10\].*of the whole sequence, not of the shard"):
-            model(**sharded_inputs(ring, layout, ids(), positions), cu_seq_lens_q=torch.tensor([0, 5, 10]))
-
-    ring_of_two(work)
-
-
-@pytest.mark.parametrize("layout_kind", ["contiguous", "zigzag"])
-def test_seq_idx_against_positions_at_the_border_of_shards(layout_kind):
-    numbers = (torch.arange(TOKENS) >= 10)[None].long()
-
-    def work(ring, model, layout):
-        inputs = sharded_inputs(ring, layout, ids(), torch.arange(TOKENS)[None])
-        with pytest.raises(ValueError, match="seq_idx goes from 0 to 1 at token 10"):
-            model(**inputs, seq_idx=ring.shard(numbers, layout))
-        inputs = sharded_inputs(ring, layout, ids(), torch.arange(10).repeat(2)[None])
-        with pytest.raises(ValueError, match="seq_idx goes from 0 to 0 at token 10"):
-            model(**inputs, seq_idx=ring.shard(0 * numbers, layout))
-
-    ring_of_two(work, layout_kind)
+        on_two_ranks(work)
 
 
 def test_a_buffer_of_a_collator_that_is_filled_again():
@@ -373,12 +309,11 @@ def test_restarting_positions_under_a_mask_of_ones():
             <= EXACT
         )
 
-    def work(ring, model, layout):
-        inputs = sharded_inputs(ring, layout, ids(), positions)
+    def work(ring, model):
         with torch.no_grad():
-            return ring.unshard(model(**inputs, attention_mask=ring.shard(mask, layout)).logits, layout)
+            return model(ids(), position_ids=positions, attention_mask=mask).logits
 
-    for logits in ring_of_two(work):
+    for logits in on_two_ranks(work):
         assert distance(logits, expected) <= EXACT
 
 
@@ -400,54 +335,26 @@ def test_a_forward_pass_that_was_broken_off():
 
 
 SLIPS = {
-    "positions of another batch": {"position_ids": torch.zeros(3, 10, dtype=torch.long)},
-    "positions of one dimension": {"position_ids": torch.arange(10)},
-    "positions in a list": {"position_ids": list(range(10))},
-    "seq_idx of the whole sequence": {"seq_idx": torch.zeros(1, TOKENS, dtype=torch.long)},
+    "positions of another batch": {"position_ids": torch.zeros(3, TOKENS, dtype=torch.long)},
+    "positions of one dimension": {"position_ids": torch.arange(TOKENS)},
+    "positions in a list": {"position_ids": list(range(TOKENS))},
+    "seq_idx of a part": {"seq_idx": torch.zeros(1, 10, dtype=torch.long)},
+    "ends of a part": {"cu_seq_lens_q": torch.tensor([0, 5, 10])},
     "ends in a list": {"cu_seq_lens_q": [0, 20]},
-    "an empty batch": {"input_ids": torch.zeros(0, 10, dtype=torch.long)},
+    "an empty batch": {"input_ids": torch.zeros(0, TOKENS, dtype=torch.long)},
+    "neither tokens nor embeddings": {"input_ids": None},
 }
 
 
 @pytest.mark.parametrize("slip", SLIPS)
 def test_a_slip_of_one_rank_ends_all_of_them(slip):
-    def work(ring, model, layout):
-        inputs = sharded_inputs(ring, layout, ids(), torch.arange(TOKENS)[None])
-        with pytest.raises(ValueError, match=r"must be|must rise|needs tokens|disagree"):
+    def work(ring, model):
+        inputs = {"input_ids": ids(), "position_ids": torch.arange(TOKENS)[None]}
+        with pytest.raises(ValueError, match=r"must be|must rise|must have|cuts rows of tokens|disagree"):
             model(**{**inputs, **(SLIPS[slip] if ring.rank == 1 else {})})
         return True
 
-    assert ring_of_two(work) == [True, True]
-
-
-def test_rows_of_one_token():
-    def work(ring, model, _):
-        layout = ring.layout_for(1, ra.Pattern.exact())
-        inputs = sharded_inputs(ring, layout, ids(1, 1), torch.zeros(1, 1, dtype=torch.long))
-        with torch.no_grad():
-            return ring.unshard(model(**inputs).logits, layout)
-
-    with torch.no_grad():
-        expected = tiny_model("llama", "eager")(ids(1, 1)).logits
-    for logits in ring_of_two(work):
-        assert distance(logits, expected) <= EXACT
-
-
-def test_documents_that_begin_at_every_shard_but_cross_some():
-    """No rank can have counted from 0 by mistake: they need no word of a collator."""
-    documents = [(0, 5), (5, 10), (10, 11), (11, 16), (16, 20)]
-    positions = torch.cat([torch.arange(stop - start) for start, stop in documents])[None]
-    with torch.no_grad():
-        expected = ra.patch_model(tiny_model("llama", "eager"))(ids(), position_ids=positions, use_cache=False).logits
-    models = [tiny_model("llama", "eager") for _ in range(4)]
-
-    def work(ring):
-        model, layout = ra.patch_model(models[ring.rank], ring=ring), ring.layout_for(TOKENS, ra.Pattern.exact())
-        with torch.no_grad():
-            return ring.unshard(model(**sharded_inputs(ring, layout, ids(), positions)).logits, layout)
-
-    for logits in run_simulated(work, 4, layout="contiguous"):
-        assert distance(logits, expected) <= EXACT
+    assert on_two_ranks(work) == [True, True]
 
 
 @pytest.mark.parametrize("window", [2**26 - 1, 2**26, 2**31, 2**40])

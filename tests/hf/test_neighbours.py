@@ -26,12 +26,11 @@ from tests.support.neighbours import (
 )
 from tests.support.probe import (
     LOGITS,
-    TOKENS,
     alone,
     batch,
     distance,
     logits_and_gradients,
-    of_shards,
+    over_ring,
 )
 from tests.support.ranks import run_simulated
 from tests.support.threads import forget_modes
@@ -178,11 +177,9 @@ def test_inference_mode_over_a_ring():
 
     def work(ring):
         model = ra.patch_model(made[ring.rank], LONGNET, ring)
-        layout = ring.layout_for(TOKENS, LONGNET)
         with torch.inference_mode():
-            local = model(**{name: ring.shard(x, layout) for name, x in inputs.items()}).logits
-            found = ring.unshard(local, layout)[labels != -100]
-        return found.clone(), of_shards(model, ring, inputs, labels)
+            found = model(**inputs).logits[labels != -100]
+        return found.clone(), over_ring(model, ring, inputs, labels)
 
     for inferred, trained in run_simulated(work, 2):
         assert distance(inferred, expected[0]) <= LOGITS
@@ -214,9 +211,8 @@ def test_arguments_by_position(ranks):
 
     def work(ring):
         model = ra.patch_model(made[ring.rank], ring=ring)
-        layout = ring.layout_for(TOKENS, ra.Pattern.exact())
-        shards = (ring.shard(inputs[name], layout) for name in ("input_ids", "attention_mask", "position_ids"))
-        return ring.unshard(model(*shards).last_hidden_state.detach(), layout)[labels != -100]
+        rows = (inputs[name] for name in ("input_ids", "attention_mask", "position_ids"))
+        return model(*rows).last_hidden_state.detach()[labels != -100]
 
     for found in run_simulated(work, ranks):
         assert distance(found, expected) <= LOGITS

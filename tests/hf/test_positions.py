@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.rings import layout_of_rows, models_of
+from hf_ring_attention.hf.positions import first_position
+from hf_ring_attention.hf.rings import models_of
+from hf_ring_attention.hf.wrappers import runner_of
 from tests.support.probe import distance
 from tests.support.ranks import run_simulated
 from tests.support.tiny_models import POSITIONS, VOCAB, tiny_model
@@ -68,27 +70,23 @@ def test_roberta_counts_documents_from_its_own_first_position():
 
 
 @pytest.mark.parametrize("numbered", NUMBERED)
-def test_no_label_is_lost_at_a_gap_or_a_repeat(numbered):
-    row = ids()
-    batch = {"input_ids": row, "labels": row, "position_ids": torch.tensor([NUMBERED[numbered]])}
-    for masked in ({}, {"attention_mask": torch.ones_like(row)}):
-        shard = ra.shard_batch({**batch, **masked}, ra.Ring.alone())
-        assert shard["shift_labels"][0, :-1].equal(row[0, 1:]) and "seq_idx" not in shard
+def test_a_gap_or_a_repeat_on_a_ring(numbered):
+    """Under a mask it means the same; without one, whether a document begins depends on the model."""
+    row, inputs = ids(), {"position_ids": torch.tensor([NUMBERED[numbered]])}
+    mask = torch.ones_like(row)
+    expected = logits(ra.patch_model(tiny_model("llama", "eager")), row, **inputs, attention_mask=mask)
+    models = [tiny_model("llama", "eager") for _ in range(2)]
 
+    def work(ring):
+        model = ra.patch_model(models[ring.rank], ring=ring)
+        with pytest.raises(
+            ValueError, match=r"position_ids of row 0 go from \d+ to \d+ at token \d+: pass an attention"
+        ):
+            logits(model, row, **inputs)
+        return logits(model, row, **inputs, attention_mask=mask)
 
-@pytest.mark.parametrize("numbered", NUMBERED)
-def test_a_gap_or_a_repeat_is_refused_on_a_ring(numbered):
-    row, positions = ids(), torch.tensor([NUMBERED[numbered]])
-
-    def cut(ring):
-        with pytest.raises(ValueError, match=r"position_ids of batch row 0 go from \d+ to \d+ at token \d+, inside"):
-            ra.shard_batch({"input_ids": row, "labels": row, "position_ids": positions}, ring)
-        model = ra.patch_model(tiny_model("llama", "eager"), ring=ring)
-        layout = ring.layout_for(TOKENS, ra.Pattern.exact())
-        with pytest.raises(ValueError, match="without a gap or a repeat"):
-            model(ring.shard(row, layout), position_ids=ring.shard(positions, layout), use_cache=False)
-
-    run_simulated(cut, 2, layout="contiguous")
+    for found in run_simulated(work, 2):
+        assert distance(found, expected) <= EXACT
 
 
 DOCUMENTS = ((0, 10), (10, 11), (11, 24))
@@ -102,7 +100,7 @@ TOLD = {
 @pytest.mark.parametrize("told", TOLD)
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "opt", "roberta", "phi3"])
 def test_documents_that_are_told_without_positions_are_counted_one_by_one(model_type, told):
-    """On one process as on a ring, where batches are cut with positions of their own."""
+    """On one process as on a ring."""
     model, row = ra.patch_model(tiny_model(model_type, "eager")), ids()
     found = logits(model, row, **TOLD[told])
     for start, stop in DOCUMENTS:
@@ -111,11 +109,7 @@ def test_documents_that_are_told_without_positions_are_counted_one_by_one(model_
     models = [tiny_model(model_type, "eager") for _ in range(2)]
 
     def sharded(ring):
-        ra.patch_model(models[ring.rank], ring=ring)
-        shard = ra.shard_batch({"input_ids": row, "labels": row, **TOLD[told]}, ring)
-        with torch.no_grad():
-            local = models[ring.rank](**{**shard, "labels": None, "shift_labels": None}, use_cache=False).logits
-        return ring.unshard(local, layout_of_rows(ring, TOKENS)[0])
+        return logits(ra.patch_model(models[ring.rank], ring=ring), row, **TOLD[told])
 
     for whole in run_simulated(sharded, 2):
         assert distance(whole, found) <= EXACT
@@ -143,14 +137,11 @@ def test_positions_that_do_not_begin_where_a_document_does_are_refused(told):
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "gemma4"])
-def test_masks_that_were_made_without_the_documents_are_refused(model_type):
-    """The model around the text model makes the masks, before anything can tell it of documents."""
+def test_models_that_make_masks_around_their_text_model(model_type):
     row = ids()
     positions = torch.cat([torch.arange(stop - start) for start, stop in DOCUMENTS])[None]
     model = ra.patch_model(tiny_model(model_type, "eager"))
-    with pytest.raises(ValueError, match=r"masks that were made without them, .* leave attention_mask out"):
-        logits(model, row, position_ids=positions, attention_mask=torch.ones_like(row))
-    for inputs in ({}, TOLD["seq_idx"]):
+    for inputs in ({}, {"attention_mask": torch.ones_like(row)}, TOLD["seq_idx"]):
         found = logits(model, row, position_ids=positions, **inputs)
         for start, stop in DOCUMENTS:
             assert distance(found[:, start:stop], logits(model, row[:, start:stop])) <= EXACT
@@ -162,6 +153,14 @@ def test_masks_that_were_made_without_the_documents_are_refused(model_type):
     assert distance(logits(model, row, **padded)[:, :20], whole[:, :20]) <= EXACT
 
 
+def test_masks_that_were_made_without_the_documents_are_refused():
+    row, model = ids(), ra.patch_model(tiny_model("gemma3_text", "eager"))
+    positions = torch.cat([torch.arange(stop - start) for start, stop in DOCUMENTS])[None]
+    masks = dict.fromkeys(("full_attention", "sliding_attention"), torch.ones_like(row))
+    with pytest.raises(ValueError, match=r"masks that were made without them, .* leave attention_mask out"):
+        logits(model, row, position_ids=positions, attention_mask=masks)
+
+
 @pytest.mark.parametrize("model_type", ["gpt2", "opt", "roberta"])
 def test_a_row_beyond_the_table_of_positions_is_refused_on_every_rank(model_type):
     """Only the last rank would look its positions up in vain, and the others would wait."""
@@ -170,15 +169,9 @@ def test_a_row_beyond_the_table_of_positions_is_refused_on_every_rank(model_type
 
     def work(ring):
         model = ra.patch_model(models[ring.rank], ring=ring)
-        first = layout_of_rows(ring, 4)[1]
-        for length in (POSITIONS - 2 * first, POSITIONS + 2):
-            layout = ring.layout_for(length, ra.Pattern.exact())
-            positions = ring.shard(torch.arange(first, first + length)[None], layout)
-            if length <= POSITIONS:
-                model(ring.shard(row[:, :length], layout), position_ids=positions, use_cache=False)
-                continue
-            with pytest.raises(ValueError, match=r"has learned positions for \d+ tokens, and a row has a token at"):
-                model(ring.shard(row, layout), position_ids=positions, use_cache=False)
+        logits(model, row[:, : POSITIONS - 2 * first_position(runner_of(model))])
+        with pytest.raises(ValueError, match=r"has learned positions for \d+ tokens, and a row has a token at"):
+            logits(model, row)
 
     run_simulated(work, 2, layout="contiguous")
 

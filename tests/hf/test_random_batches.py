@@ -63,7 +63,7 @@ def test_documents_that_see_each_other_are_noticed():
     def packed(case):
         batch = case.batches[0]
         several = batch.name.startswith("restarts") and len(batch.documents[0]) > 1
-        return long_enough(case) and several and case.patched and not case.shards
+        return long_enough(case) and several and case.patched
 
     case = drawn(packed)
     compared(case, found_by(case))

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.cache import cache_argument, cache_in
@@ -85,15 +84,6 @@ def test_steps_of_a_batch_are_columns_of_its_tokens():
         assert distance(logits, expected) <= EXACT
 
 
-def test_a_loader_takes_batches_that_are_columns():
-    table = torch.randint(3, VOCAB, (4, 10, 2))
-    rows = DataLoader(
-        table, batch_size=2, collate_fn=lambda x: {"input_ids": (y := torch.stack(x))[..., 0], "labels": y[..., 1]}
-    )
-    shards = list(ra.Ring.alone().prepare_data_loader(rows))
-    assert torch.equal(torch.cat([shard["input_ids"] for shard in shards]), table[..., 0])
-
-
 def test_a_question_without_its_document_is_refused():
     document, question = tokens(17), tokens(4, seed=2)
 
@@ -120,11 +110,11 @@ def test_a_generation_that_gives_up_its_cache_says_so(caplog):
             ValueError, match=r"original_max_position_embeddings = 20 tokens, and generate gives up the"
         ):
             greedy(model, whole, **cache_argument(cache))
-        # A row that is longer from the start, and shards of other rows, are no matter of that cache.
+        # A row that is longer from the start, and other rows, are no matter of that cache.
         cache = ra.prefill(model, longer[:, :25])
         assert torch.equal(greedy(model, longer, **cache_argument(cache)), expected)
         cache = ra.prefill(model, document)
-        ra.perplexity(model, tokens(60), ring=ring)
+        model(tokens(60))
 
     on_two(work, "phi3", LONGROPE)
     assert "generation can go on up to 20 tokens in all" in caplog.text

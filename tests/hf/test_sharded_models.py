@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, LlamaConfig, MistralConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig
 
 import hf_ring_attention as ra
 from tests.support.ranks import PROMPTLY
@@ -35,16 +35,8 @@ CASES = [
     for padding in PADDINGS
     for pattern in PATTERNS
 ]
-#: Keyword arguments of a forward pass, made by rank; what the refusal must say.
+#: What the error of a forward pass must say.
 REFUSALS = {
-    "no position_ids": r"position_ids are missing.*position_ids=ring\.shard",
-    "every rank counts from 0": r"position_ids contradict the layout.*position_ids=ring\.shard",
-    "every rank counts from 0, with a mask": r"position_ids contradict the layout.*position_ids=ring\.shard",
-    "positions of the other layout": r"position_ids contradict the layout.*position_ids=ring\.shard",
-    "one position of rank 1": r"contradict the layout: in batch row 1, tokens (\d+) to \1 .*position_ids=ring\.shard",
-    "no position_ids on rank 1": r"position_ids are missing",
-    "another batch size on rank 1": r"disagree on the shape of the input: rank 0: \(2, \d+\), rank 1: \(1, \d+\)",
-    "a mask on rank 0 only": r"disagree on whether attention_mask is given: rank 0: True, rank 1: False",
     "rank 1 trains": r"disagree on whether the model trains: rank 0: False, rank 1: True",
     "dropout in rank 1's layers": r"LlamaAttention: attention dropout 0\.1 was asked for.*model\.eval\(\)",
     "a mask with a hole": r"batch row 1 of the attention mask has padding inside a document.*takes padding before and after",
@@ -69,25 +61,23 @@ def batch(padding):
     return ids, mask, positions, labels
 
 
-def run(model, inputs, labels, total):
-    """Logits, and the gradients of this rank's share of the mean loss."""
+def run(model, inputs, labels):
+    """Logits, and the gradients of the mean loss."""
     model.zero_grad()
     logits = model(**inputs, use_cache=False).logits
-    (F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum") / total).backward()
-    grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    return logits.detach(), grads
+    F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100).backward()
+    return logits.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
 def errors(rank, name, layout_name, padding, pattern_name, checkpointing=None, transport=None):
-    """Of the logits and of the gradients summed over ranks, against one process that holds the whole sequences.
+    """Of the logits and of the mean of the ranks' gradients, against one process.
 
     Without a transport, as keywords of `Ring`, the layouts have one each: "auto" takes one for rows as short as these.
     """
     pattern = PATTERNS[pattern_name]
     ids, mask, positions, labels = batch(padding)
-    total = int((labels != -100).sum())
     whole = {"input_ids": ids, "position_ids": positions, "attention_mask": None if padding == "none" else mask}
-    want, want_grads = run(ra.patch_model(make(name), pattern), whole, labels, total)
+    want, want_grads = run(ra.patch_model(make(name), pattern), whole, labels)
 
     transport = transport or {"transport": {"contiguous": "collective", "zigzag": "ring"}[layout_name]}
     ring = ra.Ring(layout=layout_name, **transport)
@@ -96,13 +86,11 @@ def errors(rank, name, layout_name, padding, pattern_name, checkpointing=None, t
         # A later Transformers 5 renamed it, and warns of the old name.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": checkpointing})
-    layout = ring.layout_for(TOKENS, pattern)
-    assert layout.kind == layout_name
-    local = {key: None if x is None else ring.shard(x, layout) for key, x in whole.items()}
-    got, grads = run(model, local, ring.shard(labels, layout, fill=-100), total)
+    assert ring.layout_for(TOKENS, pattern).kind == layout_name
+    got, grads = run(model, whole, labels)
     for grad in grads.values():
         dist.all_reduce(grad)
-    got = ring.unshard(got, layout)
+        grad /= ring.world_size
     valid = mask.bool()
     floor = 1e-3 * max(float(grad.abs().max()) for grad in want_grads.values())
     worst = largest(
@@ -138,52 +126,27 @@ def test_gradient_checkpointing_by_heads(ranks, use_reentrant, world_size, heads
     assert_equal(ranks.run(errors, world_size, "mistral", "zigzag", "left", "pyramid", use_reentrant, transport))
 
 
-def refused_inputs(name, ring, layout):
-    """A forward pass's inputs on this rank that contradict those of the others or the layout."""
-    ids, mask, positions, _ = batch("none")
-    inputs = {"input_ids": ring.shard(ids, layout), "position_ids": ring.shard(positions, layout)}
-    other = ra.SequenceLayout("zigzag" if layout.kind == "contiguous" else "contiguous", layout.padded_len, 2)
-    if name == "no position_ids" or (name == "no position_ids on rank 1" and ring.rank == 1):
-        del inputs["position_ids"]
-    elif name.startswith("every rank counts from 0"):
-        inputs["position_ids"] = torch.arange(layout.local_len)[None]
-        if name.endswith("with a mask"):
-            inputs["attention_mask"] = ring.shard(mask, layout)
-    elif name == "positions of the other layout":
-        inputs["position_ids"] = torch.tensor(other.positions(ring.rank)[: layout.local_len])[None]
-    elif name == "one position of rank 1" and ring.rank == 1:
-        inputs["position_ids"] = inputs["position_ids"].clone()
-        inputs["position_ids"][1, 4] += 1
-    elif name == "another batch size on rank 1" and ring.rank == 1:
-        inputs = {key: x[:1] for key, x in inputs.items()}
-    elif name == "a mask on rank 0 only" and ring.rank == 0:
-        inputs["attention_mask"] = ring.shard(mask, layout)
-    elif name == "a mask with a hole":
-        mask[1, 9] = 0
-        inputs["attention_mask"] = ring.shard(mask, layout)
-    return inputs
-
-
 def refused(rank, name, layout_name):
     """The seconds until a pass was refused, and the error of a correct one after it."""
     ring = ra.Ring(layout=layout_name)
     model = ra.patch_model(make("llama"), ring=ring)
-    layout = ring.layout_for(TOKENS, PATTERNS["exact"])
+    ids, mask, _, _ = batch("none")
+    inputs = {"input_ids": ids, "attention_mask": mask.clone()}
+    if name == "a mask with a hole":
+        inputs["attention_mask"][1, 9] = 0
     model.train(name == "rank 1 trains" and rank == 1)
     for layer in model.model.layers:
         layer.self_attn.train(name == "dropout in rank 1's layers" and rank == 1)
         layer.self_attn.attention_dropout = 0.1
     start = time.perf_counter()
     with pytest.raises(ValueError, match=REFUSALS[name]):
-        model(**refused_inputs(name, ring, layout), use_cache=False)
+        model(**inputs, use_cache=False)
     seconds = time.perf_counter() - start
     dist.barrier()
     model.eval()
-    ids, _, positions, _ = batch("none")
-    want = ra.patch_model(make("llama"))(input_ids=ids).logits
+    want = ra.patch_model(make("llama"))(ids).logits
     # Also of a copy: a process group in its modules must not stand in its way.
-    got = copy.deepcopy(model)(input_ids=ring.shard(ids, layout), position_ids=ring.shard(positions, layout)).logits
-    return seconds, distance(ring.unshard(got.detach(), layout), want)
+    return seconds, distance(copy.deepcopy(model)(ids).logits, want)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -192,25 +155,3 @@ def test_refused_on_every_rank_and_the_next_pass_is_right(ranks, name, layout):
     for seconds, error in ranks.run(refused, 2, name, layout):
         assert seconds < PROMPTLY
         assert error <= EXACT
-
-
-def encoder(rank, layout_name):
-    """The error of a bidirectional model whose rows need padding and come without a mask; None where that is refused."""
-    config = BertConfig(**SIZES, **WIDTHS, attention_probs_dropout_prob=0.0)
-    model = with_large_weights(BertModel._from_config(config, attn_implementation="ring_dilated")).eval()
-    ids, _, positions, _ = batch("none")
-    want = model(input_ids=ids).last_hidden_state.detach()
-    ring = ra.Ring(layout=layout_name)
-    layout = ring.layout_for(TOKENS, PATTERNS["exact"])
-    ra.patch_model(model, ring=ring)
-    try:
-        got = model(input_ids=ring.shard(ids, layout), position_ids=ring.shard(positions, layout)).last_hidden_state
-    except ValueError:
-        return None
-    return distance(ring.unshard(got, layout), want)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_bidirectional_model_never_sees_the_padding_of_its_layout(ranks, layout):
-    for error in ranks.run(encoder, 2, layout):
-        assert error is None or error <= EXACT

@@ -10,7 +10,7 @@ from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.hf.positions import first_position
 from hf_ring_attention.hf.wrappers import runner_of
 
-from ..support.probe import BATCHES, GRADIENTS, LOGITS, batch, distance, errors, logits_and_gradients, of_shards
+from ..support.probe import BATCHES, GRADIENTS, LOGITS, batch, distance, errors, logits_and_gradients, over_ring
 from ..support.ranks import run_simulated
 from ..support.tiny_models import VOCAB, tiny_model
 from ..support.tolerance import EXACT
@@ -92,7 +92,7 @@ def errors_of_a_rank(rank, name, answers, turn):
         layout = LAYOUTS[(number + turn // 4) % 2]
         inputs, labels = batch(kind, first_position(runner_of(model)))
         ring = ra.Ring(layout=layout, **TRANSPORTS[transport](torch.distributed.get_world_size()))
-        answer = of_shards(ra.patch_model(model, ring=ring), ring, inputs, labels)
+        answer = over_ring(ra.patch_model(model, ring=ring), ring, inputs, labels)
         by_way[kind, layout, transport] = errors(answer, answers[kind])
     return by_way
 
@@ -155,11 +155,9 @@ def test_a_model_whose_heads_do_not_divide_is_refused_by_name_on_every_rank(head
 
     def refused(ring):
         model = ra.patch_model(models[ring.rank], ring=ring)
-        layout = ring.layout_for(16, ra.Pattern.exact())
-        positions = ring.shard(torch.arange(16)[None], layout)
         message_of_layer = rf"LlamaAttention: layer 0: transport='heads' .*{message}"
         with pytest.raises(ValueError, match=message_of_layer):
-            model(ring.shard(row, layout), position_ids=positions, use_cache=False)
+            model(row, use_cache=False)
         with pytest.raises(ValueError, match=message_of_layer):
             ra.prefill(model, row)
         return ring.traffic().hops

@@ -142,13 +142,12 @@ def other_ways(rank, folder):
     compare(llama, "pyramid:3,3", partial(generated, ids=ids, prefill_chunk_size=7))
     compare(llama, BY_HEAD, lambda model: (ra.perplexity(model, ids).token_nll[:, 1:].double(), {}))
 
-    def sliced(model):
-        with ra.sliced_loss(model, 8):
-            loss = model(ids, labels=ids, use_cache=False).loss
-            loss.backward()
+    def with_labels(model):
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
         return loss.detach().double(), gradients(model)
 
-    compare(llama, BY_HEAD, sliced)
+    compare(llama, BY_HEAD, with_labels)
 
 
 @float64()
@@ -172,10 +171,9 @@ def refused(rank, folder):
     queries = ra.patch_model(divided_by_torch(folder, mesh, "q"), "exact")
     tried("layer 0 has 8 query heads, and this rank 4 with 4 key/value heads", lambda: queries(drawn(1, 8)))
     model = ra.patch_model(divided_by_torch(folder, mesh), "exact", ring=ring)
-    shard = {name: ring.shard(x, ring.layout_for(8, "exact")) for name, x in whole_row(8).items()}
     tried(
         "disagree on the number of the first key/value head: rank 0: 0, rank 1: 2",
-        lambda: model(**shard, use_cache=False),
+        lambda: model(drawn(1, 8), use_cache=False),
     )
 
 
@@ -201,15 +199,9 @@ def divided_by_torch(folder, mesh, projections="qkv"):
     return model
 
 
-def in_shards(folder, pattern, mesh, transport):
-    ring = ra.Ring(mesh, transport=transport)
-    model = ra.patch_model(loaded(folder, tp_size=2, fsdp_size=2), pattern, ring=ring)
-    layout = ring.layout_for(32, pattern)
-    logits = model(**{name: ring.shard(x, layout) for name, x in whole_row(32).items()}, use_cache=False).logits
-    whole = ring.unshard(logits.detach(), layout)
-    # FSDP averages the gradients of the ring's ranks.
-    (logits * ring.shard(weights_of(whole), layout)).sum().mul(ring.world_size).backward()
-    return whole, gradients(model)
+def over_ring(folder, pattern, mesh, transport):
+    model = ra.patch_model(loaded(folder, tp_size=2, fsdp_size=2), pattern, ring=ra.Ring(mesh, transport=transport))
+    return outputs(model, **whole_row(32), use_cache=False)
 
 
 def beside_a_ring(rank, folder):
@@ -219,7 +211,7 @@ def beside_a_ring(rank, folder):
     for name, pattern, transport in calls:
         one = ra.patch_model(loaded(folder / name), pattern)
         expected = outputs(one, **whole_row(32), use_cache=False)
-        assert_alike(in_shards(folder / name, pattern, mesh, transport), expected, f"{name}, {pattern}, {transport}")
+        assert_alike(over_ring(folder / name, pattern, mesh, transport), expected, f"{name}, {pattern}, {transport}")
 
 
 @float64()

@@ -1,5 +1,6 @@
 """The recipes' data: from texts, files and data sets to rows whose documents never see each other."""
 
+import itertools
 import json
 import warnings
 
@@ -10,7 +11,7 @@ import torch
 from datasets import Dataset, DatasetDict, IterableDataset
 from documents import Sources
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, default_data_collator
 
 import hf_ring_attention as ra
 from tests.support.training import tiny_llama
@@ -207,6 +208,12 @@ def test_more_than_there_is_cannot_be_held_out():
         documents.hold_out(tokens_of(5, 4, 6), 15)
 
 
+def lengths_of(row):
+    """The lengths of the documents in a row."""
+    starts = [n for n in range(sum(row["attention_mask"])) if row["position_ids"][n] == 0]
+    return [b - a for a, b in itertools.pairwise([*starts, sum(row["attention_mask"])])]
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_rows_are_packed_and_their_fill_is_told(streaming, tokenizer, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", [{"text": "x" * length} for length in (30, 59, 19, 9, 39, 130)])
@@ -217,8 +224,8 @@ def test_rows_are_packed_and_their_fill_is_told(streaming, tokenizer, tmp_path):
     else:
         assert "of 261 tokens in 5 rows of 60, which are 87.0% full" in data.description
     # The long document is cut into 60 + 60 + 11, and the first one is held out.
-    assert sorted(sorted(row["seq_lengths"]) for row in data.rows) == [[10, 11], [20, 40], [60], [60], [60]]
-    assert data.held_out.attention_mask.sum() == 31 and [len(x["input_ids"]) for x in data.held_out_rows] == [31]
+    assert sorted(sorted(lengths_of(row)) for row in data.rows) == [[10, 11], [20, 40], [60], [60], [60]]
+    assert data.held_out.attention_mask.sum() == 31 and [lengths_of(x) for x in data.held_out_rows] == [[31]]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -232,9 +239,8 @@ def test_documents_have_rows_of_their_own_where_that_is_asked_for(tokenizer, tmp
         rows = list(data.rows)
     if not streaming:
         assert data.description == "5 documents, or pieces of long ones, of 57 tokens, in rows of 16 of their own"
-    assert sorted(row["seq_lengths"] for row in rows) == [[6], [9], [10], [16], [16]]
-    batch = documents.collator(sources, tokenizer)(rows[-2:])
-    assert batch["attention_mask"].shape == (2, 16)
+    assert sorted(lengths_of(row) for row in rows) == [[6], [9], [10], [16], [16]]
+    assert default_data_collator(rows[-2:])["attention_mask"].shape == (2, 16)
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -270,11 +276,9 @@ def test_packed_documents_teach_what_each_alone_does(tokenizer, tmp_path):
     data = documents.prepare(Sources(dataset=file, seq_len=160, held_out=10**2), tokenizer)
     assert not data.held_out.learned.all()
     (row,) = data.held_out_rows
-    assert len(row["seq_lengths"]) == 3
-    batch = documents.collator(Sources(seq_len=160), tokenizer)([row])
-    shard = ra.shard_batch(batch, ring)
+    assert len(lengths_of(row)) == 3
     with torch.no_grad():
-        packed = ra.next_token_loss(model, shard, ra.count_tokens([shard]))
+        packed = model(**default_data_collator([row])).loss
     assert abs(float(packed) / data.held_out.loss(model, ring) - 1) < 1e-5
 
 

@@ -169,8 +169,10 @@ def test_a_loss_or_a_norm_that_is_not_finite_ends_the_run(
     """Before the step's weights are saved: what is left goes on."""
     with monkeypatch.context() as patch:
         if loss == "nan":
-            calls, sound = iter(range(1, 100)), finetune.ra.next_token_loss
-            patch.setattr(finetune.ra, "next_token_loss", lambda *x: sound(*x) * (math.nan if next(calls) == 4 else 1))
+            calls, sound = iter(range(1, 100)), finetune.batch_loss
+            patch.setattr(
+                finetune, "batch_loss", lambda *x, **y: sound(*x, **y) * (math.nan if next(calls) == 4 else 1)
+            )
         else:
             norms = iter([1.0, 1.0, 1.0, math.inf])
             patch.setattr(finetune.Accelerator, "clip_grad_norm_", lambda *_: torch.tensor(next(norms)))

@@ -117,8 +117,8 @@ def faulty(fault):
         at_step(pytest.MonkeyPatch(), finetune, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
         return
     if fault == "NaN":
-        calls, loss_of = iter(range(1, 100)), finetune.ra.next_token_loss
-        finetune.ra.next_token_loss = lambda *x: loss_of(*x) * (float("nan") if next(calls) == 3 else 1)
+        calls, loss_of = iter(range(1, 100)), finetune.batch_loss
+        finetune.batch_loss = lambda *x, **y: loss_of(*x, **y) * (float("nan") if next(calls) == 3 else 1)
         return
     saves, save_state = iter((1, 2)), finetune.Accelerator.save_state
 

@@ -138,7 +138,7 @@ def test_finetune_evaluates_and_reports_while_it_trains(folder, by_one_process):
     assert all(step["fill"] == 1 for step in by_one_process["steps"])
 
 
-@pytest.mark.filterwarnings("ignore:the 20 documents of a buffer have:UserWarning")  # so that a stream has several
+@pytest.mark.filterwarnings("ignore:the 20 documents of a buffer fill:UserWarning")  # so that a stream has several
 def test_finetune_learns_adapters_from_a_stream_of_chats(folder, tmp_path, monkeypatch, capsys):
     """In this process; only what the assistant says is learned, and a run that goes on takes the steps of a whole one."""
     model = tmp_path / "model"
@@ -224,6 +224,11 @@ def test_finetune_takes_the_same_steps_on_two_processes(folder, bounds, tmp_path
     assert "other settings (lr 0.01 there and 0.02 here)" in refused(
         "finetune.py", *options, "--resume", "--lr", "2e-2"
     )
+
+
+def test_two_rings_read_what_one_accumulates(folder, bounds, tmp_path):
+    finetune(folder, tmp_path, "--ring-size", 1, "--accumulate", 1, processes=2)
+    assert_same_steps(tmp_path, folder, bounds)
 
 
 def test_finetune_distills_from_exact_attention(folder, tmp_path):
@@ -343,7 +348,7 @@ def train(folder, output, ring_size, launcher, *options, plugin=None, processes=
     ]
     options += ["--ring_size", ring_size, "--output_dir", output, "--save_strategy", "steps", "--save_steps", 2]
     out = run("finetune_trainer.py", *options, launcher=launcher, plugin=plugin, processes=processes)
-    assert f"rank {ring_size - 1}: peak memory" in out and "eval_perplexity" in out
+    assert f"rank {ring_size - 1}: peak memory" in out and "eval_loss" in out
     transport = "heads" if "heads" in options else "auto"
     first = f"1 ring(s) of {ring_size} process(es), layout auto, transport {transport}, pattern pyramid:32,3,2; "
     assert out.startswith(first) and "% full" in out.splitlines()[0] and out.count("ring(s) of") == 1

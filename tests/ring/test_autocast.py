@@ -9,7 +9,6 @@ import torch
 import hf_ring_attention as ra
 from hf_ring_attention.compute.kernels import choose_kernel
 from hf_ring_attention.hf import states
-from hf_ring_attention.hf.routers import _sums_over_tokens
 from hf_ring_attention.plan.problem import HeldKeys
 from hf_ring_attention.plan.state_runs import StateRun
 from hf_ring_attention.ring.attention import cached_attention
@@ -125,12 +124,3 @@ def test_states_that_pass_from_run_to_run(passed, rng):
         with autocast(on):
             found.append(passed(draw))
     assert_same(*found)
-
-
-def test_the_balance_of_experts(rng):
-    logits = torch.randn(300, 4, generator=torch.Generator().manual_seed(rng.randrange(2**32)))
-    found = []
-    for on in (True, False):
-        with autocast(on):
-            found.append(_sums_over_tokens([logits], 4, 2, torch.ones(300)))
-    assert_same([found[0]], [found[1]])

@@ -9,7 +9,7 @@ from tests.support.probe import (
     GRADIENTS,
     LOGITS,
     errors,
-    of_shards,
+    over_ring,
 )
 from tests.support.ranks import run_simulated
 from tests.support.tiny_models import draw, tiny_model
@@ -61,7 +61,7 @@ def on_two_ranks(make, inputs, labels, pattern=None, use=lambda model: model):
     """`logits_and_gradients` of the model that each of two simulated ranks makes, patches and uses; of rank 0."""
 
     def work(ring):
-        return of_shards(use(ra.patch_model(made[ring.rank], pattern, ring)), ring, inputs, labels)
+        return over_ring(use(ra.patch_model(made[ring.rank], pattern, ring)), ring, inputs, labels)
 
     made = [make() for _ in range(2)]
     return run_simulated(work, 2)[0]

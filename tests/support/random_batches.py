@@ -20,7 +20,6 @@ import hf_ring_attention as ra
 from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.hf.hybrid_types import MIXERS
-from hf_ring_attention.training.shards import rows_of_batch
 
 from .dense import DENSE
 from .random_cases import DEAF, NUMBERED_BY_MASK, OTHER_STEPS, SELF_NUMBERED, Case
@@ -76,7 +75,7 @@ def prepared(case: Case, model, ring):
             ra.patch_config(model.config, pattern, None if layer is None else [layer])
         ra.patch_model(model, ring=ring)
     if case.before == "refused":
-        be_refused(model, ring)
+        be_refused(model)
     model.train(case.train)
     if case.checkpointing is not None and model.supports_gradient_checkpointing:
         checkpoint_activations(model, {"use_reentrant": case.checkpointing})
@@ -84,12 +83,10 @@ def prepared(case: Case, model, ring):
 
 
 @torch.no_grad()
-def be_refused(model, ring):
-    """A call that breaks off, and must leave nothing behind: a square mask, or a shard without positions."""
-    sharded = ring is not None and ring.world_size > 1
-    mask = torch.ones((1, 4) if sharded else (1, 1, 4, 4))
+def be_refused(model):
+    """A call that breaks off, and must leave nothing behind: a square mask."""
     try:
-        model(input_ids=torch.full((1, 4), 5), attention_mask=mask, use_cache=False)
+        model(input_ids=torch.full((1, 4), 5), attention_mask=torch.ones(1, 1, 4, 4), use_cache=False)
     except REFUSALS:
         return
     raise AssertionError("what must be refused was computed")
@@ -142,12 +139,12 @@ def expected_tokens(case, model, found):
     if not case.patterns:
         kept = {}
         # Keys stay as long as the row was when they came, and what was prefilled was computed as a row.
-        if case.shards and ("rope_parameters" in case.changes or case.model_type in OTHER_STEPS):
+        if case.prefilled and ("rope_parameters" in case.changes or case.model_type in OTHER_STEPS):
             ids, mask = before_question(case)
             positions = counted(case, case.batches[0])[:, : ids.shape[1]]
             filled = model(ids, attention_mask=mask, position_ids=positions, use_cache=True)
             kept |= cache_argument(cache_in(filled))
-        if case.shards and case.model_type in MIXERS:
+        if case.prefilled and case.model_type in MIXERS:
             # Transformers' own mixers begin anew with each piece of several tokens behind a cache.
             case = replace(case, generated=(*case.generated[:2], {}))
         return generated(case, model, kept)
@@ -188,28 +185,25 @@ def parts(case, batch, dtype):
         yield (slice(None), slice(None)), {**inputs, "attention_mask": square_mask(batch, dtype), "use_cache": False}
         return
     if not by_itself(case, batch):
-        if case.shards and positions is None:  # which counts each document from its first token
-            inputs["position_ids"] = counted(case, batch)
         yield (slice(None), slice(None)), {**inputs, **case.cache}
         return
-    if positions is None and not case.shards:
+    if positions is None:
         positions = numbered(case, batch)
     for row, start, stop in batch.spans():
         document = {name: inputs[name][row : row + 1, start:stop] for name in names[:2] if name in inputs}
         document["use_cache"] = False
-        if positions is not None:
-            document["position_ids"] = positions[row % len(positions)][None, start:stop]
-            # Without a mask Transformers would take positions that jump for a border.
-            document["attention_mask"] = torch.ones(1, stop - start, dtype=torch.int64)
+        document["position_ids"] = positions[row % len(positions)][None, start:stop]
+        # Without a mask Transformers would take positions that jump for a border.
+        document["attention_mask"] = torch.ones(1, stop - start, dtype=torch.int64)
         yield (row, slice(start, stop)), document
 
 
 def by_itself(case, batch):
     """Whether each document is expected to be computed by itself, rather than the batch as it is."""
-    if "rope_parameters" in case.changes or batch.as_eager:
+    if "rope_parameters" in case.changes or batch.as_eager or batch.holes:
         return False
     if case.patched:
-        return case.shards or bool(case.patterns) or batch.apart
+        return bool(case.patterns) or batch.apart
     collated = any(name in batch.inputs for name in ("cu_seq_lens_q", "seq_idx"))
     return collated and case.model_type not in DEAF
 
@@ -263,7 +257,7 @@ def found_by(case: Case) -> Result | Refused:
     models = [build(case, "eager" if case.patched else "ring_dilated", case.dtype) for _ in range(count)]
     with float64(case.dtype == torch.float64):
         if case.ring is None:
-            return result_of(case, models[0], ra.Ring.alone() if case.shards else None)
+            return result_of(case, models[0], None)
         return found_on_ring(case, models)
 
 
@@ -275,7 +269,7 @@ def result_of(case, model, ring) -> Result | Refused:
 
 
 def found_on_ring(case: Case, models) -> Result | Refused:
-    """On the ranks of a simulated ring, whose gradients are summed.
+    """On the ranks of a simulated ring, and the mean of their gradients.
 
     Raises:
         AssertionError: ranks that differ in what is equal on all of them, or of which only some refuse.
@@ -289,21 +283,18 @@ def found_on_ring(case: Case, models) -> Result | Refused:
     for result in by_rank[1:]:
         for own, other in zip(by_rank[0].logits, result.logits, strict=True):
             assert torch.equal(own.nan_to_num(), other.nan_to_num()), "ranks differ"
+        assert result.loss == by_rank[0].loss, "ranks have other losses"
         assert result.tokens is None or torch.equal(result.tokens, by_rank[0].tokens), "ranks generate other tokens"
     names = {name for result in by_rank for name in result.gradients}
-    gradients = {n: sum(result.gradients[n] for result in by_rank if n in result.gradients) for n in names}
-    loss = sum(result.loss for result in by_rank) if case.task == "train" else by_rank[0].loss
-    return Result(by_rank[0].logits, loss, gradients, by_rank[0].tokens)
+    gradients = {n: sum(r.gradients[n] for r in by_rank if n in r.gradients) / world_size for n in names}
+    return Result(by_rank[0].logits, by_rank[0].loss, gradients, by_rank[0].tokens)
 
 
 def train(case, model, ring) -> Result:
     """Forward and backward passes of one optimizer step."""
     found, total, tokens = [], 0.0, tokens_of(case)
     for batch in case.batches:
-        if case.shards:
-            logits, loss = of_shard(case, model, ring, batch, tokens)
-        else:
-            logits, loss = of_batch(case, model, batch, tokens)
+        logits, loss = of_batch(case, model, batch, tokens)
         loss.backward()
         total += float(loss.detach())
         found.append(logits.detach().double())
@@ -311,37 +302,17 @@ def train(case, model, ring) -> Result:
 
 
 def of_batch(case, model, batch, tokens):
-    """A batch as it is."""
+    """The logits and the loss of a batch as it is."""
     inputs = {name: x for name, x in given(case, batch, case.dtype).items() if name != "labels"}
-    labels = {}
-    if case.loss == "model":  # which shifts labels in the row
-        labels = {"labels": F.pad(batch.targets()[:, :-1], (1, 0), value=IGNORED), "num_items_in_batch": tokens}
-    if case.loss == "model":
-        output = model(**inputs, **labels, **case.cache)
+    if case.loss == "logits":
+        logits = model(**inputs, **case.cache, return_dict=case.before == "")[0]
+        return logits, cross_entropy(logits, batch.targets(), case.loss) / tokens
+    labels = F.pad(batch.targets()[:, :-1], (1, 0), value=IGNORED)  # which the model shifts in the row
+    output = model(**inputs, labels=labels, num_items_in_batch=tokens, **case.cache)
+    if case.ring is None:
         return output.logits, output.loss
-    logits = model(**inputs, **case.cache, return_dict=case.before == "")[0]
-    return logits, cross_entropy(logits, batch.targets(), case.loss) / tokens
-
-
-def of_shard(case, model, ring, batch, tokens):
-    """This rank's part of a batch, and the logits of the whole."""
-    whole = given(case, batch, case.dtype)
-    if case.shifted:
-        whole = {**{name: x for name, x in whole.items() if name != "labels"}, "shift_labels": batch.targets()}
-    shard = ra.shard_batch(whole, ring)
-    layout, _, _ = rows_of_batch(whole, ring, None, by_documents=ring.layout == "documents")
-    inputs = {name: x for name, x in shard.items() if name not in ("labels", "shift_labels")}
-    if case.loss == "slices":
-        with torch.no_grad():
-            logits = model(**inputs, use_cache=False).logits
-        loss = ra.next_token_loss(model, shard, tokens, tokens_at_once=case.tokens_at_once)
-    elif case.loss == "model":
-        output = model(**shard, use_cache=False, num_items_in_batch=tokens)
-        logits, loss = output.logits, output.loss
-    else:
-        logits = model(**inputs, use_cache=False).logits
-        loss = cross_entropy(logits, shard["shift_labels"], case.loss) / tokens
-    return ring.unshard(logits.detach(), layout), loss
+    with torch.no_grad():
+        return model(**inputs, **case.cache).logits, output.loss
 
 
 def perplexity(case, model, ring) -> Result:
@@ -351,7 +322,6 @@ def perplexity(case, model, ring) -> Result:
         model,
         batch.inputs["input_ids"],
         attention_mask=batch.inputs.get("attention_mask"),
-        logits_at_once=case.tokens_at_once or 512,
     )
     assert report.tokens == int((~report.token_nll.isnan()).sum())
     return Result([report.token_nll.double()[..., None]], report.nll, {})
@@ -359,7 +329,7 @@ def perplexity(case, model, ring) -> Result:
 
 def generate(case, model, ring) -> Result:
     """Logits of the tokens that are generated, [B, new tokens, vocabulary]; the loss is a number of all tokens."""
-    kept = cache_argument(ra.prefill(model, *before_question(case))) if case.shards else {}
+    kept = cache_argument(ra.prefill(model, *before_question(case))) if case.prefilled else {}
     return generated(case, model, kept)
 
 

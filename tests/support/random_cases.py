@@ -27,7 +27,7 @@ COMMON = (
 #: Types whose query and key heads are equally many, and those whose heads stay as they are.
 UNGROUPED = {
     "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash", "minicpm3",
-    "youtu",
+    "sarvam_mla", "youtu",
 }  # fmt: skip
 FIXED_HEADS = {"diffllama", "helium", "mimo_v2_flash"}
 #: Types whose layers may be of either kind, in any order.
@@ -86,14 +86,12 @@ class Case:
         batches: of one optimizer step; one batch for other tasks.
         patched: by `ra.patch_model`; else the model only names "ring_dilated".
         ring: (world size, what else the ring is told), or None for one process.
-        shards: whether batches go through `ra.shard_batch`; always so on a ring.
+        prefilled: whether generation goes on from `ra.prefill`.
         patterns: by layer, None for all layers without a window; {} for the exact one.
-        loss: "logits": in float64 from the logits; "slices": `ra.next_token_loss`; "model": the model's own.
-        tokens_at_once: for "slices".
-        shifted: whether batches come with shift_labels instead of labels.
+        loss: "logits": in float64 from the logits; "model": the model's own, which a ring computes in slices.
         checkpointing: None, or whether it is the reentrant one.
         embeds: float32 embeddings in place of each batch's tokens, or None.
-        generated: (new tokens, tokens of the question on a ring, further arguments of `generate`).
+        generated: (new tokens, tokens of the question behind a prefill, further arguments of `generate`).
         before: what happened to the model before: "", "patched" already, or a call that was "refused".
     """
 
@@ -105,11 +103,9 @@ class Case:
     batches: tuple[Batch, ...]
     patched: bool
     ring: tuple[int, dict] | None
-    shards: bool
+    prefilled: bool
     patterns: dict
     loss: str
-    tokens_at_once: int
-    shifted: bool
     checkpointing: bool | None
     train: bool
     use_cache: bool | None
@@ -132,26 +128,23 @@ class Case:
         """Whether a refusal is right; every other case has to be computed."""
         ranks = 1 if self.ring is None else self.ring[0]
         told = any(batch.apart for batch in self.batches)
-        lengths = [batch.shape[1] for batch in self.batches]
-        if self.task == "generate" and self.shards:
-            lengths = [self.before_question]
         return (
-            (ranks > 1 and (not SUPPORTED[self.model_type].ring or min(lengths) < ranks))
-            or any(batch.odd and (ranks > 1 or batch.holes) for batch in self.batches)
+            (ranks > 1 and not SUPPORTED[self.model_type].ring)
+            # Padding inside of documents, and positions that mean one document or several, as the model has it.
+            or any(batch.holes or (batch.as_eager and ranks > 1) for batch in self.batches)
             # Collators that count from 0, for a model that does not.
             or (bool(self.first) and self.patched and told)
             # Documents, or prefilled rows beside padding, that the model would number wrongly.
             or (self.model_type in SELF_NUMBERED and self.patched and (told or self.task == "generate"))
-            or (self.model_type in UNNUMBERED and self.shards and self.task == "generate")
+            or (self.model_type in UNNUMBERED and self.prefilled)
             # Its mixers keep their state in the model, which no sharded cache goes on from.
-            or (self.model_type == "recurrent_gemma" and self.shards and self.task == "generate")
-            or (self.model_type in WITHOUT_SHIFT and self.shards and self.loss != "logits")
+            or (self.model_type == "recurrent_gemma" and self.prefilled)
             # Masks or positions that they make themselves, and that do not know the documents.
             or (self.model_type in READY_MADE and self.patched and told)
             # States that only a patched model keeps apart, or that let padding in; and mixers that want kernels.
             or (bool({self.model_type, f"{self.model_type}_text"} & MIXERS.keys()) and not self.patched)
             # A cache whose keys are rotated as those of shorter rows are, or that has dropped what a pattern sees.
-            or (self.task == "generate" and "rope_parameters" in self.changes and self.shards)
+            or ("rope_parameters" in self.changes and self.prefilled)
             or (self.task == "generate" and bool(self.patterns) and self.has_windows)
         )
 
@@ -192,7 +185,7 @@ def draw_case(seed: int) -> Case:
     patched = ring is not None or rng.random() < 0.6
     if model_type in CHUNKED and any(batch.as_eager or (batch.apart and not patched) for batch in batches):
         changes = {**changes, "attention_chunk_size": 512}  # longer than any row
-    shards = ring is not None or (patched and rng.random() < 0.3)
+    prefilled = task == "generate" and patched and rng.random() < (0.3 if ring is None else 0.7)
     patterns = random_patterns(rng, model_type, task, changes, batches) if patched else {}
     embeds = random_embeddings(rng, seed, model_type, task, batches)
     return Case(
@@ -204,12 +197,16 @@ def draw_case(seed: int) -> Case:
         batches=batches,
         patched=patched,
         ring=ring,
-        shards=shards,
+        prefilled=prefilled,
         patterns=patterns,
         embeds=embeds,
-        generated=(rng.randint(1, 5), rng.randint(1, 3), random_generation(rng, model_type, batches, patterns, shards)),
+        generated=(
+            rng.randint(1, 5),
+            rng.randint(1, 3),
+            random_generation(rng, model_type, batches, patterns, prefilled),
+        ),
         before=rng.choice(["", "", "patched", "refused"]) if patched else "",
-        **random_training(rng, model_type, task, batches, ring, shards, embeds is not None),
+        **random_training(rng, model_type, task, batches, ring, embeds is not None),
     )
 
 
@@ -240,7 +237,7 @@ def random_patterns(rng, model_type, task, changes, batches):
     """By layer; none for a case that is computed exactly, as most are."""
     # What a cache holds of tokens that were the last is not what a row without a cache makes of them.
     draw = pattern_without_last if task == "generate" else random_pattern
-    as_they_are = "rope_parameters" in changes or any(batch.as_eager for batch in batches)
+    as_they_are = "rope_parameters" in changes or any(batch.as_eager or batch.holes for batch in batches)
     as_they_are = as_they_are or (task == "generate" and model_type in OTHER_STEPS)
     if as_they_are or model_type in SELF_NUMBERED or rng.random() > 0.2:
         return {}
@@ -262,10 +259,10 @@ def random_embeddings(rng, seed, model_type, task, batches):
     return tuple(torch.randn(*batch.shape, WIDTH, generator=generator, dtype=torch.float32) for batch in batches)
 
 
-def random_generation(rng, model_type, batches, patterns, shards):
+def random_generation(rng, model_type, batches, patterns, prefilled):
     """Further arguments of `generate`, of which eager attention goes the same."""
     ways = [{}, {}, {"prefill_chunk_size": 3}]
-    if shards:  # there is a cache already, beside which Transformers does less
+    if prefilled:  # there is a cache already, beside which Transformers does less
         # Releases before this one, 5.17 too, count the chunks of a prompt from 0, as if there were no cache.
         return rng.choice(ways if at_least("transformers", "5.23") else ways[:2])
     if model_type not in CHUNKED:  # Transformers 5.17 makes no masks for these.
@@ -277,24 +274,18 @@ def random_generation(rng, model_type, batches, patterns, shards):
     return rng.choice(ways)
 
 
-def random_training(rng, model_type, task, batches, ring, shards, embedded):
+def random_training(rng, model_type, task, batches, ring, embedded):
     """How losses are computed, and in which mode."""
-    losses = ["logits", "logits", "model", "slices"]
-    if not shards:
-        losses.remove("slices")
-    if ring is None and model_type in WITHOUT_SHIFT:
-        losses.remove("model")
+    losses = ["logits"] if model_type in WITHOUT_SHIFT else ["logits", "model"]
     # The reentrant kind finds gradients only where its inputs ask for some, and not of keys that layers share.
     reentrant = not embedded
     checkpointing = rng.choice([False, reentrant]) if task == "train" and rng.random() < 0.25 else None
     if model_type == "gemma3n_text":  # which asks for one number in float32, where backward computes it again
         checkpointing = None
     without_cache = model_type in CACHELESS or any(batch.as_eager for batch in batches)
-    cached = not (shards or without_cache or checkpointing is not None) and rng.random() < 0.3
+    cached = not (ring or without_cache or checkpointing is not None) and rng.random() < 0.3
     return {
         "loss": rng.choice(losses),
-        "tokens_at_once": rng.choice([0, 1, 3, 7, 1024]),
-        "shifted": shards and rng.random() < 0.15,
         "checkpointing": checkpointing,
         "train": checkpointing is not None or rng.random() < 0.4,
         "use_cache": None if cached else False,

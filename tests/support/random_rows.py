@@ -16,8 +16,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-import hf_ring_attention as ra
-
 from .tiny_models import POSITIONS, VOCAB
 
 PAD, IGNORED = 0, -100
@@ -55,7 +53,7 @@ class Batch:
 
     @property
     def holes(self):
-        """Whether there is padding inside of documents, which no model takes."""
+        """Whether there is padding inside of documents, which rings and mixers refuse."""
         return self.name.startswith("padding_inside")
 
     @property
@@ -125,16 +123,6 @@ def random_document(rng, length, style):
     if style == "labels":
         labels[:prompt] = [IGNORED] * prompt
         features["labels"] = labels
-    elif style in ("completion_mask", "assistant_masks"):
-        flags = [0] * prompt + [1] * (length - prompt)
-        if style == "assistant_masks":  # several turns
-            flags = [rng.randint(0, 1) for _ in ids]
-        labels = [label if flag else IGNORED for label, flag in zip(ids, flags)]
-        features[style] = flags
-    elif style == "attention_mask":
-        before, after = rng.choice([(0, 0), (0, rng.randint(1, 4)), (rng.randint(1, 4), 0)])
-        features["input_ids"] = [PAD] * before + ids + [PAD] * after
-        features["attention_mask"] = [0] * before + [1] * length + [0] * after
     return Document(tuple(ids), tuple(labels), features)
 
 
@@ -160,7 +148,6 @@ class Kind:
     needs: str | None = None
 
 
-OWN = ("plain", "labels", "completion_mask", "assistant_masks", "attention_mask")
 KINDS: dict[str, Kind] = {}
 
 
@@ -174,22 +161,6 @@ def made(weight, **settings):
 
 def features(documents):
     return [document.features for document in documents]
-
-
-@made(6, styles=OWN)
-def padding_collator(rng, documents, first):
-    longest = max(len(document.features["input_ids"]) for document in documents)
-    collator = ra.PaddingCollator(
-        PAD, rng.choice([None, longest, longest + rng.randint(1, 9)]), rng.choice(["left", "right"])
-    )
-    return collator(features(documents)), repr(collator)
-
-
-@made(6, styles=OWN, packs=True)
-def packing_collator(rng, documents, first):
-    lengths = [len(document.features["input_ids"]) for document in documents]
-    collator = ra.PackingCollator(rng.choice([None, max(lengths) + rng.randint(0, 20)]), PAD)
-    return collator(features(documents)), repr(collator)
 
 
 @made(5, styles=("plain", "labels"), packs=True)

@@ -35,14 +35,14 @@ def losses_of(output):
 def at_step(monkeypatch, module, number, act):
     """Has a recipe `act` in the step of this number, from 1, before its loss."""
     calls = iter(range(1, 100))
-    loss = module.ra.next_token_loss
+    loss = module.batch_loss
 
     def counted(*args, **options):
         if next(calls) == number:
             act()
         return loss(*args, **options)
 
-    monkeypatch.setattr(module.ra, "next_token_loss", counted)
+    monkeypatch.setattr(module, "batch_loss", counted)
 
 
 def finetuned(output):

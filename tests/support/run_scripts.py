@@ -22,7 +22,7 @@ import hf_ring_attention as ra
 #: Most of these names load their modules when they are first used.
 LIBRARIES = (
     datasets.load_dataset, transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM, transformers.AutoTokenizer,
-    trl.SFTTrainer, ra.RingTrainer, ra.PackingCollator, ra.next_token_loss, ra.perplexity, ra.prefill, ra.patch_model,
+    trl.SFTTrainer, trl.DPOTrainer, ra.RingTrainerMixin, ra.pack_documents, ra.perplexity, ra.prefill, ra.patch_model,
 )  # fmt: skip
 
 #: What torchrun tells a process, which a process that was started alone does not have.

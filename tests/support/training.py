@@ -4,7 +4,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
@@ -65,6 +65,39 @@ def figures_of(model, losses, norms):
     return {"losses": losses, "norms": norms, "parameters": parameters}
 
 
+FILLS = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+
+
+def padded(rows, left=False):
+    """A batch of documents with their labels, padded as Transformers' collators pad them."""
+    length = max(len(row["input_ids"]) for row in rows)
+    columns = {name: [] for name in FILLS}
+    for row in rows:
+        values = {**row, "attention_mask": [1] * len(row["input_ids"])}
+        for name, fill in FILLS.items():
+            padding = [fill] * (length - len(row["input_ids"]))
+            columns[name].append([*padding, *values[name]] if left else [*values[name], *padding])
+    return {name: torch.tensor(column) for name, column in columns.items()}
+
+
+def packed(rows, length):
+    """Rows of so many tokens, of documents that follow each other, with positions that count each."""
+    found, waiting = [], list(rows)
+    while waiting:
+        row, room = {"input_ids": [], "labels": [], "position_ids": [], "attention_mask": []}, length
+        while waiting and len(waiting[0]["input_ids"]) <= room:
+            document = waiting.pop(0)
+            count = len(document["input_ids"])
+            row["input_ids"] += document["input_ids"]
+            row["labels"] += [-100, *document["labels"][1:]]
+            row["position_ids"] += [*range(count)]
+            row["attention_mask"] += [1] * count
+            room -= count
+        fills = {**FILLS, "position_ids": 0}
+        found.append({name: [*column, *[fills[name]] * room] for name, column in row.items()})
+    return found
+
+
 def loop(
     rank,
     *,
@@ -73,65 +106,85 @@ def loop(
     heads=None,
     layout="auto",
     rows,
-    collator,
+    collator=padded,
     batch_size=1,
     steps=3,
     accumulate=1,
     checkpointing=False,
     wrap="ddp",
-    tokens_at_once=7,
     shuffle=True,
     pattern=PATTERN,
-    loss_of=ra.next_token_loss,
+    loss_of=None,
     model=None,
+    sharded_loader=False,
+    workers=0,
+    decay=False,
 ):
-    """An Accelerate loop as the recipe has it; `wrap` is what holds the parameters of the model, a `tiny_llama` without one."""
+    """An Accelerate program as its users write it; `wrap` holds the parameters of the model, a `tiny_llama` without one.
+
+    Args:
+        loss_of: (model, batch, number of labels) -> the loss of a batch; None for the model's own.
+        decay: whether the learning rate falls; Trainer keeps it.
+        sharded_loader: whether the loader's workers cut the rows, and not the model.
+    """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     process_environment(rank, world_size)
-    accelerator = Accelerator(gradient_accumulation_steps=accumulate)  # the losses are not scaled by it
+    # The losses are not scaled by the number of accumulated batches.
+    order = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = Accelerator(gradient_accumulation_steps=accumulate, dataloader_config=order)
     ring = ra.Ring.from_accelerator(accelerator, size=ring_size, layout=layout, transport=transport, heads=heads)
     model = tiny_llama(pattern) if model is None else model
     ra.patch_model(model, ring=ring)
     if checkpointing:
         checkpoint_activations(model)
     torch.manual_seed(1)
-    loader = ring.prepare_data_loader(DataLoader(rows, batch_size=batch_size, shuffle=shuffle, collate_fn=collator))
+    loader = DataLoader(rows, batch_size=batch_size, shuffle=shuffle, collate_fn=collator, num_workers=workers)
+    loader = ring.prepare_data_loader(loader) if sharded_loader else accelerator.prepare(loader)
     if wrap == "fsdp2":
         from torch.distributed.fsdp import fully_shard
 
         for part in (*model.model.layers, model.lm_head):  # each call of the head gathers its weights
             fully_shard(part)
         fully_shard(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    else:
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-        model, optimizer = accelerator.prepare(model, optimizer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    # Accelerate steps a schedule once for each replica that has read a batch.
+    replicas = accelerator.num_processes
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1 / (1 + 0.1 * step / replicas) if decay else 1
+    )
+    if wrap == "ddp":
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     model.train()
     losses, norms = [], []
     batches = iter(loader)
     for _ in range(steps):
-        shards = []
+        of_step = []
         for _ in range(accumulate):
-            shard = next(batches, None)
-            if shard is None:
+            batch = next(batches, None)
+            if batch is None:
                 batches = iter(loader)
-                shard = next(batches)
-            shards.append(shard)
-        tokens = ra.count_tokens(shards)
+                batch = next(batches)
+            of_step.append(batch)
+        labels = sum((batch["labels"][:, 1:] != -100).sum() for batch in of_step)
+        items = accelerator.reduce(labels, "sum")
         total = 0
-        for number, shard in enumerate(shards):
-            last = number == len(shards) - 1
+        for number, batch in enumerate(of_step):
+            last = number == len(of_step) - 1
             if wrap == "fsdp2":
                 model.set_requires_gradient_sync(last)
             context = accelerator.no_sync(model) if wrap == "ddp" and not last else torch.enable_grad()
             with context:
-                loss = loss_of(model, shard, tokens, tokens_at_once=tokens_at_once)
-                loss.backward()
+                if loss_of is None:
+                    loss = model(**batch, num_items_in_batch=items).loss
+                else:
+                    loss = loss_of(model, batch, items)
+                (loss * accelerator.num_processes).backward()
             total = total + loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
-        losses.append(float(accelerator.reduce(total, "mean")))
+        losses.append(float(accelerator.reduce(total, "sum")))
         norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
     return figures_of(accelerator.unwrap_model(model), losses, norms)
 
@@ -163,7 +216,7 @@ def trainer(
     heads=None,
     layout="auto",
     rows,
-    collator,
+    collator=padded,
     eval_rows=None,
     batch_size=1,
     steps=3,
@@ -183,7 +236,6 @@ def trainer(
             "ring_transport": transport,
             "ring_heads": heads,
             "ring_layout": layout,
-            "loss_tokens_at_once": 7,
             "per_device_train_batch_size": batch_size,
             "per_device_eval_batch_size": batch_size,
             "max_steps": steps,

@@ -108,8 +108,7 @@ def test_a_rank_saves_what_autograd_saves(model_type, layout):
         sizes = []
         for tokens in (512, 1024):
             ids = torch.arange(tokens)[None] % VOCAB
-            shard = ra.shard_batch({"input_ids": ids, "labels": ids}, ring)
-            sizes.append(saved_bytes(model, shard["input_ids"], position_ids=shard["position_ids"]))
+            sizes.append(saved_bytes(model, ids))
         return sizes[1] - sizes[0]
 
     measured = max(ra.run_simulated(work, 2, layout=layout, transport="ring"))
@@ -139,14 +138,13 @@ def peaks_of_step(model_type, checkpointing):
     ids = torch.arange(tokens)[None] % VOCAB
     with LiveBytes() as live:
         model = AutoModelForCausalLM.from_config(config).float().train()
-        ra.patch_model(model, "exact")
+        ra.patch_model(model, "exact", ring=ra.Ring.alone())
         if checkpointing:
             checkpoint_activations(model)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-        shard = ra.shard_batch({"input_ids": ids, "labels": ids}, ra.Ring.alone())
         live.peak = 0
         for _ in range(2):  # The optimizer has its state from the first step on.
-            ra.next_token_loss(model, shard, ra.count_tokens(shard)).backward()
+            model(ids, labels=ids, use_cache=False).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
     answer = ra.estimate(
@@ -156,7 +154,6 @@ def peaks_of_step(model_type, checkpointing):
         parallel="ddp",
         device="cpu",
         checkpointing=checkpointing,
-        loss_tokens_at_once=0,
     )
     return live.peak, answer.peak
 

@@ -142,15 +142,23 @@ def test_training_steps_have_the_losses_of_one_process():
 
 
 def test_a_step_with_other_losses_is_not_shown(monkeypatch):
-    """In one process, where the ring of one rank sums a wrong loss."""
+    """In one process, in which models with a ring of one rank return twice their loss."""
     rows = launch(steps_with_a_wrong_loss, 1, SHAPE)
     assert [row["skipped"] is None for row in rows] == [True, False, False, False]
     assert "its losses are 1.0e+00 off" in rows[1]["skipped"]
 
 
 def steps_with_a_wrong_loss(shape):
-    loss = parallel_steps.next_token_loss
-    parallel_steps.next_token_loss = lambda *call: 2 * loss(*call)  # in this process alone, which ends with the call
+    patch_model = parallel_steps.patch_model
+
+    def twice(module, args, output):
+        output.loss = 2 * output.loss
+
+    def patched(model, *args, **settings):
+        model.register_forward_hook(twice)
+        return patch_model(model, *args, **settings)
+
+    parallel_steps.patch_model = patched  # in this process alone, which ends with the call
     return parallel_steps.steps_over_ranks(shape, 32, 1)
 
 

@@ -1,6 +1,7 @@
 """Accelerate's words for rings: a ParallelismConfig's cp_size, and the dimension "cp" of a device mesh."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,11 +18,11 @@ from tests.support.as_gpus import take_cpus_for_gpus
 from tests.support.ranks import run_ranks
 from tests.support.releases import at_least, needs
 from tests.support.tolerance import EXACT
-from tests.support.training import assert_equal_runs, documents, process_environment, tiny_llama, trainer
+from tests.support.training import assert_equal_runs, documents, padded, process_environment, tiny_llama, trainer
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
-DATA = {"rows": documents(9, 20, 61, seed=0, prompt=3), "collator": ra.PaddingCollator()}
+DATA = {"rows": documents(8, 20, 61, seed=0, prompt=3)}
 EVAL_ROWS = documents(5, 20, 61, seed=3)
 
 
@@ -90,19 +91,20 @@ def losses_of(accelerator, ring, prepare):
     """The losses of three steps over rows that all rings share."""
     model = ra.patch_model(tiny_llama(), ring=ring)
     torch.manual_seed(1)
-    rows = DataLoader(DATA["rows"], batch_size=2 // ring.dp_size, shuffle=True, collate_fn=DATA["collator"])
-    loader = ring.prepare_data_loader(rows)
+    rows = DataLoader(DATA["rows"], batch_size=2 // ring.dp_size, collate_fn=padded)
+    loader = accelerator.prepare_data_loader(rows)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     model, optimizer = prepare(model, optimizer)
     losses = []
-    for shard, _ in zip(loader, range(3)):
+    for batch, _ in zip(loader, range(3)):
+        items = accelerator.reduce((batch["labels"][:, 1:] != -100).sum(), "sum")
         # A context parallel loop of Accelerate has this line, which may stay: it does nothing.
-        with accelerator.maybe_context_parallel([shard["input_ids"]], [1], {shard["input_ids"]}):
-            loss = ra.next_token_loss(model, shard, ra.count_tokens([shard]), tokens_at_once=7)
-        accelerator.backward(loss)
+        with accelerator.maybe_context_parallel([batch["input_ids"]], [1], {batch["input_ids"]}):
+            loss = model(**batch, num_items_in_batch=items).loss
+        accelerator.backward(loss * accelerator.num_processes)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        losses.append(float(accelerator.reduce(loss.detach(), "sum")))
     return losses
 
 
@@ -142,9 +144,9 @@ def too_late(rank):
     ring = ra.Ring(accelerator.torch_device_mesh["cp"])
     model = ra.patch_model(tiny_llama(), ring=ring)
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
-    shard = ra.shard_batch(DATA["collator"](DATA["rows"][:1]), ring)
+    batch = padded(DATA["rows"][:1])
     errors = []
-    for call in (lambda: ra.next_token_loss(model, shard, 1), lambda: ra.Ring.from_accelerator(accelerator)):
+    for call in (lambda: model(**batch), lambda: ra.Ring.from_accelerator(accelerator)):
         with pytest.raises(ValueError) as refused:
             call()
         errors.append(str(refused.value))
@@ -161,16 +163,17 @@ def test_a_model_that_was_prepared_before_the_ring_is_refused():
 # ---- device meshes
 
 
-class WithMesh:
+class WithMesh(Accelerator):
     """What rings see of an accelerator; the sizes are those of a ParallelismConfig."""
 
-    num_processes = 4
-    device = torch.device("cpu")
-    dataloader_config = DataLoaderConfiguration()
-
     def __init__(self, mesh, **sizes):
-        self.torch_device_mesh = mesh
-        self.parallelism_config = ParallelismConfig(**sizes) if sizes else None
+        self.state = SimpleNamespace(
+            num_processes=4,
+            device=torch.device("cpu"),
+            device_mesh=mesh,
+            parallelism_config=ParallelismConfig(**sizes) if sizes else None,
+        )
+        self.dataloader_config = DataLoaderConfiguration()
 
 
 def rings_of_meshes(rank):

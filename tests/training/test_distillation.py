@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
+from transformers import LlamaForCausalLM
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.private import checkpoint_activations
+from hf_ring_attention.hf import lm_loss
 from hf_ring_attention.training.distillation import _warn_of_moving
 from tests.support.ranks import run_simulated
 from tests.support.threads import in_threads
@@ -21,26 +23,44 @@ PATTERN = "window:4+2"
 LENGTH = 37
 
 
-def batch(rng, rows=2):
-    """Rows of tokens, of which a third is not learned."""
+def batch(rng, kind="padded"):
+    """Rows of tokens, of which a third is not learned: padded on the left and on the right, or packed."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    ids = torch.randint(3, VOCAB, (rows, LENGTH), generator=generator)
-    return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.3, -100)}
+    ids = torch.randint(3, VOCAB, (2, LENGTH), generator=generator)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.3, -100)
+    if kind == "packed":
+        positions = torch.stack(
+            [torch.cat([torch.arange(n) for n in lengths]) for lengths in ((5, 20, 12), (30, 1, 6))]
+        )
+        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+    mask = torch.ones_like(ids)
+    mask[0, -9:], mask[1, :6] = 0, 0
+    return {"input_ids": ids, "labels": labels.masked_fill(mask == 0, -100), "attention_mask": mask}
 
 
 def student(model_type, pattern=PATTERN):
     return ra.patch_model(with_large_weights(tiny_model(model_type, "ring_dilated")), pattern)
 
 
-def plain_divergence(model, teacher, shard):
+def plain_divergence(model, teacher, rows):
     """The mean over learned tokens of sum p log(p / q), from all logits at once."""
-    inputs = {name: shard[name] for name in ("input_ids", "position_ids")} | {"use_cache": False}
+    inputs = {name: x for name, x in rows.items() if name != "labels"} | {"use_cache": False}
     with torch.no_grad():
         p = F.softmax(teacher(**inputs).logits, -1)
     q = F.softmax(model(**inputs).logits, -1)
-    divergence = (p * (p.log() - q.log())).sum(-1)
-    learned = shard["shift_labels"] != -100
-    return (divergence * learned).sum() / learned.sum()
+    divergence = (p * (p.log() - q.log())).sum(-1)[:, :-1]
+    learned = rows["labels"][:, 1:] != -100
+    return divergence[learned].sum() / learned.sum()
+
+
+@pytest.fixture
+def tokens_at_once(monkeypatch):
+    """Sets how many tokens a slice of the loss has."""
+
+    def set_to(count):
+        monkeypatch.setattr(lm_loss, "BYTES_AT_ONCE", count * 4 * VOCAB)
+
+    return set_to
 
 
 def gradients_of(model, loss):
@@ -59,44 +79,66 @@ def assert_same_gradients(gradients, expected):
 
 # Plain and tied heads, scaled and capped ones, and layers with windows of their own.
 @pytest.mark.parametrize("model_type", ["llama", "cohere", "gemma2", "granite"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_it_is_the_divergence_of_a_plain_computation(model_type, checkpointing, rng):
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_it_is_the_divergence_of_a_plain_computation(model_type, kind, rng, tokens_at_once):
     model = student(model_type).train()
     teacher = ra.patch_model(with_large_weights(tiny_model(model_type, "ring_dilated")), "exact").eval()
-    if checkpointing:
+    if kind == "packed":
         checkpoint_activations(model, {"use_reentrant": False})
-    shard = ra.shard_batch(batch(rng), ra.Ring.alone())
-    expected = plain_divergence(model, teacher, shard)
+    rows = batch(rng, kind)
+    expected = plain_divergence(model, teacher, rows)
     assert float(expected.detach()) > 1e-4
     gradients = gradients_of(model, expected)
     for at_once in (1, 10, 1000):
-        loss = ra.distillation_loss(model, shard, ra.count_tokens(shard), tokens_at_once=at_once)
+        tokens_at_once(at_once)
+        loss = ra.distillation_loss(model, rows)
         assert_exact(loss.detach(), expected.detach())
         assert_same_gradients(gradients_of(model, loss), gradients)
     assert model.training and all(module.training for module in model.modules())
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+# Layouts of exact attention and of the pattern differ where the ring chooses them.
+@pytest.mark.parametrize("layout", ["auto", "zigzag", "documents"])
+@pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_ring_learns_what_one_process_does(world_size, checkpointing, rng):
-    rows = batch(rng)
-    whole, alone = student("llama").train(), ra.shard_batch(rows, ra.Ring.alone())
-    tokens = ra.count_tokens(alone)
-    expected = ra.distillation_loss(whole, alone, tokens)
-    gradients = gradients_of(whole, expected)
+def test_a_ring_learns_what_one_process_does(world_size, kind, layout, rng, tokens_at_once):
+    tokens_at_once(5)
+    rows, items = batch(rng, kind), None if layout == "auto" else 11
+    whole = student("gemma2" if layout == "zigzag" else "llama").train()
     models = [copy.deepcopy(whole) for _ in range(world_size)]
+    expected = ra.distillation_loss(whole, rows, items)
+    gradients = gradients_of(whole, expected)
 
     def work(ring):
         model = ra.patch_model(models[ring.rank], ring=ring)
-        if checkpointing:
+        if layout == "documents":
             checkpoint_activations(model, {"use_reentrant": False})
-        loss = ra.distillation_loss(model, ra.shard_batch(rows, ring), tokens, tokens_at_once=5)
+        loss = ra.distillation_loss(model, rows, items)
         return loss.detach(), gradients_of(model, loss)
 
-    of_ranks = run_simulated(work, world_size)
-    assert_exact(sum(loss for loss, _ in of_ranks), expected.detach())
-    summed = {name: sum(gradients[name] for _, gradients in of_ranks) for name in gradients}
-    assert_same_gradients(summed, gradients)
+    of_ranks = run_simulated(work, world_size, layout=layout)
+    for loss, _ in of_ranks:
+        assert_exact(loss, expected.detach())
+    mean = {name: torch.stack([of_rank[name] for _, of_rank in of_ranks]).mean(0) for name in gradients}
+    assert_same_gradients(mean, gradients)
+
+
+def test_losses_of_routers_are_added(rng):
+    rows = batch(rng)
+    whole = student("mixtral").train()
+    models = [copy.deepcopy(whole) for _ in range(2)]
+    expected = ra.distillation_loss(whole, rows | {"output_router_logits": True})
+    assert float((expected - ra.distillation_loss(whole, rows)).detach()) > 1e-4
+    gradients = gradients_of(whole, expected)
+
+    def work(ring):
+        model = ra.patch_model(models[ring.rank], ring=ring)
+        loss = ra.distillation_loss(model, rows | {"output_router_logits": True})
+        assert_exact(loss.detach(), expected.detach())
+        return {name: torch.stack(ring.gather(x)).mean(0) for name, x in gradients_of(model, loss).items()}
+
+    for mean in run_simulated(work, 2):
+        assert_same_gradients(mean, gradients)
 
 
 def with_adapters(model, *modules):
@@ -106,53 +148,65 @@ def with_adapters(model, *modules):
 
 
 @pytest.mark.parametrize("modules", [(), ("lm_head",)])
-def test_adapters_learn_from_the_model_without_them(modules, rng):
+def test_adapters_learn_from_the_model_without_them(modules, rng, tokens_at_once):
     """The student is in evaluation mode, where its dropout is not random; the teacher has none in either."""
     model = with_adapters(student("llama"), *modules).eval()
     teacher = ra.patch_model(with_large_weights(tiny_model("llama", "ring_dilated")), "exact").eval()
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     frozen = next(name for name in sorted(trained))
     dict(model.named_parameters())[frozen].requires_grad_(False)
-    shard = ra.shard_batch(batch(rng), ra.Ring.alone())
-    expected = plain_divergence(model, teacher, shard)
+    rows = batch(rng)
+    expected = plain_divergence(model, teacher, rows)
     gradients = gradients_of(model, expected)
-    loss = ra.distillation_loss(model, shard, ra.count_tokens(shard), tokens_at_once=10)
+    tokens_at_once(10)
+    loss = ra.distillation_loss(model, rows)
     assert_exact(loss.detach(), expected.detach())
     assert_same_gradients(gradients_of(model, loss), gradients)
     assert {name for name, p in model.named_parameters() if p.requires_grad} == trained - {frozen}
     teaching = model.train()
-    ra.distillation_loss(teaching, shard, ra.count_tokens(shard)).backward()
+    ra.distillation_loss(teaching, rows).backward()
     assert all(module.training for module in teaching.modules())
 
 
-def test_logits_of_a_slice_are_all_that_exist(rng):
-    model, seen = student("llama"), []
-    model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape[-2]))
-    shard = ra.shard_batch(batch(rng), ra.Ring.alone())
-    ra.distillation_loss(model, shard, ra.count_tokens(shard), tokens_at_once=8).backward()
-    assert max(seen) == 8 and sum(seen) > 4 * LENGTH
+def test_logits_of_a_slice_are_all_that_exist(rng, tokens_at_once):
+    model, shapes = student("llama"), []
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: shapes.append(hidden.shape[:-1].numel()) or forward(hidden)
+    tokens_at_once(8)
+    ra.distillation_loss(model, batch(rng)).backward()
+    assert max(shapes) == 8 and sum(shapes) > 4 * LENGTH
 
 
 def test_a_teacher_that_moves_is_told_once(rng, caplog):
-    shard = ra.shard_batch(batch(rng), ra.Ring.alone())
+    rows = batch(rng)
     _warn_of_moving.cache_clear()
     for model in (with_adapters(student("llama")), student("llama"), student("llama")):
-        ra.distillation_loss(model, shard, ra.count_tokens(shard))
-    told = [
-        record.message
-        for record in caplog.records
-        if "the teacher has the weights that are being trained" in record.message
-    ]
-    assert len(told) == 1 and "LlamaForCausalLM has no adapters" in told[0]
+        ra.distillation_loss(model, rows)
+    warnings = [x.message for x in caplog.records if "the teacher has the weights that are being trained" in x.message]
+    assert len(warnings) == 1 and "LlamaForCausalLM has no adapters" in warnings[0]
+
+
+class Doubled(LlamaForCausalLM):
+    """A model that changes its logits in a way that its config does not name."""
+
+    def forward(self, *args, labels=None, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 2
+        if labels is not None:
+            output.loss = self.loss_function(output.logits, labels, self.config.vocab_size, **kwargs)
+        return output
 
 
 def test_what_cannot_be_distilled_is_refused(rng):
     model, rows = student("llama"), batch(rng)
-    shard = ra.shard_batch(rows, ra.Ring.alone())
-    with pytest.raises(ValueError, match="tokens_at_once must be at least 1, got 0"):
-        ra.distillation_loss(model, shard, 1, tokens_at_once=0)
-    with pytest.raises(ValueError, match="distillation_loss: a batch has no shift_labels"):
-        ra.distillation_loss(model, rows, 1)
+    with pytest.raises(ValueError, match=r"expected labels, .* got \['attention_mask', 'input_ids'\]"):
+        ra.distillation_loss(model, {name: x for name, x in rows.items() if name != "labels"})
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no pattern to learn"):
+        ra.distillation_loss(tiny_model("llama", "eager"), rows)
+    unknown = ra.patch_model(Doubled(model.config), PATTERN)
+    for _ in range(2):  # the first call finds out
+        with pytest.raises(NotImplementedError, match="forms its logits in a way that its config does not name"):
+            ra.distillation_loss(unknown, rows)
     with pytest.raises(ValueError, match="expected a Transformers model"):
         ra.exact_attention(torch.nn.Linear(2, 2)).__enter__()
     with pytest.raises(ValueError, match="gradients are recorded"), ra.exact_attention(model), torch.enable_grad():

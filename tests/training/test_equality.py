@@ -4,25 +4,30 @@ import functools
 import tempfile
 
 import pytest
+from transformers import default_data_collator
 
 import hf_ring_attention as ra
 from tests.support.ranks import run_ranks
-from tests.support.training import assert_equal_runs, documents, loop, trainer
+from tests.support.training import assert_equal_runs, documents, loop, packed, padded, trainer
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
-#: One more than an epoch has of batches of two rows, or of three packed ones: all runs see the short batch at the end of an
-#: epoch, and the first one of the next.
+#: More than an epoch has of batches of two rows: runs see the end of an epoch, and the first batch of the next.
 STEPS = 4
-#: Five documents of uneven lengths, padded; so many more packed into rows of uneven fill.
-PADDED = {"rows": documents(5, 20, 61, seed=0, prompt=3), "collator": ra.PaddingCollator()}
-LEFT = {**PADDED, "collator": ra.PaddingCollator(padding_side="left")}
-PACKED = {"rows": documents(8, 5, 41, seed=1), "collator": ra.PackingCollator(64)}
+#: Documents of uneven lengths, padded; and more, packed into rows of uneven fill.
+PADDED = {"rows": documents(6, 20, 61, seed=0, prompt=3)}
+LEFT = {**PADDED, "collator": functools.partial(padded, left=True)}
+PACKED = {"rows": packed(documents(16, 5, 41, seed=1), 64)[:6], "collator": default_data_collator}
 DATA = {"padded": PADDED, "left": LEFT, "packed": PACKED}
+
+
+def distillation(model, batch, items):
+    return ra.distillation_loss(model, batch, items)
+
 
 #: By name: what kind of run, over which data, and what is special about it.
 ON_TWO = {
-    "loop": (loop, "padded", {}),
+    "loop": (loop, "padded", {"decay": True}),
     "loop left": (loop, "left", {}),
     "loop packed": (loop, "packed", {"batch_size": 3}),
     "loop packed zigzag": (loop, "packed", {"batch_size": 3, "layout": "zigzag", "transport": "ring"}),
@@ -38,15 +43,20 @@ ON_TWO = {
     "heads": (loop, "packed", {"batch_size": 3, "transport": "heads"}),
     "heads, FSDP2, checkpointing": (loop, "padded", {"transport": "heads", "wrap": "fsdp2", "checkpointing": True}),
     "accumulating": (loop, "padded", {"accumulate": 2, "batch_size": 1}),
-    "all logits at once": (loop, "padded", {"tokens_at_once": 0}),
+    "sharded loader": (loop, "padded", {"sharded_loader": True}),
+    "sharded loader, packed, documents, workers": (
+        loop,
+        "packed",
+        {"sharded_loader": True, "batch_size": 3, "layout": "documents", "workers": 1},
+    ),
     "exact attention": (loop, "padded", {"pattern": ra.Pattern.exact()}),
     "FSDP2": (loop, "padded", {"wrap": "fsdp2"}),
     "FSDP2, accumulating, checkpointing": (loop, "packed", {"wrap": "fsdp2", "accumulate": 2, "checkpointing": True}),
-    "distillation": (loop, "packed", {"batch_size": 3, "layout": "documents", "loss_of": ra.distillation_loss}),
+    "distillation": (loop, "packed", {"batch_size": 3, "layout": "documents", "loss_of": distillation}),
     "distillation, FSDP2, accumulating, checkpointing": (
         loop,
         "left",
-        {"wrap": "fsdp2", "accumulate": 2, "checkpointing": True, "loss_of": ra.distillation_loss},
+        {"wrap": "fsdp2", "accumulate": 2, "checkpointing": True, "loss_of": distillation},
     ),
     "Trainer": (trainer, "padded", {}),
     "Trainer, packed, documents": (trainer, "packed", {"batch_size": 3, "layout": "documents"}),
@@ -60,7 +70,7 @@ ON_TWO = {
 }
 #: The batches of one process are those of all rings together.
 ON_FOUR = {
-    "loop": (loop, "padded", {"transport": "ring"}),
+    "loop": (loop, "padded", {"transport": "ring", "decay": True}),
     "loop, packed, ring": (loop, "packed", {"transport": "ring", "batch_size": 3}),
     "loop, packed, heads": (loop, "packed", {"transport": "heads", "batch_size": 3}),
     "one ring of groups by heads, FSDP2": (
@@ -69,7 +79,7 @@ ON_FOUR = {
         {"transport": "heads", "heads": 2, "wrap": "fsdp2", "ring_size": 4, "batch_size": 6},
     ),
     "FSDP2": (loop, "padded", {"wrap": "fsdp2", "checkpointing": True}),
-    "distillation, FSDP2": (loop, "padded", {"wrap": "fsdp2", "loss_of": ra.distillation_loss}),
+    "distillation, FSDP2": (loop, "padded", {"wrap": "fsdp2", "loss_of": distillation}),
     "Trainer": (trainer, "padded", {}),
     "Trainer, accumulating": (trainer, "padded", {"accumulate": 2}),
     "Trainer, one ring of groups by heads": (
@@ -90,7 +100,9 @@ def run(rank, kind, data, settings):
 
 def alone(kind, data, settings):
     """One process, without what is special of processes."""
-    own = {name: settings[name] for name in ("batch_size", "accumulate", "pattern", "loss_of") if name in settings}
+    own = {
+        name: settings[name] for name in ("batch_size", "accumulate", "pattern", "loss_of", "decay") if name in settings
+    }
     # Both take the same steps, except that Trainer's end with an epoch.
     return run_once(kind if "accumulate" in own else loop, data, tuple(own.items()))
 

@@ -1,16 +1,17 @@
 """Training of hybrids, and of models that balance their experts, has the losses and parameters of one process."""
 
+import functools
 import tempfile
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import default_data_collator
 
-import hf_ring_attention as ra
 from tests.support.ranks import run_ranks
 from tests.support.releases import needs_mixers
 from tests.support.tiny_models import tiny_model
-from tests.support.training import assert_equal_runs, documents, loop, trainer
+from tests.support.training import assert_equal_runs, documents, loop, packed, padded, trainer
 
 pytestmark = [
     pytest.mark.usefixtures("in_float64"),
@@ -19,8 +20,8 @@ pytestmark = [
 
 #: Documents of uneven lengths, padded on the left; and more of them packed into rows of uneven fill.
 DATA = {
-    "left": {"rows": documents(6, 20, 41, seed=0, prompt=3), "collator": ra.PaddingCollator(padding_side="left")},
-    "packed": {"rows": documents(12, 5, 31, seed=1), "collator": ra.PackingCollator(48)},
+    "left": {"rows": documents(6, 20, 41, seed=0, prompt=3), "collator": functools.partial(padded, left=True)},
+    "packed": {"rows": packed(documents(14, 5, 31, seed=1), 48)[:6], "collator": default_data_collator},
 }
 #: By name: what kind of run, the model with its changes, over which data, and what is special about it.
 CASES = {

@@ -13,14 +13,13 @@ TOKENS = 131072
 
 
 def step(rank):
-    row = {"input_ids": torch.randint(1, 97, (TOKENS,), generator=torch.Generator().manual_seed(0))}
+    ids = torch.randint(1, 97, (TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
+    row = {"input_ids": ids, "labels": ids}
     figures = loop(
         rank,
         ring_size=4,
         rows=[row],
-        collator=ra.PaddingCollator(),
         steps=1,
-        tokens_at_once=1024,
         pattern=ra.Pattern.pyramid(512, levels=3),
         shuffle=False,
     )

@@ -1,4 +1,4 @@
-"""Loaders plan attention over the next batch while a loop computes: calls find their plans, and a run stays what it was."""
+"""A sequence-sharded loader plans attention over the next batch while a loop computes, and changes no bit of a run."""
 
 import contextlib
 import threading
@@ -6,27 +6,18 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
+from accelerate import Accelerator
 from torch.utils.data import DataLoader
+from transformers import default_data_collator
 
 import hf_ring_attention as ra
 from hf_ring_attention.ring import planner
-from tests.support.ranks import run_ranks, run_simulated
-from tests.support.training import documents, loop, process_environment, tiny_llama, trainer
+from tests.support.ranks import run_ranks
+from tests.support.training import documents, loop, packed, padded, process_environment, tiny_llama
 
 ROWS = documents(60, 3, 20, seed=3)
-PACKED = [
-    {"input_ids": row, "seq_lengths": lengths}
-    for row, lengths in zip(*(ra.pack_documents({"input_ids": [x["input_ids"] for x in ROWS]}, 46)[name]
-                              for name in ("input_ids", "seq_lengths")))
-]  # fmt: skip
-COLLATORS = {
-    "packed ahead": (PACKED, ra.PaddingCollator(row_length=46), 1),
-    "padded to the left": (PACKED, ra.PaddingCollator(row_length=50, padding_side="left"), 2),
-    "packed by batch": (ROWS, ra.PackingCollator(row_length=45), 7),
-    "one row as long as all": (ROWS, ra.PackingCollator(), 4),
-    "one document a row": (ROWS, ra.PaddingCollator(), 3),
-}
+#: What loaders read: the rows, their collate function, and how many make a batch.
+KINDS = {"packed": (packed(ROWS, 46), default_data_collator, 1), "padded": (ROWS, padded, 3)}
 
 
 @contextlib.contextmanager
@@ -45,9 +36,12 @@ def without_planning_ahead():
     return mock.patch.object(planner.Planner, "expect", return_value=None)
 
 
-def late_makers(ring, name, num_workers=0):
+def late_makers(rank, name, num_workers=0):
     """For each batch, how many bindings were made by this rank's calls where the planner was given time."""
-    rows, collator, batch_size = COLLATORS[name]
+    process_environment(rank, 2)
+    rows, collator, batch_size = KINDS[name]
+    accelerator = Accelerator()
+    ring = ra.Ring.from_accelerator(accelerator, 2, layout="documents" if name == "packed" else "zigzag")
     model = tiny_llama(num_hidden_layers=3)
     ra.patch_config(model.config, "window:5", layers=[1])
     ra.patch_model(model, ring=ring)
@@ -63,51 +57,28 @@ def late_makers(ring, name, num_workers=0):
         return of(bind, *call)
 
     with mock.patch.object(ring.bindings, "of", of):
-        for shard in loader:
+        for batch in loader:
             ring.planner.wait()
             made_late.clear()
-            ra.next_token_loss(model, shard, 100).backward()
+            model(**batch).loss.backward()
             by_batch.append(len(made_late))
-    return by_batch
+    left = [thread for thread in threading.enumerate() if thread.name == planner.THREAD]
+    return by_batch, len(left)
 
 
-@pytest.mark.parametrize("name", COLLATORS)
-def test_calls_of_all_batches_but_the_first_find_their_plans(name):
-    first, *others = late_makers(ra.Ring.alone(), name)
-    assert first == 2 and len(others) > 3 and not any(others)
-
-
-@pytest.mark.drawn
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("name", ["packed ahead", "padded to the left", "packed by batch"])
-def test_calls_of_simulated_ranks_find_their_plans(world_size, name):
-    for first, *others in run_simulated(lambda ring: late_makers(ring, name), world_size):
+@pytest.mark.parametrize(("name", "workers"), [("packed", 0), ("packed", 2), ("padded", 0)])
+def test_calls_of_all_batches_but_the_first_find_their_plans(name, workers):
+    for (first, *others), left in run_ranks(late_makers, 2, name, workers):
         assert first == 2 and len(others) > 3 and not any(others)
-
-
-def test_workers_are_forked_beside_a_planner():
-    ring = ra.Ring.alone()
-    for _ in range(2):
-        _, *others = late_makers(ring, "packed ahead", num_workers=2)
-        assert others and not any(others)
-
-
-def late_makers_of_process(rank, name):
-    process_environment(rank, dist.get_world_size())
-    return late_makers(ra.Ring(layout="contiguous"), name)
-
-
-def test_calls_of_processes_find_their_plans():
-    for first, *others in run_ranks(late_makers_of_process, 2, "packed by batch"):
-        assert first == 2 and len(others) > 3 and not any(others)
+        assert left == 0
 
 
 # ---- whole runs
 
 
-def runs_with_and_without(rank, ring_size, transport):
-    rows, collator, batch_size = COLLATORS["packed by batch"]
-    options = {"ring_size": ring_size, "transport": transport, "rows": rows, "collator": collator}
+def runs_with_and_without(rank, transport):
+    rows, collator, batch_size = KINDS["packed"]
+    options = {"ring_size": 2, "transport": transport, "rows": rows, "collator": collator, "sharded_loader": True}
     options |= {"batch_size": batch_size, "steps": 5, "accumulate": 2, "checkpointing": True}
     with makers() as names:
         ahead = loop(rank, **options)
@@ -116,80 +87,32 @@ def runs_with_and_without(rank, ring_size, transport):
     return ahead, plain, names.count(planner.THREAD), others.count(planner.THREAD)
 
 
-def assert_equal_bits(ahead, plain):
-    assert (ahead["losses"], ahead["norms"]) == (plain["losses"], plain["norms"])
-    assert all(torch.equal(x, plain["parameters"][name]) for name, x in ahead["parameters"].items())
-
-
-@pytest.mark.parametrize(("ring_size", "transport"), [(1, "auto"), (2, "ring"), (2, "collective")])
-def test_a_loop_computes_the_same_bits(ring_size, transport):
-    for ahead, plain, planned, unplanned in run_ranks(runs_with_and_without, ring_size, ring_size, transport):
-        assert_equal_bits(ahead, plain)
+@pytest.mark.parametrize("transport", ["ring", "collective"])
+def test_a_loop_computes_the_same_bits(transport):
+    for ahead, plain, planned, unplanned in run_ranks(runs_with_and_without, 2, transport):
+        assert (ahead["losses"], ahead["norms"]) == (plain["losses"], plain["norms"])
+        assert all(torch.equal(x, plain["parameters"][name]) for name, x in ahead["parameters"].items())
         assert planned > 5 and unplanned == 0
 
 
-def trainings_with_and_without(rank, folder):
-    rows, collator, batch_size = COLLATORS["packed by batch"]
-    options = {
-        "ring_size": 2,
-        "rows": rows,
-        "collator": collator,
-        "batch_size": batch_size,
-        "accumulate": 2,
-        "steps": 6,
-    }
-    options |= {"eval_rows": rows[:20], "eval_strategy": "steps", "eval_steps": 2}
-    with makers() as names:
-        ahead, made = trainer(rank, f"{folder}/ahead", **options)
-    made.ring.planner.wait()
-    left = [thread for thread in threading.enumerate() if thread.name == planner.THREAD]
-    with without_planning_ahead():
-        plain, _ = trainer(rank, f"{folder}/plain", **options)
-    return ahead, plain, names.count(planner.THREAD), len(left)
+def refused(rank):
+    """The errors of loaders that cannot be cut."""
+    process_environment(rank, 2)
+    accelerator = Accelerator()
+    ring, loader, errors = ra.Ring.from_accelerator(accelerator, 2), DataLoader(ROWS, collate_fn=padded), []
+    for call in (
+        lambda: ring.prepare_data_loader(loader),
+        lambda: ra.Ring().prepare_data_loader(loader),
+        lambda: (ra.patch_model(tiny_llama(), ring=ring), ring.prepare_data_loader(accelerator.prepare(loader))),
+    ):
+        with pytest.raises(ValueError) as error:
+            call()
+        errors.append(str(error.value))
+    return errors
 
 
-def test_a_trainer_computes_the_same_bits(tmp_path):
-    for ahead, plain, planned, left in run_ranks(trainings_with_and_without, 2, str(tmp_path)):
-        assert_equal_bits(ahead, plain)
-        assert planned > 0 and left == 0
-
-
-class PatientTrainer(ra.RingTrainer):
-    """Gives the planner time after each step, and notes how many bindings of the step were not there before it."""
-
-    known, late = set(), []
-
-    def training_step(self, *args, **options):
-        loss = super().training_step(*args, **options)
-        bindings = self.ring.bindings
-        self.late.append(len(bindings._bindings.keys() - self.known))
-        self.ring.planner.wait()
-        self.known |= bindings._bindings.keys() | bindings._ahead.keys()
-        return loss
-
-
-def late_makers_of_trainer(rank, folder):
-    rows, collator, batch_size = COLLATORS["packed by batch"]
-    options = {"ring_size": 2, "rows": rows, "collator": collator, "batch_size": batch_size, "steps": 7}
-    trainer(rank, folder, trainer_class=PatientTrainer, **options)
-    return PatientTrainer.late
-
-
-def test_steps_of_a_trainer_find_their_plans(tmp_path):
-    for first, *others in run_ranks(late_makers_of_trainer, 2, str(tmp_path)):
-        assert first > 0 and len(others) == 6 and not any(others)
-
-
-def test_threads_do_not_pile_up():
-    ring = ra.Ring.alone()
-    model = tiny_llama(num_hidden_layers=1)
-    ra.patch_model(model, "window:5", ring=ring)
-    rows = (PACKED * 10)[:50]
-    before, most = threading.active_count(), 0
-    for shard in ring.prepare_data_loader(DataLoader(rows, collate_fn=ra.PaddingCollator(row_length=46))):
-        with torch.no_grad():
-            ra.next_token_loss(model, shard, 100)
-        most = max(most, threading.active_count() - before)
-    assert most <= 2  # one may be about to end
-    ring.planner.wait()
-    assert threading.active_count() == before
+def test_loaders_that_cannot_be_cut_are_refused():
+    for without_model, without_accelerator, prepared in run_ranks(refused, 2):
+        assert "no model was patched with this ring" in without_model
+        assert "the ring has no accelerator" in without_accelerator
+        assert "expected a torch DataLoader that was not prepared" in prepared

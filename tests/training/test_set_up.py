@@ -1,5 +1,7 @@
 """What a launcher started and what Accelerate prepared, against the ring that is made of it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -8,7 +10,7 @@ from transformers import get_scheduler
 
 import hf_ring_attention as ra
 from tests.support.ranks import run_ranks
-from tests.support.training import documents, process_environment, tiny_llama
+from tests.support.training import documents, padded, process_environment, tiny_llama
 
 
 def test_a_ring_without_the_other_processes_that_were_started_is_refused(monkeypatch):
@@ -27,7 +29,7 @@ def test_a_ring_without_the_other_processes_that_were_started_is_refused(monkeyp
 class OneProcess:
     """An accelerator as `accelerate launch --cpu --num_processes 2` and a plain torchrun on a CPU leave it."""
 
-    num_processes = 1
+    state = SimpleNamespace(num_processes=1)
     device = torch.device("cpu")
 
 
@@ -38,42 +40,52 @@ def test_an_accelerator_without_the_other_processes_names_what_brings_them(monke
         ra.Ring.from_accelerator(OneProcess(), size=size)
 
 
-def schedules(rank):
-    """Per size of rings and kind of schedule: the error, and the learning rate after 4 of 8 steps."""
-    process_environment(rank, 2)
-    found = {}
-    for size in (1, 2):
-        for prepared in (False, True):
-            accelerator = Accelerator()
-            ring = ra.Ring.from_accelerator(accelerator, size=size)
-            model = ra.patch_model(tiny_llama(), ring=ring)
-            loader = ring.prepare_data_loader(
-                DataLoader(documents(16, 20, 30, seed=0), 1, collate_fn=ra.PaddingCollator())
-            )
-            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-            schedule = get_scheduler("linear", optimizer, 0, 8 * (2 if prepared and size == 1 else 1))
-            model, optimizer = accelerator.prepare(model, optimizer)
-            if prepared:
-                schedule = accelerator.prepare(schedule)
-            error = None
-            try:
-                for shard, _ in zip(loader, range(4)):
-                    accelerator.backward(0 * ra.next_token_loss(model, shard, ra.count_tokens([shard])))
-                    optimizer.step()
-                    schedule.step()
-                    optimizer.zero_grad()
-            except ValueError as refused:
-                error = str(refused)
-                shard = ra.shard_batch(ra.PaddingCollator()(documents(1, 20, 30, seed=0)), ring)
-                with pytest.raises(ValueError, match="leave it out of accelerator"):
-                    ra.next_token_loss(model, shard, ra.count_tokens([shard]))
-            found[size, prepared] = error, optimizer.param_groups[0]["lr"]
-    return found
+def counted(rank, ring_size):
+    """What an accelerator says and does over rings of this size."""
+    process_environment(rank, 4)
+    accelerator = Accelerator()
+    ring = ra.Ring.from_accelerator(accelerator, size=ring_size)
+    model = ra.patch_model(tiny_llama(), ring=ring)
+    rows = documents(9, 20, 30, seed=0)
+    loader = DataLoader(rows, 2, collate_fn=padded)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = get_scheduler("linear", optimizer, 0, 8 * ring.dp_size)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    seen, rate = [], None
+    for step, batch in enumerate(loader):
+        seen += accelerator.gather_for_metrics(batch["input_ids"][:, 0].contiguous()).tolist()
+        accelerator.backward(0 * model(**batch).loss)
+        optimizer.step()
+        schedule.step()
+        rate = optimizer.param_groups[0]["lr"]
+        if step == 1:
+            after_two = rate
+    with accelerator.split_between_processes(list(range(4))) as part:
+        split = part
+    names = accelerator.gather_for_metrics([f"ring {ring.dp_rank}"], use_gather_object=True)
+    return {
+        "numbers": (accelerator.num_processes, accelerator.process_index),
+        "seen": seen == [row["input_ids"][0] for row in rows],
+        "rate": after_two,
+        "gather": accelerator.gather(torch.tensor([rank])).tolist(),
+        "sum": accelerator.reduce(torch.tensor([1, 2])).tolist(),
+        "split": split,
+        "names": names,
+    }
 
 
-def test_a_schedule_is_half_way_at_half_of_the_steps_or_refused():
-    for found in run_ranks(schedules, 2):
-        assert found[1, False] == found[1, True] == found[2, False] == (None, 0.5)
-        error, rate = found[2, True]
-        assert "LambdaLR was prepared by Accelerate, which takes 2 of its steps for each step of the optimizer" in error
-        assert "2 processes share their rows" in error and rate == 1.0
+@pytest.mark.parametrize("ring_size", [2, 4])
+def test_an_accelerator_counts_rings(ring_size):
+    """Four processes; a schedule of 8 steps of all rings has done a quarter after two."""
+    rings = 4 // ring_size
+    for rank, found in enumerate(run_ranks(counted, 4, ring_size)):
+        ring = rank // ring_size
+        assert found == {
+            "numbers": (rings, ring),
+            "seen": True,
+            "rate": 0.75,
+            "gather": [ring_size * number for number in range(rings)],
+            "sum": [rings, 2 * rings],
+            "split": [[0, 1, 2, 3]] if rings == 1 else None,
+            "names": [f"ring {number}" for number in range(rings)],
+        } | {"split": [0, 1, 2, 3] if rings == 1 else [[0, 1], [2, 3]][ring]}

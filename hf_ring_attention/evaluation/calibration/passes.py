@@ -33,18 +33,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...compute.merge import accumulation_dtype
 from ...compute.private import checkpoint_activations
-from ...hf.config import layer_pattern
 from ...hf.heads import Head
-from ...hf.positions import first_position
+from ...hf.lm_loss import IGNORED
 from ...hf.taps import TappedCall, tapped
-from ...hf.wrappers import evaluating, runner_of
+from ...hf.wrappers import evaluating
 from ...plan.layouts import SequenceLayout
 from ...plan.patterns import Pattern
 from ...ring.attention import ring_attention
 from ...ring.ring import Ring
-from ...training.shards import IGNORED
 from ..finite import check_finite
-from ..hidden_states import hidden_states
+from ..hidden_states import hidden_states, layout_of_rows
 from ..slices import head_in_slices, token_nll
 from .texts import ScoredText, drawn_tokens
 
@@ -123,14 +121,14 @@ def measure_text(
     Raises:
         ValueError: on every rank: losses, or what patterns change of them, that are infinite or NaN.
     """
-    layout = layout_of_text(model, ring, text)
+    layout = layout_of_rows(model, ring, text.ids[None])
     sums = _ScoreSums(ring, layout, menu, after_layer, for_products=exact is None)
     with ExitStack() as stack:
         for context in (evaluating(model), _without_gradients(model), _checkpointed(model), tapped(model, sums.add)):
             stack.enter_context(context)
         inputs = stack.enter_context(_embeddings(model))
         with torch.enable_grad():
-            hidden, head = _hidden_of_text(model, ring, text, layout)
+            hidden, head = hidden_states(model, ring, text.ids[None].to(model.device))
         labels = _next_tokens(text, ring, layout, hidden.device)
         objective = _objective(text, labels, ring, layout, exact, head)
         gradient, loss = _gradient(hidden, head, objective, logits_at_once)
@@ -164,9 +162,9 @@ def measure_losses(
     Raises:
         ValueError: on every rank: losses that are infinite or NaN.
     """
-    layout = layout_of_text(model, ring, text)
+    layout = layout_of_rows(model, ring, text.ids[None])
     with evaluating(model):
-        hidden, head = _hidden_of_text(model, ring, text, layout)
+        hidden, head = hidden_states(model, ring, text.ids[None].to(model.device))
     labels = _next_tokens(text, ring, layout, hidden.device)
     of_rank = _nll_of_text(hidden, head, labels, logits_at_once)
     apart, scored = torch.zeros_like(of_rank), labels != IGNORED
@@ -177,19 +175,6 @@ def measure_losses(
     nll, divergence = of_all = torch.stack(ring.gather(torch.stack([of_rank, apart]))).sum(0) / text.num_scored
     check_finite(of_all, model, "calibrate")
     return hidden, float(nll), float(divergence)
-
-
-def layout_of_text(model: PreTrainedModel, ring: Ring, text: ScoredText) -> SequenceLayout:
-    """Returns the division of a text among the ranks."""
-    return ring.layout_for(len(text.ids), layer_pattern(model.config.get_text_config(), None))
-
-
-def _hidden_of_text(
-    model: PreTrainedModel, ring: Ring, text: ScoredText, layout: SequenceLayout
-) -> tuple[Tensor, Head]:
-    row = text.ids[None].to(model.device)
-    positions = torch.arange(len(text.ids), device=row.device)[None] + first_position(runner_of(model))
-    return hidden_states(model, ring, ring.shard(row, layout), ring.shard(positions, layout))
 
 
 def _next_tokens(text: ScoredText, ring: Ring, layout: SequenceLayout, device: torch.device) -> Tensor:

@@ -18,9 +18,6 @@ from torch.autograd.graph import save_on_cpu
 
 from ...hf.patch import patch_model
 from ...ring.ring import Ring
-from ...training.losses import next_token_loss
-from ...training.next_tokens import count_tokens
-from ...training.shards import shard_batch
 from ..estimates.estimate import Estimate, estimate
 from ..output import Sheet, mebibytes
 from .harness import CallShape, give_memory_back_at_once, held_memory, launch, peak_memory, progress, reset_peak_memory
@@ -38,7 +35,6 @@ class MeasuredRun:
     checkpointing: bool = True
     offload: bool = False
     pattern: str = "window:256"
-    loss_tokens_at_once: int = 1024
 
     def __str__(self) -> str:
         how = [f"ring of {self.ring_size} of {self.devices}", self.parallel if self.devices > 1 else "alone"]
@@ -53,7 +49,6 @@ RUNS = (
     MeasuredRun(2048),
     MeasuredRun(8192),
     MeasuredRun(4096, offload=True),
-    MeasuredRun(2048, loss_tokens_at_once=0),
     MeasuredRun(8192, 2, 2),
     MeasuredRun(4096, 2, 2, checkpointing=False, pattern="exact"),
     MeasuredRun(8192, 4, 4),
@@ -78,7 +73,6 @@ def estimate_of_run(shape: CallShape, run: MeasuredRun) -> Estimate:
         offload=run.offload,
         dtype=shape.dtype,
         master_dtype=shape.dtype,
-        loss_tokens_at_once=run.loss_tokens_at_once,
         device="cuda" if shape.device == "cuda" else "cpu",
     )
 
@@ -115,14 +109,12 @@ def _step_of_run(shape: CallShape, run: MeasuredRun) -> int:
     ring = _ring_of(run)
     model = patch_model(training_model(shape, run.tokens, run.checkpointing), run.pattern, ring=ring)
     trained, backward, step = _in_parallel(model, run)
-    ids = torch.randint(model.config.vocab_size, (1, run.tokens))
-    shard = shard_batch({"input_ids": ids, "labels": ids}, ring, device=device)
-    labels = count_tokens(shard)
+    ids = torch.randint(model.config.vocab_size, (1, run.tokens), generator=torch.Generator().manual_seed(1)).to(device)
     for _ in range(3):
         gc.collect()
         reset_peak_memory(device)
         with save_on_cpu() if run.offload else nullcontext():
-            loss = next_token_loss(trained, shard, labels, tokens_at_once=run.loss_tokens_at_once)
+            loss = trained(input_ids=ids, labels=ids, use_cache=False).loss
         backward(loss)
         del loss
         step()

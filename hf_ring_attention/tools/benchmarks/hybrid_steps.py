@@ -18,8 +18,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ...hf.patch import patch_model
 from ...ring.ring import Ring
-from ...training.losses import next_token_loss
-from ...training.shards import shard_batch
 from ..output import Sheet, short_bytes
 from .harness import CallShape, alternately, launch, progress, timed
 from .peers import ERROR_LIMITS
@@ -58,22 +56,20 @@ def _hybrid_model(model_type: str, tokens: int, shape: CallShape) -> Any:
 def _gradients_of_step(
     shape: CallShape, model_type: str, tokens: int, ring: Ring
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Returns a function that computes a step, and returns its loss and all its gradients, those of all ranks together."""
+    """Returns a function that computes a step, and returns its loss and all its gradients, averaged over the ranks."""
     model = patch_model(_hybrid_model(model_type, tokens, shape), ring=ring)
     ids = torch.randint(3, 1024, (1, tokens), generator=torch.Generator().manual_seed(1))
-    shard = shard_batch({"input_ids": ids, "labels": ids}, ring, device=torch.device(shape.device))
-    count, share = tokens - 1, 1 / dist.get_world_size()
+    ids = ids.to(shape.device)
 
     def step() -> tuple[Tensor, Tensor]:
         model.zero_grad()
-        loss = next_token_loss(model, shard, count) * share  # It scales losses for gradients that are averaged.
+        loss = model(ids, labels=ids, use_cache=False).loss
         loss.backward()
         gradients = torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
-        total = loss.detach().clone()
         if ring.world_size > 1:
             dist.all_reduce(gradients)
-            dist.all_reduce(total)
-        return total, gradients
+            gradients /= ring.world_size
+        return loss.detach(), gradients
 
     return step
 
@@ -153,6 +149,6 @@ def hybrids_report(rows: list[dict[str, Any]], repeats: int) -> Sheet:
             "error",
         ),
         cells,
-        ("forward, backward and the sum of gradients; processes of one thread; error: of the loss and all gradients",),
+        ("forward, backward and the mean of gradients; processes of one thread; error: of the loss and all gradients",),
         left=2,
     )

@@ -18,9 +18,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ...hf.patch import patch_model
 from ...ring.ring import Ring
-from ...training.losses import next_token_loss
-from ...training.next_tokens import count_tokens
-from ...training.shards import shard_batch
 from .harness import (
     CallShape,
     alternately,
@@ -73,26 +70,17 @@ def step_of(shape: CallShape, tokens: int, pattern: str | None, holder: str | No
             if holder == "zero1"
             else torch.optim.SGD(weights, lr=1e-2, momentum=0.9)
         )
-        shard = shard_batch(batch, ring, device=torch.device(shape.device))
 
     def step() -> float:
         optimizer.zero_grad()
-        if holder is None:
-            loss = model(**batch, use_cache=False).loss
-            loss.backward()
-        else:
-            loss = next_token_loss(model, shard, count_tokens(shard))
-            loss.backward()
-            if holder != "fsdp2":  # which averages them itself
-                for weight in weights:
-                    dist.all_reduce(weight.grad)
-                    weight.grad.div_(dist.get_world_size())
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        if holder not in (None, "fsdp2"):  # FSDP 2 averages gradients itself.
+            for weight in weights:
+                dist.all_reduce(weight.grad)
+                weight.grad.div_(dist.get_world_size())
         optimizer.step()
-        total = loss.detach().clone()
-        if holder is not None:
-            dist.all_reduce(total)
-            total /= dist.get_world_size()
-        return float(total)
+        return float(loss.detach())
 
     return step
 

@@ -19,9 +19,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ...compute.private import checkpoint_activations
 from ...hf.patch import patch_model
 from ...ring.ring import Ring
-from ...training.losses import next_token_loss
-from ...training.next_tokens import count_tokens
-from ...training.shards import shard_batch
 from ..bench_plots import extension_text
 from ..output import Sheet, mebibytes
 from .harness import CallShape, give_memory_back_at_once, held_memory, launch, peak_memory, progress, reset_peak_memory
@@ -76,16 +73,15 @@ def _parts_of_step(shape: CallShape, tokens: int, pattern: str) -> dict[str, int
     model = patch_model(training_model(shape, tokens), pattern, ring=ring)
     weights = list(model.parameters())
     optimizer = torch.optim.AdamW(weights)
-    ids = torch.randint(_MODEL_VOCABULARY, (1, tokens))
-    shard = shard_batch({"input_ids": ids, "labels": ids}, ring, device=device)
-    labels = count_tokens(shard)
+    ids = torch.randint(_MODEL_VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(1))
+    ids = ids.to(device)
     kept = 0
     for _ in range(2):
         optimizer.zero_grad(set_to_none=False)
         gc.collect()
         reset_peak_memory(device)
         before = held_memory(device)
-        loss = next_token_loss(model, shard, labels)
+        loss = model(ids, labels=ids, use_cache=False).loss
         kept = held_memory(device) - before
         loss.backward()
         for weight in weights:  # The gradients of all ranks are averaged, as DDP does it.

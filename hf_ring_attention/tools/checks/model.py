@@ -19,9 +19,6 @@ from ...hf.patch import patch_model
 from ...hf.support import check_config
 from ...plan.patterns import Pattern
 from ...ring.ring import Ring
-from ...training.losses import next_token_loss
-from ...training.next_tokens import count_tokens
-from ...training.shards import shard_batch
 from ..model_config import read_config
 from ..survey.precision import EXACT, distance, float64
 from ..survey.tiny_models import NOT_BUILT, VOCAB, model_with_large_weights, shrunk_config, tiny_config
@@ -81,11 +78,10 @@ def train_step(run: CheckRun) -> dict[str, Any]:
     mask = torch.ones_like(ids)
     mask[1, -tokens // 3 :] = 0
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    batch = {name: x.to(run.device) for name, x in batch.items()}
     with float64():
-        alone = _steps(_tiny(run, Ring.alone()), None, {name: x.to(run.device) for name, x in batch.items()})
-        ring = _ring(run)
-        sharded = _tiny(run, ring)
-        together = _steps(sharded, shard_batch(batch, ring, device=run.device), {})
+        alone = _steps(_tiny(run, Ring.alone()), batch, averaged=False)
+        together = _steps(_tiny(run, _ring(run)), batch, averaged=dist.is_initialized())
     return {"alone": alone, "together": together, "type": run.state["config"].model_type}
 
 
@@ -169,32 +165,31 @@ def _tiny(run: CheckRun, ring: Ring) -> Any:
     return patch_model(model, run.state["pattern"], ring)
 
 
-def _steps(model: Any, shard: dict[str, Any] | None, batch: dict[str, Any]) -> tuple[float, float, float]:
-    """Returns (the loss, the norm of its gradients, the loss after a step) of a shard over a ring, or of a whole batch."""
+def _steps(model: Any, batch: dict[str, torch.Tensor], averaged: bool) -> tuple[float, float, float]:
+    """Returns (the loss, the norm of its gradients, the loss after a step) of whole rows.
+
+    Args:
+        averaged: whether gradients are averaged over all processes, as DDP does.
+    """
     losses: list[float] = []
     norm = 0.0
     for _ in range(2):
         model.zero_grad()
-        loss = (
-            model(**batch, use_cache=False).loss
-            if shard is None
-            else next_token_loss(model, shard, count_tokens(shard))
-        )
+        loss = model(**batch, use_cache=False).loss
         loss.backward()
-        mean = loss.detach().clone()
         for p in model.parameters():  # An expert that no token of this rank went to has none.
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         gradients = [p.grad for p in model.parameters()]
-        if shard is not None and dist.is_initialized():
-            for x in (mean, *gradients):
-                dist.all_reduce(x)
-                x /= dist.get_world_size()
+        if averaged:
+            for gradient in gradients:
+                dist.all_reduce(gradient)
+                gradient /= dist.get_world_size()
         if not losses:
             norm = float(torch.stack([gradient.norm() for gradient in gradients]).norm())
         with torch.no_grad():
             for p in model.parameters():
                 p -= _LEARNING_RATE * p.grad
-        losses.append(float(mean))
+        losses.append(float(loss.detach()))
     return losses[0], norm, losses[1]
 
 

@@ -68,9 +68,6 @@ def estimate_command(
     master_dtype: Annotated[
         str, choice_option("--master-dtype", tuple(NUMBER_BYTES), "Weights, gradients, moments")
     ] = "float32",
-    loss_tokens: Annotated[
-        int, number_option("--loss-tokens", "Tokens whose logits exist at a time; 0: all.", 0, MOST_TOKENS)
-    ] = 1024,
     mlp_tokens: Annotated[
         int,
         number_option(
@@ -123,7 +120,6 @@ def estimate_command(
                 batch_size=batch_size,
                 dtype=dtype,
                 master_dtype=master_dtype,
-                loss_tokens_at_once=loss_tokens,
                 mlp_tokens_at_once=mlp_tokens,
                 layout=layout,  # type: ignore[arg-type]
                 transport=transport,

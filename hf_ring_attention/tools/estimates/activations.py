@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...hf.loss_bytes import BYTES_AT_ONCE
 from .exchange import runs_of_ring
 from .layer_shape import LayerShape
 from .model_shape import ModelShape
@@ -118,11 +119,8 @@ def mixer_bytes(shape: ModelShape, mixer: MeasuredMixer, setting: TrainingSettin
 def logits_bytes(shape: ModelShape, setting: TrainingSetting) -> tuple[int, str]:
     """Returns what the loss holds of logits, and the formula.
 
-    Backward holds the logarithms of probabilities, their gradient and that of the logits, in float32, of one slice;
-    the logits themselves are gone then.
+    Backward of a slice holds the logarithms of probabilities, their gradient and that of the logits, in float32; the logits
+    themselves are gone then.
     """
-    tokens = setting.local_tokens
-    at_once = min(tokens, setting.loss_tokens_at_once) if setting.loss_tokens_at_once else tokens
-    if at_once < tokens:  # slices are as long as each other
-        at_once = -(-tokens // -(-tokens // at_once))
+    at_once = min(setting.local_tokens, max(1, BYTES_AT_ONCE // (4 * shape.vocabulary)))
     return at_once * shape.vocabulary * 12, f"{at_once:,} tokens x {shape.vocabulary:,} words x 12 bytes"

@@ -96,7 +96,6 @@ def estimate(
     batch_size: int = 1,
     dtype: Any = "bfloat16",
     master_dtype: Any = "float32",
-    loss_tokens_at_once: int = 1024,
     mlp_tokens_at_once: int = 0,
     layout: LayoutKind | Literal["auto"] = "auto",
     transport: str = "auto",
@@ -119,7 +118,6 @@ def estimate(
         batch_size: the sequences that a ring reads at once.
         dtype: that of activations and of weights as layers compute with them; a torch.dtype, or its name.
         master_dtype: that of the weights, gradients and moments that are kept; ZeRO keeps float32 beside `dtype`.
-        loss_tokens_at_once: as in `RingTrainingArguments`; 0 forms all logits.
         mlp_tokens_at_once: where another library computes MLPs in slices of tokens; 0 for models as they are.
         layout, transport, heads: as for `Ring`.
         device: "cpu" counts an optimizer that works through one tensor after another.
@@ -149,7 +147,6 @@ def estimate(
         offload=offload,
         offload_optimizer=offload_optimizer,
         accumulate=accumulate,
-        loss_tokens_at_once=loss_tokens_at_once,
         mlp_tokens_at_once=mlp_tokens_at_once,
         layout=layout,
         transport=transport,
@@ -168,7 +165,6 @@ def _check_setting(setting: TrainingSetting) -> None:
         ("devices", 1),
         ("ring_size", 1),
         ("batch_size", 1),
-        ("loss_tokens_at_once", 0),
         ("mlp_tokens_at_once", 0),
         ("overhead", 0),
     ):
@@ -251,8 +247,7 @@ def _phases(
     states_of_mixer = ChosenBuffers("states", 0 if traffic is None else traffic.buffers, FROM_THE_RUNS)
     all_gradients = gradient_bytes_at(setting, shape.parameters)
     done = shape.embedding
-    head = gradient_bytes_at(setting, done)
-    phases = {"loss": [*states, *_in_loss(shape, setting, memories, head, all_gradients)]}
+    phases = {"loss": [*states, *_in_loss(shape, setting, memories, all_gradients)]}
     last = len(memories) - 1
     for number in range(last, -1, -1):
         pattern = patterns.get(number)
@@ -336,29 +331,28 @@ def _working(
 
 
 def _in_loss(
-    shape: ModelShape, setting: TrainingSetting, layers: Sequence[LayerMemory], head: int, all_gradients: int
+    shape: ModelShape, setting: TrainingSetting, layers: Sequence[LayerMemory], all_gradients: int
 ) -> list[MemoryPart]:
+    """Returns what the loss holds, which computes its gradients with each slice."""
     tokens, size = setting.local_tokens, setting.number_bytes
     logits, formula = logits_bytes(shape, setting)
-    # The last norm, and the gradients of its output in slices and in one tensor.
-    norm = tokens * shape.width * (4 + 4 * size)
-    slices = -(-tokens // setting.loss_tokens_at_once) if setting.loss_tokens_at_once else 1
-    of_head = head * (1 if slices == 1 else 2)
-    first = shape.embedding * setting.master_bytes
+    # The last norm, its output, and the gradient of this.
+    norm = tokens * shape.width * (4 + 3 * size)
+    of_slice = shape.embedding * (4 + setting.master_bytes)
     return [
-        _gradients(setting, all_gradients if setting.accumulate else of_head - head),
+        _gradients(setting, all_gradients if setting.accumulate else 0),
         _kept(shape, setting, layers),
         MemoryPart(
             "hidden states of the loss",
             norm,
-            f"{tokens:,} tokens x {shape.width} x {4 + 4 * size} bytes",
+            f"{tokens:,} tokens x {shape.width} x {4 + 3 * size} bytes",
             SAVED_BY_AUTOGRAD,
         ),
-        MemoryPart("logits", logits, formula, "a slice of the loss (training/losses.py)"),
+        MemoryPart("logits", logits, formula, "a slice of the loss (hf/lm_loss.py)"),
         MemoryPart(
             "gradient of the head",
-            first,
-            f"{shape.embedding:,} x {setting.master_bytes} bytes of a slice",
-            "autograd adds it to that of the slices before",
+            of_slice,
+            f"{shape.embedding:,} x (4 bytes of all slices + {setting.master_bytes} of one)",
+            "the loss adds the gradients of slices in float32",
         ),
     ]

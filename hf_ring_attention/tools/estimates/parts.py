@@ -31,7 +31,6 @@ class TrainingSetting:
         offload: whether tensors that the forward pass saves wait in host memory.
         offload_optimizer: whether the optimizer's state is in host memory, and its step is done there.
         accumulate: whether gradients are kept from batch to batch, so that they are all there in the forward pass.
-        loss_tokens_at_once: the tokens whose logits exist at a time; 0 for all.
         mlp_tokens_at_once: the tokens that pass an MLP at a time, where another library computes it in slices; 0 for all.
         layout, transport, heads: as for `Ring`.
         device: "cuda", or "cpu", where the optimizer works through one tensor after another, and "host memory" is the same.
@@ -49,7 +48,6 @@ class TrainingSetting:
     offload: bool
     offload_optimizer: bool
     accumulate: bool
-    loss_tokens_at_once: int
     mlp_tokens_at_once: int
     layout: Any
     transport: str

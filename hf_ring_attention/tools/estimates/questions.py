@@ -116,8 +116,6 @@ def _switches(shape: ModelShape, setting: TrainingSetting) -> Iterator[tuple[str
         yield "parallel=fsdp2", {"parallel": "fsdp2"}
     if setting.ring_size < setting.devices:
         yield f"ring_size={setting.devices}", {"ring_size": setting.devices}
-    if not setting.loss_tokens_at_once:
-        yield "loss_tokens_at_once=1024", {"loss_tokens_at_once": 1024}
     if not setting.offload_optimizer:
         yield "offload_optimizer (DeepSpeed)", {"offload_optimizer": True}
     if not setting.mlp_tokens_at_once and setting.local_tokens > shape.width:

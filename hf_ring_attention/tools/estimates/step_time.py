@@ -36,14 +36,13 @@ def step_times(answer: Estimate, flops: float, bandwidth: float) -> list[TimePar
     shape, setting = answer.shape, answer.setting
     passes = FORWARD_AND_BACKWARD + setting.checkpointing
     active = sum(layer.active_parameters(shape.width) for layer in shape.layers)
-    head_passes = FORWARD_AND_BACKWARD + bool(setting.loss_tokens_at_once)
-    products = 2 * setting.local_tokens * (active * passes + shape.embedding * head_passes)
+    products = 2 * setting.local_tokens * (active * passes + shape.embedding * FORWARD_AND_BACKWARD)
     parts = [
         TimePart(
             "products with weights",
             products / flops,
             f"2 x {setting.local_tokens:,} tokens x ({active:,} parameters x {passes} passes + {shape.embedding:,} of the head "
-            f"x {head_passes}) / {flops:.3g} a second"
+            f"x {FORWARD_AND_BACKWARD}) / {flops:.3g} a second"
             + (
                 "; the operations of recurrences, which have no weights, are left out" if shape.attention.mixers else ""
             ),

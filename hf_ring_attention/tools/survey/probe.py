@@ -21,7 +21,6 @@ from ...hf.models import ModelSupport
 from ...hf.patch import patch_model
 from ...hf.positions import first_position
 from ...hf.wrappers import runner_of
-from ...plan.patterns import Pattern
 from ...ring.ring import Ring
 from ...ring.simulation import run_simulated
 from .precision import EXACT, distance, float64, is_float64, largest
@@ -117,18 +116,10 @@ def alone(model: PreTrainedModel, inputs: Mapping[str, Tensor], labels: Tensor) 
     )
 
 
-def of_shards(model: PreTrainedModel, ring: Ring, inputs: Mapping[str, Tensor], labels: Tensor) -> Answer:
-    """Returns the answer to whole sequences of a model that is sharded over the ring."""
-    layout = ring.layout_for(TOKENS, Pattern.exact())
-    model.zero_grad()
-    shards = {name: ring.shard(x, layout) for name, x in inputs.items()}
-    logits = model(**shards, use_cache=False).logits
-    local = ring.shard(labels, layout, fill=-100)
-    (
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), local.flatten(), reduction="sum", ignore_index=-100)
-    ).backward()
-    gradients = {n: torch.stack(ring.gather(p.grad)).sum(0) for n, p in model.named_parameters() if p.grad is not None}
-    return Answer(ring.unshard(logits.detach(), layout)[labels != -100], gradients)
+def over_ring(model: PreTrainedModel, ring: Ring, inputs: Mapping[str, Tensor], labels: Tensor) -> Answer:
+    """Returns the answer to whole sequences of a model that is sharded over the ring; its gradients are the ranks' mean."""
+    answer = logits_and_gradients(model, inputs, labels)
+    return Answer(answer.logits, {n: torch.stack(ring.gather(x)).mean(0) for n, x in answer.gradients.items()})
 
 
 class TypeModels:
@@ -175,7 +166,7 @@ class TypeModels:
         def work(ring: Ring) -> Errors:
             with float64(in_float64):
                 model = patch_model(models[ring.rank], ring=ring)
-                return errors(of_shards(model, ring, inputs, labels), expected)
+                return errors(over_ring(model, ring, inputs, labels), expected)
 
         by_rank = run_simulated(work, 2, layout=layout, transport=transport)
         return Errors(largest(error.logits for error in by_rank), largest(error.gradients for error in by_rank))

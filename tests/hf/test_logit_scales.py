@@ -1,6 +1,6 @@
-"""What a model does to the logits of its output layer is found exactly, whatever the dtype, or refused."""
+"""A scale or cap that the config names is found exactly, whatever the dtype; other heads form the logits of whole rows."""
 
-import math
+import copy
 
 import pytest
 import torch
@@ -19,10 +19,14 @@ from transformers import (
 )
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.heads import HeadCall, running, watching
+from hf_ring_attention.hf.config import warn_once
+from hf_ring_attention.hf.heads import watched
+from hf_ring_attention.hf.lm_loss import _log_unsuited
+from tests.support.ranks import run_simulated
 from tests.support.tolerance import allowed, assert_exact
-from tests.support.training import SIZES
 
+SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
@@ -33,13 +37,14 @@ class Changed(LlamaForCausalLM):
         output = super().forward(*args, **kwargs)
         output.logits = self.change(output.logits)
         if labels is not None:
-            output.loss = self.loss_function(output.logits, labels, self.config.vocab_size)
+            output.loss = self.loss_function(output.logits, labels, self.config.vocab_size, **kwargs)
         return output
 
 
 def changed(change, dtype=torch.float32, **settings):
+    """A model of a class of its own: what a first call finds out about a class holds for later ones."""
     torch.manual_seed(0)
-    model = large(Changed(LlamaConfig(**SIZES, **settings)), dtype)
+    model = large(type("Changed", (Changed,), {})(LlamaConfig(**SIZES, **settings)), dtype)
     model.change = change
     return model
 
@@ -64,9 +69,8 @@ def tokens(seed=0, rows=2):
 
 def found_and_right(model, ids):
     """Logits by what is found from two tokens of each row, and the model's own."""
-    call = HeadCall(model.get_output_embeddings())
     with torch.no_grad():
-        with watching(call.output), running(call):
+        with watched(model.get_output_embeddings()) as call:
             made = model(input_ids=ids, use_cache=False).logits
         assert made.shape[1] == 2
         head = call.head(made, model.config)
@@ -84,6 +88,7 @@ MODELS = {
 }
 
 
+@pytest.mark.own_dtypes
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_scales_and_caps_of_a_config_are_found_to_the_bit(name, dtype, rng):
@@ -96,31 +101,18 @@ def test_scales_and_caps_of_a_config_are_found_to_the_bit(name, dtype, rng):
         assert torch.equal(found, right), scale
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_scale_that_no_config_names_is_found(dtype, rng):
-    seed = rng.randrange(10**6)
-    for scale in (1.001, 1.004, 1.02, 1.05, 0.98, 0.125, rng.uniform(0.95, 1.05)):
-        many = len(str(scale)) > 5
-        for change in (lambda x, scale=scale: x * scale, lambda x, scale=scale: x / scale):
-            found, right = found_and_right(changed(change, dtype), tokens(seed))
-            # The number of the fewest digits that fits: the right one, but for some that have many or are as near as that.
-            assert many or float((found != right).double().mean()) < 0.01, scale
-            error = (found - right).double() / right.double().abs().clamp_min(1e-3)
-            assert float(error.abs().max()) <= 2 * torch.finfo(dtype).eps, scale
-            # A scale is known from rounded logits: each is off by eps / sqrt(12) or less, their mean by sqrt(N) times less.
-            known = torch.finfo(dtype).eps / math.sqrt(12 * error.numel())
-            assert float(error.mean().abs()) <= 8 * (known + torch.finfo(torch.float32).eps), scale
-
-
+@pytest.mark.own_dtypes
 @pytest.mark.parametrize("wider", ["before", "behind"])
 def test_logits_in_float32_of_a_model_in_16_bits(wider):
     """Scaled in the one or the other."""
     change = {"before": lambda x: x.float() / 1.003, "behind": lambda x: (x / 1.02).float()}[wider]
-    found, right = found_and_right(changed(change, torch.bfloat16), tokens())
+    scale = {"before": 1.003, "behind": 1.02}[wider]
+    found, right = found_and_right(changed(change, torch.bfloat16, logits_scaling=scale), tokens())
     assert found.dtype == right.dtype == torch.float32
     assert torch.equal(found, right)
 
 
+@pytest.mark.own_dtypes
 def test_a_cap_that_small_logits_hardly_show():
     """In bfloat16 the cap changes no logit of the tokens that are tried, but those of larger ones."""
     config = Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=32.0)
@@ -128,8 +120,7 @@ def test_a_cap_that_small_logits_hardly_show():
     model = Gemma2ForCausalLM(config).to(torch.bfloat16).eval()
     with torch.no_grad():
         model.lm_head.weight.mul_(0.01)
-    call = HeadCall(model.get_output_embeddings())
-    with torch.no_grad(), watching(call.output), running(call):
+    with torch.no_grad(), watched(model.get_output_embeddings()) as call:
         made = model(input_ids=tokens()).logits
         assert torch.equal(made, call.plain)
         head = call.head(made, model.config)
@@ -138,16 +129,8 @@ def test_a_cap_that_small_logits_hardly_show():
         assert float(head(hidden).abs().max()) <= 32 < float(model.lm_head(hidden).abs().max())
 
 
-def test_a_scale_that_was_changed_after_loading():
-    model = build(Cohere2ForCausalLM, Cohere2Config(**SIZES, logit_scale=1.02), torch.bfloat16)
-    model.logit_scale = 1.03
-    found, right = found_and_right(model, tokens())
-    assert float((found == right).double().mean()) > 0.98
-
-
-@pytest.mark.usefixtures("in_float64")
 def test_logits_beyond_the_vocabulary_are_left_out():
-    found, right = found_and_right(changed(lambda x: (x * 1.02)[..., :90], torch.float64), tokens())
+    found, right = found_and_right(changed(lambda x: (x * 1.02)[..., :90], torch.float64, logit_scale=1.02), tokens())
     assert found.shape[-1] == 90
     assert_exact(found, right)
 
@@ -158,6 +141,7 @@ def masked_in_place(logits):
 
 
 UNKNOWN = {
+    "a scale that the config does not name": lambda x: x * 1.02,
     "a mask": lambda x: x.masked_fill(torch.arange(97) == 5, -torch.inf),
     "a mask in place": masked_in_place,
     "a square": lambda x: x * x.abs(),
@@ -166,16 +150,17 @@ UNKNOWN = {
     "a scale of each token": lambda x: x / x.norm(dim=-1, keepdim=True),
     "a softmax": lambda x: x.log_softmax(-1),
 }
+#: The warning of a model with such a head.
+WARNING = "forms its logits in a way that its config does not name"
 
 
+@pytest.mark.own_dtypes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_other_changes_are_refused_or_kept_for_the_whole_row(name, dtype, caplog):
-    model = changed(UNKNOWN[name], dtype)
-    ids = tokens(rows=1)
+def test_perplexity_of_other_heads(name, dtype, caplog):
+    warn_once.cache_clear()
+    model, ids = changed(UNKNOWN[name], dtype), tokens(rows=1)
     assert found_and_right(model, ids)[0] is None
-    with ra.sliced_loss(model, 7), pytest.raises(NotImplementedError, match="forms its logits in a way of its own"):
-        model(input_ids=ids, labels=ids)
     with torch.no_grad():
         logits = model(input_ids=ids).logits[0, :-1]
     low, right = (
@@ -183,45 +168,88 @@ def test_other_changes_are_refused_or_kept_for_the_whole_row(name, dtype, caplog
         for dtype in (torch.float32, torch.float64)
     )
     assert ra.perplexity(model, ids).nll == pytest.approx(right, rel=allowed(abs(low / right - 1)))
-    assert "forms its logits in a way of its own" in caplog.text
+    assert WARNING in caplog.text
 
 
-@pytest.mark.usefixtures("in_float64")
-def test_a_scale_that_is_trained_is_refused():
-    """Its gradient would be lost."""
-    model = changed(None, torch.float64)
-    model.scale = nn.Parameter(torch.tensor(1.02))
-    model.change = lambda x: x * model.scale
-    ids = tokens()
-    with ra.sliced_loss(model, 7), pytest.raises(NotImplementedError, match="forms its logits in a way of its own"):
-        model(input_ids=ids, labels=ids)
-    for parameter in model.parameters():  # an adapter, elsewhere
-        parameter.requires_grad_(False)
-    with ra.sliced_loss(model, 7):
-        sliced = model(input_ids=ids, labels=ids).loss
-    assert_exact(sliced, model(input_ids=ids, labels=ids).loss)
+def loss_and_gradients(model, ids):
+    model.zero_grad()
+    output = model(input_ids=ids, labels=ids)
+    output.loss.backward()
+    return output.loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", ["granite", "unnamed"])
-def test_losses_and_perplexity_of_a_scale_near_one(kind):
+@pytest.mark.parametrize("name", [*UNKNOWN, "a scale that is trained"])
+def test_losses_of_other_heads_over_a_ring(name, caplog):
+    """The first call finds out that the head is not known, and is made again; the second one knows."""
+    _log_unsuited.cache_clear()
+    model, ids = changed(UNKNOWN.get(name), torch.float64), tokens()
+    if name not in UNKNOWN:
+        model.scale = nn.Parameter(torch.tensor(1.02))
+        model.change = lambda x: x * model.scale
+    models = [copy.deepcopy(model) for _ in range(3)]
+    loss, gradients = loss_and_gradients(model, ids)  # It is not patched, so Transformers alone computes this.
+    with torch.no_grad():
+        nll = ra.perplexity(model, ids).nll
+
+    def work(ring):
+        own = models[ring.rank]
+        if name not in UNKNOWN:
+            own.change = lambda x: x * own.scale
+        ra.patch_model(own, "exact", ring=ring)
+        for _ in range(2):
+            found, of_rank = loss_and_gradients(own, ids)
+            assert_exact(found, loss)
+            for parameter, gradient in of_rank.items():
+                assert_exact(torch.stack(ring.gather(gradient)).mean(0), gradients[parameter])
+        assert ra.perplexity(own, ids).nll == pytest.approx(nll, rel=1e-12)
+        return own(input_ids=ids, labels=ids).logits.shape
+
+    assert run_simulated(work, 3) == [(2, 30, 97)] * 3
+    assert sum(WARNING in x.message for x in caplog.records if x.name.endswith("lm_loss")) == 1
+
+
+def test_ranks_decide_alike_when_one_of_them_sees_no_difference():
+    """Only the rank that has token 96 has logits that the model changes."""
+    ids = torch.randint(1, 90, (1, 24), generator=torch.Generator().manual_seed(0))
+    ids[0, 20] = 96
+    models = [changed(None, torch.float64) for _ in range(3)]
+    for model in models:
+        with torch.no_grad():
+            model.model.embed_tokens.weight[96] *= 100
+            model.model.norm.register_forward_hook(
+                lambda module, args, output: output * (args[0].abs() > 9).any(-1, True)
+            )
+        model.change = lambda x: x + 0.5 * (x != 0)
+    with torch.no_grad():
+        assert models[2](input_ids=ids).logits.abs().amax(-1).nonzero()[:, 1].tolist() == [20]
+    loss, gradients = loss_and_gradients(models[2], ids)
+
+    def work(ring):
+        own = ra.patch_model(models[ring.rank], "exact", ring=ring)
+        found, of_rank = loss_and_gradients(own, ids)
+        assert_exact(found, loss)
+        assert_exact(torch.stack(ring.gather(of_rank["lm_head.weight"])).mean(0), gradients["lm_head.weight"])
+
+    run_simulated(work, 2, layout="contiguous")
+
+
+@pytest.mark.own_dtypes
+def test_losses_and_perplexity_of_a_scale_near_one():
     """In 16 bits, where logits are rounded by as much as the scale changes them."""
-    if kind == "granite":
-        model = build(GraniteForCausalLM, GraniteConfig(**SIZES, logits_scaling=1.02), torch.bfloat16)
-    else:
-        model = changed(lambda x: x / 1.02, torch.bfloat16)
+    model = build(GraniteForCausalLM, GraniteConfig(**SIZES, logits_scaling=1.02), torch.bfloat16)
     ids = tokens()
     with torch.no_grad():
         model.lm_head.weight.mul_(8)  # for a loss of which the scale changes much
         output = model(input_ids=ids, labels=ids)
-        with ra.sliced_loss(model, 7):
-            sliced = model(input_ids=ids, labels=ids).loss
+        right = torch.nn.functional.cross_entropy(
+            output.logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"
+        )
+        assert ra.perplexity(model, ids).nll == pytest.approx(float(right), rel=1e-3)
+        sliced = ra.patch_model(model, "exact", ring=ra.Ring.alone())(input_ids=ids, labels=ids).loss
     assert float(sliced) == pytest.approx(float(output.loss), rel=1e-3)
-    right = torch.nn.functional.cross_entropy(
-        output.logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"
-    )
-    assert ra.perplexity(model, ids).nll == pytest.approx(float(right), rel=1e-3)
 
 
+@pytest.mark.own_dtypes
 def test_autocast_is_that_of_the_model():
     """Perplexity forms logits outside of the forward pass, which Accelerate wraps in autocast."""
     model = build(LlamaForCausalLM, LlamaConfig(**SIZES), torch.float32)

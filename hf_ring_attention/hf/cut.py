@@ -1,0 +1,207 @@
+"""Cuts whole rows into each rank's part, before the decoder of a model or in the workers of a loader.
+
+Every rank has the whole row, so every rank finds the same documents, makes the same layout, and takes its part: nothing is
+negotiated. One function cuts, for both callers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..plan.layouts import SequenceLayout
+from ..plan.problem import Documents
+from ..ring.ring import Ring
+from .config import model_pattern
+from .documents import (
+    check_beginnings,
+    documents_from_mask,
+    documents_of_collator,
+    documents_of_rows,
+    packed_documents,
+    positions_of_documents,
+)
+from .positions import first_position, own_positions
+
+#: Arguments that describe the documents of whole rows; the parts of rows do without them.
+_DESCRIPTIONS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+@dataclass(frozen=True)
+class WholeRows:
+    """The rows of a batch before they are cut.
+
+    Attributes:
+        batch: the number of rows.
+        length: the number of tokens in a row, with padding.
+        documents: the (start, stop) of each document of each row.
+        from_collator: whether a collator described the documents; otherwise they were read from positions or the mask.
+        layout: how the ranks of the ring divide the rows; None if this process computes whole rows.
+        last_position, checksum: the greatest position id and a checksum of the tokens, of rows that a loader has cut.
+    """
+
+    batch: int
+    length: int
+    documents: Documents | None
+    from_collator: bool = False
+    layout: SequenceLayout | None = None
+    last_position: int = 0
+    checksum: str = ""
+
+    @property
+    def packed(self) -> bool:
+        """Whether a row holds several documents."""
+        return self.documents is not None and any(len(row) > 1 for row in self.documents)
+
+
+def tokens_in(arguments: Mapping[str, Any]) -> Tensor | None:
+    """Returns the tokens [B, n] or embeddings [B, n, width] among the arguments of a model; None if there are none."""
+    return next((arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None), None)
+
+
+def documents_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any]) -> tuple[Documents | None, bool]:
+    """Returns the documents of packed rows, and whether a collator describes them; None if the mask alone describes the rows.
+
+    Args:
+        runner: the decoder, whose numbering of positions shows where documents begin.
+        arguments: those of a call without a cache.
+
+    Raises:
+        ValueError: descriptions that contradict each other.
+    """
+    batch, length, mask = tokens.shape[0], tokens.shape[1], arguments.get("attention_mask")
+    positions, first = _text_positions(arguments.get("position_ids")), first_position(runner)
+    ends, numbers = arguments.get("cu_seq_lens_q"), arguments.get("seq_idx")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+        return None, False
+    by_collator = packed_documents(batch, length, ends, numbers)
+    if by_collator is not None and any(len(row) > 1 for row in by_collator) and positions is not None:
+        check_beginnings(by_collator, positions, first)
+    documents = documents_of_rows(batch, positions, mask, first)
+    if by_collator is not None:
+        by_mask = None if mask is None else documents_from_mask(mask != 0)
+        documents = documents_of_collator(batch, length, ends, numbers, (documents, by_mask))
+    return documents, by_collator is not None
+
+
+def _text_positions(positions: Any) -> Tensor | None:
+    """Returns the positions [B, n] of text; of positions in four dimensions [4, B, n] they are the first."""
+    if not isinstance(positions, Tensor):
+        return None
+    if positions.dim() == 3 and positions.shape[0] == 4:
+        return positions[0]
+    return positions if positions.dim() == 2 else None
+
+
+def rows_to_cut(
+    runner: nn.Module,
+    ring: Ring,
+    arguments: Mapping[str, Any],
+    pattern: Any = None,
+    layout: SequenceLayout | None = None,
+) -> WholeRows:
+    """Returns the rows of a call, and how the ring divides them.
+
+    Args:
+        arguments: those of a model, or the entries of a batch.
+        pattern: the pattern that decides the layout; None for the pattern of the decoder's config.
+        layout: the layout of a sharded cache that these rows fill.
+
+    Raises:
+        ValueError: no tokens, a mask or positions of other rows, positions that may mean several documents, or padding inside
+            a document.
+    """
+    tokens = tokens_in(arguments)
+    if tokens is None or tokens.dim() < 2 or 0 in tokens.shape[:2]:
+        got = "neither input_ids nor inputs_embeds" if tokens is None else f"{tuple(tokens.shape)}"
+        raise ValueError(f"a ring cuts rows of tokens [batch, tokens], got {got}: pass input_ids or inputs_embeds")
+    batch, length = tokens.shape[:2]
+    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+    if isinstance(mask, Tensor) and mask.dim() == 2 and tuple(mask.shape) != (batch, length):
+        raise ValueError(f"attention_mask must be [{batch}, {length}] like the tokens, got {tuple(mask.shape)}")
+    if isinstance(mask, Tensor) and mask.dim() > 2:
+        raise ValueError(
+            f"attention_mask is {tuple(mask.shape)}, and a ring takes padding as [{batch}, {length}]: pass the tokenizer's mask"
+        )
+    if positions is not None and not _are_positions(positions, batch, length):
+        got = f"{tuple(positions.shape)}" if isinstance(positions, Tensor) else f"a {type(positions).__name__}"
+        raise ValueError(f"position_ids must be a tensor [{batch}, {length}] like the tokens, got {got}")
+    documents, from_collator = documents_of_call(runner, tokens, arguments)
+    if documents is None and isinstance(mask, Tensor):
+        documents = documents_from_mask(mask != 0)
+    documents = (((0, length),),) * batch if documents is None else documents
+    if mask is None and not from_collator:
+        _check_gaps(_text_positions(positions), documents)
+    if layout is None:
+        layout = ring.layout_for(length, pattern or model_pattern(runner), documents)
+    return WholeRows(batch, length, documents, from_collator, layout)
+
+
+def _check_gaps(positions: Tensor | None, documents: Documents) -> None:
+    """Refuses positions of rows without a mask that skip or repeat inside a document, where some models begin another one.
+
+    Raises:
+        ValueError: such positions.
+    """
+    if positions is None or positions.shape[1] < 2:
+        return
+    for row, token in (positions.diff(dim=1) != 1).nonzero().tolist():
+        spans = documents if positions.shape[0] == len(documents) else documents[:1]
+        if token + 1 not in [start for start, _ in spans[row]]:
+            raise ValueError(
+                f"position_ids of row {row} go from {int(positions[row, token])} to {int(positions[row, token + 1])} at token "
+                f"{token + 1}: pass an attention_mask of ones if that is one document, else seq_idx or cu_seq_lens_q"
+            )
+
+
+def _are_positions(positions: Any, batch: int, length: int) -> bool:
+    """Returns whether these are positions [B or 1, n], or [axes, B or 1, n]."""
+    rows = (1, length), (batch, length)
+    return isinstance(positions, Tensor) and positions.dim() in (2, 3) and positions.shape[-2:] in rows
+
+
+def whole_positions(runner: nn.Module, rows: WholeRows, arguments: Mapping[str, Any]) -> Tensor:
+    """Returns the positions of whole rows: the caller's, or those that the decoder would count itself."""
+    positions: Tensor | None = arguments.get("position_ids")
+    tokens = tokens_in(arguments)
+    assert tokens is not None
+    if positions is not None:
+        return positions
+    if rows.from_collator and rows.packed:
+        assert rows.documents is not None
+        return positions_of_documents(rows.documents, rows.length, first_position(runner)).to(tokens.device)
+    return own_positions(runner, arguments.get("input_ids"), arguments.get("attention_mask"), tokens)
+
+
+def cut(arguments: Mapping[str, Any], rows: WholeRows, ring: Ring) -> dict[str, Any]:
+    """Returns the arguments of a decoder with this rank's part of each tensor that has a value for each token.
+
+    Those are tensors [B or 1, n, ...], positions [axes, B, n], and the features that a decoder adds at visual tokens
+    (`deepstack_visual_embeds`), which are picked by the mask of these (`visual_pos_masks`). Masks that the model has made for
+    "ring_dilated" already, and all other values, stay as they are.
+    """
+    layout = rows.layout
+    assert layout is not None
+    parts = {name: value for name, value in arguments.items() if name not in _DESCRIPTIONS}
+    for name, value in parts.items():
+        if isinstance(value, Tensor):
+            parts[name] = _cut_tensor(name, value, rows, ring)
+    seen, features = arguments.get("visual_pos_masks"), arguments.get("deepstack_visual_embeds")
+    if isinstance(seen, Tensor) and features is not None:
+        numbers = (seen.flatten().cumsum(0) - 1).view(seen.shape)
+        chosen = ring.shard(numbers, layout)[ring.shard(seen, layout)]
+        parts["deepstack_visual_embeds"] = [x[chosen.to(x.device)] for x in features]
+    return parts
+
+
+def _cut_tensor(name: str, x: Tensor, rows: WholeRows, ring: Ring) -> Tensor:
+    shape = tuple(x.shape)
+    assert rows.layout is not None
+    if name == "position_ids" and len(shape) == 3:
+        return ring.shard(x.movedim(0, -1).expand(rows.batch, -1, -1), rows.layout).movedim(-1, 0)
+    if len(shape) < 2 or shape[1] != rows.length or shape[0] not in (1, rows.batch):
+        return x
+    return ring.shard(x.expand(rows.batch, *shape[1:]), rows.layout)

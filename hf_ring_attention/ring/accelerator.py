@@ -1,0 +1,147 @@
+"""An Accelerator that counts rings in place of processes: the ranks of a ring are one data-parallel replica.
+
+The ranks of a ring read the same rows and return the same results. So loaders divide rows among rings, schedules step once for
+each ring, and what is gathered has the rows of each ring once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from accelerate import Accelerator, PartialState
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import gather_object, recursively_apply
+from torch import Tensor
+
+from ..compute.private import check_accelerate
+
+if TYPE_CHECKING:
+    from .ring import Ring
+
+
+class RingAccelerator(Accelerator):
+    """The class that an Accelerator gets from `Ring.from_accelerator`.
+
+    `num_processes` and `process_index` are the number of rings and this process's ring, and `gather`, `gather_for_metrics` and
+    `reduce` take each ring once. Its `state` has the numbers of processes, as before.
+    """
+
+    ring: Ring
+    _preparing = False
+
+    @property
+    def num_processes(self) -> int:
+        """The number of rings."""
+        return self.state.num_processes if self._preparing else self.ring.dp_size
+
+    @property
+    def process_index(self) -> int:
+        """The number of this process's ring."""
+        return self.state.process_index if self._preparing else self.ring.dp_rank
+
+    @property
+    def dispatch_batches(self) -> bool:
+        """False: each process reads its rows, since the first one would divide them among processes."""
+        return False
+
+    def _prepare_device_mesh(self) -> None:
+        """Returns no mesh: the two numbers above say which rows a process reads."""
+
+    def _prepare_deepspeed(self, *args: Any) -> Any:
+        with self._counting_processes():
+            return super()._prepare_deepspeed(*args)
+
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepares a loader whose rows are divided among rings, also while DeepSpeed counts processes."""
+        before, self._preparing = self._preparing, False
+        try:
+            return super().prepare_data_loader(*args, **kwargs)
+        finally:
+            self._preparing = before
+
+    @contextmanager
+    def _counting_processes(self) -> Iterator[None]:
+        """A context in which processes are counted: DeepSpeed computes its batch from their number."""
+        self._preparing = True
+        try:
+            yield
+        finally:
+            self._preparing = False
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepares a schedule that steps once for each ring."""
+        prepared = super().prepare_scheduler(scheduler)
+        if type(prepared) is AcceleratedScheduler:
+            prepared.__class__ = _RingScheduler
+            prepared.rings = self.ring.dp_size
+        return prepared
+
+    def gather(self, tensor: Any) -> Any:
+        """Gathers tensors of all rings, one behind the other; the results of a ring's ranks are the same."""
+        return recursively_apply(self._of_rings, super().gather(tensor))
+
+    def _of_rings(self, gathered: Tensor) -> Tensor:
+        if self.state.num_processes == 1:
+            return gathered
+        by_process = gathered.unflatten(0, (self.ring.dp_size, self.ring.world_size, -1))
+        return by_process[:, 0].flatten(0, 1)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gathers as `gather` does, without the rows that fill up the last batch of a loader."""
+        if not use_gather_object and all(isinstance(x, Tensor) for x in _leaves(input_data)):
+            return super().gather_for_metrics(input_data)
+        gathered = gather_object(input_data if self.ring.rank == 0 else [])
+        rest = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else -1
+        return gathered[:rest] if rest > 0 else gathered
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduces tensors over rings: a sum has the tensors of each ring once."""
+        reduced = super().reduce(tensor, reduction, scale)
+        if reduction != "sum" or self.ring.world_size == 1:
+            return reduced
+        size = self.ring.world_size
+        return recursively_apply(lambda x: x / size if x.is_floating_point() else x // size, reduced)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Splits inputs between rings, as Accelerate splits them between processes."""
+        state = copy.copy(PartialState())
+        # The attributes of a state are those of all states, but for an object with a dictionary of its own.
+        vars(state).update(num_processes=self.num_processes, process_index=self.process_index)
+        with state.split_between_processes(inputs, apply_padding=apply_padding) as part:
+            yield part
+
+
+class _RingScheduler(AcceleratedScheduler):
+    """A schedule that steps once for each ring, which has read a batch of its own."""
+
+    rings: int
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        total = getattr(self.scheduler, "total_steps", None)
+        self.split_batches = True  # A step of the class around is then a single one.
+        follows_optimizer = self.step_with_optimizer and self.gradient_state.sync_gradients
+        for number in range(self.rings if follows_optimizer else 1):
+            if number and total is not None and self.scheduler.last_epoch >= total:
+                return
+            super().step(*args, **kwargs)
+
+
+def _leaves(x: Any) -> Iterator[Any]:
+    if isinstance(x, dict):
+        x = list(x.values())
+    if isinstance(x, (list, tuple)):
+        for entry in x:
+            yield from _leaves(entry)
+    else:
+        yield x
+
+
+def count_rings(accelerator: Any, ring: Ring) -> None:
+    """Makes an Accelerator count rings from now on."""
+    check_accelerate()
+    accelerator.__class__ = RingAccelerator
+    accelerator.ring = ring

@@ -1,0 +1,96 @@
+"""The sequence-sharded loader: Accelerate's prepared loader, whose workers cut rows as the model would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ..compute.private import is_prepared
+from ..hf.calls import CALL, Call
+from ..hf.cut import cut, rows_to_cut, tokens_in, whole_positions
+from ..hf.rings import models_of
+from ..hf.wrappers import runner_of
+from ..plan.patterns import Pattern, as_pattern
+from ..ring.ring import Ring
+from ..transport.agreement import digest
+
+#: Labels stay whole: the model shifts and cuts them, and whoever counts them counts those of the whole row.
+_WHOLE = ("labels", "shift_labels")
+
+
+def prepare_data_loader(loader: Any, ring: Ring, pattern: Pattern | str | None) -> Any:
+    """Does what `Ring.prepare_data_loader` describes."""
+    accelerator, models = ring.accelerator, models_of(ring)
+    if accelerator is None:
+        raise ValueError("prepare_data_loader: the ring has no accelerator: make it by ra.Ring.from_accelerator")
+    if not isinstance(loader, DataLoader) or is_prepared(loader):
+        raise ValueError(
+            f"prepare_data_loader: expected a torch DataLoader that was not prepared, got {type(loader).__name__}"
+        )
+    if not models:
+        raise ValueError(
+            "prepare_data_loader: no model was patched with this ring: call ra.patch_model(model, ring=ring)"
+        )
+    if ring.world_size > 1:
+        chosen = None if pattern is None else as_pattern(pattern, "prepare_data_loader")
+        loader.collate_fn = _CutBatches(loader.collate_fn, ring, models[0], chosen)
+    prepared = accelerator.prepare_data_loader(loader)
+    if ring.world_size > 1:
+        prepared.base_dataloader = _PlannedAhead(prepared.base_dataloader, ring)
+    return prepared
+
+
+class _CutBatches:
+    """A collate function whose batches have this rank's part of each row, and a `Call` that tells the model."""
+
+    def __init__(self, collate: Any, ring: Ring, model: Any, pattern: Pattern | None) -> None:
+        self.collate, self.ring, self.runner, self.pattern = collate, ring, runner_of(model), pattern
+
+    def __call__(self, rows: Any) -> Any:
+        batch = self.collate(rows)
+        return cut_batch(batch, self.ring, self.runner, self.pattern) if isinstance(batch, Mapping) else batch
+
+
+def cut_batch(batch: Mapping[str, Any], ring: Ring, runner: Any, pattern: Pattern | None = None) -> dict[str, Any]:
+    """Returns this rank's part of a batch, and the entry that tells the model; batches of more than text stay whole.
+
+    Raises:
+        ValueError: as `rows_to_cut`.
+    """
+    tokens = tokens_in(batch)
+    if tokens is None or any(
+        isinstance(x, Tensor) and x.is_floating_point() and x is not tokens for x in batch.values()
+    ):
+        return dict(batch)
+    rows = rows_to_cut(runner, ring, batch, pattern)
+    positions = whole_positions(runner, rows, batch)
+    labels = {name: batch[name] for name in _WHOLE if name in batch}
+    parts = cut({**{k: x for k, x in batch.items() if k not in labels}, "position_ids": positions}, rows, ring)
+    rows = replace(rows, last_position=int(positions.max()), checksum=digest(tokens))
+    return {**parts, **labels, CALL: Call(rows=rows)}
+
+
+class _PlannedAhead:
+    """A loader that tells the ring of each batch when it is read, which is while the loop computes with the one before."""
+
+    def __init__(self, loader: Any, ring: Ring) -> None:
+        self._loader, self._ring = loader, ring
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._loader.num_workers:
+            self._ring.planner.wait()  # Workers are forked here, and a fork beside a busy thread may take its locks along.
+        for batch in self._loader:
+            call = batch.get(CALL) if isinstance(batch, Mapping) else None
+            if call is not None:
+                self._ring.planner.expect(call.rows.layout, call.rows.documents)
+            yield batch

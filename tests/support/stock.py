@@ -1,0 +1,90 @@
+"""Programs as their users have them, of Transformers' Trainer and of TRL, each changed in two lines for a ring."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import hf_ring_attention as ra
+from tests.support.training import process_environment
+
+WORDS = 90
+PATTERN = "window:12+2"
+
+
+def word_tokenizer():
+    """A tokenizer of words w0 to w89, with tokens for padding and for the end of a text."""
+    vocabulary = {f"w{number}": number for number in range(WORDS)} | {"<pad>": WORDS, "<eos>": WORDS + 1}
+    words = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", bos_token="w1")
+
+
+def text(generator, shortest, longest):
+    count = int(torch.randint(shortest, longest + 1, (), generator=generator))
+    return " ".join(f"w{int(x)}" for x in torch.randint(2, WORDS, (count,), generator=generator))
+
+
+def texts(count, *columns, shortest=9, longest=30, seed=0):
+    """A data set of so many rows, with texts of random words in the columns."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [{name: text(generator, shortest, longest) for name in columns} for _ in range(count)]
+    return Dataset.from_list(rows)
+
+
+def settings(folder, steps=5, batch_size=2, **changes):
+    """The arguments that all these Trainers share."""
+    return {
+        "output_dir": folder,
+        "per_device_train_batch_size": batch_size,
+        "per_device_eval_batch_size": batch_size,
+        "max_steps": steps,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "optim": "sgd",
+        "learning_rate": 1e-2,
+        "max_grad_norm": 1e9,
+        "lr_scheduler_type": "constant",
+        "seed": 3,
+        "bf16": False,
+        **changes,
+    }
+
+
+def weights(model):
+    return {name: x.detach().clone() for name, x in model.named_parameters()}
+
+
+def over(trainer_class, ring_size):
+    """The Trainer for rings of this size, as the guide says: one line, and one argument."""
+    if ring_size is None:
+        return trainer_class, {}
+
+    class RingTrainer(ra.RingTrainerMixin, trainer_class):
+        pass
+
+    return RingTrainer, {"ring_size": ring_size}
+
+
+def save(folder, *makers):
+    """Saves tiny models with a pattern, from where programs load them: TRL loads its reference from there too."""
+    for make in makers:
+        ra.patch_model(make(None), PATTERN).save_pretrained(folder / make.__name__)
+        word_tokenizer().save_pretrained(folder / make.__name__)
+
+
+def saved(folder, auto, make):
+    """The saved model."""
+    return auto.from_pretrained(Path(folder).parent / make.__name__, dtype=torch.get_default_dtype())
+
+
+def run_program(rank, program, folder, ring_size):
+    """What a program returns on this rank; the folder is that of all ranks."""
+    process_environment(rank, dist.get_world_size() if dist.is_initialized() else 1)
+    return program(folder, ring_size)
