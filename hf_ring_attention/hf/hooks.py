@@ -106,11 +106,10 @@ def _before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
     runner, running = runner_of(module), FORWARD_PASS.get()
     if running is not None and running.config is runner.config:
         return None  # The module is a part of the model that was called.
-    if args:
-        kwargs = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
-    if tokens_in(kwargs) is None:
-        return None  # TRL calls a model with a function in place of its forward, which calls the model with tokens.
-    kwargs = dict(kwargs)
+    forward = inspect.signature(module.forward)
+    if "input_ids" not in forward.parameters:
+        return None  # TRL has put a function in place of the model's forward, which calls the model with tokens.
+    kwargs = {**forward.bind_partial(*args).arguments, **kwargs}
     call: Call = kwargs.pop(CALL, None) or Call()
     remember_for_recomputation(module)
     ring = attached_ring(runner)

@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator, PartialState
+from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import gather_object, recursively_apply
 from torch import Tensor
+from torch.utils.data import SequentialSampler
 
 from ..compute.private import check_accelerate
 
@@ -58,9 +60,12 @@ class RingAccelerator(Accelerator):
         """Prepares a loader whose rows are divided among rings, also while DeepSpeed counts processes."""
         before, self._preparing = self._preparing, False
         try:
-            return super().prepare_data_loader(*args, **kwargs)
+            prepared = super().prepare_data_loader(*args, **kwargs)
         finally:
             self._preparing = before
+        if self.ring.world_size > 1 and isinstance(prepared, DataLoaderShard):
+            _draw_alike(prepared)
+        return prepared
 
     @contextmanager
     def _counting_processes(self) -> Iterator[None]:
@@ -128,6 +133,19 @@ class _RingScheduler(AcceleratedScheduler):
             if number and total is not None and self.scheduler.last_epoch >= total:
                 return
             super().step(*args, **kwargs)
+
+
+def _draw_alike(loader: DataLoaderShard) -> None:
+    """Has all ranks draw the same random order, by the random state of the first process when an epoch begins.
+
+    Accelerate does this when it divides rows among processes, which it does not do for a single ring.
+    """
+    sampler = loader.get_sampler()
+    if loader.synchronized_generator is not None or isinstance(sampler, (SequentialSampler, SeedableRandomSampler)):
+        return
+    loader.synchronized_generator = getattr(sampler, "generator", None)
+    kind = "torch" if loader.synchronized_generator is None else "generator"
+    loader.rng_types = [*(loader.rng_types or ()), kind]
 
 
 def _leaves(x: Any) -> Iterator[Any]:

@@ -89,3 +89,26 @@ def test_an_accelerator_counts_rings(ring_size):
             "split": [[0, 1, 2, 3]] if rings == 1 else None,
             "names": [f"ring {number}" for number in range(rings)],
         } | {"split": [0, 1, 2, 3] if rings == 1 else [[0, 1], [2, 3]][ring]}
+
+
+def orders(rank, ring_size, with_generator):
+    """The first tokens that this process reads in two epochs, shuffled by a random state of its own."""
+    process_environment(rank, 4)
+    accelerator = Accelerator()
+    ra.Ring.from_accelerator(accelerator, size=ring_size)
+    torch.manual_seed(rank)
+    generator = torch.Generator().manual_seed(rank) if with_generator else None
+    rows = torch.arange(16)[:, None].expand(16, 8)
+    loader = accelerator.prepare(DataLoader(rows, 2, shuffle=True, generator=generator))
+    return accelerator.process_index, [[x for batch in loader for x in batch[:, 0].tolist()] for _ in range(2)]
+
+
+@pytest.mark.parametrize("ring_size", [2, 4])
+@pytest.mark.parametrize("with_generator", [False, True])
+def test_ranks_of_a_ring_read_the_same_rows_whatever_their_random_states(ring_size, with_generator):
+    read = run_ranks(orders, 4, ring_size, with_generator)
+    of_rings = dict(read)
+    assert all(rows == of_rings[ring] for ring, rows in read)
+    for epoch in range(2):
+        assert sorted(x for rows in of_rings.values() for x in rows[epoch]) == list(range(16))
+        assert of_rings[0][0] != of_rings[0][1]
