@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,27 +12,8 @@ from ..plan.problem import HeldKeys
 from ..ring.ring import Ring
 from ..transport.agreement import digest
 from .cache import ShardedCache
-from .cut import WholeRows
 from .documents import documents_from_mask
-from .lm_loss import SliceLoss
 from .positions import first_position, remembered_places
-
-#: The argument of a patched model that says more about a call: a `Call`.
-CALL = "ring_call"
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a caller of this package adds to a call of a patched model.
-
-    Attributes:
-        rows: the rows of a batch that is cut already; None for whole rows.
-        of_slice: the loss of a slice of tokens, in place of the cross entropy of next tokens.
-    """
-
-    rows: WholeRows | None = None
-    of_slice: SliceLoss | None = None
-
 
 #: The attribute of a model's runner that holds a weak reference to the cache that `prefill` filled last.
 _PREFILLED = "_ring_dilated_prefilled"

@@ -6,8 +6,8 @@ negotiated. One function cuts, for both callers.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,37 +24,28 @@ from .documents import (
     packed_documents,
     positions_of_documents,
 )
+from .forward_pass import WholeRows
 from .positions import first_position, own_positions
 
 #: Arguments that describe the documents of whole rows; the parts of rows do without them.
 _DESCRIPTIONS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
-@dataclass(frozen=True)
-class WholeRows:
-    """The rows of a batch before they are cut.
+def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call of a model by their names, also if its class passes them on as *args.
 
-    Attributes:
-        batch: the number of rows.
-        length: the number of tokens in a row, with padding.
-        documents: the (start, stop) of each document of each row.
-        from_collator: whether a collator described the documents; otherwise they were read from positions or the mask.
-        layout: how the ranks of the ring divide the rows; None if this process computes whole rows.
-        last_position, checksum: the greatest position id and a checksum of the tokens, of rows that a loader has cut.
+    Raises:
+        TypeError: more arguments than the model takes.
     """
-
-    batch: int
-    length: int
-    documents: Documents | None
-    from_collator: bool = False
-    layout: SequenceLayout | None = None
-    last_position: int = 0
-    checksum: str = ""
-
-    @property
-    def packed(self) -> bool:
-        """Whether a row holds several documents."""
-        return self.documents is not None and any(len(row) > 1 for row in self.documents)
+    if not args:
+        return dict(kwargs)
+    forwards = [inspect.signature(vars(x)["forward"]).parameters for x in type(module).__mro__ if "forward" in vars(x)]
+    names = next((list(x)[1:] for x in forwards if "input_ids" in x), [])
+    if len(args) > len(names):
+        raise TypeError(
+            f"{type(module).__name__} takes {len(names)} arguments by position, got {len(args)}: pass names"
+        )
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def tokens_in(arguments: Mapping[str, Any]) -> Tensor | None:

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ..ring.ring import Ring
-from .cut import WholeRows
-from .join import joined
+from .forward_pass import WholeRows
+from .join import whole_rows
 from .lm_loss import IGNORED, shifted
 
 #: The fields that have a value for each token, but for the loss.
@@ -27,10 +27,12 @@ class Fields:
 
     items: Tensor | int
     shifted: bool
+    rows: WholeRows
+    ring: Ring
 
-    def joined(self, output: Any, rows: WholeRows, ring: Ring) -> Any:
+    def joined_result(self, output: Any) -> Any:
         """Returns the output with the fields [B, n - 1] of whole rows, or [B, n] for shifted labels, and their loss."""
-        layout = rows.layout
+        rows, layout = self.rows, self.rows.layout
         assert layout is not None
         part = (rows.batch, layout.local_len)
         # What a head adds to the loss, such as the loss of routers, was computed from whole rows.
@@ -38,7 +40,7 @@ class Fields:
         stop = rows.length if self.shifted else rows.length - 1
         for name, x in output.items():
             if isinstance(x, Tensor) and tuple(x.shape) == part:
-                output[name] = joined(x, rows, ring)[:, :stop]
+                output[name] = whole_rows(x, rows, self.ring)[:, :stop]
         output[_LOSS] = added - output[_LOG_PROBS].sum() / self.items
         return output
 
@@ -56,4 +58,4 @@ def fields_of(rows: WholeRows, ring: Ring, kwargs: dict[str, Any]) -> Fields:
     assert rows.layout is not None
     kwargs["shift_labels"] = ring.shard(whole, rows.layout, fill=IGNORED)
     kwargs["num_items_in_batch"] = items
-    return Fields(items, given is not None)
+    return Fields(items, given is not None, rows, ring)

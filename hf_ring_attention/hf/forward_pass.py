@@ -7,18 +7,63 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, HeldKeys
+from .heads import SliceLoss
 
-if TYPE_CHECKING:
-    from .calls import Call
-    from .cut import WholeRows
-    from .fields import Fields
-    from .lm_loss import LossInSlices
+#: The argument of a patched model that says more about a call: a `Call`.
+CALL = "ring_call"
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a caller of this package adds to a call of a patched model.
+
+    Attributes:
+        rows: the rows of a batch that is cut already; None for whole rows.
+        of_slice: the loss of a slice of tokens, in place of the cross entropy of next tokens.
+    """
+
+    rows: WholeRows | None = None
+    of_slice: SliceLoss | None = None
+
+
+@dataclass(frozen=True)
+class WholeRows:
+    """The rows of a batch before they are cut.
+
+    Attributes:
+        batch: the number of rows.
+        length: the number of tokens in a row, with padding.
+        documents: the (start, stop) of each document of each row.
+        from_collator: whether a collator described the documents; otherwise they were read from positions or the mask.
+        layout: how the ranks of the ring divide the rows; None if this process computes whole rows.
+        last_position, checksum: the greatest position id and a checksum of the tokens, of rows that a loader has cut.
+    """
+
+    batch: int
+    length: int
+    documents: Documents | None
+    from_collator: bool = False
+    layout: SequenceLayout | None = None
+    last_position: int = 0
+    checksum: str = ""
+
+    @property
+    def packed(self) -> bool:
+        """Whether a row holds several documents."""
+        return self.documents is not None and any(len(row) > 1 for row in self.documents)
+
+
+class HeadOnParts(Protocol):
+    """A head that computes with this rank's part of the rows."""
+
+    def joined_result(self, output: Any) -> Any:
+        """Returns the output of the call as of whole rows; None if the call must be made again with a head on whole rows."""
 
 
 @dataclass
@@ -36,8 +81,7 @@ class ForwardPass:
         last_position: the greatest position id of whole rows that are cut.
         parts: whether the decoder's last hidden states stay parts: the head or the caller computes with them.
         keep: [k] the tokens whose hidden states the head needs; None for all.
-        loss: the loss that the head computes in slices; None if the model computes its own.
-        fields: the values of single tokens that the head computes from parts; None for other heads.
+        head: what the head computes from parts; None if it computes with whole rows.
         attended: whether a layer has attended by ring_dilated.
         outer: the call inside which this one runs.
         frame: the call of the module that makes this pass, while it runs; None afterwards.
@@ -53,8 +97,7 @@ class ForwardPass:
     last_position: int | None = None
     parts: bool = False
     keep: Tensor | None = None
-    loss: LossInSlices | None = None
-    fields: Fields | None = None
+    head: HeadOnParts | None = None
     attended: bool = False
     outer: ForwardPass | None = None
     frame: FrameType | None = None

@@ -24,6 +24,10 @@ from ..compute.private import remove_hooks, version_of
 #: A function of hidden states [..., width] that gives logits [..., vocabulary].
 Head = Callable[[Tensor], Tensor]
 
+#: The loss of a slice, as a sum: of the model's head, hidden states [k, width], labels [k], and the place of these tokens among
+#: all tokens of this rank.
+SliceLoss = Callable[[Head, Tensor, Tensor, slice], Tensor]
+
 #: The names in configs for a number by which models multiply their logits, or divide them, and at which tanh caps them.
 _FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _DIVISORS = ("logits_scaling",)
@@ -68,7 +72,17 @@ class HeadCall:
         """Stores what the output layer returned, to be compared with the model's logits."""
         # Tensors made in inference mode do not count their changes, so a copy is compared instead.
         self.plain = plain.clone() if plain.is_inference() else plain
-        self._version = version_of(plain)
+        self._version = version_of(self.plain)
+
+    @property
+    def expects_plain(self) -> bool:
+        """Whether the output layer's result for the few tokens is still to come."""
+        return self.hidden is not None and self.plain is None and self.unsuited is None
+
+    @property
+    def plain_is_intact(self) -> bool:
+        """Whether the model has not written into what its output layer returned."""
+        return self.plain is not None and version_of(self.plain) == self._version
 
     def head(self, logits: Tensor, config: PretrainedConfig) -> Head | None:
         """Returns the function that makes the model's logits of hidden states; None if it cannot be inferred.
@@ -80,8 +94,7 @@ class HeadCall:
         output, plain = self.output, self.plain
         if output is None or plain is None or self.unsuited is not None:
             return None
-        # The model may have written into what its output layer returned.
-        change = fitting_change(config, plain, logits) if version_of(plain) == self._version else None
+        change = fitting_change(config, plain, logits) if self.plain_is_intact else None
         if change is None:
             return None
         autocast = partial(torch.autocast, plain.device.type, dtype=self._autocast, enabled=self._autocast is not None)
@@ -121,10 +134,10 @@ def watched(output: nn.Module | None) -> Iterator[HeadCall]:
 def _hooked(output: nn.Module) -> Iterator[None]:
     with _LOCK:
         if output not in _WATCHERS:
-            without_hooks(output, _before_output, _after_output)
+            without_hooks(output, _before_watched, _after_watched)
             # These are its first and last hooks, because the calls for slices run all its other hooks again.
-            output.register_forward_pre_hook(_before_output, prepend=True)
-            output.register_forward_hook(_after_output)
+            output.register_forward_pre_hook(_before_watched, prepend=True)
+            output.register_forward_hook(_after_watched)
         _WATCHERS[output] = _WATCHERS.get(output, 0) + 1
     try:
         yield
@@ -133,7 +146,7 @@ def _hooked(output: nn.Module) -> Iterator[None]:
             _WATCHERS[output] -= 1
             if not _WATCHERS[output]:
                 del _WATCHERS[output]
-                without_hooks(output, _before_output, _after_output)
+                without_hooks(output, _before_watched, _after_watched)
 
 
 def without_hooks(module: nn.Module, *functions: Callable[..., Any]) -> None:
@@ -142,7 +155,7 @@ def without_hooks(module: nn.Module, *functions: Callable[..., Any]) -> None:
 
 
 @torch.compiler.disable(reason="it asks what is watched in this thread")
-def _before_output(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _before_watched(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     call = RUNNING.get()
     if call is None or call.output is not module or not args:
         return None
@@ -150,9 +163,9 @@ def _before_output(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] 
 
 
 @torch.compiler.disable(reason="it asks what is watched in this thread")
-def _after_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _after_watched(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     call = RUNNING.get()
-    if call is not None and call.output is module and call.hidden is not None and call.plain is None:
+    if call is not None and call.output is module and call.expects_plain:
         call.keep_plain(output)
 
 

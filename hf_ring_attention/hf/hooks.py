@@ -1,58 +1,34 @@
-"""The hooks around the calls of a patched model: rows are cut before the decoder, and its results joined behind it.
+"""The hooks around the calls of a patched model and its decoder: rows are cut before the decoder, and joined behind it.
 
-Every rank of a ring calls the model with the same whole rows, and gets what one device would return. The hook of the model
-decides how a call is computed, and compares the calls of all ranks; the hooks of its decoder cut and join. Further hooks
-correct the few modules that would take a rank's part for a row.
+Further hooks correct the few modules that would take a rank's part for a row.
 """
 
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..compute.private import calling_frame, implementation_of, remove_hooks
-from ..ring.attention import UNTRACEABLE, check_not_traced
+from ..compute.private import remove_hooks
+from ..ring.attention import UNTRACEABLE
 from ..ring.ring import Ring
-from ..transport.agreement import digest
 from .cache import ShardedCache, cache_in, cache_names
-from .calls import CALL, Call, check_given_up_cache, check_places, checked_step, remember_prefill
-from .cut import WholeRows, cut, documents_of_call, rows_to_cut, tokens_in, whole_positions
-from .documents import documents_of_rows
-from .fields import fields_of
-from .forward_pass import FORWARD_PASS, ForwardPass, drop_broken_passes, forward_pass_of
-from .heads import RUNNING
-from .join import joined, joined_output, kept
-from .lm_loss import (
-    LossInSlices,
-    cross_entropy,
-    loss_in_slices,
-    remember_unsuited,
-    shifted,
-    watch_output,
-    way_of_loss,
-)
-from .masks import tokens_of
+from .calls import check_places, remember_prefill
+from .cut import by_name, cut, tokens_in, whole_positions
+from .forward_pass import FORWARD_PASS, forward_pass_of
+from .join import joined_output, kept, whole_rows
 from .mixers import attach_mixers
+from .model_call import after_model, before_model
 from .not_formed import cache_not_formed
-from .positions import first_position, remember_places, warn_of_temperatures
-from .recomputation import remember_for_recomputation
-from .registration import IMPLEMENTATION
+from .positions import remember_places
 from .rings import attached_ring, serve, set_ring
 from .wrappers import decoder_of, runner_of
 
-logger = logging.getLogger(__name__)
-
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-
-#: Logits of whole rows that are larger than this are warned of, in bytes.
-_LARGE_LOGITS = 1 << 30
 
 
 def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
@@ -60,7 +36,7 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
     runner = runner_of(model)
     serve(ring, model)
     for module in model.modules():
-        remove_hooks(module, lambda hook: getattr(hook, "__module__", None) == __name__)
+        remove_hooks(module, _is_own)
         set_ring(module, None)
     remember_prefill(runner, None)
     remember_places(runner)
@@ -71,11 +47,11 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
     # Any of these may be the one that is called: a model with its head, its base model, and the decoder of this.
     models = {id(x): x for x in (model, model.base_model, runner)}.values()
     for called in models:
-        called.register_forward_pre_hook(_before_model, with_kwargs=True)
+        called.register_forward_pre_hook(before_model, with_kwargs=True)
     runner.register_forward_pre_hook(_before_decoder, with_kwargs=True)
     runner.register_forward_hook(_after_decoder)
     for called in models:
-        called.register_forward_hook(_after_model, with_kwargs=True, always_call=True)
+        called.register_forward_hook(after_model, with_kwargs=True, always_call=True)
     if ring is None or ring.world_size == 1:
         return
     for name, module in model.base_model.named_modules():
@@ -86,245 +62,13 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
             module.register_forward_pre_hook(_with_first_token)
 
 
+def _is_own(hook: Any) -> bool:
+    return getattr(hook, "__module__", None) in (__name__, before_model.__module__)
+
+
 def _depends_on_length(module: nn.Module) -> bool:
     kinds = getattr(module, "rope_type", None)
     return any(kind in _LENGTH_DEPENDENT_ROPE for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]))
-
-
-# ---- the call of a model
-
-
-@torch.compiler.disable(reason=UNTRACEABLE)
-def _before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Begins a call: finds its rows, decides how its results are joined, and compares the calls of all ranks.
-
-    Raises:
-        ValueError: on every rank, if the ranks' calls differ, or a call cannot be cut.
-    """
-    check_not_traced()
-    drop_broken_passes()
-    runner, running = runner_of(module), FORWARD_PASS.get()
-    if running is not None and running.config is runner.config:
-        return None  # The module is a part of the model that was called.
-    forward = inspect.signature(module.forward)
-    if "input_ids" not in forward.parameters:
-        return None  # TRL has put a function in place of the model's forward, which calls the model with tokens.
-    kwargs = {**forward.bind_partial(*args).arguments, **kwargs}
-    call: Call = kwargs.pop(CALL, None) or Call()
-    remember_for_recomputation(module)
-    ring = attached_ring(runner)
-    now = ForwardPass(runner.config, module=module, call=call, outer=running)
-    if ring is not None and ring.world_size > 1:
-        _begin_over_ring(now, runner, ring, call, kwargs)
-    else:
-        _begin_alone(now, runner, kwargs)
-    if now.rows is not None and now.rows.packed:
-        assert now.rows.documents is not None
-        warn_of_temperatures(runner.config, max(stop for row in now.rows.documents for _, stop in row))
-    if not now.whole and now.held is None:
-        _decide(now, module, ring, call, kwargs)
-    now.frame = calling_frame(module)
-    FORWARD_PASS.set(now)
-    return (), kwargs
-
-
-def _begin_alone(now: ForwardPass, runner: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Finds the rows of a call that this process computes by itself.
-
-    Raises:
-        ValueError: packed rows for a model that numbers its tokens itself, or documents told in two ways that differ.
-    """
-    tokens = tokens_in(kwargs)
-    if tokens is None or tokens.dim() < 2:
-        return
-    batch, length = tokens.shape[:2]
-    if cache_in(kwargs) is not None:
-        return
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, Mapping) and kwargs.get("cu_seq_lens_q") is None and kwargs.get("seq_idx") is None:
-        _check_ready_masks(runner, mask, batch, kwargs.get("position_ids"))
-    now.rows = WholeRows(batch, length, *documents_of_call(runner, tokens, kwargs))
-    if now.rows.packed and "position_ids" not in inspect.signature(runner.forward).parameters:
-        raise ValueError(
-            f"{type(runner).__name__} was given packed rows, and takes no position_ids: it numbers the tokens of a row itself, "
-            f"so it would number documents wrongly: pass one document a row, padded"
-        )
-
-
-def _check_ready_masks(runner: nn.Module, masks: Mapping[str, Any], batch: int, positions: Tensor | None) -> None:
-    """Refuses packed rows whose masks the caller has made already, without their documents.
-
-    Raises:
-        ValueError: masks that do not keep the documents apart that positions tell.
-    """
-    for mask in masks.values():
-        if not isinstance(mask, Tensor) or mask.dim() != 2:
-            continue
-        documents = documents_of_rows(batch, positions, mask, first_position(runner))
-        packed = documents is not None and any(len(row) > 1 for row in documents)
-        if packed and tokens_of(mask).documents != documents:
-            raise ValueError(
-                f"{type(runner).__name__} was given packed rows by position_ids that restart, and masks that were made "
-                f"without them, under which documents would see each other: tell the documents by seq_idx or cu_seq_lens_q, "
-                f"or leave attention_mask out"
-            )
-
-
-def _begin_over_ring(now: ForwardPass, runner: PreTrainedModel, ring: Ring, call: Call, kwargs: dict[str, Any]) -> None:
-    """Decides which part of a call each rank computes, once all ranks have come with equal calls.
-
-    Raises:
-        ValueError: on every rank, if the calls differ, or cannot be cut.
-    """
-    cache, tokens = cache_in(kwargs), tokens_in(kwargs)
-    if isinstance(cache, ShardedCache) and cache.get_seq_length() > 0:
-        now.held = checked_step(ring, cache, tokens, kwargs)
-        return
-    own_cache = cache is not None and not isinstance(cache, ShardedCache)
-    if own_cache or (cache is None and kwargs.get("use_cache") is True):
-        if tokens is not None:
-            check_given_up_cache(runner, tokens, kwargs)
-        now.whole = True
-        if ring.rank == 0:
-            _log_whole(type(runner).__name__)
-        if not own_cache:
-            _begin_alone(now, runner, kwargs)
-        return
-    with ring.agreement("a forward pass of a model", by_digest=True) as agreed:
-        layout = cache.layout if isinstance(cache, ShardedCache) else None
-        now.rows = call.rows or rows_to_cut(runner, ring, kwargs, layout=layout)
-        now.cut_before = call.rows is not None
-        part = None if call.rows is None or call.rows.layout is None else call.rows.layout.local_len
-        for name, value in kwargs.items():
-            if isinstance(value, Tensor) and (part is None or value.shape[1:2] != (part,)):
-                agreed.same(name, digest(value))
-            elif value is None or isinstance(value, (bool, int, float, str)):
-                agreed.same(name, value)
-        agreed.same("the tokens of a cut batch", now.rows.checksum)
-        agreed.same("the division of the rows", digest(now.rows))
-        agreed.same("whether the model trains", runner.training)
-        agreed.same("whether gradients are recorded", torch.is_grad_enabled())
-
-
-@lru_cache(maxsize=256)
-def _log_whole(name: str) -> None:
-    logger.info(
-        "%s was called with a cache of its own (generate), so every rank computes whole rows: ra.prefill fills a sharded cache",
-        name,
-    )
-
-
-def _decide(now: ForwardPass, module: PreTrainedModel, ring: Ring | None, call: Call, kwargs: dict[str, Any]) -> None:
-    """Decides how the results of a call are joined, and changes its arguments for it."""
-    rows, labels = now.rows, kwargs.get("labels")
-    sharded = rows is not None and rows.layout is not None
-    if RUNNING.get() is not None:
-        now.parts = True  # The caller watches the head, and computes with the parts.
-        return
-    if kwargs.get("fused_lm_head") and sharded and labels is not None:
-        assert ring is not None and rows is not None
-        now.parts, now.fields = True, fields_of(rows, ring, kwargs)
-        return
-    if (ring is None and call.of_slice is None) or rows is None or kwargs.get("fused_lm_head"):
-        return
-    decision = way_of_loss(module, kwargs, (rows.batch, rows.length))
-    if labels is not None and ring is not None and ring.rank == 0:
-        _log_decision(type(module).__name__, decision.choice, decision.reason)
-    if decision.choice == "slices":
-        output = watch_output(module)
-        assert output is not None and isinstance(labels, Tensor)
-        module.loss_function = loss_in_slices
-        given = kwargs.get("shift_labels")
-        now.parts = True
-        now.loss = LossInSlices(
-            module, output, shifted(labels) if given is None else given, ring, call.of_slice or cross_entropy
-        )
-        now.loss.rows = rows
-    elif call.of_slice is not None:
-        raise NotImplementedError(f"a loss in slices of tokens cannot be computed: {decision.reason}")
-    elif sharded and labels is None and module.get_output_embeddings() is not None:
-        _keep_few(now, module, rows, kwargs)
-
-
-@lru_cache(maxsize=256)
-def _log_decision(name: str, choice: str, reason: str) -> None:
-    how = "in slices, on each rank's part of the rows" if choice == "slices" else "from whole rows, on every rank"
-    logger.info("%s computes its loss %s, because %s", name, how, reason)
-
-
-def _keep_few(now: ForwardPass, module: PreTrainedModel, rows: WholeRows, kwargs: dict[str, Any]) -> None:
-    """Has the hidden states joined only at tokens whose logits are kept, and warns of large logits."""
-    keep, count = kwargs.get("logits_to_keep"), rows.length
-    if "logits_to_keep" in inspect.signature(module.forward).parameters:
-        numbers = torch.arange(rows.length)
-        if isinstance(keep, int) and not isinstance(keep, bool) and keep > 0:
-            now.keep = numbers[-keep:]
-        elif isinstance(keep, Tensor) and keep.dim() == 1 and keep.dtype in (torch.int32, torch.int64):
-            now.keep = numbers[keep.cpu()]
-        if now.keep is not None:
-            kwargs["logits_to_keep"], count = 0, len(now.keep)
-    vocabulary = getattr(runner_of(module).config, "vocab_size", 0)
-    size = rows.batch * count * vocabulary * 4
-    if size > _LARGE_LOGITS:
-        _warn_of_logits(type(module).__name__, round(size / 2**30, 1))
-
-
-@lru_cache(maxsize=64)
-def _warn_of_logits(name: str, gib: float) -> None:
-    logger.warning(
-        "%s was called without labels, so every rank forms the logits of whole rows, %s GiB in float32: pass labels for a loss "
-        "in slices, or logits_to_keep for the logits of a few tokens",
-        name,
-        gib,
-    )
-
-
-@torch.compiler.disable(reason="it belongs to _before_model")
-def _after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Ends the call that `_before_model` began, and checks that ring_dilated took part.
-
-    Raises:
-        RuntimeError: no layer attended by ring_dilated.
-        NotImplementedError: an output that the model made from a token of its part alone.
-    """
-    now, runner = FORWARD_PASS.get(), runner_of(module)
-    if now is None or now.module is not module or now.config is not runner.config:
-        return None
-    FORWARD_PASS.set(now.outer)
-    now.frame = None
-    if output is None:  # The forward pass raised an error, which must not be replaced.
-        return None
-    _check_attended(now, module, runner, output)
-    ring = attached_ring(runner)
-    if now.fields is not None:
-        assert ring is not None and now.rows is not None
-        return now.fields.joined(output, now.rows, ring)
-    if now.loss is None:
-        return None
-    if now.loss.finished(output):
-        return now.loss.without_logits(output)
-    remember_unsuited(now.loss)
-    return module(*args, **kwargs, **{CALL: now.call})
-
-
-def _check_attended(now: ForwardPass, module: PreTrainedModel, runner: nn.Module, output: Any) -> None:
-    name, implementation = type(module).__name__, implementation_of(runner.config)
-    sharded = now.layout is not None or now.held is not None
-    if not now.attended and sharded:
-        raise RuntimeError(
-            f"no layer of {name} attended by ring_dilated ({implementation!r} is set), so each rank saw nothing but its "
-            f"part: call ra.patch_model; if that was done, {name} cannot be sharded: use one process (ring=None)"
-        )
-    if not now.attended and implementation == IMPLEMENTATION:
-        raise RuntimeError(
-            f"no layer of {name} attended by ring_dilated: it computes attention of its own, and would ignore the pattern: "
-            f"use 'eager'"
-        )
-    if sharded and getattr(output, "pooler_output", None) is not None and not hasattr(runner, "pooler"):
-        raise NotImplementedError(
-            f"{name} makes its pooler_output from a token that it looks for in the row, of which each rank "
-            f"has a part: use one process (ring=None)"
-        )
 
 
 # ---- the decoder
@@ -341,8 +85,7 @@ def _before_decoder(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict
     now, ring = forward_pass_of(module.config), attached_ring(module)
     if now is None or now.rows is None:
         return None
-    if args:
-        kwargs = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
+    kwargs = by_name(module, args, kwargs)
     rows, tokens = now.rows, tokens_in(kwargs)
     if rows.layout is None:
         if not (rows.from_collator and rows.packed and kwargs.get("position_ids") is None):
@@ -379,7 +122,7 @@ def _after_decoder(module: PreTrainedModel, args: tuple[Any, ...], output: Any) 
     def join_hidden(x: Tensor) -> Tensor:
         if now.parts:
             return x
-        return joined(x, rows, ring) if now.keep is None else kept(x, rows, ring, now.keep)
+        return whole_rows(x, rows, ring) if now.keep is None else kept(x, rows, ring, now.keep)
 
     output = joined_output(output, join_hidden, rows, ring)
     if isinstance(output, Mapping) and not module.training and getattr(module.config, "use_cache", False):

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ..ring.ring import Ring
 from ..ring.shards import whole_of
-from .cut import WholeRows
+from .forward_pass import WholeRows
 
 #: A function that makes a value of whole rows from this rank's part of it.
 Join = Callable[[Tensor], Tensor]
 
 
-def joined(local: Tensor, rows: WholeRows, ring: Ring, dim: int = 1) -> Tensor:
+def whole_rows(local: Tensor, rows: WholeRows, ring: Ring, dim: int = 1) -> Tensor:
     """Returns whole rows on every rank; the ranks have agreed on the call already. It is differentiable.
 
     The gradient of a rank's part is the sum of the gradients that all ranks have for it. So where all ranks compute the same
@@ -64,7 +64,7 @@ def joined_output(output: Any, join_hidden: Join, rows: WholeRows, ring: Ring) -
         return x
 
     def join_rows(x: Tensor) -> Tensor:
-        return joined(x, rows, ring)
+        return whole_rows(x, rows, ring)
 
     if not isinstance(output, MutableMapping):
         return (whole(output[0], join_hidden), *(whole(x, join_rows) for x in output[1:]))

@@ -8,7 +8,7 @@ formed once (torchtitan's chunked loss does so): backward only scales them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ..compute.private import tree_map, version_of, without_numbers
+from ..compute.private import tree_map, without_numbers
 from ..plan.choices import Decision
 from ..ring.ring import Ring
-from .cut import WholeRows
-from .forward_pass import FORWARD_PASS
-from .heads import Head, fitting_change, named_change, probe_of, without_hooks
-from .join import joined
+from .forward_pass import FORWARD_PASS, WholeRows
+from .heads import Head, HeadCall, SliceLoss, fitting_change, named_change, without_hooks
+from .join import whole_rows
 from .loss_bytes import BYTES_AT_ONCE
 from .not_formed import logits_not_formed
 from .support import calls_loss_function
@@ -35,66 +34,52 @@ logger = logging.getLogger(__name__)
 #: The label of a token that is not predicted, as in Transformers.
 IGNORED = -100
 
-#: The loss of a slice, as a sum: of the model's head, hidden states [k, width], labels [k], and the place of these tokens among
-#: all tokens of this rank.
-SliceLoss = Callable[[Head, Tensor, Tensor, slice], Tensor]
-
 
 def cross_entropy(head: Head, hidden: Tensor, labels: Tensor, place: slice) -> Tensor:
     """The `SliceLoss` of next tokens."""
     return F.cross_entropy(head(hidden[None])[0].float(), labels, ignore_index=IGNORED, reduction="sum")
 
 
-class LossInSlices:
-    """The loss of one call, and the hidden states that its head was called with.
+class LossInSlices(HeadCall):
+    """The loss of one call, computed by its head from hidden states that stay parts.
 
     Attributes:
-        model: the model; output: its output layer.
+        model: the model that was called; its output layer is watched.
         labels: [B, n] labels of next tokens, -100 for none, of whole rows.
+        rows: how the rows are cut; None or without a layout, they are not.
         of_slice: the loss of a slice.
-        head: makes the logits of hidden states; change: makes them of the output layer's result.
+        named_head: makes the logits of hidden states, by the scales and caps that the config names.
         result: the mean loss of whole rows; None before it is computed.
     """
 
     def __init__(
-        self, model: PreTrainedModel, output: nn.Module, labels: Tensor, ring: Ring | None, of_slice: SliceLoss
+        self, model: PreTrainedModel, labels: Tensor, rows: WholeRows | None, ring: Ring | None, of_slice: SliceLoss
     ) -> None:
-        self.model, self.output, self.labels, self.ring, self.of_slice = model, output, labels, ring, of_slice
-        self.rows: WholeRows | None = None
-        self.hidden: Tensor | None = None
-        self.plain: Tensor | None = None
-        self.head: Head | None = None
-        self.change: Head | None = None
+        super().__init__(model.get_output_embeddings())
+        self.model, self.labels, self.rows, self.ring, self.of_slice = model, labels, rows, ring, of_slice
+        self.named_head: Head | None = None
         self.result: Tensor | None = None
-        self.unsuited = ""
         self._total: Tensor | None = None
-        self._version = 0
         self._formed: Tensor | None = None
 
-    # ---- the output layer
+    def watch(self) -> None:
+        """Hooks this call to its output layer; PEFT may have replaced the layer since the last call, or copied it."""
+        output = self.output
+        assert output is not None
+        without_hooks(output, _before_output, _after_output)
+        # FSDP 2 gathers weights before the first hook, and frees them behind the last one.
+        output.register_forward_pre_hook(_before_output)
+        output.register_forward_hook(_after_output, prepend=True)
 
-    def before_output(self, hidden: Tensor) -> Tensor:
-        """Keeps the hidden states [B, n, width] of this rank, and returns the two tokens that the output layer is run on."""
-        if self.hidden is not None:
-            self.unsuited = "calls its output layer several times"
-            return hidden
-        if hidden.dim() != 3:
-            self.unsuited = f"calls its output layer with hidden states {list(hidden.shape)}"
-            return hidden
-        self.hidden = hidden
-        return probe_of(hidden)
-
-    def after_output(self, logits: Tensor) -> None:
-        """Keeps the logits of two tokens, and computes the sum of the losses of all tokens, by a head that the config names.
+    def keep_plain(self, plain: Tensor) -> None:
+        """Stores the logits of two tokens, and computes the sum of the losses of all tokens, by a head that the config names.
 
         FSDP and ZeRO have gathered the weights of the output layer now, and free them when its call ends.
         """
-        if self.hidden is None or self.plain is not None or self.unsuited:
-            return
-        self.plain = logits.clone() if logits.is_inference() else logits
-        self._version = version_of(logits)
+        super().keep_plain(plain)
+        assert self.output is not None
         change, forward = named_change(self.model.config), self.output.forward
-        self.change, self.head = change, lambda hidden: change(forward(hidden))
+        self.named_head = lambda hidden: change(forward(hidden))
         self._total = _sum_in_slices(self)
 
     # ---- the loss
@@ -105,7 +90,7 @@ class LossInSlices:
         Args:
             logits: what the model made of the output layer's result for two tokens.
         """
-        if self._total is None or self.unsuited:
+        if self._total is None or self.unsuited is not None:
             return None
         if ignore_index != IGNORED or not self._is_named(logits):
             self.unsuited = "forms its logits in a way that its config does not name"
@@ -124,9 +109,9 @@ class LossInSlices:
         """Returns whether the logits of two tokens follow from the config, on every rank: all decide alike."""
         plain = self.plain
         assert plain is not None
-        if logits is plain and version_of(plain) == self._version:
+        if logits is plain and self.plain_is_intact:
             return True
-        known = version_of(plain) == self._version and plain.shape == logits.shape
+        known = self.plain_is_intact and plain.shape == logits.shape
         known = known and fitting_change(self.model.config, plain, logits) is not None
         flag = torch.tensor(known, device=logits.device)
         return all(bool(of_rank) for of_rank in ([flag] if self.ring is None else self.ring.gather(flag)))
@@ -139,19 +124,13 @@ class LossInSlices:
 
     # ---- the output of the call
 
-    def finished(self, output: Any) -> bool:
-        """Returns whether the output's loss is the one computed here, with terms that the model adds, but for its logits."""
-        if self.result is None:
-            self.unsuited = self.unsuited or "computes no loss by its loss_function"
-            return False
-        loss: Tensor = output["loss"] if isinstance(output, Mapping) else output[0]
-        if loss is not self.result and not bool(torch.isfinite(loss).all()) and bool(torch.isfinite(self.result).all()):
-            self.unsuited = "adds to its loss a term of its logits"
-            return False
-        return True
-
-    def without_logits(self, output: Any) -> Any:
-        """Returns an output in which an object stands in place of the logits of two tokens."""
+    def joined_result(self, output: Any) -> Any:
+        """Returns the output with the loss of whole rows, and without the logits of two tokens; None for an unsuited model."""
+        if not self._is_loss_of(output):
+            _UNSUITED[type(self.model)] = str(self.unsuited)
+            if self.ring is None or self.ring.rank == 0:
+                _log_unsuited(type(self.model).__name__, str(self.unsuited))
+            return None
         plain = self.plain
         assert plain is not None
 
@@ -165,15 +144,26 @@ class LossInSlices:
             return output
         return tuple(instead if are_logits(x) else x for x in output)
 
+    def _is_loss_of(self, output: Any) -> bool:
+        """Returns whether an output has the loss computed here, with terms that the model adds, but for terms of its logits."""
+        if self.result is None:
+            self.unsuited = self.unsuited or "computes no loss by its loss_function"
+            return False
+        loss: Tensor = output["loss"] if isinstance(output, Mapping) else output[0]
+        if loss is not self.result and not bool(torch.isfinite(loss).all()) and bool(torch.isfinite(self.result).all()):
+            self.unsuited = "adds to its loss a term of its logits"
+            return False
+        return True
+
     def formed(self) -> Tensor:
         """Returns [B, n, vocabulary] the logits of whole rows, on every rank; all ranks call it together."""
-        assert self.hidden is not None and self.change is not None
+        assert self.hidden is not None and self.output is not None
         if self._formed is None:
             hidden = self.hidden
             if self.ring is not None and self.rows is not None and self.rows.layout is not None:
-                hidden = joined(hidden, self.rows, self.ring)
+                hidden = whole_rows(hidden, self.rows, self.ring)
             with torch.no_grad():  # ZeRO 3 gathers weights for a call of the layer.
-                self._formed = self.change(self.output(hidden))
+                self._formed = named_change(self.model.config)(self.output(hidden))
         return self._formed
 
 
@@ -201,7 +191,7 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 def _sum_in_slices(call: LossInSlices) -> Tensor:
     hidden = call.hidden
     assert hidden is not None
-    weights = _tensors_of(call.output) if torch.is_grad_enabled() else []
+    weights = _tensors_of(call.output) if call.output is not None and torch.is_grad_enabled() else []
     total: Tensor = _Slices.apply(call, hidden.flatten(0, 1), *weights)
     return total
 
@@ -211,7 +201,7 @@ class _Slices(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: LossInSlices, hidden: Tensor, *weights: Tensor) -> Tensor:
-        head, targets, plain = call.head, call.targets, call.plain
+        head, targets, plain = call.named_head, call.targets, call.plain
         assert head is not None and plain is not None
         needed = [x for x, needs in zip((hidden, *weights), ctx.needs_input_grad[1:]) if needs]
         recorded = bool(needed)
@@ -268,8 +258,7 @@ def loss_in_slices(
     **kwargs: Any,
 ) -> Tensor:
     """The loss function of a patched model: in slices if the running call asks for it, else Transformers' own."""
-    running = FORWARD_PASS.get()
-    call = None if running is None else running.loss
+    call = _running_loss(None)
     loss = None if call is None else call.loss(logits, num_items_in_batch, ignore_index)
     if loss is not None:
         return loss
@@ -310,39 +299,24 @@ def way_of_loss(model: PreTrainedModel, arguments: Mapping[str, Any], shape: tup
     return Decision("slices", f"{name} computes the loss of next tokens, which is a sum over tokens")
 
 
-def watch_output(model: PreTrainedModel) -> nn.Module | None:
-    """Returns the output layer of a model, once its hooks are there; PEFT may have replaced the layer since the last call."""
-    output: nn.Module | None = model.get_output_embeddings()
-    if output is not None and not any(hook is _before_output for hook in output._forward_pre_hooks.values()):
-        without_hooks(output, _before_output, _after_output)
-        # FSDP 2 gathers weights before the first hook, and frees them behind the last one.
-        output.register_forward_pre_hook(_before_output)
-        output.register_forward_hook(_after_output, prepend=True)
-    return output
+def _running_loss(module: nn.Module | None) -> LossInSlices | None:
+    """Returns the loss of the running call, if this is its output layer, or None is given."""
+    running = FORWARD_PASS.get()
+    head = None if running is None else running.head
+    return head if isinstance(head, LossInSlices) and (module is None or head.output is module) else None
 
 
 @torch.compiler.disable(reason="it asks what is watched in this thread")
 def _before_output(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    running = FORWARD_PASS.get()
-    if running is None or running.loss is None or running.loss.output is not module or not args:
-        return None
-    return (running.loss.before_output(args[0]), *args[1:])
+    call = _running_loss(module)
+    return None if call is None or not args else (call.keep(args[0]), *args[1:])
 
 
 @torch.compiler.disable(reason="it asks what is watched in this thread")
-def _after_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    running = FORWARD_PASS.get()
-    if running is None or running.loss is None or running.loss.output is not module:
-        return None
-    running.loss.after_output(output)
-    return None
-
-
-def remember_unsuited(call: LossInSlices) -> None:
-    """Remembers that a class forms its logits in a way of its own, so that its later calls form them all; logs it once."""
-    _UNSUITED[type(call.model)] = call.unsuited
-    if call.ring is None or call.ring.rank == 0:
-        _log_unsuited(type(call.model).__name__, call.unsuited)
+def _after_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    call = _running_loss(module)
+    if call is not None and call.expects_plain:
+        call.keep_plain(output)
 
 
 @lru_cache(maxsize=256)
@@ -353,7 +327,7 @@ def _log_unsuited(name: str, reason: str) -> None:
 class _LogitsOnUse(Tensor):
     """The logits of an evaluation with labels, which are formed when they are used first; all ranks use them together."""
 
-    _call: LossInSlices
+    call: LossInSlices
 
     @staticmethod
     def of(call: LossInSlices) -> _LogitsOnUse:
@@ -363,7 +337,7 @@ class _LogitsOnUse(Tensor):
         logits: _LogitsOnUse = without_numbers(
             _LogitsOnUse, shape, dtype=torch.promote_types(plain.dtype, torch.float32), device=plain.device
         )
-        logits._call = call
+        logits.call = call
         return logits
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -375,9 +349,9 @@ class _LogitsOnUse(Tensor):
     ) -> Any:
         if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             # ZeRO 3 passes all outputs through such views, and uses none of them.
-            return _LogitsOnUse.of(args[0]._call)
+            return _LogitsOnUse.of(args[0].call)
 
         def formed(x: Any) -> Any:
-            return x._call.formed().to(x.dtype) if isinstance(x, _LogitsOnUse) else x
+            return x.call.formed().to(x.dtype) if isinstance(x, _LogitsOnUse) else x
 
         return function(*tree_map(formed, args), **tree_map(formed, kwargs or {}))

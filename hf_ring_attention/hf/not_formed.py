@@ -36,7 +36,7 @@ class NotFormed:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, NotFormed))
-        return found._refuse()
+        return cls._refuse(found)
 
     __hash__ = object.__hash__
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse

@@ -124,7 +124,7 @@ class Ring:
         ring.dp_rank, ring.dp_size = mesh.dp_rank, mesh.dp_size
         ring._everyone, ring.device = mesh.everyone, accelerator.device
         ring._accelerator = weakref.ref(accelerator)
-        from .accelerator import count_rings  # Whoever has an accelerator has loaded Accelerate.
+        from ..training.accelerator import count_rings  # Whoever has an accelerator has loaded Accelerate.
 
         count_rings(accelerator, ring)
         return ring

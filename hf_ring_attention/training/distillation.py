@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..hf.calls import CALL, Call
 from ..hf.exact import exact_attention
+from ..hf.forward_pass import CALL, Call
 from ..hf.heads import Head, watched
 from ..hf.lm_loss import IGNORED
 from ..hf.rings import is_patched

@@ -24,7 +24,7 @@ Strategy = Literal["raise", "truncate", "split", "drop"]
 _LEARNED, _OF_ROWS = ("assistant_masks", "completion_mask"), ("position_ids", "seq_lengths", "seq_idx")
 
 #: The columns of rows, and their types in a data set.
-_COLUMNS = {"input_ids": "int32", "labels": "int32", "position_ids": "int32", "attention_mask": "int8"}
+_PACKED_COLUMNS = {"input_ids": "int32", "labels": "int32", "position_ids": "int32", "attention_mask": "int8"}
 
 #: A buffer of fewer rows is warned of if their fill is lower: half a row of 50 is a hundredth.
 _ROWS_OF_A_BUFFER, _WELL_FILLED = 50, 0.97
@@ -87,7 +87,7 @@ def pack_documents(
         )
     # A stream may not know its columns: its first document names them.
     names = documents.column_names or list(next(iter(documents), {}))
-    features = library.Features({name: library.List(library.Value(kind)) for name, kind in _COLUMNS.items()})
+    features = library.Features({name: library.List(library.Value(kind)) for name, kind in _PACKED_COLUMNS.items()})
     how = {"with_indices": True, "batched": True, "batch_size": buffer, "remove_columns": names, "features": features}
     return documents.with_format(None).map(into_rows, **how)
 
@@ -108,14 +108,14 @@ def _pack_buffer(
     pieces = []
     for place in range(len(columns["input_ids"])):
         who = f"pack_documents: document {place if numbers is None else numbers[place]}"
-        ids, labels = _read({name: column[place] for name, column in columns.items()}, who)
+        ids, labels = _tokens_and_labels({name: column[place] for name, column in columns.items()}, who)
         for start in _starts(len(ids), row_length, strategy, who):
             pieces.append((ids[start : start + row_length], labels[start : start + row_length]))
     rows = best_fit([len(ids) for ids, _ in pieces], row_length)
     # The first buffer speaks for the others.
     if numbers is not None and numbers[0] == 0 and len(numbers) == buffer > 1:
         _warn_of_few_rows(len(rows), sum(len(ids) for ids, _ in pieces), row_length, buffer)
-    packed: dict[str, list[list[int]]] = {name: [] for name in _COLUMNS}
+    packed: dict[str, list[list[int]]] = {name: [] for name in _PACKED_COLUMNS}
     for row in rows:
         lengths = [len(pieces[number][0]) for number in row]
         parts = {
@@ -130,7 +130,7 @@ def _pack_buffer(
     return packed
 
 
-def _read(document: Mapping[str, Any], who: str) -> tuple[np.ndarray, np.ndarray]:
+def _tokens_and_labels(document: Mapping[str, Any], who: str) -> tuple[np.ndarray, np.ndarray]:
     """Returns the tokens and the labels of a document without its padding; `who` is its name in errors."""
     read: dict[str, np.ndarray] = {}
     for name in ("input_ids", "labels", "attention_mask", *_LEARNED):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate import Accelerator, PartialState
 from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
@@ -19,9 +19,7 @@ from torch import Tensor
 from torch.utils.data import SequentialSampler
 
 from ..compute.private import check_accelerate
-
-if TYPE_CHECKING:
-    from .ring import Ring
+from ..ring.ring import Ring
 
 
 class RingAccelerator(Accelerator):
