@@ -15,7 +15,7 @@ from .cache import ShardedCache, cache_argument, sharded_cache
 from .calls import remember_prefill, switching_length
 from .config import model_layout
 from .heads import watched
-from .mixers import STATES_INSIDE
+from .hybrid_types import STATES_INSIDE
 from .rings import attached_ring
 from .wrappers import evaluating, runner_of, whole_model
 

@@ -21,7 +21,6 @@ from .calls import check_places, remember_prefill
 from .cut import by_name, cut, tokens_in, whole_positions
 from .forward_pass import FORWARD_PASS, forward_pass_of
 from .join import joined_output, kept, whole_rows
-from .mixers import attach_mixers
 from .model_call import after_model, before_model
 from .not_formed import cache_not_formed
 from .positions import remember_places
@@ -43,7 +42,6 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
     for module in decoder_of(model).modules():
         set_ring(module, ring)
     set_ring(model, ring)
-    attach_mixers(model)
     # Any of these may be the one that is called: a model with its head, its base model, and the decoder of this.
     models = {id(x): x for x in (model, model.base_model, runner)}.values()
     for called in models:

@@ -26,3 +26,6 @@ MIXERS = {
     "zamba": "ZambaMambaMixer",
     "zamba2": "Zamba2MambaMixer",
 }
+
+#: Mixers that keep their state in themselves, and let padding into it.
+STATES_INSIDE = ("RecurrentGemmaRecurrentBlock",)

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 import hf_ring_attention as ra
 from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.hf.hybrid_types import MIXERS
-from hf_ring_attention.hf.mixers import MOST_GATHERED
 from hf_ring_attention.hf.support import mixers_of
+from hf_ring_attention.hybrids.mixers import MOST_GATHERED
 from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.tools import cli
 from hf_ring_attention.tools.estimates.activations import layer_memory

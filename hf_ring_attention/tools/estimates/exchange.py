@@ -169,7 +169,7 @@ def refusal_of_gathered_rows(shape: ModelShape, setting: TrainingSetting) -> str
     mixers = shape.attention.mixers
     if mixers is None or mixers.numbers is not None or setting.ring_size == 1:
         return None
-    from ...hf.mixers import MOST_GATHERED  # It loads torch, which the estimate of other models needs not.
+    from ...hybrids.mixers import MOST_GATHERED  # It loads torch, which the estimate of other models needs not.
 
     size = setting.batch_size * setting.seq_len * mixers.width * setting.number_bytes
     if size <= MOST_GATHERED:

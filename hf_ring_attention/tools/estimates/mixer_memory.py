@@ -2,7 +2,7 @@
 
 A mixer runs forward and backward at a few lengths, and the bytes are a polynomial of the length: most grow with the tokens, the
 reference scan of Mamba 2 in Transformers also with the square of its chunks, and states do not grow. Over a ring the mixer
-runs along a chain of states, as `hf/states.py` makes it. What runs is Transformers' own code, which needs no kernels.
+runs along a chain of states, as `hybrids/states.py` makes it. What runs is Transformers' own code, which needs no kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...hf.states import Chain, can_pass, chain_of, passing
+from ...hybrids.states import Chain, can_pass, chain_of, passing
 from ...plan.layouts import SequenceLayout
 from ...plan.state_runs import runs_of
 from .live_bytes import LiveBytes

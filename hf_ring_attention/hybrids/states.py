@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..compute.merge import without_autocast
+from ..hf.wrappers import class_of_transformers
 from ..plan.state_runs import StateRun, linked_runs
 from ..ring.ring import Ring
-from .wrappers import class_of_transformers
 
 #: The tokens of a run that read the entries of Mamba's state at once, [channels, N] for each of them.
 _AT_ONCE = 64

@@ -19,18 +19,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from ..hf.cache import ShardedCache, cache_in, cache_names
+from ..hf.documents import documents_from_mask
+from ..hf.forward_pass import ForwardPass, forward_pass_of
+from ..hf.hybrid_types import STATES_INSIDE
+from ..hf.rings import attached_ring
+from ..hf.support import mixers_of
+from ..hf.wrappers import decoder_of
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents
 from ..plan.state_runs import runs_of
 from ..ring.attention import UNTRACEABLE
 from ..ring.ring import Ring
-from .cache import ShardedCache, cache_in, cache_names
-from .documents import documents_from_mask
-from .forward_pass import ForwardPass, forward_pass_of
-from .rings import attached_ring
 from .states import StatesBehind, can_pass, chain_of, passing
-from .support import mixers_of
-from .wrappers import decoder_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +47,6 @@ _NOT_TO_MIXERS = ("attention_mask", "position_ids", "position_embeddings", *_BOR
 
 #: Mixers whose layers expect a tuple, and use its first entry.
 _RETURN_TUPLES = ("RecurrentGemmaRecurrentBlock", "MiniMaxLightningAttention")
-
-#: Mixers that keep their state in themselves, and let padding into it.
-STATES_INSIDE = ("RecurrentGemmaRecurrentBlock",)
 
 #: Mixers that begin with an empty state wherever they get more than one token at once, whatever their cache holds.
 _FORGETFUL = ("JambaMambaMixer", "ZambaMambaMixer")
