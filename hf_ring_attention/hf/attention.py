@@ -27,7 +27,6 @@ from .masks import Tokens, check_unpatched, padding_first, tokens_of
 from .positions import at_its_place_in_the_row
 from .registration import IMPLEMENTATION
 from .rings import attached_ring, is_patched
-from .taps import through_tap
 from .tensor_parallel import head_shard
 
 #: Arguments that change the scores or the keys, whoever passes them.
@@ -37,6 +36,9 @@ _REFUSED = ("position_bias", "head_mask", "block_table", "read_index", "write_in
 _WITHOUT_EFFECT = (
     "cu_seq_lens_k", "deterministic", "max_length_k", "max_length_q", "output_attentions", "position_ids",
 )  # fmt: skip
+
+#: The attribute of attention modules that holds a function of a layer's call and its output, which returns that output.
+TAP = "_ring_dilated_tap"
 
 
 @torch.compiler.disable(reason=UNTRACEABLE)
@@ -150,7 +152,8 @@ def ring_dilated_attention(
         result = ring_attention(query, key, value, **call)
         assert isinstance(result, Tensor)
         # A layer with a window or chunks of its own is none whose pattern is chosen.
-        out = result if of_model is not None else through_tap(module, query, key, value, result, call)
+        tap = None if of_model is not None else getattr(module, TAP, None)
+        out = result if tap is None else tap(module, query, key, value, result, call)
     if asking is not None:
         out = _reordered(out, queries.argsort(1)).masked_fill(~asking[:, None, :, None], 0)
     return out.transpose(1, 2).contiguous(), None

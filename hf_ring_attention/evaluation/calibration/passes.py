@@ -35,7 +35,6 @@ from ...compute.merge import accumulation_dtype
 from ...compute.private import checkpoint_activations
 from ...hf.heads import Head
 from ...hf.lm_loss import IGNORED
-from ...hf.taps import TappedCall, tapped
 from ...hf.wrappers import evaluating
 from ...plan.layouts import SequenceLayout
 from ...plan.patterns import Pattern
@@ -44,6 +43,7 @@ from ...ring.ring import Ring
 from ..finite import check_finite
 from ..hidden_states import hidden_states, layout_of_rows
 from ..slices import head_in_slices, token_nll
+from .taps import TappedCall, tapped
 from .texts import ScoredText, drawn_tokens
 
 #: A function of logits [1, m, vocabulary] and the places of these m tokens among those of the rank, whose gradient is taken.

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .wrappers import decoder_of
-
-#: The attribute of a model's modules that holds their tap.
-_TAP = "_ring_dilated_tap"
+from ...hf.attention import TAP
+from ...hf.wrappers import decoder_of
 
 
 @dataclass(frozen=True)
@@ -50,20 +49,20 @@ def tapped(model: PreTrainedModel, tap: Tap) -> Iterator[None]:
     """Gives the attention layers of a model a tap, while the context lasts."""
     modules = list(decoder_of(model).modules())
     for module in modules:
-        setattr(module, _TAP, tap)
+        setattr(module, TAP, partial(_through_tap, tap))
     try:
         yield
     finally:
         for module in modules:
-            delattr(module, _TAP)
+            delattr(module, TAP)
 
 
-def through_tap(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, out: Tensor, settings: dict[str, Any]
+def _through_tap(
+    tap: Tap, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, out: Tensor, settings: dict[str, Any]
 ) -> Tensor:
-    """Returns the output of a layer's attention, whose gradient the layer's tap will see, if it has one."""
-    tap, layer = getattr(module, _TAP, None), getattr(module, "layer_idx", None)
-    if tap is None or layer is None or not out.requires_grad:
+    """Returns the output of a layer's attention, whose gradient the tap will see."""
+    layer = getattr(module, "layer_idx", None)
+    if layer is None or not out.requires_grad:
         return out
     tapped_out: Tensor = _Tapped.apply(out, query.detach(), key.detach(), value.detach(), tap, layer, settings)
     return tapped_out
