@@ -14,6 +14,10 @@ from ._version import __version__
 from .hf.on_import import register_with_transformers
 
 if TYPE_CHECKING:
+    from .cost.estimate import Estimate as Estimate
+    from .cost.estimate import estimate as estimate
+    from .cost.explain import Explanation as Explanation
+    from .cost.explain import explain as explain
     from .evaluation.calibration.calibrate import calibrate as calibrate
     from .evaluation.calibration.result import Calibration as Calibration
     from .evaluation.perplexity import PerplexityReport as PerplexityReport
@@ -32,13 +36,9 @@ if TYPE_CHECKING:
     from .plan.layouts import SequenceLayout as SequenceLayout
     from .plan.patterns import Pattern as Pattern
     from .ring.attention import ring_attention as ring_attention
-    from .ring.explain import Explanation as Explanation
-    from .ring.explain import explain as explain
     from .ring.ring import Ring as Ring
     from .ring.simulation import run_simulated as run_simulated
     from .ring.simulation import simulate as simulate
-    from .tools.estimates.estimate import Estimate as Estimate
-    from .tools.estimates.estimate import estimate as estimate
     from .training.arguments import RingTrainingArguments as RingTrainingArguments
     from .training.distillation import distillation_loss as distillation_loss
     from .training.packing import pack_documents as pack_documents
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "Calibration": "evaluation.calibration.result",
     "Decision": "plan.choices",
-    "Estimate": "tools.estimates.estimate",
-    "Explanation": "ring.explain",
+    "Estimate": "cost.estimate",
+    "Explanation": "cost.explain",
     "Last": "plan.branches",
     "ModelSupport": "hf.models",
     "Pattern": "plan.patterns",
@@ -68,9 +68,9 @@ _HOMES = {
     "Window": "plan.branches",
     "calibrate": "evaluation.calibration.calibrate",
     "distillation_loss": "training.distillation",
-    "estimate": "tools.estimates.estimate",
+    "estimate": "cost.estimate",
     "exact_attention": "hf.exact",
-    "explain": "ring.explain",
+    "explain": "cost.explain",
     "naming_lost_processes": "transport.lost_processes",
     "pack_documents": "training.packing",
     "patch_config": "hf.config",

@@ -26,9 +26,9 @@ import torch
 from accelerate import Accelerator
 
 import hf_ring_attention as ra
+from hf_ring_attention.cost.models import attention_of_model
 from hf_ring_attention.evaluation.calibration.result import load_pattern
 from hf_ring_attention.tools.arguments import at_least, missing_extra, new_file, pattern_source, picture_file
-from hf_ring_attention.tools.flop_shares import flop_share_of_model
 from hf_ring_attention.tools.plots import plot_quality
 
 
@@ -45,7 +45,7 @@ def measure(model, ids, specs, ring=None, progress=print):
                 "perplexity": report.perplexity,
                 "nll": report.nll,
                 "tokens": report.tokens,
-                "flop_share": flop_share_of_model(model.name_or_path, model.config.to_dict(), pattern, ids.shape[1]),
+                "flop_share": attention_of_model(model.config, model.name_or_path, pattern).flop_share(ids.shape[1]),
                 "seconds": report.seconds,
                 "token_nll": report.token_nll[0].tolist(),
             }

@@ -18,7 +18,7 @@ from tests.support.ranks import TIMEOUT
 PACKAGE = "hf_ring_attention"
 FOLDER = Path(__file__).parents[1] / PACKAGE
 #: From the ground up: each imports from itself and from those before it.
-FOLDERS = ("plan", "compute", "transport", "ring", "hf", "hybrids", "training", "evaluation", "tools")
+FOLDERS = ("plan", "compute", "transport", "ring", "hf", "hybrids", "training", "evaluation", "cost", "tools")
 #: Imports inside a function, of modules above or beside, which load when they are needed: a ring has an Accelerator count
 #: rings and prepares data loaders, and those who have none need not load Accelerate; hybrids alone need their mixers; a
 #: pattern counts the FLOPs of its plans; and what is registered while Transformers loads can only be loaded afterwards.

@@ -287,9 +287,7 @@ def check_trl(trainer_class: Any) -> None:
 check_torch()
 #: The base class of modes that see every operation; torch documents it, and keeps it in a private module.
 TorchDispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
-#: Returns the tensors and other values inside lists, tuples and dicts.
-tree_leaves: Any = torch.utils._pytree.tree_leaves
-#: Applies a function to each of these values.
+#: Applies a function to each value inside lists, tuples and dicts.
 tree_map: Any = torch.utils._pytree.tree_map
 #: Makes a tensor of a class, a shape, a dtype and a device that has no numbers of its own.
 without_numbers: Any = Tensor._make_wrapper_subclass

@@ -1,31 +1,23 @@
-"""Draws an estimate: the memory of a device by part as sequences get longer, and the schedule of the ring."""
+"""Draws an estimate: the memory of a device by part as sequences get longer."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from .estimates.estimate import Estimate, parts_by_bound
+from ..cost.estimate import Estimate, parts_by_bound
 from .output import short_bytes, short_count
-from .plots import draw_ring, new_figure, save_figure
-from .timeline import Timeline
+from .plots import new_figure, save_figure
 
 
-def plot_estimate(answer: Estimate, path: Path, timeline: Timeline | None = None, title: str = "") -> None:
-    """Draws bars of the parts of a device's peak for lengths around the one asked for, and below it a ring's schedule.
-
-    Args:
-        timeline: the forward pass of one layer's attention; None where no rates are known, or nothing travels in a ring.
-        title: that of the schedule.
-    """
-    below = 0.0 if timeline is None else 1.2 + 0.35 * min(timeline.ranks, 16)
-    figure = new_figure(10, 4.6 + below)
-    panels = figure.subplots(
-        1 if timeline is None else 2, 1, squeeze=False, height_ratios=[4.6, below][: 1 + bool(below)]
-    )
-    axis, setting = panels[0][0], answer.setting
+def plot_estimate(answer: Estimate, path: Path) -> None:
+    """Draws bars of the parts of a device's peak for lengths around the estimated one."""
+    figure = new_figure(10, 4.6)
+    axis, setting = figure.subplots(), answer.setting
     unit = 2 * setting.ring_size
     lengths = [max(unit, round(setting.seq_len * 2.0**power / unit) * unit) for power in range(-3, 3)]
-    bars = [{part.name: part.bytes for part in parts_by_bound(answer, length) if not part.host} for length in lengths]
+    parts = [parts_by_bound(answer.shape, replace(setting, seq_len=length)) for length in lengths]
+    bars = [{part.name: part.bytes for part in of_length if not part.host} for of_length in parts]
     names = list(dict.fromkeys(name for bar in bars for name in bar))
     floors = [0.0] * len(bars)
     for number, name in enumerate(names):
@@ -52,7 +44,4 @@ def plot_estimate(answer: Estimate, path: Path, timeline: Timeline | None = None
     )
     axis.grid(axis="y", alpha=0.3)
     axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    if timeline is not None:
-        handles = draw_ring(panels[1][0], timeline, title)
-        panels[1][0].legend(handles=handles, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     save_figure(figure, path)

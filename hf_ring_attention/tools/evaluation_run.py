@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 
+from ..cost.models import attention_of_model
 from ..evaluation.bootstrap import DRAWS
 from ..evaluation.evaluator import Evaluator
 from ..evaluation.inputs import EvaluationInputs
@@ -30,9 +31,7 @@ from ..hf.registration import IMPLEMENTATION
 from ..ring.ring import Ring
 from .checks.machine import cores_of_process, installed_versions
 from .evaluation_report import report_text
-from .flop_shares import flop_share_of_model
-from .loading import device_or_best, load_model, load_tokenizer
-from .model_config import most_positions, read_config, text_config_of
+from .loading import device_or_best, load_model, load_tokenizer, read_config
 
 RESULTS_FILE, REPORT_FILE = "results.json", "report.md"
 
@@ -109,18 +108,20 @@ class EvaluationRun:
 
     def __init__(self, request: EvaluationRequest) -> None:
         self.request, self.plan = request, request.plan
-        self.config = read_config(request.model)
-        text_config = text_config_of(self.config)
+        self.config = read_config(request.model, trust=request.trust_remote_code)
+        text_config = self.config.get_text_config()
         self.inputs = EvaluationInputs(
             load_tokenizer(request.model, trust=request.trust_remote_code),
             request.texts,
             self.plan,
-            positions=most_positions(self.config),
-            own_pattern=text_config.get(IMPLEMENTATION) is not None,
+            positions=getattr(text_config, "max_position_embeddings", None),
+            own_pattern=getattr(text_config, IMPLEMENTATION, None) is not None,
         )
         self.flop_share = {
             name: {
-                str(length): flop_share_of_model(request.model, self.config, self.inputs.patterns.get(name), length)
+                str(length): attention_of_model(self.config, request.model, self.inputs.patterns.get(name)).flop_share(
+                    length
+                )
                 for length in self.plan.lengths
             }
             for name in self.plan.patterns

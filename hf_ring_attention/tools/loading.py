@@ -1,4 +1,4 @@
-"""Loads what a command names: the device to compute on, a tokenizer, and a checkpoint that computes "ring_dilated"."""
+"""Loads what a command names: the device, the config, the tokenizer, and a checkpoint that computes "ring_dilated"."""
 
 from __future__ import annotations
 
@@ -6,16 +6,48 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
+from ..cost.models import attention_of_model, load_config
 from ..hf.registration import IMPLEMENTATION
+from ..plan.patterns import Pattern
 from .output import spinner
 
 
 def device_or_best(name: str | None) -> str:
     """Returns the device that was named, or else "cuda" if there is one and "cpu" if not."""
     return name or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def read_config(source: str, *, trust: bool = False) -> PretrainedConfig:
+    """Returns the config of a folder or hub id, as `load_config` does, which has its errors."""
+    with spinner(f"reading the config of {source}"):  # An unreachable hub is asked for half a minute.
+        return load_config(source, trust=trust)
+
+
+def check_positions(config: PretrainedConfig, tokens: int) -> None:
+    """Refuses rows of more tokens than a model has positions for.
+
+    Raises:
+        ValueError: for such rows.
+    """
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and tokens > positions:
+        raise ValueError(
+            f"the model has positions for {positions} tokens, and rows have {tokens}: ask for {positions} at most, or take a "
+            f"checkpoint with more"
+        )
+
+
+def check_kv_heads(config: PretrainedConfig, source: str, pattern: Pattern) -> None:
+    """Refuses patterns for other numbers of key/value heads than a model has.
+
+    Raises:
+        ValueError: for such a pattern, or a config without the sizes of heads.
+    """
+    if pattern.kv_heads:
+        pattern.check_heads(attention_of_model(config, source).num_kv_heads, source)
 
 
 def load_tokenizer(source: str, *, trust: bool = False) -> Any:

@@ -68,7 +68,7 @@ def checked(option: str, kind: Callable[..., Value], *values: Any) -> Value:
     """Returns what a type of `arguments` makes of values; wrong ones are refused in the name of an option."""
     try:
         return kind(*values)
-    except argparse.ArgumentTypeError as error:
+    except (argparse.ArgumentTypeError, ValueError, NotImplementedError) as error:
         raise refuse(str(error), option) from None
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from ..cost.timeline import Timeline
 from ..evaluation.whole_files import whole_file
 from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern
 from .arguments import missing_extra
 from .output import short_count, short_seconds
-from .timeline import Timeline
 from .visible import VisiblePairs, visible_pairs
 
 #: The colours of what is not seen, of the future, and of sinks. A square is brighter, the more of its pairs are seen.
@@ -153,14 +153,7 @@ def plot_layout(layout: SequenceLayout, work: Sequence[float], pattern: Pattern,
 def plot_ring(timeline: Timeline, title: str, path: Path) -> None:
     """Draws a ring's forward pass as a Gantt chart to a file: what each rank computes, sends and waits for."""
     figure = new_figure(10, 1.8 + 0.5 * min(timeline.ranks, 24))
-    handles = draw_ring(figure.subplots(), timeline, title)
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
-    save_figure(figure, path)
-
-
-def draw_ring(axis: Any, timeline: Timeline, title: str) -> list[Any]:
-    """Draws the Gantt chart of `plot_ring` on an axis of a figure, and returns the entries of its legend."""
-    p = timeline.ranks
+    axis, p = figure.subplots(), timeline.ranks
     from matplotlib.patches import Patch
 
     units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -186,13 +179,15 @@ def draw_ring(axis: Any, timeline: Timeline, title: str) -> list[Any]:
     axis.set_ylabel("rank")
     axis.set_xlabel(f"time ({name})")
     axis.set_title(f"{title}\n{timeline_summary(timeline)}", fontsize=10)
-    return [
+    handles = [
         Patch(
             color=COMPUTE[0], label="compute" + (", with the keys of the rank that is named" if show_sources else "")
         ),
         Patch(color=SEND, label="send"),
         Patch(facecolor="white", edgecolor=WAIT, hatch="///", label="wait"),
     ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
+    save_figure(figure, path)
 
 
 def timeline_summary(timeline: Timeline) -> str:

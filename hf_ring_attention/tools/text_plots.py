@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..cost.timeline import Timeline
 from ..plan.layouts import SequenceLayout
 from .output import short_count
-from .timeline import Timeline
 from .visible import VisiblePairs
 
 #: The width of a picture in characters.

@@ -6,8 +6,8 @@ import torch
 import hf_ring_attention as ra
 from hf_ring_attention.hf import states
 from hf_ring_attention.plan.state_runs import runs_of
-from hf_ring_attention.tools.estimates.live_bytes import LiveBytes
 
+from ..support.live_bytes import LiveBytes
 from ..support.ranks import run_simulated
 from ..support.releases import needs_mixers
 from ..support.tiny_models import VOCAB, tiny_model

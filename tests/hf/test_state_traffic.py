@@ -1,20 +1,19 @@
 """What hybrid models move over a ring: the bytes that their config.json tells, whatever the length of rows is."""
 
 import itertools
-import json
 
 import pytest
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hf_ring_attention as ra
+from hf_ring_attention.cost.models import attention_of_model
 from hf_ring_attention.hf.heads import watched
 from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.plan.choices import decide_call
 from hf_ring_attention.plan.problem import Problem
 from hf_ring_attention.plan.state_traffic import rows_traffic, states_traffic
 from hf_ring_attention.plan.traffic import RowBytes, collective_traffic, ring_traffic
-from hf_ring_attention.tools.model_config import attention_of_config
 
 from ..support.ranks import run_simulated
 from ..support.releases import needs_mixers
@@ -84,7 +83,7 @@ def logits_of_a_part(model, ids, positions):
 def test_bytes_are_those_that_the_config_tells(model_type, world_size, layout):
     """Of whole models, with their attention, in forward and in backward, at two lengths."""
     models = [tiny_model(model_type, "eager") for _ in range(world_size)]
-    attention = attention_of_config(json.loads(models[0].config.to_json_string(use_diff=False)), model_type)
+    attention = attention_of_model(models[0].config, model_type)
     assert attention.mixers is not None and attention.mixers.layers and attention.numbers
 
     def work(ring):
@@ -115,7 +114,7 @@ def test_bytes_are_those_that_the_config_tells(model_type, world_size, layout):
 @pytest.mark.parametrize("model_type", ["lfm2", "qwen3_next", "bamba", "jamba"])
 def test_a_prefill_keeps_one_input_more(model_type):
     models = [tiny_model(model_type, "eager") for _ in range(2)]
-    attention = attention_of_config(json.loads(models[0].config.to_json_string(use_diff=False)), model_type)
+    attention = attention_of_model(models[0].config, model_type)
     ids = torch.randint(3, VOCAB, (1, 24))
 
     def work(ring):
@@ -131,7 +130,7 @@ def test_a_prefill_keeps_one_input_more(model_type):
 def bytes_of_a_process(rank, model_type):
     ring = ra.Ring()
     model = ra.patch_model(tiny_model(model_type, "eager"), ring=ring)
-    attention = attention_of_config(json.loads(model.config.to_json_string(use_diff=False)), model_type)
+    attention = attention_of_model(model.config, model_type)
     ids, positions, documents = next(rows(24))
     layout = ring.layout_for(24, "exact", documents)
     logits_of_a_part(model, ids, positions).sum().backward()

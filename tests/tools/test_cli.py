@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from hf_ring_attention import __version__
+from hf_ring_attention.cost.explain import explain
 from hf_ring_attention.plan.patterns import Pattern
-from hf_ring_attention.ring.explain import explain
 from hf_ring_attention.tools import cli
 from hf_ring_attention.tools.output import layer_numbers, short_bytes, short_count, short_seconds
 

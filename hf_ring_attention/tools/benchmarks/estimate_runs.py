@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import save_on_cpu
 
+from ...cost.estimate import Estimate, estimate
 from ...hf.patch import patch_model
 from ...ring.ring import Ring
-from ..estimates.estimate import Estimate, estimate
 from ..output import Sheet, mebibytes
 from .harness import CallShape, give_memory_back_at_once, held_memory, launch, peak_memory, progress, reset_peak_memory
 from .step_memory import training_model

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
+from ...cost.models import load_config
 from ...hf.cache import cache_argument
 from ...hf.config import fewest_last_of
 from ...hf.generation import prefill
@@ -19,7 +19,6 @@ from ...hf.patch import patch_model
 from ...hf.support import check_config
 from ...plan.patterns import Pattern
 from ...ring.ring import Ring
-from ..model_config import read_config
 from ..survey.precision import EXACT, distance, float64
 from ..survey.tiny_models import NOT_BUILT, VOCAB, model_with_large_weights, shrunk_config, tiny_config
 from .runner import CheckRun, NotApplicable, Verdict, processes
@@ -33,10 +32,8 @@ _NEW_TOKENS = 3
 def read_model(run: CheckRun) -> dict[str, Any]:
     """Reads the config of the job's model, and keeps it with its dtype and pattern for later checks."""
     config: PretrainedConfig = tiny_config(_DEFAULT_TYPE)
-    content: dict[str, Any] = {}
     if run.options.model is not None:
-        content = read_config(run.options.model)
-        config = AutoConfig.from_pretrained(run.options.model, trust_remote_code=False)
+        config = load_config(run.options.model)
     text = config.get_text_config()
     saved = (getattr(text, "ring_dilated", None) or {}).get("pattern")
     pattern = run.options.pattern or ("exact" if saved is None else str(Pattern.from_dict(saved)))
@@ -51,7 +48,7 @@ def read_model(run: CheckRun) -> dict[str, Any]:
         "layers": getattr(text, "num_hidden_layers", None),
         "dtype": str(dtype).removeprefix("torch."),
         "pattern": pattern,
-        "digest": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest(),
+        "digest": hashlib.sha256(config.to_json_string(use_diff=False).encode()).hexdigest(),
     }
 
 

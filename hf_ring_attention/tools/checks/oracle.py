@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ from torch import Tensor
 from ...compute.kernels import choose_kernel
 from ...compute.merge import accumulation_dtype
 from ...compute.reference import reference_attention
+from ...cost.models import attention_of_model, load_config
 from ...plan.heads import heads_fit, heads_traffic
 from ...plan.layouts import LayoutKind, SequenceLayout
 from ...plan.patterns import Pattern
@@ -21,7 +21,6 @@ from ...plan.problem import Documents, Problem
 from ...plan.traffic import RowBytes, collective_traffic, ring_traffic
 from ...ring.attention import ring_attention
 from ...ring.ring import Ring
-from ..model_config import model_attention
 from ..survey.precision import largest
 from .runner import CheckRun, NotApplicable, Verdict, processes
 
@@ -49,9 +48,9 @@ def heads_of(run: CheckRun) -> HeadSizes:
     """Returns the model's heads; without a model, or where its layers differ, some that divide among all ranks."""
     try:
         if run.options.model is not None:
-            attention = model_attention(run.options.model)
+            attention = attention_of_model(load_config(run.options.model), run.options.model)
             return HeadSizes(attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.value_dim)
-    except argparse.ArgumentTypeError:
+    except ValueError:
         pass  # The check "model" has read the config already, so it is its layers that differ.
     return HeadSizes(2 * run.ring_size, run.ring_size, 16, 16)
 

@@ -56,7 +56,7 @@ def check_step(parts: list[str], head_dim: int, ranks: int, step_lengths: list[i
 
 def check_model_folder(model: str) -> None:
     """Refuses a model without a config.json before anything is measured."""
-    from ..model_config import read_config
+    from ..loading import read_config
 
     checked("--model", read_config, model)
 

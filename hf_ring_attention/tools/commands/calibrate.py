@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,6 @@ import typer
 
 from ...plan.patterns import Pattern
 from ..arguments import missing_extra
-from ..model_config import check_kv_heads, check_positions, read_config
 from ..options import (
     AsJson,
     CausalModel,
@@ -99,7 +99,9 @@ def calibrate_command(
 
     Passes of the texts measure what each pattern would do to the predictions of this checkpoint; nothing is trained.
     """
-    config = checked("--model", read_config, model)
+    from ..loading import check_kv_heads, check_positions, read_config  # It loads Transformers, which takes seconds.
+
+    config = checked("--model", partial(read_config, trust=trust_remote_code), model)
     checked("--seq-len", check_positions, config, seq_len)
     for one in map(Pattern.parse, compare or []):
         checked("--compare", check_kv_heads, config, model, one)

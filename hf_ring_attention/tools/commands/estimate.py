@@ -1,19 +1,16 @@
-"""`hf-ring-attention estimate`: what a training step would hold on each device, what fits, and how long a step takes."""
+"""`hf-ring-attention estimate`: what a training step would hold on each device, and what fits."""
 
 from __future__ import annotations
 
 import gc
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...cost.parts import NUMBER_BYTES, PARALLELS
 from ..arguments import MOST_TOKENS
-from ..estimates.estimate import Estimate, estimate
-from ..estimates.parts import NUMBER_BYTES, PARALLELS
-from ..estimates.questions import longest_sequence, next_switches, smallest_ring
-from ..estimates.step_time import MOST_RANKS_OF_SCHEDULE, TimePart, schedule_of_ring, step_times
 from ..options import (
     AsJson,
     LayoutName,
@@ -25,18 +22,20 @@ from ..options import (
     number_option,
     pattern_option,
     picture_option,
-    positive_option,
     refuse,
     tokens_option,
 )
-from ..output import Sheet, print_json, print_sheet, short_bytes, short_count, short_seconds, spinner, terminal
+from ..output import Sheet, print_json, print_sheet, short_bytes, short_count, spinner, terminal
+
+if TYPE_CHECKING:
+    from ...cost.estimate import Estimate
 
 EXAMPLES_OF_ESTIMATE = """\b
 Examples:
   hf-ring-attention estimate --model ./folder --seq-len 1M --devices 8 \\
       --memory 80GB --offload
   hf-ring-attention estimate --model ID --seq-len 1M --devices 64 --memory 80GB \\
-      --ring-size 16 --tflops 400 --gbps 400 --plot estimate.png
+      --ring-size 16 --plot estimate.png
 """
 
 
@@ -85,22 +84,15 @@ def estimate_command(
             "What a process holds before the model is made, as you measured it: 500MB; default: not counted.",
         ),
     ] = None,
-    tflops: Annotated[float | None, positive_option("--tflops", "10^12 operations a second of a device.")] = None,
-    gbps: Annotated[float | None, positive_option("--gbps", "Gigabits a second of a device's link.")] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Measure this machine's operations a second in place of --tflops.")
-    ] = False,
-    plot: Annotated[Path | None, picture_option("--plot", "Draw memory by length, and the ring's schedule.")] = None,
+    plot: Annotated[Path | None, picture_option("--plot", "Draw memory by length.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tell what a training step would hold on each device, by part, what fits, and how long it takes.
+    """Show what a training step would hold on each device, by part, and what fits.
 
     Nothing runs and no weights are loaded. Each line has its formula; with --json also its source.
     """
-    if measure and tflops is not None:
-        raise refuse("--measure measures them: leave one of both out", "--tflops")
-    if (tflops is not None or measure) != (gbps is not None):
-        raise refuse("times need both: --gbps, and --tflops or --measure")
+    from ...cost.estimate import estimate  # It loads Transformers, which takes seconds.
+
     # Plans of many ranks are some hundred thousand objects without circles, and searching them for circles takes a while.
     gc.disable()
     with spinner(f"planning {seq_len} tokens over {ring_size or devices} ranks"):
@@ -129,46 +121,27 @@ def estimate_command(
             )
         except ValueError as error:
             raise refuse(str(error)) from None
-        times: list[TimePart] = []
-        flops = 0.0
-        if gbps is not None:
-            flops = _measured_flops(dtype) if measure else (tflops or 0.0) * 1e12
-            times = step_times(answer, flops, gbps * 1e9 / 8)
         if plot is not None:
-            _draw_estimate(answer, plot, flops, (gbps or 0.0) * 1e9 / 8)
-        figures = _figures(answer, times)
+            from ..estimate_plots import plot_estimate
+
+            plot_estimate(answer, plot)
+        figures = _figures(answer)
     gc.enable()
     if as_json:
         print_json(figures)
     else:
-        _print_estimate(answer, figures, times, model)
+        _print_estimate(answer, figures, model)
         if plot is not None:
             print(f"wrote {plot}")
 
 
-def _measured_flops(dtype: str) -> float:
-    from ..benchmarks.flops import measured_flops
-
-    return measured_flops(dtype)
-
-
-def _draw_estimate(answer: Estimate, path: Path, flops: float, bandwidth: float) -> None:
-    from ..estimate_plots import plot_estimate
-
-    timeline, title, ring = None, "", answer.setting.ring_size
-    rings = [one for one in answer.exchanges.values() if one.decision.choice == "ring"]
-    if rings and flops and ring <= MOST_RANKS_OF_SCHEDULE:
-        timeline = schedule_of_ring(answer, rings[0], flops, bandwidth)
-        title = f"{rings[0].problem.pattern}, {rings[0].problem.layout.kind}: one layer forward"
-    plot_estimate(answer, path, timeline, title)
-
-
-def _figures(answer: Estimate, times: list[TimePart]) -> dict[str, Any]:
+def _figures(answer: Estimate) -> dict[str, Any]:
     """Returns all figures, as JSON has them; sizes are bytes."""
+    from ...cost.questions import longest_sequence, next_switches, smallest_ring
+
     figures: dict[str, Any] = {
         "model_type": answer.shape.model_type,
         "parameters": answer.shape.parameters,
-        "counted_by": answer.shape.counted_by,
         "setting": asdict(answer.setting),
         "parts": [asdict(part) for part in answer.parts],
         "phases": answer.phases,
@@ -177,18 +150,21 @@ def _figures(answer: Estimate, times: list[TimePart]) -> dict[str, Any]:
         "host": answer.host,
         "memory": answer.memory,
         "fits": answer.fits,
+        "not_counted": answer.not_counted,
         "exchanges": {
             pattern: {
-                "transport": one.decision.choice,
-                "reason": one.decision.reason,
-                "layout": one.problem.layout.kind,
-                "buffers": one.buffers,
-                "received": {name: list(both) for name, both in one.received.items()},
+                "transport": call.decision.choice,
+                "reason": call.decision.reason,
+                "layout": call.layout.kind,
+                "buffers": {name: call.busiest(name).buffers for name in call.row_numbers},
+                "received": {
+                    name: [call.busiest(name).forward.received, call.busiest(name).backward.received]
+                    for name in call.row_numbers
+                },
             }
-            for pattern, one in answer.exchanges.items()
+            for pattern, call in answer.exchanges.items()
         },
         "next_switches": [asdict(one) for one in next_switches(answer)],
-        "seconds": {part.name: part.seconds for part in times} or None,
     }
     if answer.memory is not None:
         ring = smallest_ring(answer)
@@ -197,12 +173,13 @@ def _figures(answer: Estimate, times: list[TimePart]) -> dict[str, Any]:
     return figures
 
 
-def _print_estimate(answer: Estimate, figures: dict[str, Any], times: list[TimePart], model: str) -> None:
+def _print_estimate(answer: Estimate, figures: dict[str, Any], model: str) -> None:
     setting, console = answer.setting, terminal()
     rows = [
         (part.name + (" (host)" if part.host else ""), short_bytes(part.bytes), part.formula) for part in answer.parts
     ]
-    rows.append(("peak of a device", short_bytes(answer.peak), f"in the {answer.peak_phase}"))
+    least = ", at least" if answer.not_counted else ""
+    rows.append((f"peak of a device{least}", short_bytes(answer.peak), f"in the {answer.peak_phase}"))
     title = (
         f"{model}: {short_count(setting.seq_len)} tokens, rings of {setting.ring_size} of {setting.devices} devices, "
         f"{setting.parallel}"
@@ -211,44 +188,32 @@ def _print_estimate(answer: Estimate, figures: dict[str, Any], times: list[TimeP
         Sheet(title, ("memory of a device", "bytes", "formula"), rows, _answers(answer, figures), left=3), console
     )
     exchanged = [
-        (
-            pattern,
-            one.decision.choice,
-            ", ".join(f"{name} {size:,}" for name, size in one.buffers.items() if name != "local"),
-        )
-        for pattern, one in answer.exchanges.items()
+        (pattern, one["transport"], ", ".join(f"{name} {size:,}" for name, size in one["buffers"].items()))
+        for pattern, one in figures["exchanges"].items()
         if setting.ring_size > 1
     ]
     if exchanged:
         headings = ("pattern", "chosen", "bytes that a rank holds of others, by transport")
         print_sheet(Sheet("", headings, exchanged, left=3), console)
-    if times:
-        rows = [(part.name, short_seconds(part.seconds), part.formula) for part in times]
-        rows.append(
-            (
-                "a step",
-                short_seconds(sum(part.seconds for part in times)),
-                "without the optimizer, norms and activations",
-            )
-        )
-        print_sheet(Sheet("", ("time of a step", "seconds", "formula"), rows, left=3), console)
 
 
 def _answers(answer: Estimate, figures: dict[str, Any]) -> list[str]:
     """Returns what fits, and what to set next, a line each."""
-    lines = []
+    lines, may = [], "may fit" if answer.not_counted else "fits"
     if answer.memory is not None:
-        verdict = "fits" if answer.fits else "does not fit"
+        verdict = "does not fit" if answer.fits is False else may
         lines.append(f"{verdict}: {short_bytes(answer.peak)} of {short_bytes(answer.memory)}")
         longest, ring = figures["longest_sequence"], figures["smallest_ring"]
-        lines.append("no sequence fits" if longest is None else f"longest sequence that fits: {longest:,} tokens")
+        lines.append("no sequence fits" if longest is None else f"longest sequence that {may}: {longest:,} tokens")
         if ring is None:
             lines.append("no ring holds this sequence")
         else:
-            lines.append(f"smallest ring for this sequence: {ring['ring_size']}, of {ring['devices']} devices")
+            lines.append(f"smallest ring where this sequence {may}: {ring['ring_size']}, of {ring['devices']} devices")
     for one in figures["next_switches"][:4]:
         fits = "" if one["fits"] is None else ", and it fits" if one["fits"] else ", which is not enough"
         lines.append(f"set {one['name']}: {short_bytes(one['gain'])} less{fits}")
+    if answer.not_counted:
+        lines.append(f"not counted: {answer.not_counted}")
     if not answer.setting.overhead:
         lines.append("not counted: what the process holds before the model is made (--overhead), and fragmentation")
     return lines

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from ..arguments import missing_extra, one_of, pattern_source, token_count
-from ..model_config import read_config
 from ..options import (
     MEASURED_PATTERNS,
     AsJson,
@@ -141,6 +140,8 @@ def evaluate_command(
     interrupted goes on where it was. Several processes, started by torchrun or accelerate launch, share each sequence, and
     the figures are those of one.
     """
+    from ..loading import read_config
+
     checked("--model", read_config, model)
     missing = missing_extra("the pictures of a report", "matplotlib")
     if missing:

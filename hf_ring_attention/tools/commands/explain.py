@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from ...cost.attention import ModelAttention, ModelMixers
+from ...cost.explain import Explanation, busiest_traffic, explain, number_bytes
 from ...plan.branches import Segment
 from ...plan.choices import check_choices
 from ...plan.patterns import Pattern
@@ -13,10 +15,7 @@ from ...plan.problem import Documents
 from ...plan.state_runs import linked_runs, runs_of
 from ...plan.state_traffic import rows_traffic, states_traffic
 from ...plan.traffic import RankTraffic
-from ...ring.explain import Explanation, explain, number_bytes
 from ..arguments import key_value_heads
-from ..hybrid_config import ModelMixers
-from ..model_config import ModelAttention, model_attention
 from ..options import (
     AnyDtype,
     AsJson,
@@ -153,7 +152,7 @@ def asked_attention(
         for option, value in (("--heads", heads), ("--kv-heads", kv_heads), ("--head-dim", head_dim)):
             if value is not None:
                 raise refuse("--model says it already: leave one of them out", option)
-        attention = checked("--model", model_attention, model, pattern)
+        attention = checked("--model", _attention_of, model, pattern)
         support = support_of(attention.model_type)
         if support is not None and support.status == "refused":
             raise refuse(f"models of type {support.model_type!r} are not computed: {support.reason}", "--model")
@@ -180,6 +179,13 @@ def asked_attention(
     )
 
 
+def _attention_of(model: str, pattern: Pattern | None) -> ModelAttention:
+    from ...cost.models import attention_of_model, load_config  # It loads Transformers, which takes seconds.
+
+    with spinner(f"reading the config of {model}"):
+        return attention_of_model(load_config(model), model, pattern)
+
+
 def _kinds(
     attention: ModelAttention, base: Explanation, explained: Callable[[Pattern, Any], Explanation], exact: int
 ) -> list[LayerKind]:
@@ -198,14 +204,14 @@ def _kinds(
     return kinds
 
 
-def _largest(traffic: Sequence[RankTraffic]) -> dict[str, int]:
-    """Returns the bytes of the busiest rank."""
+def _sizes(traffic: RankTraffic) -> dict[str, int]:
+    """Returns bytes by the names that JSON has."""
     return {
-        "forward_sent": max(rank.forward.sent for rank in traffic),
-        "forward_received": max(rank.forward.received for rank in traffic),
-        "backward_sent": max(rank.backward.sent for rank in traffic),
-        "backward_received": max(rank.backward.received for rank in traffic),
-        "buffers": max(rank.buffers for rank in traffic),
+        "forward_sent": traffic.forward.sent,
+        "forward_received": traffic.forward.received,
+        "backward_sent": traffic.backward.sent,
+        "backward_received": traffic.backward.received,
+        "buffers": traffic.buffers,
     }
 
 
@@ -243,7 +249,7 @@ def _of_mixers(mixers: ModelMixers, base: Explanation, dtype: str, documents: Do
         "gathers": "rows" if mixers.numbers is None else "states",
         "runs_of_a_rank": linked_runs(runs_of(documents, layout))[1],
         "most_work": layout.world_size if mixers.numbers is None else 1,
-        "bytes": _largest([traffic]),
+        "bytes": _sizes(traffic),
     }
 
 
@@ -268,11 +274,11 @@ def _answer(
                 "backward_flops": BACKWARD * max(flops),
                 "forward_flops_of_all_ranks": sum(flops),
                 "groups_that_exchange_heads": {
-                    str(size): _largest(traffic) | {"imbalance": balance}
+                    str(size): _sizes(busiest_traffic(traffic)) | {"imbalance": balance}
                     for size, (balance, traffic) in kind.explanation.groups.items()
                 },
                 **{
-                    f"{name}_bytes": _largest([getattr(share, name) for share in kind.explanation.ranks])
+                    f"{name}_bytes": _sizes(kind.explanation.busiest(name))
                     | {"row_numbers": numbers, "imbalance": kind.explanation.balance[name]}
                     for name, numbers in kind.explanation.row_numbers.items()
                 },

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...ring.explain import Explanation
-from ..model_config import ModelAttention
+from ...cost.attention import ModelAttention
+from ...cost.explain import Explanation
 from ..output import Sheet, layer_numbers, print_sheet, short_bytes, short_count, terminal
 
 _BYTE_COLUMNS = ("forward_sent", "forward_received", "backward_sent", "backward_received", "buffers", "row_numbers")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..arguments import existing_file
-from ..model_config import check_positions, read_config
 from ..options import (
     MEASURED_PATTERNS,
     AsJson,
@@ -61,7 +61,9 @@ def perplexity_command(
             f"this command reads a text on one process, and {processes} were started: to shard texts over them, start "
             f"evaluate --tasks perplexity, or recipes/perplexity.py"
         )
-    config = checked("MODEL", read_config, model)
+    from ..loading import check_positions, read_config  # It loads Transformers, which takes seconds.
+
+    config = checked("MODEL", partial(read_config, trust=trust_remote_code), model)
     contents = {str(path): read_text(path, "TEXT_FILE") for path in texts}
     with stdout_left_alone(as_json):
         ids, loaded = _load(model, contents, tokens, dtype, device_name, trust_remote_code)
@@ -118,11 +120,11 @@ def _load(
 
 def _measure(source: str, config: Any, model: Any, ids: dict[str, Any], patterns: list[str]) -> list[dict[str, Any]]:
     """Returns a row for each text and pattern, and for several texts also one of all their tokens."""
+    from ...cost.models import attention_of_model
     from ...evaluation.calibration.result import load_pattern
     from ...evaluation.perplexity import perplexity as measure
     from ...hf.config import patch_config
     from ...hf.patch import patch_model
-    from ..flop_shares import flop_share_of_model
 
     loaded, rows = {text: load_pattern(text) for text in patterns}, []
     for pattern in loaded.values():  # One for other models is refused before anything is measured.
@@ -145,7 +147,7 @@ def _measure(source: str, config: Any, model: Any, ids: dict[str, Any], patterns
                     "perplexity": report.perplexity,
                     "nll": report.nll,
                     "tokens": report.tokens,
-                    "share_of_exact_flops": flop_share_of_model(source, config, pattern, row.shape[1]),
+                    "share_of_exact_flops": attention_of_model(config, source, pattern).flop_share(row.shape[1]),
                     "seconds": report.seconds,
                 }
             )

@@ -8,12 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
+from ...cost.attention import ModelAttention
+from ...cost.timeline import ring_timeline
 from ...plan.choices import decide_layout
 from ...plan.patterns import Pattern
 from ...plan.plans import plan_rank
 from ...plan.problem import Problem
 from ..arguments import key_value_heads, pattern_text
-from ..model_config import ModelAttention
 from ..options import (
     AsJson,
     DocumentLengths,
@@ -209,7 +210,6 @@ def plot_ring_command(
     attention = asked_attention(model, wanted, heads, kv_heads, head_dim, 1, ranks)
     from ..plots import plot_ring, timeline_summary
     from ..text_plots import RING_LEGEND, ring_lines
-    from ..timeline import ring_timeline
 
     widths = attention.head_dim + attention.value_dim
     with spinner("planning"):

@@ -3,8 +3,8 @@
 import pytest
 
 import hf_ring_attention as ra
+from hf_ring_attention.cost.models import attention_of_model
 from hf_ring_attention.evaluation.calibration.result import load_pattern
-from hf_ring_attention.tools.flop_shares import flop_share_of_model
 from tests.support.checkpoints import save_calibration
 from tests.support.tiny_models import tiny_model
 
@@ -20,4 +20,4 @@ def test_windows_of_the_model_count_as_such(tmp_path):
         pattern = load_pattern(text)
         of_full = ra.Pattern.parse("window:9+2") if text.endswith(".json") else pattern
         expected = (len(full) * of_full.flop_share(tokens, **heads) + (layers - len(full)) * own) / layers
-        assert flop_share_of_model("tiny", config.to_dict(), pattern, tokens) == pytest.approx(expected)
+        assert attention_of_model(config, "tiny", pattern).flop_share(tokens) == pytest.approx(expected)

@@ -1,7 +1,7 @@
 """The inverse questions: the longest sequence that fits, the smallest ring for a sequence, and what to switch on next.
 
-Searches ask for many lengths and rings, so the buffers of an exchange are not planned there: those of exact attention grow with
-the sequence, and others are bounded (`exchange.bound_of_buffers`). What is found fits, and a little more may.
+Searches try many lengths and rings, so they plan nothing: the buffers of exact attention grow with the sequence, and others are
+bounded (`exchange.bound_of_buffers`). The answers fit, and a little more may.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...plan.patterns import Pattern
-from .estimate import Estimate, bound_of_peak
-from .exchange import ChosenBuffers, refusal_of_gathered_rows
-from .model_shape import ModelShape
-from .parts import TrainingSetting
+from ..plan.patterns import Pattern
+from .estimate import Estimate, parts_by_bound, refusal_of_gathered_rows
+from .exchange import ChosenBuffers, chosen_buffers
+from .parts import TrainingSetting, total_bytes
+from .shape import ModelShape
 
-#: Rings of more ranks than so many times the devices are not looked for.
+#: Rings of up to so many times the devices are tried.
 MOST_TIMES_THE_DEVICES = 1024
 
 
@@ -26,7 +26,7 @@ class SwitchGain:
 
     Attributes:
         name: what to set.
-        fits: whether the step then fits; None where nobody said what a device has.
+        fits: whether the step then fits; None if the memory of a device is not known, or not all of the peak is counted.
     """
 
     name: str
@@ -34,8 +34,14 @@ class SwitchGain:
     fits: bool | None
 
 
+def bound_of_peak(shape: ModelShape, setting: TrainingSetting, buffers: ChosenBuffers | None = None) -> float:
+    """Returns the peak of a device in bytes without a plan (`parts_by_bound`); infinite if a mixer refuses its rows."""
+    refused = refusal_of_gathered_rows(shape, setting) is not None
+    return float("inf") if refused else total_bytes(parts_by_bound(shape, setting, buffers))
+
+
 def longest_sequence(answer: Estimate) -> int | None:
-    """Returns the most tokens, a multiple of twice the ring, whose step fits a device; None where none does.
+    """Returns the most tokens, a multiple of twice the ring, whose step fits a device; None if no length fits.
 
     Raises:
         ValueError: an estimate without the memory of a device.
@@ -45,8 +51,6 @@ def longest_sequence(answer: Estimate) -> int | None:
 
     def fits(units: int) -> bool:
         setting = replace(answer.setting, seq_len=units * unit)
-        if refusal_of_gathered_rows(answer.shape, setting) is not None:
-            return False
         return bound_of_peak(answer.shape, setting, _scaled_buffers(answer, setting)) <= memory
 
     if not fits(1):
@@ -61,23 +65,19 @@ def longest_sequence(answer: Estimate) -> int | None:
 
 
 def _scaled_buffers(answer: Estimate, setting: TrainingSetting) -> ChosenBuffers | None:
-    """Returns the buffers at another length: those of exact attention are as much larger as the sequence; None for others."""
-    exchanges = list(answer.exchanges.values())
-    if (
-        len(exchanges) > 1
-        or exchanges[0].problem.pattern != Pattern.exact()
-        or setting.seq_len < answer.setting.ring_size << 12
-    ):
+    """Returns the buffers of exact attention at another length, in proportion to the tokens; None for other patterns."""
+    call = next(iter(answer.exchanges.values()))
+    short = setting.seq_len < answer.setting.ring_size << 12
+    if len(answer.exchanges) > 1 or call.pattern != Pattern.exact() or short:
         return None
-    known = exchanges[0].chosen()
-    scaled = -(-known.bytes * setting.local_tokens // answer.setting.local_tokens)
-    return ChosenBuffers(known.transport, scaled, known.source)
+    known = chosen_buffers(call)
+    return known._replace(bytes=-(-known.bytes * setting.local_tokens // answer.setting.local_tokens))
 
 
 def smallest_ring(answer: Estimate) -> tuple[int, int] | None:
-    """Returns the size of the smallest ring whose ranks hold the sequence, and the devices: those asked for, or more if needed.
+    """Returns the size of the smallest ring whose ranks hold the sequence, and its devices: as estimated, or more if needed.
 
-    None where no ring of up to `MOST_TIMES_THE_DEVICES` times the devices does.
+    None if no ring of up to `MOST_TIMES_THE_DEVICES` times the devices does.
 
     Raises:
         ValueError: an estimate without the memory of a device.
@@ -86,23 +86,20 @@ def smallest_ring(answer: Estimate) -> tuple[int, int] | None:
     within = [(size, devices) for size in range(1, devices + 1) if devices % size == 0]
     beyond = [(devices << power, devices << power) for power in range(1, MOST_TIMES_THE_DEVICES.bit_length())]
     for size, count in within + beyond:
-        setting = replace(answer.setting, ring_size=size, devices=count)
-        if refusal_of_gathered_rows(answer.shape, setting) is None and bound_of_peak(answer.shape, setting) <= memory:
+        if bound_of_peak(answer.shape, replace(answer.setting, ring_size=size, devices=count)) <= memory:
             return size, count
     return None
 
 
 def next_switches(answer: Estimate) -> list[SwitchGain]:
-    """Returns what could be switched on, by what it gains, the most first; what gains nothing is left out."""
-    peak = bound_of_peak(answer.shape, answer.setting)
+    """Returns what could be switched on, by its gain, the largest first; what gains nothing is left out."""
+    peak = total_bytes(parts_by_bound(answer.shape, answer.setting))
     found = []
     for name, changes in _switches(answer.shape, answer.setting):
-        switched = replace(answer.setting, **changes)
-        if refusal_of_gathered_rows(answer.shape, switched) is not None:
-            continue
-        after = bound_of_peak(answer.shape, switched)
+        after = bound_of_peak(answer.shape, replace(answer.setting, **changes))
         if after < peak:
-            found.append(SwitchGain(name, peak - after, None if answer.memory is None else after <= answer.memory))
+            unknown = answer.memory is None or (answer.not_counted is not None and after <= answer.memory)
+            found.append(SwitchGain(name, peak - int(after), None if unknown else after <= (answer.memory or 0)))
     return sorted(found, key=lambda one: -one.gain)
 
 
@@ -126,5 +123,5 @@ def _switches(shape: ModelShape, setting: TrainingSetting) -> Iterator[tuple[str
 
 def _memory_of(answer: Estimate) -> int:
     if answer.memory is None:
-        raise ValueError("estimate: the memory of a device was not said: pass memory=, such as 80 * 10**9 bytes")
+        raise ValueError("estimate: the memory of a device is not known: pass memory=, such as 80 * 10**9 bytes")
     return answer.memory

@@ -6,21 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ...plan.choices import check_choices
-from ...plan.layouts import LayoutKind
-from ...plan.patterns import Pattern, as_pattern
-from .activations import CHECKPOINTED, MEASURED_ON_META, SAVED_BY_AUTOGRAD, LayerMemory, layer_memory, logits_bytes
-from .exchange import (
-    FROM_THE_RUNS,
-    ChosenBuffers,
-    LayerExchange,
-    bound_of_buffers,
-    exchange_of_pattern,
-    refusal_of_gathered_rows,
-    traffic_of_mixer,
-)
-from .model_shape import ModelShape, shape_of_model
-from .parts import NUMBER_BYTES, PARALLELS, MemoryPart, Parallel, TrainingSetting, total_bytes
+from ..hybrids.mixers import MOST_GATHERED
+from ..plan.layouts import LayoutKind
+from ..plan.patterns import Pattern, as_pattern
+from .activations import CHECKPOINTED, SAVED_BY_AUTOGRAD, LayerMemory, layer_memory, logits_bytes
+from .exchange import ChosenBuffers, bound_of_buffers, chosen_buffers, exchanges_of_layers
+from .explain import Explanation
+from .parts import MemoryPart, Parallel, TrainingSetting, total_bytes
+from .shape import ModelShape, shape_of_model
 from .states import gradient_bytes_at, optimizer_working_bytes, state_parts
 
 
@@ -32,8 +25,8 @@ class Estimate:
         parts: what a device holds at the peak of a step, and what its host memory holds when that is the most.
         phases: the bytes of a device in each phase of a step, of which the largest is the peak.
         phases_with_host: the same with what waits in host memory, which is all there is on a CPU.
-        exchanges: what layers exchange, by pattern.
-        memory: the bytes that a device has; None where nobody said.
+        exchanges: the attention call of each kind of layer, by pattern.
+        memory: the bytes that a device has; None if it was not given.
 
     Example:
         >>> config = dict(model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
@@ -48,7 +41,7 @@ class Estimate:
     parts: tuple[MemoryPart, ...]
     phases: dict[str, int]
     phases_with_host: dict[str, int]
-    exchanges: dict[str, LayerExchange]
+    exchanges: dict[str, Explanation]
     memory: int | None
 
     @property
@@ -68,15 +61,27 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak is at most `memory`; None where nobody said what a device has."""
-        return None if self.memory is None else self.peak <= self.memory
+        """Whether the peak is at most `memory`; None if `memory` was not given, or if what is not counted decides it."""
+        if self.memory is None or (self.not_counted is not None and self.peak <= self.memory):
+            return None
+        return self.peak <= self.memory
+
+    @property
+    def not_counted(self) -> str | None:
+        """What a device holds beyond the peak: the mixers of a hybrid; None for other models."""
+        mixers = self.shape.attention.mixers
+        if mixers is None:
+            return None
+        return f"the states and activations of the mixers in {len(mixers.layers)} layers, so the peak may be higher"
 
     def __str__(self) -> str:
         lines = ["| part | GiB | formula |", "|---|---:|---|"]
         for part in self.parts:
             where = " (host)" if part.host else ""
             lines.append(f"| {part.name}{where} | {part.bytes / 2**30:.2f} | {part.formula} |")
-        lines.append(f"| peak of a device | {self.peak / 2**30:.2f} | in the {self.peak_phase} |")
+        least = ", at least" if self.not_counted else ""
+        lines.append(f"| peak of a device{least} | {self.peak / 2**30:.2f} | in the {self.peak_phase} |")
+        lines += [f"not counted: {self.not_counted}"] if self.not_counted else []
         return "\n".join(lines)
 
 
@@ -105,26 +110,29 @@ def estimate(
 ) -> Estimate:
     """Returns what a training step of a model with AdamW would hold on each device, in bytes; nothing runs.
 
+    The states and activations of a hybrid's mixers are not counted (`Estimate.not_counted`).
+
     Args:
         model_or_config: a Transformers model or config, the dict of a config, a folder with a config.json, or a hub id.
         seq_len: tokens of a sequence.
-        devices: all devices; `ring_size` of them share a sequence, None for all.
+        devices: all devices; `ring_size` of them share a sequence, None for all. All share parameters, as `parallel` says.
         memory: the bytes of a device, for `Estimate.fits`.
-        pattern: that of layers without a window of their own; None for what the config has saved, else exact.
+        pattern: of layers without a window of their own; None for what the config has saved, else exact.
         parallel: "ddp", "fsdp2", "zero1", "zero2" or "zero3": what is divided among all devices.
-        checkpointing, offload: Transformers' gradient checkpointing, and `offload_activations`.
+        checkpointing, offload: Transformers' gradient checkpointing, and tensors saved for backward that wait in host memory.
         offload_optimizer: whether the optimizer's state and step are in host memory.
         accumulate: whether gradients stay from batch to batch of an optimizer step.
         batch_size: the sequences that a ring reads at once.
-        dtype: that of activations and of weights as layers compute with them; a torch.dtype, or its name.
-        master_dtype: that of the weights, gradients and moments that are kept; ZeRO keeps float32 beside `dtype`.
-        mlp_tokens_at_once: where another library computes MLPs in slices of tokens; 0 for models as they are.
+        dtype: of activations, and of weights as layers compute with them; a torch.dtype, or its name.
+        master_dtype: of the weights, gradients and moments that are kept; ZeRO keeps float32 beside `dtype`.
+        mlp_tokens_at_once: the tokens of a slice, if another library computes MLPs in slices; 0 for models as they are.
         layout, transport, heads: as for `Ring`.
-        device: "cpu" counts an optimizer that works through one tensor after another.
+        device: "cpu" counts an optimizer that works through one tensor after another; host memory is then the same memory.
         overhead: bytes that a process holds on its device before the model is made, as measured: CUDA's context, libraries.
 
     Raises:
-        ValueError: numbers that do not go together, or a model that the package does not compute.
+        ValueError: numbers that do not go together, a model that the package does not compute, or a hybrid without
+            checkpointing, whose mixers decide the peak.
 
     Example:
         >>> config = dict(model_type="qwen3", hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, head_dim=128,
@@ -154,78 +162,53 @@ def estimate(
         device=device,
         overhead=overhead,
     )
-    _check_setting(setting)
-    wanted = None if pattern is None else as_pattern(pattern, "estimate")
-    return estimate_of_shape(shape_of_model(model_or_config, wanted), setting, memory)
-
-
-def _check_setting(setting: TrainingSetting) -> None:
-    for name, least in (
-        ("seq_len", 1),
-        ("devices", 1),
-        ("ring_size", 1),
-        ("batch_size", 1),
-        ("mlp_tokens_at_once", 0),
-        ("overhead", 0),
-    ):
-        number = getattr(setting, name)
-        if not isinstance(number, int) or isinstance(number, bool) or number < least:
-            raise ValueError(f"estimate: {name} must be an integer of at least {least}, got {number!r}")
-    if setting.devices % setting.ring_size:
+    setting.check()
+    try:
+        shape = shape_of_model(model_or_config, None if pattern is None else as_pattern(pattern, "estimate"))
+    except ValueError as error:
+        raise ValueError(str(error) if str(error).startswith("estimate:") else f"estimate: {error}") from None
+    if shape.attention.mixers is not None and not checkpointing:
         raise ValueError(
-            f"estimate: {setting.devices} devices do not divide into rings of {setting.ring_size}: {setting.devices} = "
-            f"{setting.devices // setting.ring_size} * {setting.ring_size} + {setting.devices % setting.ring_size}"
+            "estimate: without checkpointing, what the mixers of a hybrid save decides the peak, and it is not counted: set "
+            "checkpointing"
         )
-    for name, known in (
-        ("dtype", tuple(NUMBER_BYTES)),
-        ("master_dtype", tuple(NUMBER_BYTES)),
-        ("parallel", PARALLELS),
-        ("device", ("cuda", "cpu")),
-    ):
-        if getattr(setting, name) not in known:
-            raise ValueError(f"estimate: {name} must be one of {', '.join(known)}, got {getattr(setting, name)!r}")
-    check_choices(setting.layout, setting.transport, setting.ring_size, setting.heads)
-
-
-def estimate_of_shape(shape: ModelShape, setting: TrainingSetting, memory: int | None = None) -> Estimate:
-    """Returns the estimate of a model whose sizes are known.
-
-    Raises:
-        ValueError: what `Ring`, `ring_attention` or a mixer would refuse.
-    """
     refusal = refusal_of_gathered_rows(shape, setting)
     if refusal is not None:
         raise ValueError(f"estimate: {refusal}")
-    patterns = dict.fromkeys(shape.attention.layers)
-    exchanges = {pattern: exchange_of_pattern(shape, setting, pattern) for pattern in patterns}
-    phases = _phases(shape, setting, {pattern: one.chosen() for pattern, one in exchanges.items()})
+    exchanges = exchanges_of_layers(shape.attention, setting)
+    phases = _phases(shape, setting, {one: chosen_buffers(call) for one, call in exchanges.items()})
     totals = {name: total_bytes(parts) for name, parts in phases.items()}
     peak = max(totals, key=lambda name: totals[name])
     waiting = max(phases.values(), key=lambda parts: total_bytes(parts, host=True))
     parts = tuple(part for part in phases[peak] if part.bytes and not part.host)
     parts += tuple(part for part in waiting if part.bytes and part.host)
     together = {name: total + total_bytes(phases[name], host=True) for name, total in totals.items()}
-    return Estimate(shape, setting, parts, totals, together, {str(p): e for p, e in exchanges.items()}, memory)
+    return Estimate(
+        shape, setting, parts, totals, together, {str(one): call for one, call in exchanges.items()}, memory
+    )
 
 
-def bound_of_peak(shape: ModelShape, setting: TrainingSetting, buffers: ChosenBuffers | None = None) -> int:
-    """Returns the peak of a device in bytes without a plan: buffers of the exchange are bounded, all else is as estimated.
+def refusal_of_gathered_rows(shape: ModelShape, setting: TrainingSetting) -> str | None:
+    """Returns why a mixer would refuse to gather rows; None if it gathers none, or no more than it may."""
+    mixers = shape.attention.mixers
+    if mixers is None or mixers.numbers is not None or setting.ring_size == 1:
+        return None
+    size = setting.batch_size * setting.seq_len * mixers.width * setting.number_bytes
+    if size <= MOST_GATHERED:
+        return None
+    return f"mixers would gather whole rows of {size} bytes, and at most {MOST_GATHERED} are allowed: take shorter rows"
+
+
+def parts_by_bound(
+    shape: ModelShape, setting: TrainingSetting, buffers: ChosenBuffers | None = None
+) -> list[MemoryPart]:
+    """Returns the parts of the peak without a plan: buffers of the exchange are bounded, all else is as estimated.
 
     Args:
-        buffers: those of every layer, where they are known; None for their bound.
+        buffers: of every layer, if they are known; None for their bound.
     """
-    return total_bytes(_parts_of_bound(shape, setting, buffers))
-
-
-def parts_by_bound(answer: Estimate, seq_len: int) -> list[MemoryPart]:
-    """Returns what a device holds at the peak of a step with sequences of another length, by `bound_of_peak`."""
-    return _parts_of_bound(answer.shape, replace(answer.setting, seq_len=seq_len), None)
-
-
-def _parts_of_bound(shape: ModelShape, setting: TrainingSetting, buffers: ChosenBuffers | None) -> list[MemoryPart]:
-    known = buffers or bound_of_buffers(shape, setting)
-    phases = _phases(shape, setting, dict.fromkeys(shape.attention.layers, known))
-    return max(phases.values(), key=total_bytes)
+    known = buffers or bound_of_buffers(shape.attention, setting)
+    return max(_phases(shape, setting, dict.fromkeys(shape.attention.layers, known)).values(), key=total_bytes)
 
 
 def _phases(
@@ -243,8 +226,6 @@ def _phases(
         layer_memory(shape, layer, setting, whole and patterns.get(number) == Pattern.exact())
         for number, layer in enumerate(shape.layers)
     ]
-    traffic = traffic_of_mixer(shape, setting)
-    states_of_mixer = ChosenBuffers("states", 0 if traffic is None else traffic.buffers, FROM_THE_RUNS)
     all_gradients = gradient_bytes_at(setting, shape.parameters)
     done = shape.embedding
     phases = {"loss": [*states, *_in_loss(shape, setting, memories, all_gradients)]}
@@ -252,81 +233,57 @@ def _phases(
     for number in range(last, -1, -1):
         pattern = patterns.get(number)
         done += shape.layers[number].parameters - shape.layers[number].shared
-        # Between the ends, what is held goes up or down with the layers: a kind of layer has its peak where it begins or ends.
-        if (
-            number in (0, last)
-            or pattern != patterns.get(number + 1)
-            or (shape.attention.mixers and memories[number] != memories[number + 1])
-        ):
+        # Between the ends, memory goes up or down with the layers: a kind of layer has its peak at its first or last layer.
+        if number in (0, last) or pattern != patterns.get(number + 1) or memories[number] != memories[number + 1]:
             gradients = all_gradients if setting.accumulate else gradient_bytes_at(setting, done)
-            saved = _kept(shape, setting, memories[: number + 1])
-            of_attention = None if pattern is None else buffers[pattern]
-            working = _working(setting, memories[number], of_attention, states_of_mixer)
+            saved = _saved(shape, setting, memories[: number + 1])
+            working = _working(setting, memories[number], None if pattern is None else buffers[pattern])
             phases[f"backward of layer {number}"] = [*states, _gradients(setting, gradients), saved, *working]
     size, formula = optimizer_working_bytes(shape, setting)
     optimizer = MemoryPart("optimizer step", size, formula, "torch.optim.AdamW")
     # The buckets of ZeRO 2 are gone then.
-    kept = gradient_bytes_at(replace(setting, device="cuda"), shape.parameters)
-    phases["optimizer step"] = [*states, _gradients(setting, kept), optimizer]
+    gradients = gradient_bytes_at(replace(setting, device="cuda"), shape.parameters)
+    phases["optimizer step"] = [*states, _gradients(setting, gradients), optimizer]
     return phases
 
 
 def _gradients(setting: TrainingSetting, size: int) -> MemoryPart:
-    number = setting.number_bytes if setting.parallel.startswith("zero") else setting.master_bytes
+    number = setting.number_bytes if setting.zero else setting.master_bytes
     divided = setting.devices > 1 and setting.parallel in ("fsdp2", "zero2", "zero3")
     share = f" / {setting.devices} devices" if divided else ""
     formula = f"{number} bytes x the parameters that have theirs{share}"
     return MemoryPart("gradients", size, formula, "layers get theirs one after another in backward")
 
 
-def _kept(shape: ModelShape, setting: TrainingSetting, layers: Sequence[LayerMemory]) -> MemoryPart:
-    """Returns what these layers have saved."""
-    tokens, offloaded = setting.local_tokens, setting.offload
+def _saved(shape: ModelShape, setting: TrainingSetting, layers: Sequence[LayerMemory]) -> MemoryPart:
+    """Returns what these layers have saved for backward."""
+    tokens = setting.local_tokens
     if setting.checkpointing:
-        size = shape.width * setting.number_bytes
+        size = shape.width * setting.number_bytes * len(layers)
         formula = f"{tokens:,} tokens x {len(layers)} layers x {shape.width} numbers x {setting.number_bytes} bytes"
-        return MemoryPart("saved activations", tokens * len(layers) * size, formula, CHECKPOINTED, host=offloaded)
-    saved, mixers = sum(one.saved for one in layers), sum(one.mixer_saved for one in layers)
-    formula = f"{tokens:,} tokens x {saved:,} bytes in {len(layers)} layers"
-    formula += f" + {mixers:,} bytes of mixers" if mixers else ""
-    source = f"{SAVED_BY_AUTOGRAD}; {MEASURED_ON_META}" if mixers else SAVED_BY_AUTOGRAD
-    return MemoryPart("saved activations", tokens * saved + mixers, formula, source, host=offloaded)
+        return MemoryPart("saved activations", tokens * size, formula, CHECKPOINTED, host=setting.offload)
+    size = sum(one.saved for one in layers)
+    formula = f"{tokens:,} tokens x {size:,} bytes in {len(layers)} layers"
+    return MemoryPart("saved activations", tokens * size, formula, SAVED_BY_AUTOGRAD, host=setting.offload)
 
 
-def _working(
-    setting: TrainingSetting, layer: LayerMemory, buffers: ChosenBuffers | None, states: ChosenBuffers
-) -> list[MemoryPart]:
-    """Returns what backward of one layer works with: its MLP, its attention, or its mixer, with the buffers of an exchange.
+def _working(setting: TrainingSetting, layer: LayerMemory, buffers: ChosenBuffers | None) -> list[MemoryPart]:
+    """Returns what backward of one layer works with: its MLP, or its attention with the buffers of an exchange.
 
     Args:
-        buffers: those of attention; None in a layer without.
-        states: those of a mixer.
+        buffers: of attention; None in a layer without.
     """
     tokens = setting.local_tokens
     # Without checkpointing, what the layer has saved is counted already; in host memory it must come back first.
-    counted = not (setting.checkpointing or setting.offload)
+    counted = 0 if setting.checkpointing or setting.offload else layer.saved
     choices: list[list[MemoryPart]] = []
-    for name, by_token, beside, exchanged in (
-        ("an MLP", layer.backward_of_mlp, layer.mixer_saved, None),
-        ("attention", layer.backward_of_attention, layer.mixer_saved, buffers),
-        ("a mixer", layer.backward_of_mixer, layer.mixer_peak, states),
-    ):
-        if not by_token:
-            continue
-        if beside:
-            held = tokens * by_token + beside
-            size = max(0, held - (tokens * layer.saved + layer.mixer_saved) * counted)
-            formula = f"{tokens:,} tokens x {by_token:,} bytes + {beside:,} bytes of the mixer"
-            formula += ", less what is counted as saved" if counted else ""
-        else:
-            more = max(0, by_token - layer.saved * counted)
-            size, formula = tokens * more, f"{tokens:,} tokens x {more:,} bytes"
-        source = f"{SAVED_BY_AUTOGRAD}; {MEASURED_ON_META}" if beside else SAVED_BY_AUTOGRAD
-        parts = [MemoryPart(f"working set of {name}", size, formula, source)]
-        if exchanged is not None:
-            formula = f"{exchanged.transport}: {exchanged.bytes:,} bytes"
-            parts.append(MemoryPart("exchange buffers", exchanged.bytes, formula, exchanged.source))
-        choices.append(parts)
+    for name, by_token in (("an MLP", layer.backward_of_mlp), ("attention", layer.backward_of_attention)):
+        more = max(0, by_token - counted)
+        formula = f"{tokens:,} tokens x {more:,} bytes"
+        choices.append([MemoryPart(f"working set of {name}", tokens * more, formula, SAVED_BY_AUTOGRAD)])
+    if buffers is not None:
+        formula = f"{buffers.transport}: {buffers.bytes:,} bytes"
+        choices[1].append(MemoryPart("exchange buffers", buffers.bytes, formula, buffers.source))
     return max(choices, key=total_bytes)
 
 
@@ -341,7 +298,7 @@ def _in_loss(
     of_slice = shape.embedding * (4 + setting.master_bytes)
     return [
         _gradients(setting, all_gradients if setting.accumulate else 0),
-        _kept(shape, setting, layers),
+        _saved(shape, setting, layers),
         MemoryPart(
             "hidden states of the loss",
             norm,

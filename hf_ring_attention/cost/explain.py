@@ -22,13 +22,11 @@ from ..plan.patterns import Pattern, as_pattern
 from ..plan.plans import pairs_by_tokens
 from ..plan.problem import Problem, RingSettings, documents_of
 from ..plan.row_numbers import collective_numbers, heads_numbers, ring_numbers
-from ..plan.traffic import RankTraffic, RowBytes, collective_traffic, ring_traffic
+from ..plan.traffic import Bytes, RankTraffic, RowBytes, collective_traffic, ring_traffic
 
 #: The bytes of a number, and of a number of its sums (`compute.merge.accumulation_dtype`), by the name of the dtype.
 _BYTES = {"float16": (2, 4), "bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}
-
-
-#: Groups that exchange heads are shown for so many ranks at most: the rings of each kind of group are planned.
+#: Groups that exchange heads are shown up to this many ranks, because the rings of each kind of group must be planned.
 MOST_RANKS_OF_GROUPS = 16
 
 
@@ -54,8 +52,8 @@ class RankShare:
     Attributes:
         forward_flops: floating point operations of the forward pass, 2 (D + Dv) for each query-key pair; backward has
             2.5 times as many.
-        ring, collective, heads: bytes that each transport would move, and those that it would hold for other ranks; None
-            for heads that do not divide among the ranks.
+        ring, collective, heads: bytes that each transport would move, and would hold for other ranks; None for heads that do
+            not divide among the ranks.
     """
 
     rank: int
@@ -74,11 +72,11 @@ class Explanation:
         decision: the transport, with its reason.
         imbalance: the work of the busiest rank, divided by the mean.
         ranks: the work of each rank.
-        layouts: by kind of layout, about how many times the mean work the busiest rank does, where it computes with its tokens.
+        layouts: by kind of layout, about how many times the mean work the busiest rank does if it computes with its tokens.
         balance: the same by transport, in the layout that is taken.
-        groups: by how many neighbours exchange heads, where that are not all ranks, that balance and the bytes of each rank.
+        groups: by the number of neighbours that exchange heads, if not all ranks do: the balance, and the bytes of each rank.
         row_numbers: by transport, the most bytes that the numbers of rows take on the rank with the most work. Tiles and
-            messages need them that are no views of a tensor; they are kept for equal calls, such as those of other layers.
+            messages that are not views of a tensor need them; they are kept for equal calls, such as in other layers.
 
     Example:
         >>> call = ra.explain("window:512+4", seq_len=65536, world_size=4, num_heads=32, num_kv_heads=8, head_dim=128)
@@ -99,6 +97,11 @@ class Explanation:
     groups: dict[int, tuple[float, tuple[RankTraffic, ...]]]
     row_numbers: dict[str, int]
 
+    def busiest(self, transport: str) -> RankTraffic:
+        """Returns the most bytes of any rank by a transport; on one rank, "local", which moves nothing."""
+        name = "collective" if transport == "local" else transport
+        return busiest_traffic([getattr(share, name) for share in self.ranks])
+
     def __str__(self) -> str:
         layout, p = self.layout, self.layout.world_size
         flops = [share.forward_flops for share in self.ranks]
@@ -118,22 +121,25 @@ class Explanation:
             "|---|---:|---:|---:|---:|---:|---:|---:|",
         ]
         for name, numbers in self.row_numbers.items():
-            traffic: list[RankTraffic] = [getattr(share, name) for share in self.ranks]
-            lines.append(_row_of_table(name, traffic, f"{numbers / 2**20:.1f}", self.balance[name]))
+            lines.append(_row_of_table(name, self.busiest(name), f"{numbers / 2**20:.1f}", self.balance[name]))
         for size, (balance, of_ranks) in self.groups.items():
-            lines.append(_row_of_table(f"heads {size} x ring {p // size}", of_ranks, "", balance))
+            lines.append(_row_of_table(f"heads {size} x ring {p // size}", busiest_traffic(of_ranks), "", balance))
         return "\n".join(lines)
 
 
-def _row_of_table(name: str, traffic: Sequence[RankTraffic], numbers: str, balance: float) -> str:
-    columns = [
-        max(rank.forward.received for rank in traffic),
-        max(rank.forward.sent for rank in traffic),
-        max(rank.backward.received for rank in traffic),
-        max(rank.backward.sent for rank in traffic),
-        max(rank.buffers for rank in traffic),
-    ]
-    cells = [name, *(f"{column / 2**20:.1f}" for column in columns), numbers, f"{balance:.2f}"]
+def busiest_traffic(traffic: Sequence[RankTraffic]) -> RankTraffic:
+    """Returns the most bytes of any rank, each by itself."""
+    forward, backward = (
+        Bytes(max(one.sent for one in way), max(one.received for one in way))
+        for way in ([rank.forward for rank in traffic], [rank.backward for rank in traffic])
+    )
+    return RankTraffic(forward, backward, max(rank.buffers for rank in traffic))
+
+
+def _row_of_table(name: str, busiest: RankTraffic, numbers: str, balance: float) -> str:
+    forward, backward = busiest.forward, busiest.backward
+    sizes = (forward.received, forward.sent, backward.received, backward.sent, busiest.buffers)
+    cells = [name, *(f"{size / 2**20:.1f}" for size in sizes), numbers, f"{balance:.2f}"]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -159,9 +165,9 @@ def explain(
     Args:
         num_kv_heads: None for `num_heads`.
         value_dim: width of v; None for `head_dim`.
-        batch_size: the number of sequences, of one document each; `documents`, if there are any, replace it.
-        layout: as for `Ring`, or a layout that another pattern of the same model decided.
         dtype: the dtype of q, k and v: a torch.dtype, or its name.
+        batch_size: the number of sequences, of one document each; `documents` replace it.
+        layout: as for `Ring`, or a layout that another pattern of the same model decided.
         documents, causal: as for `ring_attention`.
         transport, heads: as for `Ring`.
 
@@ -257,7 +263,7 @@ def _balance_of_layouts(problem: Problem) -> dict[str, float]:
 
 
 def _groups(problem: Problem, sizes: RowBytes) -> dict[int, tuple[float, tuple[RankTraffic, ...]]]:
-    """Returns the balance, and the bytes of each rank, where groups of neighbours exchange heads; of few ranks only."""
+    """Returns the balance, and the bytes of each rank, if groups of neighbours exchange heads; of few ranks only."""
     ranks, found = range(problem.layout.world_size), {}
     if len(ranks) > MOST_RANKS_OF_GROUPS:
         return {}

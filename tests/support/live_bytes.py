@@ -6,8 +6,8 @@ import weakref
 from typing import Any
 
 import torch
-
-from ...compute.private import TorchDispatchMode, tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):

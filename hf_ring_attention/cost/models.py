@@ -1,0 +1,214 @@
+"""Reads models: their config by Transformers' `AutoConfig`, and from it the attention and the mixers of their layers."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+from ..hf.config import PatternsOfLayers, layer_pattern, patch_config, unpatched_pattern
+from ..hf.hybrid_types import MIXERS
+from ..plan.branches import Branch, Segment, Window
+from ..plan.patterns import Pattern
+from ..plan.state_traffic import StateNumbers, delta_rule_sums, selective_sums, state_space_sums
+from .attention import ModelAttention, ModelMixers
+
+#: What Transformers raises for a config that it cannot read; its configs check little before they compute with an entry.
+_UNREADABLE = (
+    *(OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError, StrictDataclassError),
+)
+#: More layers, heads or experts than any model has: lists are made of that many.
+_MOST = 65536
+_LISTED = re.compile("(layers?|heads?|experts)$")
+
+#: The kinds of layers that attend, and the kinds that have a mixer; a "hybrid" layer has both.
+_ATTENDING = ("full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid")
+_MIXING = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid")
+
+_MAMBA_2 = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
+#: The names of the sizes of Mamba 2: heads, size of a head, size of the state, groups, and tokens of the convolution.
+_STATE_SPACE = {
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), _MAMBA_2),
+    "nemotron_h": ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"),
+    "zamba2": ("n_mamba_heads", "mamba_headdim", "mamba_d_state", "mamba_ngroups", "mamba_d_conv"),
+}
+_SELECTIVE = ("jamba", "zamba")
+_CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3")
+#: Types whose mixers gather rows, and whether positions come along.
+_GATHERED = {"minimax": False, "recurrent_gemma": True}
+
+
+def load_config(model: str, *, trust: bool = False) -> PretrainedConfig:
+    """Returns the config of a model in a folder, or on the hub; nothing else is loaded.
+
+    Args:
+        model: a folder with a config.json, that file itself, or a hub id.
+        trust: whether the code runs that the model brings for its config.
+
+    Raises:
+        ValueError: no config, or one that Transformers cannot read.
+    """
+    if Path(model).is_dir() and not Path(model, "config.json").is_file():
+        raise ValueError(f"the folder {model!r} has no config.json: name the folder of a model")
+    try:
+        written, _ = PretrainedConfig.get_config_dict(model)
+        _check_counts(written)
+        config: PretrainedConfig = AutoConfig.from_pretrained(model, trust_remote_code=trust)
+    except _UNREADABLE as error:
+        raise ValueError(f"the config of {model!r} cannot be read: {_brief(error)}") from error
+    return config
+
+
+def config_of(model: Any, *, trust: bool = False) -> PretrainedConfig:
+    """Returns the config of a Transformers model, of a config's dict, or of what `load_config` takes; or a config itself.
+
+    Raises:
+        ValueError: as `load_config`.
+    """
+    if isinstance(model, str):
+        return load_config(model, trust=trust)
+    if isinstance(model, Mapping):
+        model_type = str(model.get("model_type"))
+        if model_type not in CONFIG_MAPPING:
+            raise ValueError(f"Transformers knows no model_type {model_type!r}: set 'model_type' in the config")
+        try:
+            _check_counts(model)
+            made: PretrainedConfig = CONFIG_MAPPING[model_type].from_dict(dict(model))
+        except _UNREADABLE as error:
+            raise ValueError(f"the config of type {model_type!r} cannot be read: {_brief(error)}") from error
+        return made
+    config = getattr(model, "config", model)
+    if not isinstance(config, PretrainedConfig):
+        raise ValueError(
+            f"expected a model, its config as object or dict, a folder or a hub id, got {type(model).__name__}"
+        )
+    return config
+
+
+def _brief(error: Exception) -> str:
+    """Returns the first 18 words of an error."""
+    words = str(error).split() or [type(error).__name__]
+    return " ".join(words[:18]) + (" ..." if len(words) > 18 else "")
+
+
+def _check_counts(written: Mapping[str, Any]) -> None:
+    """Refuses counts that no model has, before Transformers makes lists of that many."""
+    for name, value in written.items():
+        if isinstance(value, Mapping):
+            _check_counts(value)
+        elif isinstance(value, (int, float)) and abs(value) > _MOST and _LISTED.search(name):
+            raise ValueError(f"{name}={value} is more than {_MOST}")
+
+
+def attention_of_model(
+    config: PretrainedConfig, name: str, pattern: Pattern | PatternsOfLayers | None = None
+) -> ModelAttention:
+    """Returns the attention of the text model that a config describes.
+
+    Args:
+        name: the name of the model in errors.
+        pattern: replaces the patterns that the config has, as `patch_config` does.
+
+    Raises:
+        ValueError: a config without the sizes of heads, layers that differ in them, or a saved pattern that is not understood.
+        NotImplementedError: a pattern for a model that "ring_dilated" does not compute.
+    """
+    if pattern is not None:
+        config = patch_config(copy.deepcopy(config), pattern)
+    text = config.get_text_config(decoder=True)
+    _check_alike(text, name)
+    heads, count = _positive(text, name, "num_attention_heads"), _positive(text, name, "num_hidden_layers")
+    kv_heads = getattr(text, "num_key_value_heads", None) or (1 if getattr(text, "multi_query", False) else heads)
+    kv_heads = getattr(getattr(text, "attn_config", None), "kv_n_heads", None) or kv_heads  # Configs of dbrx have it.
+    head_dim = next((x for x in (getattr(text, n, None) for n in ("head_dim", "kv_channels")) if x), None)
+    value_dim = head_dim = head_dim or _positive(text, name, "hidden_size") // heads
+    if getattr(text, "qk_nope_head_dim", None):  # Latent attention expands its keys.
+        head_dim, kv_heads = text.qk_nope_head_dim + text.qk_rope_head_dim, heads
+        value_dim = getattr(text, "v_head_dim", None) or head_dim
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
+    of_kind: dict[str, Branch | None] = {
+        "sliding_attention": Window(window) if window else None,
+        "chunked_attention": Segment(text.attention_chunk_size) if "chunked_attention" in kinds else None,
+    }
+    if text.model_type in MIXERS and not getattr(text, "layer_types", None):
+        raise ValueError(f"the config of {name!r}, a hybrid of type {text.model_type!r}, needs layer_types")
+    own = {number: of_kind.get(kind) for number, kind in enumerate(kinds) if kind in _ATTENDING}
+    if not own:
+        raise ValueError(f"no layer of {name!r} attends: its layers are {', '.join(sorted(set(kinds)))}")
+    layers = {number: layer_pattern(text, number, branch) for number, branch in own.items()}
+    return ModelAttention(
+        name=name,
+        model_type=text.model_type,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        base=layer_pattern(text, None),
+        layers=tuple(layers.values()),
+        numbers=tuple(layers),
+        sliding=tuple(branch is not None and layers[i] == unpatched_pattern(branch) for i, branch in own.items()),
+        mixers=_mixers(text, kinds),
+    )
+
+
+def _positive(text: PretrainedConfig, name: str, attribute: str) -> int:
+    size = getattr(text, attribute, None)
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"the config of {name!r} needs {attribute} of at least 1, got {size!r}")
+    return size
+
+
+def _check_alike(text: PretrainedConfig, name: str) -> None:
+    """Refuses models whose layers have heads of different numbers or sizes, or run several times."""
+    loops = getattr(text, "n_recurrent_loops", None)
+    if loops is not None:
+        raise ValueError(f"{name!r} runs some layers {loops} times (n_recurrent_loops): expected layers that run once")
+    differing = [size for size in ("num_attention_heads", "num_key_value_heads", "head_dim") if _by_layer(text, size)]
+    if not differing and getattr(text, "global_head_dim", None) not in (None, getattr(text, "head_dim", None)):
+        differing = ["global_head_dim"]
+    if differing:
+        raise ValueError(f"the layers of {name!r} differ in {', '.join(differing)}: expected one kind of layer")
+
+
+def _by_layer(text: PretrainedConfig, size: str) -> bool:
+    try:
+        return isinstance(getattr(text, size, None), (list, tuple))
+    except RuntimeError:  # Transformers refuses to name one size where layers differ.
+        return True
+
+
+def _mixers(text: PretrainedConfig, kinds: list[str]) -> ModelMixers | None:
+    """Returns the mixers of a hybrid; None for other models."""
+    layers = tuple(number for number, kind in enumerate(kinds) if kind in _MIXING)
+    if text.model_type not in MIXERS or not layers:
+        return None
+    return ModelMixers(layers, _numbers_of_run(text), text.hidden_size, _GATHERED.get(text.model_type, False))
+
+
+def _numbers_of_run(text: Any) -> StateNumbers | None:
+    """Returns what a mixer gathers for one run; None if it gathers rows."""
+    if text.model_type in _GATHERED:
+        return None
+    if text.model_type in _CONVOLUTIONS:
+        return StateNumbers(text.hidden_size, text.conv_L_cache, 0)
+    if text.model_type in _SELECTIVE:
+        channels = int(text.mamba_expand * text.hidden_size)
+        return StateNumbers(channels, text.mamba_d_conv, selective_sums(channels, text.mamba_d_state))
+    if text.model_type in _STATE_SPACE:
+        heads, head_dim, state_size, groups, kernel = (getattr(text, x) for x in _STATE_SPACE[text.model_type])
+        channels = heads * head_dim + 2 * groups * state_size
+        return StateNumbers(channels, kernel, state_space_sums(heads, head_dim, state_size))
+    if hasattr(text, "linear_num_heads"):  # Delta rules whose keys and values have the same heads.
+        heads = key_heads = text.linear_num_heads
+        key_dim = value_dim = text.linear_head_dim
+    else:
+        heads, key_heads = text.linear_num_value_heads, text.linear_num_key_heads
+        key_dim, value_dim = text.linear_key_head_dim, text.linear_value_head_dim
+    channels = 2 * key_heads * key_dim + heads * value_dim
+    return StateNumbers(channels, text.linear_conv_kernel_dim, delta_rule_sums(heads, key_dim, value_dim))

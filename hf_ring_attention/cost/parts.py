@@ -1,0 +1,114 @@
+"""The setting of an estimate, and the lines of its answer, each with its formula and the source of the formula."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from ..plan.choices import check_choices
+from ..plan.layouts import SequenceLayout
+
+#: How parameters and their state are divided among devices.
+Parallel = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+PARALLELS = get_args(Parallel)
+
+#: The bytes of a number.
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_LEAST = {"seq_len": 1, "devices": 1, "ring_size": 1, "batch_size": 1, "mlp_tokens_at_once": 0, "overhead": 0}
+_WORDS = {
+    "dtype": tuple(NUMBER_BYTES),
+    "master_dtype": tuple(NUMBER_BYTES),
+    "parallel": PARALLELS,
+    "device": ("cuda", "cpu"),
+}
+
+
+@dataclass(frozen=True)
+class TrainingSetting:
+    """The training step that is estimated; `estimate` describes the arguments of the same names."""
+
+    seq_len: int
+    devices: int
+    ring_size: int
+    batch_size: int
+    dtype: str
+    master_dtype: str
+    parallel: Parallel
+    checkpointing: bool
+    offload: bool
+    offload_optimizer: bool
+    accumulate: bool
+    mlp_tokens_at_once: int
+    layout: Any
+    transport: str
+    heads: int | None
+    device: str
+    overhead: int
+
+    def check(self) -> None:
+        """Checks the setting.
+
+        Raises:
+            ValueError: numbers that do not go together, or a word that is not known.
+        """
+        for name, least in _LEAST.items():
+            number = getattr(self, name)
+            if not isinstance(number, int) or isinstance(number, bool) or number < least:
+                raise ValueError(f"estimate: {name} must be an integer of at least {least}, got {number!r}")
+        for name, known in _WORDS.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"estimate: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        rings, left = divmod(self.devices, self.ring_size)
+        if left:
+            raise ValueError(
+                f"estimate: {self.devices} devices do not divide into rings of {self.ring_size}: {self.devices} = {rings} * "
+                f"{self.ring_size} + {left}"
+            )
+        check_choices(self.layout, self.transport, self.ring_size, self.heads)
+
+    @property
+    def local_tokens(self) -> int:
+        """The tokens that a rank holds, with padding, in all rows of the batch."""
+        # The layout with the most padding: a zigzag has two pieces a rank.
+        kind: Literal["zigzag", "contiguous"] = "zigzag" if self.ring_size > 1 else "contiguous"
+        return SequenceLayout(kind, self.seq_len, self.ring_size).local_len * self.batch_size
+
+    @property
+    def number_bytes(self) -> int:
+        """The bytes of an activation."""
+        return NUMBER_BYTES[self.dtype]
+
+    @property
+    def master_bytes(self) -> int:
+        """The bytes of a parameter that is kept."""
+        return NUMBER_BYTES[self.master_dtype]
+
+    @property
+    def zero(self) -> bool:
+        """Whether DeepSpeed's ZeRO divides the optimizer, which keeps float32 copies of parameters."""
+        return self.parallel.startswith("zero")
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    """A line of an estimate.
+
+    Attributes:
+        name: what holds the memory.
+        bytes: on each device, or in its host memory if `host` is set.
+        formula: how the bytes were computed, with numbers.
+        source: where the formula comes from.
+    """
+
+    name: str
+    bytes: int
+    formula: str
+    source: str
+    host: bool = False
+
+
+def total_bytes(parts: Sequence[MemoryPart], host: bool = False) -> int:
+    """Returns the bytes of the parts on a device, or in its host memory."""
+    return sum(part.bytes for part in parts if part.host == host)

@@ -1,0 +1,202 @@
+"""The sizes of a model that decide its memory: parameters, and the modules of each layer.
+
+The model is made on torch's meta device, where tensors have no data, and its parameters are read by their names.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from ..hf.models import supported_models
+from ..hf.registration import IMPLEMENTATION
+from ..hf.support import mixers_of
+from ..plan.patterns import Pattern
+from .attention import ModelAttention
+from .models import attention_of_model, config_of
+
+#: The names of the last matrix of an MLP, [width, features]; the matrices of stacked experts have one dimension more.
+_LAST_OF_MLP = ("down_proj", "w2", "output_linear")
+#: The names of the matrix that a gated MLP has beside the matrix of its inputs, or joined with it.
+_GATES = ("gate_proj", "w3", "gate_up_proj", "input_linear")
+#: The names of norms of queries and keys over each head.
+_HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
+#: The names that configs have for the experts of a token, and for the features of an MLP.
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
+_MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "inner_dim")
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer computes with and keeps.
+
+    Attributes:
+        parameters: of the layer, all experts included.
+        mlp_width: the features of the MLP that a token passes: with experts, of all experts of a token together.
+        experts, experts_per_token: 0 in a dense layer.
+        gated: whether the MLP multiplies two projections.
+        norm_widths: the features of each norm whose output goes to linear layers.
+        head_norm_width: the features of norms of queries and keys, whose outputs the rotary embedding takes.
+        attends: whether it has attention; layers of hybrids may lack it.
+        gate_width: the features of a gate of attention's output, and of the product; 0 without.
+        shared: how many of the parameters a layer behind it has, too.
+    """
+
+    parameters: int
+    mlp_width: int
+    experts: int
+    experts_per_token: int
+    gated: bool
+    norm_widths: tuple[int, ...]
+    head_norm_width: int
+    attends: bool
+    gate_width: int
+    shared: int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a model.
+
+    Attributes:
+        attention: heads, and the pattern of each layer.
+        embedding: the parameters of the token embeddings; the head has as many, or is the same tensor.
+        parameters: all of them; `largest` are the parameters of the largest tensor.
+    """
+
+    attention: ModelAttention
+    model_type: str
+    width: int
+    vocabulary: int
+    embedding: int
+    layers: tuple[LayerShape, ...]
+    parameters: int
+    largest: int
+
+
+def shape_of_model(model: Any, pattern: Pattern | None = None) -> ModelShape:
+    """Returns the sizes of a model.
+
+    Args:
+        model: a Transformers model or config, the dict of a config, a folder with a config.json, or an id of the hub.
+        pattern: replaces the pattern that the config has for layers without a window of their own.
+
+    Raises:
+        ValueError: a model that the package does not compute, or a config without the sizes that decide its memory.
+    """
+    config = config_of(model)
+    text = copy.deepcopy(config.get_text_config())
+    support = next((one for one in supported_models() if one.model_type == text.model_type), None)
+    if support is not None and support.status == "refused":
+        raise ValueError(f"models of type {text.model_type!r} are not computed: {support.reason}")
+    try:
+        attention = attention_of_model(config, config.name_or_path or text.model_type, pattern)
+    except NotImplementedError as error:
+        raise ValueError(str(error)) from None
+    if hasattr(text, IMPLEMENTATION):
+        delattr(text, IMPLEMENTATION)  # Only the sizes of the model count here.
+    try:
+        with torch.device("meta"):
+            made: Any = AutoModelForCausalLM.from_config(text, attn_implementation="eager", trust_remote_code=False)
+    except ValueError as error:
+        raise ValueError(f"Transformers makes no causal language model of type {text.model_type!r}") from error
+    sizes = [parameter.numel() for parameter in made.parameters()]
+    embeddings = made.get_input_embeddings().weight
+    width = embeddings.shape[1] if getattr(text, "hidden_size", None) is None else text.hidden_size
+    return ModelShape(
+        attention=attention,
+        model_type=text.model_type,
+        width=width,
+        vocabulary=text.vocab_size,
+        embedding=embeddings.numel(),
+        layers=_read_layers(made, config.get_text_config(decoder=True), attention, width),
+        parameters=sum(sizes),
+        largest=max(sizes),
+    )
+
+
+def _read_layers(
+    made: nn.Module, text: PretrainedConfig, attention: ModelAttention, width: int
+) -> tuple[LayerShape, ...]:
+    count = text.num_hidden_layers
+    stack = next((x for x in made.modules() if isinstance(x, nn.ModuleList) and len(x) == count), None)
+    if stack is None:
+        raise ValueError(f"no list of {count} layers was found in a model of type {text.model_type!r}")
+    in_mixers = {id(x) for _, mixer in mixers_of(made, text) for x in mixer.parameters()}
+    counted: set[int] = set()
+    layers: list[LayerShape] = []
+    # Backward meets the last layer first, so parameters that several layers have get their gradients there.
+    for number, layer in reversed(list(enumerate(stack))):
+        sizes = {id(x): x.numel() for x in layer.parameters()}
+        shared = sum(size for one, size in sizes.items() if one in counted)
+        counted |= sizes.keys()
+        outside = {path: tuple(x.shape) for path, x in layer.named_parameters() if id(x) not in in_mixers}
+        layers.append(_layer(outside, text, attention, width, number in attention.numbers, sum(sizes.values()), shared))
+    return tuple(reversed(layers))
+
+
+def _layer(
+    outside: dict[str, tuple[int, ...]],
+    text: PretrainedConfig,
+    attention: ModelAttention,
+    width: int,
+    attends: bool,
+    parameters: int,
+    shared: int,
+) -> LayerShape:
+    """Returns one layer.
+
+    Args:
+        outside: the shapes of the parameters by their paths, without the parameters of mixers.
+    """
+    norms, head_norms, dense, gate, gated = [], 0, 0, 0, False
+    experts, expert_width, outputs = 0, 0, attention.num_heads * attention.value_dim
+    for path, shape in outside.items():
+        names = path.split(".")
+        name = names[-2] if names[-1] == "weight" else names[-1]
+        gated = gated or name in _GATES
+        if name in _HEAD_NORMS:
+            head_norms += 1
+        elif len(shape) == 1 and names[-1] != "bias" and ("norm" in name or shape[0] == width):
+            norms.append(shape[0])
+        elif name in _LAST_OF_MLP and len(shape) == 3:
+            experts, expert_width = shape[0], max(expert_width, shape[1] * shape[2] // width)
+        elif name in _LAST_OF_MLP and re.search(r"experts\.\d+\.", path):
+            experts, expert_width = experts + 1, shape[1]
+        elif name in _LAST_OF_MLP and ".experts." in path:
+            raise ValueError(
+                f"the experts of {attention.model_type!r} are in one matrix, {path}, and cannot be counted"
+            )
+        elif name in _LAST_OF_MLP and len(shape) == 2:
+            dense += shape[1]
+        elif name == "g_proj":
+            gate = outputs + shape[0]
+        elif name == "q_proj" and attends and shape[0] == 2 * attention.num_heads * attention.head_dim:
+            gate = 2 * outputs  # The gates are half of the outputs of the projection.
+    per_token = (_first(text, _EXPERTS_PER_TOKEN) or 1) if experts else 0
+    mlp_width = per_token * expert_width + dense
+    if not mlp_width and attention.mixers is None:  # An MLP whose matrices have other names.
+        mlp_width = _first(text, _MLP_WIDTHS) or 4 * width
+    return LayerShape(
+        parameters=parameters,
+        mlp_width=mlp_width,
+        experts=experts,
+        experts_per_token=per_token,
+        gated=gated,
+        norm_widths=tuple(norms),
+        head_norm_width=attention.head_dim * (attention.num_heads + attention.num_kv_heads) if head_norms else 0,
+        attends=attends,
+        gate_width=gate,
+        shared=shared,
+    )
+
+
+def _first(text: PretrainedConfig, names: tuple[str, ...]) -> int:
+    """Returns the number under the first of these names that has one; 0 if none has."""
+    return next((x for x in (getattr(text, name, None) for name in names) if isinstance(x, int)), 0)

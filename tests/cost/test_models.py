@@ -1,0 +1,224 @@
+"""The attention that a config describes, against the attributes that Transformers' models read; and refusals."""
+
+import json
+
+import pytest
+from transformers import CONFIG_MAPPING, LlamaConfig
+
+import hf_ring_attention as ra
+from hf_ring_attention.cost.models import attention_of_model, config_of, load_config
+from hf_ring_attention.hf.hybrid_types import MIXERS
+from hf_ring_attention.plan.branches import Segment, Window
+from hf_ring_attention.plan.patterns import Pattern
+from hf_ring_attention.tools.loading import check_kv_heads, check_positions
+
+from ..support.releases import needs_mixers
+
+
+def written(folder, config):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def attention_in(folder, pattern=None):
+    return attention_of_model(load_config(folder), folder, pattern)
+
+
+SMALL = {"model_type": "llama", "num_attention_heads": 8, "hidden_size": 512, "num_hidden_layers": 6}
+SUPPORTED = [
+    model.model_type
+    for model in ra.supported_models()
+    if model.status == "supported" and model.ring and model.model_type in CONFIG_MAPPING
+]
+#: Types whose default configs are refused: hybrids that do not name their layers, and layers that differ or run twice.
+REFUSED = {
+    "bamba": "no layer of .* attends",
+    "granitemoehybrid": "no layer of .* attends",
+    "lfm2_moe": "needs layer_types",
+    "dory": r"runs some layers 2 times",
+    **dict.fromkeys(
+        ("gemma4", "gemma4_text", "gemma4_unified_text"), r"differ in (global_)?head_dim: expected one kind"
+    ),
+}
+
+
+def branches_of(text):
+    """The window or the chunks of each layer that attends, as Transformers' models choose them."""
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * (
+        text.num_hidden_layers
+    )
+    made = {
+        "sliding_attention": (Window, window),
+        "chunked_attention": (Segment, getattr(text, "attention_chunk_size", 0)),
+    }
+    mixing = {"linear_attention", "mamba", "conv", "mlp", "moe"}
+    return [made[kind][0](made[kind][1]) if kind in made else None for kind in kinds if kind not in mixing]
+
+
+def test_heads_and_windows_are_those_that_transformers_reads(tmp_path):
+    wrong, sliding = {}, 0
+    assert len(SUPPORTED) > 70
+    for model_type in SUPPORTED:
+        config = CONFIG_MAPPING[model_type]()
+        config.save_pretrained(tmp_path / model_type)
+        text = config.get_text_config(decoder=True)
+        if model_type in REFUSED or text.model_type in REFUSED:
+            with pytest.raises(ValueError, match=REFUSED.get(model_type) or REFUSED[text.model_type]):
+                attention_in(str(tmp_path / model_type))
+            continue
+        attention = attention_in(str(tmp_path / model_type))
+        heads = text.num_attention_heads
+        kv_heads = getattr(text, "num_key_value_heads", None) or (1 if getattr(text, "multi_query", False) else heads)
+        if hasattr(text, "attn_config"):
+            kv_heads = text.attn_config.kv_n_heads
+        head_dim = getattr(text, "head_dim", None) or getattr(text, "kv_channels", None) or text.hidden_size // heads
+        if getattr(text, "qk_nope_head_dim", None):  # Latent attention expands its keys.
+            head_dim, kv_heads = text.qk_nope_head_dim + text.qk_rope_head_dim, heads
+        read = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        patterns = [Pattern((branch,)) if branch else Pattern.exact() for branch in branches_of(text)]
+        if read != (heads, kv_heads, head_dim) or list(attention.layers) != patterns:
+            wrong[model_type] = read, (heads, kv_heads, head_dim)
+        sliding += any(attention.sliding)
+        assert text.model_type in MIXERS or attention.numbers == tuple(range(text.num_hidden_layers))
+    assert sliding > 15
+    assert not wrong
+
+
+@pytest.mark.parametrize("make", [CONFIG_MAPPING["gpt2"], LlamaConfig])
+def test_rows_fit_the_positions_by_any_of_their_names(make):
+    config = make(max_position_embeddings=7)
+    check_positions(config, 7)
+    with pytest.raises(ValueError, match="positions for 7 tokens, and rows have 10"):
+        check_positions(config, 10)
+
+
+def test_a_pattern_by_head_is_for_the_heads_of_the_model():
+    by_head = Pattern.parse("kv0=window:8;kv1=exact")
+    check_kv_heads(LlamaConfig(num_attention_heads=4, num_key_value_heads=2), "x", by_head)
+    with pytest.raises(ValueError, match="2 key/value heads"):
+        check_kv_heads(LlamaConfig(num_attention_heads=4, num_key_value_heads=4), "x", by_head)
+
+
+def test_patterns_that_were_saved_are_found(tmp_path):
+    config = ra.patch_config(CONFIG_MAPPING["mistral"](num_hidden_layers=3, sliding_window=64), "window:32+4")
+    config = ra.patch_config(config, "pyramid:32,2", layers=[1])
+    config.save_pretrained(tmp_path)
+    attention = attention_in(str(tmp_path))
+    assert [str(pattern) for pattern in attention.layers] == ["window:64", "pyramid:32,2", "window:64"]
+    assert str(attention.base) == "window:32+4"
+    assert attention.sliding == (True, False, True)
+    assert attention_of_model(config_of(config.to_dict()), "x") == attention_of_model(config, "x")
+    assert str(attention_in(str(tmp_path), Pattern.exact()).base) == "exact"
+
+
+def test_a_pattern_replaces_those_that_were_saved():
+    config = ra.patch_config(ra.patch_config(LlamaConfig(num_hidden_layers=3), "window:8"), "window:4", layers=[1])
+    assert [str(one) for one in attention_of_model(config, "x").layers] == ["window:8", "window:4", "window:8"]
+    assert {str(one) for one in attention_of_model(config, "x", ra.Pattern.exact()).layers} == {"exact"}
+    assert config.ring_dilated["layers"], "the config of the caller is left as it was"
+
+
+def test_a_pattern_is_of_the_layers_without_a_window(tmp_path):
+    types = {
+        "model_type": "gemma3_text",
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "sliding_window": 8,
+    }
+    attention = attention_in(written(tmp_path, {**SMALL, **types}), Pattern.parse("pyramid:32,2"))
+    assert [str(pattern) for pattern in attention.layers] == ["window:8", "pyramid:32,2"] * 3
+
+
+def test_latent_attention_has_wider_keys_than_values():
+    attention = attention_of_model(config_of({**SMALL, "model_type": "deepseek_v3", "num_key_value_heads": 8}), "x")
+    assert (attention.head_dim, attention.value_dim, attention.num_kv_heads) == (192, 128, 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**SMALL, "ring_dilated": {"pattern": 3}}, "config.ring_dilated must be what ra.patch_config"),
+        ([1], "cannot be read"),
+        ({"num_hidden_layers": 2}, "cannot be read: Unrecognized model"),
+        ({**SMALL, "model_type": "nothing"}, "cannot be read: .*`nothing`"),
+        ({**SMALL, "num_hidden_layers": 10**12}, "cannot be read: num_hidden_layers=1000000000000 is more than 65536"),
+        ({"model_type": "gemma3", "text_config": {**SMALL, "num_hidden_layers": 10**12}}, "is more than 65536"),
+        ({**SMALL, "num_attention_heads": 10**9}, "num_attention_heads=1000000000 is more than 65536"),
+        ({**SMALL, "num_attention_heads": 0}, "cannot be read|num_attention_heads of at least 1, got 0"),
+        ({**SMALL, "num_key_value_heads": float("inf")}, "num_key_value_heads=inf is more than"),
+        ({**SMALL, "num_key_value_heads": [8] * 6}, "cannot be read|differ in num_key_value_heads"),
+        ({**SMALL, "head_dim": "64"}, "cannot be read"),
+        ({"model_type": "mixtral", "num_local_experts": 10**12}, "num_local_experts=1000000000000 is more than"),
+    ],
+    ids=str,
+)
+def test_a_config_that_describes_no_model_is_refused_in_few_words(config, message, tmp_path):
+    with pytest.raises(ValueError, match=message) as caught:
+        attention_in(written(tmp_path / "x", config))
+    if "patch_config" not in message:
+        assert len(str(caught.value).split()) <= 30
+
+
+def test_without_a_config_the_error_names_the_remedy(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match=r"has no config\.json: name the folder of a model"):
+        load_config(str(tmp_path))
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_config(str(tmp_path / "file"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="the config of 'nobody/nothing' cannot be read: "):
+        load_config("nobody/nothing")
+    with pytest.raises(ValueError, match="knows no model_type 'nothing': set"):
+        config_of({"model_type": "nothing"})
+
+
+def test_the_code_of_a_model_runs_only_if_asked_for(tmp_path):
+    own = {"auto_map": {"AutoConfig": "own.OwnConfig"}, "model_type": "own"}
+    folder = written(tmp_path, own)
+    (tmp_path / "own.py").write_text(
+        "from transformers import PretrainedConfig\n\n\nclass OwnConfig(PretrainedConfig):\n    model_type = 'own'\n"
+    )
+    with pytest.raises(ValueError, match=r"trust_remote_code|custom code"):
+        load_config(folder)
+    assert type(load_config(folder, trust=True)).__name__ == "OwnConfig"
+
+
+HYBRID = {**SMALL, "num_hidden_layers": 4}
+DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
+DELTA |= {"linear_conv_kernel_dim": 4}
+
+
+@needs_mixers
+@pytest.mark.parametrize(
+    ("config", "attending", "mixing"),
+    [
+        ({"model_type": "qwen3_next", "full_attention_interval": 2, **DELTA}, (1, 3), (0, 2)),
+        ({"model_type": "jamba", "attn_layer_period": 3, "attn_layer_offset": 1}, (1,), (0, 2, 3)),
+        (
+            {"model_type": "bamba", "attn_layer_indices": [2], "mamba_n_heads": 16, "mamba_d_head": "auto"},
+            (2,),
+            (0, 1, 3),
+        ),
+        ({"model_type": "falcon_h1"}, (0, 1, 2, 3), (0, 1, 2, 3)),
+        ({"model_type": "lfm2", "full_attn_idxs": [0]}, (0,), (1, 2, 3)),
+        ({"model_type": "zamba", "layers_block_type": ["mamba", "hybrid"] * 2}, (1, 3), (0, 1, 2, 3)),
+        ({"model_type": "minimax", "layer_types": ["linear_attention", "full_attention"] * 2}, (1, 3), (0, 2)),
+        ({"model_type": "recurrent_gemma", "block_types": ["recurrent", "recurrent", "attention"]}, (2,), (0, 1, 3)),
+    ],
+    ids=lambda x: x["model_type"] if isinstance(x, dict) else str(x),
+)
+def test_layers_that_attend_and_mixers_are_counted_apart(config, attending, mixing):
+    attention = attention_of_model(config_of({**HYBRID, **config}), "x")
+    assert attention.numbers == attending
+    assert attention.mixers is not None and attention.mixers.layers == mixing
+    assert (attention.mixers.numbers is None) == (config["model_type"] in ("minimax", "recurrent_gemma"))
+
+
+@needs_mixers
+def test_letters_of_layers_are_read():
+    sizes = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 4, "n_groups": 2, "conv_kernel": 4}
+    config = {**SMALL, **sizes, "model_type": "nemotron_h", "hybrid_override_pattern": "M-M*E", "num_hidden_layers": 5}
+    attention = attention_of_model(config_of(config), "x")
+    assert (attention.numbers, attention.mixers.layers) == ((3,), (0, 2))
+    assert attention.mixers.numbers.channels == 8 * 16 + 2 * 2 * 4
