@@ -60,18 +60,26 @@ def load_config(model: str, *, trust: bool = False) -> PretrainedConfig:
         _check_counts(written)
         config: PretrainedConfig = AutoConfig.from_pretrained(model, trust_remote_code=trust)
     except _UNREADABLE as error:
+        if isinstance(error, OSError) and not Path(model).exists():
+            raise ValueError(
+                f"there is no folder {model!r}, and the hub gives no config.json of that name: name a folder with one"
+            ) from error
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{model!r} brings code of its own: read it, and pass --trust-remote-code if you trust it"
+            ) from error
         raise ValueError(f"the config of {model!r} cannot be read: {_brief(error)}") from error
     return config
 
 
-def config_of(model: Any, *, trust: bool = False) -> PretrainedConfig:
+def config_of(model: Any) -> PretrainedConfig:
     """Returns the config of a Transformers model, of a config's dict, or of what `load_config` takes; or a config itself.
 
     Raises:
         ValueError: as `load_config`.
     """
     if isinstance(model, str):
-        return load_config(model, trust=trust)
+        return load_config(model)
     if isinstance(model, Mapping):
         model_type = str(model.get("model_type"))
         if model_type not in CONFIG_MAPPING:

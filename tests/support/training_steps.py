@@ -51,10 +51,7 @@ def small_config(heads=8):
 def measured_and_estimated(step):
     """The peak of the busiest process beyond what it held before its model was made, and the estimate of that, in bytes."""
     measured = max(run_ranks(_peak, step.devices, step))
-    setting = {
-        name: getattr(step, name)
-        for name in ("devices", "ring_size", "pattern", "parallel", "checkpointing", "offload")
-    }
+    setting = {name: value for name, value in vars(step).items() if name not in ("tokens", "heads")}
     answer = ra.estimate(
         small_config(step.heads), step.tokens, **setting, dtype="float32", master_dtype="float32", device="cpu"
     )

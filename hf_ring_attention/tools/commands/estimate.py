@@ -16,6 +16,7 @@ from ..options import (
     LayoutName,
     RingHeads,
     TransportName,
+    TrustRemoteCode,
     choice_option,
     memory_option,
     model_option,
@@ -85,6 +86,7 @@ def estimate_command(
         ),
     ] = None,
     plot: Annotated[Path | None, picture_option("--plot", "Draw memory by length.")] = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what a training step would hold on each device, by part, and what fits.
@@ -92,13 +94,14 @@ def estimate_command(
     Nothing runs and no weights are loaded. Each line has its formula; with --json also its source.
     """
     from ...cost.estimate import estimate  # It loads Transformers, which takes seconds.
+    from ...cost.models import load_config
 
     # Plans of many ranks are some hundred thousand objects without circles, and searching them for circles takes a while.
     gc.disable()
     with spinner(f"planning {seq_len} tokens over {ring_size or devices} ranks"):
         try:
             answer = estimate(
-                model,
+                load_config(model, trust=trust_remote_code),
                 seq_len,
                 devices=devices,
                 ring_size=ring_size,

@@ -29,6 +29,7 @@ from ..options import (
     RingRanks,
     RowTokens,
     TransportName,
+    TrustRemoteCode,
     checked,
     documents_of_lengths,
     model_option,
@@ -86,6 +87,7 @@ def explain_command(
     layout: LayoutName = "auto",
     transport: TransportName = "auto",
     ring_heads: RingHeads = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what attention over a ring would do: layout, transport, FLOPs and bytes.
@@ -98,7 +100,7 @@ def explain_command(
         except ValueError as error:
             raise refuse(str(error), "--ring-heads") from None
     wanted = None if pattern is None else Pattern.parse(pattern)
-    attention = asked_attention(model, wanted, heads, kv_heads, head_dim, layers, ranks)
+    attention = asked_attention(model, wanted, heads, kv_heads, head_dim, layers, ranks, trust_remote_code)
 
     rows = None if documents is None else documents_of_lengths(documents, tokens) * batch_size
     spans = (((0, tokens),),) * batch_size if rows is None else rows
@@ -146,13 +148,14 @@ def asked_attention(
     head_dim: int | None,
     layers: int,
     ranks: int,
+    trust: bool = False,
 ) -> ModelAttention:
     """Returns the attention that options ask for: a model's, or heads in numbers."""
     if model is not None:
         for option, value in (("--heads", heads), ("--kv-heads", kv_heads), ("--head-dim", head_dim)):
             if value is not None:
                 raise refuse("--model says it already: leave one of them out", option)
-        attention = checked("--model", _attention_of, model, pattern)
+        attention = checked("--model", _attention_of, model, pattern, trust)
         support = support_of(attention.model_type)
         if support is not None and support.status == "refused":
             raise refuse(f"models of type {support.model_type!r} are not computed: {support.reason}", "--model")
@@ -179,11 +182,14 @@ def asked_attention(
     )
 
 
-def _attention_of(model: str, pattern: Pattern | None) -> ModelAttention:
+def _attention_of(model: str, pattern: Pattern | None, trust: bool) -> ModelAttention:
     from ...cost.models import attention_of_model, load_config  # It loads Transformers, which takes seconds.
 
-    with spinner(f"reading the config of {model}"):
-        return attention_of_model(load_config(model), model, pattern)
+    try:
+        with spinner(f"reading the config of {model}"):
+            return attention_of_model(load_config(model, trust=trust), model, pattern)
+    except ValueError as error:
+        raise ValueError(f"{error}; or, for attention alone, give --heads, --kv-heads and --head-dim") from None
 
 
 def _kinds(
