@@ -163,10 +163,11 @@ def estimate(
         overhead=overhead,
     )
     setting.check()
+    wanted = None if pattern is None else as_pattern(pattern, "estimate")
     try:
-        shape = shape_of_model(model_or_config, None if pattern is None else as_pattern(pattern, "estimate"))
+        shape = shape_of_model(model_or_config, wanted)
     except ValueError as error:
-        raise ValueError(str(error) if str(error).startswith("estimate:") else f"estimate: {error}") from None
+        raise ValueError(f"estimate: {error}") from None
     if shape.attention.mixers is not None and not checkpointing:
         raise ValueError(
             "estimate: without checkpointing, what the mixers of a hybrid save decides the peak, and it is not counted: set "
@@ -183,9 +184,8 @@ def estimate(
     parts = tuple(part for part in phases[peak] if part.bytes and not part.host)
     parts += tuple(part for part in waiting if part.bytes and part.host)
     together = {name: total + total_bytes(phases[name], host=True) for name, total in totals.items()}
-    return Estimate(
-        shape, setting, parts, totals, together, {str(one): call for one, call in exchanges.items()}, memory
-    )
+    by_text = {str(pattern): call for pattern, call in exchanges.items()}
+    return Estimate(shape, setting, parts, totals, together, by_text, memory)
 
 
 def refusal_of_gathered_rows(shape: ModelShape, setting: TrainingSetting) -> str | None:
@@ -293,23 +293,14 @@ def _in_loss(
     """Returns what the loss holds, which computes its gradients with each slice."""
     tokens, size = setting.local_tokens, setting.number_bytes
     logits, formula = logits_bytes(shape, setting)
-    # The last norm, its output, and the gradient of this.
-    norm = tokens * shape.width * (4 + 3 * size)
-    of_slice = shape.embedding * (4 + setting.master_bytes)
+    numbers = 4 + 3 * size  # The last norm, its output, and the gradient of this.
+    norm = f"{tokens:,} tokens x {shape.width} x {numbers} bytes"
+    head = f"{shape.embedding:,} x (4 bytes of all slices + {setting.master_bytes} of one)"
+    adding = "the loss adds the gradients of slices in float32"
     return [
         _gradients(setting, all_gradients if setting.accumulate else 0),
         _saved(shape, setting, layers),
-        MemoryPart(
-            "hidden states of the loss",
-            norm,
-            f"{tokens:,} tokens x {shape.width} x {4 + 3 * size} bytes",
-            SAVED_BY_AUTOGRAD,
-        ),
+        MemoryPart("hidden states of the loss", tokens * shape.width * numbers, norm, SAVED_BY_AUTOGRAD),
         MemoryPart("logits", logits, formula, "a slice of the loss (hf/lm_loss.py)"),
-        MemoryPart(
-            "gradient of the head",
-            of_slice,
-            f"{shape.embedding:,} x (4 bytes of all slices + {setting.master_bytes} of one)",
-            "the loss adds the gradients of slices in float32",
-        ),
+        MemoryPart("gradient of the head", shape.embedding * (4 + setting.master_bytes), head, adding),
     ]

@@ -26,6 +26,7 @@ from ..plan.traffic import Bytes, RankTraffic, RowBytes, collective_traffic, rin
 
 #: The bytes of a number, and of a number of its sums (`compute.merge.accumulation_dtype`), by the name of the dtype.
 _BYTES = {"float16": (2, 4), "bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}
+_ROW_NUMBERS = {"ring": ring_numbers, "collective": collective_numbers, "heads": heads_numbers}
 #: Groups that exchange heads are shown up to this many ranks, because the rings of each kind of group must be planned.
 MOST_RANKS_OF_GROUPS = 16
 
@@ -189,13 +190,8 @@ def explain(
     check_choices("auto" if isinstance(layout, SequenceLayout) else layout, transport, world_size, heads)
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     value_dim = head_dim if value_dim is None else value_dim
-    for name, number in (
-        ("num_heads", num_heads),
-        ("num_kv_heads", num_kv_heads),
-        ("head_dim", head_dim),
-        ("value_dim", value_dim),
-        ("batch_size", batch_size),
-    ):
+    numbers = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+    for name, number in (numbers | {"batch_size": batch_size}).items():
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"explain: {name} must be an integer of at least 1, got {number!r}")
     SequenceLayout("contiguous", seq_len, world_size)  # it refuses lengths and world sizes below 1
@@ -246,9 +242,9 @@ def explain(
         balance=balance,
         groups=_groups(problem, sizes),
         row_numbers={
-            name: max(numbers(problem, busiest, joining) for joining in (PADDED, PACKED))
-            for name, numbers in (("ring", ring_numbers), ("collective", collective_numbers), ("heads", heads_numbers))
-            if name != "heads" or by_heads
+            name: max(numbers_of(problem, busiest, joining) for joining in (PADDED, PACKED))
+            for name, numbers_of in _ROW_NUMBERS.items()
+            if name in balance
         },
     )
 
