@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from ..plan.layouts import SequenceLayout
+from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
 from .heads import SliceLoss
 
@@ -82,6 +83,8 @@ class ForwardPass:
         parts: whether the decoder's last hidden states stay parts: the head or the caller computes with them.
         keep: [k] the tokens whose hidden states the head needs; None for all.
         head: what the head computes from parts; None if it computes with whole rows.
+        own_patterns: the patterns of layers that have their own; None before the first layer.
+        calls: the calls of attention so far, by the kind of layer.
         attended: whether a layer has attended by ring_dilated.
         outer: the call inside which this one runs.
         frame: the call of the module that makes this pass, while it runs; None afterwards.
@@ -98,6 +101,8 @@ class ForwardPass:
     parts: bool = False
     keep: Tensor | None = None
     head: HeadOnParts | None = None
+    own_patterns: Mapping[int, Pattern] | None = None
+    calls: dict[Any, Any] = field(default_factory=dict)
     attended: bool = False
     outer: ForwardPass | None = None
     frame: FrameType | None = None

@@ -147,8 +147,9 @@ def forward_pass(
 ) -> Pass:
     """Returns the attention of all that the transport yields; out has the dtype of q."""
     with without_autocast(q):
-        if transport.whole is not None:
-            out, lse = kernel.forward(q, k, v, transport.whole.shape, scale)
+        whole = transport.whole
+        if whole is not None:
+            out, lse = kernel.forward(q, k, v, whole.shape, scale)
         else:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
             dtype = accumulation_dtype(q.dtype)
@@ -169,8 +170,9 @@ def backward_pass(
     """Returns dq, dk and dv, in the accumulation dtype or that of q, and the gradient of sinks, if there are any."""
     q, k, v, out, lse = done
     with without_autocast(q):
-        if transport.whole is not None:
-            dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, transport.whole.shape, scale)
+        whole = transport.whole
+        if whole is not None:
+            dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, whole.shape, scale)
         else:
             dout = dout.contiguous()
             dq, dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(q.dtype)) for x in (q, k, v))

@@ -360,6 +360,18 @@ class Ring:
             return agreement(lambda values, error, _: self._calls.agree(call, values, error))
         return agreement(partial(self.agree_everywhere if everywhere else self.agree, call))
 
+    def digest(self, call: str, values: Mapping[str, Any]) -> int:
+        """Returns the number that stands for a call and its values when ranks compare them."""
+        return self._calls.digest(call, values)
+
+    def compare(self, call: str, values: Mapping[str, Any], digest: int) -> None:
+        """Checks that all ranks make this call, whose digest is known.
+
+        Raises:
+            ValueError: on every rank, if the ranks differ.
+        """
+        agree(self._communicator, "rank", call, values, None, digest=digest)
+
     def backward_check(self) -> Callable[[], None] | None:
         """Returns what the backward pass of a call does first, as `Calls.backward_check` says."""
         return self._calls.backward_check()
