@@ -98,11 +98,11 @@ def ring_dilated_attention(
     query, key, value = _autocast(query, key, value)
     now = forward_pass_of(getattr(module, "config", None))
     key_of_call = query, key, value, attention_mask, s_aux, dropout, scaling, sliding_window, softcap
-    layer = None if now is None else now.calls.get(_kind(module, now, *key_of_call, kwargs))
+    layer = None if now is None else now.calls.get(_kind_of_call(module, now, *key_of_call, kwargs))
     if layer is None:
         layer = _layer_call(module, now, *key_of_call, kwargs)
         if now is not None and layer.tokens.causal is not None:  # Its mask, and not the layer, says what it sees.
-            now.calls[_kind(module, now, *key_of_call, kwargs)] = layer
+            now.calls[_kind_of_call(module, now, *key_of_call, kwargs)] = layer
     else:
         layer.call.compare()
     layout, valid = layer.tokens.layout, layer.tokens.valid
@@ -122,7 +122,7 @@ def ring_dilated_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _kind(
+def _kind_of_call(
     module: nn.Module,
     now: ForwardPass,
     query: Tensor,

@@ -14,8 +14,8 @@ import torch
 from transformers.integrations import hub_kernels
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf import states
 from hf_ring_attention.hf.support import mixers_of
+from hf_ring_attention.hybrids import states
 
 from ..support.probe import GRADIENTS, LOGITS, alone, batch, errors, logits_and_gradients, over_ring
 from ..support.ranks import run_simulated

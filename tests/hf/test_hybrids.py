@@ -9,11 +9,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.private import checkpoint_activations
-from hf_ring_attention.hf import mixers, states, support
+from hf_ring_attention.hf import support
 from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.hf.documents import documents_from_mask, documents_of_rows
 from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.hf.support import mixers_of
+from hf_ring_attention.hybrids import mixers, states
 
 from ..support.probe import BATCHES, GRADIENTS, LOGITS, TOKENS, alone, batch, distance, errors, over_ring
 from ..support.ranks import run_simulated

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf import states
+from hf_ring_attention.hybrids import states
 from hf_ring_attention.plan.state_runs import runs_of
 from hf_ring_attention.tools.estimates.live_bytes import LiveBytes
 

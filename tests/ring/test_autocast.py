@@ -8,7 +8,7 @@ import torch
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.kernels import choose_kernel
-from hf_ring_attention.hf import states
+from hf_ring_attention.hybrids import states
 from hf_ring_attention.plan.problem import HeldKeys
 from hf_ring_attention.plan.state_runs import StateRun
 from tests.support.cached import cached_attention
