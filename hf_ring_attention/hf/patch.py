@@ -32,9 +32,10 @@ def patch_model(
     Args:
         pattern: passed to `patch_config`; None keeps what the config has. A model without a pattern and with an adapter of
             PEFT takes the pattern that the adapter was trained under, which is saved with it.
-        ring: the ranks over which the model's rows will be sharded; each forward pass then takes this rank's shard and
-            its `position_ids`. Under tensor parallelism these are the ranks with the same heads: `ra.Ring(mesh)` for a mesh of
-            ("cp", "tp"). None: this process computes whole sequences.
+        ring: the ranks that compute each row together. All of them call the model with the same whole rows, as one device
+            would, and get what one device returns: the same loss, logits and hidden states; the mean of their gradients is
+            the gradient of one device. Under tensor parallelism these are the ranks with the same heads: `ra.Ring(mesh)` for
+            a mesh of ("cp", "tp"). None: this process computes whole rows alone.
 
     Returns:
         The model.
