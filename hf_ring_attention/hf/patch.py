@@ -53,6 +53,12 @@ def patch_model(
         >>> changed = (model(ids).logits != logits).any(-1)[0]  # through 2 layers, token 5 reaches 6 tokens after it
         >>> changed.nonzero().flatten().tolist()
         [5, 6, 7, 8, 9, 10, 11]
+        >>> models = [tiny_llama(), tiny_llama()]  # the same on each rank of a ring
+        >>> def loss(ring):
+        ...     return ra.patch_model(models[ring.rank], "window:4+2", ring=ring)(ids, labels=ids).loss.item()
+        >>> alone = model(ids, labels=ids).loss.item()
+        >>> [abs(of_rank - alone) < 1e-5 for of_rank in ra.run_simulated(loss, 2)]
+        [True, True]
     """
     inner = unwrapped(model)
     if not isinstance(inner, PreTrainedModel):
