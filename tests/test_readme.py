@@ -1,10 +1,11 @@
-"""README.md: every snippet runs as it says, commands and links lead somewhere, names and quoted errors are the code's."""
+"""README.md and the program of recipes/README.md run as they say; commands, links, names and quoted errors are the code's."""
 
 import ast
 import contextlib
 import functools
 import importlib.util
 import io
+import json
 import os
 import re
 import runpy
@@ -59,6 +60,7 @@ def without_blocks(page):
 
 
 QUICK_START, PREAMBLE, TRAINER, TRL, ACCELERATE, GENERATION, SAVE = blocks(README, "python")
+(PREFERENCES,) = blocks(ROOT / "recipes" / "README.md", "python")
 #: What follows a snippet here: it tells what became of its model.
 TELL = "\nprint('weights', sum(x.double().sum().item() for x in model.parameters()))\n"
 
@@ -71,12 +73,15 @@ def folder(tmp_path_factory):
     (folder / "texts").mkdir()
     for number in range(8):
         (folder / "texts" / f"{number}.txt").write_text(f"Chapter {number}. " + "The quick brown fox jumps. " * 30)
+    pairs = [{"prompt": "Who jumps?", "chosen": " The quick brown fox.", "rejected": f" {x} dogs."} for x in range(8)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     (folder / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
     programs = {
         "quick_start": QUICK_START,
         "trainer": PREAMBLE + TRAINER + TELL,
         "trl": PREAMBLE + TRL + TELL,
         "accelerate": PREAMBLE + ACCELERATE + TELL,
+        "preferences": PREFERENCES + TELL,
         "generation": with_names_of_this_release(GENERATION),
     }
     for name, program in programs.items():
@@ -102,9 +107,9 @@ def printed(folder):
 
 
 def test_what_the_tests_replace_stands_in_the_snippets():
-    assert all(MODEL in snippet for snippet in (PREAMBLE, GENERATION, SAVE))
-    assert all(STEPS in snippet for snippet in (TRAINER, TRL))
-    assert all(ROW in snippet for snippet in (TRAINER, TRL, ACCELERATE))
+    assert all(MODEL in snippet for snippet in (PREAMBLE, GENERATION, SAVE, PREFERENCES))
+    assert all(STEPS in snippet for snippet in (TRAINER, TRL, PREFERENCES))
+    assert all(ROW in snippet for snippet in (PREAMBLE, TRL, PREFERENCES))
 
 
 def test_the_quick_start_prints_what_the_page_says(printed):
@@ -115,7 +120,7 @@ def test_the_quick_start_prints_what_the_page_says(printed):
     assert alone.replace("ring of 1", "") == together.replace("ring of 2", "")
 
 
-@pytest.mark.parametrize("way", ["trainer", "trl", "accelerate"])
+@pytest.mark.parametrize("way", ["trainer", "trl", "accelerate", "preferences"])
 def test_each_way_of_training_trains_one_model_on_both_processes(printed, folder, way):
     before = AutoModelForCausalLM.from_pretrained(folder / "model")
     start = sum(x.double().sum().item() for x in before.parameters())
