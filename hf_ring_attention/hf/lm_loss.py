@@ -22,8 +22,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ..compute.private import tree_map, without_numbers
 from ..plan.choices import Decision
 from ..ring.ring import Ring
-from .forward_pass import FORWARD_PASS, WholeRows
-from .heads import Head, HeadCall, SliceLoss, fitting_change, named_change, without_hooks
+from .forward_pass import Head, SliceLoss, WholeRows, running
+from .heads import HeadCall, fitting_change, named_change, without_hooks
 from .join import whole_rows
 from .loss_bytes import BYTES_AT_ONCE
 from .not_formed import logits_not_formed
@@ -321,8 +321,8 @@ def way_of_loss(model: PreTrainedModel, arguments: Mapping[str, Any], shape: tup
 
 def _running_loss(module: nn.Module | None) -> LossInSlices | None:
     """Returns the loss of the running call, if this is its output layer, or None is given."""
-    running = FORWARD_PASS.get()
-    head = None if running is None else running.head
+    now = running().forward_pass
+    head = None if now is None else now.head
     return head if isinstance(head, LossInSlices) and (module is None or head.output is module) else None
 
 

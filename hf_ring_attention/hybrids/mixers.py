@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 
 from ..hf.cache import ShardedCache, cache_in, cache_names
 from ..hf.documents import documents_from_mask
-from ..hf.forward_pass import ForwardPass, forward_pass_of
+from ..hf.forward_pass import ForwardPass, forward_pass_of, running_with
 from ..hf.hybrid_types import STATES_INSIDE
 from ..hf.rings import attached_ring
 from ..hf.support import mixers_of
@@ -31,7 +31,7 @@ from ..plan.problem import Documents
 from ..plan.state_runs import runs_of
 from ..ring.attention import UNTRACEABLE
 from ..ring.ring import Ring
-from .states import StatesBehind, can_pass, chain_of, passing
+from .states import StatesBehind, can_pass, chain_of
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +242,7 @@ def _by_states(
     if chain is not None:
         # All ranks exchange states, also those without such runs.
         group = linked + [(0, 0, 0)] * (chain.most - len(linked))
-        with passing(chain):
+        with running_with(chain=chain):
             outputs |= _together(module, hidden, group, kwargs, behind=False, longest=chain.longest)
     if behind is not None:
         behind.store_in(cache)

@@ -7,7 +7,7 @@ comes before its own runs. A causal convolution needs the last inputs of the run
 of runs.
 
 The functions that mixers call by name, in the namespace of their Transformers module, are replaced once by ones that do so
-while `passing` is on, and else call what they replace.
+while a chain runs, and else call what they replace.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..compute.merge import without_autocast
+from ..hf.forward_pass import running
 from ..hf.wrappers import class_of_transformers
 from ..plan.state_runs import StateRun, linked_runs
 from ..ring.ring import Ring
@@ -134,20 +133,6 @@ def chain_of(ring: Ring, runs: Sequence[StateRun], rows: int, behind: StatesBehi
     own = [number for number, run in enumerate(linked) if run.rank == ring.rank]
     longest = max((linked[number].stop - linked[number].start for number in own), default=1)
     return Chain(ring, linked, own, most, longest, behind, rows)
-
-
-#: The chain along which states pass in this thread; None where mixers run as they are.
-_PASSING: ContextVar[Chain | None] = ContextVar("ring_dilated_states", default=None)
-
-
-@contextmanager
-def passing(chain: Chain) -> Iterator[None]:
-    """Makes mixers that run meanwhile on the batch of a chain pass their states along it."""
-    token = _PASSING.set(chain)
-    try:
-        yield
-    finally:
-        _PASSING.reset(token)
 
 
 def _along(
@@ -392,7 +377,7 @@ class _Passing:
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        chain = _PASSING.get()
+        chain: Chain | None = running().chain
         if chain is None:
             return self.function(*args, **kwargs)
         return self.passer(self.function, chain, *args, **kwargs)

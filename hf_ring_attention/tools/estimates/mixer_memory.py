@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...hybrids.states import Chain, can_pass, chain_of, passing
+from ...hf.forward_pass import running_with
+from ...hybrids.states import Chain, can_pass, chain_of
 from ...plan.layouts import SequenceLayout
 from ...plan.state_runs import runs_of
 from .live_bytes import LiveBytes
@@ -144,7 +145,7 @@ class MeasuredMixer:
         if ranks == 1:
             out = forward(self._mixer, **{first: hidden}, **arguments)
         else:
-            with passing(_chain_of_ranks(tokens, ranks)):
+            with running_with(chain=_chain_of_ranks(tokens, ranks)):
                 out = forward(self._mixer, **{first: hidden}, **arguments)
         result: Tensor = out[0] if isinstance(out, tuple) else out
         return result
