@@ -258,6 +258,12 @@ def test_no_global_is_rebound(module):
     assert not lines, f"{module}.py rebinds globals in lines {lines}"
 
 
+def test_one_context_variable():
+    """One record holds all that runs in a thread, so that whoever looks for it looks at one place."""
+    made = [name for name, source in SOURCES.items() for _ in re.findall(r"ContextVar(?:\[.*\])?\(", source)]
+    assert made == ["hf.forward_pass"]
+
+
 def releases(variable, file):
     """The releases that a variable of the Makefile and a file of constraints name, by package."""
     lines = "\n".join((FOLDER.parent / place).read_text(encoding="utf-8") for place in ("Makefile", file))
