@@ -97,7 +97,7 @@ class CpuFlash(MaskedKernel):
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         value_dim, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
-        q, k, v = (_rows(widened(x, width)) for x in (q, k, v))
+        q, k, v = _rows(widened(q, width)), _rows(widened(k, width)), _rows(widened(v, width))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
