@@ -77,7 +77,7 @@ bench: $(READY)
 
 # Runs a tiny model of every causal type of Transformers; writes models.json and MODELS.md in hf_ring_attention/hf.
 models: $(READY)
-	$(BIN)/python -m hf_ring_attention.tools.survey
+	$(BIN)/python -m tests.survey
 
 # torch first and by itself, so that no other package brings in another build of it. Nothing is built in an environment that
 # pip would make for it, since that one has whichever setuptools is the newest. Models without their dependencies, which would

@@ -17,12 +17,12 @@ from hf_ring_attention.tools.benchmarks import estimate_runs
 from hf_ring_attention.tools.benchmarks.estimate_runs import MeasuredRun, measure_estimates, training_config
 from hf_ring_attention.tools.benchmarks.harness import CallShape
 from hf_ring_attention.tools.benchmarks.step_memory import training_model
+from hf_ring_attention.tools.checks.tiny_models import tiny_config
 from hf_ring_attention.tools.estimates.activations import layer_memory
 from hf_ring_attention.tools.estimates.estimate import bound_of_peak
 from hf_ring_attention.tools.estimates.model_shape import COUNTED, shape_of_model
 from hf_ring_attention.tools.estimates.questions import longest_sequence, next_switches, smallest_ring
 from hf_ring_attention.tools.estimates.step_time import schedule_of_ring, step_times
-from hf_ring_attention.tools.survey.tiny_models import tiny_config
 from tests.support.as_gpus import NO_DEEPSPEED
 from tests.support.ranks import TIMEOUT
 

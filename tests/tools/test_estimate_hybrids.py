@@ -14,6 +14,7 @@ from hf_ring_attention.hf.support import mixers_of
 from hf_ring_attention.hybrids.mixers import MOST_GATHERED
 from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.tools import cli
+from hf_ring_attention.tools.checks.tiny_models import VOCAB, tiny_config
 from hf_ring_attention.tools.estimates.activations import layer_memory
 from hf_ring_attention.tools.estimates.exchange import traffic_of_mixer
 from hf_ring_attention.tools.estimates.hybrid_layers import layers_of_hybrid
@@ -23,7 +24,6 @@ from hf_ring_attention.tools.estimates.model_shape import shape_of_model
 from hf_ring_attention.tools.estimates.questions import longest_sequence, smallest_ring
 from hf_ring_attention.tools.estimates.step_time import step_times
 from hf_ring_attention.tools.model_config import attention_of_config
-from hf_ring_attention.tools.survey.tiny_models import VOCAB, tiny_config
 
 from ..support.releases import needs_mixers
 

@@ -1,4 +1,4 @@
-"""Runs `python -m hf_ring_attention.tools.survey`, as `hf_ring_attention.tools.survey.probe` describes it."""
+"""`python -m tests.survey` runs a tiny model of every causal type of Transformers, as `tests/support/probe.py` describes it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 import transformers
 
-from ...hf import models as models_module
-from ..model_table import models_page
-from .precision import float64
-from .probe import survey
-from .tiny_models import CAUSAL_TYPES
+from hf_ring_attention.hf import models as models_module
+from hf_ring_attention.tools.checks.precision import float64
+from hf_ring_attention.tools.checks.tiny_models import CAUSAL_TYPES
+from hf_ring_attention.tools.model_table import models_page
+from tests.support.probe import survey
 
 
 def run_survey(types: list[str]) -> None:
