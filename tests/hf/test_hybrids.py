@@ -1,6 +1,7 @@
 """Hybrid models: documents keep their states apart, states pass along rings of any size, and generation goes on from them."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -128,6 +129,20 @@ def test_rows_are_gathered_where_mixers_do_not_call_functions_by_name():
     assert states.can_pass(mixer)
     mixer.__class__ = Earlier
     assert not states.can_pass(mixer)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "jamba", "bamba"])
+def test_nothing_of_transformers_is_overwritten(model_type):
+    models = [tiny_model(model_type, "eager") for _ in range(2)]
+    (_, mixer), *_ = mixers_of(models[0], models[0].config)
+    module = sys.modules[type(mixer).__module__]
+    before = {**vars(module)}, {**vars(type(mixer))}
+
+    def work(ring):
+        return over_ring(ra.patch_model(models[ring.rank], ring=ring), ring, *batch("packed"))
+
+    run_simulated(work, 2)
+    assert before == ({**vars(module)}, {**vars(type(mixer))})
 
 
 def test_gathered_rows_of_any_mixer_are_right(monkeypatch):
