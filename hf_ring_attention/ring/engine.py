@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..compute.bands import KernelCall
 from ..compute.binding import BoundBatch
 from ..compute.kernels import Kernel
 from ..compute.merge import accumulation_dtype, add_sinks, sinks_grad, without_autocast
@@ -149,7 +150,7 @@ def forward_pass(
     with without_autocast(q):
         whole = transport.whole
         if whole is not None:
-            out, lse = kernel.forward(q, k, v, whole.shape, scale)
+            out, lse = kernel.forward(q, k, v, KernelCall(whole.shape, scale))
         else:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
             dtype = accumulation_dtype(q.dtype)
@@ -172,7 +173,7 @@ def backward_pass(
     with without_autocast(q):
         whole = transport.whole
         if whole is not None:
-            dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, whole.shape, scale)
+            dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, KernelCall(whole.shape, scale))
         else:
             dout = dout.contiguous()
             dq, dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(q.dtype)) for x in (q, k, v))
@@ -191,11 +192,8 @@ def _forward_step(step: ForwardStep, q: Tensor, total: Tensor, lse: Tensor, kern
             queries.take(q),
             keys.take(step.keys),
             keys.take(step.values),
-            part.shape,
-            scale,
-            part.fold_size,
+            KernelCall(part.shape, scale, part.fold_size, part.lengths),
             totals,
-            part.lengths,
         )
         if totals is None:
             queries.merge_(total, lse, *results)
@@ -215,11 +213,8 @@ def _backward_step(
             keys.take(step.values),
             queries.take(out),
             queries.take_lse(lse),
-            part.shape,
-            scale,
-            part.fold_size,
+            KernelCall(part.shape, scale, part.fold_size, part.lengths),
             sums,
-            part.lengths,
         )
         if sums is None:
             queries.add_(dq, tile_dq)
