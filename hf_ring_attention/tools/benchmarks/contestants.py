@@ -138,7 +138,8 @@ def _torchscale(pattern: str, segments: list[tuple[int | None, int]], tokens: in
 
         def attention_ops(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, **_: Any) -> Any:
             q, k, v = (x.unflatten(0, (-1, heads)) for x in (q, k, v))
-            out, lse = kernel.forward(q, k, v, "causal" if is_causal else KernelCall("full", shape.head_dim**-0.5)
+            call = KernelCall("causal" if is_causal else "full", shape.head_dim**-0.5)
+            out, lse = kernel.forward(q, k, v, call)
             return out.transpose(1, 2).flatten(2), lse
 
     settings = SimpleNamespace(
