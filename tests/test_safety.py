@@ -140,14 +140,10 @@ def test_the_files_for_launchers_are_plain_yaml():
 #: imports them has nothing to do.
 BROUGHT = {
     "pyarrow": "datasets keeps the columns of its tables in it",
-    "deepspeed": "what estimates are fitted to, where a user has it",
     "filelock": "huggingface_hub and datasets lock their files with it",
     "huggingface_hub": "Transformers finds models by it",
     "packaging": "Transformers compares releases by it",
     "tqdm": "Transformers and datasets show progress with it",
-    "local_attention": "a peer of the benchmark, where a user has it",
-    "ring_attention_pytorch": "a peer of the benchmark, where a user has it",
-    "torchscale": "a peer of the benchmark, where a user has it",
 }
 
 

@@ -32,10 +32,11 @@ PATTERNS = ["exact", "pyramid:512,3"]
 ALONE, RING, CUTTING, SHARDED, PLAIN = "one process", "ring", "ring, cutting loader", "ring, FSDP 2", "plain DDP"
 SIZES = {"vocab_size": 1024, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "head_dim": 64}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MAMBA = {"mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_chunk_size": 128}
 LAYERS = {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_value_head_dim": 64}
 #: Small models of which one layer in four attends, by type.
 HYBRIDS: dict[str, dict[str, Any]] = {
-    "bamba": {"attn_layer_indices": [3], "mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 128},
+    "bamba": MAMBA | {"attn_layer_indices": [3]},
     "qwen3_5_text": LAYERS | {"linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 64},
 }
 

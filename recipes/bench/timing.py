@@ -128,7 +128,7 @@ def table(title: str, headings: str, rows: Sequence[Sequence[Any]], *notes: str)
     # A name that leaves no room for its numbers has a line of its own.
     widths[0] = min(widths[0], WIDTH - sum(width + 2 for width in widths[1:]))
     print("\n".join(textwrap.wrap(title, WIDTH)))
-    for name, *numbers in [*zip(*tops), *cells]:
+    for name, *numbers in [*filter(any, zip(*tops)), *cells]:
         if len(name) > widths[0]:
             print("\n".join(textwrap.wrap(name, WIDTH)))
             name = ""
