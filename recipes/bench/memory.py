@@ -2,7 +2,7 @@
 
 A small CPU:        python recipes/bench/memory.py
 As in the figures:  python recipes/bench/memory.py --tokens 32k --rank-tokens 4k --ranks 1 2 4 8 --all-steps
-Steps alone:        python recipes/bench/memory.py --parts steps --step-tokens 4k 8k 16k
+Steps alone:        python recipes/bench/memory.py --parts steps --step-tokens 2k 8k 16k
 
 Every peak is measured in new processes; on a CPU, their resident memory. Estimates come from `ra.estimate`.
 """
@@ -64,8 +64,8 @@ class Step:
 
 #: A row that gets longer; other rings; what holds weights and gradients; activations saved, or in host memory.
 ALL_STEPS = [
-    *(Step(tokens, 2, 2) for tokens in (4096, 8192, 16384)),
-    *(Step(2048), Step(8192), Step(8192, 4, 4), Step(8192, 2, 2, "fsdp2"), Step(4096, offload=True)),
+    *(Step(tokens, 2, 2) for tokens in (2048, 4096, 8192)),
+    *(Step(4096), Step(4096, 4, 4), Step(4096, 2, 2, "fsdp2"), Step(4096, offload=True)),
     *(Step(2048, checkpointing=False), Step(4096, 2, 2, checkpointing=False)),
     Step(2048, 2, 1, "fsdp2", checkpointing=False),
 ]
