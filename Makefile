@@ -72,8 +72,11 @@ audit: $(READY_TO_TEST)
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+.*//' > $(VENV_AUDIT)/installed.txt
 	$(VENV_AUDIT)/bin/pip-audit --strict --no-deps --disable-pip --requirement $(VENV_AUDIT)/installed.txt
 
+# The programs of recipes/bench at small sizes; each has its own options for larger ones.
+BENCH ?= speed ideal memory peers systems
 bench: $(READY)
-	$(BIN)/hf-ring-attention bench
+	@echo "== measuring $(BENCH): about MINUTES minutes on two idle cores"
+	@for program in $(BENCH); do echo "== recipes/bench/$$program.py"; $(BIN)/python recipes/bench/$$program.py || exit 1; done
 
 # Runs a tiny model of every causal type of Transformers; writes models.json and MODELS.md in hf_ring_attention/hf.
 models: $(READY)

@@ -34,8 +34,8 @@ LATE = {
 OPENS_AT = {"torch": "compute", "torch.distributed": "transport", "transformers": "hf", "accelerate": "training"}
 #: They meet in the engine.
 STRANGERS = ({"compute.kernels", "transport.transports"}, {"compute.kernels", "transport.communicators"})
-#: The modules beside tests that compute by the definition: they compare implementations with it.
-COMPUTES_BY_DEFINITION = {"tools.benchmarks.peers", "tools.checks.oracle"}
+#: The modules beside tests that compute by the definition: they compare results with it.
+COMPUTES_BY_DEFINITION = {"tools.checks.oracle"}
 LONGEST = 400  # lines
 
 #: Every .py file, by its module name inside the package.

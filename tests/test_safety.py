@@ -138,14 +138,10 @@ def test_the_files_for_launchers_are_plain_yaml():
 #: The libraries that the package imports and pyproject.toml does not name, by those that bring them or without which what
 #: imports them has nothing to do.
 BROUGHT = {
-    "deepspeed": "what estimates are fitted to, where a user has it",
     "filelock": "huggingface_hub and datasets lock their files with it",
     "huggingface_hub": "Transformers finds models by it",
     "packaging": "Transformers compares releases by it",
     "tqdm": "Transformers and datasets show progress with it",
-    "local_attention": "a peer of the benchmark, where a user has it",
-    "ring_attention_pytorch": "a peer of the benchmark, where a user has it",
-    "torchscale": "a peer of the benchmark, where a user has it",
 }
 
 

@@ -7,16 +7,15 @@ import sys
 import textwrap
 from pathlib import Path
 
+import memory
 import pytest
 import torch
+from memory import ALL_STEPS, Step, model_of
+from timing import Shape
 from transformers import AutoModelForCausalLM
 
 import hf_ring_attention as ra
 from hf_ring_attention.tools import cli
-from hf_ring_attention.tools.benchmarks import estimate_runs
-from hf_ring_attention.tools.benchmarks.estimate_runs import MeasuredRun, measure_estimates, training_config
-from hf_ring_attention.tools.benchmarks.harness import CallShape
-from hf_ring_attention.tools.benchmarks.step_memory import training_model
 from hf_ring_attention.tools.checks.tiny_models import tiny_config
 from hf_ring_attention.tools.estimates.activations import layer_memory
 from hf_ring_attention.tools.estimates.estimate import bound_of_peak
@@ -24,7 +23,7 @@ from hf_ring_attention.tools.estimates.model_shape import COUNTED, shape_of_mode
 from hf_ring_attention.tools.estimates.questions import longest_sequence, next_switches, smallest_ring
 from hf_ring_attention.tools.estimates.step_time import schedule_of_ring, step_times
 from tests.support.as_gpus import NO_DEEPSPEED
-from tests.support.ranks import TIMEOUT
+from tests.support.ranks import TIMEOUT, run_ranks
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -35,7 +34,7 @@ LLAMA_8B = {
     "num_key_value_heads": 8,
     "vocab_size": 128256,
 }
-SMALL = CallShape(heads=4, kv_heads=2, head_dim=64)
+SMALL = Shape(heads=4, kv_heads=2, head_dim=64)
 #: An estimate may be off by so much of what was measured.
 BOUND = 0.15
 
@@ -79,7 +78,7 @@ def test_a_layer_saves_what_autograd_saves(dtype, ranks):
     def saved(ring):
         sizes = []
         for layers in (1, 2):
-            config = training_model(SMALL, tokens, False).config
+            config = model_of(SMALL, tokens, False).config
             config.num_hidden_layers = layers
             model = AutoModelForCausalLM.from_config(config).to(dtype).train()
             ra.patch_model(model, "exact", ring=ring)
@@ -99,7 +98,7 @@ def test_a_layer_saves_what_autograd_saves(dtype, ranks):
         return (sizes[1] - sizes[0]) / (tokens // ring.world_size)
 
     measured = [saved(ra.Ring.alone())] if ranks == 1 else ra.run_simulated(saved, ranks, transport="ring")
-    answer = ra.estimate(training_config(SMALL), tokens, devices=ranks, dtype=dtype)
+    answer = ra.estimate(model_of(SMALL, tokens).config, tokens, devices=ranks, dtype=dtype)
     memory = layer_memory(answer.shape, answer.shape.layers[0], answer.setting, whole=ranks == 1)
     assert measured == [memory.saved] * ranks
 
@@ -322,25 +321,52 @@ def test_wrong_arguments_end_in_one_line(folder, words, message, capsys):
 # ---- real steps
 
 
+def peak_of_step(rank, shape, step):
+    """The bytes of the busiest rank, as `recipes/bench/memory.py` measures them; DeepSpeed has ZeRO."""
+    if step.parallel == "zero2":
+        memory.in_parallel = in_deepspeed
+    return sum(memory.parts_of_step(shape, step).values())
+
+
+def in_deepspeed(model, step):
+    """As `memory.in_parallel`; the engine's step frees gradients, so that the optimizer's has nothing left to do."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__ = {}  # with these it would compile operators of its own
+    deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
+    settings = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, **settings}
+    adam = torch.optim.AdamW(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam, dist_init_required=False, config=config)
+    engine.train()
+
+    def backward(loss):
+        engine.backward(loss)
+        engine.step()
+
+    return engine, backward, torch.optim.SGD([torch.zeros(1)])
+
+
+def error_of(shape, step):
+    """By how much of the measured peak the estimate is off."""
+    return memory.estimate_of(shape, step) / run_ranks(peak_of_step, step.devices, shape, step)[0] - 1
+
+
 def test_an_estimate_is_near_the_peak_of_a_real_step():
-    """A step of a small model in a process of its own; activations are most of what it holds."""
-    (row,) = measure_estimates(SMALL, [MeasuredRun(1024, checkpointing=False, pattern="window:64")])
-    assert row["measured"] > 100 << 20
-    assert abs(row["error"]) <= BOUND, row
+    """Activations are most of what a step of a small model holds."""
+    assert abs(error_of(SMALL, Step(1024, checkpointing=False, pattern="window:64"))) <= BOUND
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", estimate_runs.RUNS, ids=str)
-def test_estimates_are_near_the_peaks_of_real_steps(run):
+@pytest.mark.parametrize("step", [*ALL_STEPS, Step(8192, 2, 2, "zero2", pattern="window:256")], ids=str)
+def test_estimates_are_near_the_peaks_of_real_steps(step):
     """Sizes, checkpointing, offloading, rings of 1, 2 and 4, DDP, FSDP 2 and ZeRO 2."""
-    if run.parallel in estimate_runs.NEEDS_DEEPSPEED:
+    if step.parallel == "zero2":
         pytest.importorskip("deepspeed", reason=NO_DEEPSPEED)
-    (row,) = measure_estimates(CallShape(heads=8, kv_heads=4, head_dim=64), [run])
-    assert abs(row["error"]) <= BOUND, row
+    assert abs(error_of(Shape(heads=8, kv_heads=4, head_dim=64), step)) <= BOUND
 
 
-def test_the_runs_are_of_every_kind():
-    runs = estimate_runs.RUNS
-    assert len(runs) >= 8 and {run.ring_size for run in runs} == {1, 2, 4}
-    assert {run.parallel for run in runs} >= {"ddp", "fsdp2", "zero2"}
-    assert {run.checkpointing for run in runs} == {run.offload for run in runs} == {True, False}
+def test_the_steps_are_of_every_kind():
+    assert len(ALL_STEPS) >= 8 and {step.ring_size for step in ALL_STEPS} == {1, 2, 4}
+    assert {step.parallel for step in ALL_STEPS} == {"ddp", "fsdp2"}
+    assert {step.checkpointing for step in ALL_STEPS} == {step.offload for step in ALL_STEPS} == {True, False}

@@ -147,7 +147,7 @@ def estimate_command(
 
 
 def _measured_flops(dtype: str) -> float:
-    from ..benchmarks.flops import measured_flops
+    from ..estimates.device_flops import measured_flops
 
     return measured_flops(dtype)
 
