@@ -46,7 +46,7 @@ Examples:
 #: In place of a pattern's text: the pattern in the model's config.
 OWN = "own"
 #: The tokens that are read of each text, unless an option says otherwise.
-TOKENS = 4096
+USUAL_TOKENS = 4096
 
 
 def pattern_or_own(text: str) -> str:
@@ -90,7 +90,7 @@ def perplexity_command(
     or accelerate launch, share each window, and the figures are those of one.
     """
     config = checked("MODEL", read_config, model)
-    by_length, lengths = lengths is not None, list(dict.fromkeys(lengths or [tokens or TOKENS]))
+    by_length, lengths = lengths is not None, list(dict.fromkeys(lengths or [tokens or USUAL_TOKENS]))
     count, names = tokens or max(lengths), list(dict.fromkeys(pattern))
     if stride is not None and not (by_length and stride <= min(lengths)):
         raise refuse(f"it needs --lengths, and may be at most the shortest of them, got {stride}", "--stride")
