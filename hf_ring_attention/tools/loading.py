@@ -1,21 +1,37 @@
-"""Loads what a command names: the device to compute on, a tokenizer, and a checkpoint that computes "ring_dilated"."""
+"""Loads what a command names: a device and a ring, a tokenizer, and a checkpoint that computes "ring_dilated"."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from ..hf.registration import IMPLEMENTATION
+from ..ring.ring import Ring
 from .output import spinner
 
 
 def device_or_best(name: str | None) -> str:
     """Returns the device that was named, or else "cuda" if there is one and "cpu" if not."""
     return name or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def ring_of_processes(device_name: str | None) -> tuple[Ring, torch.device]:
+    """Returns the ring of all processes that a launcher started, or of this one alone, and the device of this process.
+
+    Args:
+        device_name: "cpu" or "cuda"; None for the latter if there is one.
+    """
+    device = device_or_best(device_name)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Ring.alone(), torch.device(device)
+    state = PartialState(cpu=device == "cpu")
+    return Ring(), state.device
 
 
 def load_tokenizer(source: str, *, trust: bool = False) -> Any:
