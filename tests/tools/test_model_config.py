@@ -71,7 +71,7 @@ def branches_of(text, count):
 def test_heads_are_those_that_transformers_reads(configs):
     wrong = {}
     for model_type, (folder, text) in configs.items():
-        if model_type in UNLIKE:
+        if text.model_type in UNLIKE:
             with pytest.raises(
                 argparse.ArgumentTypeError,
                 match=r"differ in (global_)?head_dim, and one kind of layer was expected; or, for",
@@ -112,7 +112,7 @@ def test_windows_are_those_of_the_layers(with_layer_types, configs, tmp_path):
     wrong, sliding = [], 0
     for model_type, (folder, text) in configs.items():
         if (
-            model_type in UNLIKE
+            text.model_type in UNLIKE
             or text.model_type in UNTOLD
             or (text.model_type in MIXERS and not (with_layer_types and getattr(text, "layer_types", None)))
             or (model_type in IRREGULAR and not with_layer_types)
