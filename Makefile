@@ -75,7 +75,7 @@ audit: $(READY_TO_TEST)
 # The programs of recipes/bench at small sizes; each has its own options for larger ones.
 BENCH ?= speed ideal memory peers systems
 bench: $(READY)
-	@echo "== measuring $(BENCH): about MINUTES minutes on two idle cores"
+	@echo "== measuring $(BENCH): about 7 minutes on two idle cores for all five"
 	@for program in $(BENCH); do echo "== recipes/bench/$$program.py"; $(BIN)/python recipes/bench/$$program.py || exit 1; done
 
 # Runs a tiny model of every causal type of Transformers; writes models.json and MODELS.md in hf_ring_attention/hf.

@@ -90,11 +90,14 @@ def overlap(shape: Shape, tokens: int, repeats: int) -> list[list[Any]]:
         with mock.patch.object(dist, "batch_isend_irecv", late):
             return call()
 
+    q, k, v, _ = shape.tensors(tokens // ring.world_size)
+    ra.ring_attention(q, k, v, pattern="exact", ring=ring)
+    in_forward, p = ring.traffic().hops, ring.world_size
     call()
     ring.reset_traffic()
     forward, _ = call()
-    hops, p = ring.traffic().hops, ring.world_size
-    step = forward / p  # In zigzag every step computes about as much as the others.
+    hops = ring.traffic().hops
+    step = forward / in_forward * (p - 1) / p  # Some heads after others take p - 1 hops, between p steps of equal work.
     rows = []
     for share in (0.4, 0.8):
         runs: Runs = alternate({"plain": partial(delayed, 0.0), "late": partial(delayed, share * step)}, repeats)

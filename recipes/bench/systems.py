@@ -116,7 +116,7 @@ def steps_of_hybrid(shape: Shape, tokens: int, model_type: str, repeats: int) ->
 
 def main(words: Sequence[str] | None = None) -> None:
     """Measures, and prints a table for each model."""
-    numbers = {"tokens": "2k", "hybrid_tokens": "1k", "repeats": 3, "ranks": 2, "no_hybrids": False}
+    numbers = {"tokens": "1k", "hybrid_tokens": "512", "repeats": 3, "ranks": 2, "no_hybrids": False}
     args, shape = options(__doc__ or "", words, patterns=PATTERNS, **numbers)
     setting = (
         f"{args.ranks} processes, medians of {args.repeats} turns; times as fast: tokens a second over the first row"
