@@ -38,6 +38,9 @@ _WITHOUT_EFFECT = (
     "cu_seq_lens_k", "deterministic", "max_length_k", "max_length_q", "output_attentions", "position_ids",
 )  # fmt: skip
 
+#: Arguments of layers that are read by their names.
+_READ = ("cu_seq_lens_q", "is_causal", "seq_idx")
+
 #: The attribute of attention modules that holds a function of a layer's call and its output, which returns that output.
 TAP = "_ring_dilated_tap"
 
@@ -361,7 +364,8 @@ def _check_call(module: nn.Module, attention_mask: Any, dropout: float, kwargs: 
     passed = _strings_of(type(module).forward)
     for argument, present in kwargs.items():
         # A batch may have entries of any name, which Transformers hands on to here; those of the layer itself are known.
-        if present is not None and argument not in _WITHOUT_EFFECT and (argument in passed or argument in _REFUSED):
+        known = argument in _WITHOUT_EFFECT or argument in _READ
+        if present is not None and not known and (argument in passed or argument in _REFUSED):
             raise NotImplementedError(
                 f"{name}: layer {getattr(module, 'layer_idx', None)} came with {argument}, which would change the scores or "
                 f"the keys and which ring_dilated does not compute: use 'eager' or 'sdpa'"

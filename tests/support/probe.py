@@ -87,7 +87,7 @@ def errors(answer: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dic
     entry of all gradients.
     """
     (logits, gradients), (logits_, gradients_) = answer, expected
-    assert gradients.keys() >= gradients_.keys()
+    assert gradients.keys() >= gradients_.keys(), sorted(gradients_.keys() - gradients.keys())
     floor = 1e-2 * max(float(g.abs().max()) for g in gradients_.values())
     worst = largest(
         float((g - gradients_[n]).abs().max() / gradients_[n].abs().max().clamp_min(floor))
