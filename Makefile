@@ -72,12 +72,15 @@ audit: $(READY_TO_TEST)
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+.*//' > $(VENV_AUDIT)/installed.txt
 	$(VENV_AUDIT)/bin/pip-audit --strict --no-deps --disable-pip --requirement $(VENV_AUDIT)/installed.txt
 
+# The programs of recipes/bench at small sizes; each has its own options for larger ones.
+BENCH ?= speed ideal memory peers systems
 bench: $(READY)
-	$(BIN)/hf-ring-attention bench
+	@echo "== measuring $(BENCH): about 7 minutes on two idle cores for all five"
+	@for program in $(BENCH); do echo "== recipes/bench/$$program.py"; $(BIN)/python recipes/bench/$$program.py || exit 1; done
 
 # Runs a tiny model of every causal type of Transformers; writes models.json and MODELS.md in hf_ring_attention/hf.
 models: $(READY)
-	$(BIN)/python -m hf_ring_attention.tools.survey
+	$(BIN)/python -m tests.survey
 
 # torch first and by itself, so that no other package brings in another build of it. Nothing is built in an environment that
 # pip would make for it, since that one has whichever setuptools is the newest. Models without their dependencies, which would

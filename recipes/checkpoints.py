@@ -31,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_ring_attention.evaluation.journal import own_folder
+from hf_ring_attention.evaluation.whole_files import own_folder
 
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 #: The last file of a checkpoint of `finetune.py`: the settings of its run, and the sizes of all other files in bytes.

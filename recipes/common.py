@@ -6,6 +6,7 @@ import argparse
 import importlib
 import importlib.util
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -353,6 +354,16 @@ def _meaning(size: int, processes: int) -> str:
     if size == processes:
         return "one ring, each sequence over all processes"
     return f"{processes // size} rings, each sequence over {size} processes"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Returns the most bytes that this process has held: of its GPU, or of main memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux; getrusage would count there what the launcher has held, too.
+        return 1024 * int(next(line.split()[1] for line in status.read_text().splitlines() if "VmHWM" in line))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def pattern_settings(pattern: ra.Pattern | ra.Calibration) -> str | dict[str, str]:

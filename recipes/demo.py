@@ -2,10 +2,9 @@
 
     python recipes/demo.py            (or: make demo)
 
-It writes demo/demo.json with every figure; demo/calibration.json, which other recipes take as --pattern, and a picture of it,
-demo/layers.png; demo/calibrated, the model with these patterns in its config; demo/evaluation, the report on questions about
-long prompts; demo/patterns.png (who attends to whom), demo/quality.png (perplexity against FLOPs) and demo/losses.png (loss
-along the document); in about 8 minutes on 2 CPU cores.
+It writes demo/demo.json with every figure; demo/calibration.json, which other recipes take as --pattern, and its picture
+demo/layers.png; demo/retrieval.png (pass keys found by depth and length), demo/patterns.png (who attends to whom),
+demo/quality.png (perplexity against FLOPs) and demo/losses.png (loss along the document); in about 8 minutes on 2 CPU cores.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -26,7 +24,6 @@ import perplexity
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.evaluation.journal import RUN_FILE
 from hf_ring_attention.tools.arguments import at_least, missing_extra, new_folder
 from hf_ring_attention.tools.calibration_plots import plot_calibration
 from hf_ring_attention.tools.calibration_report import sheet_of_patterns
@@ -37,31 +34,36 @@ PATTERNS = ["exact", "window:512+4", "pyramid:512,3", "longnet:512/1,2048/4,all/
 BUDGET = 0.25
 #: The tokens of the manual before each row that calibration reads: behind what perplexity is measured on.
 CALIBRATED_AT = (40_000, 80_000)
-#: What is asked of the calibrated model, which has its patterns in its config.
-QUESTIONS = [
-    *("--pattern", "exact", "--pattern", "window:512+4", "--pattern", "own"),
-    *("--tasks", "passkey", "--lengths", "2k", "--depths", "0,0.5,1", "--samples", "1", "--scores", "likelihood"),
-]
-PICTURES = ("patterns", "layers", "quality", "losses")
+#: What is asked of the calibrated patterns, and of two others.
+QUESTIONS = ["--tasks", "passkey", "--lengths", "1024", "2048", "--patterns", "exact", "window:512+4"]
+PICTURES = ("patterns", "layers", "quality", "losses", "retrieval")
 HERE = Path(__file__).parent
 
 
-def launch(recipe: str, *arguments: str, processes: int = 2) -> None:
-    """Runs a recipe with `accelerate launch` on one GPU for each process, or on the CPU where there are too few."""
+def launch(*program: str, processes: int = 2, stdout: int | None = None) -> str | None:
+    """Runs a recipe, or -m and a module, with `accelerate launch`, on one GPU for each process or on the CPU.
+
+    Returns its standard output if `stdout` is subprocess.PIPE.
+    """
     environment = dict(os.environ)
     if torch.cuda.device_count() < processes:
         environment["ACCELERATE_USE_CPU"] = "true"
         environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or processes) // processes))
     settings = ["--multi_gpu", "--num_processes", str(processes), "--num_machines", "1"]
     settings += ["--mixed_precision", "no", "--dynamo_backend", "no"]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *settings, str(HERE / recipe), *arguments]
-    subprocess.run(command, check=True, env=environment)
+    command = [sys.executable, "-m", "accelerate.commands.launch", *settings, *program]
+    return subprocess.run(command, check=True, env=environment, stdout=stdout, text=True).stdout
 
 
-def remove_report(folder: Path) -> None:
-    """Removes the report of an earlier demo, whose model may have had other patterns; a folder without one stays as it is."""
-    if (folder / RUN_FILE).exists():
-        shutil.rmtree(folder)
+def by_length(text: str, lengths: list[int], patterns: list[str], output: Path) -> list[dict]:
+    """Returns the rows of `hf-ring-attention perplexity --lengths` on two processes, which share each window."""
+    manual = output / "manual.txt"
+    manual.write_text(text, encoding="utf-8")
+    words = ["perplexity", str(common.installed_model(common.BUNDLED)), str(manual), "--json"]
+    words += ["--lengths", ",".join(map(str, lengths)), *(word for one in patterns for word in ("--pattern", one))]
+    rows = json.loads(launch("-m", "hf_ring_attention", *words, stdout=subprocess.PIPE))["rows"]
+    manual.unlink()
+    return rows
 
 
 def named(figures: list[dict], calibration_file: Path) -> list[dict]:
@@ -120,32 +122,30 @@ def main() -> None:
     console.print(perplexity.table(one, f"SmolLM2-135M, topics of Python's manual, {args.tokens} tokens"))
     minutes["perplexity"] = (time.perf_counter() - start) / 60
 
-    console.rule("3. the same from two processes, the sequence sharded")
-    sharded_file = args.output / "sharded.json"
-    options = ["--tokens", str(args.tokens), "--json", str(sharded_file), "--patterns", "exact", str(calibration_file)]
-    launch("perplexity.py", *options)
-    two = named(json.loads(sharded_file.read_text())["figures"], calibration_file)
-    sharded_file.unlink()
-    table = Table(title="one process against two")
-    for heading in ("pattern", "one process", "two processes", "relative difference"):
+    console.rule("3. perplexity by context length, from two processes that share each window")
+    lengths = [max(2, args.tokens // 4), args.tokens]
+    two = named(by_length(text, lengths, ["exact", str(calibration_file)], args.output), calibration_file)
+    table = Table(title="two processes")
+    headings = ("pattern", "tokens", "perplexity", "bits per byte", "relative difference from one process")
+    for heading in headings:
         table.add_column(heading, justify="left" if heading == "pattern" else "right")
-    by_pattern = {row["pattern"]: row for row in one}
+    by_pattern = {row["pattern"]: row["perplexity"] for row in one}
     for row in two:
-        alone = by_pattern[row["pattern"]]["perplexity"]
-        row["difference"] = row["perplexity"] / alone - 1
-        table.add_row(row["pattern"], f"{alone:.6f}", f"{row['perplexity']:.6f}", f"{row['difference']:+.1e}")
+        figures = [str(row["length"]), f"{row['perplexity']:.3f}", f"{row['bits_per_byte']:.3f}"]
+        if row["length"] == args.tokens:
+            row["difference"] = row["perplexity"] / by_pattern[row["pattern"]] - 1
+            figures.append(f"{row['difference']:+.1e}")
+        table.add_row(row["pattern"], *figures)
     console.print(table)
     minutes["two processes"] = (time.perf_counter() - start) / 60
 
     console.rule("4. questions about long prompts: pass keys to be found again")
-    ra.patch_model(model, calibration)
-    folder = args.output / "calibrated"
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     del model
-    remove_report(args.output / "evaluation")
-    evaluation = ["--model", str(folder), "--output", str(args.output / "evaluation"), *QUESTIONS]
-    subprocess.run([sys.executable, "-m", "hf_ring_attention", "evaluate", *evaluation], check=True)
+    found_file, picture = args.output / "found.json", args.output / "retrieval.png"
+    words = [*QUESTIONS, str(calibration_file), "--json", str(found_file), "--plot", str(picture)]
+    subprocess.run([sys.executable, str(HERE / "retrieval.py"), *words], check=True)
+    found = named(json.loads(found_file.read_text())["rows"], calibration_file)
+    found_file.unlink()
     minutes["questions"] = (time.perf_counter() - start) / 60
 
     console.rule(
@@ -153,7 +153,7 @@ def main() -> None:
     )
     tuning_file = args.output / "finetune.json"
     launch(
-        "finetune.py",
+        str(HERE / "finetune.py"),
         *("--ring-size", "2", "--pattern", str(calibration_file), "--steps", str(args.steps)),
         *("--seq-len", str(args.seq_len), "--held-out", str(args.held_out)),
         *("--output", str(args.output / "finetuned"), "--json", str(tuning_file)),
@@ -167,21 +167,20 @@ def main() -> None:
     plot_calibration(calibration, args.output / "layers.png")
     plot_quality(one, args.output / "quality.png")
     plot_losses({row["pattern"]: row.pop("token_nll") for row in one}, args.output / "losses.png")
-    for row in two:
-        row.pop("token_nll")
     seconds = time.perf_counter() - start
     figures = {
         "version": ra.__version__,
         "tokens": args.tokens,
         "one_process": one,
         "two_processes": two,
+        "pass_keys": found,
         "finetune": tuning,
         "minutes_at_the_end_of": minutes,
         "seconds": seconds,
     }
     checkpoints.write_text(args.output / "demo.json", json.dumps(figures, indent=1))
     console.rule(f"done in {seconds / 60:.1f} minutes")
-    for name in ("demo.json", "calibration.json", "evaluation/report.md", *(f"{name}.png" for name in PICTURES)):
+    for name in ("demo.json", "calibration.json", *(f"{name}.png" for name in PICTURES)):
         console.print(f"{args.output / name}")
 
 

@@ -263,7 +263,7 @@ def load(sources: Sources) -> Dataset | IterableDataset:
 def texts(files: Iterable[str] | None) -> list[str]:
     """Returns the contents of files; without files, the topics of Python 3.11's manual as one text."""
     if files is None:
-        return [python_topics().content]
+        return [python_topics()]
     contents = []
     for file in files:
         try:

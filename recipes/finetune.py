@@ -47,7 +47,6 @@ from transformers import default_data_collator, get_scheduler
 import hf_ring_attention as ra
 from hf_ring_attention.evaluation.calibration.result import load_pattern
 from hf_ring_attention.tools.arguments import at_least, missing_extra, new_file, new_folder, pattern_source, positive
-from hf_ring_attention.tools.benchmarks.harness import peak_memory
 from hf_ring_attention.tools.plots import plot_training
 from hf_ring_attention.training.trainer import is_finite_step
 
@@ -357,7 +356,7 @@ def fine_tune(args: argparse.Namespace, accelerator: Accelerator, ring: ra.Ring)
         if args.distill:
             figures["perplexity_exact_after"] = evaluate_exact()
 
-    memory = torch.tensor([peak_memory(accelerator.device)], device=accelerator.device)
+    memory = torch.tensor([common.peak_memory(accelerator.device)], device=accelerator.device)
     figures["peak_memory_bytes"] = gather(memory).tolist()
     speed = sum(step["tokens"] for step in figures.steps) / sum(step["seconds"] for step in figures.steps)
     fill = sum(step["fill"] for step in figures.steps) / len(figures.steps)

@@ -36,7 +36,6 @@ from transformers import HfArgumentParser, default_data_collator
 import hf_ring_attention as ra
 from hf_ring_attention.evaluation.calibration.result import load_pattern
 from hf_ring_attention.tools.arguments import at_least, check, missing_extra, new_folder, pattern_source, positive
-from hf_ring_attention.tools.benchmarks.harness import peak_memory
 from hf_ring_attention.tools.plots import plot_training
 
 
@@ -238,7 +237,7 @@ def train(args: Arguments, training: TrainingArguments) -> None:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     with checkpoints.writing("the model", output, remedy):
         trainer.save_model()
-    peak = gather(torch.tensor([peak_memory(training.device)], device=training.device))
+    peak = gather(torch.tensor([common.peak_memory(training.device)], device=training.device))
     if trainer.is_world_process_zero():
         for rank, memory in enumerate(peak.tolist()):
             print(f"rank {rank}: peak memory {memory / 2**30:.2f} GiB")

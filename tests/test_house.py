@@ -34,8 +34,8 @@ LATE = {
 OPENS_AT = {"torch": "compute", "torch.distributed": "transport", "transformers": "hf", "accelerate": "training"}
 #: They meet in the engine.
 STRANGERS = ({"compute.kernels", "transport.transports"}, {"compute.kernels", "transport.communicators"})
-#: The modules beside tests that compute by the definition: they compare implementations with it.
-COMPUTES_BY_DEFINITION = {"tools.benchmarks.peers", "tools.checks.oracle"}
+#: The modules beside tests that compute by the definition: they compare results with it.
+COMPUTES_BY_DEFINITION = {"tools.checks.oracle"}
 LONGEST = 400  # lines
 
 #: Every .py file, by its module name inside the package.
@@ -256,6 +256,12 @@ def test_no_error_is_swallowed_unnamed(module):
 def test_no_global_is_rebound(module):
     lines = [node.lineno for node in ast.walk(ast.parse(SOURCES[module])) if isinstance(node, ast.Global)]
     assert not lines, f"{module}.py rebinds globals in lines {lines}"
+
+
+def test_one_context_variable():
+    """One record holds all that runs in a thread, so that whoever looks for it looks at one place."""
+    made = [name for name, source in SOURCES.items() for _ in re.findall(r"ContextVar(?:\[.*\])?\(", source)]
+    assert made == ["hf.forward_pass"]
 
 
 def releases(variable, file):

@@ -1,10 +1,11 @@
-"""README.md: every snippet runs as it says, commands and links lead somewhere, names and quoted errors are the code's."""
+"""README.md and the program of recipes/README.md run as they print; commands, links, names and quoted errors are the code's."""
 
 import ast
 import contextlib
 import functools
 import importlib.util
 import io
+import json
 import os
 import re
 import runpy
@@ -26,11 +27,14 @@ from .support.releases import with_names_of_this_release
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+RECIPES = ROOT / "recipes" / "README.md"
+GUIDES = sorted((ROOT / "recipes" / "guide").glob("*.md"))
 PAGES = [
     README,
     *(page for folder in ("hf_ring_attention", "recipes", "tests") for page in sorted((ROOT / folder).rglob("*.md"))),
 ]
-LONGEST = 1600
+#: The most words of a page, without signs.
+LONGEST = {README: 1600, RECIPES: 1500, **dict.fromkeys(GUIDES, 1200)}
 #: Where a link may lead outside: public pages of projects and papers.
 HOSTS = {"github.com", "huggingface.co", "arxiv.org", "docs.nvidia.com"}
 #: What stands in a snippet for what its reader has; the tests have a tiny model, few steps and short texts.
@@ -59,6 +63,7 @@ def without_blocks(page):
 
 
 QUICK_START, PREAMBLE, TRAINER, TRL, ACCELERATE, GENERATION, SAVE = blocks(README, "python")
+(PREFERENCES,) = blocks(RECIPES, "python")
 #: What follows a snippet here: it tells what became of its model.
 TELL = "\nprint('weights', sum(x.double().sum().item() for x in model.parameters()))\n"
 
@@ -71,12 +76,15 @@ def folder(tmp_path_factory):
     (folder / "texts").mkdir()
     for number in range(8):
         (folder / "texts" / f"{number}.txt").write_text(f"Chapter {number}. " + "The quick brown fox jumps. " * 30)
+    pairs = [{"prompt": "Who jumps?", "chosen": " The quick brown fox.", "rejected": f" {x} dogs."} for x in range(8)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     (folder / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
     programs = {
         "quick_start": QUICK_START,
         "trainer": PREAMBLE + TRAINER + TELL,
         "trl": PREAMBLE + TRL + TELL,
         "accelerate": PREAMBLE + ACCELERATE + TELL,
+        "preferences": PREFERENCES + TELL,
         "generation": with_names_of_this_release(GENERATION),
     }
     for name, program in programs.items():
@@ -102,9 +110,9 @@ def printed(folder):
 
 
 def test_what_the_tests_replace_stands_in_the_snippets():
-    assert all(MODEL in snippet for snippet in (PREAMBLE, GENERATION, SAVE))
-    assert all(STEPS in snippet for snippet in (TRAINER, TRL))
-    assert all(ROW in snippet for snippet in (TRAINER, TRL, ACCELERATE))
+    assert all(MODEL in snippet for snippet in (PREAMBLE, GENERATION, SAVE, PREFERENCES))
+    assert all(STEPS in snippet for snippet in (TRAINER, TRL, PREFERENCES))
+    assert all(ROW in snippet for snippet in (PREAMBLE, TRL, PREFERENCES))
 
 
 def test_the_quick_start_prints_what_the_page_says(printed):
@@ -115,7 +123,7 @@ def test_the_quick_start_prints_what_the_page_says(printed):
     assert alone.replace("ring of 1", "") == together.replace("ring of 2", "")
 
 
-@pytest.mark.parametrize("way", ["trainer", "trl", "accelerate"])
+@pytest.mark.parametrize("way", ["trainer", "trl", "accelerate", "preferences"])
 def test_each_way_of_training_trains_one_model_on_both_processes(printed, folder, way):
     before = AutoModelForCausalLM.from_pretrained(folder / "model")
     start = sum(x.double().sum().item() for x in before.parameters())
@@ -180,8 +188,9 @@ def options_of(recipe):
 
 def help_of(recipe, capsys):
     """What a recipe's --help prints."""
+    module = importlib.import_module(recipe)
     with pytest.raises(SystemExit) as ended:
-        importlib.import_module(recipe).parse_args(["--help"])
+        getattr(module, "parse_args", getattr(module, "main", None))(["--help"])
     assert not ended.value.code
     return capsys.readouterr().out
 
@@ -191,7 +200,7 @@ def check_program(words, capsys):
     file, *arguments = words
     if file in WRITTEN:
         return
-    assert (ROOT / file).parent == ROOT / "recipes"
+    assert (ROOT / file).parent in (ROOT / "recipes", ROOT / "recipes" / "bench")
     told = help_of(Path(file).stem, capsys)
     for option in (word.partition("=")[0] for word in arguments if word.startswith("--")):
         assert re.search(rf"{option}\b(?!-)", told), f"{file} has no option {option}"
@@ -205,19 +214,29 @@ def check_command_line(words, capsys):
     assert not ended.value.code
     told = capsys.readouterr().out
     options = [word for word in words if word.startswith("--")]
-    # The parts of a benchmark stand before its options.
-    parts = words[1 : words.index(options[0]) if options else None] if names == ["bench"] else []
-    assert all(word in told for word in [*parts, *options])
+    assert all(word in told for word in options)
 
 
-def test_options_in_the_text_are_those_of_finetune_or_calibrate(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["calibrate", "--help"])
-    told = capsys.readouterr().out + help_of("finetune", capsys)
-    options = {*re.findall(r"--[a-z]+(?:-[a-z]+)*\b(?!_)", without_blocks(ROOT / "recipes" / "README.md"))}
-    assert {"--dataset", "--lora", "--eval-every"} <= options
+def options_in_text(page):
+    return {*re.findall(r"--[a-z]+(?:-[a-z]+)*\b(?!_)", without_blocks(page))}
+
+
+@pytest.mark.parametrize("page", [RECIPES, *GUIDES], ids=lambda page: page.name)
+def test_options_in_the_text_are_those_of_the_programs(page, capsys):
+    known = help_of("finetune", capsys)
+    for command in ("calibrate", "perplexity", "estimate"):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        known += capsys.readouterr().out
     of_launchers = {"--cpu"}
-    assert not [name for name in options - of_launchers if not re.search(rf"{name}\b(?!-)", told)]
+    unknown = [
+        name for name in options_in_text(page) - of_launchers if not re.search(rf"(?<![\w-]){name}\b(?!-)", known)
+    ]
+    assert not unknown
+
+
+def test_the_text_of_the_recipes_names_options():
+    assert {"--dataset", "--lora", "--eval-every"} <= options_in_text(RECIPES)
 
 
 @pytest.mark.parametrize(("page", "command"), ALL_COMMANDS)
@@ -272,10 +291,23 @@ def test_there_are_commands_of_every_kind():
 # ---- words, names, links
 
 
-def test_the_readme_is_short():
-    """Words are what has a letter or a digit in it, those of code and tables included."""
-    words = [word for word in README.read_text(encoding="utf-8").split() if any(map(str.isalnum, word))]
-    assert len(words) <= LONGEST, len(words)
+@pytest.mark.parametrize(("page", "longest"), LONGEST.items(), ids=lambda value: getattr(value, "stem", None))
+def test_pages_are_short(page, longest):
+    """Words have a letter or a digit; code and tables count."""
+    words = [word for word in page.read_text(encoding="utf-8").split() if any(map(str.isalnum, word))]
+    assert len(words) <= longest
+
+
+def test_there_are_guides_to_all_topics_and_links_to_them():
+    topics = ["calibrating", "choosing", "clusters", "evaluating", "figures", "ideas", "memory", "recovery"]
+    assert [guide.stem for guide in GUIDES] == topics
+    assert not [guide for guide in GUIDES if f"(guide/{guide.name})" not in RECIPES.read_text("utf-8")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_names_of_the_package_in_pages_are_public(page):
+    names = {*re.findall(r"\bra\.(\w+)", page.read_text("utf-8"))}
+    assert not names - {*ra.__all__}
 
 
 def test_the_numbers_of_types_are_those_of_the_list():
@@ -308,6 +340,22 @@ def test_errors_are_quoted_as_the_code_says_them():
     assert len(quoted) >= 8
     texts = "\n".join(texts_of_the_code())
     assert not [error for error in quoted if error not in texts]
+
+
+@pytest.mark.parametrize("page", [RECIPES, ROOT / "recipes" / "guide" / "recovery.md"], ids=lambda page: page.stem)
+def test_errors_of_failed_runs_are_quoted_as_the_code_writes_them(page):
+    """Numbers and types of an example stand for the fields of an f-string; the parts between them are texts of the code."""
+    faults = re.search(
+        r"^## (?:When something fails|Faults)\n(.*?)(?=^## )", page.read_text("utf-8"), flags=re.M | re.S
+    )[1]
+    cells = re.findall(r"^\| .*? \| (.*?)(?: \| .*)?\|$", faults, flags=re.M)
+    quoted = [error for cell in cells for error in re.findall(r"`(\w[^`]* [^`]*)`", cell) if "hf-ring" not in error]
+    assert len(quoted) >= 3
+    texts = "\n".join(texts_of_the_code())
+    parts = [
+        part for error in quoted for part in re.split(r"process(?= \d)|\d+|nan|Llama\w+|torch\.\w+|checkpoint-", error)
+    ]
+    assert not [part for part in parts if part.strip() and part.rstrip() not in texts]
 
 
 def slugs(page):

@@ -32,7 +32,6 @@ UNSAFE_CALLS = {
 UNSAFE_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
 #: Where users pickle or copy what this package makes, tests do; and the tests' own processes talk through their own pipes.
 PICKLE_ALLOWED = {
-    "tests/training/test_loss_calls.py",
     "tests/plan/test_patterns.py",
     "tests/hf/test_config.py",
     "tests/support/ranks.py",
@@ -139,15 +138,10 @@ def test_the_files_for_launchers_are_plain_yaml():
 #: The libraries that the package imports and pyproject.toml does not name, by those that bring them or without which what
 #: imports them has nothing to do.
 BROUGHT = {
-    "pyarrow": "datasets keeps the columns of its tables in it",
-    "deepspeed": "what estimates are fitted to, where a user has it",
     "filelock": "huggingface_hub and datasets lock their files with it",
     "huggingface_hub": "Transformers finds models by it",
     "packaging": "Transformers compares releases by it",
     "tqdm": "Transformers and datasets show progress with it",
-    "local_attention": "a peer of the benchmark, where a user has it",
-    "ring_attention_pytorch": "a peer of the benchmark, where a user has it",
-    "torchscale": "a peer of the benchmark, where a user has it",
 }
 
 

@@ -43,6 +43,23 @@ Results = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
+class KernelCall(NamedTuple):
+    """What a kernel computes for a batch of tiles.
+
+    Attributes:
+        shape: which keys the queries of a tile see.
+        scale: the factor of the scores.
+        fold_size: the rows of a fold.
+        lengths: those of tiles that differ in length, as `Kernel.joining` says: padding of keys, or where packed tiles end.
+            Padding of queries has an lse of +inf in backward, so that its gradients are 0.
+    """
+
+    shape: Shape
+    scale: float
+    fold_size: int = 1
+    lengths: Lengths | None = None
+
+
 def merged(results: Results, totals: Results | None) -> Results:
     """Merges results into totals and returns these, or the results if there are no totals."""
     if totals is None:
@@ -78,23 +95,14 @@ def folded(x: Tensor, fold_size: int) -> Tensor:
 class MaskedKernel(ABC):
     """A kernel that knows rectangles, lower triangles and masks, and so takes bands as stretches."""
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        shape: Shape,
-        scale: float,
-        fold_size: int = 1,
-        totals: Results | None = None,
-        lengths: Lengths | None = None,
-    ) -> Results:
-        if shape == "band":
-            return band_forward(self, q, k, v, scale, fold_size, totals)
-        if shape == "causal" and fold_size > 1:
-            out, lse = self.forward_masked(unfolded(q, fold_size), k, v, True, scale)
-            return merged((folded(out, fold_size), folded(lse, fold_size)), totals)
-        return merged(self.forward_masked(q, k, v, shape == "causal", scale, _mask_of_keys(lengths, k)), totals)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
+        causal = call.shape == "causal"
+        if call.shape == "band":
+            return band_forward(self, q, k, v, call, totals)
+        if causal and call.fold_size > 1:
+            out, lse = self.forward_masked(unfolded(q, call.fold_size), k, v, True, call.scale)
+            return merged((folded(out, call.fold_size), folded(lse, call.fold_size)), totals)
+        return merged(self.forward_masked(q, k, v, causal, call.scale, _mask_of_keys(call.lengths, k)), totals)
 
     def backward(
         self,
@@ -104,20 +112,18 @@ class MaskedKernel(ABC):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        shape: Shape,
-        scale: float,
-        fold_size: int = 1,
+        call: KernelCall,
         sums: Gradients | None = None,
-        lengths: Lengths | None = None,
     ) -> Gradients:
-        if shape == "band":
-            return band_backward(self, dout, q, k, v, out, lse, scale, fold_size, sums)
-        if shape == "causal" and fold_size > 1:
-            dout, q, out, lse = (unfolded(x, fold_size) for x in (dout, q, out, lse))
-            dq, dk, dv = self.backward_masked(dout, q, k, v, out, lse, True, scale)
-            return added((folded(dq, fold_size), dk, dv), sums)
-        mask = _mask_of_keys(lengths, k)
-        return added(self.backward_masked(dout, q, k, v, out, lse, shape == "causal", scale, mask), sums)
+        causal = call.shape == "causal"
+        if call.shape == "band":
+            return band_backward(self, dout, q, k, v, out, lse, call, sums)
+        if causal and call.fold_size > 1:
+            dout, q, out, lse = (unfolded(x, call.fold_size) for x in (dout, q, out, lse))
+            dq, dk, dv = self.backward_masked(dout, q, k, v, out, lse, True, call.scale)
+            return added((folded(dq, call.fold_size), dk, dv), sums)
+        mask = _mask_of_keys(call.lengths, k)
+        return added(self.backward_masked(dout, q, k, v, out, lse, causal, call.scale, mask), sums)
 
     @abstractmethod
     def forward_masked(
@@ -255,19 +261,14 @@ def _mask_of_stretch(stretches: _Stretches, parts: list[_Part], width: int, q: T
 
 
 def band_forward(
-    kernel: MaskedKernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    fold_size: int = 1,
-    totals: Results | None = None,
+    kernel: MaskedKernel, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None
 ) -> Results:
     """Returns out and lse of a band, in the shapes of `Kernel.forward`, or `totals` with these merged into them."""
+    scale, fold_size = call.scale, call.fold_size
     rows = q.shape[2] // fold_size
     width, dtype = k.shape[2] - rows + 1, accumulation_dtype(q.dtype)
     if _are_heads(fold_size, width):
-        out, lse = band_forward(kernel, unfolded(q, fold_size), k, v, scale)
+        out, lse = band_forward(kernel, unfolded(q, fold_size), k, v, KernelCall("band", scale))
         return merged((folded(out, fold_size), folded(lse, fold_size)), totals)
     results = (
         (q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=dtype)) if totals is None else totals
@@ -304,16 +305,16 @@ def band_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    scale: float,
-    fold_size: int = 1,
+    call: KernelCall,
     sums: Gradients | None = None,
 ) -> Gradients:
     """Returns dq, dk and dv of a band, in the shapes of `Kernel.backward`; adds them to `sums` and returns these if given."""
+    scale, fold_size = call.scale, call.fold_size
     dtype, rows = accumulation_dtype(q.dtype), q.shape[2] // fold_size
     width = k.shape[2] - rows + 1
     if _are_heads(fold_size, width):
         dout, q, out, lse = (unfolded(x, fold_size) for x in (dout, q, out, lse))
-        dq, dk, dv = band_backward(kernel, dout, q, k, v, out, lse, scale)
+        dq, dk, dv = band_backward(kernel, dout, q, k, v, out, lse, KernelCall("band", scale))
         return added((folded(dq, fold_size), dk, dv), sums)
     dk, dv = (torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)) if sums is None else sums[1:]
     dq = torch.empty_like(q, memory_format=torch.contiguous_format) if sums is None else sums[0]

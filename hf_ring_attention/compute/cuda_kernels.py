@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..plan.joins import PACKED, Joining
 from ..plan.tiles import Shape
-from .bands import Gradients, MaskedKernel, Results, added, folded, merged, unfolded, widened
+from .bands import Gradients, KernelCall, MaskedKernel, Results, added, folded, merged, unfolded, widened
 from .rows import KeyLengths, Lengths, Packed
 
 aten = torch.ops.aten
@@ -20,26 +20,16 @@ class CudaFlash:
     name = "cuda_flash"
     joining: Joining | None = PACKED
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        shape: Shape,
-        scale: float,
-        fold_size: int = 1,
-        totals: Results | None = None,
-        lengths: Lengths | None = None,
-    ) -> Results:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
         value_dim, width = v.shape[-1], _round_up(max(q.shape[-1], v.shape[-1]), 8)
-        packed = _as_packed(lengths)
-        q, k, v = (_by_token(widened(x, width), packed) for x in (unfolded(q, fold_size), k, v))
+        packed = _as_packed(call.lengths)
+        q, k, v = (_by_token(widened(x, width), packed) for x in (unfolded(q, call.fold_size), k, v))
         out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, *_sequences(q, k, packed), 0.0, shape == "causal", False, scale=scale,
-            **_window_of_band(q, k, shape, packed),
+            q, k, v, *_sequences(q, k, packed), 0.0, call.shape == "causal", False, scale=call.scale,
+            **_window_of_band(q, k, call.shape, packed),
         )  # fmt: skip
         out, lse = (out.transpose(1, 2), lse) if packed is None else (out.transpose(0, 1)[None], lse[None])
-        return merged((folded(out[..., :value_dim], fold_size), folded(lse, fold_size)), totals)
+        return merged((folded(out[..., :value_dim], call.fold_size), folded(lse, call.fold_size)), totals)
 
     def backward(
         self,
@@ -49,23 +39,20 @@ class CudaFlash:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        shape: Shape,
-        scale: float,
-        fold_size: int = 1,
+        call: KernelCall,
         sums: Gradients | None = None,
-        lengths: Lengths | None = None,
     ) -> Gradients:
         head_dim, value_dim = q.shape[-1], v.shape[-1]
-        width, packed = _round_up(max(head_dim, value_dim), 8), _as_packed(lengths)
-        dout, q, out, lse = (unfolded(x, fold_size) for x in (dout, q, out, lse))
+        width, packed = _round_up(max(head_dim, value_dim), 8), _as_packed(call.lengths)
+        dout, q, out, lse = (unfolded(x, call.fold_size) for x in (dout, q, out, lse))
         dout, q, k, v, out = (_by_token(widened(x, width), packed) for x in (dout, q, k, v, out))
         unused = _no_random_state(q)
         grads = aten._flash_attention_backward(
             dout, q, k, v, out, lse.contiguous() if packed is None else lse[0].contiguous(), *_sequences(q, k, packed),
-            0.0, shape == "causal", unused, unused, scale=scale, **_window_of_band(q, k, shape, packed),
+            0.0, call.shape == "causal", unused, unused, scale=call.scale, **_window_of_band(q, k, call.shape, packed),
         )  # fmt: skip
         dq, dk, dv = (x.transpose(1, 2) if packed is None else x.transpose(0, 1)[None] for x in grads)
-        return added((folded(dq[..., :head_dim], fold_size), dk[..., :head_dim], dv[..., :value_dim]), sums)
+        return added((folded(dq[..., :head_dim], call.fold_size), dk[..., :head_dim], dv[..., :value_dim]), sums)
 
 
 def _aligned(x: Tensor) -> Tensor:

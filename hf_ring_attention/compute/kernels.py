@@ -3,7 +3,7 @@
 Every kernel takes q [T, H, Lq, D], k [T, Hkv, Lk, D], v [T, Hkv, Lk, Dv] (query head h reads key/value head
 h // (H / Hkv)) and the shape of the tiles: query i sees all keys ("full"), keys 0 to i ("causal", Lq = Lk), or keys i to
 i + Lk - Lq ("band"). Where a tile has folds (`plan/tiles.py`), q has the rows of a fold, `fold_size` of them one after the
-other, in place of each of these Lq; they see the same keys.
+other, in place of each of these Lq; they see the same keys. A `KernelCall` says all this.
 `backward` takes the out and lse of the *whole* softmax: with those, a tile's gradients are its exact share
 (FlashAttention, arXiv 2205.14135, appendix B).
 """
@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 
 from ..plan.joins import PADDED, Joining
-from ..plan.tiles import Shape
-from .bands import Gradients, MaskedKernel, Results, widened
+from .bands import Gradients, KernelCall, MaskedKernel, Results, widened
 from .cuda_kernels import CudaEfficient, CudaFlash
 from .math_kernel import Math
-from .rows import Lengths
 
 
 class Kernel(Protocol):
@@ -35,22 +33,11 @@ class Kernel(Protocol):
     name: str
     joining: Joining | None
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        shape: Shape,
-        scale: float,
-        fold_size: int = 1,
-        totals: Results | None = None,
-        lengths: Lengths | None = None,
-    ) -> Results:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
         """Returns out [T, H, Lq, Dv] in q's dtype and lse [T, H, Lq] in the accumulation dtype.
 
         Args:
             totals: out and lse, both in the accumulation dtype, that the results are merged into; they are then returned.
-            lengths: those of tiles that differ in length, as `joining` says: padding of keys, or where packed tiles end.
         """
 
     def backward(
@@ -61,17 +48,13 @@ class Kernel(Protocol):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        shape: Shape,
-        scale: float,
-        fold_size: int = 1,
+        call: KernelCall,
         sums: Gradients | None = None,
-        lengths: Lengths | None = None,
     ) -> Gradients:
         """Returns dq, dk and dv, in the shapes of q, k and v.
 
         Args:
             sums: tensors of these shapes, in the accumulation dtype, that the gradients are added to; they are then returned.
-            lengths: as in `forward`. Padding of queries has an lse of +inf, so that its gradients are 0.
         """
 
 
@@ -97,7 +80,7 @@ class CpuFlash(MaskedKernel):
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         value_dim, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
-        q, k, v = (_rows(widened(x, width)) for x in (q, k, v))
+        q, k, v = _rows(widened(q, width)), _rows(widened(k, width)), _rows(widened(v, width))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from ..plan.joins import PADDED, Joining
-from ..plan.tiles import Shape
-from .bands import Gradients, Results, added, merged
+from .bands import Gradients, KernelCall, Results, added, merged
 from .merge import accumulation_dtype
-from .rows import KeyLengths, Lengths
+from .rows import KeyLengths
 
 
 class Math:
@@ -29,14 +28,15 @@ class Math:
     def __init__(self, softcap: float | None = None) -> None:
         self.softcap = softcap
 
-    def _slices(self, q: Tensor, k: Tensor, shape: Shape, fold_size: int) -> Iterator[tuple[slice, slice]]:
+    def _slices(self, q: Tensor, k: Tensor, call: KernelCall) -> Iterator[tuple[slice, slice]]:
         """Yields (query rows, the keys that some of them see): parts that hold at most `budget` scores, or have one row."""
+        fold_size = call.fold_size
         width = k.shape[2] - q.shape[2] // fold_size + 1
         rows = max(1, self.budget // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
         for start in range(0, q.shape[2], rows):
             stop = min(start + rows, q.shape[2])
             first, last = start // fold_size, (stop - 1) // fold_size
-            keys = {"full": (0, k.shape[2]), "causal": (0, last + 1), "band": (first, last + width)}[shape]
+            keys = {"full": (0, k.shape[2]), "causal": (0, last + 1), "band": (first, last + width)}[call.shape]
             yield slice(start, stop), slice(*keys)
 
     def _scores(
@@ -45,45 +45,32 @@ class Math:
         k: Tensor,
         rows: slice,
         keys: slice,
-        shape: Shape,
         width: int,
-        scale: float,
-        fold_size: int,
-        lengths: Lengths | None,
+        call: KernelCall,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns scores [T, Hkv, g, rows, keys] of q [T, Hkv, g, rows, D], and their tanh if capped."""
-        scores, tanh = q @ k[:, :, None, keys].mT * scale, None
+        scores, tanh = q @ k[:, :, None, keys].mT * call.scale, None
         if self.softcap is not None:
             tanh = torch.tanh(scores / self.softcap)
             scores = tanh * self.softcap
-        if shape != "full":
-            query = torch.arange(rows.start, rows.stop, device=q.device)[:, None] // fold_size
+        if call.shape != "full":
+            query = torch.arange(rows.start, rows.stop, device=q.device)[:, None] // call.fold_size
             key = torch.arange(keys.start, keys.stop, device=q.device)
-            hidden = key > query if shape == "causal" else (key < query) | (key >= query + width)
+            hidden = key > query if call.shape == "causal" else (key < query) | (key >= query + width)
             scores = scores.masked_fill(hidden, -torch.inf)
-        if lengths is not None:
-            assert isinstance(lengths, KeyLengths)
-            scores = scores.masked_fill(lengths.hidden(k.shape[2])[:, None], -torch.inf)
+        if call.lengths is not None:
+            assert isinstance(call.lengths, KeyLengths)
+            scores = scores.masked_fill(call.lengths.hidden(k.shape[2])[:, None], -torch.inf)
         return scores, tanh
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        shape: Shape,
-        scale: float,
-        fold_size: int = 1,
-        totals: Results | None = None,
-        lengths: Lengths | None = None,
-    ) -> Results:
-        dtype, width = accumulation_dtype(q.dtype), k.shape[2] - q.shape[2] // fold_size + 1
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
+        dtype, width = accumulation_dtype(q.dtype), k.shape[2] - q.shape[2] // call.fold_size + 1
         out = q.new_empty(*q.shape[:3], v.shape[-1])
         lse = q.new_empty(q.shape[:3], dtype=dtype)
         k, v, grouped = k.to(dtype), v.to(dtype), (k.shape[1], q.shape[1] // k.shape[1])
-        for rows, keys in self._slices(q, k, shape, fold_size):
+        for rows, keys in self._slices(q, k, call):
             queries = q[:, :, rows].to(dtype).unflatten(1, grouped)
-            scores, _ = self._scores(queries, k, rows, keys, shape, width, scale, fold_size, lengths)
+            scores, _ = self._scores(queries, k, rows, keys, width, call)
             lse_rows = torch.logsumexp(scores, -1)
             out[:, :, rows] = (torch.exp(scores - lse_rows[..., None]) @ v[:, :, None, keys]).flatten(1, 2)
             lse[:, :, rows] = lse_rows.flatten(1, 2)
@@ -97,22 +84,19 @@ class Math:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        shape: Shape,
-        scale: float,
-        fold_size: int = 1,
+        call: KernelCall,
         sums: Gradients | None = None,
-        lengths: Lengths | None = None,
     ) -> Gradients:
-        dtype, width = accumulation_dtype(q.dtype), k.shape[2] - q.shape[2] // fold_size + 1
+        dtype, width = accumulation_dtype(q.dtype), k.shape[2] - q.shape[2] // call.fold_size + 1
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
         key_dtype, grouped = k.dtype, (k.shape[1], q.shape[1] // k.shape[1])
         k, v = k.to(dtype), v.to(dtype)
-        for rows, keys in self._slices(q, k, shape, fold_size):
+        for rows, keys in self._slices(q, k, call):
             q_rows, dout_rows, out_rows = (x[:, :, rows].to(dtype).unflatten(1, grouped) for x in (q, dout, out))
-            scores, tanh = self._scores(q_rows, k, rows, keys, shape, width, scale, fold_size, lengths)
+            scores, tanh = self._scores(q_rows, k, rows, keys, width, call)
             p = torch.exp(scores - lse[:, :, rows].unflatten(1, grouped)[..., None])
             dp = dout_rows @ v[:, :, None, keys].mT
-            ds = p * (dp - (dout_rows * out_rows).sum(-1, keepdim=True)) * scale
+            ds = p * (dp - (dout_rows * out_rows).sum(-1, keepdim=True)) * call.scale
             if tanh is not None:
                 ds *= 1 - tanh.square()
             dq[:, :, rows] = (ds @ k[:, :, None, keys]).flatten(1, 2)

@@ -1,6 +1,6 @@
 """The dense oracle: the definition of `Pattern`, evaluated with n x n matrices in float64.
 
-It is for tests, for `hf-ring-attention check`, and for the benchmark of peers; the engine never imports it.
+It is for tests and for `hf-ring-attention check`; the engine never imports it.
 """
 
 from __future__ import annotations

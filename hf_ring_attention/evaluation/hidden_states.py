@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from ..hf.config import warn_once
 from ..hf.cut import rows_to_cut
-from ..hf.heads import Head, watched
+from ..hf.forward_pass import Head
+from ..hf.heads import watched
 from ..hf.positions import first_position
 from ..hf.wrappers import runner_of
 from ..plan.layouts import SequenceLayout

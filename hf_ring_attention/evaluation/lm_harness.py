@@ -20,7 +20,6 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
-from tqdm import tqdm
 
 from ..compute.private import check_lm_eval
 from ..hf.cache import cache_argument
@@ -36,6 +35,7 @@ from ..ring.ring import Ring
 from ..transport.agreement import digest
 from .calibration.result import Calibration
 from .hidden_states import layout_of_rows
+from .progress import progress_bar
 from .slices import logits_in_slices
 
 logger = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ class RingLM(HFLM):
         one_by_one = self._has_last()
         if self.ring.world_size == 1 and one_by_one:
             answers: list[tuple[float, bool]] = []
-            for request in tqdm(requests, disable=disable_tqdm or self.rank != 0, desc="likelihoods"):
+            for request in progress_bar("likelihoods", requests, silent=disable_tqdm or self.rank != 0):
                 answers += super()._loglikelihood_tokens([request], True)
             return answers
         if self.ring.world_size == 1:
@@ -222,9 +222,8 @@ class RingLM(HFLM):
         rows = sorted(by_row, key=lambda row: (-len(row), row))
         answers = [(0.0, False)] * len(requests)
         size = 1 if one_by_one else override_bs or self.batch_size
-        bar = tqdm(
-            total=len(requests), disable=disable_tqdm or self.rank != 0 or self.ring.rank > 0, desc="likelihoods"
-        )
+        silent = disable_tqdm or self.rank != 0 or self.ring.rank > 0
+        bar = progress_bar("likelihoods", total=len(requests), silent=silent)
         for first in range(0, len(rows), size):
             batch = rows[first : first + size]
             continuations = [[requests[number][2] for number in by_row[row]] for row in batch]

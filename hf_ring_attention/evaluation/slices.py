@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..hf.heads import Head
+from ..hf.forward_pass import Head
 from ..hf.lm_loss import IGNORED
 from ..ring.ring import Ring
 from ..training.sharded_weights import whole_weights

@@ -1,11 +1,8 @@
-"""The texts that are scored and that needles are hidden in: those of the user, or the help texts of Python 3.11."""
+"""Texts as tokens of a model, and the help texts of Python 3.11, which programs read if no text is named."""
 
 from __future__ import annotations
 
 import gzip
-import hashlib
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,74 +12,45 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class EvaluationText:
-    """A text with the name that reports give it."""
-
-    name: str
-    content: str
-
-    @property
-    def checksum(self) -> str:
-        """The first digits of the SHA-256 of the text in UTF-8."""
-        return hashlib.sha256(self.content.encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True)
-class TextPiece:
-    """Tokens of a text that are scored together.
+class TokenizedText:
+    """The first tokens of a text.
 
     Attributes:
-        ids: [n] int64, those with which the model's texts open before those of the text.
-        opening: how many of them do not belong to the text, and are not scored.
-        sizes: [n] int64, the bytes in UTF-8 of the text that each token stands for.
+        ids: [n] int64: the tokens that open texts of the model, such as BOS, and then tokens of the text.
+        opening: the number of opening tokens, which are not scored.
+        sizes: [n] int64: the bytes in UTF-8 that each token stands for; None if the tokenizer does not give their places.
     """
 
-    name: str
     ids: Tensor
     opening: int
-    sizes: Tensor
+    sizes: Tensor | None
 
-    def size_of(self, scored: Tensor) -> int:
+    def size_of(self, scored: Tensor) -> int | None:
         """Returns the bytes of the tokens that are True in scored, [n]."""
-        return int(self.sizes[scored].sum())
+        return None if self.sizes is None else int(self.sizes[scored].sum())
 
 
-def python_topics() -> EvaluationText:
-    """Returns the help texts of Python 3.11, the text where no other is named.
+def python_topics() -> str:
+    """Returns the help texts of Python 3.11.7.
 
-    They come with the package: those of the running Python differ from release to release, and figures with them.
+    They come with the package: the texts of the running Python differ from release to release, and figures with them.
     """
     packed = Path(__file__).with_name("python_topics.txt.gz").read_bytes()
-    return EvaluationText("pydoc topics of Python 3.11.7", gzip.decompress(packed).decode())
+    return gzip.decompress(packed).decode()
 
 
-def text_pieces(text: EvaluationText, tokenizer: Any, length: int, most: int) -> list[TextPiece]:
-    """Cuts a text into pieces of `length` tokens, each with the tokens that open it.
-
-    A rest that is shorter is left out, unless it is all there is.
-
-    Args:
-        most: no more pieces than these.
-
-    Raises:
-        ValueError: a tokenizer that does not tell where tokens stand in the text, a text of fewer than 2 tokens, or a length
-            that has no room for one.
-    """
-    ids, ends = _tokens_of(text.name, beginning_of(text.content, length * most), tokenizer)
-    opening = opening_tokens(tokenizer)
-    room = length - len(opening)
-    if room < 1:
-        raise ValueError(f"{len(opening)} tokens open each text of this model: ask for a length greater than {length}")
-    count = max(1, min(most, len(ids) // room))
-    pieces = []
-    for first in range(0, count * room, room):
-        stop = min(first + room, len(ids))
-        # A token stands for what begins behind the one before it, spaces that no token tells of among it.
-        own = [text.content[start:end] for start, end in zip([0, *ends][first:stop], ends[first:stop])]
-        sizes = torch.tensor([0] * len(opening) + [len(part.encode()) for part in own])
-        name = text.name if count == 1 else f"{text.name}, piece {first // room + 1}"
-        pieces.append(TextPiece(name, torch.cat([opening, ids[first:stop]]), len(opening), sizes))
-    return pieces
+def tokenized_text(text: str, tokenizer: Any, count: int) -> TokenizedText:
+    """Returns `count` tokens of a text, opening tokens included; fewer if the text is shorter."""
+    part, opening = beginning_of(text, count), opening_tokens(tokenizer)
+    places = bool(getattr(tokenizer, "is_fast", False))
+    encoded = tokenizer(part, add_special_tokens=False, return_offsets_mapping=places, verbose=False)
+    ids = torch.cat([opening, torch.tensor(encoded["input_ids"], dtype=torch.int64)])[:count]
+    if not places:
+        return TokenizedText(ids, len(opening), None)
+    # A token stands for all that follows the token before it, also for spaces that no token covers.
+    ends = [end for _, end in encoded["offset_mapping"]]
+    own = [len(part[start:end].encode()) for start, end in zip([0, *ends], ends)]
+    return TokenizedText(ids, len(opening), torch.tensor([0] * len(opening) + own)[:count])
 
 
 def opening_tokens(tokenizer: Any) -> Tensor:
@@ -100,28 +68,5 @@ def first_tokens(text: str, tokenizer: Any, count: int | None = None, skip: int 
 
 
 def beginning_of(text: str, tokens: int) -> str:
-    """Returns so much of a text that its first tokens are those of the whole text: all but the last few of a prefix are."""
+    """Returns a prefix of a text that is long enough for so many tokens: all but its last few are those of the whole text."""
     return text[: 40 * tokens + 1000]
-
-
-def _tokens_of(name: str, text: str, tokenizer: Any) -> tuple[Tensor, list[int]]:
-    """Returns the tokens of a text, [n] int64, and where each of them ends in it."""
-    if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(
-            f"{type(tokenizer).__name__} does not tell where its tokens stand in a text, by which its bytes are counted: "
-            f"take the fast tokenizer of the model"
-        )
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
-    if len(ids) < 2:
-        raise ValueError(f"{name} has {len(ids)} token(s), 2 or more are needed: name a longer text")
-    return ids, [end for _, end in encoded["offset_mapping"]]
-
-
-def sentences_of(texts: Sequence[EvaluationText]) -> tuple[str, ...]:
-    """Returns the sentences of texts, one behind the other: what ends with a full stop, a question or an exclamation mark."""
-    sentences = []
-    for text in texts:
-        parts = re.split(r"(?<=[.!?])\s+", text.content)
-        sentences += [" ".join(part.split()) for part in parts if part.split()]
-    return tuple(sentences)

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all: whoever reads one finds the old content or the new, whenever its writer ends."""
+"""Files that are written whole or not at all, and folders that one process at a time writes to."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Yields the name of a new file beside a path, which gets the path's name once its content is on the disk.
 
-    Where the caller raises, the new file is removed, and what was under the path stays.
+    If the caller raises, the new file is removed, and the old file of that path stays.
     """
     part = path.with_name(f"{path.name}.part")
     try:
@@ -28,3 +30,25 @@ def write_whole(path: Path, text: str) -> None:
     """Writes a text in UTF-8 as `whole_file` does."""
     with whole_file(path) as part:
         part.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def own_folder(folder: Path) -> Iterator[None]:
+    """Makes a folder if it is missing, and keeps others that call this from writing to it while the context is open.
+
+    Raises:
+        ValueError: another process writes to the folder.
+        OSError: the folder cannot be made or written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(
+            f"another process writes to the folder {str(folder)!r}: wait for it, or name another one"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()

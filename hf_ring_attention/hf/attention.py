@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +17,13 @@ from ..plan.heads import check_heads
 from ..plan.parts import fewest_last
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
-from ..ring.attention import FORWARD, UNTRACEABLE, cached_attention, check_not_traced, ring_attention
+from ..ring.attention import FORWARD, UNTRACEABLE, CheckedCall, check_not_traced, checked_call
 from ..ring.ring import Ring
 from .calls import sharded_without_documents
-from .config import layer_pattern, unpatched_pattern, warn_of_no_pattern
+from .config import layer_pattern, patterns_of_layers, unpatched_pattern, warn_of_no_pattern
 from .documents import documents_of_collator
 from .exact import attends_exactly
-from .forward_pass import forward_pass_of
+from .forward_pass import ForwardPass, forward_pass_of
 from .masks import Tokens, check_unpatched, padding_first, tokens_of
 from .positions import at_its_place_in_the_row
 from .registration import IMPLEMENTATION
@@ -37,8 +38,29 @@ _WITHOUT_EFFECT = (
     "cu_seq_lens_k", "deterministic", "max_length_k", "max_length_q", "output_attentions", "position_ids",
 )  # fmt: skip
 
+#: Arguments of layers that are read by their names.
+_READ = ("cu_seq_lens_q", "is_causal", "seq_idx")
+
 #: The attribute of attention modules that holds a function of a layer's call and its output, which returns that output.
 TAP = "_ring_dilated_tap"
+
+
+@dataclass(frozen=True, eq=False)
+class _LayerCall:
+    """A layer's call of attention, which serves all layers of a forward pass that come with equal arguments.
+
+    Attributes:
+        call: the call, checked and planned; settings: what else than tensors `ring_attention` would get for it.
+        mask: the mask of the layers, which is kept while they are known by it.
+        tokens: what the mask describes.
+        of_model: the window or chunks that the layers have in the model itself.
+    """
+
+    call: CheckedCall
+    settings: dict[str, Any]
+    mask: Tensor | None
+    tokens: Tokens
+    of_model: Branch | None
 
 
 @torch.compiler.disable(reason=UNTRACEABLE)
@@ -53,12 +75,11 @@ def ring_dilated_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    is_causal: bool | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    seq_idx: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Computes the attention of a layer; Transformers calls this function for "ring_dilated".
+    """Computes a layer's attention; Transformers calls this function for "ring_dilated".
+
+    The first layer of a kind in a forward pass checks and plans its call; the others, which differ in numbers alone, use it.
 
     Args:
         query: [B, H, m, D]; key: [B, Hkv, n, D]; value: [B, Hkv, n, Dv]. The queries are the last m of the n tokens.
@@ -66,7 +87,7 @@ def ring_dilated_attention(
         sliding_window: the layer's own window, in tokens, where the mask does not say.
         softcap: scores s become softcap * tanh(s / softcap).
         s_aux: [H] the logits of one more column of the softmax, whose value is 0.
-        cu_seq_lens_q, seq_idx: the documents of packed rows, as Transformers' collators describe them.
+        kwargs: among others cu_seq_lens_q and seq_idx, the documents of packed rows as Transformers' collators describe them.
 
     Returns:
         out [B, m, H, Dv], and None for the weights that are never formed.
@@ -77,11 +98,78 @@ def ring_dilated_attention(
         NotImplementedError: position biases, head masks, paged caches and cross-attention.
     """
     check_not_traced()
+    query, key, value = _autocast(query, key, value)
+    now = forward_pass_of(getattr(module, "config", None))
+    key_of_call = query, key, value, attention_mask, s_aux, dropout, scaling, sliding_window, softcap
+    layer = None if now is None else now.calls.get(_kind_of_call(module, now, *key_of_call, kwargs))
+    if layer is None:
+        layer = _layer_call(module, now, *key_of_call, kwargs)
+        if now is not None and layer.tokens.causal is not None:  # Its mask, and not the layer, says what it sees.
+            now.calls[_kind_of_call(module, now, *key_of_call, kwargs)] = layer
+    else:
+        layer.call.compare()
+    layout, valid = layer.tokens.layout, layer.tokens.valid
+    if layout is not None and getattr(module, "attn_temperature_tuning", False):
+        query = at_its_place_in_the_row(module, query, layout, layer.call.ring.rank)
+    if valid is not None:
+        asking = valid[:, -query.shape[2] :].to(query.device)
+        rows, queries = padding_first(valid).to(query.device), padding_first(asking)
+        query, key, value = _reordered(query, queries), _reordered(key, rows), _reordered(value, rows)
+    out = layer.call.attend(query, key, value, s_aux)[0]
+    # A calibration chooses no pattern for layers with a window or chunks of their own.
+    tap = getattr(module, TAP, None) if layer.of_model is None and layer.call.problem.held is None else None
+    if tap is not None:
+        out = tap(module, query, key, value, out, {**layer.settings, "sinks": s_aux})
+    if valid is not None:
+        out = _reordered(out, queries.argsort(1)).masked_fill(~asking[:, None, :, None], 0)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _kind_of_call(
+    module: nn.Module,
+    now: ForwardPass,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    *arguments: Any,
+) -> Any:
+    """Returns what the calls of two layers have in common if one `_LayerCall` serves both; arguments of layers last a pass."""
+    *settings, kwargs = arguments
+    own = None if now.own_patterns is None else now.own_patterns.get(getattr(module, "layer_idx", -1))
+    return (
+        (type(module), now.own_patterns is None, own, id(mask), torch.is_grad_enabled(), *settings),
+        (query.shape, query.dtype, query.device, query.requires_grad),
+        (key.shape, key.dtype, key.requires_grad, value.shape, value.dtype, value.requires_grad),
+        None if sinks is None else (sinks.shape, sinks.device, sinks.requires_grad),
+        *[(name, x if isinstance(x, (int, float)) else id(x)) for name, x in kwargs.items() if x is not None],
+    )
+
+
+def _layer_call(
+    module: nn.Module,
+    now: ForwardPass | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    s_aux: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    kwargs: dict[str, Any],
+) -> _LayerCall:
+    """Checks a layer's call, decides its pattern, documents and ring, and plans it.
+
+    Raises:
+        ValueError, NotImplementedError: as `ring_dilated_attention`.
+    """
     config, ring = getattr(module, "config", None), attached_ring(module)
-    forward_pass = forward_pass_of(config)
-    if forward_pass is not None:
-        forward_pass.attended = True
-    if forward_pass is not None and forward_pass.whole:
+    if now is not None:
+        now.attended = True
+    if now is not None and now.whole:
         ring = None  # Every rank computes whole rows by itself.
     sharded = ring is not None and ring.world_size > 1
     try:
@@ -89,23 +177,20 @@ def ring_dilated_attention(
         tokens = tokens_of(attention_mask)
         if sharded and tokens.layout is None and tokens.held is None:
             raise ValueError(sharded_without_documents(module))
-        if attention_mask is None and forward_pass is not None and forward_pass.documents is not None:
+        if attention_mask is None and now is not None and now.documents is not None:
             raise ValueError(
                 f"{type(module).__name__} was given packed rows by position_ids, but its model makes its masks itself, and "
                 f"made none for these rows: pass one document a row, padded"
             )
-        causal = tokens.causal
+        is_causal, causal = kwargs.get("is_causal"), tokens.causal
         if causal is None:
             causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         of_model = _branch_of_model(module, tokens, sliding_window)
         exact = attends_exactly(config)
         if not exact and not is_patched(module) and getattr(config, IMPLEMENTATION, None) is None:
             warn_of_no_pattern()
-        pattern = (
-            unpatched_pattern(of_model)
-            if exact
-            else layer_pattern(config, getattr(module, "layer_idx", None), of_model)
-        )
+        number = getattr(module, "layer_idx", None)
+        pattern = unpatched_pattern(of_model) if exact else layer_pattern(config, number, of_model)
         held, documents = tokens.held, tokens.documents
         if held is None:
             held, documents = _held(module, query, key, tokens, causal, pattern)
@@ -114,13 +199,14 @@ def ring_dilated_attention(
         if ring is not None and held is None:
             _check_heads(module, ring, query.shape[1], key.shape[1])
         heads = head_shard(module, query, key)
-        if not sharded and (cu_seq_lens_q is not None or seq_idx is not None):
+        described = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
+        if not sharded and described != (None, None):
             if held is not None:
                 raise ValueError(
                     "cu_seq_lens and seq_idx describe packed rows, which have no cache: pass use_cache=False"
                 )
-            documents = documents_of_collator(query.shape[0], query.shape[2], cu_seq_lens_q, seq_idx, (documents,))
-            if forward_pass is None:
+            documents = documents_of_collator(query.shape[0], query.shape[2], *described, (documents,))
+            if now is None:
                 check_unpatched(config, documents is not None and any(len(spans) > 1 for spans in documents), False)
     except (ValueError, NotImplementedError) as refused:
         if sharded:
@@ -128,35 +214,20 @@ def ring_dilated_attention(
             with ring.agreement(FORWARD, by_digest=True):  # The other ranks compare their calls of attention here.
                 raise refused
         raise
-    if ring is not None and tokens.layout is not None:
-        query = at_its_place_in_the_row(module, query, tokens.layout, ring.rank)
-    query, key, value = _autocast(query, key, value)
-    call: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "pattern": pattern,
         "ring": ring,
+        "layout": tokens.layout,
         "causal": causal,
         "scale": scaling,
         "documents": documents,
         "softcap": softcap,
-        "sinks": s_aux,
         "head_shard": heads,
     }
-    asking = None if tokens.valid is None else tokens.valid[:, -query.shape[2] :].to(query.device)
-    if tokens.valid is not None and asking is not None:
-        rows, queries = padding_first(tokens.valid).to(query.device), padding_first(asking)
-        query, key, value = _reordered(query, queries), _reordered(key, rows), _reordered(value, rows)
-    if held is not None:
-        out = cached_attention(query, key, value, held=held, **call)
-    else:
-        call["layout"] = tokens.layout
-        result = ring_attention(query, key, value, **call)
-        assert isinstance(result, Tensor)
-        # A layer with a window or chunks of its own is none whose pattern is chosen.
-        tap = None if of_model is not None else getattr(module, TAP, None)
-        out = result if tap is None else tap(module, query, key, value, result, call)
-    if asking is not None:
-        out = _reordered(out, queries.argsort(1)).masked_fill(~asking[:, None, :, None], 0)
-    return out.transpose(1, 2).contiguous(), None
+    call = checked_call(query, key, value, held=held, sinks=s_aux, **settings)
+    if now is not None and now.own_patterns is None:
+        now.own_patterns = {} if exact else patterns_of_layers(config)
+    return _LayerCall(call, settings, attention_mask, tokens, of_model)
 
 
 def _check_padding_inside(module: nn.Module, tokens: Tokens, of_model: Branch | None) -> None:
@@ -293,7 +364,8 @@ def _check_call(module: nn.Module, attention_mask: Any, dropout: float, kwargs: 
     passed = _strings_of(type(module).forward)
     for argument, present in kwargs.items():
         # A batch may have entries of any name, which Transformers hands on to here; those of the layer itself are known.
-        if present is not None and argument not in _WITHOUT_EFFECT and (argument in passed or argument in _REFUSED):
+        known = argument in _WITHOUT_EFFECT or argument in _READ
+        if present is not None and not known and (argument in passed or argument in _REFUSED):
             raise NotImplementedError(
                 f"{name}: layer {getattr(module, 'layer_idx', None)} came with {argument}, which would change the scores or "
                 f"the keys and which ring_dilated does not compute: use 'eager' or 'sdpa'"

@@ -74,6 +74,11 @@ def layer_pattern(config: Any, layer: int | None, of_model: Branch | None = None
     return patterns.pattern if of_model is None and patterns.pattern is not None else unpatched_pattern(of_model)
 
 
+def patterns_of_layers(config: Any) -> Mapping[int, Pattern]:
+    """Returns the patterns of layers that have their own, by the layers' numbers."""
+    return _patterns(config).layers
+
+
 def unpatched_pattern(of_model: Branch | None) -> Pattern:
     """Returns what a layer computes for which `patch_config` set nothing: its own window or chunks, or exact attention."""
     return Pattern.exact() if of_model is None else Pattern((of_model,))

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .forward_pass import running, running_with
 from .wrappers import unwrapped
-
-#: The text configs of the models that attend exactly in this thread or task.
-_EXACT: ContextVar[tuple[Any, ...]] = ContextVar("ring_dilated_exact", default=())
 
 
 @contextmanager
@@ -44,12 +41,8 @@ def exact_attention(model: nn.Module) -> Iterator[None]:
         raise ValueError(
             f"exact_attention: expected a Transformers model, or a wrapper of one, got {type(model).__name__}"
         )
-    token = _EXACT.set((*_EXACT.get(), inner.config.get_text_config()))
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        _EXACT.reset(token)
+    with running_with(exact=(*running().exact, inner.config.get_text_config())), torch.no_grad():
+        yield
 
 
 def attends_exactly(config: Any) -> bool:
@@ -58,7 +51,7 @@ def attends_exactly(config: Any) -> bool:
     Raises:
         ValueError: gradients are recorded.
     """
-    exact = any(other is config for other in _EXACT.get())
+    exact = any(other is config for other in running().exact)
     if exact and torch.is_grad_enabled():
         raise ValueError(
             "exact_attention: gradients are recorded in this context, and a backward pass that recomputes layers would do so "

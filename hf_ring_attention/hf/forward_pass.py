@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from ..plan.layouts import SequenceLayout
+from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
-from .heads import SliceLoss
+
+#: A function of hidden states [..., width] that gives logits [..., vocabulary].
+Head = Callable[[Tensor], Tensor]
+
+#: The loss of a slice, as a sum: of the model's head, hidden states [k, width], labels [k], and the place of these tokens among
+#: all tokens of this rank.
+SliceLoss = Callable[[Head, Tensor, Tensor, slice], Tensor]
 
 #: The argument of a patched model that says more about a call: a `Call`.
 CALL = "ring_call"
@@ -82,6 +90,8 @@ class ForwardPass:
         parts: whether the decoder's last hidden states stay parts: the head or the caller computes with them.
         keep: [k] the tokens whose hidden states the head needs; None for all.
         head: what the head computes from parts; None if it computes with whole rows.
+        own_patterns: the patterns of layers that have their own; None before the first layer.
+        calls: the calls of attention so far, by the kind of layer.
         attended: whether a layer has attended by ring_dilated.
         outer: the call inside which this one runs.
         frame: the call of the module that makes this pass, while it runs; None afterwards.
@@ -98,6 +108,8 @@ class ForwardPass:
     parts: bool = False
     keep: Tensor | None = None
     head: HeadOnParts | None = None
+    own_patterns: Mapping[int, Pattern] | None = None
+    calls: dict[Any, Any] = field(default_factory=dict)
     attended: bool = False
     outer: ForwardPass | None = None
     frame: FrameType | None = None
@@ -125,16 +137,53 @@ class ForwardPass:
         return frame is None and self.frame is not None
 
 
-#: The call that runs in this thread; None outside of patched models.
-FORWARD_PASS: ContextVar[ForwardPass | None] = ContextVar("ring_dilated_forward_pass", default=None)
+class Running(NamedTuple):
+    """What runs in a thread or task.
+
+    Attributes:
+        forward_pass: the call of a patched model.
+        head: the call of a model whose output layer is watched, a `HeadCall`.
+        exact: the text configs of the models that attend exactly.
+        chain: the chain of states along which mixers pass theirs.
+    """
+
+    forward_pass: ForwardPass | None = None
+    head: Any = None
+    exact: tuple[Any, ...] = ()
+    chain: Any = None
+
+
+_NOTHING = Running()
+_RUNNING: ContextVar[Running] = ContextVar("ring_dilated", default=_NOTHING)
+
+
+def running() -> Running:
+    """Returns what runs in this thread or task."""
+    return _RUNNING.get()
+
+
+@contextmanager
+def running_with(**changes: Any) -> Iterator[None]:
+    """A context in which other things run; afterwards all is as it was."""
+    token = _RUNNING.set(_RUNNING.get()._replace(**changes))
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
+
+
+def set_forward_pass(forward_pass: ForwardPass | None) -> None:
+    """Makes this the call of a patched model that runs, until the next one is set."""
+    _RUNNING.set(_RUNNING.get()._replace(forward_pass=forward_pass))
 
 
 def drop_broken_passes() -> None:
     """Ends the forward passes of this thread that Ctrl-C broke off."""
-    running = FORWARD_PASS.get()
-    while running is not None and running.broken_off():
-        running = running.outer
-    FORWARD_PASS.set(running)
+    now = running().forward_pass
+    if now is not None and now.broken_off():
+        while now is not None and now.broken_off():
+            now = now.outer
+        set_forward_pass(now)
 
 
 def forward_pass_of(config: Any) -> ForwardPass | None:
@@ -142,19 +191,16 @@ def forward_pass_of(config: Any) -> ForwardPass | None:
 
     A pass that an error broke off stays behind, and is not that of the next model.
     """
-    running = FORWARD_PASS.get()
-    return running if running is not None and running.config is config else None
+    now = _RUNNING.get().forward_pass
+    return now if now is not None and now.config is config else None
 
 
 def with_forward_pass(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that runs in the forward pass that runs now, whenever and in whichever thread it is called."""
-    running = FORWARD_PASS.get()
+    now = running().forward_pass
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        token = FORWARD_PASS.set(running)
-        try:
+        with running_with(forward_pass=now):
             return function(*args, **kwargs)
-        finally:
-            FORWARD_PASS.reset(token)
 
     return run

@@ -11,7 +11,6 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -20,13 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from ..compute.private import remove_hooks, version_of
-
-#: A function of hidden states [..., width] that gives logits [..., vocabulary].
-Head = Callable[[Tensor], Tensor]
-
-#: The loss of a slice, as a sum: of the model's head, hidden states [k, width], labels [k], and the place of these tokens among
-#: all tokens of this rank.
-SliceLoss = Callable[[Head, Tensor, Tensor, slice], Tensor]
+from .forward_pass import Head, running, running_with
 
 #: The names in configs for a number by which models multiply their logits, or divide them, and at which tanh caps them.
 _FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
@@ -106,9 +99,6 @@ class HeadCall:
         return head
 
 
-#: The call that is watched in this thread or task.
-RUNNING: ContextVar[HeadCall | None] = ContextVar("ring_dilated_head_call", default=None)
-
 _LOCK = threading.Lock()
 #: How many threads watch an output layer, whose hooks they share.
 _WATCHERS: dict[nn.Module, int] = {}
@@ -121,13 +111,9 @@ def watched(output: nn.Module | None) -> Iterator[HeadCall]:
     Args:
         output: the model's output layer.
     """
-    call, outer = HeadCall(output), RUNNING.get()
-    with _hooked(output) if output is not None else nullcontext():
-        RUNNING.set(call)
-        try:
-            yield call
-        finally:
-            RUNNING.set(outer)
+    call = HeadCall(output)
+    with _hooked(output) if output is not None else nullcontext(), running_with(head=call):
+        yield call
 
 
 @contextmanager
@@ -156,7 +142,7 @@ def without_hooks(module: nn.Module, *functions: Callable[..., Any]) -> None:
 
 @torch.compiler.disable(reason="it asks what is watched in this thread")
 def _before_watched(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    call = RUNNING.get()
+    call = running().head
     if call is None or call.output is not module or not args:
         return None
     return (call.keep(args[0]), *args[1:])
@@ -164,7 +150,7 @@ def _before_watched(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]
 
 @torch.compiler.disable(reason="it asks what is watched in this thread")
 def _after_watched(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    call = RUNNING.get()
+    call = running().head
     if call is not None and call.output is module and call.expects_plain:
         call.keep_plain(output)
 

@@ -19,7 +19,7 @@ from ..ring.ring import Ring
 from .cache import ShardedCache, cache_in, cache_names
 from .calls import check_places, remember_prefill
 from .cut import by_name, cut, tokens_in, whole_positions
-from .forward_pass import FORWARD_PASS, forward_pass_of
+from .forward_pass import forward_pass_of, running
 from .join import joined_output, kept, whole_rows
 from .model_call import after_model, before_model
 from .not_formed import cache_not_formed
@@ -141,16 +141,16 @@ def output_fields(output: Any) -> list[str]:
 @torch.compiler.disable(reason="it reads what _before_decoder found")
 def _with_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gives RoPE that depends on the row's length one more column, with the row's last position."""
-    running = FORWARD_PASS.get()
-    if running is None:
+    now = running().forward_pass
+    if now is None:
         raise RuntimeError(
             f"{type(module).__name__} depends on the length of the whole sequence, and was called outside the forward pass of "
             f"the sharded model: call the model, not its parts"
         )
-    if running.last_position is None:
+    if now.last_position is None:
         return None  # Whole rows, or a step after a prefill, in which all ranks have all positions.
     positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-    column = torch.full_like(positions[..., :1], running.last_position)
+    column = torch.full_like(positions[..., :1], now.last_position)
     positions = torch.cat([positions, column], -1)
     if "position_ids" in kwargs:
         return args, {**kwargs, "position_ids": positions}
@@ -159,8 +159,8 @@ def _with_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
 
 @torch.compiler.disable(reason="it belongs to _with_last_position")
 def _without_last_position(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    running = FORWARD_PASS.get()
-    if running is None or running.last_position is None:
+    now = running().forward_pass
+    if now is None or now.last_position is None:
         return output
     return tuple(x[:, :-1] for x in output) if isinstance(output, tuple) else output[:, :-1]
 
@@ -168,12 +168,12 @@ def _without_last_position(module: nn.Module, args: tuple[Any, ...], output: Any
 @torch.compiler.disable(reason="it asks another rank")
 def _with_first_token(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Gives a pooler, which reads the first token [B, D] of [B, n, D], that of the whole sequence."""
-    ring, running = attached_ring(module), FORWARD_PASS.get()
+    ring, now = attached_ring(module), running().forward_pass
     assert ring is not None  # This hook is registered on rings only.
-    if running is not None and running.whole:
+    if now is not None and now.whole:
         return None
     states: Tensor = args[0]
     one_token = states.dim() == 2
-    layout = None if running is None else running.layout
+    layout = None if now is None else now.layout
     first = ring.first_token(states.unsqueeze(1) if one_token else states, layout)
     return (first.squeeze(1) if one_token else first, *args[1:])

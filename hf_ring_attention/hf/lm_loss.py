@@ -22,8 +22,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ..compute.private import tree_map, without_numbers
 from ..plan.choices import Decision
 from ..ring.ring import Ring
-from .forward_pass import FORWARD_PASS, WholeRows
-from .heads import Head, HeadCall, SliceLoss, fitting_change, named_change, without_hooks
+from .forward_pass import Head, SliceLoss, WholeRows, running
+from .heads import HeadCall, fitting_change, named_change, without_hooks
 from .join import whole_rows
 from .loss_bytes import BYTES_AT_ONCE
 from .not_formed import logits_not_formed
@@ -59,6 +59,8 @@ class LossInSlices(HeadCall):
         self.model, self.labels, self.rows, self.ring, self.of_slice = model, labels, rows, ring, of_slice
         self.named_head: Head | None = None
         self.result: Tensor | None = None
+        #: What the output layer returned to the model, behind the hooks of others.
+        self.returned: Tensor | None = None
         self._total: Tensor | None = None
         self._formed: Tensor | None = None
 
@@ -66,10 +68,11 @@ class LossInSlices(HeadCall):
         """Hooks this call to its output layer; PEFT may have replaced the layer since the last call, or copied it."""
         output = self.output
         assert output is not None
-        without_hooks(output, _before_output, _after_output)
+        without_hooks(output, _before_output, _after_output, _behind_output)
         # FSDP 2 gathers weights before the first hook, and frees them behind the last one.
         output.register_forward_pre_hook(_before_output)
         output.register_forward_hook(_after_output, prepend=True)
+        output.register_forward_hook(_behind_output)
 
     def keep_plain(self, plain: Tensor) -> None:
         """Stores the logits of two tokens, and computes the sum of the losses of all tokens, by a head that the config names.
@@ -96,6 +99,8 @@ class LossInSlices(HeadCall):
             self.unsuited = "forms its logits in a way that its config does not name"
             return None
         total, items = self._total, num_items_in_batch
+        if self.returned is not None and self.returned.requires_grad:
+            total = _Behind.apply(total, self.returned)
         if items is None:
             items = (self.labels != IGNORED).sum()
         if self.ring is not None and self.ring.world_size > 1:
@@ -241,6 +246,21 @@ class _Slices(torch.autograd.Function):
         return None, of_hidden, *(next(scaled) if needs else None for needs in ctx.needs_weights)
 
 
+class _Behind(torch.autograd.Function):
+    """Returns its first argument; backward visits the second one first, without a gradient.
+
+    The second is the result of the output layer, at which ZeRO 3 gathers the layer's weights before their gradients come.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, returned: Tensor) -> Tensor:
+        return total.view_as(total)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
 # ---- which calls compute their loss so
 
 
@@ -301,8 +321,8 @@ def way_of_loss(model: PreTrainedModel, arguments: Mapping[str, Any], shape: tup
 
 def _running_loss(module: nn.Module | None) -> LossInSlices | None:
     """Returns the loss of the running call, if this is its output layer, or None is given."""
-    running = FORWARD_PASS.get()
-    head = None if running is None else running.head
+    now = running().forward_pass
+    head = None if now is None else now.head
     return head if isinstance(head, LossInSlices) and (module is None or head.output is module) else None
 
 
@@ -317,6 +337,13 @@ def _after_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None
     call = _running_loss(module)
     if call is not None and call.expects_plain:
         call.keep_plain(output)
+
+
+@torch.compiler.disable(reason="it asks what is watched in this thread")
+def _behind_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    call = _running_loss(module)
+    if call is not None and call.unsuited is None:
+        call.returned = output
 
 
 @lru_cache(maxsize=256)

@@ -24,8 +24,15 @@ from .calls import check_given_up_cache, checked_step
 from .cut import by_name, documents_of_call, rows_to_cut, tokens_in
 from .documents import documents_of_rows
 from .fields import fields_of
-from .forward_pass import CALL, FORWARD_PASS, Call, ForwardPass, WholeRows, drop_broken_passes
-from .heads import RUNNING
+from .forward_pass import (
+    CALL,
+    Call,
+    ForwardPass,
+    WholeRows,
+    drop_broken_passes,
+    running,
+    set_forward_pass,
+)
 from .lm_loss import LossInSlices, cross_entropy, loss_in_slices, shifted, way_of_loss
 from .masks import tokens_of
 from .positions import first_position, warn_of_temperatures
@@ -49,8 +56,8 @@ def before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
     """
     check_not_traced()
     drop_broken_passes()
-    runner, running = runner_of(module), FORWARD_PASS.get()
-    if running is not None and running.config is runner.config:
+    runner, outer = runner_of(module), running().forward_pass
+    if outer is not None and outer.config is runner.config:
         return None  # The module is a part of the model that was called.
     if any(isinstance(x, nn.Module) for x in args):
         return (
@@ -60,7 +67,7 @@ def before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
     call: Call = kwargs.pop(CALL, None) or Call()
     remember_for_recomputation(module)
     ring = attached_ring(runner)
-    now = ForwardPass(runner.config, module=module, call=call, outer=running)
+    now = ForwardPass(runner.config, module=module, call=call, outer=outer)
     if ring is not None and ring.world_size > 1:
         _begin_over_ring(now, runner, ring, call, kwargs)
     else:
@@ -71,7 +78,7 @@ def before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
     if not now.whole and now.held is None:
         _decide(now, module, ring, call, kwargs)
     now.frame = calling_frame(module)
-    FORWARD_PASS.set(now)
+    set_forward_pass(now)
     return (), kwargs
 
 
@@ -165,7 +172,7 @@ def _decide(now: ForwardPass, module: PreTrainedModel, ring: Ring | None, call: 
     """Decides how the results of a call are joined, and changes its arguments for it."""
     rows, labels = now.rows, kwargs.get("labels")
     sharded = rows is not None and rows.layout is not None
-    if RUNNING.get() is not None:
+    if running().head is not None:
         now.parts = True  # The caller watches the head, and computes with the parts.
         return
     if kwargs.get("fused_lm_head") and sharded and labels is not None:
@@ -233,10 +240,10 @@ def after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str
         RuntimeError: no layer attended by ring_dilated.
         NotImplementedError: an output that the model made from a token of its part alone.
     """
-    now, runner = FORWARD_PASS.get(), runner_of(module)
+    now, runner = running().forward_pass, runner_of(module)
     if now is None or now.module is not module or now.config is not runner.config:
         return None
-    FORWARD_PASS.set(now.outer)
+    set_forward_pass(now.outer)
     now.frame = None
     if output is None:  # The forward pass raised an error, which must not be replaced.
         return None

@@ -32,9 +32,10 @@ def patch_model(
     Args:
         pattern: passed to `patch_config`; None keeps what the config has. A model without a pattern and with an adapter of
             PEFT takes the pattern that the adapter was trained under, which is saved with it.
-        ring: the ranks over which the model's rows will be sharded; each forward pass then takes this rank's shard and
-            its `position_ids`. Under tensor parallelism these are the ranks with the same heads: `ra.Ring(mesh)` for a mesh of
-            ("cp", "tp"). None: this process computes whole sequences.
+        ring: the ranks that compute each row together. All of them call the model with the same whole rows, as one device
+            would, and get what one device returns: the same loss, logits and hidden states; the mean of their gradients is
+            the gradient of one device. Under tensor parallelism these are the ranks with the same heads: `ra.Ring(mesh)` for
+            a mesh of ("cp", "tp"). None: this process computes whole rows alone.
 
     Returns:
         The model.
@@ -52,6 +53,12 @@ def patch_model(
         >>> changed = (model(ids).logits != logits).any(-1)[0]  # through 2 layers, token 5 reaches 6 tokens after it
         >>> changed.nonzero().flatten().tolist()
         [5, 6, 7, 8, 9, 10, 11]
+        >>> models = [tiny_llama(), tiny_llama()]  # the same on each rank of a ring
+        >>> def loss(ring):
+        ...     return ra.patch_model(models[ring.rank], "window:4+2", ring=ring)(ids, labels=ids).loss.item()
+        >>> alone = model(ids, labels=ids).loss.item()
+        >>> [abs(of_rank - alone) < 1e-5 for of_rank in ra.run_simulated(loss, 2)]
+        [True, True]
     """
     inner = unwrapped(model)
     if not isinstance(inner, PreTrainedModel):

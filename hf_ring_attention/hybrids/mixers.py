@@ -21,17 +21,17 @@ from transformers.cache_utils import Cache
 
 from ..hf.cache import ShardedCache, cache_in, cache_names
 from ..hf.documents import documents_from_mask
-from ..hf.forward_pass import ForwardPass, forward_pass_of
+from ..hf.forward_pass import ForwardPass, forward_pass_of, running, running_with
 from ..hf.hybrid_types import STATES_INSIDE
 from ..hf.rings import attached_ring
 from ..hf.support import mixers_of
-from ..hf.wrappers import decoder_of
+from ..hf.wrappers import class_of_transformers, decoder_of
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents
 from ..plan.state_runs import runs_of
 from ..ring.attention import UNTRACEABLE
 from ..ring.ring import Ring
-from .states import StatesBehind, can_pass, chain_of, passing
+from .states import StatesBehind, can_pass, chain_of, passing_forward
 
 logger = logging.getLogger(__name__)
 
@@ -119,8 +119,12 @@ class _ByDocuments:
 
 
 def _own_forward(module: nn.Module, **kwargs: Any) -> Any:
-    """Runs a mixer's own forward, or the wrapper that it had when its model was patched."""
+    """Runs a mixer's own forward, or the wrapper that it had when its model was patched; a clone while states pass."""
     own = getattr(module, _BY_DOCUMENTS).own
+    if running().chain is not None:
+        clone = passing_forward(class_of_transformers(module))
+        assert clone is not None
+        return clone(module, **kwargs)
     return type(module).forward(module, **kwargs) if own is None else own(**kwargs)
 
 
@@ -135,17 +139,17 @@ def _output(module: nn.Module, config: Any, kwargs: dict[str, Any]) -> Any:
     first = list(inspect.signature(type(module).forward).parameters)[1]
     kwargs = dict(kwargs)
     hidden: Tensor = kwargs.pop(first)
-    ring, running = attached_ring(module), forward_pass_of(config)
-    if ring is not None and ring.world_size > 1 and not (running is not None and running.whole):
-        if running is None:
+    ring, now = attached_ring(module), forward_pass_of(config)
+    if ring is not None and ring.world_size > 1 and not (now is not None and now.whole):
+        if now is None:
             raise RuntimeError(
                 f"{type(module).__name__} of a sharded model was called outside of its model's forward pass, so the documents "
                 f"of the whole sequence are unknown: call the model, and checkpoint by model.activation_checkpointing_enable()"
             )
-        if running.held is None:
-            return _over_ring(module, ring, running, hidden, kwargs)
+        if now.held is None:
+            return _over_ring(module, ring, now, hidden, kwargs)
     # In a step of generation, all ranks have the same tokens.
-    documents = _documents_of(running, kwargs.get("attention_mask"), hidden.shape[1])
+    documents = _documents_of(now, kwargs.get("attention_mask"), hidden.shape[1])
     cache, layer = _cache_of(kwargs), getattr(module, "layer_idx", None)
     continued = isinstance(cache, Cache) and isinstance(layer, int) and cache.has_previous_state(layer)
     if continued and hidden.shape[1] > 1 and type(module).__name__ in _FORGETFUL:
@@ -168,24 +172,24 @@ def _cache_of(kwargs: dict[str, Any]) -> Any:
     return (True if kwargs.get("use_cache") else None) if cache is None else cache
 
 
-def _documents_of(running: ForwardPass | None, mask: Tensor | None, length: int) -> Documents | None:
+def _documents_of(now: ForwardPass | None, mask: Tensor | None, length: int) -> Documents | None:
     """Returns the documents of whole rows of `length` tokens; None where all tokens of a row are one."""
-    if running is not None and running.documents is not None:
-        return running.documents
+    if now is not None and now.documents is not None:
+        return now.documents
     # A mask of another length is one of all keys, in a step of generation.
     return documents_from_mask(mask > 0) if isinstance(mask, Tensor) and mask.shape[1:] == (length,) else None
 
 
-def _over_ring(module: nn.Module, ring: Ring, running: ForwardPass, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
+def _over_ring(module: nn.Module, ring: Ring, now: ForwardPass, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
     """Runs a mixer on the gathered row, and returns the outputs of this rank's tokens.
 
     Without a cache, a rank runs what its own tokens depend on. Every rank needs the state behind the last token if
     generation goes on from there. A cache that is not sharded is the model's own, which no later call may use.
     """
-    layout, documents, cache = running.layout, running.documents, _cache_of(kwargs)
+    layout, documents, cache = now.layout, now.documents, _cache_of(kwargs)
     assert layout is not None and documents is not None
     caching = isinstance(cache, ShardedCache)
-    if can_pass(module):
+    if getattr(module, _BY_DOCUMENTS).own is None and can_pass(module):
         return _as_returned(
             module, _by_states(module, ring, documents, layout, hidden, kwargs, cache if caching else None)
         )
@@ -242,7 +246,7 @@ def _by_states(
     if chain is not None:
         # All ranks exchange states, also those without such runs.
         group = linked + [(0, 0, 0)] * (chain.most - len(linked))
-        with passing(chain):
+        with running_with(chain=chain):
             outputs |= _together(module, hidden, group, kwargs, behind=False, longest=chain.longest)
     if behind is not None:
         behind.store_in(cache)

@@ -6,8 +6,7 @@ of S. So every rank computes M and U of its runs at once, one small gather bring
 comes before its own runs. A causal convolution needs the last inputs of the run before. The bytes do not depend on the length
 of runs.
 
-The functions that mixers call by name, in the namespace of their Transformers module, are replaced once by ones that do so
-while `passing` is on, and else call what they replace.
+A mixer calls these functions by name. So a clone of its forward runs, for which they are ours; Transformers stays as it is.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..compute.merge import without_autocast
+from ..hf.forward_pass import running
 from ..hf.wrappers import class_of_transformers
 from ..plan.state_runs import StateRun, linked_runs
 from ..ring.ring import Ring
@@ -134,20 +133,6 @@ def chain_of(ring: Ring, runs: Sequence[StateRun], rows: int, behind: StatesBehi
     own = [number for number, run in enumerate(linked) if run.rank == ring.rank]
     longest = max((linked[number].stop - linked[number].start for number in own), default=1)
     return Chain(ring, linked, own, most, longest, behind, rows)
-
-
-#: The chain along which states pass in this thread; None where mixers run as they are.
-_PASSING: ContextVar[Chain | None] = ContextVar("ring_dilated_states", default=None)
-
-
-@contextmanager
-def passing(chain: Chain) -> Iterator[None]:
-    """Makes mixers that run meanwhile on the batch of a chain pass their states along it."""
-    token = _PASSING.set(chain)
-    try:
-        yield
-    finally:
-        _PASSING.reset(token)
 
 
 def _along(
@@ -361,22 +346,32 @@ _CONVOLUTIONS_ALONE = ("ShortConv",)
 
 
 def can_pass(mixer: nn.Module) -> bool:
-    """Returns whether a mixer's states can pass from rank to rank, and prepares the functions that it calls.
+    """Returns whether a mixer's states can pass from rank to rank.
 
-    In earlier releases of Transformers mixers keep these functions in attributes, where nothing else can stand for them.
+    In earlier releases of Transformers mixers keep the functions that take states in attributes, where nothing else can stand
+    for them; and a wrapper around a mixer's forward calls the forward that it has wrapped.
     """
-    own_class = class_of_transformers(mixer)
-    forward = inspect.unwrap(vars(own_class)["forward"])
+    return passing_forward(class_of_transformers(mixer)) is not None
+
+
+@functools.cache
+def passing_forward(mixer_class: type) -> Callable[..., Any] | None:
+    """Returns a clone of a mixer's forward that passes states along the running chain; None for mixers that cannot.
+
+    The clone has the code of the mixer's forward and a namespace of its own, in which the functions that take states are ours.
+    All other names are looked up in the namespace of Transformers, in which nothing changes.
+    """
+    forward = inspect.unwrap(vars(mixer_class)["forward"])
     names, space = _called_by_name(forward) & _PASSERS.keys(), forward.__globals__
-    if own_class.__name__ in _NOT_PASSED or not all(callable(space.get(name)) for name in names):
-        return False
+    if mixer_class.__name__ in _NOT_PASSED or not all(callable(space.get(name)) for name in names):
+        return None
     states = {name for name in names if _PASSERS[name] not in (_convolution, _left_out)}
-    if "causal_conv1d_fn" not in names or not (states or own_class.__name__.endswith(_CONVOLUTIONS_ALONE)):
-        return False
-    for name in names:
-        if not isinstance(space[name], _Passing):
-            space[name] = _Passing(space[name], _PASSERS[name])
-    return True
+    if "causal_conv1d_fn" not in names or not (states or mixer_class.__name__.endswith(_CONVOLUTIONS_ALONE)):
+        return None
+    own = _Namespace(space, {name: functools.partial(_pass, space, name) for name in names})
+    clone = FunctionType(forward.__code__, own, forward.__name__, forward.__defaults__, forward.__closure__)
+    clone.__kwdefaults__ = forward.__kwdefaults__
+    return clone
 
 
 def _called_by_name(function: Any) -> set[str]:
@@ -384,15 +379,17 @@ def _called_by_name(function: Any) -> set[str]:
     return {str(step.argval) for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"}
 
 
-class _Passing:
-    """A function of Transformers, which passes states while a chain is set."""
+class _Namespace(dict[str, Any]):
+    """The names of a clone: its own ones, and those of the namespace behind it, as they are when they are looked up."""
 
-    def __init__(self, function: Any, passer: Callable[..., Any]) -> None:
-        self.function, self.passer = function, passer
-        functools.update_wrapper(self, function)
+    def __init__(self, behind: dict[str, Any], own: dict[str, Any]) -> None:
+        super().__init__(own, __builtins__=behind["__builtins__"])
+        self._behind = behind
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        chain = _PASSING.get()
-        if chain is None:
-            return self.function(*args, **kwargs)
-        return self.passer(self.function, chain, *args, **kwargs)
+    def __missing__(self, name: str) -> Any:
+        return self._behind[name]
+
+
+def _pass(space: dict[str, Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    """Calls a function of Transformers, and passes states along the running chain."""
+    return _PASSERS[name](space[name], running().chain, *args, **kwargs)

@@ -24,8 +24,7 @@ IMBALANCE_WORTH_A_ZIGZAG = 1.05
 #: Pieces are made for the documents of a batch where otherwise the busiest rank would do more than so many times the mean work.
 IMBALANCE_WORTH_PIECES = 1.1
 
-#: One exchange of at most this many bytes is as fast as the ring's hops, or faster: `hf-ring-attention bench transport`
-#: measures it.
+#: One exchange of at most this many bytes is as fast as the ring's hops, or faster: `recipes/bench/peers.py` measures both.
 COLLECTIVE_BYTES = 8 << 20
 
 #: To exchange a token of a head for the tokens of others' heads takes no longer than so many keys of a query: measured are 110

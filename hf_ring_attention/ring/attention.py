@@ -1,14 +1,16 @@
-"""`ring_attention` and `cached_attention`: the calls, checked on every rank before anything is computed on any."""
+"""`ring_attention`: the call, checked on every rank before anything is computed on any."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..compute.binding import bind_held
-from ..compute.kernels import choose_kernel
+from ..compute.kernels import Kernel, choose_kernel
 from ..compute.merge import accumulation_dtype, add_sinks, merge_
 from ..plan.heads import check_heads, group_size
 from ..plan.layouts import SequenceLayout
@@ -17,7 +19,7 @@ from ..plan.problem import Documents, HeldKeys, Problem, documents_of
 from ..plan.traffic import RowBytes
 from ..transport.agreement import Agreement
 from ..transport.heads import HeadsTransport
-from ..transport.transports import LocalTransport
+from ..transport.transports import LocalTransport, Transport
 from .engine import HeadsAttention, RingAttention
 from .ring import Ring
 
@@ -99,102 +101,133 @@ def ring_attention(
         True
     """
     check_not_traced()
-    ring = _ALONE if ring is None else ring
-    with ring.agreement(FORWARD, by_digest=True) as call:
-        pattern = as_pattern(pattern, "ring_attention")
-        _check_tensors(q, k, v, softcap, sinks)
-        problem = _problem(q, k, pattern, ring, layout, causal, documents, head_shard)
-        if ring.transport == "heads":
-            check_heads(problem.num_heads, problem.num_kv_heads, group_size(problem))
-        scale = _scale_of_call(scale, q)
-        if ring.world_size > 1:
-            _describe(call, q, k, v, ring, problem, scale, softcap, sinks)
-    kernel = choose_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
-    widths = q.shape[-1] + v.shape[-1]
-    sizes = RowBytes(widths * q.element_size(), widths * accumulation_dtype(q.dtype).itemsize)
-    transport = ring.transport_for(problem, sizes, q.device, kernel.joining)
-    before_backward = ring.backward_check() if _recorded(q, k, v, sinks) else None
-    call_of_all = q, k, v, sinks, transport, kernel, scale, before_backward
-    if isinstance(transport, HeadsTransport):
-        out, lse = HeadsAttention.apply(*call_of_all, return_lse)
-    else:
-        out, lse = RingAttention.apply(*call_of_all)
+    call = checked_call(
+        q,
+        k,
+        v,
+        pattern=pattern,
+        ring=ring,
+        layout=layout,
+        causal=causal,
+        scale=scale,
+        documents=documents,
+        softcap=softcap,
+        sinks=sinks,
+        head_shard=head_shard,
+    )
+    out, lse = call.attend(q, k, v, sinks, return_lse)
     return (out, lse) if return_lse else out
 
 
-@torch.compiler.disable(reason=UNTRACEABLE)
-def cached_attention(
+@dataclass(frozen=True, eq=False)
+class CheckedCall:
+    """A call of attention that was checked and planned. It serves all layers whose calls are equal but for their numbers.
+
+    Attributes:
+        ring: the ranks that share the sequences; problem: what is computed; kernel, transport: by what.
+        scale: the factor of the scores.
+        values: what all ranks have in common; digest: what stands for it in later comparisons.
+        recorded: whether a backward pass will come.
+    """
+
+    ring: Ring
+    problem: Problem
+    kernel: Kernel
+    transport: Transport | HeadsTransport
+    scale: float
+    values: Mapping[str, Any]
+    digest: int
+    recorded: bool
+
+    def compare(self) -> None:
+        """Compares an equal call of a later layer with those of the other ranks.
+
+        Raises:
+            ValueError: on every rank, if another rank makes another call.
+        """
+        if self.ring.world_size > 1:
+            self.ring.compare(FORWARD, self.values, self.digest)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, with_lse: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Returns out [B, H, n, Dv] in q's dtype, and lse [B, H, n], which may be empty without `with_lse`."""
+        if self.problem.held is not None:
+            return self._attend_to_cache(q, k, v, sinks)
+        before_backward = self.ring.backward_check() if self.recorded else None
+        call_of_all = q, k, v, sinks, self.transport, self.kernel, self.scale, before_backward
+        if isinstance(self.transport, HeadsTransport):
+            return HeadsAttention.apply(*call_of_all, with_lse)
+        return RingAttention.apply(*call_of_all)
+
+    def _attend_to_cache(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Attends to this rank's part of a cache. All ranks merge all parts in one order, so all go on with the same bits."""
+        if self.ring.world_size == 1:
+            return RingAttention.apply(q, k, v, sinks, self.transport, self.kernel, self.scale)
+        out, lse = RingAttention.apply(q, k, v, None, self.transport, self.kernel, self.scale)
+        parts = self.ring.gather(torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1))
+        total, total_lse = parts[0][..., :-1].contiguous(), parts[0][..., -1].contiguous()
+        for part in parts[1:]:
+            merge_(total, total_lse, part[..., :-1], part[..., -1])
+        return (total if sinks is None else add_sinks(total, total_lse, sinks)[0]).to(q.dtype), total_lse
+
+
+def checked_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
     pattern: Pattern | str,
-    held: HeldKeys,
     ring: Ring | None = None,
+    layout: SequenceLayout | None = None,
     causal: bool = True,
     scale: float | None = None,
     documents: Sequence[Sequence[tuple[int, int]]] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     head_shard: tuple[int, int] = (0, 1),
-) -> Tensor:
-    """Computes attention of a sequence's last tokens to all of it, with keys from a cache; it reads visible keys alone.
+    held: HeldKeys | None = None,
+) -> CheckedCall:
+    """Checks a call of `ring_attention` on all ranks, and plans it.
 
-    On a ring every rank has the same queries and its own part of the keys; the results of the parts are merged, so one
-    row of (out, lse) moves for each query and rank, whatever the length of the cache.
+    With keys from a cache, the queries are a sequence's last tokens. On a ring every rank then has the same queries and its own
+    part of the keys; the results of the parts are merged, so one row of (out, lse) moves for each query and rank, whatever the
+    length of the cache.
 
     Args:
-        q: [B, H, m, D], the last m = `held.num_queries` tokens of the sequence.
-        k: [B, Hkv, `held.num_rows`, D], and v: [B, Hkv, `held.num_rows`, Dv]: this rank's cache, with the m tokens.
-        held: the tokens of the sequence that the rows of k and v are. One rank holds each token.
-        documents: as in `ring_attention`, in the sequence of `held.row_len` tokens.
-        head_shard: as in `ring_attention`.
-
-    Returns:
-        out [B, H, m, Dv] in q's dtype; on a ring without a gradient.
+        held: the tokens of the sequence that the rows of k and v are, if they come from a cache: k [B, Hkv, `held.num_rows`, D]
+            with the m = `held.num_queries` tokens of q [B, H, m, D]. One rank holds each token. `documents` are then those of
+            the sequence of `held.row_len` tokens, and `layout` is not used.
 
     Raises:
-        ValueError: tensors or documents that do not fit `held`, or a gradient asked of a ring.
+        ValueError: as `ring_attention`; or a gradient asked of a cache over a ring.
     """
-    check_not_traced()
     ring = _ALONE if ring is None else ring
     with ring.agreement(FORWARD, by_digest=True) as call:
-        pattern = as_pattern(pattern, "cached_attention")
+        pattern = as_pattern(pattern, "ring_attention")
         _check_tensors(q, k, v, softcap, sinks)
-        first_head, first_kv_head = _first_heads(pattern, q, k, head_shard)
-        if (q.shape[2], k.shape[2]) != (held.num_queries, held.num_rows):
-            raise ValueError(
-                f"cached_attention: expected {held.num_queries} queries and {held.num_rows} key rows, got "
-                f"{q.shape[2]} and {k.shape[2]}"
-            )
-        if ring.world_size > 1 and _recorded(q, k, v):
-            raise ValueError("cached_attention: the keys of a sharded cache have no gradient: use torch.no_grad()")
-        spans = _documents_of_call(documents, held.row_len, q.shape[0])
-        problem = Problem(
-            pattern=pattern,
-            layout=held.layout,
-            documents=spans,
-            num_heads=q.shape[1],
-            num_kv_heads=k.shape[1],
-            causal=bool(causal),
-            held=held,
-            first_head=first_head,
-            first_kv_head=first_kv_head,
-        )
+        recorded = _recorded(q, k, v, sinks)
+        if held is None:
+            problem = _problem(q, k, pattern, ring, layout, causal, documents, head_shard)
+        else:
+            problem = _problem_of_cache(q, k, pattern, held, causal, documents, head_shard)
+            if ring.world_size > 1 and _recorded(q, k, v):
+                raise ValueError("cached_attention: the keys of a sharded cache have no gradient: use torch.no_grad()")
+        if ring.transport == "heads" and held is None:
+            check_heads(problem.num_heads, problem.num_kv_heads, group_size(problem))
         scale = _scale_of_call(scale, q)
         if ring.world_size > 1:
-            _describe(call, q, k, v, ring, problem, scale, softcap, sinks)
+            _describe(call, q, v, ring, problem, scale, softcap, sinks is not None, recorded)
+    digest = ring.digest(FORWARD, call.values) if ring.world_size > 1 else 0
     kernel = choose_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
-    transport = LocalTransport(ring.bindings.of(bind_held, problem, q.device, kernel.joining))
-    if ring.world_size == 1:
-        return RingAttention.apply(q, k, v, sinks, transport, kernel, scale)[0]
-    out, lse = RingAttention.apply(q, k, v, None, transport, kernel, scale)
-    # All ranks merge all parts in one order, so that all go on with the same bits.
-    parts = ring.gather(torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1))
-    total, total_lse = parts[0][..., :-1].contiguous(), parts[0][..., -1].contiguous()
-    for part in parts[1:]:
-        merge_(total, total_lse, part[..., :-1], part[..., -1])
-    return (total if sinks is None else add_sinks(total, total_lse, sinks)[0]).to(q.dtype)
+    transport: Transport | HeadsTransport
+    if held is None:
+        widths = q.shape[-1] + v.shape[-1]
+        sizes = RowBytes(widths * q.element_size(), widths * accumulation_dtype(q.dtype).itemsize)
+        transport = ring.transport_for(problem, sizes, q.device, kernel.joining)
+    else:
+        transport = LocalTransport(ring.bindings.of(bind_held, problem, q.device, kernel.joining))
+    return CheckedCall(ring, problem, kernel, transport, scale, call.values, digest, recorded)
 
 
 def _scale_of_call(scale: float | None, q: Tensor) -> float:
@@ -207,13 +240,13 @@ def _scale_of_call(scale: float | None, q: Tensor) -> float:
 def _describe(
     call: Agreement,
     q: Tensor,
-    k: Tensor,
     v: Tensor,
     ring: Ring,
     problem: Problem,
     scale: float,
     softcap: float | None,
-    sinks: Tensor | None,
+    with_sinks: bool,
+    recorded: bool,
 ) -> None:
     """Sets the values that must be equal on all ranks in a call of attention."""
     call.values = {
@@ -230,8 +263,8 @@ def _describe(
         "causal": problem.causal,
         "scale": scale,
         "softcap": softcap,
-        "whether sinks are given": sinks is not None,
-        "whether gradients are recorded": _recorded(q, k, v, sinks),
+        "whether sinks are given": with_sinks,
+        "whether gradients are recorded": recorded,
         "documents": problem.documents,
     }
 
@@ -308,6 +341,39 @@ def _problem(
         num_kv_heads=k.shape[1],
         causal=bool(causal),
         settings=ring.settings,
+        first_head=first_head,
+        first_kv_head=first_kv_head,
+    )
+
+
+def _problem_of_cache(
+    q: Tensor,
+    k: Tensor,
+    pattern: Pattern,
+    held: HeldKeys,
+    causal: bool,
+    documents: Sequence[Sequence[tuple[int, int]]] | None,
+    head_shard: tuple[int, int],
+) -> Problem:
+    """Checks a call with keys from a cache, and returns its problem.
+
+    Raises:
+        ValueError: queries, keys and documents do not fit what the cache holds.
+    """
+    first_head, first_kv_head = _first_heads(pattern, q, k, head_shard)
+    if (q.shape[2], k.shape[2]) != (held.num_queries, held.num_rows):
+        raise ValueError(
+            f"cached_attention: expected {held.num_queries} queries and {held.num_rows} key rows, got "
+            f"{q.shape[2]} and {k.shape[2]}"
+        )
+    return Problem(
+        pattern=pattern,
+        layout=held.layout,
+        documents=_documents_of_call(documents, held.row_len, q.shape[0]),
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        causal=bool(causal),
+        held=held,
         first_head=first_head,
         first_kv_head=first_kv_head,
     )

@@ -41,6 +41,10 @@ class Calls:
         """
         if self._communicator is None or self._communicator.world_size == 1:
             return agree(None, "rank", call, values, error)
+        return agree(self._communicator, "rank", call, values, error, digest=self.digest(call, values))
+
+    def digest(self, call: str, values: Mapping[str, Any]) -> int:
+        """Returns the number that stands for a call and its values."""
         key = (call, *values.items())
         digest = self._digests.pop(key, None)
         if digest is None:  # Most calls are those of another layer, or of the step before.
@@ -48,7 +52,7 @@ class Calls:
         self._digests[key] = digest
         if len(self._digests) > _MOST_REMEMBERED:  # Packed sequences differ from batch to batch.
             self._digests.popitem(last=False)
-        return agree(self._communicator, "rank", call, values, error, digest=digest)
+        return digest
 
     def backward_check(self) -> Callable[[], None] | None:
         """Returns what the backward pass of a call does first, so that it meets that of the same call on all ranks.

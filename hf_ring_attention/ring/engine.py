@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..compute.bands import KernelCall
 from ..compute.binding import BoundBatch
 from ..compute.kernels import Kernel
 from ..compute.merge import accumulation_dtype, add_sinks, sinks_grad, without_autocast
@@ -147,8 +148,9 @@ def forward_pass(
 ) -> Pass:
     """Returns the attention of all that the transport yields; out has the dtype of q."""
     with without_autocast(q):
-        if transport.whole is not None:
-            out, lse = kernel.forward(q, k, v, transport.whole.shape, scale)
+        whole = transport.whole
+        if whole is not None:
+            out, lse = kernel.forward(q, k, v, KernelCall(whole.shape, scale))
         else:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
             dtype = accumulation_dtype(q.dtype)
@@ -169,8 +171,9 @@ def backward_pass(
     """Returns dq, dk and dv, in the accumulation dtype or that of q, and the gradient of sinks, if there are any."""
     q, k, v, out, lse = done
     with without_autocast(q):
-        if transport.whole is not None:
-            dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, transport.whole.shape, scale)
+        whole = transport.whole
+        if whole is not None:
+            dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, KernelCall(whole.shape, scale))
         else:
             dout = dout.contiguous()
             dq, dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(q.dtype)) for x in (q, k, v))
@@ -189,11 +192,8 @@ def _forward_step(step: ForwardStep, q: Tensor, total: Tensor, lse: Tensor, kern
             queries.take(q),
             keys.take(step.keys),
             keys.take(step.values),
-            part.shape,
-            scale,
-            part.fold_size,
+            KernelCall(part.shape, scale, part.fold_size, part.lengths),
             totals,
-            part.lengths,
         )
         if totals is None:
             queries.merge_(total, lse, *results)
@@ -213,11 +213,8 @@ def _backward_step(
             keys.take(step.values),
             queries.take(out),
             queries.take_lse(lse),
-            part.shape,
-            scale,
-            part.fold_size,
+            KernelCall(part.shape, scale, part.fold_size, part.lengths),
             sums,
-            part.lengths,
         )
         if sums is None:
             queries.add_(dq, tile_dq)

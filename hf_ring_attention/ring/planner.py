@@ -12,24 +12,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..compute.binding import bind_own
 from ..plan.choices import Decision, as_decided, decide_transport
 from ..plan.joins import Joining
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, Problem
 from ..plan.traffic import RowBytes
-from ..transport.heads import bind_heads
-from ..transport.schedules import bind_collective, bind_ring
+from ..transport.table import TRANSPORTS
 from .bindings import ROUNDS_TO_WAIT, Bindings, Turns
 
 #: Threads with equal problems, such as ranks that are threads of one process, plan in turn: the first one makes the plans
 #: that they share.
 _PLANNING = Turns()
-
-#: What turns a plan into rows of tensors, by the name of the transport.
-_BIND: dict[str, Callable[..., Any]] = {
-    "local": bind_own, "collective": bind_collective, "ring": bind_ring, "heads": bind_heads,
-}  # fmt: skip
 
 #: The name of the threads that plan ahead.
 THREAD = "ring-planner"
@@ -99,7 +92,7 @@ class Planner:
         with _PLANNING.of(problem):
             decision = decide(problem, sizes)
             problem = as_decided(problem, decision)
-            return decision, self.bindings.of(_BIND[decision.choice], problem, self.rank, device, joining)
+            return decision, self.bindings.of(TRANSPORTS[decision.choice].bind, problem, self.rank, device, joining)
 
     def learn(
         self, problem: Problem, sizes: RowBytes, device: torch.device, joining: Joining | None, transport: str
@@ -188,7 +181,7 @@ def _plan_ahead(kind: _Kind, rows: _BatchRows, rank: int, bindings: Bindings) ->
     with _PLANNING.of(problem):
         decision = decide_transport(kind.transport, problem, kind.sizes)
         problem = as_decided(problem, decision)
-        bindings.make_ahead(kind.device, _BIND[decision.choice], problem, rank, kind.device, kind.joining)
+        bindings.make_ahead(kind.device, TRANSPORTS[decision.choice].bind, problem, rank, kind.device, kind.joining)
 
 
 def _work(reference: weakref.ref[Planner]) -> None:

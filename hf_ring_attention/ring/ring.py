@@ -25,7 +25,8 @@ from ..plan.traffic import RowBytes
 from ..transport.agreement import Agreement, agree, agreement
 from ..transport.communicators import Communicator
 from ..transport.heads import HeadsTransport
-from ..transport.transports import CollectiveTransport, LocalTransport, RingTransport, Traffic, Transport
+from ..transport.table import TRANSPORTS
+from ..transport.transports import Traffic, Transport
 from .bindings import Bindings
 from .calls import Calls
 from .mesh import communicator_of, device_of, mesh_of, ranks_of
@@ -173,12 +174,8 @@ class Ring:
         if self.rank == 0 and decision.choice not in self._logged:  # once, whatever the number of layers and calls
             self._logged.add(decision.choice)
             logger.info("ring of %d: transport %s, because %s", self.world_size, decision.choice, decision.reason)
-        if decision.choice == "local":
-            return LocalTransport(binding)
-        assert self._communicator is not None
-        kinds: dict[str, Any] = {"collective": CollectiveTransport, "ring": RingTransport, "heads": HeadsTransport}
-        transport: Transport | HeadsTransport = kinds[decision.choice](binding, self._communicator, self._traffic)
-        return transport
+        made: Transport | HeadsTransport = TRANSPORTS[decision.choice].make(binding, self._communicator, self._traffic)
+        return made
 
     def layout_for(
         self, seq_len: int, pattern: Pattern | str, documents: Sequence[Sequence[tuple[int, int]]] | None = None
@@ -359,6 +356,18 @@ class Ring:
         if by_digest:
             return agreement(lambda values, error, _: self._calls.agree(call, values, error))
         return agreement(partial(self.agree_everywhere if everywhere else self.agree, call))
+
+    def digest(self, call: str, values: Mapping[str, Any]) -> int:
+        """Returns the number that stands for a call and its values when ranks compare them."""
+        return self._calls.digest(call, values)
+
+    def compare(self, call: str, values: Mapping[str, Any], digest: int) -> None:
+        """Checks that all ranks make this call, whose digest is known.
+
+        Raises:
+            ValueError: on every rank, if the ranks differ.
+        """
+        agree(self._communicator, "rank", call, values, None, digest=digest)
 
     def backward_check(self) -> Callable[[], None] | None:
         """Returns what the backward pass of a call does first, as `Calls.backward_check` says."""

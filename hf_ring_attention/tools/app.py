@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .._version import __version__
-from .commands import bench, calibrate, check, estimate, evaluate, explain, lm_eval, models, perplexity, plot, recipes
+from .commands import calibrate, check, estimate, explain, lm_eval, models, perplexity, plot, recipes
 
 PROGRAM = "hf-ring-attention"
 
@@ -43,8 +43,6 @@ app.command("perplexity", epilog=perplexity.EXAMPLES_OF_PERPLEXITY)(perplexity.p
 app.command("lm-eval", epilog=lm_eval.EXAMPLES_OF_LM_EVAL, context_settings=lm_eval.ANY_ARGUMENTS)(
     lm_eval.lm_eval_command
 )
-app.command("evaluate", epilog=evaluate.EXAMPLES_OF_EVALUATE)(evaluate.evaluate_command)
 app.command("calibrate", epilog=calibrate.EXAMPLES_OF_CALIBRATE)(calibrate.calibrate_command)
 app.command("check", epilog=check.EXAMPLES_OF_CHECK)(check.check_command)
-app.command("bench", epilog=bench.EXAMPLES_OF_BENCH)(bench.bench_command)
 app.command("recipes", epilog=recipes.EXAMPLES_OF_RECIPES)(recipes.recipes_command)

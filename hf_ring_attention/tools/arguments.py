@@ -125,13 +125,6 @@ def new_folder(text: str) -> Path:
     return path
 
 
-def picture_folder(text: str) -> Path:
-    """Reads the name of a folder that pictures are written to; matplotlib must be installed."""
-    path = new_folder(text)
-    _check_that_pictures_can_be_drawn()
-    return path
-
-
 def picture_file(text: str) -> Path:
     """Reads the name of a file that a picture is written to; matplotlib must be installed."""
     path = new_file(text)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import transformers
-from accelerate import PartialState
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -17,13 +15,12 @@ from .._version import __version__
 from ..evaluation.calibration.calibrate import calibrate
 from ..evaluation.calibration.result import Calibration
 from ..evaluation.perplexity import perplexity
+from ..evaluation.progress import progress_bar
 from ..evaluation.texts import beginning_of, opening_tokens
 from ..hf.config import patch_config
 from ..hf.patch import patch_model
-from ..ring.ring import Ring
 from .calibration_report import TextLosses
-from .loading import device_or_best, load_model, load_tokenizer
-from .output import spinner
+from .loading import load_model, load_tokenizer, ring_of_processes
 
 
 class CalibrationRun:
@@ -39,15 +36,10 @@ class CalibrationRun:
 
     def __init__(self, source: str, dtype: str, device_name: str | None, *, trust: bool = False) -> None:
         self.source, self.dtype = source, dtype
-        where = device_or_best(device_name)
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            state = PartialState(cpu=where == "cpu")
-            self.ring, self._device = Ring(), state.device
-        else:
-            self.ring, self._device = Ring.alone(), torch.device(where)
+        self.ring, device = ring_of_processes(device_name)
         self.is_first = self.ring.rank == 0
         self._tokenizer = load_tokenizer(source, trust=trust)
-        self._model = load_model(source, dtype, self._device, trust=trust)
+        self._model = load_model(source, dtype, device, trust=trust)
 
     @property
     def opening(self) -> str:
@@ -94,9 +86,10 @@ class CalibrationRun:
         compared: dict[str, Any] = {"exact": "exact", "calibrated": chosen, **{one: one for one in patterns}}
         for name, pattern in compared.items():
             patch_model(self._model, pattern, ring=self.ring)
-            for text, of_text in rows.items():
-                with spinner(f"{name}: {text}"):
-                    reports = [perplexity(self._model, row, ring=self.ring) for row in of_text]
+            for text, of_text in progress_bar(
+                f"perplexity, {name}", rows.items(), unit="text", silent=not self.is_first
+            ):
+                reports = [perplexity(self._model, row, ring=self.ring) for row in of_text]
                 nlls[text][name] = sum(one.nll for one in reports) / sum(one.tokens for one in reports)
         return [TextLosses(name, name not in chosen_by, of_text) for name, of_text in nlls.items()]
 

@@ -1,17 +1,20 @@
-"""Loads what a command names: the device, the config, the tokenizer, and a checkpoint that computes "ring_dilated"."""
+"""Loads what a command names: a device and a ring, a config, a tokenizer, and a checkpoint for "ring_dilated"."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from ..cost.models import attention_of_model, load_config
 from ..hf.registration import IMPLEMENTATION
 from ..plan.patterns import Pattern
+from ..ring.ring import Ring
 from .output import spinner
 
 
@@ -48,6 +51,19 @@ def check_kv_heads(config: PretrainedConfig, source: str, pattern: Pattern) -> N
     """
     if pattern.kv_heads:
         pattern.check_heads(attention_of_model(config, source).num_kv_heads, source)
+
+
+def ring_of_processes(device_name: str | None) -> tuple[Ring, torch.device]:
+    """Returns the ring of all processes that a launcher started, or of this one alone, and the device of this process.
+
+    Args:
+        device_name: "cpu" or "cuda"; None for the latter if there is one.
+    """
+    device = device_or_best(device_name)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Ring.alone(), torch.device(device)
+    state = PartialState(cpu=device == "cpu")
+    return Ring(), state.device
 
 
 def load_tokenizer(source: str, *, trust: bool = False) -> Any:

@@ -22,7 +22,6 @@ from .arguments import (
     memory_size,
     new_folder,
     one_of,
-    pattern_source,
     pattern_text,
     picture_file,
     positive,
@@ -158,9 +157,6 @@ def choice_option(name: str, choices: tuple[str, ...], text: str) -> Any:
 
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else there.")]
 OnePattern = Annotated[str, pattern_option("A pattern, such as exact or window:512+4.")]
-SomePatterns = Annotated[
-    list[str], pattern_option("A pattern, or a file calibration.json; may be given several times.", kind=pattern_source)
-]
 CausalModel = Annotated[str, model_option("A causal language model: hub id or folder.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the Python code that the model brings; read it first.")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from ..evaluation.whole_files import whole_file, write_whole
 
 #: The width of a table in characters where no terminal sets it: in a file, or a pipe.
 WIDTH_OF_FILES = 120
@@ -90,15 +86,6 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[Any]], left:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def write_tables(sheet: Sheet, base: Path) -> list[Path]:
-    """Writes a table to base.csv and, with its title and notes, to base.md, and returns both files."""
-    files = [base.with_suffix(".csv"), base.with_suffix(".md")]
-    with whole_file(files[0]) as part, part.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows([sheet.headings, *sheet.rows])
-    write_whole(files[1], in_markdown(sheet))
-    return files
-
-
 def in_markdown(sheet: Sheet, heading: str = "") -> str:
     """Returns a table in Markdown, with its title, after the mark of a heading if there is one, and its notes."""
     text = markdown_table(sheet.headings, sheet.rows, sheet.left)
@@ -140,19 +127,6 @@ def short_count(tokens: int) -> str:
         if tokens >= size and tokens % size == 0:
             return f"{tokens // size}{letter}"
     return str(tokens)
-
-
-def about_count(tokens: float) -> str:
-    """Returns a number of tokens that is not exact, in two digits or three: 1.2M, 12k or 900."""
-    for size, letter in ((1024**2, "M"), (1024, "k")):
-        if tokens >= size:
-            return f"{tokens / size:.{1 if tokens < 10 * size else 0}f}{letter}"
-    return f"{tokens:.0f}"
-
-
-def mebibytes(size: float) -> str:
-    """Returns bytes in MiB, with a decimal below 10 MiB."""
-    return f"{size / 2**20:.{0 if size >= 10 * 2**20 else 1}f}"
 
 
 def short_bytes(size: float) -> str:

@@ -61,7 +61,7 @@ class RingAccelerator(Accelerator):
             prepared = super().prepare_data_loader(*args, **kwargs)
         finally:
             self._preparing = before
-        if self.ring.world_size > 1 and isinstance(prepared, DataLoaderShard):
+        if self.ring.world_size > 1 and self.num_processes == 1 and isinstance(prepared, DataLoaderShard):
             _draw_alike(prepared)
         return prepared
 

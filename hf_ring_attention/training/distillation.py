@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..hf.exact import exact_attention
-from ..hf.forward_pass import CALL, Call
-from ..hf.heads import Head, watched
+from ..hf.forward_pass import CALL, Call, Head
+from ..hf.heads import watched
 from ..hf.lm_loss import IGNORED
 from ..hf.rings import is_patched
 from ..hf.support import check_predicts_next

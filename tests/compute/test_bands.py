@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_ring_attention.compute import bands
+from hf_ring_attention.compute.bands import KernelCall
 from hf_ring_attention.compute.kernels import CpuFlash
 from hf_ring_attention.compute.math_kernel import Math
 from hf_ring_attention.compute.merge import merge_
@@ -27,25 +28,25 @@ def test_every_band_is_what_plain_math_makes_of_it(cut_from, monkeypatch, rng):
         k, v = (torch.randn(tiles, heads, queries + width - 1, 4, dtype=torch.float64) for _ in range(2))
         if rng.random() < 0.5:  # as models store them
             q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
-        out, lse = Math().forward(q, k, v, "band", 0.3, fold_size)
+        out, lse = Math().forward(q, k, v, KernelCall("band", 0.3, fold_size))
         # In the whole softmax there are other keys, too.
         whole = torch.randn_like(out), lse + torch.rand_like(lse)
-        want = out, lse, *Math().backward(dout, q, k, v, *whole, "band", 0.3, fold_size)
+        want = out, lse, *Math().backward(dout, q, k, v, *whole, KernelCall("band", 0.3, fold_size))
         flash = CpuFlash()
         got = (
-            *flash.forward(q, k, v, "band", 0.3, fold_size),
-            *flash.backward(dout, q, k, v, *whole, "band", 0.3, fold_size),
+            *flash.forward(q, k, v, KernelCall("band", 0.3, fold_size)),
+            *flash.backward(dout, q, k, v, *whole, KernelCall("band", 0.3, fold_size)),
         )
         for x, y in zip(got, want, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
         totals, wanted = ((torch.zeros_like(out), torch.full_like(lse, -torch.inf)) for _ in range(2))
         for other in (0.3, 0.7):  # Another scale stands for other keys.
-            merge_(*wanted, *Math().forward(q, k, v, "band", other, fold_size))
-            assert flash.forward(q, k, v, "band", other, fold_size, totals) is totals
+            merge_(*wanted, *Math().forward(q, k, v, KernelCall("band", other, fold_size)))
+            assert flash.forward(q, k, v, KernelCall("band", other, fold_size), totals) is totals
         for x, y in zip(totals, wanted, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
         sums = tuple(torch.randn_like(x) for x in (q, k, v))
         before = [x.clone() for x in sums]
-        assert flash.backward(dout, q, k, v, *whole, "band", 0.3, fold_size, sums) is sums
+        assert flash.backward(dout, q, k, v, *whole, KernelCall("band", 0.3, fold_size), sums) is sums
         for x, start, y in zip(sums, before, want[2:], strict=True):
             torch.testing.assert_close(x, start + y, rtol=1e-12, atol=1e-12)

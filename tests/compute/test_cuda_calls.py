@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_ring_attention.compute import bands, cuda_kernels
+from hf_ring_attention.compute.bands import KernelCall
 from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash
 from hf_ring_attention.compute.math_kernel import Math
 from hf_ring_attention.compute.merge import accumulation_dtype
@@ -125,7 +126,7 @@ def check(kernel, dtype, shape, sizes, fold_size, widths, layout=packed):
     rows, (width, value_width) = queries * fold_size, widths
     q = layout(tiles, heads * group, rows, width, dtype=dtype)
     k, v = (layout(tiles, heads, keys, wide, dtype=dtype) for wide in widths)
-    out, lse = kernel.forward(q, k, v, shape, 0.3, fold_size)
+    out, lse = kernel.forward(q, k, v, KernelCall(shape, 0.3, fold_size))
     row_sizes = (tiles, heads * group, rows)
     assert (out.shape, out.dtype) == ((*row_sizes, value_width), dtype)
     assert (lse.shape, lse.dtype) == (row_sizes, accumulation_dtype(dtype))
@@ -133,7 +134,7 @@ def check(kernel, dtype, shape, sizes, fold_size, widths, layout=packed):
     dout = layout(*row_sizes, value_width, dtype=dtype)
     if layout is not packed:  # of a larger softmax, and so not from the kernel itself
         merged = layout(*row_sizes, value_width, dtype=dtype), layout(*row_sizes, 1, dtype=lse.dtype).squeeze(-1)
-    grads = kernel.backward(dout, q, k, v, *merged, shape, 0.3, fold_size)
+    grads = kernel.backward(dout, q, k, v, *merged, KernelCall(shape, 0.3, fold_size))
     for grad, x in zip(grads, (q, k, v), strict=True):
         assert (grad.shape, grad.dtype) == (x.shape, dtype)
     assert {x.device.type for x in (out, lse, *grads)} == {"cuda"}
@@ -223,7 +224,7 @@ def test_rows_that_need_no_copy_have_none(kernel, dtype, operators):
     """Tensors as models store them are handed on as they are."""
     checked = operators(dtype)
     q, k, v = (by_token(2, 4, 6, 64, dtype) for _ in range(3))
-    kernel.forward(q, k, v, "causal", 0.3)
+    kernel.forward(q, k, v, KernelCall("causal", 0.3))
     [(_, given)] = checked.calls
     for name, x in (("query", q), ("key", k), ("value", v)):
         assert given[name].untyped_storage()._cdata == x.untyped_storage()._cdata
@@ -246,10 +247,10 @@ def test_packed_tiles(dtype, shape, operators, rng):
         k, v = (packed(1, 1, sum(keys), wide, dtype=dtype) for wide in widths)
         ends = [packed(tiles + 1, dtype=torch.int32) for _ in range(2)]
         lengths = Packed(*ends, max(queries), max(keys))
-        out, lse = CudaFlash().forward(q, k, v, shape, 0.3, lengths=lengths)
+        out, lse = CudaFlash().forward(q, k, v, KernelCall(shape, 0.3, lengths=lengths))
         assert (out.shape, out.dtype) == (dout.shape, dtype)
         assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
-        grads = CudaFlash().backward(dout, q, k, v, out, lse, shape, 0.3, lengths=lengths)
+        grads = CudaFlash().backward(dout, q, k, v, out, lse, KernelCall(shape, 0.3, lengths=lengths))
         for grad, x in zip(grads, (q, k, v), strict=True):
             assert (grad.shape, grad.dtype, grad.device) == (x.shape, dtype, x.device)
     assert len(checked.calls) == 2 * len(WIDTHS)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_ring_attention.compute import cuda_kernels
+from hf_ring_attention.compute.bands import KernelCall
 from hf_ring_attention.compute.cuda_kernels import CudaFlash
 from hf_ring_attention.compute.math_kernel import Math
 from tests.support.cuda_operators import CheckedOperators, FlashAttention2, scores_of
@@ -44,14 +45,14 @@ def test_cuda_flash_is_what_plain_math_makes_of_it(shape, monkeypatch, rng, gene
         k, v = (drawn(generator, tiles, heads, keys, wide) for wide in (head_dim, value_dim))
         if rng.random() < 0.5:  # as models store them
             q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
-        out, lse = Math().forward(q, k, v, shape, 0.3, fold_size)
+        out, lse = Math().forward(q, k, v, KernelCall(shape, 0.3, fold_size))
         # In the whole softmax there are other keys, too.
         whole = drawn(generator, *out.shape), lse + torch.rand(lse.shape, dtype=lse.dtype, generator=generator)
-        want = out, lse, *Math().backward(dout, q, k, v, *whole, shape, 0.3, fold_size)
+        want = out, lse, *Math().backward(dout, q, k, v, *whole, KernelCall(shape, 0.3, fold_size))
         flash = CudaFlash()
         got = (
-            *flash.forward(q, k, v, shape, 0.3, fold_size),
-            *flash.backward(dout, q, k, v, *whole, shape, 0.3, fold_size),
+            *flash.forward(q, k, v, KernelCall(shape, 0.3, fold_size)),
+            *flash.backward(dout, q, k, v, *whole, KernelCall(shape, 0.3, fold_size)),
         )
         for x, y in zip(got, want, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_ring_attention.compute.bands import KernelCall
 from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash
 from hf_ring_attention.compute.kernels import CpuFlash, choose_kernel
 from hf_ring_attention.compute.math_kernel import Math
@@ -128,14 +129,14 @@ def check(kernel, q, k, v, dout, shape, scale=None, between=lambda out, lse: (ou
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dtype, inputs = q.dtype, (q, k, v, dout)
     before = [x.clone() for x in inputs]
-    out, lse = kernel.forward(q, k, v, shape, scale)
-    grads = kernel.backward(dout, q, k, v, *between(out, lse), shape, scale)
+    out, lse = kernel.forward(q, k, v, KernelCall(shape, scale))
+    grads = kernel.backward(dout, q, k, v, *between(out, lse), KernelCall(shape, scale))
     assert all(torch.equal(x, x_before) for x, x_before in zip(inputs, before, strict=True)), "an input was changed"
     assert out.shape == (*q.shape[:3], v.shape[-1])
     assert lse.shape == q.shape[:3]
     assert (out.dtype, lse.dtype) == (dtype, accumulation_dtype(dtype))
     sums = tuple(torch.ones_like(x, dtype=accumulation_dtype(dtype)) for x in (q, k, v))
-    assert kernel.backward(dout, q, k, v, *between(out, lse), shape, scale, 1, sums) is sums
+    assert kernel.backward(dout, q, k, v, *between(out, lse), KernelCall(shape, scale, 1), sums) is sums
     for total, grad in zip(sums, grads, strict=True):
         difference, size = largest(total.double() - 1 - grad.double()), largest(grad.double())
         assert difference <= 8 * torch.finfo(dtype).eps * (size + 1)
@@ -205,13 +206,13 @@ def test_folds_are_rows_that_see_the_same_keys(kernel, device, dtypes, shape, ge
         return x.unflatten(2, (queries, folds)).transpose(2, 3).flatten(1, 2)
 
     q, k, v, dout = make((2, 2, 2, queries * folds, keys, 8, 5), dtypes[0], generator, device)
-    out, lse = kernel.forward(q, k, v, shape, 0.4, folds)
-    got = out, lse, *kernel.backward(dout, q, k, v, out, lse, shape, 0.4, folds)
+    out, lse = kernel.forward(q, k, v, KernelCall(shape, 0.4, folds))
+    got = out, lse, *kernel.backward(dout, q, k, v, out, lse, KernelCall(shape, 0.4, folds))
     got = [*map(as_heads, got[:3]), *got[3:]]
     math = Math()
     q, k, v, dout = (x.cpu().double() for x in (q, k, v, dout))
-    want = math.forward(as_heads(q), k, v, shape, 0.4)
-    want += math.backward(as_heads(dout), as_heads(q), k, v, *want, shape, 0.4)
+    want = math.forward(as_heads(q), k, v, KernelCall(shape, 0.4))
+    want += math.backward(as_heads(dout), as_heads(q), k, v, *want, KernelCall(shape, 0.4))
     for x, y in zip(got, want, strict=True):
         error = 16 * torch.finfo(dtypes[0]).eps * largest(y)
         assert largest(x.cpu().double() - y) <= error
@@ -253,8 +254,8 @@ def test_tiles_of_one_softmax_have_their_exact_shares(kernel, device, dtypes, dt
     out = torch.zeros(dout.shape, dtype=accumulation, device=device)
     lse = torch.full(out.shape[:3], -torch.inf, dtype=accumulation, device=device)
     for keys, values, shape in tiles:
-        merge_(out, lse, *kernel.forward(q, keys, values, shape, scale))
-    shares = [kernel.backward(dout, q, *kv, out.to(dtype), lse, shape, scale) for *kv, shape in tiles]
+        merge_(out, lse, *kernel.forward(q, keys, values, KernelCall(shape, scale)))
+    shares = [kernel.backward(dout, q, *kv, out.to(dtype), lse, KernelCall(shape, scale)) for *kv, shape in tiles]
 
     def shares_in(dtype):
         q_, k_, v_, dout_ = (x.cpu().to(dtype) for x in (q, k, v, dout))
@@ -301,8 +302,8 @@ def test_math_gives_the_same_in_slices(shape, rows_at_once, generator):
     q, k, v, dout = make((1, heads, group, 31 if shape == "band" else n, n, width, width), torch.float64, generator)
 
     def both(kernel):
-        out, lse = kernel.forward(q, k, v, shape, 0.5)
-        return out, lse, *kernel.backward(dout, q, k, v, out, lse, shape, 0.5)
+        out, lse = kernel.forward(q, k, v, KernelCall(shape, 0.5))
+        return out, lse, *kernel.backward(dout, q, k, v, out, lse, KernelCall(shape, 0.5))
 
     sliced = Math()
     sliced.budget = heads * group * n * rows_at_once
@@ -416,11 +417,11 @@ def test_the_efficient_kernel_serves_groups_without_repeating_keys(monkeypatch, 
     queries = 3 if shape == "band" else 5
     q, dout = (torch.randn(3, 6, queries, 8, dtype=torch.float64) for _ in range(2))
     k, v = (torch.randn(3, 2, 5, 8, dtype=torch.float64) for _ in range(2))
-    want = Math().forward(q, k, v, shape, 0.3)
-    want += Math().backward(dout, q, k, v, *want, shape, 0.3)
+    want = Math().forward(q, k, v, KernelCall(shape, 0.3))
+    want += Math().backward(dout, q, k, v, *want, KernelCall(shape, 0.3))
     with monkeypatch.context() as patched:
         patched.setattr("hf_ring_attention.compute.cuda_kernels.aten", EfficientOperators)
-        got = CudaEfficient().forward(q, k, v, shape, 0.3)
-        got += CudaEfficient().backward(dout, q, k, v, *got, shape, 0.3)
+        got = CudaEfficient().forward(q, k, v, KernelCall(shape, 0.3))
+        got += CudaEfficient().backward(dout, q, k, v, *got, KernelCall(shape, 0.3))
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)

@@ -16,7 +16,7 @@ from hf_ring_attention.cost.activations import layer_memory
 from hf_ring_attention.cost.questions import bound_of_peak, longest_sequence, next_switches, smallest_ring
 from hf_ring_attention.cost.shape import shape_of_model
 from hf_ring_attention.tools import cli
-from hf_ring_attention.tools.survey.tiny_models import tiny_config
+from hf_ring_attention.tools.checks.tiny_models import tiny_config
 from tests.support.as_gpus import NO_DEEPSPEED
 from tests.support.ranks import TIMEOUT
 from tests.support.training_steps import Step, measured_and_estimated, small_config

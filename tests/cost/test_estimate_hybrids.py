@@ -14,7 +14,7 @@ from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.hf.support import mixers_of
 from hf_ring_attention.hybrids.mixers import MOST_GATHERED
 from hf_ring_attention.tools import cli
-from hf_ring_attention.tools.survey.tiny_models import VOCAB, tiny_config
+from hf_ring_attention.tools.checks.tiny_models import VOCAB, tiny_config
 
 from ..support.live_bytes import LiveBytes
 from ..support.releases import needs_mixers

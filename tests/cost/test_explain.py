@@ -178,7 +178,7 @@ def test_logged_once(caplog):
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_formulas_of_bytes(layout, world_size):
-    """Those by which recipes/README.md chooses: G key/value and H query heads of D numbers of 2 bytes, n tokens, p ranks."""
+    """Those of recipes/guide/clusters.md: G key/value and H query heads of D numbers of 2 bytes, n tokens, p ranks."""
     n, h, g, d, p = 48 * 96, 48, 16, 64, world_size
     call = ra.explain(
         "exact", seq_len=n, world_size=p, num_heads=h, num_kv_heads=g, head_dim=d, layout=layout, transport="ring"

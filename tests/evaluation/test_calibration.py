@@ -13,7 +13,7 @@ from hf_ring_attention.evaluation.calibration import calibrate as calibrate_modu
 from hf_ring_attention.evaluation.calibration import search
 from hf_ring_attention.evaluation.calibration.passes import measure_losses, measure_text
 from hf_ring_attention.evaluation.calibration.texts import plain_text
-from hf_ring_attention.evaluation.journal import own_folder
+from hf_ring_attention.evaluation.whole_files import own_folder
 from tests.support.calibrations import MENU, calibrated, model_of, random_texts
 from tests.support.checkpoints import save_calibration
 from tests.support.neighbours import with_lora

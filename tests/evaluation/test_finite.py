@@ -7,11 +7,8 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.evaluation.answers import answer_questions
 from hf_ring_attention.evaluation.calibration.choice import choose
-from hf_ring_attention.evaluation.jobs import EvaluationPlan
 from tests.support.calibrations import calibrated, model_of, random_texts
-from tests.support.evaluation import inputs_of, load, save_checkpoint
 from tests.support.ranks import run_simulated
 from tests.support.tiny_models import VOCAB
 
@@ -64,15 +61,3 @@ def test_a_choice_by_scores_that_are_no_numbers_ends():
         choose(np.zeros((2, 2)), costs, 4.0, products)
     with pytest.raises(ValueError, match="must be finite"):
         choose(np.array([[0, np.inf], [0, 1]]), costs, 4.0)
-
-
-@pytest.mark.parametrize("score", ["generated", "likelihood"])
-def test_an_answer_needs_predictions(tmp_path, score):
-    save_checkpoint(tmp_path)
-    model, tokenizer = load(tmp_path)
-    plan = EvaluationPlan(patterns=("exact",), tasks=("passkey",), lengths=(400,), samples=1)
-    question = inputs_of(tokenizer, plan).question("passkey", 400, 0.5, 0)
-    assert answer_questions(ra.patch_model(model, "exact"), tokenizer, [question], [score])
-    broken(model, question.prompt[5])
-    with pytest.raises(ValueError, match=f"answer_questions: {MESSAGE}"):
-        answer_questions(model, tokenizer, [question], [score])

@@ -14,8 +14,9 @@ import torch
 from transformers.integrations import hub_kernels
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf import states
+from hf_ring_attention.hf.forward_pass import running
 from hf_ring_attention.hf.support import mixers_of
+from hf_ring_attention.hybrids import states
 
 from ..support.probe import GRADIENTS, LOGITS, alone, batch, errors, logits_and_gradients, over_ring
 from ..support.ranks import run_simulated
@@ -118,7 +119,7 @@ def stand_in(name, kernel, original, calls):
         assert not given.pop("kwargs", None), "kernels take nothing but what they name"
         calls.append(name)
         checked(name, given)
-        assert "split" not in name or states._PASSING.get() is None, "it joins several steps, between which states pass"
+        assert "split" not in name or running().chain is None, "it joins several steps, between which states pass"
         out = original(**{OURS.get(x, x): y for x, y in given.items() if OURS.get(x, x) in known})
         if name == "mamba_selective_scan" and given["return_last_state"]:
             return out[0], WithoutGradient.apply(out[1])

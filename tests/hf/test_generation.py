@@ -13,7 +13,7 @@ from hf_ring_attention.compute.reference import reference_attention
 from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.plan.problem import HeldKeys
 from hf_ring_attention.ring import engine
-from hf_ring_attention.ring.attention import cached_attention
+from tests.support.cached import cached_attention
 
 from ..support.probe import distance
 from ..support.ranks import run_simulated

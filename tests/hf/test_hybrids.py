@@ -1,6 +1,7 @@
 """Hybrid models: documents keep their states apart, states pass along rings of any size, and generation goes on from them."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -9,11 +10,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.private import checkpoint_activations
-from hf_ring_attention.hf import mixers, states, support
+from hf_ring_attention.hf import support
 from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.hf.documents import documents_from_mask, documents_of_rows
 from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.hf.support import mixers_of
+from hf_ring_attention.hybrids import mixers, states
 
 from ..support.probe import BATCHES, GRADIENTS, LOGITS, TOKENS, alone, batch, distance, errors, over_ring
 from ..support.ranks import run_simulated
@@ -127,6 +129,20 @@ def test_rows_are_gathered_where_mixers_do_not_call_functions_by_name():
     assert states.can_pass(mixer)
     mixer.__class__ = Earlier
     assert not states.can_pass(mixer)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "jamba", "bamba"])
+def test_nothing_of_transformers_is_overwritten(model_type):
+    models = [tiny_model(model_type, "eager") for _ in range(2)]
+    (_, mixer), *_ = mixers_of(models[0], models[0].config)
+    module = sys.modules[type(mixer).__module__]
+    before = {**vars(module)}, {**vars(type(mixer))}
+
+    def work(ring):
+        return over_ring(ra.patch_model(models[ring.rank], ring=ring), ring, *batch("packed"))
+
+    run_simulated(work, 2)
+    assert before == ({**vars(module)}, {**vars(type(mixer))})
 
 
 def test_gathered_rows_of_any_mixer_are_right(monkeypatch):

@@ -15,7 +15,7 @@ from transformers.masking_utils import (
 import hf_ring_attention as ra
 from hf_ring_attention.hf.cache import cache_argument
 from hf_ring_attention.hf.documents import packed_documents
-from hf_ring_attention.hf.forward_pass import FORWARD_PASS
+from hf_ring_attention.hf.forward_pass import running
 from hf_ring_attention.hf.masks import ring_dilated_mask, tokens_of
 
 from ..support.probe import TOKENS, distance
@@ -169,7 +169,7 @@ def test_a_pass_that_ctrl_c_ended_leaves_nothing_behind():
     hook.remove()
     assert torch.equal(torch.stack(model.generate(row, **options).logits), expected)
     model(row)
-    assert FORWARD_PASS.get() is None
+    assert running().forward_pass is None
 
 
 def test_mask_functions():

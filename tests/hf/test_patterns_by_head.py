@@ -6,6 +6,7 @@ import torch
 import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import reference_attention
 from hf_ring_attention.hf.cache import cache_argument
+from hf_ring_attention.ring.attention import CheckedCall
 from tests.support.ranks import run_simulated
 from tests.support.tiny_models import VOCAB, tiny_model
 from tests.support.tolerance import EXACT, assert_exact, float64
@@ -31,22 +32,19 @@ def logits(model, ids, **kwargs):
 
 def test_a_layer_computes_what_the_oracle_says(monkeypatch):
     """Of each call, the oracle gets the same queries, keys and values."""
-    from hf_ring_attention.hf import attention
+    model, calls, compute = model_by_head(), [], CheckedCall.attend
 
-    model, calls = model_by_head(), []
-    compute = attention.ring_attention
+    def noted(self, q, k, v, sinks, with_lse=False):
+        out, lse = compute(self, q, k, v, sinks, with_lse)
+        calls.append((q, k, v, self, out))
+        return out, lse
 
-    def noted(q, k, v, **options):
-        out = compute(q, k, v, **options)
-        calls.append((q, k, v, options, out))
-        return out
-
-    monkeypatch.setattr(attention, "ring_attention", noted)
+    monkeypatch.setattr(CheckedCall, "attend", noted)
     logits(model, drawn_ids())
     assert len(calls) == model.config.num_hidden_layers
-    for q, k, v, options, out in calls:
-        assert options["pattern"].num_kv_heads == k.shape[1] > 1
-        right, _ = reference_attention(q, k, v, pattern=options["pattern"], scale=options["scale"])
+    for q, k, v, call, out in calls:
+        assert call.problem.pattern.num_kv_heads == k.shape[1] > 1
+        right, _ = reference_attention(q, k, v, pattern=call.problem.pattern, scale=call.scale)
         assert float((out - right).abs().max()) <= EXACT
 
 

@@ -34,7 +34,7 @@ import finetune_trainer
 import pytest
 import torch
 
-from hf_ring_attention.evaluation.journal import own_folder
+from hf_ring_attention.evaluation.whole_files import own_folder
 from tests.support.ranks import TIMEOUT
 from tests.support.recipe_runs import ENVIRONMENT, STEPS, at_step, losses_of, save_inputs, words
 

@@ -232,7 +232,7 @@ for recipe in recipes:
 
 
 def test_recipes_explain_themselves_without_extras():
-    recipes = ["finetune", "finetune_trainer", "perplexity", "demo"]
+    recipes = ["finetune", "finetune_trainer", "perplexity", "retrieval", "demo"]
     command = [sys.executable, "-c", HELP, str(ROOT / "recipes"), *recipes]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -240,13 +240,3 @@ def test_recipes_explain_themselves_without_extras():
         assert default in " ".join(done.stdout.split())
     for recipe in recipes:
         assert f"python recipes/{recipe}.py" in done.stdout
-
-
-def test_a_demo_replaces_the_report_of_an_earlier_one_alone(tmp_path):
-    remove_report = importlib.import_module("demo").remove_report
-    for name, file in {"report": "run.json", "own": "thesis.txt"}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / file).write_text("{}")
-        remove_report(tmp_path / name)
-    remove_report(tmp_path / "none")
-    assert [path.name for path in tmp_path.iterdir()] == ["own"] and (tmp_path / "own" / "thesis.txt").exists()

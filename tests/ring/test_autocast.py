@@ -8,10 +8,10 @@ import torch
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.kernels import choose_kernel
-from hf_ring_attention.hf import states
+from hf_ring_attention.hybrids import states
 from hf_ring_attention.plan.problem import HeldKeys
 from hf_ring_attention.plan.state_runs import StateRun
-from hf_ring_attention.ring.attention import cached_attention
+from tests.support.cached import cached_attention
 from tests.support.ranks import run_simulated
 
 CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

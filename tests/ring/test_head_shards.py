@@ -6,7 +6,7 @@ import torch
 import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import reference_attention
 from hf_ring_attention.plan.problem import HeldKeys
-from hf_ring_attention.ring.attention import cached_attention
+from tests.support.cached import cached_attention
 from tests.support.ranks import run_simulated
 from tests.support.tolerance import assert_exact
 

@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from timing import held_memory, return_memory_at_once
 
 import hf_ring_attention as ra
-from hf_ring_attention.tools.benchmarks.harness import give_memory_back_at_once, held_memory
 
 TOKENS, PATTERN = 64, "pyramid:4,2"
 #: By the first number of steps the caches of plans and of agreed values, of 256 entries each, are full.
@@ -23,7 +23,7 @@ def figures():
     """(Python's objects, bytes of the process, threads, open files) of this process."""
     gc.collect()
     files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-    return len(gc.get_objects()), held_memory(torch.device("cpu")), threading.active_count(), files
+    return len(gc.get_objects()), held_memory("cpu"), threading.active_count(), files
 
 
 def step(ring, rng):
@@ -39,7 +39,7 @@ def step(ring, rng):
 
 def growth(rank, seed, transport, steps=STEPS):
     """What `figures` grow by once the caches are full, in each of `STRETCHES` of equally many steps."""
-    give_memory_back_at_once()
+    return_memory_at_once()
     rng, ring = random.Random(seed), ra.Ring(transport=transport)
     ring.bindings.max_parts = 1000
     readings = []

@@ -34,13 +34,13 @@ class Calls:
         self.ring, self.makers, self.error = ra.Ring.alone(), [], None
         self.q = torch.randn(1, 2, LENGTH, 8)
 
-        def bind(*call, bind_own=planner.bind_own):
+        def bind(*call, bind_own=planner.TRANSPORTS["local"].bind):
             self.makers.append(threading.current_thread())
             if self.error is not None:
                 raise self.error
             return bind_own(*call)
 
-        monkeypatch.setitem(planner._BIND, "local", bind)
+        monkeypatch.setitem(planner.TRANSPORTS, "local", planner.TRANSPORTS["local"]._replace(bind=bind))
 
     def expect(self, documents, length=LENGTH):
         self.ring.planner.expect(ra.SequenceLayout("contiguous", length, 1), documents)
@@ -143,7 +143,7 @@ def test_a_call_waits_for_the_binding_under_way_and_counts_it():
     q = torch.randn(1, 2, LENGTH, 8)
     begun, go_on, makers = threading.Event(), threading.Event(), []
 
-    def bind(*call, bind_own=planner.bind_own):
+    def bind(*call, bind_own=planner.TRANSPORTS["local"].bind):
         makers.append(threading.current_thread().name)
         if makers[-1] == planner.THREAD:
             begun.set()
@@ -151,7 +151,7 @@ def test_a_call_waits_for_the_binding_under_way_and_counts_it():
         return bind_own(*call)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(planner._BIND, "local", bind)
+        patch.setitem(planner.TRANSPORTS, "local", planner.TRANSPORTS["local"]._replace(bind=bind))
         layout = ra.SequenceLayout("contiguous", LENGTH, 1)
         calls.planner.expect(layout, BATCHES[0])
         ra.ring_attention(q, q, q, pattern="exact", ring=calls, documents=BATCHES[0])
@@ -254,7 +254,7 @@ def test_a_process_that_ends_waits_for_the_plan_under_way_alone():
 
         begun = threading.Event()
 
-        def bind(*call, bind_own=planner.bind_own):
+        def bind(*call, bind_own=planner.TRANSPORTS["local"].bind):
             if threading.current_thread().name == planner.THREAD:
                 begun.set()
                 while threading.main_thread().is_alive():
@@ -262,7 +262,7 @@ def test_a_process_that_ends_waits_for_the_plan_under_way_alone():
                 print("planned", flush=True)
             return bind_own(*call)
 
-        planner._BIND["local"] = bind
+        planner.TRANSPORTS["local"] = planner.TRANSPORTS["local"]._replace(bind=bind)
         ring, q = ra.Ring.alone(), torch.randn(1, 2, 24, 8)
         for cut in range(1, 20):
             ring.planner.expect(ra.SequenceLayout("contiguous", 24, 1), (((0, cut), (cut, 24)),))

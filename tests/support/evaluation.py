@@ -5,13 +5,9 @@ import random
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_ring_attention.evaluation.inputs import EvaluationInputs
-from hf_ring_attention.evaluation.texts import EvaluationText
 from tests.support.checkpoints import save_tiny_checkpoint
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 8192}
-#: A template for chats, as tokenizers have it.
-CHAT = "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}{% endfor %}<assistant>"
 
 
 def made_up_text(seed, words=2997):
@@ -23,24 +19,17 @@ def made_up_text(seed, words=2997):
 
 
 def save_checkpoint(folder):
-    """A model whose weights are so large that its attention is far from uniform, and a tokenizer of bytes with a template."""
+    """A model whose weights are so large that its attention is far from uniform, and a tokenizer of bytes."""
     save_tiny_checkpoint(folder, "<end>", **SIZES)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(6)
     model.save_pretrained(folder)
-    tokenizer.chat_template = CHAT
-    tokenizer.save_pretrained(folder)
 
 
 def load(folder, dtype=torch.float64):
     """The model, which computes with "ring_dilated", and its tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="ring_dilated", dtype=dtype)
     return model, AutoTokenizer.from_pretrained(folder)
-
-
-def inputs_of(tokenizer, plan, seed=0, words=2997):
-    """What a plan asks, of one made-up text."""
-    return EvaluationInputs(tokenizer, [EvaluationText("book", made_up_text(seed, words))], plan, positions=8192)

@@ -1,5 +1,216 @@
-"""The survey of model types, which tests of single features use too."""
+"""Finds out whether "ring_dilated" equals eager attention for a model type, on one device and sharded, or refuses the type.
 
-from hf_ring_attention.tools.survey.precision import distance as distance
-from hf_ring_attention.tools.survey.precision import largest as largest
-from hf_ring_attention.tools.survey.probe import *  # noqa: F403
+python -m tests.survey              writes models.json and MODELS.md (make models)
+python -m tests.survey llama qwen3  prints the results of these types, and writes nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_ring_attention.hf.documents import documents_from_mask, documents_of_rows
+from hf_ring_attention.hf.hybrid_types import MIXERS
+from hf_ring_attention.hf.models import ModelSupport
+from hf_ring_attention.hf.patch import patch_model
+from hf_ring_attention.hf.positions import first_position
+from hf_ring_attention.hf.wrappers import runner_of
+from hf_ring_attention.ring.ring import Ring
+from hf_ring_attention.ring.simulation import run_simulated
+from hf_ring_attention.tools.checks.precision import EXACT, distance, float64, is_float64, largest
+from hf_ring_attention.tools.checks.tiny_models import NOT_BUILT, VOCAB, tiny_model
+
+TOKENS = 20
+BATCHES = ("plain", "left", "right", "packed")
+#: The bounds of errors in float64, relative to the largest entry.
+LOGITS = GRADIENTS = EXACT
+
+
+class Answer(NamedTuple):
+    """The answer of a model: logits of the tokens that have labels, [tokens, VOCAB], and gradients by parameter."""
+
+    logits: Tensor
+    gradients: dict[str, Tensor]
+
+
+class Errors(NamedTuple):
+    """The distances between two answers: of their logits, and of their gradients."""
+
+    logits: float
+    gradients: float
+
+
+def batch(kind: str, first: int = 0) -> tuple[dict[str, Tensor], Tensor]:
+    """Returns inputs and labels: two rows of TOKENS tokens, the second padded, or one row of three documents.
+
+    Args:
+        kind: one of `BATCHES`.
+        first: the position of a document's first token.
+    """
+    ids = torch.randint(3, VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    if kind == "packed":
+        positions = torch.cat([torch.arange(n) for n in (7, 9, 4)])[None]
+        labels = ids[:1].clone()
+        labels[positions == 0] = -100
+        return {"input_ids": ids[:1], "position_ids": positions + first}, labels
+    if kind == "left":
+        mask[1, :7] = 0
+    elif kind == "right":
+        mask[1, -7:] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    inputs = {"input_ids": ids, "position_ids": positions + first}
+    if kind != "plain":
+        inputs["attention_mask"] = mask
+    return inputs, ids.masked_fill(mask == 0, -100)
+
+
+def logits_and_gradients(model: PreTrainedModel, inputs: Mapping[str, Tensor], labels: Tensor) -> Answer:
+    """Returns the answer to whole sequences; its gradients are those of the sum of the losses."""
+    model.zero_grad()
+    logits = model(**inputs, use_cache=False).logits
+    valid = labels != -100
+    torch.nn.functional.cross_entropy(logits[valid], labels[valid], reduction="sum").backward()
+    return Answer(logits.detach()[valid], {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+
+
+def errors(answer: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> Errors:
+    """Returns how far two answers are apart; each gradient counts relative to its own largest entry.
+
+    Some gradients should be zero, such as those of the biases of keys: they count relative to a hundredth of the largest
+    entry of all gradients.
+    """
+    (logits, gradients), (logits_, gradients_) = answer, expected
+    assert gradients.keys() >= gradients_.keys(), sorted(gradients_.keys() - gradients.keys())
+    floor = 1e-2 * max(float(g.abs().max()) for g in gradients_.values())
+    worst = largest(
+        float((g - gradients_[n]).abs().max() / gradients_[n].abs().max().clamp_min(floor))
+        for n, g in gradients.items()
+        if n in gradients_
+    )
+    return Errors(distance(logits, logits_), worst)
+
+
+def alone(model: PreTrainedModel, inputs: Mapping[str, Tensor], labels: Tensor) -> Answer:
+    """Returns the answer to packed or padded rows, from a forward pass of its own for each document, without its padding."""
+    mask, positions = inputs.get("attention_mask", torch.ones_like(labels)), inputs["position_ids"]
+    rows = documents_of_rows(len(labels), positions, mask, int(positions.min())) or documents_from_mask(mask)
+    answers = []
+    for row, (start, stop) in ((row, span) for row, spans in enumerate(rows) for span in spans):
+        document = {name: x[row : row + 1, start:stop] for name, x in inputs.items() if name != "attention_mask"}
+        logits, gradients = logits_and_gradients(model, document, labels[row : row + 1, start:stop])
+        answers.append(Answer(logits, {name: gradient.clone() for name, gradient in gradients.items()}))
+    names = {name for answer in answers for name in answer.gradients}
+    return Answer(
+        torch.cat([answer.logits for answer in answers]),
+        {
+            name: torch.stack([answer.gradients[name] for answer in answers if name in answer.gradients]).sum(0)
+            for name in names
+        },
+    )
+
+
+def over_ring(model: PreTrainedModel, ring: Ring, inputs: Mapping[str, Tensor], labels: Tensor) -> Answer:
+    """Returns the answer to whole sequences of a model that is sharded over the ring; its gradients are the ranks' mean."""
+    answer = logits_and_gradients(model, inputs, labels)
+    return Answer(answer.logits, {n: torch.stack(ring.gather(x)).mean(0) for n, x in answer.gradients.items()})
+
+
+class TypeModels:
+    """The tiny models of one type, equal in their weights; each is built when it is first needed.
+
+    Attributes:
+        eager: computes with eager attention.
+        patched: computes with "ring_dilated" on one device.
+        ranks: one for each of two simulated ranks.
+    """
+
+    def __init__(self, model_type: str) -> None:
+        self.model_type = model_type
+
+    @cached_property
+    def eager(self) -> PreTrainedModel:
+        return tiny_model(self.model_type, "eager")
+
+    @cached_property
+    def patched(self) -> PreTrainedModel:
+        return patch_model(tiny_model(self.model_type, "eager"))
+
+    @cached_property
+    def ranks(self) -> tuple[PreTrainedModel, PreTrainedModel]:
+        return tiny_model(self.model_type, "eager"), tiny_model(self.model_type, "eager")
+
+    def on_one_device(self, kind: str) -> Errors:
+        """Returns how far "ring_dilated" is from eager attention, which computes packed documents one by one.
+
+        So it does rows of hybrid types, some of which let padding into their states.
+        """
+        inputs, labels = batch(kind)
+        one_by_one = kind == "packed" or self.eager.config.get_text_config().model_type in MIXERS
+        expected = (alone if one_by_one else logits_and_gradients)(self.eager, inputs, labels)
+        return errors(logits_and_gradients(self.patched, inputs, labels), expected)
+
+    def on_two_ranks(self, kind: str, layout: str, transport: str) -> Errors:
+        """Returns how far two simulated ranks are from one device."""
+        inputs, labels = batch(kind, first_position(runner_of(self.eager)))
+        expected = logits_and_gradients(self.patched, inputs, labels)
+        models = self.ranks
+        in_float64 = is_float64()  # Each thread has a mode of its own.
+
+        def work(ring: Ring) -> Errors:
+            with float64(in_float64):
+                model = patch_model(models[ring.rank], ring=ring)
+                return errors(over_ring(model, ring, inputs, labels), expected)
+
+        by_rank = run_simulated(work, 2, layout=layout, transport=transport)
+        return Errors(largest(error.logits for error in by_rank), largest(error.gradients for error in by_rank))
+
+
+def survey(model_type: str) -> ModelSupport:
+    """Runs a tiny model of a type in float64 (`float64`), and returns the line of the table.
+
+    Raises:
+        AssertionError: its results are not those of eager attention.
+    """
+
+    def entry(
+        status: Literal["supported", "refused", "untested"], reason: str, ring: bool = False, packed: bool = False
+    ) -> ModelSupport:
+        names: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+        return ModelSupport(model_type, names if isinstance(names, str) else names[0], status, ring, packed, reason)
+
+    def refusal(run: Callable[..., Errors], *args: str) -> str | None:
+        """Returns the error of a run that refuses; None if it computes what eager attention does."""
+        try:
+            error = run(*args)
+        except (ValueError, NotImplementedError) as refused:
+            return str(refused)
+        assert error.logits <= LOGITS and error.gradients <= GRADIENTS, (model_type, args, error)
+        return None
+
+    if model_type in NOT_BUILT:
+        return entry("untested", NOT_BUILT[model_type])
+    models = TypeModels(model_type)
+    refused = refusal(models.on_one_device, "plain")
+    if refused:
+        return entry("refused", refused)
+    for padding in ("left", "right"):
+        assert refusal(models.on_one_device, padding) is None
+    packed = refusal(models.on_one_device, "packed") is None
+    refused = refusal(models.on_two_ranks, "plain", "zigzag", "ring")
+    if refused:
+        return entry("supported", refused, packed=packed)
+    assert packed
+    for kind, layout, transport in (
+        ("left", "contiguous", "collective"),
+        ("right", "zigzag", "ring"),
+        ("packed", "contiguous", "ring"),
+    ):
+        assert refusal(models.on_two_ranks, kind, layout, transport) is None
+    return entry("supported", "", ring=True, packed=packed)

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from hf_ring_attention.tools import arguments, cli, plots
-from hf_ring_attention.tools.commands import bench, explain
+from hf_ring_attention.tools.commands import explain
 from tests.support.missing import without
 
 ROOT = Path(__file__).parents[2]
 
 HEADS = "the number of query heads must be a multiple of the number of key/value heads, got 8 and 3: 8 = 2 * 3 + 2; take one"
 EXPLAIN = "explain --tokens 64 --ranks 8 --heads 8 --head-dim 64"
+ESTIMATE = "estimate --model {empty} --seq-len 64"
 #: The arguments, and what the command line says.
 REFUSED = [
     (f"{EXPLAIN} --tokens 1e30", "a number of tokens such as 4096, 128k or 1M was expected, got '1e30'"),
@@ -28,7 +29,7 @@ REFUSED = [
     (f"{EXPLAIN} --layers {10**12}", "'--layers': a whole number of at most 65536 was expected"),
     (f"{EXPLAIN} --batch-size {10**12}", "'--batch-size': a whole number of at most 65536 was expected"),
     (f"{EXPLAIN} --pattern kv0-{10**9}=exact", "at most 65536 key/value heads were expected"),
-    (f"bench --memory {'9' * 400}GB", "'--memory': a size of memory such as 80GB or 80GiB was expected, got '999"),
+    (f"{ESTIMATE} --memory {'9' * 400}GB", "'--memory': a size of memory such as 80GB or 80GiB was expected, got '999"),
     (f"calibrate --seed {2**32}", "'--seed': a whole number of at most 4294967295 was expected"),
     (f"{EXPLAIN} --tokens 0", "'--tokens': a whole number of at least 1 was expected, got 0"),
     (
@@ -79,49 +80,9 @@ REFUSED = [
         "models lama",
         "'TYPE': 'lama' is no model type of the Transformers release that was tested: did you mean llama",
     ),
-    (
-        "bench typing",
-        "ideal, ring-memory, overlap, step-memory, estimate, scaling, hybrids, peers was expected, got",
-    ),
-    ("bench --ranks 1", "'--ranks': a whole number of at least 2 was expected, got 1"),
-    ("bench --heads 0", "'--heads': a whole number of at least 1 was expected, got 0"),
-    ("bench --kv-heads 3", f"'--kv-heads': {HEADS} of 1, 2, 4, 8"),
-    ("bench --kv-heads 0", "'--kv-heads': a whole number of at least 1 was expected, got 0"),
-    ("bench --head-dim 0", "'--head-dim': a whole number of at least 1 was expected, got 0"),
-    ("bench --repeats 0", "'--repeats': a whole number of at least 1 was expected, got 0"),
-    ("bench --device tpu", "'--device': 'cpu' or 'cuda' was expected, got 'tpu'"),
-    (
-        "bench --lengths 512,100",
-        "'--lengths': a multiple of 16 was expected, got 100 = 6 * 16 + 4: take 96 or 112",
-    ),
-    ("bench --lengths 0", "'--lengths': a whole number of at least 16 was expected, got 0"),
-    ("bench ideal --heads 3", "gives each rank its share of the heads, and 3 heads = 1 * 2 ranks + 1"),
-    ("bench --ranks 4 --ring-tokens 100", "2 * 4 = 8 equal pieces, and 100 = 12 * 8 + 4: take 104"),
-    ("bench overlap --ranks 1", "expected, got 1: transport, ideal, overlap and hybrids need several ranks"),
-    (
-        "bench scaling --scaling-ranks 1,4,6 --ring-tokens 100",
-        "'--ring-tokens': zigzag cuts the row into 2 * 4 = 8 equal pieces, and 100 = 12 * 8 + 4: take 120",
-    ),
-    ("bench --scaling-ranks 1,0", "'--scaling-ranks': a whole number of at least 1 was expected, got 0"),
-    ("bench --step-lengths 4k,8", "'--step-lengths': a whole number of at least 16 was expected, got 8"),
-    (
-        "bench step-memory --ranks 32 --step-lengths 16",
-        "each of 32 ranks needs one token at least, and a row has 16",
-    ),
-    ("bench step-memory --head-dim 7", "turns pairs of numbers by position, and 7 = 3 * 2 + 1: take 8"),
-    ("bench --memory 80", "'--memory': a size of memory such as 80GB or 80GiB was expected, got '80'"),
-    ("bench --memory 0GB", "'--memory': a size of memory such as 80GB or 80GiB was expected, got '0GB'"),
-    (
-        "bench speed model --plots {empty}",
-        "'--plots': speed, model: no picture; step-memory, scaling, peers have one",
-    ),
-    ("bench scaling --plots {file}", "'--plots': a folder was expected, but '{file}' is a file"),
-    ("bench --longnet-tokens 0", "'--longnet-tokens': a whole number of at least 1 was expected, got 0"),
-    ("bench --rank-tokens 5", "'--rank-tokens': a multiple of 2 was expected, got 5 = 2 * 2 + 1: take 4 or 6"),
-    ("bench --memory-ranks 2,0", "'--memory-ranks': a whole number of at least 1 was expected, got 0"),
-    ("bench --decode-tokens 0", "'--decode-tokens': a whole number of at least 1 was expected, got 0"),
-    ("bench peers --peer-tokens 0", "'--peer-tokens': a whole number of at least 1 was expected, got 0"),
-    ("bench decode --model {empty}", "'--model': the folder '{empty}' holds no model"),
+    ("perplexity {empty} {file} --device tpu", "'--device': 'cpu' or 'cuda' was expected, got 'tpu'"),
+    (f"{ESTIMATE} --memory 80", "'--memory': a size of memory such as 80GB or 80GiB was expected, got '80'"),
+    (f"{ESTIMATE} --memory 0GB", "'--memory': a size of memory such as 80GB or 80GiB was expected, got '0GB'"),
     (
         "perplexity {empty} {file} --plot a.txt",
         "'--plot': a file that ends in one of .png, .svg, .pdf was expected, got 'a.txt'",
@@ -138,7 +99,6 @@ def test_bad_arguments_are_refused_while_they_are_read(words, message, places, c
     def never(*args, **kwargs):
         raise AssertionError("something is loaded or started")
 
-    monkeypatch.setattr(bench, "MEASUREMENTS", dict.fromkeys(bench.PARTS, never))
     monkeypatch.setattr(explain, "explain", never)
     with pytest.raises(SystemExit) as end:
         cli.main([word.format(**places) for word in words.split()])
@@ -149,9 +109,9 @@ def test_bad_arguments_are_refused_while_they_are_read(words, message, places, c
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_cuda_is_refused_where_there_is_none(capsys):
+def test_cuda_is_refused_where_there_is_none(places, capsys):
     with pytest.raises(SystemExit):
-        cli.main(["bench", "--device", "cuda"])
+        cli.main(["perplexity", str(places["empty"]), str(places["file"]), "--device", "cuda"])
     said = capsys.readouterr().err
     assert f"'--device': torch {torch.__version__} " in said and "on this machine: take 'cpu'" in said
 
@@ -170,22 +130,6 @@ def test_types_take_what_they_say(kind, text, value):
     for bad in ("", "x", "-4", "nan", "inf"):
         with pytest.raises(argparse.ArgumentTypeError, match="was expected, got"):
             kind(bad)
-
-
-def test_pictures_of_the_benchmark_need_matplotlib_before_anything_is_measured(tmp_path, monkeypatch, capsys):
-    without(monkeypatch, "matplotlib")
-    with pytest.raises(SystemExit) as end:
-        cli.main(["bench", "scaling", "--plots", str(tmp_path / "pictures")])
-    assert end.value.code == 2 and not (tmp_path / "pictures").exists()
-    assert "matplotlib, which is not installed: pip install 'matplotlib>=3.8'" in capsys.readouterr().err
-
-
-def test_a_folder_of_pictures_that_cannot_be_made_is_refused_before_anything_is_measured(monkeypatch, capsys):
-    monkeypatch.setattr(bench, "MEASUREMENTS", {})
-    with pytest.raises(SystemExit) as end:
-        cli.main(["bench", "scaling", "--plots", "/proc/pictures"])
-    assert end.value.code == 2
-    assert "'--plots': the folder '/proc/pictures' cannot be made: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

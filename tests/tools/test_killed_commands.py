@@ -18,8 +18,8 @@ from tests.support.tiny_models import with_large_weights
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
 COMMANDS = {
-    "calibrate": "calibrate --text fox.txt --seq-len 80 --budget 0.5 --menu window:4+1 --menu exact --device cpu",
-    "evaluate": "evaluate --text fox.txt --tasks perplexity --lengths 80 --pattern exact --device cpu --output report",
+    "calibrate": "--model model --text fox.txt --seq-len 80 --budget 0.5 --menu window:4+1 --menu exact --device cpu",
+    "perplexity": "model fox.txt --lengths 80,160 --pattern exact --device cpu",
 }
 
 
@@ -27,7 +27,7 @@ COMMANDS = {
 def test_the_others_name_it_in_one_line(command, tmp_path, monkeypatch):
     folder = save_checkpoint_of_words(tmp_path, with_large_weights, num_key_value_heads=2)
     monkeypatch.chdir(folder)
-    words = [*COMMANDS[command].split(), "--model", "model"]
+    words = [command, *COMMANDS[command].split()]
     start = time.monotonic()
     done = run_program(__file__, *words, processes=3, environment={**os.environ, **ENVIRONMENT}, timeout=2 * PROMPTLY)
     assert time.monotonic() - start < PROMPTLY

@@ -2,15 +2,19 @@
 
 import json
 import math
+import os
 import re
 
 import pytest
+import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_ring_attention as ra
 from hf_ring_attention.tools import cli
 from tests.support.checkpoints import save_calibration, save_checkpoint_of_words
+from tests.support.programs import run_program
+from tests.support.ranks import TIMEOUT
 from tests.support.remote_code import save_with_code
 
 
@@ -65,7 +69,7 @@ def test_a_misspelt_model_is_not_answered_with_options_that_there_are_not(model,
     for words in (
         f"perplexity tyni {model / 'fox.txt'}",
         "estimate --model tyni --seq-len 64",
-        f"evaluate --model tyni --tasks perplexity --output {model}",
+        f"calibrate --model tyni --text {model / 'fox.txt'}",
     ):
         with pytest.raises(SystemExit) as end:
             cli.main(words.split())
@@ -77,10 +81,10 @@ def test_a_misspelt_model_is_not_answered_with_options_that_there_are_not(model,
 
 
 def test_what_fails_inside_is_not_answered_with_the_help(model, capsys, monkeypatch):
-    def fails(*_):
+    def fails(*_, **__):
         raise ValueError("layer 1 is broken")
 
-    monkeypatch.setattr("hf_ring_attention.evaluation.perplexity.perplexity", fails)
+    monkeypatch.setattr("hf_ring_attention.evaluation.lengths.perplexity", fails)
     with pytest.raises(SystemExit) as end:
         cli.main(f"perplexity {model / 'model'} {model / 'fox.txt'} --tokens 90 --device cpu".split())
     assert end.value.code == 2
@@ -132,24 +136,119 @@ def test_a_picture_of_perplexity_against_flops(model, capsys):
     assert (model / "quality.png").stat().st_size > 5000
 
 
-def test_rows_beyond_the_positions_and_several_processes_are_refused(model, capsys, monkeypatch):
+def refusal(words, capsys):
+    """The line by which a command refuses its arguments."""
+    with pytest.raises(SystemExit) as end:
+        cli.main([*map(str, words)])
+    assert end.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_rows_beyond_the_positions_are_refused(model, capsys):
     config = model / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 100}))
-    words = ["perplexity", str(model / "model"), str(model / "dog.txt"), "--device", "cpu"]
+    words = ["perplexity", model / "model", model / "dog.txt", "--device", "cpu"]
+    remedy = "the model has positions for 100 tokens, and rows have {}: ask for 100 at most"
+    assert f"'--tokens': {remedy.format(240)}" in refusal(words, capsys)
+    assert f"'--lengths': {remedy.format(128)}" in refusal([*words, "--lengths", "64,128"], capsys)
 
-    def refused(*more):
-        with pytest.raises(SystemExit) as end:
-            cli.main([*words, *more])
-        assert end.value.code == 2
-        return capsys.readouterr().err.splitlines()[-1]
 
-    assert "'--tokens': the model has positions for 100 tokens, and rows have 240: ask for 100 at most" in refused()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "reads a text on one process, and 2 were started: to shard texts" in refused("--tokens", "100")
+def test_options_of_lengths_that_do_not_go_together_are_refused(model, capsys):
+    words = ["perplexity", model / "model", model / "dog.txt", "--device", "cpu"]
+    for options, message in (
+        ("--stride 9", "'--stride': it needs --lengths, and may be at most the shortest of them"),
+        ("--lengths 8,64 --stride 9", "'--stride': it needs --lengths, and may be at most the shortest of them"),
+        ("--lengths 1", "'--lengths': a whole number of at least 2 was expected, got 1"),
+        ("--pattern own", "'--pattern': own: the model's config has no pattern"),
+    ):
+        assert message in refusal([*words, *options.split()], capsys)
+
+
+def windows_of(ids, length, stride):
+    """The windows of a text, and how many tokens of each are new."""
+    first, before = 0, 0
+    while before < len(ids):
+        stop = min(first + length, len(ids))
+        yield ids[first:stop], stop - before
+        first, before = first + stride, stop
+
+
+def test_lengths_have_rows_of_their_own(model, capsys):
+    """Over the first --tokens of each text, by default as many as the greatest length; bytes are those of the text."""
+    checkpoint = AutoModelForCausalLM.from_pretrained(model / "model")
+    content = (model / "dog.txt").read_text()
+    ids = AutoTokenizer.from_pretrained(model / "model")(content).input_ids
+    words = f"perplexity {model / 'model'} {model / 'dog.txt'} --pattern exact --pattern window:4+1 --device cpu --json"
+    for options, tokens, stride in (("--lengths 16,50", 50, None), ("--lengths 16,50 --stride 10 --tokens 93", 93, 10)):
+        rows = json.loads(run(f"{words} {options}", capsys))["rows"]
+        assert [(row["length"], row["pattern"]) for row in rows] == [
+            (length, pattern) for length in (16, 50) for pattern in ("exact", "window:4+1")
+        ]
+        for row in rows:
+            ra.patch_model(checkpoint, row["pattern"])
+            read = tokens if stride else tokens // row["length"] * row["length"]
+            nll, scored, size = 0.0, 0, 0
+            for window, new in windows_of(ids[:read], row["length"], stride or row["length"]):
+                losses = ra.perplexity(checkpoint, torch.tensor(window)).token_nll[0][-new:]
+                losses = losses[~losses.isnan()]
+                nll, scored = nll + float(losses.double().sum()), scored + len(losses)
+            # Nothing predicts the first token, and without a stride the first of each window.
+            size = sum(len(word) + 1 for word in content.split()[:read]) - 1
+            unscored = [0] if stride else range(0, read, row["length"])
+            size -= sum(len(content.split()[token]) + (token > 0) for token in unscored)
+            assert (row["nll"], row["tokens"]) == (pytest.approx(nll, rel=1e-6), scored)
+            assert row["bits_per_byte"] == pytest.approx(nll / math.log(2) / size, rel=1e-6)
+        assert len({row["share_of_exact_flops"] for row in rows}) == 3
+    printed = run(f"{words.removesuffix('--json')} --lengths 16,50", capsys)
+    assert re.search(r"^ *text +length +pattern", printed, re.MULTILINE) and printed.count("+0.0%") == 2
+
+
+def test_own_is_the_pattern_that_the_model_was_saved_with(model, capsys):
+    loaded, tokenizer = (kind.from_pretrained(model / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    ra.patch_config(ra.patch_model(loaded, "window:4+1").config, "window:2", layers=[1])
+    loaded.save_pretrained(model / "own")
+    tokenizer.save_pretrained(model / "own")
+    words = (
+        f"perplexity {model / 'own'} {model / 'dog.txt'} --tokens 90 --pattern window:4+1 --pattern own --device cpu"
+    )
+    window, own = json.loads(run(f"{words} --json", capsys))["rows"]
+    ids = tokenizer((model / "dog.txt").read_text(), return_tensors="pt").input_ids[:, :90]
+    assert own["nll"] == pytest.approx(ra.perplexity(loaded, ids).nll) != window["nll"]
+    assert own["share_of_exact_flops"] < window["share_of_exact_flops"]
+
+
+MAIN = "from hf_ring_attention.tools.cli import main\nmain()\n"
+
+
+def test_two_processes_write_the_figures_of_one(model, capsys):
+    (model / "program.py").write_text(MAIN)
+    words = [
+        "perplexity",
+        model / "model",
+        model / "dog.txt",
+        "--lengths",
+        "33,64",
+        "--tokens",
+        "100",
+        "--stride",
+        "20",
+    ]
+    words = [*map(str, words), "--pattern", "exact", "--pattern", "window:4+1", "--device", "cpu", "--json"]
+    alone = json.loads(run(" ".join(words), capsys))
+    environment = dict(os.environ, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+    done = run_program(model / "program.py", *words, processes=2, environment=environment, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    both = json.loads(done.stdout)
+    assert (alone["processes"], both["processes"]) == (1, 2)
+    for one, two in zip(alone["rows"], both["rows"], strict=True):
+        assert two | {"seconds": 0} == {
+            name: pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
+            for name, value in (one | {"seconds": 0}).items()
+        }
 
 
 def test_patterns_of_other_models_are_refused_before_anything_is_measured(model, capsys, monkeypatch):
-    monkeypatch.setattr("hf_ring_attention.evaluation.perplexity.perplexity", None)
+    monkeypatch.setattr("hf_ring_attention.evaluation.lengths.perplexity", None)
     of_three = save_calibration(model / "three.json", {0: "exact", 1: "exact", 2: "exact"})
     for wrong, message in (
         ("kv0-4=window:4;kv5=exact", "is for 6 key/value heads"),

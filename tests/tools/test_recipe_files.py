@@ -29,7 +29,7 @@ def test_all_recipes_are_copied_and_nothing_is_overwritten(tmp_path, capsys):
     assert not end.value.code
     said = capsys.readouterr().out
     copied = {path.relative_to(tmp_path / "mine") for path in (tmp_path / "mine").rglob("*") if path.is_file()}
-    kinds = ("*.py", "*.yaml", "*.txt")
+    kinds = ("*.py", "*.yaml", "*.txt", "*.md", "*.png")
     assert copied >= {path.relative_to(RECIPES) for kind in kinds for path in RECIPES.rglob(kind)}
     assert f"{len(copied)} files are in {tmp_path / 'mine'}; begin with: python" in said
     assert not [path for path in copied if "__pycache__" in path.parts]
@@ -73,6 +73,7 @@ def test_a_wheel_has_the_recipes_and_runs_none_of_the_checkout(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         archive.extractall(tmp_path / "site")
+    assert "guide/ideas.md" in recipes.recipe_files()
     for name in recipes.recipe_files():
         assert f"hf_ring_attention/recipes/{name}" in names
     assert "hf_ring_attention/evaluation/python_topics.txt.gz" in names

@@ -28,7 +28,8 @@ def makers():
     def spied(bind):
         return lambda *call: names.append(threading.current_thread().name) or bind(*call)
 
-    with mock.patch.dict(planner._BIND, {name: spied(bind) for name, bind in planner._BIND.items()}):
+    spies = {name: spec._replace(bind=spied(spec.bind)) for name, spec in planner.TRANSPORTS.items()}
+    with mock.patch.dict(planner.TRANSPORTS, spies):
         yield names
 
 

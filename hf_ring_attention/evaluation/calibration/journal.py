@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ring.ring import Ring
-from ..journal import check_same_settings, json_in, own_folder
-from ..whole_files import write_whole
+from ..whole_files import own_folder, write_whole
 
 _SETTINGS_FILE = "settings.json"
 
@@ -66,18 +65,41 @@ class CalibrationJournal:
 
 
 def _check_settings_in(folder: Path, settings: dict[str, Any]) -> None:
-    """Writes the settings into a new folder, or compares them with those of the folder's calibration."""
+    """Writes the settings into a new folder, or compares them with the settings of the folder's calibration.
+
+    Raises:
+        ValueError: settings that differ.
+    """
     file = folder / _SETTINGS_FILE
-    if file.exists():
-        before = json_in(file, "name another folder")
-        check_same_settings(folder, "the measurements of another calibration", before, settings)
-    else:
+    if not file.exists():
         write_whole(file, json.dumps(settings))
+        return
+    before = _json_in(file, "name another folder")
+    differences = [
+        f"{name} was {json.dumps(before.get(name))} and is {json.dumps(settings.get(name))}"
+        for name in dict.fromkeys([*before, *settings])
+        if before.get(name) != settings.get(name)
+    ]
+    if differences:
+        raise ValueError(
+            f"the folder {str(folder)!r} has the measurements of another calibration: {'; '.join(differences)}. Name another "
+            f"folder, or ask for the same"
+        )
 
 
 def _measurement_in(file: Path) -> dict[str, Any] | None:
-    """Returns what a file holds; None where there is none."""
-    if not file.exists():
-        return None
-    measurement: dict[str, Any] = json_in(file, "delete it, and it is measured again")
-    return measurement
+    """Returns the content of a file; None if there is no such file."""
+    return _json_in(file, "delete it, and it is measured again") if file.exists() else None
+
+
+def _json_in(file: Path, remedy: str) -> dict[str, Any]:
+    """Returns the content of a file of JSON.
+
+    Raises:
+        ValueError: a damaged file.
+    """
+    try:
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON ({error}): {remedy}") from None
+    return content

@@ -33,7 +33,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...compute.merge import accumulation_dtype
 from ...compute.private import checkpoint_activations
-from ...hf.heads import Head
+from ...hf.forward_pass import Head
 from ...hf.lm_loss import IGNORED
 from ...hf.wrappers import evaluating
 from ...plan.layouts import SequenceLayout

@@ -19,9 +19,9 @@ from ...hf.patch import patch_model
 from ...hf.support import check_config
 from ...plan.patterns import Pattern
 from ...ring.ring import Ring
-from ..survey.precision import EXACT, distance, float64
-from ..survey.tiny_models import NOT_BUILT, VOCAB, model_with_large_weights, shrunk_config, tiny_config
+from .precision import EXACT, distance, float64
 from .runner import CheckRun, NotApplicable, Verdict, processes
+from .tiny_models import NOT_BUILT, VOCAB, model_with_large_weights, shrunk_config, tiny_config
 
 #: The type of the model where none is named.
 _DEFAULT_TYPE = "llama"

@@ -21,7 +21,7 @@ from ...plan.problem import Documents, Problem
 from ...plan.traffic import RowBytes, collective_traffic, ring_traffic
 from ...ring.attention import ring_attention
 from ...ring.ring import Ring
-from ..survey.precision import largest
+from .precision import largest
 from .runner import CheckRun, NotApplicable, Verdict, processes
 
 #: The bound of errors in float64, relative to the largest entry: some thousand of its roundings.

@@ -18,6 +18,9 @@ Examples:
   torchrun --nproc-per-node 8 -m hf_ring_attention lm-eval --batch_size 1 \\
       --model ring_dilated --tasks scrolls_qasper \\
       --model_args pretrained=./folder,ring_size=4,max_length=131072,dtype=bfloat16
+  hf-ring-attention lm-eval --model ring_dilated --tasks ruler \\
+      --metadata '{"max_seq_lengths": [4096, 16384]}' \\
+      --model_args pretrained=./folder,pattern=window:512+4,max_length=16384
   hf-ring-attention lm-eval ls tasks
 """
 #: The harness reads its own options, of which typer knows none.

@@ -62,7 +62,7 @@ def recipes_command(
 ) -> None:
     """Copy the recipes into a folder of your own, to start from.
 
-    They fine-tune a model with Accelerate or with Trainer, and measure perplexity. Nothing is overwritten.
+    They fine-tune a model with Accelerate or with Trainer, and measure perplexity and retrieval. Nothing is overwritten.
     """
     try:
         copies = copy_recipes(folder)

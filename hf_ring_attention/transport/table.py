@@ -1,0 +1,31 @@
+"""The transports by their names: what binds a plan for them, and what makes them of a binding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..compute.binding import bind_own
+from .heads import HeadsTransport, bind_heads
+from .schedules import bind_collective, bind_ring
+from .transports import CollectiveTransport, LocalTransport, RingTransport
+
+
+class Spec(NamedTuple):
+    """A kind of transport.
+
+    Attributes:
+        bind: (problem, rank, device, joining) -> the rows of tensors for its plan.
+        make: (binding, communicator, traffic) -> the transport.
+    """
+
+    bind: Callable[..., Any]
+    make: Callable[..., Any]
+
+
+TRANSPORTS = {
+    "local": Spec(bind_own, lambda binding, communicator, traffic: LocalTransport(binding)),
+    "collective": Spec(bind_collective, CollectiveTransport),
+    "ring": Spec(bind_ring, RingTransport),
+    "heads": Spec(bind_heads, HeadsTransport),
+}

@@ -1,0 +1,201 @@
+"""Perplexity by length is that of plain loops over the model's own logits, on one process and on rings."""
+
+import math
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+
+import hf_ring_attention as ra
+from hf_ring_attention.evaluation.lengths import figures_by_length, sum_of_texts, windowed_nll
+from hf_ring_attention.evaluation.texts import first_tokens, opening_tokens, tokenized_text
+from tests.support.evaluation import load, made_up_text, save_checkpoint
+from tests.support.ranks import run_simulated
+from tests.support.tolerance import EXACT
+from tests.support.training import tiny_llama
+
+pytestmark = pytest.mark.usefixtures("in_float64")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    save_checkpoint(folder)
+    return folder
+
+
+def opened(tokenizer, count):
+    """The tokenizer, which puts its end token so often before each text, and once behind it."""
+    if count:
+        end = tokenizer.eos_token
+        template = " ".join([*[end] * count, "$A", end])
+        special = [(end, tokenizer.eos_token_id)]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
+    return tokenizer
+
+
+def losses_behind(model, opening, ids):
+    """The loss of each token of a row behind those that open it, the first of all left out."""
+    row = torch.cat([opening, ids])
+    with torch.no_grad():
+        logits = model(row[None]).logits[0, :-1].float()
+    return torch.nn.functional.cross_entropy(logits, row[1:], reduction="none")[-len(ids) :]
+
+
+def guide(model, ids, window, stride):
+    """The sum and the number of losses, as in the loop of Hugging Face's guide: labels before the new ones are ignored."""
+    nll, tokens, before = 0.0, 0, 0
+    for begin in range(0, len(ids), stride):
+        end = min(begin + window, len(ids))
+        labels = ids[begin:end].clone()
+        labels[: -(end - before)] = -100
+        with torch.no_grad():
+            logits = model(ids[None, begin:end]).logits[0, :-1].float()
+        nll += float(torch.nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum"))
+        tokens += int((labels[1:] != -100).sum())
+        before = end
+        if end == len(ids):
+            break
+    return nll, tokens
+
+
+def test_a_stride_is_that_of_the_guide(rng):
+    model = tiny_llama()
+    for _ in range(6):
+        length, window = rng.randint(2, 90), rng.randint(2, 40)
+        stride = rng.randint(1, window)
+        ids = torch.randint(1, 97, (length,))
+        nll = windowed_nll(model, ids, window, stride)
+        scored = ~nll.isnan()
+        expected, tokens = guide(model, ids, window, stride)
+        assert int(scored.sum()) == tokens, (length, window, stride)
+        assert float(nll[scored].double().sum()) == pytest.approx(expected, rel=EXACT)
+        assert not scored[0] and (stride == window or int(scored.sum()) == length - 1)
+
+
+def test_windows_of_a_stride_open(rng):
+    """Each token of the text is scored once, in the first window that contains it."""
+    model = tiny_llama()
+    for _ in range(6):
+        length, window, count = rng.randint(2, 90), rng.randint(5, 40), rng.randint(1, 2)
+        stride = rng.randint(1, window)
+        opening, ids = torch.randint(1, 97, (count,)), torch.randint(1, 97, (length,))
+        nll = windowed_nll(model, torch.cat([opening, ids]), window, stride, opening=count)
+        assert nll.isnan().tolist() == [True] * count + [False] * length
+        room, step = window - count, min(stride, window - count)
+        for token in range(length):
+            first = 0 if token < room else -(-(token + 1 - room) // step) * step
+            expected = losses_behind(model, opening, ids[first : token + 1])[-1]
+            assert float(nll[count + token]) == pytest.approx(float(expected), rel=EXACT), (length, window, stride)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_without_a_stride_windows_follow_each_other_and_a_rest_is_left_out(rng, count):
+    model, window = tiny_llama(), rng.randint(6, 20)
+    room, opening = window - count, torch.randint(1, 97, (count,))
+    for length in (rng.randint(3, room - 1), room, 3 * room + rng.randint(1, room - 1)):
+        ids = torch.randint(1, 97, (length,))
+        nll = windowed_nll(model, torch.cat([opening, ids]), window, opening=count)[count:]
+        for first in range(0, max(1, length // room) * room, room):
+            own = ids[first : first + room]
+            found, expected = nll[first : first + room], losses_behind(model, opening, own)
+            if not count:
+                assert found[0].isnan()
+                found, expected = found[1:], expected[-len(own) + 1 :]
+            torch.testing.assert_close(found, expected, rtol=EXACT, atol=EXACT)
+        assert nll[max(1, length // room) * room :].isnan().all()
+
+
+def test_windows_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="from 1 to the window of 8 tokens, got 9"):
+        windowed_nll(tiny_llama(), torch.arange(20), 8, 9)
+    with pytest.raises(ValueError, match="a window of 2 tokens has no room: 2 tokens open it"):
+        windowed_nll(tiny_llama(), torch.arange(9), 2, 1, opening=2)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_texts_open_as_the_tokenizer_opens_them(folder, rng, count):
+    tokenizer = opened(load(folder)[1], count)
+    end = tokenizer.eos_token_id
+    assert opening_tokens(tokenizer).tolist() == [end] * count
+    content, length = made_up_text(rng.randrange(100), 200), rng.randint(20, 60)
+    text = tokenized_text(content, tokenizer, length)
+    whole = tokenizer(content).input_ids
+    assert text.ids.tolist() == whole[:length] == first_tokens(content, tokenizer, length).tolist()
+    assert text.opening == count
+    # Each token is a byte, and those that open stand for none.
+    assert text.sizes.tolist() == [0] * count + [1] * (length - count)
+
+
+@pytest.mark.parametrize("content", ["naïve café " * 40, "\u00e9\u4e2d " * 50])
+def test_bytes_are_those_of_the_text(folder, content):
+    """Letters of several bytes are several tokens here, the last of which stands for the letter."""
+    tokenizer = load(folder)[1]
+    size = len(content.encode())
+    text = tokenized_text(content, tokenizer, 10_000)
+    assert len(text.ids) == size == text.size_of(torch.ones(size, dtype=torch.bool))
+    for first in range(0, size, 50):
+        part = torch.zeros(size, dtype=torch.bool)
+        part[first : first + 50] = True
+        assert abs(text.size_of(part) - int(part.sum())) <= 2
+
+
+def test_tokenizers_that_do_not_give_places_give_no_bytes(folder):
+    class Slow:
+        is_fast = False
+
+        def __call__(self, text, return_offsets_mapping=False, **options):
+            assert not return_offsets_mapping
+            return tokenizer(text, **options)
+
+    tokenizer = load(folder)[1]
+    text = tokenized_text("some words", Slow(), 5)
+    assert text.ids.tolist() == tokenizer("some ").input_ids and text.sizes is None
+    (one,) = figures_by_length(load(folder)[0], {"a": text}, {"exact": ra.Pattern.exact()}, [5])
+    assert one.bits_per_byte is None and sum_of_texts("all", [one, one]).bits_per_byte is None
+
+
+PATTERNS = {"exact": ra.Pattern.exact(), "pyramid": ra.Pattern.parse("pyramid:8,3,2"), "own": None}
+
+
+def measured(folder, ring=None):
+    model, tokenizer = load(folder)
+    ra.patch_model(model, "window:16+2")
+    opened(tokenizer, 1)
+    texts = {f"book {seed}": tokenized_text(made_up_text(seed), tokenizer, 131 + seed) for seed in range(2)}
+    return figures_by_length(model, texts, PATTERNS, [40, 131], 31, ring)
+
+
+def test_figures_are_the_sums_of_windows(folder):
+    model, tokenizer = load(folder)
+    opened(tokenizer, 1)
+    figures = measured(folder)
+    assert [(one.pattern, one.text, one.length) for one in figures] == [
+        (pattern, text, length) for pattern in PATTERNS for text in ("book 0", "book 1") for length in (40, 131)
+    ]
+    for one in figures:
+        seed = int(one.text[-1])
+        ra.patch_model(model, PATTERNS[one.pattern] or "window:16+2")
+        ids = tokenized_text(made_up_text(seed), tokenizer, 131 + seed).ids
+        nll = windowed_nll(model, ids, one.length, 31, opening=1)[1:]
+        assert one.tokens == one.size == len(nll) == 130 + seed  # A token is a byte.
+        assert one.nll == pytest.approx(float(nll.double().sum()), rel=EXACT)
+        assert one.perplexity == pytest.approx(math.exp(one.nll / one.tokens))
+        assert one.bits_per_byte == pytest.approx(one.nll / one.tokens / math.log(2))
+    assert len({one.nll for one in figures}) == len(figures)
+    both = sum_of_texts("all", figures[:3:2])
+    assert (both.tokens, both.nll) == (261, figures[0].nll + figures[2].nll)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_ring_finds_what_one_process_finds(folder, ranks):
+    expected = measured(folder)
+    for found in run_simulated(lambda ring: measured(folder, ring), ranks):
+        for one, alone in zip(found, expected, strict=True):
+            assert (one.text, one.pattern, one.length, one.tokens) == (
+                alone.text,
+                alone.pattern,
+                alone.length,
+                alone.tokens,
+            )
+            assert one.nll == pytest.approx(alone.nll, rel=1e-6)

@@ -1,0 +1,172 @@
+"""The benchmarks measure at tiny sizes what their tables claim: positive numbers, and ratios that fit their seconds."""
+
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import peers
+import pytest
+import speed
+import torch
+from timing import alternate, count, ratio, table
+
+import hf_ring_attention as ra
+from tests.support.ranks import TIMEOUT
+
+ROOT = Path(__file__).parents[2]
+BENCH = ROOT / "recipes" / "bench"
+TINY = ["--heads", "2", "--head-dim", "16"]
+ONCE = ["--repeats", "1"]
+
+
+def tables(program, *words):
+    """The tables that a program prints: the rows of each, as texts and numbers; "-" is a NaN."""
+    command = [sys.executable, str(BENCH / program), *TINY, *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, timeout=TIMEOUT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    head, *found = done.stdout.strip().split("\n\n")
+    assert "2 heads x 16" in head
+    return [[row for row in map(read, text.splitlines()) if len(row) > 1] for text in found]
+
+
+def read(line):
+    """A name and the numbers behind it; nothing for lines of text."""
+    name, *cells = re.split(r"  +", line.strip())
+    numbers = [cell.rstrip("%") for cell in cells if re.fullmatch(r"-|[+-]?\d[\d.]*(e[+-]?\d+)?%?", cell)]
+    return [name, *(math.nan if cell == "-" else float(cell) for cell in numbers)]
+
+
+def test_speed():
+    (rows,) = tables("speed.py", "--tokens", "256", *ONCE, "--patterns", "window:64+4", "exact", "--no-flex")
+    (_, sdpa, *ones), *ours = rows
+    assert ones[1:3] == [1, 1] and len(ours) == 2
+    for name, forward, both, forward_faster, faster, flops, of_floor in ours:
+        assert 0 < forward < both
+        # One turn: the ratio of medians is the median of ratios, but for the digits that are printed.
+        assert forward_faster == pytest.approx(sdpa / forward, rel=0.03)
+        assert faster == pytest.approx(ones[0] / both, rel=0.03)
+        assert flops == pytest.approx(1 / ra.Pattern.parse(name).flop_share(256, num_heads=2), rel=0.01)
+        assert of_floor == pytest.approx(faster / flops, rel=0.02)
+
+
+def test_ideal():
+    (rows,) = tables("ideal.py", "--tokens", "256", *ONCE, "--patterns", "exact", "window:64")
+    assert [row[0] for row in rows] == ["exact", "window:64"]
+    for _, ring, ideal, forward, both, floor in rows:
+        assert min(ring, ideal, forward, both, floor) > 0
+        assert both == pytest.approx(ideal / ring, rel=0.03)
+
+
+def test_memory():
+    words = [
+        "--tokens",
+        "2k",
+        "--rank-tokens",
+        "512",
+        "--ranks",
+        "1",
+        "2",
+        "--step-tokens",
+        "256",
+        "--patterns",
+        "exact",
+    ]
+    attention, rings, steps = tables("memory.py", *words)
+    assert [row[0] for row in attention] == ["sdpa", "exact"]
+    for _, mib, share in attention:
+        assert 0 < mib < 100 and share == pytest.approx(mib / attention[0][1], rel=0.03)
+    assert [row[0] for row in rings] == ["ring", "collective"]
+    ((_, weights, gradients, optimizer, kept, working, total, estimate, error),) = steps
+    assert weights == gradients == pytest.approx(optimizer / 2, rel=0.01)
+    assert total == pytest.approx(weights + gradients + optimizer + kept + working, rel=0.02)
+    assert error == pytest.approx(100 * (estimate / total - 1), abs=1)
+
+
+def test_peers():
+    words = ["--tokens", "256", "--ring-tokens", "256", "--sizes", "1", "2", "--patterns", "exact", "window:64"]
+    ways, delays, rates = tables("peers.py", *words, *ONCE)
+    assert len(ways) == 4 and all(min(row[1:6]) > 0 for row in ways)
+    assert [row[2] > 1 for row in ways] == [False, True] * 2, "rows of one document, and packed ones"
+    assert [math.isnan(row[6]) for row in ways] == [True, False] * 2, (
+        "the zigzag is another layout of packed rows alone"
+    )
+    assert [row[2] for row in delays] == [3, 3], "one hop forward, and two backward"
+    assert delays[1][1] == pytest.approx(2 * delays[0][1], rel=0.02)
+    for _, alone, both, share in rates:
+        assert share == pytest.approx(both / (2 * alone), rel=0.02)
+
+
+def test_systems():
+    (rows,) = tables("systems.py", "--tokens", "128", *ONCE, "--patterns", "window:64", "--no-hybrids")
+    (_, seconds, tokens, one, _), plain, *others = rows
+    assert tokens == pytest.approx(128 / seconds, rel=0.02) and one == 1
+    assert plain[2] == pytest.approx(2 * 128 / plain[1], rel=0.02), "a row on each process"
+    assert [row[0] for row in others] == ["one process", "ring", "ring, cutting loader", "ring, FSDP 2"]
+    for _, seconds, tokens, faster, error in others:
+        assert tokens == pytest.approx(128 / seconds, rel=0.02)
+        assert faster == pytest.approx(rows[0][1] / seconds, rel=0.03)
+        assert math.isnan(error) or error < 1e-4
+
+
+@pytest.mark.parametrize("text", ["window:40", "window:40+3", "pyramid:16,3", "exact"])
+def test_masks_of_flex_attention_show_what_the_pattern_shows(text):
+    pattern = ra.Pattern.parse(text)
+    mask = speed.mask_of(pattern, 2)
+    rows = torch.arange(200)
+    for head in range(4):
+        shown = mask(None, torch.tensor(head), rows[:, None], rows[None])
+        for query in (0, 77, 199):
+            expected = [
+                pattern.multiplicity(query, key, head=head, num_heads=4, num_kv_heads=2) for key in rows.tolist()
+            ]
+            assert shown[query].int().tolist() == expected
+
+
+@pytest.mark.parametrize("text", ["longnet:64/1,128/2", "kv0=exact;kv1=window:4", "branches:sink=4,window=8,last=4"])
+def test_patterns_without_a_mask_are_refused(text):
+    with pytest.raises(ValueError, match="a mask"):
+        speed.mask_of(ra.Pattern.parse(text), 1)
+
+
+def test_what_computes_something_else_has_no_row(monkeypatch):
+    monkeypatch.setattr(speed, "flex", lambda *_: lambda q, k, v: speed.sdpa(q, k, v))
+    rows, refused = speed.measure(speed.Shape(2, 2, 16), 256, ["window:16", "exact"], 1)
+    assert [(row["by"], row["attention"]) for row in rows] == [
+        ("sdpa", "all keys"),
+        ("ours", "window:16"),
+        ("ours", "exact"),
+        ("flex", "exact"),
+    ]
+    assert len(refused) == 1 and refused[0].startswith("flex has no row of window:16: its relative error is ")
+
+
+def test_turns_alternate_and_the_first_does_not_count():
+    order = []
+    runs = alternate({name: lambda name=name: (order.append(name) or len(order),) for name in "ab"}, 2)
+    assert order == [*"ba", *"ab", *"ba"]
+    assert runs == {"a": [(3,), (6,)], "b": [(4,), (5,)]}
+    assert ratio(runs, "a", "b") == (3 / 4 + 6 / 5) / 2
+
+
+def test_tables_are_80_columns_wide(capsys):
+    name = "kv0=window:128+4;kv1=window:512+4;kv2=pyramid:1024,2" * 2
+    table("A title " * 20, "pattern|tokens\na second", [(name, 1234.5), ("exact", math.nan)], "a note " * 30)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split() for line in lines if "1234" in line or line.startswith("exact")] == [["1234"], ["exact", "-"]]
+
+
+def test_choices_are_judged_by_the_best_transport():
+    rows = [["exact", 512, 1, 9.0, 0.8, 1.2, math.nan, "collective"], ["exact", 512, 38, 9.0, 0.8, 2.0, 1.1, "ring"]]
+    assert peers.chosen_well(rows) == 1
+    assert count("4k") == 4096 and count("12") == 12
+
+
+def test_programs_import_public_names_alone():
+    for path in BENCH.glob("*.py"):
+        assert not re.findall(r"^(?:from|import) hf_ring_attention\S+", path.read_text(), re.MULTILINE), path.name

@@ -1,0 +1,173 @@
+"""The retrieval recipe: prompts hide what they ask for, losses are those of whole rows, two processes find what one finds."""
+
+import argparse
+import ast
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+import retrieval
+import torch
+from tokenizers.processors import TemplateProcessing
+
+import hf_ring_attention as ra
+from hf_ring_attention.hf.cache import cache_argument
+from tests.support.evaluation import load, made_up_text, save_checkpoint
+from tests.support.launches import refused, run
+from tests.support.tolerance import EXACT, float64
+
+LENGTH = 700
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("retrieval")
+    save_checkpoint(folder / "model")
+    (folder / "book.txt").write_text(made_up_text(5))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def writer(folder):
+    return retrieval.Writer(load(folder / "model")[1], made_up_text(5), seed=0)
+
+
+def decoded(writer, question):
+    prompt, candidates = question
+    text = writer.tokenizer.decode(prompt)
+    return text, [writer.tokenizer.decode([*prompt, *ids]).removeprefix(text) for ids in candidates]
+
+
+@pytest.mark.parametrize("task", retrieval.TASKS)
+@pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
+def test_the_first_candidate_alone_follows_from_the_prompt(writer, task, depth):
+    prompt, candidates = writer.question(task, LENGTH, depth, 1)
+    assert len(prompt) + max(map(len, candidates)) == LENGTH
+    text, numbers = decoded(writer, (prompt, candidates))
+    asked = text.rpartition("\n")[2]
+    hay = text.split("\n\n")[1]
+    (found,) = re.findall(rf"{asked} (\d+)\.", hay)
+    assert numbers[0] == f" {found}" and len(set(numbers)) == retrieval.CANDIDATES
+    assert not any(number.strip() in text for number in numbers[1:])
+    before = hay.partition(asked)[0]
+    # It stands behind a whole sentence, at most one sentence before its depth.
+    assert not before.strip() or before.endswith(". ")
+    assert depth * 0.8 * len(hay) - 100 <= len(before) <= depth * len(hay) + 1
+
+
+def test_questions_follow_from_their_seed_and_number(folder, writer):
+    other = retrieval.Writer(load(folder / "model")[1], made_up_text(5), seed=1)
+    first = writer.question("needle", LENGTH, 0.5, 0)
+    assert first == writer.question("needle", LENGTH, 0.5, 0)
+    others = [writer.question("needle", LENGTH, 0.5, 1), other.question("needle", LENGTH, 0.5, 0)]
+    assert first not in others and others[0] != others[1]
+
+
+def test_prompts_open_as_the_tokenizer_opens_texts(folder):
+    tokenizer = load(folder / "model")[1]
+    special = [("<end>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<end> $A", special_tokens=special)
+    prompt, candidates = retrieval.Writer(tokenizer, made_up_text(5), 0).question("passkey", LENGTH, 0.5, 0)
+    assert len(prompt) + max(map(len, candidates)) == LENGTH
+    assert [number for number, token in enumerate(prompt) if token == tokenizer.eos_token_id] == [0]
+
+
+def loss_behind(model, prompt, answer):
+    """The sum of the losses of an answer's tokens in one pass over the whole row."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].float()
+    return float(torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="sum"))
+
+
+@pytest.mark.parametrize("pattern", ["exact", "window:48+4", "pyramid:32,3"])
+def test_losses_are_those_of_whole_rows(folder, writer, pattern):
+    with float64():
+        model = ra.patch_model(load(folder / "model")[0], pattern)
+        prompt, candidates = writer.question("needle", LENGTH, 0.4, 0)
+        candidates[1] = candidates[1][:3]  # Candidates may have different numbers of tokens.
+        losses = retrieval.candidate_losses(model, prompt, candidates, None)
+        assert losses == pytest.approx([loss_behind(model, prompt, ids) for ids in candidates], rel=EXACT)
+        assert len(set(losses)) == len(candidates)
+
+
+def test_under_a_last_tokens_come_as_generate_adds_them(folder, writer):
+    """Each of them is then the last of its row, and sees every key."""
+    pattern = ra.Pattern.parse("branches:sink=2,window=16,last=1")
+    assert retrieval.fewest_last(pattern) == 1 and retrieval.fewest_last(ra.Pattern.exact()) is None
+    assert retrieval.fewest_last(ra.Pattern.parse("kv0=window:8;kv1=branches:window=16,last=3")) == 3
+    with float64():
+        model = ra.patch_model(load(folder / "model")[0], pattern)
+        prompt, candidates = writer.question("passkey", 400, 0.5, 0)
+        cache, expected = ra.prefill(model, torch.tensor([prompt[:-1]])), 0.0
+        for token, before in zip(candidates[0], [prompt[-1], *candidates[0]]):
+            with torch.no_grad():
+                logits = model(torch.tensor([[before]]), use_cache=True, **cache_argument(cache)).logits[0, -1]
+            expected -= float(logits.float().log_softmax(-1)[token])
+        (loss,) = retrieval.candidate_losses(model, prompt, candidates[:1], 1)
+        assert loss == pytest.approx(expected, rel=EXACT)
+
+
+def test_figures_are_the_means_of_questions():
+    rng, rows = random.Random(0), []
+    for pattern in ("exact", "window:9"):
+        for depth in (0.0, 1.0):
+            row = {"task": "needle", "length": 64, "depth": depth, "pattern": pattern, "rank": rng.randint(1, 8)}
+            rows.append(row | {"first": row["rank"] == 1, "probability": rng.random()})
+    found = retrieval.mean_of("probability", rows, task="needle", pattern="window:9")
+    assert found == (rows[2]["probability"] + rows[3]["probability"]) / 2
+    args = argparse.Namespace(tasks=["needle"], lengths=[64], patterns={"exact": None, "window:9": None})
+    lines = retrieval.table(rows, args).splitlines()
+    assert len(lines) == 3 and max(map(len, lines)) <= 80
+    assert f"{(rows[0]['rank'] + rows[1]['rank']) / 2:.1f}" in lines[1].split()
+
+
+def asked(folder, output, *more):
+    words = ["--model", folder / "model", "--text", folder / "book.txt", "--lengths", 600, 700, "--depths", 0, 1]
+    return [*words, "--patterns", "exact", "window:64+4", "--json", output / "figures.json", *more]
+
+
+def test_two_processes_find_what_one_finds(folder, tmp_path):
+    pytest.importorskip("matplotlib")
+    found = []
+    for processes, more in ((1, ["--plot", tmp_path / "retrieval.png"]), (2, [])):
+        printed = run("retrieval.py", *asked(folder, tmp_path, *more), processes=processes)
+        figures = json.loads((tmp_path / "figures.json").read_text())
+        assert figures["world_size"] == processes and max(map(len, printed.splitlines()[-6:-1])) <= 80
+        assert len(figures["rows"]) == 2 * 2 * 2 * 2
+        found.append(figures["rows"])
+    assert (tmp_path / "retrieval.png").stat().st_size > 5000
+    for one, two in zip(*found, strict=True):
+        assert one["losses"] == pytest.approx(two["losses"], rel=1e-4)
+        assert {**one, "losses": 0, "probability": 0} == {**two, "losses": 0, "probability": 0}
+        assert one["rank"] == 1 + sum(loss <= one["losses"][0] for loss in one["losses"][1:])
+        chances = torch.tensor(one["losses"]).neg().softmax(0)
+        assert one["probability"] == pytest.approx(float(chances[0]), rel=1e-4)
+    exact, window = found[0][:8], found[0][8:]
+    assert all(one["losses"] != other["losses"] for one, other in zip(exact, window, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--depths", 1.5], "--depths: numbers from 0, the beginning, to 1 were expected, got [1.5]"),
+        (["--patterns", "windw:3"], "--patterns: pattern 'windw:3'"),
+        (["--lengths", 90], "--lengths 90: a question of passkey takes"),
+        (["--plot", "none/a.png"], "--plot: there is no folder 'none'"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(folder, tmp_path, words, message):
+    said = refused("retrieval.py", *asked(folder, tmp_path, *words))
+    assert message in said and "Traceback" not in said
+
+
+def test_it_uses_public_names_and_its_own_folder_alone():
+    """So that a copy of the folder runs beside any release."""
+    source = Path(retrieval.__file__).read_text(encoding="utf-8")
+    own = {path.stem for path in Path(retrieval.__file__).parent.glob("*.py")}
+    named = {node.module or "" for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
+    named |= {name.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import) for name in node.names}
+    of_package = {name for name in named if name.startswith("hf_ring_attention")}
+    assert of_package == {"hf_ring_attention"} and {"common", "documents"} <= named & own
+    assert len(source.splitlines()) <= 250
