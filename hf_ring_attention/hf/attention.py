@@ -20,14 +20,12 @@ from ..plan.problem import Documents, HeldKeys
 from ..ring.attention import FORWARD, UNTRACEABLE, CheckedCall, check_not_traced, checked_call
 from ..ring.ring import Ring
 from .calls import sharded_without_documents
-from .config import layer_pattern, patterns_of_layers, unpatched_pattern, warn_of_no_pattern
-from .documents import documents_of_collator
+from .config import layer_pattern, patterns_of_layers, unpatched_pattern
 from .exact import attends_exactly
 from .forward_pass import ForwardPass, forward_pass_of
-from .masks import Tokens, check_unpatched, padding_first, tokens_of
+from .masks import Tokens, number_of, padding_first, tokens_of
 from .positions import at_its_place_in_the_row
-from .registration import IMPLEMENTATION
-from .rings import attached_ring, is_patched
+from .rings import attached_ring
 from .tensor_parallel import head_shard
 
 #: Arguments that change the scores or the keys, whoever passes them.
@@ -38,7 +36,7 @@ _WITHOUT_EFFECT = (
     "cu_seq_lens_k", "deterministic", "max_length_k", "max_length_q", "output_attentions", "position_ids",
 )  # fmt: skip
 
-#: Arguments of layers that are read by their names.
+#: Arguments of layers that are read by their names, or that the call of the model has read.
 _READ = ("cu_seq_lens_q", "is_causal", "seq_idx")
 
 #: The attribute of attention modules that holds a function of a layer's call and its output, which returns that output.
@@ -87,7 +85,6 @@ def ring_dilated_attention(
         sliding_window: the layer's own window, in tokens, where the mask does not say.
         softcap: scores s become softcap * tanh(s / softcap).
         s_aux: [H] the logits of one more column of the softmax, whose value is 0.
-        kwargs: among others cu_seq_lens_q and seq_idx, the documents of packed rows as Transformers' collators describe them.
 
     Returns:
         out [B, m, H, Dv], and None for the weights that are never formed.
@@ -139,7 +136,7 @@ def _kind_of_call(
     *settings, kwargs = arguments
     own = None if now.own_patterns is None else now.own_patterns.get(getattr(module, "layer_idx", -1))
     return (
-        (type(module), now.own_patterns is None, own, id(mask), torch.is_grad_enabled(), *settings),
+        (type(module), now.own_patterns is None, own, number_of(mask), torch.is_grad_enabled(), *settings),
         (query.shape, query.dtype, query.device, query.requires_grad),
         (key.shape, key.dtype, key.requires_grad, value.shape, value.dtype, value.requires_grad),
         None if sinks is None else (sinks.shape, sinks.device, sinks.requires_grad),
@@ -187,8 +184,6 @@ def _layer_call(
             causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         of_model = _branch_of_model(module, tokens, sliding_window)
         exact = attends_exactly(config)
-        if not exact and not is_patched(module) and getattr(config, IMPLEMENTATION, None) is None:
-            warn_of_no_pattern()
         number = getattr(module, "layer_idx", None)
         pattern = unpatched_pattern(of_model) if exact else layer_pattern(config, number, of_model)
         held, documents = tokens.held, tokens.documents
@@ -199,15 +194,11 @@ def _layer_call(
         if ring is not None and held is None:
             _check_heads(module, ring, query.shape[1], key.shape[1])
         heads = head_shard(module, query, key)
-        described = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
-        if not sharded and described != (None, None):
-            if held is not None:
-                raise ValueError(
-                    "cu_seq_lens and seq_idx describe packed rows, which have no cache: pass use_cache=False"
-                )
-            documents = documents_of_collator(query.shape[0], query.shape[2], *described, (documents,))
-            if now is None:
-                check_unpatched(config, documents is not None and any(len(spans) > 1 for spans in documents), False)
+        if now is None and (kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None):
+            raise ValueError(
+                f"{type(module).__name__} got cu_seq_lens or seq_idx, which ring_dilated reads in the call of its model: call "
+                f"ra.patch_model(model), and the model rather than its layers"
+            )
     except (ValueError, NotImplementedError) as refused:
         if sharded:
             assert ring is not None
@@ -370,7 +361,8 @@ def _check_call(module: nn.Module, attention_mask: Any, dropout: float, kwargs: 
                 f"{name}: layer {getattr(module, 'layer_idx', None)} came with {argument}, which would change the scores or "
                 f"the keys and which ring_dilated does not compute: use 'eager' or 'sdpa'"
             )
-    if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2):
+    plain = isinstance(attention_mask, Tensor) and (attention_mask.dim() == 2 or number_of(attention_mask) is not None)
+    if attention_mask is not None and not plain:
         got = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
         raise ValueError(
             f"{name}: ring_dilated takes padding as a mask [batch, tokens], got {got}: pass the 2-D attention_mask of "

@@ -13,7 +13,7 @@ from ..ring.ring import Ring
 from ..transport.agreement import digest
 from .cache import ShardedCache
 from .documents import documents_from_mask
-from .positions import first_position, remembered_places
+from .positions import first_position, places_of
 
 #: The attribute of a model's runner that holds a weak reference to the cache that `prefill` filled last.
 _PREFILLED = "_ring_dilated_prefilled"
@@ -92,7 +92,7 @@ def check_places(runner: nn.Module, last_position: int) -> None:
     Raises:
         ValueError: such a position.
     """
-    places, first = remembered_places(runner), first_position(runner)
+    places, first = places_of(runner), first_position(runner)
     if places is not None and last_position - first >= places:
         raise ValueError(
             f"{type(runner).__name__} has learned positions for {places} tokens, and a row has a token at position "

@@ -16,14 +16,7 @@ from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents
 from ..ring.ring import Ring
 from .config import model_pattern
-from .documents import (
-    check_beginnings,
-    documents_from_mask,
-    documents_of_collator,
-    documents_of_rows,
-    packed_documents,
-    positions_of_documents,
-)
+from .documents import documents_from_mask, documents_of_rows, positions_of_documents
 from .forward_pass import WholeRows
 from .positions import first_position, own_positions
 
@@ -63,19 +56,11 @@ def documents_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str,
     Raises:
         ValueError: descriptions that contradict each other.
     """
-    batch, length, mask = tokens.shape[0], tokens.shape[1], arguments.get("attention_mask")
-    positions, first = _text_positions(arguments.get("position_ids")), first_position(runner)
-    ends, numbers = arguments.get("cu_seq_lens_q"), arguments.get("seq_idx")
+    mask, positions = arguments.get("attention_mask"), _text_positions(arguments.get("position_ids"))
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         return None, False
-    by_collator = packed_documents(batch, length, ends, numbers)
-    if by_collator is not None and any(len(row) > 1 for row in by_collator) and positions is not None:
-        check_beginnings(by_collator, positions, first)
-    documents = documents_of_rows(batch, positions, mask, first)
-    if by_collator is not None:
-        by_mask = None if mask is None else documents_from_mask(mask != 0)
-        documents = documents_of_collator(batch, length, ends, numbers, (documents, by_mask))
-    return documents, by_collator is not None
+    collators = arguments.get("cu_seq_lens_q"), arguments.get("seq_idx")
+    return documents_of_rows(tokens.shape[0], positions, mask, first_position(runner), *collators, tokens.shape[1])
 
 
 def _text_positions(positions: Any) -> Tensor | None:

@@ -92,6 +92,7 @@ class ForwardPass:
         head: what the head computes from parts; None if it computes with whole rows.
         own_patterns: the patterns of layers that have their own; None before the first layer.
         calls: the calls of attention so far, by the kind of layer.
+        tokens: the facts of the masks made so far, which must last as long as the pass.
         attended: whether a layer has attended by ring_dilated.
         outer: the call inside which this one runs.
         frame: the call of the module that makes this pass, while it runs; None afterwards.
@@ -110,6 +111,7 @@ class ForwardPass:
     head: HeadOnParts | None = None
     own_patterns: Mapping[int, Pattern] | None = None
     calls: dict[Any, Any] = field(default_factory=dict)
+    tokens: list[Any] = field(default_factory=list)
     attended: bool = False
     outer: ForwardPass | None = None
     frame: FrameType | None = None

@@ -14,16 +14,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..compute.private import remove_hooks
-from ..ring.attention import UNTRACEABLE
+from ..ring.attention import UNTRACEABLE, check_not_traced
 from ..ring.ring import Ring
 from .cache import ShardedCache, cache_in, cache_names
 from .calls import check_places, remember_prefill
 from .cut import by_name, cut, tokens_in, whole_positions
-from .forward_pass import forward_pass_of, running
+from .forward_pass import ForwardPass, WholeRows, drop_broken_passes, running
 from .join import joined_output, kept, whole_rows
-from .model_call import after_model, before_model
+from .model_call import begin_call, end_call
 from .not_formed import cache_not_formed
-from .positions import remember_places
 from .rings import attached_ring, serve, set_ring
 from .wrappers import decoder_of, runner_of
 
@@ -38,18 +37,13 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
         remove_hooks(module, _is_own)
         set_ring(module, None)
     remember_prefill(runner, None)
-    remember_places(runner)
     for module in decoder_of(model).modules():
         set_ring(module, ring)
     set_ring(model, ring)
     # Any of these may be the one that is called: a model with its head, its base model, and the decoder of this.
-    models = {id(x): x for x in (model, model.base_model, runner)}.values()
-    for called in models:
+    for called in {id(x): x for x in (model, model.base_model, runner)}.values():
         called.register_forward_pre_hook(before_model, with_kwargs=True)
-    runner.register_forward_pre_hook(_before_decoder, with_kwargs=True)
-    runner.register_forward_hook(_after_decoder)
-    for called in models:
-        called.register_forward_hook(after_model, with_kwargs=True, always_call=True)
+        called.register_forward_hook(_after_model, with_kwargs=True, always_call=True)
     if ring is None or ring.world_size == 1:
         return
     for name, module in model.base_model.named_modules():
@@ -61,7 +55,7 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
 
 
 def _is_own(hook: Any) -> bool:
-    return getattr(hook, "__module__", None) in (__name__, before_model.__module__)
+    return getattr(hook, "__module__", None) in (__name__, f"{__package__}.patch")
 
 
 def _depends_on_length(module: nn.Module) -> bool:
@@ -69,26 +63,44 @@ def _depends_on_length(module: nn.Module) -> bool:
     return any(kind in _LENGTH_DEPENDENT_ROPE for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]))
 
 
-# ---- the decoder
+# ---- the model and its decoder
 
 
 @torch.compiler.disable(reason=UNTRACEABLE)
-def _before_decoder(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Gives the decoder this rank's part of the rows, and packed rows positions that count each document.
+def before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Begins the call of a model, and gives its decoder this rank's part of the rows.
+
+    Raises:
+        ValueError, NotImplementedError: as `begin_call`, and as `_of_decoder`.
+    """
+    check_not_traced()
+    drop_broken_passes()
+    runner, now = runner_of(module), running().forward_pass
+    inside = now is not None and now.config is runner.config
+    # TRL puts a function of the model in place of its forward, which calls the model with tokens.
+    if (inside and module is not runner) or any(isinstance(x, nn.Module) for x in args):
+        return None
+    kwargs = by_name(module, args, kwargs)
+    if not inside:
+        now = begin_call(module, runner, kwargs)
+    assert now is not None
+    if module is runner and now.rows is not None:
+        kwargs = _of_decoder(now, now.rows, runner, kwargs)
+    return (), kwargs
+
+
+def _of_decoder(now: ForwardPass, rows: WholeRows, runner: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of the decoder: this rank's part of the rows, and positions that count each packed document.
 
     Raises:
         NotImplementedError: a model that changes the number of tokens before its decoder.
         ValueError: positions beyond a table.
     """
-    now, ring = forward_pass_of(module.config), attached_ring(module)
-    if now is None or now.rows is None:
-        return None
-    kwargs = by_name(module, args, kwargs)
-    rows, tokens = now.rows, tokens_in(kwargs)
+    ring, tokens = attached_ring(runner), tokens_in(kwargs)
     if rows.layout is None:
         if not (rows.from_collator and rows.packed and kwargs.get("position_ids") is None):
-            return (), kwargs
-        return (), {**kwargs, "position_ids": whole_positions(module, rows, kwargs)}
+            return kwargs
+        return {**kwargs, "position_ids": whole_positions(runner, rows, kwargs)}
     assert ring is not None and tokens is not None
     if now.cut_before:
         parts = dict(kwargs)
@@ -96,25 +108,32 @@ def _before_decoder(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict
     else:
         if tuple(tokens.shape[:2]) != (rows.batch, rows.length):
             raise NotImplementedError(
-                f"{type(module).__name__} got {list(tokens.shape[:2])} tokens, and its model {[rows.batch, rows.length]}: rows "
+                f"{type(runner).__name__} got {list(tokens.shape[:2])} tokens, and its model {[rows.batch, rows.length]}: rows "
                 f"that change before the decoder cannot be cut: use one process (ring=None)"
             )
-        positions = whole_positions(module, rows, kwargs)
+        positions = whole_positions(runner, rows, kwargs)
         now.last_position = int(positions.max())
         parts = cut({**kwargs, "position_ids": positions}, rows, ring)
-    check_places(module, now.last_position)
-    if not isinstance(cache_in(kwargs), ShardedCache) and "use_cache" in inspect.signature(module.forward).parameters:
+    check_places(runner, now.last_position)
+    if not isinstance(cache_in(kwargs), ShardedCache) and "use_cache" in inspect.signature(runner.forward).parameters:
         parts["use_cache"] = False
-    return (), parts
+    return parts
 
 
-@torch.compiler.disable(reason="it belongs to _before_decoder")
-def _after_decoder(module: PreTrainedModel, args: tuple[Any, ...], output: Any) -> Any:
-    """Joins the results of the decoder, but for last hidden states that the head takes in parts."""
-    now, ring = forward_pass_of(module.config), attached_ring(module)
-    if now is None or now.layout is None:
+@torch.compiler.disable(reason="it belongs to before_model")
+def _after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Joins the results of the decoder, and ends the call of a model."""
+    now, runner = running().forward_pass, runner_of(module)
+    if now is None or now.config is not runner.config:
         return None
-    rows = now.rows
+    if module is runner and now.layout is not None and output is not None:
+        output = _joined(now, runner, output)
+    return end_call(now, runner, kwargs, output) if now.module is module else output
+
+
+def _joined(now: ForwardPass, runner: PreTrainedModel, output: Any) -> Any:
+    """Returns the decoder's results of whole rows, but for last hidden states that the head takes in parts."""
+    rows, ring = now.rows, attached_ring(runner)
     assert ring is not None and rows is not None
 
     def join_hidden(x: Tensor) -> Tensor:
@@ -123,8 +142,8 @@ def _after_decoder(module: PreTrainedModel, args: tuple[Any, ...], output: Any) 
         return whole_rows(x, rows, ring) if now.keep is None else kept(x, rows, ring, now.keep)
 
     output = joined_output(output, join_hidden, rows, ring)
-    if isinstance(output, Mapping) and not module.training and getattr(module.config, "use_cache", False):
-        for name in cache_names(type(module).forward):
+    if isinstance(output, Mapping) and not runner.training and getattr(runner.config, "use_cache", False):
+        for name in cache_names(type(runner).forward):
             if name in output_fields(output) and output.get(name) is None:
                 output[name] = cache_not_formed()  # type: ignore[index]
     return output

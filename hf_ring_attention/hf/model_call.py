@@ -16,26 +16,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..compute.private import calling_frame, implementation_of
-from ..ring.attention import UNTRACEABLE, check_not_traced
 from ..ring.ring import Ring
 from ..transport.agreement import digest
 from .cache import ShardedCache, cache_in
 from .calls import check_given_up_cache, checked_step
-from .cut import by_name, documents_of_call, rows_to_cut, tokens_in
-from .documents import documents_of_rows
+from .cut import documents_of_call, rows_to_cut, tokens_in
 from .fields import fields_of
 from .forward_pass import (
     CALL,
     Call,
     ForwardPass,
     WholeRows,
-    drop_broken_passes,
     running,
     set_forward_pass,
 )
 from .lm_loss import LossInSlices, cross_entropy, loss_in_slices, shifted, way_of_loss
-from .masks import tokens_of
-from .positions import first_position, warn_of_temperatures
+from .positions import warn_of_temperatures
 from .recomputation import remember_for_recomputation
 from .registration import IMPLEMENTATION
 from .rings import attached_ring
@@ -47,27 +43,19 @@ logger = logging.getLogger(__name__)
 _LARGE_LOGITS = 1 << 30
 
 
-@torch.compiler.disable(reason=UNTRACEABLE)
-def before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def begin_call(module: PreTrainedModel, runner: PreTrainedModel, kwargs: dict[str, Any]) -> ForwardPass:
     """Begins a call: finds its rows, decides how its results are joined, and compares the calls of all ranks.
+
+    Args:
+        kwargs: the arguments of the call, which change with the decision.
 
     Raises:
         ValueError: on every rank, if the ranks' calls differ, or a call cannot be cut.
     """
-    check_not_traced()
-    drop_broken_passes()
-    runner, outer = runner_of(module), running().forward_pass
-    if outer is not None and outer.config is runner.config:
-        return None  # The module is a part of the model that was called.
-    if any(isinstance(x, nn.Module) for x in args):
-        return (
-            None  # TRL has put a function of the model in place of its forward, and that calls the model with tokens.
-        )
-    kwargs = by_name(module, args, kwargs)
     call: Call = kwargs.pop(CALL, None) or Call()
     remember_for_recomputation(module)
     ring = attached_ring(runner)
-    now = ForwardPass(runner.config, module=module, call=call, outer=outer)
+    now = ForwardPass(runner.config, module=module, call=call, outer=running().forward_pass)
     if ring is not None and ring.world_size > 1:
         _begin_over_ring(now, runner, ring, call, kwargs)
     else:
@@ -79,7 +67,7 @@ def before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
         _decide(now, module, ring, call, kwargs)
     now.frame = calling_frame(module)
     set_forward_pass(now)
-    return (), kwargs
+    return now
 
 
 def _begin_alone(now: ForwardPass, runner: nn.Module, kwargs: Mapping[str, Any]) -> None:
@@ -91,37 +79,17 @@ def _begin_alone(now: ForwardPass, runner: nn.Module, kwargs: Mapping[str, Any])
     tokens = tokens_in(kwargs)
     if tokens is None or tokens.dim() < 2:
         return
-    batch, length = tokens.shape[:2]
     if cache_in(kwargs) is not None:
+        if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None:
+            raise ValueError("cu_seq_lens and seq_idx describe packed rows, which have no cache: pass use_cache=False")
         return
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, Mapping) and kwargs.get("cu_seq_lens_q") is None and kwargs.get("seq_idx") is None:
-        _check_ready_masks(runner, mask, batch, kwargs.get("position_ids"))
-    now.rows = WholeRows(batch, length, *documents_of_call(runner, tokens, kwargs))
+    documents, from_collator = documents_of_call(runner, tokens, kwargs)
+    now.rows = WholeRows(tokens.shape[0], tokens.shape[1], documents, from_collator)
     if now.rows.packed and "position_ids" not in inspect.signature(runner.forward).parameters:
         raise ValueError(
             f"{type(runner).__name__} was given packed rows, and takes no position_ids: it numbers the tokens of a row itself, "
             f"so it would number documents wrongly: pass one document a row, padded"
         )
-
-
-def _check_ready_masks(runner: nn.Module, masks: Mapping[str, Any], batch: int, positions: Tensor | None) -> None:
-    """Refuses packed rows whose masks the caller has made already, without their documents.
-
-    Raises:
-        ValueError: masks that do not keep the documents apart that positions tell.
-    """
-    for mask in masks.values():
-        if not isinstance(mask, Tensor) or mask.dim() != 2:
-            continue
-        documents = documents_of_rows(batch, positions, mask, first_position(runner))
-        packed = documents is not None and any(len(row) > 1 for row in documents)
-        if packed and tokens_of(mask).documents != documents:
-            raise ValueError(
-                f"{type(runner).__name__} was given packed rows by position_ids that restart, and masks that were made "
-                f"without them, under which documents would see each other: tell the documents by seq_idx or cu_seq_lens_q, "
-                f"or leave attention_mask out"
-            )
 
 
 def _begin_over_ring(now: ForwardPass, runner: PreTrainedModel, ring: Ring, call: Call, kwargs: dict[str, Any]) -> None:
@@ -232,26 +200,22 @@ def _warn_of_logits(name: str, gib: float) -> None:
     )
 
 
-@torch.compiler.disable(reason="it belongs to before_model")
-def after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Ends the call that `before_model` began, and checks that ring_dilated took part.
+def end_call(now: ForwardPass, runner: nn.Module, kwargs: dict[str, Any], output: Any) -> Any:
+    """Ends the call that `begin_call` began, and returns its output as of whole rows; None for no change.
 
     Raises:
         RuntimeError: no layer attended by ring_dilated.
         NotImplementedError: an output that the model made from a token of its part alone.
     """
-    now, runner = running().forward_pass, runner_of(module)
-    if now is None or now.module is not module or now.config is not runner.config:
-        return None
     set_forward_pass(now.outer)
     now.frame = None
     if output is None:  # The forward pass raised an error, which must not be replaced.
         return None
-    _check_attended(now, module, runner, output)
+    _check_attended(now, now.module, runner, output)
     if now.head is None:
-        return None
+        return output
     result = now.head.joined_result(output)
-    return result if result is not None else module(*args, **kwargs, **{CALL: now.call})
+    return result if result is not None else now.module(**kwargs, **{CALL: now.call})
 
 
 def _check_attended(now: ForwardPass, module: PreTrainedModel, runner: nn.Module, output: Any) -> None:

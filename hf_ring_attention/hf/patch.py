@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..compute.private import implementation_of
 from ..plan.patterns import Pattern
 from ..ring.ring import Ring
 from .adapters import adapters_of, remember_pattern, use_pattern_of_adapters
-from .config import PatternsOfLayers, keep_implementation, layer_pattern, patch_config
-from .hooks import attach_ring
+from .config import (
+    PatternsOfLayers,
+    check_made,
+    keep_implementation,
+    layer_pattern,
+    patch_config,
+    settings_of,
+    warn_of_no_pattern,
+)
+from .hooks import attach_ring, before_model
 from .hybrid_types import MIXERS
 from .registration import IMPLEMENTATION
 from .support import check_model
@@ -86,3 +95,25 @@ def patch_model(
     if hybrid:
         attach_mixers(inner)
     return model
+
+
+def check_made_model(model: PreTrainedModel) -> None:
+    """Checks the config of a model that is being made, and has its first call patch it if it is made for "ring_dilated".
+
+    Raises:
+        ValueError: a `ring_dilated` in the config that is not understood.
+    """
+    check_made(model.config, type(model).__name__)
+    if _first_call not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_first_call, with_kwargs=True)
+
+
+def _first_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Patches a model that was loaded with attn_implementation="ring_dilated", and begins its call."""
+    config = model.config.get_text_config()
+    if implementation_of(config) != IMPLEMENTATION:
+        return None
+    patch_model(model)
+    if settings_of(config) is None:
+        warn_of_no_pattern()
+    return before_model(model, args, kwargs)

@@ -12,8 +12,6 @@ from .config import warn_once
 
 #: The names that models give to a table of positions.
 _TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "positions_embed")
-#: The attribute of a runner that holds the number of positions in its table.
-_PLACES = "_ring_dilated_places"
 
 
 def first_position(module: nn.Module) -> int:
@@ -45,17 +43,6 @@ def own_positions(runner: nn.Module, ids: Tensor | None, mask: Any, tokens: Tens
         valid = mask.long()
         return (valid.cumsum(1) * valid - 1).long()
     return torch.arange(first, first + tokens.shape[1], device=tokens.device)[None]
-
-
-def remember_places(runner: nn.Module) -> None:
-    """Stores what `places_of` finds, for `remembered_places`."""
-    setattr(runner, _PLACES, places_of(runner))
-
-
-def remembered_places(runner: nn.Module) -> int | None:
-    """Returns what `places_of` found when the model was patched."""
-    places: int | None = getattr(runner, _PLACES)
-    return places
 
 
 def places_of(runner: nn.Module) -> int | None:

@@ -1,4 +1,4 @@
-"""What checkpointed layers find in backward, when they repeat their forward pass: all that they found the first time."""
+"""Lets checkpointed layers, which repeat their forward pass in backward, find the `ForwardPass` in which they ran first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from ..compute.private import checkpointing_of, set_checkpointing
 from .forward_pass import with_forward_pass
-from .masks import tell_copy
 
 
 def remember_for_recomputation(model: PreTrainedModel) -> None:
@@ -30,12 +29,4 @@ class _Remembering:
         self.checkpoint = checkpoint
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        running = with_forward_pass(function)
-
-        def run(*now: Any, **others: Any) -> Any:
-            # torch's reentrant checkpoint calls it again with detached copies of these arguments.
-            for first, again in zip(args, now):
-                tell_copy(first, again)
-            return running(*now, **others)
-
-        return self.checkpoint(run, *args, **kwargs)
+        return self.checkpoint(with_forward_pass(function), *args, **kwargs)

@@ -14,7 +14,7 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
-from ..compute.private import check_transformers
+from ..compute.private import check_transformers, implementation_of
 from ..ring.attention import UNTRACEABLE
 
 #: The name of the attention implementation, and of the config's attribute that holds the patterns.
@@ -52,9 +52,9 @@ def _while_made(module: nn.Module, name: str, submodule: nn.Module | None) -> No
     torch calls this whenever a module gets a submodule.
     """
     if isinstance(module, PreTrainedModel) and submodule is not None and _is_set(module.config):
-        from .config import check_made
+        from .patch import check_made_model
 
-        check_made(module.config, type(module).__name__)
+        check_made_model(module)
     elif name in ("base_model", "prompt_encoder") and submodule is not None and hasattr(module, "get_base_model"):
         from .adapters import check_adapters
 
@@ -66,9 +66,9 @@ def _while_made(module: nn.Module, name: str, submodule: nn.Module | None) -> No
 
 
 def _is_set(config: Any) -> bool:
-    """Returns whether a config, or the config of one of its parts, has settings for "ring_dilated"."""
-    parts = (config, *(getattr(config, key, None) for key in config.sub_configs))
-    return any(getattr(part, IMPLEMENTATION, None) is not None for part in parts)
+    """Returns whether a config, or the config of one of its parts, has settings for "ring_dilated", or names it."""
+    parts = [x for x in (config, *(getattr(config, key, None) for key in config.sub_configs)) if x is not None]
+    return any(getattr(x, IMPLEMENTATION, None) is not None or implementation_of(x) == IMPLEMENTATION for x in parts)
 
 
 register()

@@ -216,19 +216,13 @@ def mask_of_step(attention_mask, kv_offset, kv_length, batch_size=2):
 def test_a_copied_mask_still_says_what_the_cache_has_dropped():
     attention_mask = torch.ones(3, 14, dtype=torch.int64)
     attention_mask[1, :3], attention_mask[2, :10] = 0, 0
-    tokens = tokens_of(mask_of_step(attention_mask, 8, 6, 3).clone())
+    mask = mask_of_step(attention_mask, 8, 6, 3)
+    tokens = tokens_of(mask.clone())
     assert (tokens.chunk, tokens.window, tokens.dropped) == (6, None, True)
     assert tokens.missing == (8, 5, 0)
     assert tokens.documents == (((0, 6),), ((0, 6),), ((2, 6),))
-    assert tokens_of(mask_of_step(None, 8, 6)).missing == (8, 8)
-    again = mask_of_step(mask_of_step(attention_mask, 8, 6, 3), 8, 6, 3)  # `generate` passes masks on
-    assert tokens_of(again) == tokens
-
-
-def test_several_documents_in_a_row_with_a_cache_are_refused():
-    attention_mask = torch.tensor([[1] * 8 + [2] * 6])
-    with pytest.raises(ValueError, match="chunked layers with a cache compute rows of one document"):
-        mask_of_step(attention_mask, 8, 6, 1)
+    whole = mask_of_step(None, 8, 6)
+    assert tokens_of(whole).missing == (8, 8)
 
 
 def test_packed_rows_with_temperatures_are_told(caplog):

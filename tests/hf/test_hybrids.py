@@ -212,7 +212,7 @@ def test_layouts_that_know_the_documents(model_type):
     eager, models = tiny_model(model_type, "eager"), [tiny_model(model_type, "eager") for _ in range(3)]
     inputs, labels = batch("packed")
     expected = alone(eager, inputs, labels)
-    documents = documents_of_rows(1, inputs["position_ids"], None)
+    documents = documents_of_rows(1, inputs["position_ids"], None)[0]
 
     def work(ring):
         model = ra.patch_model(models[ring.rank], ring=ring)
@@ -319,7 +319,7 @@ def test_the_default_cache_of_a_forward_pass_keeps_documents_apart(model_type, k
         labels[0, 0] = labels[1, 7] = -100  # A stock model predicts it from padding, or from nothing.
     stock, patched = tiny_model(model_type, "eager").train(), ra.patch_model(tiny_model(model_type, "eager")).train()
     mask = inputs.get("attention_mask", torch.ones_like(labels))
-    spans = documents_of_rows(len(labels), inputs["position_ids"], mask) or documents_from_mask(mask)
+    spans = documents_of_rows(len(labels), inputs["position_ids"], mask)[0] or documents_from_mask(mask)
     counted, total = int((labels[:, 1:] != -100).sum()), 0.0
     for row, start, stop in ((row, *span) for row, of_row in enumerate(spans) for span in of_row):
         document = slice(row, row + 1), slice(start, stop)

@@ -100,7 +100,7 @@ def errors(answer: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dic
 def alone(model: PreTrainedModel, inputs: Mapping[str, Tensor], labels: Tensor) -> Answer:
     """Returns the answer to packed or padded rows, from a forward pass of its own for each document, without its padding."""
     mask, positions = inputs.get("attention_mask", torch.ones_like(labels)), inputs["position_ids"]
-    rows = documents_of_rows(len(labels), positions, mask, int(positions.min())) or documents_from_mask(mask)
+    rows = documents_of_rows(len(labels), positions, mask, int(positions.min()))[0] or documents_from_mask(mask)
     answers = []
     for row, (start, stop) in ((row, span) for row, spans in enumerate(rows) for span in spans):
         document = {name: x[row : row + 1, start:stop] for name, x in inputs.items() if name != "attention_mask"}
