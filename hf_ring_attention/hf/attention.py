@@ -13,12 +13,10 @@ from torch import Tensor, nn
 
 from ..compute.private import attentions_are_collected, prompt_is_cut
 from ..plan.branches import Branch, Segment, Window
-from ..plan.heads import check_heads
 from ..plan.parts import fewest_last
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
 from ..ring.attention import FORWARD, UNTRACEABLE, CheckedCall, check_not_traced, checked_call
-from ..ring.ring import Ring
 from .calls import sharded_without_documents
 from .config import layer_pattern, patterns_of_layers, unpatched_pattern
 from .exact import attends_exactly
@@ -191,8 +189,6 @@ def _layer_call(
             held, documents = _held(module, query, key, tokens, causal, pattern)
             _check_padding_inside(module, tokens, of_model)
             _check_whole(module, pattern, held)
-        if ring is not None and held is None:
-            _check_heads(module, ring, query.shape[1], key.shape[1])
         heads = head_shard(module, query, key)
         if now is None and (kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None):
             raise ValueError(
@@ -215,10 +211,18 @@ def _layer_call(
         "softcap": softcap,
         "head_shard": heads,
     }
-    call = checked_call(query, key, value, held=held, sinks=s_aux, **settings)
+    try:
+        call = checked_call(query, key, value, held=held, sinks=s_aux, **settings)
+    except ValueError as refused:
+        raise ValueError(f"{_name_of(module)}: {refused}") from None
     if now is not None and now.own_patterns is None:
         now.own_patterns = {} if exact else patterns_of_layers(config)
     return _LayerCall(call, settings, attention_mask, tokens, of_model)
+
+
+def _name_of(module: nn.Module) -> str:
+    """Returns the name of a layer in errors."""
+    return f"{type(module).__name__}: layer {getattr(module, 'layer_idx', None)}"
 
 
 def _check_padding_inside(module: nn.Module, tokens: Tokens, of_model: Branch | None) -> None:
@@ -230,7 +234,7 @@ def _check_padding_inside(module: nn.Module, tokens: Tokens, of_model: Branch | 
     length = getattr(of_model, "length", None)
     if tokens.valid is not None and (tokens.dropped or (length is not None and length < tokens.valid.shape[1])):
         raise NotImplementedError(
-            f"{type(module).__name__}: layer {getattr(module, 'layer_idx', None)} has a window or chunks of {length} tokens, "
+            f"{_name_of(module)} has a window or chunks of {length} tokens, "
             f"and its row has padding inside a document: take rows of one length, or use 'sdpa'"
         )
 
@@ -281,9 +285,8 @@ def _held(
     if tokens.dropped and not all(_reaches_kept_keys(branch, tokens) for branch in branches):
         own = f"chunks have {tokens.chunk}" if tokens.chunk else f"own window has {tokens.window or 'no'}"
         raise ValueError(
-            f"{name}: layer {getattr(module, 'layer_idx', None)} has the pattern {pattern}, and its cache keeps only the "
-            f"last tokens (the layer's {own} tokens): pass cache=DynamicCache(), "
-            f"made without the config, which keeps all"
+            f"{_name_of(module)} has the pattern {pattern}, and its cache keeps only the last tokens (the layer's {own} "
+            f"tokens): pass cache=DynamicCache(), made without the config, which keeps all"
         )
     if num_queries == written == num_rows and not tokens.missing:
         return None, tokens.documents
@@ -329,16 +332,6 @@ def _reaches_kept_keys(branch: Branch, tokens: Tokens) -> bool:
     )
 
 
-def _check_heads(module: nn.Module, ring: Ring, num_heads: int, num_kv_heads: int) -> None:
-    """Refuses, in the name of the layer, heads that do not divide among ranks which exchange them."""
-    if ring.transport != "heads":
-        return
-    try:
-        check_heads(num_heads, num_kv_heads, ring.settings.heads or ring.world_size)
-    except ValueError as error:
-        raise ValueError(f"{type(module).__name__}: layer {getattr(module, 'layer_idx', None)}: {error}") from None
-
-
 def _check_call(module: nn.Module, attention_mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
     """Refuses dropout, a request for attention weights, and inputs that would change the scores or the keys."""
     name = type(module).__name__
@@ -358,8 +351,8 @@ def _check_call(module: nn.Module, attention_mask: Any, dropout: float, kwargs: 
         known = argument in _WITHOUT_EFFECT or argument in _READ
         if present is not None and not known and (argument in passed or argument in _REFUSED):
             raise NotImplementedError(
-                f"{name}: layer {getattr(module, 'layer_idx', None)} came with {argument}, which would change the scores or "
-                f"the keys and which ring_dilated does not compute: use 'eager' or 'sdpa'"
+                f"{_name_of(module)} came with {argument}, which would change the scores or the keys and which ring_dilated "
+                f"does not compute: use 'eager' or 'sdpa'"
             )
     plain = isinstance(attention_mask, Tensor) and (attention_mask.dim() == 2 or number_of(attention_mask) is not None)
     if attention_mask is not None and not plain:

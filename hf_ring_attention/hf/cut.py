@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,21 +47,22 @@ def tokens_in(arguments: Mapping[str, Any]) -> Tensor | None:
     return next((arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None), None)
 
 
-def documents_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any]) -> tuple[Documents | None, bool]:
-    """Returns the documents of packed rows, and whether a collator describes them; None if the mask alone describes the rows.
+def rows_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any]) -> WholeRows:
+    """Returns the rows of a call without a cache; their documents are None if the mask alone describes them.
 
     Args:
         runner: the decoder, whose numbering of positions shows where documents begin.
-        arguments: those of a call without a cache.
 
     Raises:
-        ValueError: descriptions that contradict each other.
+        ValueError: descriptions of documents that contradict each other.
     """
+    batch, length = tokens.shape[:2]
     mask, positions = arguments.get("attention_mask"), _text_positions(arguments.get("position_ids"))
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
-        return None, False
+        return WholeRows(batch, length, None)
     collators = arguments.get("cu_seq_lens_q"), arguments.get("seq_idx")
-    return documents_of_rows(tokens.shape[0], positions, mask, first_position(runner), *collators, tokens.shape[1])
+    found = documents_of_rows(batch, positions, mask, first_position(runner), *collators, length)
+    return WholeRows(batch, length, *found)
 
 
 def _text_positions(positions: Any) -> Tensor | None:
@@ -105,15 +107,15 @@ def rows_to_cut(
     if positions is not None and not _are_positions(positions, batch, length):
         got = f"{tuple(positions.shape)}" if isinstance(positions, Tensor) else f"a {type(positions).__name__}"
         raise ValueError(f"position_ids must be a tensor [{batch}, {length}] like the tokens, got {got}")
-    documents, from_collator = documents_of_call(runner, tokens, arguments)
-    if documents is None and isinstance(mask, Tensor):
-        documents = documents_from_mask(mask != 0)
-    documents = (((0, length),),) * batch if documents is None else documents
-    if mask is None and not from_collator:
+    rows = rows_of_call(runner, tokens, arguments)
+    documents = rows.documents
+    if documents is None:
+        documents = (((0, length),),) * batch if mask is None else documents_from_mask(mask != 0)
+    if mask is None and not rows.from_collator:
         _check_gaps(_text_positions(positions), documents)
     if layout is None:
         layout = ring.layout_for(length, pattern or model_pattern(runner), documents)
-    return WholeRows(batch, length, documents, from_collator, layout)
+    return replace(rows, documents=documents, layout=layout)
 
 
 def _check_gaps(positions: Tensor | None, documents: Documents) -> None:

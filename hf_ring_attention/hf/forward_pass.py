@@ -85,7 +85,6 @@ class ForwardPass:
         rows: the whole rows, and how they are cut; None in a step of generation.
         held: the keys in the cache of this rank, in a step of generation against a sharded cache.
         whole: whether every rank computes whole rows by itself, because the call has a cache of its own.
-        cut_before: whether a loader has cut the rows.
         last_position: the greatest position id of whole rows that are cut.
         parts: whether the decoder's last hidden states stay parts: the head or the caller computes with them.
         keep: [k] the tokens whose hidden states the head needs; None for all.
@@ -104,7 +103,6 @@ class ForwardPass:
     rows: WholeRows | None = None
     held: HeldKeys | None = None
     whole: bool = False
-    cut_before: bool = False
     last_position: int | None = None
     parts: bool = False
     keep: Tensor | None = None
@@ -125,11 +123,6 @@ class ForwardPass:
     def documents(self) -> Documents | None:
         """The documents of each whole row; None if the mask alone describes them."""
         return None if self.rows is None else self.rows.documents
-
-    @property
-    def from_collator(self) -> bool:
-        """Whether a collator described the documents; otherwise they were read from positions or a mask."""
-        return self.rows is not None and self.rows.from_collator
 
     def broken_off(self) -> bool:
         """Returns whether Ctrl-C ended the call that makes this pass; torch runs no hooks then that would end the pass."""

@@ -102,7 +102,7 @@ def _of_decoder(now: ForwardPass, rows: WholeRows, runner: PreTrainedModel, kwar
             return kwargs
         return {**kwargs, "position_ids": whole_positions(runner, rows, kwargs)}
     assert ring is not None and tokens is not None
-    if now.cut_before:
+    if now.call is not None and now.call.rows is not None:  # A loader has cut them.
         parts = dict(kwargs)
         now.last_position = rows.last_position
     else:

@@ -131,7 +131,11 @@ def ring_dilated_mask(
     # For some models without a mask, Transformers reads documents from positions by a rule of its own (`packed`). It wins
     # over documents that the forward pass read from them, since the model computes it under any other implementation.
     known = None if now is None or held is not None else now.documents
-    if known is not None and packed is not None and layout is None and not now.from_collator:  # type: ignore[union-attr]
+    if (
+        packed is not None
+        and layout is None
+        and not (now is not None and now.rows is not None and now.rows.from_collator)
+    ):
         known = None
     if known is not None:
         documents = known

@@ -20,7 +20,7 @@ from ..ring.ring import Ring
 from ..transport.agreement import digest
 from .cache import ShardedCache, cache_in
 from .calls import check_given_up_cache, checked_step
-from .cut import documents_of_call, rows_to_cut, tokens_in
+from .cut import rows_of_call, rows_to_cut, tokens_in
 from .fields import fields_of
 from .forward_pass import (
     CALL,
@@ -83,8 +83,7 @@ def _begin_alone(now: ForwardPass, runner: nn.Module, kwargs: Mapping[str, Any])
         if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None:
             raise ValueError("cu_seq_lens and seq_idx describe packed rows, which have no cache: pass use_cache=False")
         return
-    documents, from_collator = documents_of_call(runner, tokens, kwargs)
-    now.rows = WholeRows(tokens.shape[0], tokens.shape[1], documents, from_collator)
+    now.rows = rows_of_call(runner, tokens, kwargs)
     if now.rows.packed and "position_ids" not in inspect.signature(runner.forward).parameters:
         raise ValueError(
             f"{type(runner).__name__} was given packed rows, and takes no position_ids: it numbers the tokens of a row itself, "
@@ -107,15 +106,18 @@ def _begin_over_ring(now: ForwardPass, runner: PreTrainedModel, ring: Ring, call
         if tokens is not None:
             check_given_up_cache(runner, tokens, kwargs)
         now.whole = True
-        if ring.rank == 0:
-            _log_whole(type(runner).__name__)
+        _log_once(
+            ring,
+            logging.INFO,
+            f"{type(runner).__name__} was called with a cache of its own (generate), so every rank computes whole rows: "
+            f"ra.prefill fills a sharded cache",
+        )
         if not own_cache:
             _begin_alone(now, runner, kwargs)
         return
     with ring.agreement("a forward pass of a model", by_digest=True) as agreed:
         layout = cache.layout if isinstance(cache, ShardedCache) else None
         now.rows = call.rows or rows_to_cut(runner, ring, kwargs, layout=layout)
-        now.cut_before = call.rows is not None
         part = None if call.rows is None or call.rows.layout is None else call.rows.layout.local_len
         for name, value in kwargs.items():
             if isinstance(value, Tensor) and (part is None or value.shape[1:2] != (part,)):
@@ -128,12 +130,13 @@ def _begin_over_ring(now: ForwardPass, runner: PreTrainedModel, ring: Ring, call
         agreed.same("whether gradients are recorded", torch.is_grad_enabled())
 
 
-@lru_cache(maxsize=256)
-def _log_whole(name: str) -> None:
-    logger.info(
-        "%s was called with a cache of its own (generate), so every rank computes whole rows: ra.prefill fills a sharded cache",
-        name,
-    )
+def _log_once(ring: Ring, level: int, text: str) -> None:
+    """Logs a text the first time, on the first rank of a ring."""
+    if ring.rank == 0:
+        _log_first(level, text)
+
+
+_log_first = lru_cache(maxsize=256)(logger.log)
 
 
 def _decide(now: ForwardPass, module: PreTrainedModel, ring: Ring | None, call: Call, kwargs: dict[str, Any]) -> None:
@@ -150,8 +153,9 @@ def _decide(now: ForwardPass, module: PreTrainedModel, ring: Ring | None, call: 
     if (ring is None and call.of_slice is None) or rows is None or kwargs.get("fused_lm_head"):
         return
     decision = way_of_loss(module, kwargs, (rows.batch, rows.length))
-    if labels is not None and ring is not None and ring.rank == 0:
-        _log_decision(type(module).__name__, decision.choice, decision.reason)
+    if labels is not None and ring is not None:
+        where = "in slices, on each rank's part of the rows" if decision.choice == "slices" else "from whole rows"
+        _log_once(ring, logging.INFO, f"{type(module).__name__} computes its loss {where}, because {decision.reason}")
     if decision.choice == "slices":
         assert isinstance(labels, Tensor)
         given = kwargs.get("shift_labels")
@@ -165,12 +169,6 @@ def _decide(now: ForwardPass, module: PreTrainedModel, ring: Ring | None, call: 
         raise NotImplementedError(f"a loss in slices of tokens cannot be computed: {decision.reason}")
     elif sharded and labels is None and module.get_output_embeddings() is not None:
         _keep_few(now, module, rows, kwargs)
-
-
-@lru_cache(maxsize=256)
-def _log_decision(name: str, choice: str, reason: str) -> None:
-    how = "in slices, on each rank's part of the rows" if choice == "slices" else "from whole rows, on every rank"
-    logger.info("%s computes its loss %s, because %s", name, how, reason)
 
 
 def _keep_few(now: ForwardPass, module: PreTrainedModel, rows: WholeRows, kwargs: dict[str, Any]) -> None:
@@ -187,17 +185,11 @@ def _keep_few(now: ForwardPass, module: PreTrainedModel, rows: WholeRows, kwargs
     vocabulary = getattr(runner_of(module).config, "vocab_size", 0)
     size = rows.batch * count * vocabulary * 4
     if size > _LARGE_LOGITS:
-        _warn_of_logits(type(module).__name__, round(size / 2**30, 1))
-
-
-@lru_cache(maxsize=64)
-def _warn_of_logits(name: str, gib: float) -> None:
-    logger.warning(
-        "%s was called without labels, so every rank forms the logits of whole rows, %s GiB in float32: pass labels for a loss "
-        "in slices, or logits_to_keep for the logits of a few tokens",
-        name,
-        gib,
-    )
+        _log_first(
+            logging.WARNING,
+            f"{type(module).__name__} was called without labels, so every rank forms the logits of whole rows, "
+            f"{size / 2**30:.1f} GiB in float32: pass labels for a loss in slices, or logits_to_keep for a few tokens",
+        )
 
 
 def end_call(now: ForwardPass, runner: nn.Module, kwargs: dict[str, Any], output: Any) -> Any:
