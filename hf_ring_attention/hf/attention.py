@@ -29,7 +29,7 @@ from .tensor_parallel import head_shard
 #: Arguments that change the scores or the keys, whoever passes them.
 _REFUSED = ("position_bias", "head_mask", "block_table", "read_index", "write_index")
 
-#: Arguments of layers that change nothing here: masks tell documents and causality, and nothing is dropped.
+#: Arguments of layers without effect here: the mask describes documents and causality, and dropout is refused.
 _WITHOUT_EFFECT = (
     "cu_seq_lens_k", "deterministic", "max_length_k", "max_length_q", "output_attentions", "position_ids",
 )  # fmt: skip
@@ -80,7 +80,7 @@ def ring_dilated_attention(
     Args:
         query: [B, H, m, D]; key: [B, Hkv, n, D]; value: [B, Hkv, n, Dv]. The queries are the last m of the n tokens.
         attention_mask: the mask of `ring_dilated_mask`, a plain [B, n] mask, or None for rows of one document.
-        sliding_window: the layer's own window, in tokens, where the mask does not say.
+        sliding_window: the layer's own window, in tokens, for a plain mask.
         softcap: scores s become softcap * tanh(s / softcap).
         s_aux: [H] the logits of one more column of the softmax, whose value is 0.
 
@@ -261,7 +261,7 @@ def _branch_of_model(module: nn.Module, tokens: Tokens, sliding_window: int | No
 def _held(
     module: nn.Module, query: Tensor, key: Tensor, tokens: Tokens, causal: bool, pattern: Pattern
 ) -> tuple[HeldKeys | None, Documents | None]:
-    """Returns what the cache holds, None where the queries are all of the keys' tokens; and the documents of the row.
+    """Returns the tokens that the cache holds, None if each key's token is a query too; and the documents of the row.
 
     Raises:
         NotImplementedError: queries of one sequence and keys of another.
@@ -347,7 +347,7 @@ def _check_call(module: nn.Module, attention_mask: Any, dropout: float, kwargs: 
         )
     passed = _strings_of(type(module).forward)
     for argument, present in kwargs.items():
-        # A batch may have entries of any name, which Transformers hands on to here; those of the layer itself are known.
+        # Transformers passes every entry of a batch on to here. Only those that the layer's own code names have a meaning.
         known = argument in _WITHOUT_EFFECT or argument in _READ
         if present is not None and not known and (argument in passed or argument in _REFUSED):
             raise NotImplementedError(

@@ -51,7 +51,7 @@ def rows_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any]
     """Returns the rows of a call without a cache; their documents are None if the mask alone describes them.
 
     Args:
-        runner: the decoder, whose numbering of positions shows where documents begin.
+        runner: the decoder; its first position id marks the beginning of a document.
 
     Raises:
         ValueError: descriptions of documents that contradict each other.
@@ -84,7 +84,7 @@ def rows_to_cut(
     """Returns the rows of a call, and how the ring divides them.
 
     Args:
-        arguments: those of a model, or the entries of a batch.
+        arguments: the arguments of a model, or the entries of a batch.
         pattern: the pattern that decides the layout; None for the pattern of the decoder's config.
         layout: the layout of a sharded cache that these rows fill.
 
@@ -119,7 +119,7 @@ def rows_to_cut(
 
 
 def _check_gaps(positions: Tensor | None, documents: Documents) -> None:
-    """Refuses positions of rows without a mask that skip or repeat inside a document, where some models begin another one.
+    """Refuses positions that skip or repeat inside a document without a mask: some models would begin another document there.
 
     Raises:
         ValueError: such positions.

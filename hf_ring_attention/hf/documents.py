@@ -54,7 +54,7 @@ def documents_of_rows(
     """Returns the documents of packed rows, and whether a collator describes them; None if the mask alone describes the rows.
 
     Args:
-        positions: [B, n], or [1, n] for all rows; a document begins where they restart. Those in more dimensions are not read.
+        positions: [B, n], or [1, n] for all rows; a document begins where they restart. Positions in three dimensions are ignored.
         mask: [B, n], 0 for padding.
         first: the position id of a document's first token.
         cu_seq_lens: [documents + 1] 0 and the ends of the documents of one batch row (`DataCollatorWithFlattening`).
@@ -112,9 +112,9 @@ def _documents_of_collator(batch: int, length: int, cu_seq_lens: Any, seq_idx: A
 def _documents_of_positions(batch: int, positions: Tensor | None, mask: Tensor | None, first: int) -> Documents | None:
     """Returns the documents of whole sequences whose positions restart; None if they do not.
 
-    A document begins where positions go down. One also begins where two neighbours both have the position of a first
-    token: the former is a document of one token. Positions that skip or repeat other numbers are the caller's own
-    numbering of one document, such as a pruned prompt.
+    A document begins where positions go down, and between two neighbours that both have the position of a first token: the
+    former is a document of one token. Positions that skip or repeat other numbers are the caller's own numbering of one
+    document, such as a pruned prompt.
     """
     if positions is None or positions.dim() != 2:
         return None

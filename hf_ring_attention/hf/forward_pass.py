@@ -23,7 +23,7 @@ Head = Callable[[Tensor], Tensor]
 #: all tokens of this rank.
 SliceLoss = Callable[[Head, Tensor, Tensor, slice], Tensor]
 
-#: The argument of a patched model that says more about a call: a `Call`.
+#: The argument of a patched model that takes a `Call`.
 CALL = "ring_call"
 
 
@@ -182,9 +182,9 @@ def drop_broken_passes() -> None:
 
 
 def forward_pass_of(config: Any) -> ForwardPass | None:
-    """Returns the running forward pass, if it is that of a model with this config; else None.
+    """Returns the running forward pass if its model has this config; else None.
 
-    A pass that an error broke off stays behind, and is not that of the next model.
+    An error may leave its pass behind, which must not serve the next model.
     """
     now = _RUNNING.get().forward_pass
     return now if now is not None and now.config is config else None

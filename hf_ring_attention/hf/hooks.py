@@ -186,7 +186,7 @@ def _without_last_position(module: nn.Module, args: tuple[Any, ...], output: Any
 
 @torch.compiler.disable(reason="it asks another rank")
 def _with_first_token(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Gives a pooler, which reads the first token [B, D] of [B, n, D], that of the whole sequence."""
+    """Gives a pooler the first token of the whole sequence; it reads the first token [B, D] of [B, n, D]."""
     ring, now = attached_ring(module), running().forward_pass
     assert ring is not None  # This hook is registered on rings only.
     if now is not None and now.whole:

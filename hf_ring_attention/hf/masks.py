@@ -1,8 +1,8 @@
 """The masks of ring_dilated: each holds nothing but the number of its `Tokens`, the facts that a layer needs about its keys.
 
-Transformers calls `ring_dilated_mask` once for each kind of layer, and hands what it returns to every attention layer of that
-kind. Others would read documents, causality, windows and written slots of a cache from a square; here a mask of one number
-survives every copy on its way to a layer, to another device too.
+Transformers calls `ring_dilated_mask` once for each kind of layer, and passes the result to every attention layer of that kind.
+Other implementations read documents, causality, windows and the written slots of a cache from a square. A mask of one number
+does the same, and survives every copy on its way to a layer, even on another device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Tokens:
         documents: the documents of each batch row, in the whole sequence if it is sharded; None if all tokens are one.
         length: the number of key rows; None without a mask.
         written: the number of key rows that hold a token; a static cache has more rows.
-        causal: whether queries see no later keys; None if the mask does not say.
+        causal: whether queries see no later keys; None for a plain mask.
         window: the window of the layer, in tokens, as `Window` counts them.
         chunk: the length of the layer's chunks, in tokens, as `Segment` counts them.
         dropped: whether the cache has dropped keys before these.
@@ -48,7 +48,7 @@ class Tokens:
         layout: how the sequence is sharded; None if it is whole.
         held: what the cache of this rank holds of the sequence; None if it holds all.
         valid: [B, written], False for padding, if a document has padding inside, as behind a cached prefix; else None.
-            The documents are those of rows whose padding stands in front then.
+            `documents` then describes rows whose padding was moved to the front.
     """
 
     documents: Documents | None = None

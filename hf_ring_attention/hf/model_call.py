@@ -74,7 +74,7 @@ def _begin_alone(now: ForwardPass, runner: nn.Module, kwargs: Mapping[str, Any])
     """Finds the rows of a call that this process computes by itself.
 
     Raises:
-        ValueError: packed rows for a model that numbers its tokens itself, or documents told in two ways that differ.
+        ValueError: packed rows for a model that numbers its tokens itself, or two descriptions of documents that differ.
     """
     tokens = tokens_in(kwargs)
     if tokens is None or tokens.dim() < 2:
@@ -225,6 +225,6 @@ def _check_attended(now: ForwardPass, module: PreTrainedModel, runner: nn.Module
         )
     if sharded and getattr(output, "pooler_output", None) is not None and not hasattr(runner, "pooler"):
         raise NotImplementedError(
-            f"{name} makes its pooler_output from a token that it looks for in the row, of which each rank "
-            f"has a part: use one process (ring=None)"
+            f"{name} makes its pooler_output from a token that it looks for in the row, and each rank has a part of the row: use "
+            f"one process (ring=None)"
         )

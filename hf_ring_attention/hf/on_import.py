@@ -14,7 +14,7 @@ _INTERFACE = "transformers.modeling_utils"
 
 
 def register_with_transformers() -> None:
-    """Makes "ring_dilated" known to Transformers: now, where its attention interface is loaded, else when that is."""
+    """Registers "ring_dilated" now if Transformers' attention interface is loaded, or as soon as it is."""
     if _INTERFACE in sys.modules:
         _register()
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -22,7 +22,7 @@ def register_with_transformers() -> None:
 
 
 def _register() -> None:
-    # The last line of this module registers. It is still to come where the module itself is importing Transformers.
+    # The last line of this module registers; it still follows if the module itself is importing Transformers.
     from . import registration  # noqa: F401
 
 

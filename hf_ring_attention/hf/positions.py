@@ -15,7 +15,7 @@ _TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding"
 
 
 def first_position(module: nn.Module) -> int:
-    """Returns the position id of a row's first token: 0, or one more than the id of padding where embeddings count so."""
+    """Returns the position id of a row's first token: 0, or one more than the padding's id if embeddings count so."""
     for embeddings in (getattr(module, "embeddings", None), module):
         padding = getattr(embeddings, "padding_idx", None)
         if isinstance(padding, int) and hasattr(embeddings, "create_position_ids_from_input_ids"):
@@ -56,7 +56,7 @@ def places_of(runner: nn.Module) -> int | None:
 
 
 def at_its_place_in_the_row(module: nn.Module, query: Tensor, layout: SequenceLayout, rank: int) -> Tensor:
-    """Returns the queries of a shard, scaled by their places in the row where a layer has scaled them by those in the shard.
+    """Returns the queries of a shard, scaled by their places in the row instead of their places in the shard.
 
     Llama 4 scales the queries of layers without RoPE by their places in the row (arXiv 2501.19399), which it counts itself,
     padding and packed documents included. All other layers' queries are returned as they are.
