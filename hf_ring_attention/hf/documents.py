@@ -54,7 +54,7 @@ def documents_of_rows(
     """Returns the documents of packed rows, and whether a collator describes them; None if the mask alone describes the rows.
 
     Args:
-        positions: [B, n], or [1, n] for all rows; a document begins where they restart. Positions in three dimensions are ignored.
+        positions: [B, n], or [1, n] for all rows; a document begins where they restart. Others than these are ignored.
         mask: [B, n], 0 for padding.
         first: the position id of a document's first token.
         cu_seq_lens: [documents + 1] 0 and the ends of the documents of one batch row (`DataCollatorWithFlattening`).
@@ -161,7 +161,8 @@ def _check_beginnings(documents: Documents, positions: Tensor, first: int) -> No
             goes_on = number and runs[number - 1][1] == start and int(rows[row, start]) > int(rows[row, start - 1])
             lowest = int(rows[row, start:stop].min())
             if goes_on or lowest < first:
-                wrong = f"go on there from {int(rows[row, start - 1])}" if goes_on else f"have {lowest} in it"
+                before, here = (int(rows[row, max(place, 0)]) for place in (start - 1, start))
+                wrong = f"go on there from {before} to {here}" if goes_on else f"have {lowest} in it"
                 raise ValueError(
                     f"a document begins at token {start} of batch row {row}, and position_ids {wrong}: pass position_ids that "
                     f"count each document from {first}, or leave them out"

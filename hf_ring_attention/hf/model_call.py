@@ -225,6 +225,6 @@ def _check_attended(now: ForwardPass, module: PreTrainedModel, runner: nn.Module
         )
     if sharded and getattr(output, "pooler_output", None) is not None and not hasattr(runner, "pooler"):
         raise NotImplementedError(
-            f"{name} makes its pooler_output from a token that it looks for in the row, and each rank has a part of the row: use "
-            f"one process (ring=None)"
+            f"{name} makes its pooler_output from a token that it looks for in the row, and each rank has only a part: "
+            f"use one process (ring=None)"
         )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..compute.private import implementation_of
 from ..plan.patterns import Pattern
+from ..ring.attention import UNTRACEABLE
 from ..ring.ring import Ring
 from .adapters import adapters_of, remember_pattern, use_pattern_of_adapters
 from .config import (
@@ -108,6 +110,7 @@ def check_made_model(model: PreTrainedModel) -> None:
         model.register_forward_pre_hook(_first_call, with_kwargs=True)
 
 
+@torch.compiler.disable(reason=UNTRACEABLE)
 def _first_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Patches a model that was loaded with attn_implementation="ring_dilated", and begins its call."""
     config = model.config.get_text_config()

@@ -23,6 +23,7 @@ from ..hf.cache import ShardedCache, cache_in, cache_names
 from ..hf.documents import documents_from_mask
 from ..hf.forward_pass import ForwardPass, forward_pass_of, running, running_with
 from ..hf.hybrid_types import STATES_INSIDE
+from ..hf.masks import number_of, tokens_of
 from ..hf.rings import attached_ring
 from ..hf.support import mixers_of
 from ..hf.wrappers import class_of_transformers, decoder_of
@@ -177,6 +178,9 @@ def _documents_of(now: ForwardPass | None, mask: Tensor | None, length: int) -> 
     if now is not None and now.documents is not None:
         return now.documents
     # A mask of another length is one of all keys, in a step of generation.
+    if number_of(mask) is not None:
+        tokens = tokens_of(mask)
+        return tokens.documents if tokens.length == length else None
     return documents_from_mask(mask > 0) if isinstance(mask, Tensor) and mask.shape[1:] == (length,) else None
 
 

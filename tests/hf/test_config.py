@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, LlamaConfig, LlamaForCausalLM, T5Config
 
 import hf_ring_attention as ra
+from hf_ring_attention.hf.config import warn_once
 from tests.hf.test_images import seeing
 from tests.support.ranks import TIMEOUT
 from tests.support.tiny_models import VOCAB, tiny_model
@@ -79,6 +80,7 @@ def test_configs_with_a_pattern_are_compared_copied_and_written_as_others_are():
 
 def test_another_implementation_that_is_asked_for_is_used_and_said(saved, caplog):
     model, folder = saved
+    warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, LOGGER):
         exact = AutoModelForCausalLM.from_pretrained(folder / "first", attn_implementation="eager").eval()
     assert caplog.text.count("computes attention by 'eager', where the pattern has no effect") == 1

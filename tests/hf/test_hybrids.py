@@ -388,17 +388,17 @@ def test_a_mixer_of_a_shard_is_not_run_by_itself():
     run_simulated(work, 2)
 
 
-def test_rows_that_only_a_patched_model_keeps_apart_are_refused():
-    named = {name: tiny_model(name, "ring_dilated") for name in ("bamba", "recurrent_gemma")}
-    for model in named.values():
-        with pytest.raises(ValueError, match=r"packed rows.*from document to document: call ra.patch_model"):
-            model(**batch("packed")[0], use_cache=False)
-    ends = torch.tensor([0, 7, 16, 20], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"packed rows.*from document to document: call ra.patch_model"):
-        named["bamba"](batch("plain")[0]["input_ids"][:1], cu_seq_lens_q=ends, cu_seq_lens_k=ends, use_cache=False)
-    named["bamba"](**batch("left")[0])
-    with pytest.raises(ValueError, match=r"padded rows.*from padding to tokens: call ra.patch_model"):
-        named["recurrent_gemma"](**batch("left")[0])
+def test_a_hybrid_that_is_switched_to_ring_dilated_must_be_patched():
+    model = tiny_model("bamba", "eager")
+    model.set_attn_implementation("ring_dilated")
+    with pytest.raises(ValueError, match=r"BambaModel has recurrent layers.*call ra.patch_model"):
+        model(**batch("packed")[0], use_cache=False)
+
+
+def test_a_hybrid_that_is_loaded_by_name_is_patched_by_its_first_call():
+    inputs, _ = batch("packed")
+    patched, named = ra.patch_model(tiny_model("bamba", "eager")), tiny_model("bamba", "ring_dilated")
+    assert torch.equal(*(model(**inputs, use_cache=False).logits for model in (patched, named)))
 
 
 def test_rows_that_are_gathered_are_bounded_and_logged(monkeypatch, caplog):

@@ -153,14 +153,6 @@ def test_models_that_make_masks_around_their_text_model(model_type):
     assert distance(logits(model, row, **padded)[:, :20], whole[:, :20]) <= EXACT
 
 
-def test_masks_that_were_made_without_the_documents_are_refused():
-    row, model = ids(), ra.patch_model(tiny_model("gemma3_text", "eager"))
-    positions = torch.cat([torch.arange(stop - start) for start, stop in DOCUMENTS])[None]
-    masks = dict.fromkeys(("full_attention", "sliding_attention"), torch.ones_like(row))
-    with pytest.raises(ValueError, match=r"masks that were made without them, .* leave attention_mask out"):
-        logits(model, row, position_ids=positions, attention_mask=masks)
-
-
 @pytest.mark.parametrize("model_type", ["gpt2", "opt", "roberta"])
 def test_a_row_beyond_the_table_of_positions_is_refused_on_every_rank(model_type):
     """Only the last rank would look its positions up in vain, and the others would wait."""

@@ -87,7 +87,7 @@ def test_arguments_that_a_later_transformers_could_pass():
     """A mask function and a layer refuse what they do not know, but not the entries of a user's batch."""
     config = llama_config()
     config._attn_implementation = "ring_dilated"
-    with pytest.raises(NotImplementedError, match=r"does not know what block_ids would do to this mask: use 'eager'"):
+    with pytest.raises(NotImplementedError, match=r"does not know the mask argument block_ids: use 'eager'"):
         ring_dilated_mask(2, 10, 10, config=config, block_ids=torch.zeros(2, 10))
     model = make(llama_config())
 
