@@ -68,6 +68,8 @@ def documents_of_rows(
     found = _documents_of_positions(batch, positions, mask, first)
     if collator is None:
         return found, False
+    if positions is not None and positions.dim() == 2 and any(len(row) > 1 for row in collator):
+        _check_beginnings(collator, positions, first)
     by_mask = None if mask is None else documents_from_mask(mask != 0)
     # A mask knows padding, but no borders between documents.
     for other in (by_mask, found):
@@ -76,8 +78,6 @@ def documents_of_rows(
                 f"cu_seq_lens or seq_idx describe the documents {collator}, and the attention mask or position_ids describe "
                 f"{other}: pass the collator's batch unchanged"
             )
-    if positions is not None and positions.dim() == 2 and any(len(row) > 1 for row in collator):
-        _check_beginnings(collator, positions, first)
     return collator, True
 
 

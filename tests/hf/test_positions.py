@@ -131,7 +131,8 @@ def test_positions_that_do_not_begin_where_a_document_does_are_refused(told):
     roberta = ra.patch_model(tiny_model("roberta", "eager"))
     counted = torch.cat([torch.arange(stop - start) for start, stop in DOCUMENTS])[None]
     with pytest.raises(
-        ValueError, match=r"have 0 in the document of tokens 0 to 9, and this model numbers the first token"
+        ValueError,
+        match=r"begins at token 0 of batch row 0, and position_ids have 0 in it: .* count each document from 2",
     ):
         logits(roberta, ids(), position_ids=counted, **TOLD[told])
 
