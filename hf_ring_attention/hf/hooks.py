@@ -17,7 +17,7 @@ from ..compute.private import remove_hooks
 from ..ring.attention import UNTRACEABLE
 from ..ring.ring import Ring
 from .cache import ShardedCache, cache_in, cache_names
-from .calls import check_places, remember_prefill
+from .calls import check_places
 from .cut import by_name, cut, tokens_in, whole_positions
 from .forward_pass import forward_pass_of, running
 from .join import joined_output, kept, whole_rows
@@ -37,7 +37,6 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
     for module in model.modules():
         remove_hooks(module, _is_own)
         set_ring(module, None)
-    remember_prefill(runner, None)
     remember_places(runner)
     for module in decoder_of(model).modules():
         set_ring(module, ring)

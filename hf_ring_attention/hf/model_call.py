@@ -20,7 +20,7 @@ from ..ring.attention import UNTRACEABLE, check_not_traced
 from ..ring.ring import Ring
 from ..transport.agreement import digest
 from .cache import ShardedCache, cache_in
-from .calls import check_given_up_cache, checked_step
+from .calls import checked_step
 from .cut import by_name, documents_of_call, rows_to_cut, tokens_in
 from .documents import documents_of_rows
 from .fields import fields_of
@@ -136,8 +136,6 @@ def _begin_over_ring(now: ForwardPass, runner: PreTrainedModel, ring: Ring, call
         return
     own_cache = cache is not None and not isinstance(cache, ShardedCache)
     if own_cache or (cache is None and kwargs.get("use_cache") is True):
-        if tokens is not None:
-            check_given_up_cache(runner, tokens, kwargs)
         now.whole = True
         if ring.rank == 0:
             _log_whole(type(runner).__name__)

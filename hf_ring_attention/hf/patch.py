@@ -12,7 +12,7 @@ from ..ring.ring import Ring
 from .adapters import adapters_of, remember_pattern, use_pattern_of_adapters
 from .config import PatternsOfLayers, keep_implementation, layer_pattern, patch_config
 from .hooks import attach_ring
-from .hybrid_types import MIXERS
+from .hybrid_types import hybrids_of
 from .registration import IMPLEMENTATION
 from .support import check_model
 from .tensor_parallel import check_ring
@@ -64,11 +64,6 @@ def patch_model(
     if not isinstance(inner, PreTrainedModel):
         raise ValueError(f"patch_model: expected a Transformers model, or a wrapper of one, got {type(model).__name__}")
     check_model(inner, sharded=ring is not None and ring.world_size > 1)
-    hybrid = inner.config.get_text_config().model_type in MIXERS
-    if hybrid:
-        from ..hybrids.mixers import attach_mixers, check_mixers
-
-        check_mixers(inner)
     if ring is not None:
         check_ring(inner, ring)
     config = inner.config.get_text_config()
@@ -83,6 +78,7 @@ def patch_model(
         keep_implementation(inner.config)
     remember_pattern(adapters_of(model), inner.config)
     attach_ring(inner, ring)
-    if hybrid:
-        attach_mixers(inner)
+    hybrids = hybrids_of(config)
+    if hybrids is not None:
+        hybrids.attach_mixers(inner)
     return model

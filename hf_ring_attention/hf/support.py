@@ -18,7 +18,7 @@ from transformers import (
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ..compute.private import calls_the_interface, is_stateful
-from .hybrid_types import MIXERS, MIXERS_SINCE
+from .hybrid_types import MIXERS, MIXERS_SINCE, hybrids_of
 from .wrappers import decoder_of, runner_of
 
 #: The types of layers that are computed.
@@ -118,13 +118,6 @@ def _check_config(
         raise NotImplementedError(f"{name}: {_BEYOND_THE_INTERFACE[config.model_type]}: use 'sdpa' or 'eager'")
 
 
-def mixers_of(model: nn.Module, config: PretrainedConfig) -> list[tuple[str, nn.Module]]:
-    """Returns the mixers of a text model with their paths."""
-    name = MIXERS.get(config.model_type)
-    # FSDP 2 makes a class of its own for each module that it shards.
-    return [(path, x) for path, x in model.named_modules() if any(kind.__name__ == name for kind in type(x).__mro__)]
-
-
 def class_name(config: PretrainedConfig | None) -> str:
     """Returns the name of a config's model: that of its class, as far as the config tells."""
     if config is None:
@@ -175,12 +168,8 @@ def check_model(model: PreTrainedModel, sharded: bool) -> None:
     check_class(type(text_model), name)
     check_config(model.config, name)
     check_config(config, name)
-    mixers = tuple(f"{path}." for path, _ in mixers_of(text_model, config))
-    if not mixers and any(kind in _MIXER_LAYERS for kind in getattr(config, "layer_types", None) or ()):
-        raise NotImplementedError(
-            f"{name} has no module of the class {MIXERS.get(config.model_type)}, as the mixers of its layers are known: they "
-            f"have another name in this release of Transformers: use 'sdpa' or 'eager', or another release"
-        )
+    hybrids = hybrids_of(config)
+    mixers = () if hybrids is None else tuple(f"{path}." for path in hybrids.checked_mixers(model))
     for path, module in text_model.named_modules():
         known = any(word in path for word in _SENSES) or path.startswith(mixers)
         if not known and isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1:
