@@ -10,10 +10,16 @@ from transformers import PreTrainedModel
 from ..plan.patterns import Pattern
 from ..ring.ring import Ring
 from .adapters import adapters_of, remember_pattern, use_pattern_of_adapters
-from .config import PatternsOfLayers, keep_implementation, layer_pattern, patch_config
+from .config import (
+    PatternsOfLayers,
+    implementation_argument,
+    keep_implementation,
+    layer_pattern,
+    patch_config,
+    settings_of,
+)
 from .hooks import attach_ring
 from .hybrid_types import hybrids_of
-from .registration import IMPLEMENTATION
 from .support import check_model
 from .tensor_parallel import check_ring
 from .wrappers import unwrapped
@@ -69,12 +75,11 @@ def patch_model(
     config = inner.config.get_text_config()
     if pattern is not None:
         patch_config(inner.config, pattern)
-    elif getattr(config, IMPLEMENTATION, None) is None:
+    elif settings_of(config) is None:
         use_pattern_of_adapters(model, inner.config)
     layer_pattern(config, None)  # A config that is not understood is refused before the model is changed.
-    keys = [key for key in inner.config.sub_configs if getattr(inner.config, key, None) is config]
-    inner.set_attn_implementation({keys[0]: IMPLEMENTATION} if keys else IMPLEMENTATION)
-    if getattr(config, IMPLEMENTATION, None) is not None:
+    inner.set_attn_implementation(implementation_argument(inner.config))
+    if settings_of(config) is not None:
         keep_implementation(inner.config)
     remember_pattern(adapters_of(model), inner.config)
     attach_ring(inner, ring)
