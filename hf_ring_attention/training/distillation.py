@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..hf.config import warn_once
 from ..hf.exact import exact_attention
 from ..hf.forward_pass import CALL, Call, Head
 from ..hf.heads import watched
@@ -20,8 +20,6 @@ from ..hf.lm_loss import IGNORED
 from ..hf.rings import is_patched
 from ..hf.support import check_predicts_next
 from ..hf.wrappers import evaluating, unwrapped, whole_model, wrapped_modules
-
-logger = logging.getLogger(__name__)
 
 
 def distillation_loss(
@@ -69,7 +67,10 @@ def distillation_loss(
             f"pass the batch as to the model"
         )
     if _peft_of(model) is None:
-        _warn_of_moving(type(inner).__name__)
+        warn_once(
+            f"distillation_loss: {type(inner).__name__} has no adapters of PEFT, so the teacher has the weights that are being "
+            f"trained, and moves with them: add adapters, or watch the loss of texts that are held out"
+        )
     call = {"use_cache": False, **batch}
     hidden = _hidden_of_teacher(model, inner, {name: x for name, x in call.items() if not name.endswith("labels")})
     output = inner.get_output_embeddings()
@@ -86,16 +87,6 @@ def distillation_loss(
 def _peft_of(model: nn.Module) -> Any:
     """Returns the module with which PEFT wraps a model; None if it does not."""
     return next((module for module in wrapped_modules(model) if hasattr(module, "disable_adapter")), None)
-
-
-@lru_cache(maxsize=256)
-def _warn_of_moving(name: str) -> None:
-    logger.warning(
-        "distillation_loss: %s has no adapters of PEFT, so the teacher has the weights that are being trained, and moves with "
-        "them: the divergence can fall while texts are predicted worse; add adapters, which the teacher does without, or watch "
-        "the loss of texts that are held out",
-        name,
-    )
 
 
 def _hidden_of_teacher(model: nn.Module, inner: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor:
