@@ -8,9 +8,7 @@ formed once (torchtitan's chunked loss does so): backward only scales them.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Mapping, MutableMapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,14 +20,13 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ..compute.private import tree_map, without_numbers
 from ..plan.choices import Decision
 from ..ring.ring import Ring
+from .config import warn_once
 from .forward_pass import Head, SliceLoss, WholeRows, running
 from .heads import HeadCall, named_change
 from .join import whole_rows
 from .loss_bytes import BYTES_AT_ONCE
 from .not_formed import logits_not_formed
 from .support import calls_loss_function
-
-logger = logging.getLogger(__name__)
 
 #: The label of a token that is not predicted, as in Transformers.
 IGNORED = -100
@@ -54,7 +51,7 @@ class LossInSlices(HeadCall):
     Attributes:
         model: the model that was called; its output layer is watched.
         labels: [B, n] labels of next tokens, -100 for none, of whole rows.
-        rows: how the rows are cut; None or without a layout, they are not.
+        rows: the whole rows, and how the ranks of the ring divide them, if they do.
         of_slice: the loss of a slice.
         result: the mean loss of whole rows; None before it is computed.
     """
@@ -63,10 +60,11 @@ class LossInSlices(HeadCall):
     outside_of_hooks = False
 
     def __init__(
-        self, model: PreTrainedModel, labels: Tensor, rows: WholeRows | None, ring: Ring | None, of_slice: SliceLoss
+        self, model: PreTrainedModel, labels: Tensor, rows: WholeRows, ring: Ring | None, of_slice: SliceLoss
     ) -> None:
         super().__init__(model.get_output_embeddings())
-        self.model, self.labels, self.rows, self.ring, self.of_slice = model, labels, rows, ring, of_slice
+        self.model, self.labels, self.rows, self.of_slice = model, labels, rows, of_slice
+        self.ring = ring or Ring.alone()
         self.result: Tensor | None = None
         #: The sum of the losses of this rank's tokens.
         self._total: Tensor | None = None
@@ -80,14 +78,13 @@ class LossInSlices(HeadCall):
         super().keep_plain(plain)
         assert self.output is not None and self.hidden is not None
         change, forward = named_change(self.model.config), self.output.forward
-        labels = self.labels.to(self.hidden.device)
-        if self.rows is not None and self.rows.layout is not None and self.ring is not None:
-            labels = self.ring.shard(labels, self.rows.layout, fill=IGNORED)
+        labels, layout = self.labels.to(self.hidden.device), self.rows.layout
+        labels = (labels if layout is None else self.ring.shard(labels, layout, fill=IGNORED)).flatten()
         tokens = max(1, BYTES_AT_ONCE // (4 * plain.shape[-1]))
         weights = _tensors_of(self.output) if torch.is_grad_enabled() else []
 
         def of_slice(hidden: Tensor, place: slice) -> Tensor:
-            return self.of_slice(lambda x: change(forward(x)), hidden, labels.flatten()[place], place)
+            return self.of_slice(lambda x: change(forward(x)), hidden, labels[place], place)
 
         self._total = _sum_in_slices(of_slice, self.hidden.flatten(0, 1), weights, tokens)
 
@@ -106,8 +103,7 @@ class LossInSlices(HeadCall):
         total = self._total
         if self.returned is not None and self.returned.requires_grad:
             total = _Behind.apply(total, self.returned)
-        if self.ring is not None and self.ring.world_size > 1:
-            total = self.ring.side_by_side(total[None], 0).sum()
+        total = self.ring.side_by_side(total[None], 0).sum()
         items = (self.labels != IGNORED).sum() if items is None else items
         self.result = total / (items.to(total.device) if isinstance(items, Tensor) else items)
         # The model's logits are those of two tokens: a model that computes more of them must get no usable numbers.
@@ -119,7 +115,7 @@ class LossInSlices(HeadCall):
         if logits is self.plain and self.plain_is_intact:
             return True
         flag = torch.tensor(self.change(logits, self.model.config) is not None, device=logits.device)
-        return all(bool(of_rank) for of_rank in ([flag] if self.ring is None else self.ring.gather(flag)))
+        return all(bool(of_rank) for of_rank in self.ring.gather(flag))
 
     # ---- the output of the call
 
@@ -127,9 +123,9 @@ class LossInSlices(HeadCall):
         """Returns the output with the loss of whole rows, and without the logits of two tokens; None for an unsuited model."""
         self.unwatch()
         if not self._is_loss_of(output):
-            _UNSUITED[type(self.model)] = str(self.unsuited)
-            if self.ring is None or self.ring.rank == 0:
-                _log_unsuited(type(self.model).__name__, str(self.unsuited))
+            _UNSUITED[type(self.model)], name = str(self.unsuited), type(self.model).__name__
+            if self.ring.rank == 0:
+                warn_once(f"{name} {self.unsuited}, so the logits of whole rows are formed at once for its loss")
             return None
         plain = self.plain
         assert plain is not None
@@ -160,16 +156,11 @@ class LossInSlices(HeadCall):
         assert self.hidden is not None and self.output is not None
         if self._formed is None:
             hidden = self.hidden
-            if self.ring is not None and self.rows is not None and self.rows.layout is not None:
+            if self.rows.layout is not None:
                 hidden = whole_rows(hidden, self.rows, self.ring)
             with torch.no_grad():  # ZeRO 3 gathers weights for a call of the layer.
                 self._formed = named_change(self.model.config)(self.output(hidden))
         return self._formed
-
-
-@lru_cache(maxsize=256)
-def _log_unsuited(name: str, reason: str) -> None:
-    logger.warning("%s %s, so the logits of whole rows are formed at once for its loss", name, reason)
 
 
 # ---- sums of slices, and their gradients

@@ -29,17 +29,12 @@ _STATE = "it passes a state from token to token, which neither patterns nor shar
 #: The types of layers with mixers.
 _MIXER_LAYERS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid")
 
-#: Why a layer of another type is not computed; other types select keys by rules of their own.
-_REASONS = {
-    **dict.fromkeys(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "moe_mamba"), _STATE),
-}
-
 #: Why models with states that are no hybrids of `hybrid_types` are not computed, where it is not the states alone.
+_RECURRENT = (
+    "it has recurrent layers alone, and none that attends: there are no keys that a pattern could choose or a ring pass"
+)
 _STATEFUL = {
-    **dict.fromkeys(
-        ("mamba", "mamba2", "falcon_mamba", "xlstm"),
-        "it has recurrent layers alone, and none that attends: there are no keys that a pattern could choose or a ring pass",
-    ),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "xlstm"), _RECURRENT),
     **dict.fromkeys(
         ("qwen4_exp", "qwen4_exp_text"), "an indexer of its own selects keys, which no branch of a pattern is"
     ),
@@ -105,7 +100,8 @@ def _check_config(
     others = [number for number, kind in enumerate(layer_types) if kind not in computed]
     if others:
         kind = layer_types[others[0]]
-        reason = _REASONS.get(kind, "it selects keys by a rule of its own, which no branch of a pattern is")
+        selects = "it selects keys by a rule of its own, which no branch of a pattern is"
+        reason = _STATE if kind in (*_MIXER_LAYERS, "moe_mamba") else selects
         raise NotImplementedError(
             f"{name}: layer {others[0]} is of type {kind!r} (of this or another such type are layers {others}): "
             f"{reason}: ring_dilated computes layers of {', '.join(LAYER_TYPES)}: use 'sdpa' or 'eager'"
@@ -215,22 +211,5 @@ def calls_loss_function(model_class: type[Any]) -> bool:
     Decoders of encoder-decoder models do not: they neither shift labels nor take shifted ones.
     """
     forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in model_class.__mro__ if "forward" in vars(kind)]
-    return any("loss_function" in getattr(forward, "__code__", _NO_CODE).co_names for forward in forwards)
-
-
-_NO_CODE = compile("", "", "exec")
-
-
-def untrainable(model: PreTrainedModel) -> ValueError | None:
-    """Returns the error of a model that its config keeps from training, because it drops attention weights; else None."""
-    dropout = [
-        f"{name}={value}"
-        for name, value in vars(model.config.get_text_config()).items()
-        if "drop" in name and "att" in name and isinstance(value, float) and value > 0
-    ]
-    if not dropout:
-        return None
-    return ValueError(
-        f"{type(model).__name__} has attention dropout ({', '.join(dropout)}), and ring_dilated has none: set it to 0 in the "
-        f"config before the model is made"
-    )
+    codes = (getattr(forward, "__code__", None) for forward in forwards)
+    return any("loss_function" in getattr(code, "co_names", ()) for code in codes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -63,8 +63,7 @@ def distillation_loss(
         )
     if not any(isinstance(batch.get(name), Tensor) for name in ("labels", "shift_labels")):
         raise ValueError(
-            f"distillation_loss: expected labels, which choose the tokens that count, got {sorted(map(str, batch))}: "
-            f"pass the batch as to the model"
+            f"distillation_loss: expected labels, for the tokens that count, got {sorted(map(str, batch))}"
         )
     if _peft_of(model) is None:
         warn_once(
@@ -73,13 +72,9 @@ def distillation_loss(
         )
     call = {"use_cache": False, **batch}
     hidden = _hidden_of_teacher(model, inner, {name: x for name, x in call.items() if not name.endswith("labels")})
-    output = inner.get_output_embeddings()
-    # An output layer with adapters of its own is the teacher's only without them.
-    adapted = any(hasattr(module, "disable_adapters") for module in output.modules())
     if num_items_in_batch is not None:
         call["num_items_in_batch"] = num_items_in_batch
-    of_slice = partial(_divergence, hidden.flatten(0, 1), model if adapted else None)
-    result = model(**call, **{CALL: Call(of_slice=of_slice)})
+    result = model(**call, **{CALL: Call(of_slice=partial(_divergence, model, hidden.flatten(0, 1)))})
     loss: Tensor = result["loss"] if isinstance(result, Mapping) else result[0]
     return loss
 
@@ -91,27 +86,23 @@ def _peft_of(model: nn.Module) -> Any:
 
 def _hidden_of_teacher(model: nn.Module, inner: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor:
     """Returns [B, n local, width] the last hidden states of a model under exact attention, without adapters and dropout."""
-    output = inner.get_output_embeddings()
-    with exact_attention(model), _without_adapters(model), evaluating(inner), watched(output) as call:
+    watching = watched(inner.get_output_embeddings())
+    with exact_attention(model), _without_adapters(model), evaluating(inner), watching as call:
         model(**inputs)
     if call.hidden is None:
         raise NotImplementedError(
-            f"{type(inner).__name__} {call.unsuited or 'does not call its output layer'}, so there are no hidden states to "
-            f"make the teacher's predictions of"
+            f"{type(inner).__name__} {call.unsuited or 'does not call its output layer'}, so the teacher has no hidden states"
         )
     return call.hidden
 
 
-def _divergence(
-    teacher: Tensor, adapted: nn.Module | None, head: Head, hidden: Tensor, labels: Tensor, place: slice
-) -> Tensor:
+def _divergence(model: nn.Module, teacher: Tensor, head: Head, hidden: Tensor, labels: Tensor, place: slice) -> Tensor:
     """Returns the sum of the divergences of tokens with labels.
 
     Args:
-        teacher: [tokens, width] its hidden states, for all tokens of this rank.
-        adapted: the model, if its output layer has adapters.
+        teacher: [tokens, width] the teacher's hidden states of all tokens of this rank.
     """
-    with torch.no_grad(), nullcontext() if adapted is None else _without_adapters(adapted):
+    with torch.no_grad(), _without_adapters(model):  # The output layer may have adapters too.
         expected = F.log_softmax(head(teacher[place][None])[0].float(), dim=-1)
     predicted = F.log_softmax(head(hidden[None])[0].float(), dim=-1)
     divergences = F.kl_div(predicted, expected, reduction="none", log_target=True).sum(-1)

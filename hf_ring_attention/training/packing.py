@@ -109,16 +109,17 @@ def _pack_buffer(
     rows = best_fit([len(ids) for ids, _ in pieces], row_length)
     packed: dict[str, list[list[int]]] = {name: [] for name in _PACKED_COLUMNS}
     for row in rows:
-        lengths = [len(pieces[number][0]) for number in row]
+        in_row = [pieces[number] for number in row]
+        ids = np.concatenate([ids for ids, _ in in_row])
         parts = {
-            "input_ids": [pieces[number][0] for number in row],
-            "labels": [np.concatenate([[IGNORED], pieces[number][1][1:]]) for number in row],
-            "position_ids": [np.arange(length) for length in lengths],
-            "attention_mask": [np.ones(sum(lengths), np.int64)],
+            "input_ids": ids,
+            "labels": np.concatenate([part for _, labels in in_row for part in ([IGNORED], labels[1:])]),
+            "position_ids": np.concatenate([np.arange(len(ids)) for ids, _ in in_row]),
+            "attention_mask": np.ones(len(ids), np.int64),
         }
-        for name, arrays in parts.items():
-            padding = np.full(row_length - sum(lengths), IGNORED if name == "labels" else 0)
-            packed[name].append(np.concatenate([*arrays, padding]).tolist())
+        for name, part in parts.items():
+            padding = IGNORED if name == "labels" else 0
+            packed[name].append(np.pad(part, (0, row_length - len(ids)), constant_values=padding).tolist())
     return packed
 
 

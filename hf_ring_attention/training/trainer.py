@@ -23,7 +23,6 @@ from transformers.trainer_utils import seed_worker
 from ..compute.private import check_trainer, check_trl
 from ..hf.config import settings_of, use_settings
 from ..hf.patch import patch_model
-from ..hf.support import untrainable
 from ..hf.wrappers import unwrapped
 from ..ring.mesh import without_cp
 from ..ring.ring import Ring
@@ -76,22 +75,10 @@ class RingTrainingArguments(TrainingArguments):
         return torch.device("cpu") if device.type == "cpu" else device
 
 
-def cp_size_of(args: TrainingArguments) -> int:
-    """Returns the cp_size of the arguments' ParallelismConfig, which is another name of ring_size; 1 without a config."""
+def _cp_size_of(args: TrainingArguments) -> int:
+    """Returns the cp_size of the arguments' ParallelismConfig, another name of ring_size; 1 without a config."""
     config: Any = args.parallelism_config
     return 1 if config is None else int(config.cp_size)
-
-
-def parallelism_beside_rings(args: TrainingArguments) -> Any:
-    """Returns the ParallelismConfig of the accelerator of a Trainer that shards sequences over rings; None for none.
-
-    It has no cp_size, which Accelerate takes with FSDP 2 alone, and by which Trainer would cut each row once more. A config
-    that had nothing but a cp_size is left out: on a CPU, Accelerate refuses any.
-    """
-    config: Any = args.parallelism_config
-    if cp_size_of(args) == 1:
-        return config
-    return None if config.total_size == config.cp_size else without_cp(config)
 
 
 class RingTrainerMixin(_Trainer):
@@ -143,33 +130,26 @@ class RingTrainerMixin(_Trainer):
         default = getattr(RingTrainingArguments, name)
         return self.ring_settings.get(name, getattr(self.args, name, default))
 
-    def _ring_size(self) -> int | None:
-        """Returns the ring size, or else the cp_size of the arguments; 1 for a process alone that has neither.
-
-        `Ring.from_accelerator` refuses None for several processes, unless the environment has set a cp_size.
-        """
-        size: int | None = self.ring_setting("ring_size")
-        if size is None and cp_size_of(self.args) > 1:
-            return cp_size_of(self.args)
-        return 1 if size is None and self.accelerator.state.num_processes == 1 else size
-
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the accelerator, and then the ring, and patches the model."""
-        config, self.args.parallelism_config = self.args.parallelism_config, parallelism_beside_rings(self.args)
+        args, cp_size, config = self.args, _cp_size_of(self.args), self.args.parallelism_config
+        if config is not None and cp_size > 1:
+            # Accelerate takes a cp_size with FSDP 2 alone, Trainer would cut each row once more, and on a CPU Accelerate
+            # refuses any config.
+            args.parallelism_config = None if config.total_size == cp_size else without_cp(config)
         try:
             super().create_accelerator_and_postprocess()
         finally:
-            self.args.parallelism_config = config
-        self.ring = Ring.from_accelerator(
-            self.accelerator,
-            self._ring_size(),
-            layout=self.ring_setting("ring_layout"),
-            transport=self.ring_setting("ring_transport"),
-            heads=self.ring_setting("ring_heads"),
-        )
+            args.parallelism_config = config
+        size = self.ring_setting("ring_size")
+        if size is None and (cp_size > 1 or self.accelerator.state.num_processes == 1):
+            size = cp_size
+        names = ("layout", "transport", "heads")
+        settings = {name: self.ring_setting(f"ring_{name}") for name in names}
+        self.ring = Ring.from_accelerator(self.accelerator, size, **settings)
         if self.model is not None:
             patch_model(self.model, ring=self.ring)
-        steps, args = getattr(self.args, "steps_per_generation", None), self.args
+        steps = getattr(args, "steps_per_generation", None)
         if steps is not None and hasattr(args, "generation_batch_size"):  # TRL counted processes.
             args.generation_batch_size = args.per_device_train_batch_size * self.ring.dp_size * steps
 
@@ -179,15 +159,14 @@ class RingTrainerMixin(_Trainer):
 
     def _patch_beside(self) -> None:
         """Gives the models that score beside the trained one the same ring; a reference model gets its pattern too."""
-        config = unwrapped(self.model).config.get_text_config()
+        settings = settings_of(unwrapped(self.model).config.get_text_config())
         for name in ("ref_model", "teacher_model"):
             model = unwrapped(getattr(self, name, None))
-            if not isinstance(model, PreTrainedModel):
-                continue
-            settings = settings_of(config)
-            if name == "ref_model" and settings is not None and settings_of(model.config.get_text_config()) is None:
-                use_settings(model.config, settings)
-            patch_model(model, ring=self.ring)
+            if isinstance(model, PreTrainedModel):
+                own = settings_of(model.config.get_text_config())
+                if name == "ref_model" and settings is not None and own is None:
+                    use_settings(model.config, settings)
+                patch_model(model, ring=self.ring)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Returns the number of rows of an optimizer step, those of all rings."""
@@ -270,10 +249,14 @@ def is_finite_step(accelerator: Any, loss: float, norm: float) -> bool:
 def _wrong_settings(trainer: Any) -> ValueError | None:
     """Returns the error of a Trainer whose settings mean something else over rings; None if all is right."""
     args, sharded = trainer.args, trainer.ring.world_size > 1
-    error = untrainable(unwrapped(trainer.model))
-    if error is not None:
-        return error
-    cp_size = cp_size_of(args)
+    model = unwrapped(trainer.model)
+    for name, value in vars(model.config.get_text_config()).items():
+        if "drop" in name and "att" in name and isinstance(value, float) and value > 0:
+            return ValueError(
+                f"{type(model).__name__} has attention dropout ({name}={value}), and ring_dilated has none: set it to 0 in the "
+                f"config before the model is made"
+            )
+    cp_size = _cp_size_of(args)
     if cp_size not in (1, trainer.ring.world_size):
         return ValueError(
             f"ring_size={trainer.ring.world_size} and cp_size={cp_size} of the parallelism_config are two names of one "
@@ -350,6 +333,3 @@ class RingTrainer(RingTrainerMixin, Trainer):
         {'train_runtime': ...}
         2
     """
-
-    def __init__(self, model: Any = None, args: RingTrainingArguments | None = None, **kwargs: Any) -> None:
-        super().__init__(model, RingTrainingArguments("tmp_trainer") if args is None else args, **kwargs)
