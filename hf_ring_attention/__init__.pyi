@@ -26,11 +26,11 @@ from .ring.attention import ring_attention as ring_attention
 from .ring.ring import Ring as Ring
 from .ring.simulation import run_simulated as run_simulated
 from .ring.simulation import simulate as simulate
-from .training.arguments import RingTrainingArguments as RingTrainingArguments
 from .training.distillation import distillation_loss as distillation_loss
 from .training.packing import pack_documents as pack_documents
 from .training.trainer import RingTrainer as RingTrainer
 from .training.trainer import RingTrainerMixin as RingTrainerMixin
+from .training.trainer import RingTrainingArguments as RingTrainingArguments
 from .transport.lost_processes import naming_lost_processes as naming_lost_processes
 from .transport.transports import Traffic as Traffic
 

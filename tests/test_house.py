@@ -27,7 +27,7 @@ LATE = {
     ("ring.ring", "training.accelerator"),
     ("plan.patterns", "plan.plans"),
     *(("hf.registration", f"hf.{module}") for module in ("attention", "masks", "config", "adapters")),
-    ("hf.patch", "hybrids.mixers"),
+    ("hf.hybrid_types", "hybrids.models"),
     ("hf.on_import", "hf.registration"),
 }
 #: The first folder that may import a library when it is imported itself.

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ..hf.models import supported_models
 from ..hf.registration import IMPLEMENTATION
-from ..hf.support import mixers_of
+from ..hybrids.models import mixers_of
 from ..plan.patterns import Pattern
 from .attention import ModelAttention
 from .models import attention_of_model, config_of

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..compute.private import implementation_of
-from .config import check_settings, has_only_exact_attention, text_of_settings, use_settings, warn_once
+from .config import check_settings, has_only_exact_attention, settings_of, text_of_settings, use_settings, warn_once
 from .registration import IMPLEMENTATION
 from .wrappers import wrapped_modules
 
@@ -25,7 +25,7 @@ class _MappingWithPattern:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any] | None:
         text_config = self.config.get_text_config()
-        settings = getattr(text_config, IMPLEMENTATION, None)
+        settings = settings_of(text_config)
         mapping = dict(self.mapping)
         if settings is not None and implementation_of(text_config) == IMPLEMENTATION:
             mapping.pop(IMPLEMENTATION, None)
@@ -45,18 +45,16 @@ def check_adapters(adapters: Mapping[str, Any], config: PretrainedConfig) -> Non
         ValueError: an adapter whose pattern is not understood.
     """
     text_config = config.get_text_config()
-    computes = implementation_of(text_config) == IMPLEMENTATION
-    own = getattr(text_config, IMPLEMENTATION, None) if computes else None
-    for name, adapter in adapters.items():
-        saved = _saved_in(adapter)
-        if saved is not None:
-            check_settings(saved, text_config, f"adapter {name!r}")
-            if own is None or text_of_settings(own) != text_of_settings(saved):
-                now = f"attention by {implementation_of(text_config)!r}" if own is None else text_of_settings(own)
-                warn_once(
-                    f"adapter {name!r} was trained under {text_of_settings(saved)}, and its model computes {now}: call "
-                    f"ra.patch_model(model{'' if own is None else ', pattern'}) for the pattern of the adapter"
-                )
+    implementation, settings = implementation_of(text_config), settings_of(text_config)
+    own = text_of_settings(settings) if settings is not None and implementation == IMPLEMENTATION else None
+    computed, remedy = (f"attention by {implementation!r}", "model") if own is None else (own, "model, pattern")
+    for name, saved in _saved_in(adapters, text_config).items():
+        trained = text_of_settings(saved)
+        if own != trained:
+            warn_once(
+                f"adapter {name!r} was trained under {trained}, and its model computes {computed}: call "
+                f"ra.patch_model({remedy}) for the pattern of the adapter"
+            )
     remember_pattern(adapters, config)
 
 
@@ -79,16 +77,12 @@ def use_pattern_of_adapters(model: nn.Module, config: PretrainedConfig) -> None:
     Raises:
         ValueError: adapters of several patterns, or a pattern that is not understood.
     """
-    adapters = adapters_of(model)
-    saved = {name: found for name, adapter in adapters.items() if (found := _saved_in(adapter)) is not None}
-    if not saved:
-        return
-    for name, settings in saved.items():
-        check_settings(settings, config.get_text_config(), f"adapter {name!r}")
+    saved = _saved_in(adapters_of(model), config.get_text_config())
     texts = {name: text_of_settings(settings) for name, settings in saved.items()}
     if len({*texts.values()}) > 1:
         raise ValueError(f"patch_model: the adapters were trained under different patterns, {texts}: pass one of them")
-    use_settings(config, next(iter(saved.values())))
+    if saved:
+        use_settings(config, next(iter(saved.values())))
 
 
 def adapters_of(model: nn.Module) -> Mapping[str, Any]:
@@ -97,7 +91,17 @@ def adapters_of(model: nn.Module) -> Mapping[str, Any]:
     return next((configs for configs in found if isinstance(configs, Mapping)), {})
 
 
-def _saved_in(adapter: Any) -> Any:
-    mapping = getattr(adapter, _FIELD, None)
-    mapping = mapping.mapping if isinstance(mapping, _MappingWithPattern) else mapping
-    return mapping.get(IMPLEMENTATION) if isinstance(mapping, Mapping) else None
+def _saved_in(adapters: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Mapping[str, Any]]:
+    """Returns the patterns that were saved with adapters, by their names, for a model with this text config.
+
+    Raises:
+        ValueError: a pattern that is not understood.
+    """
+    saved = {}
+    for name, adapter in adapters.items():
+        mapping = getattr(adapter, _FIELD, None)
+        mapping = mapping.mapping if isinstance(mapping, _MappingWithPattern) else mapping
+        if isinstance(mapping, Mapping) and mapping.get(IMPLEMENTATION) is not None:
+            check_settings(mapping[IMPLEMENTATION], config, f"adapter {name!r}")
+            saved[name] = mapping[IMPLEMENTATION]
+    return saved

@@ -1,8 +1,7 @@
-"""Checks calls of a model over a ring before anything is computed, and remembers the cache that generation goes on from."""
+"""Checks calls of a model over a ring before anything is computed."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,45 +13,6 @@ from ..transport.agreement import digest
 from .cache import ShardedCache
 from .documents import documents_from_mask
 from .positions import first_position, places_of
-
-#: The attribute of a model's runner that holds a weak reference to the cache that `prefill` filled last.
-_PREFILLED = "_ring_dilated_prefilled"
-
-
-def remember_prefill(runner: nn.Module, cache: ShardedCache | None) -> None:
-    """Keeps a weak reference to a cache, for the error of a model that gives it up while it generates; None forgets it."""
-    setattr(runner, _PREFILLED, None if cache is None else weakref.ref(cache))
-
-
-def switching_length(config: Any) -> int | None:
-    """Returns the row length beyond which a model rotates all keys differently, so that no cache serves; None if none."""
-    length = getattr(config, "original_max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    return length if isinstance(length, int) and rope.get("rope_type") == "longrope" else None
-
-
-def check_given_up_cache(runner: nn.Module, tokens: Tensor, kwargs: Mapping[str, Any]) -> None:
-    """Refuses a call in place of a step, if Transformers' generate has given up its sharded cache.
-
-    Transformers 5.24 passes the whole sequence, and 5.17 the last token alone, under a mask of the whole sequence.
-
-    Raises:
-        ValueError: such a call.
-    """
-    mask = kwargs.get("attention_mask")
-    row = max(tokens.shape[1], mask.shape[-1] if isinstance(mask, Tensor) else 0)
-    length, reference = switching_length(runner.config), getattr(runner, _PREFILLED, None)
-    cache = None if reference is None else reference()
-    if length is None or cache is None or kwargs.get("use_cache") is not True:
-        return
-    if not cache.get_seq_length() <= length < row:
-        return
-    raise ValueError(
-        f"{type(runner).__name__} rotates keys differently once a row is longer than original_max_position_embeddings = "
-        f"{length} tokens, and generate gives up the sharded cache there to compute the whole sequence of "
-        f"{row} tokens again: fill another cache with cache = ra.prefill(model, row), where row has all tokens so "
-        f"far, {length + 1} at least, and go on from it"
-    )
 
 
 def checked_step(ring: Ring, cache: ShardedCache, tokens: Tensor | None, kwargs: Mapping[str, Any]) -> HeldKeys:

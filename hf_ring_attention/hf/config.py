@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
@@ -15,10 +15,8 @@ from transformers import PretrainedConfig
 
 from ..compute.private import implementation_of, set_implementation
 from ..plan.branches import Branch
-from ..plan.layouts import SequenceLayout
 from ..plan.parts import fewest_last
 from ..plan.patterns import Pattern, as_pattern
-from ..ring.ring import Ring
 from .hybrid_types import MIXERS
 from .registration import IMPLEMENTATION
 from .support import check_config, class_name
@@ -84,51 +82,42 @@ def unpatched_pattern(of_model: Branch | None) -> Pattern:
     return Pattern.exact() if of_model is None else Pattern((of_model,))
 
 
-#: Cache: parsed patterns, keyed by the identity of a config's attribute, with a copy that tells whether it has changed.
-#: Each layer asks at every token that is generated, and comparing is far cheaper than parsing.
-_read: dict[int, tuple[Any, int | None, _Patterns]] = {}
+#: Cache: parsed patterns, by the text of a config's attribute, because each layer asks at every token that is generated.
+_parsed_before: dict[tuple[str, int | None], _Patterns] = {}
 
 
 def _patterns(config: Any) -> _Patterns:
-    settings = getattr(config, IMPLEMENTATION, None)
+    settings, num_layers = settings_of(config), getattr(config, "num_hidden_layers", None)
     if settings is None:
         return _Patterns(None, {})
-    num_layers = getattr(config, "num_hidden_layers", None)
-    entry = _read.get(id(settings))
-    if entry is None or entry[:2] != (settings, num_layers):
-        if len(_read) >= 256:
-            _read.clear()
-        entry = _read[id(settings)] = copy.deepcopy(settings), num_layers, _parsed(settings, num_layers)
-    return entry[2]
+    key = repr(settings), num_layers
+    if key not in _parsed_before:
+        if len(_parsed_before) >= 256:
+            _parsed_before.clear()
+        _parsed_before[key] = _parsed(settings, num_layers)
+    return _parsed_before[key]
 
 
 def _parsed(settings: Any, num_layers: int | None) -> _Patterns:
     """Parses every key: a key that was ignored would mean exact attention where a pattern was asked for."""
-    wrong = f"config.{IMPLEMENTATION} must be what ra.patch_config(config, pattern, layers=...) writes, "
-    remedy = "call ra.patch_config, or delete the attribute for exact attention"
-    if not isinstance(settings, Mapping):
-        raise ValueError(f"{wrong}a dict with 'pattern' or 'layers', got {settings!r}: {remedy}")
-    unknown = sorted(str(key) for key in settings if key not in ("pattern", "layers", "hint"))
-    if unknown or not {*settings} - {"hint"}:
-        raise ValueError(
-            f"{wrong}a dict with 'pattern' or 'layers', got {'unknown keys' if unknown else 'no keys'} {unknown}: {remedy}"
-        )
-    layers = settings.get("layers", {})
-    if not isinstance(layers, Mapping) or not all(
-        isinstance(number, str) and re.fullmatch("[0-9]{1,6}", number) for number in layers
-    ):
-        raise ValueError(
-            f"{wrong}where 'layers' is a dict by layer number, written as text as in JSON ({{'0': ...}}), got {layers!r}: "
-            f"{remedy}"
-        )
-    beyond = [number for number in layers if num_layers is not None and int(number) >= num_layers]
-    if beyond:
-        raise ValueError(f"{wrong}for layers 0..{num_layers - 1} of this config, got layers {beyond}: {remedy}")  # type: ignore[operator]
     try:
+        keys = {*settings} - {"hint"} if isinstance(settings, Mapping) else set()
+        if not keys or not keys <= {"pattern", "layers"}:
+            raise ValueError(f"expected a dict with 'pattern' or 'layers', got keys {sorted(map(str, keys))}")
+        layers = settings.get("layers", {})
+        numbers = [*layers] if isinstance(layers, Mapping) else [layers]
+        if not all(isinstance(number, str) and re.fullmatch("[0-9]{1,6}", number) for number in numbers):
+            raise ValueError("'layers' must be a dict by layer number, written as text as in JSON: {'0': ...}")
+        beyond = [number for number in numbers if num_layers is not None and int(number) >= num_layers]
+        if beyond:
+            raise ValueError(f"expected layers of a config with {num_layers} layers, got {beyond}")
         pattern = Pattern.from_dict(settings["pattern"]) if "pattern" in settings else None
-        return _Patterns(pattern, {int(number): Pattern.from_dict(written) for number, written in layers.items()})
+        return _Patterns(pattern, {int(number): Pattern.from_dict(layers[number]) for number in numbers})
     except ValueError as error:
-        raise ValueError(f"{wrong}got {settings!r}: {error}: {remedy}") from error
+        raise ValueError(
+            f"config.{IMPLEMENTATION} must be as ra.patch_config writes it, got {settings!r}: {error}: call ra.patch_config, "
+            f"or delete the attribute for exact attention"
+        ) from error
 
 
 class _Implementation:
@@ -147,8 +136,14 @@ class _Implementation:
         text_config = self.config.get_text_config()
         if implementation_of(text_config) != IMPLEMENTATION or has_only_exact_attention(text_config):
             return None  # Whoever loads the config chooses.
-        keys = [key for key in self.config.sub_configs if getattr(self.config, key, None) is text_config]
-        return {keys[0]: IMPLEMENTATION} if keys else IMPLEMENTATION
+        return implementation_argument(self.config)
+
+
+def implementation_argument(config: PretrainedConfig) -> Any:
+    """Returns "ring_dilated" for the text model of a config, as Transformers takes an `attn_implementation`."""
+    text_config = config.get_text_config()
+    keys = [key for key in config.sub_configs if getattr(config, key, None) is text_config]
+    return {keys[0]: IMPLEMENTATION} if keys else IMPLEMENTATION
 
 
 def keep_implementation(config: PretrainedConfig) -> None:
@@ -172,10 +167,8 @@ def check_made(config: PretrainedConfig, name: str) -> None:
         ValueError: a `ring_dilated` that is not understood.
     """
     text_config = config.get_text_config()
-    try:
-        _patterns(text_config)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
+    if settings_of(text_config) is not None:
+        check_settings(settings_of(text_config), text_config, name)
     implementation = implementation_of(text_config)
     if implementation == IMPLEMENTATION:
         keep_implementation(config)
@@ -226,9 +219,13 @@ def settings_of(config: PretrainedConfig) -> Mapping[str, Any] | None:
     return settings
 
 
-def use_settings(config: PretrainedConfig, settings: Mapping[str, Any]) -> None:
-    """Gives a config settings that `check_settings` has passed."""
-    _with_settings(config, {key: copy.deepcopy(value) for key, value in settings.items() if key != "hint"})
+def use_settings(config: PretrainedConfig, settings: Mapping[str, Any]) -> PretrainedConfig:
+    """Gives a config settings that were checked, and makes "ring_dilated" its implementation."""
+    text_config = config.get_text_config()
+    setattr(text_config, IMPLEMENTATION, {**copy.deepcopy(dict(settings)), "hint": _HINT})
+    set_implementation(text_config, IMPLEMENTATION)
+    keep_implementation(config)
+    return config
 
 
 @lru_cache(maxsize=256)
@@ -251,11 +248,6 @@ def warn_of_no_pattern() -> None:
 def model_pattern(model: Any) -> Pattern:
     """Returns the pattern that decides the layout of a model's rows: the one that was set for all its layers."""
     return layer_pattern(model.config.get_text_config(), None)
-
-
-def model_layout(config: Any, ring: Ring, seq_len: int) -> SequenceLayout:
-    """Returns the layout of a model's rows: the same for all its layers, decided by the pattern set for all of them."""
-    return ring.layout_for(seq_len, layer_pattern(config, None))
 
 
 def fewest_last_of(config: Any) -> int | None:
@@ -306,66 +298,63 @@ def patch_config(
         >>> sorted(config.to_dict()["ring_dilated"])  # saved with the config, and loaded with it
         ['hint', 'layers', 'pattern']
     """
-    longnet = segment_lengths is not None or dilation_rates is not None
-    if (pattern is not None) == longnet:
-        raise ValueError(
-            "patch_config: pass either pattern=, or segment_lengths= and dilation_rates=, not "
-            f"{'both' if longnet else 'neither'}"
-        )
-    if longnet:
-        if segment_lengths is None or dilation_rates is None:
-            raise ValueError(
-                "patch_config: segment_lengths and dilation_rates go together, and one is missing: pass both"
-            )
+    if segment_lengths is not None and dilation_rates is not None and pattern is None:
         pattern = Pattern.longnet(segment_lengths, dilation_rates)
+    elif pattern is None or segment_lengths is not None or dilation_rates is not None:
+        raise ValueError("patch_config: pass either pattern=, or both segment_lengths= and dilation_rates=")
     text_config = config.get_text_config()
+    check_config(text_config)
+    _patterns(text_config)
+    settings: dict[str, Any] = {}
     if isinstance(pattern, PatternsOfLayers):
         if layers is not None:
             raise ValueError("patch_config: a calibration has patterns for layers of its own: leave layers out")
-        return _patch_layers(config, pattern)
-    pattern = as_pattern(pattern, "patch_config")  # type: ignore[arg-type]
-    check_config(text_config)
-    _check_kv_heads(pattern, text_config)
-    _patterns(text_config)
-    settings: dict[str, Any] = {"pattern": pattern.to_dict()}
-    if layers is not None:
-        settings = dict(getattr(text_config, IMPLEMENTATION, None) or {})
-        numbers = [*_checked_layers(layers, text_config)]
-        if not numbers:
-            raise ValueError("patch_config: layers is empty: name the layers, or leave it out for all of them")
-        settings["layers"] = {**settings.get("layers", {}), **{str(n): pattern.to_dict() for n in numbers}}
-    return _with_settings(config, settings)
-
-
-def _patch_layers(config: PretrainedConfig, patterns: PatternsOfLayers) -> PretrainedConfig:
-    """Stores patterns of single layers in a config, in place of whatever it has."""
-    text_config, layers = config.get_text_config(), patterns.layers
-    check_config(text_config)
-    if patterns.num_hidden_layers != text_config.num_hidden_layers:
-        raise ValueError(
-            f"patch_config: the calibration is of a model of {patterns.num_hidden_layers} layers, and "
-            f"{class_name(text_config)} has {text_config.num_hidden_layers}: calibrate this model"
-        )
-    numbers = [*_checked_layers(layers, text_config)]
-    types = getattr(text_config, "layer_types", None) or ()
-    without_window: Iterable[int] = (number for number, kind in enumerate(types) if kind == "full_attention")
-    if not types and text_config.model_type not in MIXERS and not _has_windows(text_config):
-        without_window = range(text_config.num_hidden_layers)
-    left_out = next((number for number in without_window if number not in layers), None)
-    if left_out is not None:
-        raise ValueError(
-            f"patch_config: the calibration has patterns for layers {numbers} and none for layer {left_out} of "
-            f"{class_name(text_config)}, which would attend exactly: calibrate this model"
-        )
-    windows = [layer for layer in layers if layer < len(types) and types[layer] in _WINDOWS]
-    if windows:
-        raise ValueError(
-            f"patch_config: the calibration has patterns for layers {windows}, of which {class_name(text_config)} computes "
-            f"{types[windows[0]]} by itself, so that it is of another model: calibrate this model"
-        )
-    for pattern in layers.values():
+        _check_calibration(pattern, text_config)
+        of_layers = pattern.layers
+    else:
+        pattern = as_pattern(pattern, "patch_config")
         _check_kv_heads(pattern, text_config)
-    return _with_settings(config, {"layers": {str(layer): pattern.to_dict() for layer, pattern in layers.items()}})
+        if layers is None:
+            of_layers, settings = {}, {"pattern": pattern.to_dict()}
+        else:
+            of_layers, settings = _by_layer(pattern, layers, text_config), dict(settings_of(text_config) or {})
+    for of_layer in of_layers.values():
+        _check_kv_heads(of_layer, text_config)
+    if of_layers:
+        changed = {str(number): of_layer.to_dict() for number, of_layer in of_layers.items()}
+        settings["layers"] = {**settings.get("layers", {}), **changed}
+    return use_settings(config, settings)
+
+
+def _by_layer(pattern: Pattern, layers: Iterable[int], config: PretrainedConfig) -> dict[int, Pattern]:
+    """Returns a pattern for each of these layers; it reads no further than to a layer that the model does not have."""
+    by_layer, count = {}, config.num_hidden_layers
+    for number in layers:
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < count:
+            raise ValueError(f"patch_config: layers must be integers among 0..{count - 1}, got {number!r}")
+        by_layer[number] = pattern
+    if not by_layer:
+        raise ValueError("patch_config: layers is empty: name the layers, or leave it out for all of them")
+    return by_layer
+
+
+def _check_calibration(calibration: PatternsOfLayers, config: PretrainedConfig) -> None:
+    """Refuses a calibration of another model: it has a pattern for each layer without a window or chunks of its own."""
+    name, types = class_name(config), getattr(config, "layer_types", None) or ()
+    if calibration.num_hidden_layers != config.num_hidden_layers:
+        raise ValueError(
+            f"patch_config: the calibration is of a model of {calibration.num_hidden_layers} layers, and {name} has "
+            f"{config.num_hidden_layers}: calibrate this model"
+        )
+    needed = {number for number, kind in enumerate(types) if kind == "full_attention"}
+    if not types and config.model_type not in MIXERS and not _has_windows(config):
+        needed = {*range(config.num_hidden_layers)}
+    windows = {number for number, kind in enumerate(types) if kind in _WINDOWS}
+    if needed - {*calibration.layers} or windows & {*calibration.layers}:
+        raise ValueError(
+            f"patch_config: the calibration has patterns for layers {[*calibration.layers]}, and {name} needs them for "
+            f"{sorted(needed)}: calibrate this model"
+        )
 
 
 def _has_windows(config: PretrainedConfig) -> bool:
@@ -374,20 +363,3 @@ def _has_windows(config: PretrainedConfig) -> bool:
     if types:
         return any(kind in _WINDOWS for kind in types)
     return any(getattr(config, name, None) is not None for name in ("sliding_window", "attention_chunk_size"))
-
-
-def _checked_layers(numbers: Iterable[int], config: PretrainedConfig) -> Iterator[int]:
-    """Yields the numbers of layers up to one that the model does not have, however many follow."""
-    count = config.num_hidden_layers
-    for number in numbers:
-        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < count:
-            raise ValueError(f"patch_config: layers must be integers among 0..{count - 1}, got {number!r}")
-        yield number
-
-
-def _with_settings(config: PretrainedConfig, settings: dict[str, Any]) -> PretrainedConfig:
-    text_config = config.get_text_config()
-    setattr(text_config, IMPLEMENTATION, {"hint": _HINT, **settings})
-    set_implementation(text_config, IMPLEMENTATION)
-    keep_implementation(config)
-    return config

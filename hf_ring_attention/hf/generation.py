@@ -11,15 +11,17 @@ from transformers import PreTrainedModel
 
 from ..ring.ring import Ring
 from ..transport.agreement import digest
-from .cache import ShardedCache, cache_argument, sharded_cache
-from .calls import remember_prefill, switching_length
-from .config import model_layout
+from .cache import ShardedCache, cache_argument
+from .config import model_pattern
 from .heads import watched
-from .hybrid_types import STATES_INSIDE
+from .hybrid_types import hybrids_of
 from .rings import attached_ring
-from .wrappers import evaluating, runner_of, whole_model
+from .wrappers import evaluating, whole_model
 
 logger = logging.getLogger(__name__)
+
+#: The setting of models of type "longrope" whose keys no cache can hold in rows longer than this.
+_SWITCH = "original_max_position_embeddings"
 
 
 @torch.no_grad()
@@ -57,22 +59,19 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
         [True, True]
     """
     inner = whole_model(model, "prefill")
-    ring = attached_ring(inner) or Ring.alone()
-    arguments = inspect.signature(inner.forward).parameters
-    inside = next((name for module in inner.modules() if (name := type(module).__name__) in STATES_INSIDE), None)
+    config, ring = inner.config.get_text_config(), attached_ring(inner) or Ring.alone()
+    hybrids = hybrids_of(config)
     with ring.agreement("prefill") as call:
-        if inside is not None:
-            raise NotImplementedError(
-                f"prefill: {inside} keeps its state in the model itself, from which no cache can go on: generate on one "
-                f"process (ring=None) without prefill"
-            )
+        if hybrids is not None:
+            hybrids.check_prefill(inner)
         if input_ids.dim() != 2 or 0 in input_ids.shape:
             raise ValueError(f"prefill: input_ids must be [batch, tokens], got {tuple(input_ids.shape)}")
-        if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if mask.shape != input_ids.shape:
             raise ValueError(
-                f"prefill: attention_mask must be {tuple(input_ids.shape)} like input_ids, got {tuple(attention_mask.shape)}"
+                f"prefill: attention_mask must be {tuple(input_ids.shape)} like input_ids, got {tuple(mask.shape)}"
             )
-        if attention_mask is not None and not bool(attention_mask.all()) and "position_ids" not in arguments:
+        if not bool(mask.all()) and "position_ids" not in inspect.signature(inner.forward).parameters:
             raise ValueError(
                 f"prefill: {type(model).__name__}.generate would number padded rows differently from prefill, because "
                 f"it takes no position_ids: pass rows without padding"
@@ -80,10 +79,8 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
         call.same("the shape of input_ids", tuple(input_ids.shape))
         call.same("a checksum of input_ids", digest(input_ids))
         call.same("whether attention_mask is given", attention_mask is not None)
-    config = inner.config.get_text_config()
-    layout = model_layout(config, ring, input_ids.shape[1])
-    cache = sharded_cache(layout, config)
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    layout = ring.layout_for(input_ids.shape[1], model_pattern(inner))
+    cache: ShardedCache = (ShardedCache if hybrids is None else hybrids.sharded_hybrid_cache)(layout, config)
     positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
     # Nothing reads the hidden states, so they are not joined.
     with evaluating(inner), watched(None):
@@ -94,14 +91,13 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
             use_cache=True,
             **cache_argument(cache),
         )
-    cache.keep_states()
-    if ring.world_size > 1:
-        remember_prefill(runner_of(inner), cache)
-        longest = switching_length(config)
-        if longest is not None and input_ids.shape[1] <= longest and ring.rank == 0:
-            logger.warning(
-                "%s rotates keys differently in rows of more than %d tokens: with this cache of %d tokens, generation can go "
-                "on up to %d tokens in all; for more, prefill more than that",
-                type(inner).__name__, longest, input_ids.shape[1], longest,
-            )  # fmt: skip
+    if hybrids is not None:
+        cache.keep_states()  # type: ignore[attr-defined]
+    rope, longest = getattr(config, "rope_parameters", None) or {}, getattr(config, _SWITCH, None)
+    if rope.get("rope_type") == "longrope" and ring.rank == 0 and layout.seq_len <= (longest or 0):
+        logger.warning(
+            "%s rotates keys differently in rows of more than %d tokens: there generate gives up this cache of %d tokens, and "
+            "every rank computes whole rows: prefill more than %d tokens",
+            type(inner).__name__, longest, layout.seq_len, longest,
+        )  # fmt: skip
     return cache

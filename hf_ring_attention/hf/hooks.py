@@ -17,7 +17,7 @@ from ..compute.private import remove_hooks
 from ..ring.attention import UNTRACEABLE, check_not_traced
 from ..ring.ring import Ring
 from .cache import ShardedCache, cache_in, cache_names
-from .calls import check_places, remember_prefill
+from .calls import check_places
 from .cut import by_name, cut, tokens_in, whole_positions
 from .forward_pass import ForwardPass, WholeRows, drop_broken_passes, running
 from .join import joined_output, kept, whole_rows
@@ -36,7 +36,6 @@ def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
     for module in model.modules():
         remove_hooks(module, _is_own)
         set_ring(module, None)
-    remember_prefill(runner, None)
     for module in decoder_of(model).modules():
         set_ring(module, ring)
     set_ring(model, ring)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 #: The first release of Transformers whose mixers are known: those of earlier ones have other names, caches and calls.
 MIXERS_SINCE = "5.23"
 
@@ -27,5 +29,11 @@ MIXERS = {
     "zamba2": "Zamba2MambaMixer",
 }
 
-#: Mixers that keep their state in themselves, and let padding into it.
-STATES_INSIDE = ("RecurrentGemmaRecurrentBlock",)
+
+def hybrids_of(config: Any) -> Any:
+    """Returns the module `hybrids.models` for a text config of a hybrid type; None for others, which do not load it."""
+    if config.model_type not in MIXERS:
+        return None
+    from ..hybrids import models
+
+    return models

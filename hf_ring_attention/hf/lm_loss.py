@@ -7,10 +7,8 @@ formed once (torchtitan's chunked loss does so): backward only scales them.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, MutableMapping
-from contextlib import nullcontext
-from functools import lru_cache
+import inspect
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -22,22 +20,29 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ..compute.private import tree_map, without_numbers
 from ..plan.choices import Decision
 from ..ring.ring import Ring
+from .config import warn_once
 from .forward_pass import Head, SliceLoss, WholeRows, running
-from .heads import HeadCall, fitting_change, named_change, without_hooks
+from .heads import HeadCall, named_change
 from .join import whole_rows
 from .loss_bytes import BYTES_AT_ONCE
 from .not_formed import logits_not_formed
 from .support import calls_loss_function
 
-logger = logging.getLogger(__name__)
-
 #: The label of a token that is not predicted, as in Transformers.
 IGNORED = -100
+
+#: Classes whose heads are not known, with the reason; the first call finds out.
+_UNSUITED: dict[type, str] = {}
 
 
 def cross_entropy(head: Head, hidden: Tensor, labels: Tensor, place: slice) -> Tensor:
     """The `SliceLoss` of next tokens."""
     return F.cross_entropy(head(hidden[None])[0].float(), labels, ignore_index=IGNORED, reduction="sum")
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """Returns for each token [B, n] the label of the next one, as Transformers' losses of next tokens shift labels."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 class LossInSlices(HeadCall):
@@ -46,33 +51,24 @@ class LossInSlices(HeadCall):
     Attributes:
         model: the model that was called; its output layer is watched.
         labels: [B, n] labels of next tokens, -100 for none, of whole rows.
-        rows: how the rows are cut; None or without a layout, they are not.
+        rows: the whole rows, and how the ranks of the ring divide them, if they do.
         of_slice: the loss of a slice.
-        named_head: makes the logits of hidden states, by the scales and caps that the config names.
         result: the mean loss of whole rows; None before it is computed.
     """
 
+    #: FSDP 2 gathers the layer's weights before our first hook, and frees them behind our last one.
+    outside_of_hooks = False
+
     def __init__(
-        self, model: PreTrainedModel, labels: Tensor, rows: WholeRows | None, ring: Ring | None, of_slice: SliceLoss
+        self, model: PreTrainedModel, labels: Tensor, rows: WholeRows, ring: Ring | None, of_slice: SliceLoss
     ) -> None:
         super().__init__(model.get_output_embeddings())
-        self.model, self.labels, self.rows, self.ring, self.of_slice = model, labels, rows, ring, of_slice
-        self.named_head: Head | None = None
+        self.model, self.labels, self.rows, self.of_slice = model, labels, rows, of_slice
+        self.ring = ring or Ring.alone()
         self.result: Tensor | None = None
-        #: What the output layer returned to the model, behind the hooks of others.
-        self.returned: Tensor | None = None
+        #: The sum of the losses of this rank's tokens.
         self._total: Tensor | None = None
         self._formed: Tensor | None = None
-
-    def watch(self) -> None:
-        """Hooks this call to its output layer; PEFT may have replaced the layer since the last call, or copied it."""
-        output = self.output
-        assert output is not None
-        without_hooks(output, _before_output, _after_output, _behind_output)
-        # FSDP 2 gathers weights before the first hook, and frees them behind the last one.
-        output.register_forward_pre_hook(_before_output)
-        output.register_forward_hook(_after_output, prepend=True)
-        output.register_forward_hook(_behind_output)
 
     def keep_plain(self, plain: Tensor) -> None:
         """Stores the logits of two tokens, and computes the sum of the losses of all tokens, by a head that the config names.
@@ -80,31 +76,35 @@ class LossInSlices(HeadCall):
         FSDP and ZeRO have gathered the weights of the output layer now, and free them when its call ends.
         """
         super().keep_plain(plain)
-        assert self.output is not None
+        assert self.output is not None and self.hidden is not None
         change, forward = named_change(self.model.config), self.output.forward
-        self.named_head = lambda hidden: change(forward(hidden))
-        self._total = _sum_in_slices(self)
+        labels, layout = self.labels.to(self.hidden.device), self.rows.layout
+        labels = (labels if layout is None else self.ring.shard(labels, layout, fill=IGNORED)).flatten()
+        tokens = max(1, BYTES_AT_ONCE // (4 * plain.shape[-1]))
+        weights = _tensors_of(self.output) if torch.is_grad_enabled() else []
 
-    # ---- the loss
+        def of_slice(hidden: Tensor, place: slice) -> Tensor:
+            return self.of_slice(lambda x: change(forward(x)), hidden, labels[place], place)
 
-    def loss(self, logits: Tensor, num_items_in_batch: Any, ignore_index: int) -> Tensor | None:
-        """Returns the mean loss of whole rows; None if the model makes its logits in another way than its config names.
+        self._total = _sum_in_slices(of_slice, self.hidden.flatten(0, 1), weights, tokens)
+
+    def loss(self, logits: Tensor, items: Any, ignore_index: int) -> Tensor:
+        """Returns the mean loss of whole rows; 0 if the model makes its logits in another way than its config names.
 
         Args:
             logits: what the model made of the output layer's result for two tokens.
+            items: the number of labels by which the sum is divided; None for those of the call.
         """
         if self._total is None or self.unsuited is not None:
-            return None
+            return logits.new_zeros(())  # The call is made again, with all logits.
         if ignore_index != IGNORED or not self._is_named(logits):
             self.unsuited = "forms its logits in a way that its config does not name"
-            return None
-        total, items = self._total, num_items_in_batch
+            return logits.new_zeros(())
+        total = self._total
         if self.returned is not None and self.returned.requires_grad:
             total = _Behind.apply(total, self.returned)
-        if items is None:
-            items = (self.labels != IGNORED).sum()
-        if self.ring is not None and self.ring.world_size > 1:
-            total = self.ring.side_by_side(total[None], 0).sum()
+        total = self.ring.side_by_side(total[None], 0).sum()
+        items = (self.labels != IGNORED).sum() if items is None else items
         self.result = total / (items.to(total.device) if isinstance(items, Tensor) else items)
         # The model's logits are those of two tokens: a model that computes more of them must get no usable numbers.
         logits.detach().fill_(torch.nan)
@@ -112,29 +112,20 @@ class LossInSlices(HeadCall):
 
     def _is_named(self, logits: Tensor) -> bool:
         """Returns whether the logits of two tokens follow from the config, on every rank: all decide alike."""
-        plain = self.plain
-        assert plain is not None
-        if logits is plain and self.plain_is_intact:
+        if logits is self.plain and self.plain_is_intact:
             return True
-        known = self.plain_is_intact and plain.shape == logits.shape
-        known = known and fitting_change(self.model.config, plain, logits) is not None
-        flag = torch.tensor(known, device=logits.device)
-        return all(bool(of_rank) for of_rank in ([flag] if self.ring is None else self.ring.gather(flag)))
-
-    @property
-    def targets(self) -> Tensor:
-        """[tokens] the labels of this rank's tokens."""
-        assert self.hidden is not None
-        return _part_of(self.labels.to(self.hidden.device), self.rows, self.ring).flatten()
+        flag = torch.tensor(self.change(logits, self.model.config) is not None, device=logits.device)
+        return all(bool(of_rank) for of_rank in self.ring.gather(flag))
 
     # ---- the output of the call
 
     def joined_result(self, output: Any) -> Any:
         """Returns the output with the loss of whole rows, and without the logits of two tokens; None for an unsuited model."""
+        self.unwatch()
         if not self._is_loss_of(output):
-            _UNSUITED[type(self.model)] = str(self.unsuited)
-            if self.ring is None or self.ring.rank == 0:
-                _log_unsuited(type(self.model).__name__, str(self.unsuited))
+            _UNSUITED[type(self.model)], name = str(self.unsuited), type(self.model).__name__
+            if self.ring.rank == 0:
+                warn_once(f"{name} {self.unsuited}, so the logits of whole rows are formed at once for its loss")
             return None
         plain = self.plain
         assert plain is not None
@@ -165,85 +156,64 @@ class LossInSlices(HeadCall):
         assert self.hidden is not None and self.output is not None
         if self._formed is None:
             hidden = self.hidden
-            if self.ring is not None and self.rows is not None and self.rows.layout is not None:
+            if self.rows.layout is not None:
                 hidden = whole_rows(hidden, self.rows, self.ring)
             with torch.no_grad():  # ZeRO 3 gathers weights for a call of the layer.
                 self._formed = named_change(self.model.config)(self.output(hidden))
         return self._formed
 
 
-def _part_of(labels: Tensor, rows: WholeRows | None, ring: Ring | None) -> Tensor:
-    if rows is None or rows.layout is None or ring is None:
-        return labels
-    return ring.shard(labels, rows.layout, fill=IGNORED)
-
-
-def shifted(labels: Tensor) -> Tensor:
-    """Returns for each token [B, n] the label of the next one, as Transformers' losses of next tokens shift labels."""
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+# ---- sums of slices, and their gradients
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
     """Returns the tensors of a module that need gradients: its parameters, and views of weights that FSDP 1 puts there."""
-    found: dict[int, Tensor] = {}
-    for inner in module.modules():
-        for x in (*inner.parameters(recurse=False), *vars(inner).values()):
-            if isinstance(x, Tensor) and x.requires_grad:
-                found.setdefault(id(x), x)
-    return list(found.values())
+    tensors = (x for inner in module.modules() for x in (*inner.parameters(recurse=False), *vars(inner).values()))
+    return list({id(x): x for x in tensors if isinstance(x, Tensor) and x.requires_grad}.values())
 
 
-def _sum_in_slices(call: LossInSlices) -> Tensor:
-    hidden = call.hidden
-    assert hidden is not None
-    weights = _tensors_of(call.output) if call.output is not None and torch.is_grad_enabled() else []
-    total: Tensor = _Slices.apply(call, hidden.flatten(0, 1), *weights)
-    return total
+def _sum_in_slices(
+    of_slice: Callable[[Tensor, slice], Tensor], hidden: Tensor, weights: list[Tensor], tokens: int
+) -> Tensor:
+    """Returns the sum of the losses of slices, with its gradients.
+
+    Args:
+        of_slice: the loss of some hidden states, which have this place among all.
+        hidden: [n, width].
+        weights: the tensors of the head that need gradients.
+        tokens: the tokens of a slice.
+    """
+    inputs = [x for x in (hidden, *weights) if x.requires_grad] if torch.is_grad_enabled() else []
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    sums = [torch.zeros_like(x, dtype=x.dtype if x is hidden else torch.promote_types(x.dtype, wide)) for x in inputs]
+    total = hidden.new_zeros((), dtype=wide)
+    for first in range(0, len(hidden), tokens):
+        place = slice(first, min(first + tokens, len(hidden)))
+        part = hidden[place].detach().requires_grad_(any(x is hidden for x in inputs))
+        loss = of_slice(part, place)
+        total += loss.detach()
+        if not inputs:
+            continue
+        gradients = torch.autograd.grad(loss, [part if x is hidden else x for x in inputs], materialize_grads=True)
+        for x, of_x, gradient in zip(inputs, sums, gradients, strict=True):
+            (of_x[place] if x is hidden else of_x).add_(gradient)
+    return _Scaled.apply(total, sums, *inputs) if inputs else total
 
 
-class _Slices(torch.autograd.Function):
-    """The sum of the losses of tokens, whose gradients are computed slice by slice in forward and scaled in backward."""
+class _Scaled(torch.autograd.Function):
+    """Returns a sum whose gradients are known; backward scales them."""
 
     @staticmethod
-    def forward(ctx: Any, call: LossInSlices, hidden: Tensor, *weights: Tensor) -> Tensor:
-        head, targets, plain = call.named_head, call.targets, call.plain
-        assert head is not None and plain is not None
-        needed = [x for x, needs in zip((hidden, *weights), ctx.needs_input_grad[1:]) if needs]
-        recorded = bool(needed)
-        own = [x for x in weights if x.requires_grad] if recorded else []
-        of_hidden = torch.empty_like(hidden) if recorded and ctx.needs_input_grad[1] else None
-        of_weights = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in own]
-        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        at_once = max(1, BYTES_AT_ONCE // (4 * plain.shape[-1]))
-        for first in range(0, len(hidden), at_once):
-            place = slice(first, min(first + at_once, len(hidden)))
-            with torch.enable_grad() if recorded else nullcontext():
-                part = hidden[place].detach().requires_grad_(of_hidden is not None)
-                loss = call.of_slice(head, part, targets[place], place)
-            total += loss.detach()
-            if not recorded:
-                continue
-            wanted = [*([part] if of_hidden is not None else []), *own]
-            gradients = list(torch.autograd.grad(loss, wanted, allow_unused=True))
-            if of_hidden is not None:
-                gradient = gradients.pop(0)
-                of_hidden[place] = 0 if gradient is None else gradient
-            for sums, gradient in zip(of_weights, gradients, strict=True):
-                if gradient is not None:
-                    sums += gradient
-        ctx.dtypes = [x.dtype for x in own]
-        ctx.has_hidden, ctx.needs_weights = of_hidden is not None, [x.requires_grad for x in weights]
-        ctx.save_for_backward(*([of_hidden] if of_hidden is not None else []), *of_weights)
-        return total
+    def forward(ctx: Any, total: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
+        ctx.dtypes = [x.dtype for x in inputs]
+        ctx.save_for_backward(*gradients)
+        return total.view_as(total)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved = list(ctx.saved_tensors)
-        of_hidden = saved.pop(0) if ctx.has_hidden else None
-        of_hidden = None if of_hidden is None else of_hidden * grad.to(of_hidden.dtype)
-        scaled = iter([(x * grad).to(dtype) for x, dtype in zip(saved, ctx.dtypes, strict=True)])
-        return None, of_hidden, *(next(scaled) if needs else None for needs in ctx.needs_weights)
+        scaled = ((x * grad.to(x.dtype)).to(dtype) for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
+        return None, None, *scaled
 
 
 class _Behind(torch.autograd.Function):
@@ -264,36 +234,17 @@ class _Behind(torch.autograd.Function):
 # ---- which calls compute their loss so
 
 
-#: Classes whose heads are not known, with the reason; the first call finds out.
-_UNSUITED: dict[type, str] = {}
-
-
-def loss_in_slices(
-    logits: Tensor,
-    labels: Tensor | None = None,
-    vocab_size: int | None = None,
-    num_items_in_batch: Any = None,
-    ignore_index: int = IGNORED,
-    shift_labels: Tensor | None = None,
-    **kwargs: Any,
-) -> Tensor:
+def loss_in_slices(*args: Any, **kwargs: Any) -> Tensor:
     """The loss function of a patched model: in slices if the running call asks for it, else Transformers' own."""
-    call = _running_loss(None)
-    loss = None if call is None else call.loss(logits, num_items_in_batch, ignore_index)
-    if loss is not None:
-        return loss
-    if call is not None:
-        return logits.new_zeros(())  # The call is made again, with all logits.
-    own: Tensor = ForCausalLMLoss(
-        logits,
-        labels,
-        vocab_size,  # type: ignore[arg-type]  # models pass it
-        num_items_in_batch,
-        ignore_index,
-        shift_labels,
-        **kwargs,
-    )
-    return own
+    now = running().forward_pass
+    if now is None or not isinstance(now.head, LossInSlices):
+        own: Tensor = ForCausalLMLoss(*args, **kwargs)
+        return own
+    given = _ARGUMENTS.bind(*args, **kwargs).arguments
+    return now.head.loss(given["logits"], given.get("num_items_in_batch"), given.get("ignore_index", IGNORED))
+
+
+_ARGUMENTS = inspect.signature(ForCausalLMLoss)
 
 
 def way_of_loss(model: PreTrainedModel, arguments: Mapping[str, Any], shape: tuple[int, int]) -> Decision:
@@ -317,38 +268,6 @@ def way_of_loss(model: PreTrainedModel, arguments: Mapping[str, Any], shape: tup
     if type(model) in _UNSUITED:
         return Decision("whole", f"{name} {_UNSUITED[type(model)]}")
     return Decision("slices", f"{name} computes the loss of next tokens, which is a sum over tokens")
-
-
-def _running_loss(module: nn.Module | None) -> LossInSlices | None:
-    """Returns the loss of the running call, if this is its output layer, or None is given."""
-    now = running().forward_pass
-    head = None if now is None else now.head
-    return head if isinstance(head, LossInSlices) and (module is None or head.output is module) else None
-
-
-@torch.compiler.disable(reason="it asks what is watched in this thread")
-def _before_output(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    call = _running_loss(module)
-    return None if call is None or not args else (call.keep(args[0]), *args[1:])
-
-
-@torch.compiler.disable(reason="it asks what is watched in this thread")
-def _after_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    call = _running_loss(module)
-    if call is not None and call.expects_plain:
-        call.keep_plain(output)
-
-
-@torch.compiler.disable(reason="it asks what is watched in this thread")
-def _behind_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    call = _running_loss(module)
-    if call is not None and call.unsuited is None:
-        call.returned = output
-
-
-@lru_cache(maxsize=256)
-def _log_unsuited(name: str, reason: str) -> None:
-    logger.warning("%s %s, so the logits of whole rows are formed at once for its loss", name, reason)
 
 
 class _LogitsOnUse(Tensor):

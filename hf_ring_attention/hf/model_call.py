@@ -19,7 +19,7 @@ from ..compute.private import calling_frame, implementation_of
 from ..ring.ring import Ring
 from ..transport.agreement import digest
 from .cache import ShardedCache, cache_in
-from .calls import check_given_up_cache, checked_step
+from .calls import checked_step
 from .cut import rows_of_call, rows_to_cut, tokens_in
 from .fields import fields_of
 from .forward_pass import (
@@ -103,8 +103,6 @@ def _begin_over_ring(now: ForwardPass, runner: PreTrainedModel, ring: Ring, call
         return
     own_cache = cache is not None and not isinstance(cache, ShardedCache)
     if own_cache or (cache is None and kwargs.get("use_cache") is True):
-        if tokens is not None:
-            check_given_up_cache(runner, tokens, kwargs)
         now.whole = True
         _log_once(
             ring,

@@ -16,6 +16,7 @@ from .adapters import adapters_of, remember_pattern, use_pattern_of_adapters
 from .config import (
     PatternsOfLayers,
     check_made,
+    implementation_argument,
     keep_implementation,
     layer_pattern,
     patch_config,
@@ -23,7 +24,7 @@ from .config import (
     warn_of_no_pattern,
 )
 from .hooks import attach_ring, before_model
-from .hybrid_types import MIXERS
+from .hybrid_types import hybrids_of
 from .registration import IMPLEMENTATION
 from .support import check_model
 from .tensor_parallel import check_ring
@@ -75,27 +76,22 @@ def patch_model(
     if not isinstance(inner, PreTrainedModel):
         raise ValueError(f"patch_model: expected a Transformers model, or a wrapper of one, got {type(model).__name__}")
     check_model(inner, sharded=ring is not None and ring.world_size > 1)
-    hybrid = inner.config.get_text_config().model_type in MIXERS
-    if hybrid:
-        from ..hybrids.mixers import attach_mixers, check_mixers
-
-        check_mixers(inner)
     if ring is not None:
         check_ring(inner, ring)
     config = inner.config.get_text_config()
     if pattern is not None:
         patch_config(inner.config, pattern)
-    elif getattr(config, IMPLEMENTATION, None) is None:
+    elif settings_of(config) is None:
         use_pattern_of_adapters(model, inner.config)
     layer_pattern(config, None)  # A config that is not understood is refused before the model is changed.
-    keys = [key for key in inner.config.sub_configs if getattr(inner.config, key, None) is config]
-    inner.set_attn_implementation({keys[0]: IMPLEMENTATION} if keys else IMPLEMENTATION)
-    if getattr(config, IMPLEMENTATION, None) is not None:
+    inner.set_attn_implementation(implementation_argument(inner.config))
+    if settings_of(config) is not None:
         keep_implementation(inner.config)
     remember_pattern(adapters_of(model), inner.config)
     attach_ring(inner, ring)
-    if hybrid:
-        attach_mixers(inner)
+    hybrids = hybrids_of(config)
+    if hybrids is not None:
+        hybrids.attach_mixers(inner)
     return model
 
 

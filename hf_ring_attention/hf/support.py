@@ -18,7 +18,7 @@ from transformers import (
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ..compute.private import calls_the_interface, is_stateful
-from .hybrid_types import MIXERS, MIXERS_SINCE
+from .hybrid_types import MIXERS, MIXERS_SINCE, hybrids_of
 from .wrappers import decoder_of, runner_of
 
 #: The types of layers that are computed.
@@ -29,17 +29,12 @@ _STATE = "it passes a state from token to token, which neither patterns nor shar
 #: The types of layers with mixers.
 _MIXER_LAYERS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid")
 
-#: Why a layer of another type is not computed; other types select keys by rules of their own.
-_REASONS = {
-    **dict.fromkeys(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "moe_mamba"), _STATE),
-}
-
 #: Why models with states that are no hybrids of `hybrid_types` are not computed, where it is not the states alone.
+_RECURRENT = (
+    "it has recurrent layers alone, and none that attends: there are no keys that a pattern could choose or a ring pass"
+)
 _STATEFUL = {
-    **dict.fromkeys(
-        ("mamba", "mamba2", "falcon_mamba", "xlstm"),
-        "it has recurrent layers alone, and none that attends: there are no keys that a pattern could choose or a ring pass",
-    ),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "xlstm"), _RECURRENT),
     **dict.fromkeys(
         ("qwen4_exp", "qwen4_exp_text"), "an indexer of its own selects keys, which no branch of a pattern is"
     ),
@@ -105,7 +100,8 @@ def _check_config(
     others = [number for number, kind in enumerate(layer_types) if kind not in computed]
     if others:
         kind = layer_types[others[0]]
-        reason = _REASONS.get(kind, "it selects keys by a rule of its own, which no branch of a pattern is")
+        selects = "it selects keys by a rule of its own, which no branch of a pattern is"
+        reason = _STATE if kind in (*_MIXER_LAYERS, "moe_mamba") else selects
         raise NotImplementedError(
             f"{name}: layer {others[0]} is of type {kind!r} (of this or another such type are layers {others}): "
             f"{reason}: ring_dilated computes layers of {', '.join(LAYER_TYPES)}: use 'sdpa' or 'eager'"
@@ -116,13 +112,6 @@ def _check_config(
         )
     if config.model_type in _BEYOND_THE_INTERFACE:
         raise NotImplementedError(f"{name}: {_BEYOND_THE_INTERFACE[config.model_type]}: use 'sdpa' or 'eager'")
-
-
-def mixers_of(model: nn.Module, config: PretrainedConfig) -> list[tuple[str, nn.Module]]:
-    """Returns the mixers of a text model with their paths."""
-    name = MIXERS.get(config.model_type)
-    # FSDP 2 makes a class of its own for each module that it shards.
-    return [(path, x) for path, x in model.named_modules() if any(kind.__name__ == name for kind in type(x).__mro__)]
 
 
 def class_name(config: PretrainedConfig | None) -> str:
@@ -175,12 +164,8 @@ def check_model(model: PreTrainedModel, sharded: bool) -> None:
     check_class(type(text_model), name)
     check_config(model.config, name)
     check_config(config, name)
-    mixers = tuple(f"{path}." for path, _ in mixers_of(text_model, config))
-    if not mixers and any(kind in _MIXER_LAYERS for kind in getattr(config, "layer_types", None) or ()):
-        raise NotImplementedError(
-            f"{name} has no module of the class {MIXERS.get(config.model_type)}, as the mixers of its layers are known: they "
-            f"have another name in this release of Transformers: use 'sdpa' or 'eager', or another release"
-        )
+    hybrids = hybrids_of(config)
+    mixers = () if hybrids is None else tuple(f"{path}." for path in hybrids.checked_mixers(model))
     for path, module in text_model.named_modules():
         known = any(word in path for word in _SENSES) or path.startswith(mixers)
         if not known and isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1:
@@ -226,22 +211,5 @@ def calls_loss_function(model_class: type[Any]) -> bool:
     Decoders of encoder-decoder models do not: they neither shift labels nor take shifted ones.
     """
     forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in model_class.__mro__ if "forward" in vars(kind)]
-    return any("loss_function" in getattr(forward, "__code__", _NO_CODE).co_names for forward in forwards)
-
-
-_NO_CODE = compile("", "", "exec")
-
-
-def untrainable(model: PreTrainedModel) -> ValueError | None:
-    """Returns the error of a model that its config keeps from training, because it drops attention weights; else None."""
-    dropout = [
-        f"{name}={value}"
-        for name, value in vars(model.config.get_text_config()).items()
-        if "drop" in name and "att" in name and isinstance(value, float) and value > 0
-    ]
-    if not dropout:
-        return None
-    return ValueError(
-        f"{type(model).__name__} has attention dropout ({', '.join(dropout)}), and ring_dilated has none: set it to 0 in the "
-        f"config before the model is made"
-    )
+    codes = (getattr(forward, "__code__", None) for forward in forwards)
+    return any("loss_function" in getattr(code, "co_names", ()) for code in codes)

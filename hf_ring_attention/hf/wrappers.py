@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from ..compute.private import compiled_module
 
@@ -56,29 +53,16 @@ def whole_model(model: Any, caller: str) -> PreTrainedModel:
     return inner
 
 
-#: The models that are being evaluated: by how many threads, and which of their modules were in training mode before.
-_EVALUATED: dict[nn.Module, tuple[int, set[nn.Module]]] = {}
-
-_EVALUATING = threading.Lock()
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Sets evaluation mode; when the last thread that evaluates the model leaves, each module returns to its own mode."""
-    with _EVALUATING:
-        users, training = _EVALUATED.get(model, (0, set()))
-        _EVALUATED[model] = users + 1, training | {module for module in model.modules() if module.training}
-        model.eval()
+    """Sets evaluation mode; afterwards each module returns to its own mode."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
     try:
         yield
     finally:
-        with _EVALUATING:
-            users, training = _EVALUATED.pop(model)
-            if users > 1:
-                _EVALUATED[model] = users - 1, training
-            else:
-                for module in training:
-                    module.training = True
+        for module in training:
+            module.training = True
 
 
 def runner_of(model: PreTrainedModel) -> PreTrainedModel:

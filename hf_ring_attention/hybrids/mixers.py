@@ -16,17 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..hf.cache import ShardedCache, cache_in, cache_names
 from ..hf.documents import documents_from_mask
 from ..hf.forward_pass import ForwardPass, forward_pass_of, running, running_with
-from ..hf.hybrid_types import STATES_INSIDE
 from ..hf.masks import number_of, tokens_of
 from ..hf.rings import attached_ring
-from ..hf.support import mixers_of
-from ..hf.wrappers import class_of_transformers, decoder_of
+from ..hf.wrappers import class_of_transformers
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents
 from ..plan.state_runs import runs_of
@@ -46,6 +43,9 @@ MOST_GATHERED = 2 << 30
 _BORDERS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _NOT_TO_MIXERS = ("attention_mask", "position_ids", "position_embeddings", *_BORDERS)
 
+#: Mixers that keep their state in themselves, and let padding into it.
+STATES_INSIDE = ("RecurrentGemmaRecurrentBlock",)
+
 #: Mixers whose layers expect a tuple, and use its first entry.
 _RETURN_TUPLES = ("RecurrentGemmaRecurrentBlock", "MiniMaxLightningAttention")
 
@@ -62,35 +62,32 @@ _Piece = tuple[int, int, int]
 _UNREAD: _Piece = (0, 0, 1)
 
 
-def attach_mixers(model: PreTrainedModel) -> None:
-    """Makes the mixers of a model keep documents apart, and gather rows over the model's ring."""
-    config = model.config.get_text_config()
-    for _, module in mixers_of(decoder_of(model), config):
-        attached = getattr(module, _BY_DOCUMENTS, None)
-        if attached is None:
-            # The forward of a mixer may be a wrapper already, of Accelerate's hooks for example, which goes on to run.
-            attached = _ByDocuments(module, vars(module).get("forward"))
-            setattr(module, _BY_DOCUMENTS, attached)
-            module.forward = attached
-        attached.config = config
+def attach(module: nn.Module, config: Any) -> None:
+    """Makes a mixer keep documents apart, and pass its states over the ring of the model with this config."""
+    attached = getattr(module, _BY_DOCUMENTS, None)
+    if attached is None:
+        # The forward of a mixer may be a wrapper already, of Accelerate's hooks for example, which goes on to run.
+        attached = _ByDocuments(module, vars(module).get("forward"))
+        setattr(module, _BY_DOCUMENTS, attached)
+        module.forward = attached
+    attached.config = config
 
 
-def check_mixers(model: PreTrainedModel) -> None:
-    """Refuses mixers with a parameter that is not known here, such as one that a later release of Transformers adds.
+def check_parameters(path: str, mixer: nn.Module) -> None:
+    """Refuses a mixer with a parameter that is not known here, such as one that a later release of Transformers adds.
 
     Raises:
         NotImplementedError: such a mixer.
     """
-    for path, module in mixers_of(decoder_of(model), model.config.get_text_config()):
-        forward = type(module).forward
-        parameters = list(inspect.signature(forward).parameters.values())[2:]  # behind the module and the hidden states
-        known = (*_NOT_TO_MIXERS, *cache_names(forward), "use_cache")
-        unknown = [x.name for x in parameters if x.name not in known and x.kind is not inspect.Parameter.VAR_KEYWORD]
-        if unknown:
-            raise NotImplementedError(
-                f"{path} ({type(module).__name__}) takes {', '.join(unknown)}, which ring_dilated does not know: use 'sdpa' "
-                f"or 'eager', or a release of Transformers that was tested"
-            )
+    forward = type(mixer).forward
+    parameters = list(inspect.signature(forward).parameters.values())[2:]  # behind the module and the hidden states
+    known = (*_NOT_TO_MIXERS, *cache_names(forward), "use_cache")
+    unknown = [x.name for x in parameters if x.name not in known and x.kind is not inspect.Parameter.VAR_KEYWORD]
+    if unknown:
+        raise NotImplementedError(
+            f"{path} ({type(mixer).__name__}) takes {', '.join(unknown)}, which ring_dilated does not know: use 'sdpa' or "
+            f"'eager', or a release of Transformers that was tested"
+        )
 
 
 class _ByDocuments:

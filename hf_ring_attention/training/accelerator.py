@@ -14,7 +14,7 @@ from typing import Any
 from accelerate import Accelerator, PartialState
 from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import gather_object, recursively_apply
+from accelerate.utils import recursively_apply
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 
@@ -30,17 +30,17 @@ class RingAccelerator(Accelerator):
     """
 
     ring: Ring
-    _preparing = False
+    _counts_processes = False
 
     @property
     def num_processes(self) -> int:
         """The number of rings."""
-        return self.state.num_processes if self._preparing else self.ring.dp_size
+        return self.state.num_processes if self._counts_processes else self.ring.dp_size
 
     @property
     def process_index(self) -> int:
         """The number of this process's ring."""
-        return self.state.process_index if self._preparing else self.ring.dp_rank
+        return self.state.process_index if self._counts_processes else self.ring.dp_rank
 
     @property
     def dispatch_batches(self) -> bool:
@@ -51,28 +51,24 @@ class RingAccelerator(Accelerator):
         """Returns no mesh: the two numbers above say which rows a process reads."""
 
     def _prepare_deepspeed(self, *args: Any) -> Any:
-        with self._counting_processes():
+        with self._counting(processes=True):  # DeepSpeed computes its batch from their number.
             return super()._prepare_deepspeed(*args)
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         """Prepares a loader whose rows are divided among rings, also while DeepSpeed counts processes."""
-        before, self._preparing = self._preparing, False
-        try:
+        with self._counting(processes=False):
             prepared = super().prepare_data_loader(*args, **kwargs)
-        finally:
-            self._preparing = before
         if self.ring.world_size > 1 and self.num_processes == 1 and isinstance(prepared, DataLoaderShard):
             _draw_alike(prepared)
         return prepared
 
     @contextmanager
-    def _counting_processes(self) -> Iterator[None]:
-        """A context in which processes are counted: DeepSpeed computes its batch from their number."""
-        self._preparing = True
+    def _counting(self, processes: bool) -> Iterator[None]:
+        before, self._counts_processes = self._counts_processes, processes
         try:
             yield
         finally:
-            self._preparing = False
+            self._counts_processes = before
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepares a schedule that steps once for each ring."""
@@ -94,11 +90,13 @@ class RingAccelerator(Accelerator):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gathers as `gather` does, without the rows that fill up the last batch of a loader."""
-        if not use_gather_object and all(isinstance(x, Tensor) for x in _leaves(input_data)):
-            return super().gather_for_metrics(input_data)
-        gathered = gather_object(input_data if self.ring.rank == 0 else [])
-        rest = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else -1
-        return gathered[:rest] if rest > 0 else gathered
+        try:
+            recursively_apply(lambda x: x, input_data, error_on_other_type=True)
+        except TypeError:
+            use_gather_object = True
+        if use_gather_object and self.ring.rank > 0:
+            input_data = []
+        return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduces tensors over rings: a sum has the tensors of each ring once."""
@@ -144,16 +142,6 @@ def _draw_alike(loader: DataLoaderShard) -> None:
     loader.synchronized_generator = getattr(sampler, "generator", None)
     kind = "torch" if loader.synchronized_generator is None else "generator"
     loader.rng_types = [*(loader.rng_types or ()), kind]
-
-
-def _leaves(x: Any) -> Iterator[Any]:
-    if isinstance(x, dict):
-        x = list(x.values())
-    if isinstance(x, (list, tuple)):
-        for entry in x:
-            yield from _leaves(entry)
-    else:
-        yield x
 
 
 def count_rings(accelerator: Any, ring: Ring) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from functools import lru_cache, partial
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..hf.config import warn_once
 from ..hf.exact import exact_attention
 from ..hf.forward_pass import CALL, Call, Head
 from ..hf.heads import watched
@@ -20,8 +20,6 @@ from ..hf.lm_loss import IGNORED
 from ..hf.rings import is_patched
 from ..hf.support import check_predicts_next
 from ..hf.wrappers import evaluating, unwrapped, whole_model, wrapped_modules
-
-logger = logging.getLogger(__name__)
 
 
 def distillation_loss(
@@ -65,20 +63,18 @@ def distillation_loss(
         )
     if not any(isinstance(batch.get(name), Tensor) for name in ("labels", "shift_labels")):
         raise ValueError(
-            f"distillation_loss: expected labels, which choose the tokens that count, got {sorted(map(str, batch))}: "
-            f"pass the batch as to the model"
+            f"distillation_loss: expected labels, for the tokens that count, got {sorted(map(str, batch))}"
         )
     if _peft_of(model) is None:
-        _warn_of_moving(type(inner).__name__)
+        warn_once(
+            f"distillation_loss: {type(inner).__name__} has no adapters of PEFT, so the teacher has the weights that are being "
+            f"trained, and moves with them: add adapters, or watch the loss of texts that are held out"
+        )
     call = {"use_cache": False, **batch}
     hidden = _hidden_of_teacher(model, inner, {name: x for name, x in call.items() if not name.endswith("labels")})
-    output = inner.get_output_embeddings()
-    # An output layer with adapters of its own is the teacher's only without them.
-    adapted = any(hasattr(module, "disable_adapters") for module in output.modules())
     if num_items_in_batch is not None:
         call["num_items_in_batch"] = num_items_in_batch
-    of_slice = partial(_divergence, hidden.flatten(0, 1), model if adapted else None)
-    result = model(**call, **{CALL: Call(of_slice=of_slice)})
+    result = model(**call, **{CALL: Call(of_slice=partial(_divergence, model, hidden.flatten(0, 1)))})
     loss: Tensor = result["loss"] if isinstance(result, Mapping) else result[0]
     return loss
 
@@ -88,39 +84,25 @@ def _peft_of(model: nn.Module) -> Any:
     return next((module for module in wrapped_modules(model) if hasattr(module, "disable_adapter")), None)
 
 
-@lru_cache(maxsize=256)
-def _warn_of_moving(name: str) -> None:
-    logger.warning(
-        "distillation_loss: %s has no adapters of PEFT, so the teacher has the weights that are being trained, and moves with "
-        "them: the divergence can fall while texts are predicted worse; add adapters, which the teacher does without, or watch "
-        "the loss of texts that are held out",
-        name,
-    )
-
-
 def _hidden_of_teacher(model: nn.Module, inner: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor:
     """Returns [B, n local, width] the last hidden states of a model under exact attention, without adapters and dropout."""
-    output = inner.get_output_embeddings()
-    with exact_attention(model), _without_adapters(model), evaluating(inner), watched(output) as call:
+    watching = watched(inner.get_output_embeddings())
+    with exact_attention(model), _without_adapters(model), evaluating(inner), watching as call:
         model(**inputs)
     if call.hidden is None:
         raise NotImplementedError(
-            f"{type(inner).__name__} {call.unsuited or 'does not call its output layer'}, so there are no hidden states to "
-            f"make the teacher's predictions of"
+            f"{type(inner).__name__} {call.unsuited or 'does not call its output layer'}, so the teacher has no hidden states"
         )
     return call.hidden
 
 
-def _divergence(
-    teacher: Tensor, adapted: nn.Module | None, head: Head, hidden: Tensor, labels: Tensor, place: slice
-) -> Tensor:
+def _divergence(model: nn.Module, teacher: Tensor, head: Head, hidden: Tensor, labels: Tensor, place: slice) -> Tensor:
     """Returns the sum of the divergences of tokens with labels.
 
     Args:
-        teacher: [tokens, width] its hidden states, for all tokens of this rank.
-        adapted: the model, if its output layer has adapters.
+        teacher: [tokens, width] the teacher's hidden states of all tokens of this rank.
     """
-    with torch.no_grad(), nullcontext() if adapted is None else _without_adapters(adapted):
+    with torch.no_grad(), _without_adapters(model):  # The output layer may have adapters too.
         expected = F.log_softmax(head(teacher[place][None])[0].float(), dim=-1)
     predicted = F.log_softmax(head(hidden[None])[0].float(), dim=-1)
     divergences = F.kl_div(predicted, expected, reduction="none", log_target=True).sum(-1)

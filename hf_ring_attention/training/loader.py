@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -37,22 +38,17 @@ def prepare_data_loader(loader: Any, ring: Ring, pattern: Pattern | str | None) 
         )
     if ring.world_size > 1:
         chosen = None if pattern is None else as_pattern(pattern, "prepare_data_loader")
-        loader.collate_fn = _CutBatches(loader.collate_fn, ring, models[0], chosen)
+        loader.collate_fn = partial(_cut, loader.collate_fn, ring, runner_of(models[0]), chosen)
     prepared = accelerator.prepare_data_loader(loader)
     if ring.world_size > 1:
         prepared.base_dataloader = _PlannedAhead(prepared.base_dataloader, ring)
     return prepared
 
 
-class _CutBatches:
-    """A collate function whose batches have this rank's part of each row, and a `Call` that tells the model."""
-
-    def __init__(self, collate: Any, ring: Ring, model: Any, pattern: Pattern | None) -> None:
-        self.collate, self.ring, self.runner, self.pattern = collate, ring, runner_of(model), pattern
-
-    def __call__(self, rows: Any) -> Any:
-        batch = self.collate(rows)
-        return cut_batch(batch, self.ring, self.runner, self.pattern) if isinstance(batch, Mapping) else batch
+def _cut(collate: Any, ring: Ring, runner: Any, pattern: Pattern | None, rows: Any) -> Any:
+    """Collates rows to a batch, and returns this rank's part of it."""
+    batch = collate(rows)
+    return cut_batch(batch, ring, runner, pattern) if isinstance(batch, Mapping) else batch
 
 
 def cut_batch(batch: Mapping[str, Any], ring: Ring, runner: Any, pattern: Pattern | None = None) -> dict[str, Any]:

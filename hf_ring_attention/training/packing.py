@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -26,9 +25,6 @@ _LEARNED, _OF_ROWS = ("assistant_masks", "completion_mask"), ("position_ids", "s
 #: The columns of rows, and their types in a data set.
 _PACKED_COLUMNS = {"input_ids": "int32", "labels": "int32", "position_ids": "int32", "attention_mask": "int8"}
 
-#: A buffer of fewer rows is warned of if their fill is lower: half a row of 50 is a hundredth.
-_ROWS_OF_A_BUFFER, _WELL_FILLED = 50, 0.97
-
 
 def pack_documents(
     documents: Table | StreamedTable | Mapping[str, Sequence[Any]],
@@ -41,7 +37,7 @@ def pack_documents(
 
     The longest document of a buffer comes first, and each goes into the fullest row that has room for it. About half a row
     of each buffer stays empty: 10,000 documents whose lengths are log-normal, with a mean of an eighth of a row, fill their
-    rows to more than 99 %. Long rows of short documents need a larger buffer, which a warning names: 50 rows or more.
+    rows to more than 99 %. Long rows of short documents need a larger buffer: one that fills 50 rows or more.
 
     Args:
         documents: a `datasets.Dataset`, a stream of it, which is packed as it is read, or columns, as `map(batched=True)`
@@ -76,7 +72,7 @@ def pack_documents(
         raise ValueError(
             f"pack_documents: excess_length_strategy must be one of {', '.join(strategies)}, got {excess_length_strategy!r}"
         )
-    into_rows = partial(_pack_buffer, row_length=row_length, strategy=excess_length_strategy, buffer=buffer)
+    into_rows = partial(_pack_buffer, row_length=row_length, strategy=excess_length_strategy)
     if isinstance(documents, Mapping):
         return into_rows(documents)
     library = sys.modules.get("datasets")  # Whoever has a data set has imported it.
@@ -98,7 +94,6 @@ def _pack_buffer(
     *,
     row_length: int,
     strategy: Strategy,
-    buffer: int,
 ) -> dict[str, list[list[int]]]:
     """Returns the rows of one buffer of documents, whose numbers in the data set name them in errors."""
     packed_before = [name for name in _OF_ROWS if name in columns]
@@ -112,21 +107,19 @@ def _pack_buffer(
         for start in _starts(len(ids), row_length, strategy, who):
             pieces.append((ids[start : start + row_length], labels[start : start + row_length]))
     rows = best_fit([len(ids) for ids, _ in pieces], row_length)
-    # The first buffer speaks for the others.
-    if numbers is not None and numbers[0] == 0 and len(numbers) == buffer > 1:
-        _warn_of_few_rows(len(rows), sum(len(ids) for ids, _ in pieces), row_length, buffer)
     packed: dict[str, list[list[int]]] = {name: [] for name in _PACKED_COLUMNS}
     for row in rows:
-        lengths = [len(pieces[number][0]) for number in row]
+        in_row = [pieces[number] for number in row]
+        ids = np.concatenate([ids for ids, _ in in_row])
         parts = {
-            "input_ids": [pieces[number][0] for number in row],
-            "labels": [np.concatenate([[IGNORED], pieces[number][1][1:]]) for number in row],
-            "position_ids": [np.arange(length) for length in lengths],
-            "attention_mask": [np.ones(sum(lengths), np.int64)],
+            "input_ids": ids,
+            "labels": np.concatenate([part for _, labels in in_row for part in ([IGNORED], labels[1:])]),
+            "position_ids": np.concatenate([np.arange(len(ids)) for ids, _ in in_row]),
+            "attention_mask": np.ones(len(ids), np.int64),
         }
-        for name, arrays in parts.items():
-            padding = np.full(row_length - sum(lengths), IGNORED if name == "labels" else 0)
-            packed[name].append(np.concatenate([*arrays, padding]).tolist())
+        for name, part in parts.items():
+            padding = IGNORED if name == "labels" else 0
+            packed[name].append(np.pad(part, (0, row_length - len(ids)), constant_values=padding).tolist())
     return packed
 
 
@@ -185,13 +178,3 @@ def best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
         if room > lengths[number]:
             bisect.insort(rooms, (room - lengths[number], row))
     return sorted(sorted(row) for row in rows)
-
-
-def _warn_of_few_rows(rows: int, tokens: int, row_length: int, buffer: int) -> None:
-    """Warns of a buffer whose last row, which is filled in part, is a large share of its rows."""
-    if 0 < rows < _ROWS_OF_A_BUFFER and tokens < _WELL_FILLED * rows * row_length:
-        warnings.warn(
-            f"the {buffer} documents of a buffer fill {rows} rows of {row_length} to {tokens / (rows * row_length):.0%}: for "
-            f"{_ROWS_OF_A_BUFFER} rows, where the last one hardly counts, take buffer={-(-buffer * _ROWS_OF_A_BUFFER // rows)}",
-            stacklevel=2,
-        )

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import set_seed
+from accelerate.utils import gather, gather_object, set_seed
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from transformers import PreTrainedModel, Trainer
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
 from ..compute.private import check_trainer, check_trl
 from ..hf.config import settings_of, use_settings
 from ..hf.patch import patch_model
-from ..hf.support import untrainable
 from ..hf.wrappers import unwrapped
+from ..ring.mesh import without_cp
 from ..ring.ring import Ring
 from ..transport.lost_processes import naming_lost_processes
-from .arguments import RingTrainingArguments, cp_size_of, parallelism_beside_rings
-from .counting import count_rings_by_name
-from .sharded_weights import whole_norm
 
 logger = logging.getLogger(__name__)
 check_trainer(Trainer)
@@ -34,6 +35,50 @@ if TYPE_CHECKING:
     _Trainer = Trainer  # type checkers see the methods of the class that the mixin is mixed into
 else:
     _Trainer = object
+
+
+@dataclass
+class RingTrainingArguments(TrainingArguments):
+    """`TrainingArguments` of a `RingTrainer`; batch sizes are those of a ring.
+
+    Args:
+        ring_size: processes that share each sequence. It divides the number of processes, and the rings are data
+            parallel. It is needed if there are several processes: 1 makes each process a ring of its own, and the number
+            of processes makes one ring of all. `parallelism_config=ParallelismConfig(cp_size=N)` is understood as
+            ring_size=N; Accelerate's own context parallelism, which needs FSDP 2 and drops masks, then takes no part.
+        ring_layout: "auto", "contiguous", "zigzag" or "documents".
+        ring_transport: "auto", "ring", "collective", "heads" or "local".
+        ring_heads: with "heads", how many neighbouring processes exchange heads; None for all of a ring.
+        offload_activations: whether tensors that the forward pass saves wait in host memory; with
+            activation_checkpointing (gradient_checkpointing before Transformers 5.23), these are the inputs of the layers.
+
+    Example:
+        >>> args = ra.RingTrainingArguments("output", ring_layout="zigzag", use_cpu=True, report_to=[])
+        >>> args.ring_layout, args.ring_transport
+        ('zigzag', 'auto')
+    """
+
+    ring_size: int | None = field(
+        default=None, metadata={"help": "processes that share each sequence; 1: each has rows of its own"}
+    )
+    ring_layout: str = field(default="auto", metadata={"help": "auto, contiguous, zigzag or documents"})
+    ring_transport: str = field(default="auto", metadata={"help": "auto, ring, collective, heads or local"})
+    ring_heads: int | None = field(
+        default=None, metadata={"help": "With ring_transport heads: how many neighbours exchange heads; default: all."}
+    )
+    offload_activations: bool = field(default=False, metadata={"help": "keep saved activations in host memory"})
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process: "cpu" and not "cpu:0", to which Trainer of Transformers 5.17 cannot load an optimizer."""
+        device: torch.device = super().device
+        return torch.device("cpu") if device.type == "cpu" else device
+
+
+def _cp_size_of(args: TrainingArguments) -> int:
+    """Returns the cp_size of the arguments' ParallelismConfig, another name of ring_size; 1 without a config."""
+    config: Any = args.parallelism_config
+    return 1 if config is None else int(config.cp_size)
 
 
 class RingTrainerMixin(_Trainer):
@@ -72,7 +117,7 @@ class RingTrainerMixin(_Trainer):
         self._step_loss: Tensor | float = 0.0
         self._told_not_finite = False
         super().__init__(*args, **kwargs)
-        error = _wrong_settings(self) or count_rings_by_name(self, self.ring)
+        error = _wrong_settings(self) or _count_rings_by_name(self, self.ring)
         self.ring.agree_everywhere("the set-up of a Trainer", {}, error)
         self._patch_beside()
         check_trl(type(self))
@@ -85,30 +130,26 @@ class RingTrainerMixin(_Trainer):
         default = getattr(RingTrainingArguments, name)
         return self.ring_settings.get(name, getattr(self.args, name, default))
 
-    def _ring_size(self) -> int | None:
-        """Returns the ring size, or else the cp_size of the arguments; 1 for a process alone that has neither.
-
-        `Ring.from_accelerator` refuses None for several processes, unless the environment has set a cp_size.
-        """
-        size: int | None = self.ring_setting("ring_size")
-        if size is None and cp_size_of(self.args) > 1:
-            return cp_size_of(self.args)
-        return 1 if size is None and self.accelerator.state.num_processes == 1 else size
-
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the accelerator, and then the ring, and patches the model."""
-        with _swapped(self.args, parallelism_config=parallelism_beside_rings(self.args)):
+        args, cp_size, config = self.args, _cp_size_of(self.args), self.args.parallelism_config
+        if config is not None and cp_size > 1:
+            # Accelerate takes a cp_size with FSDP 2 alone, Trainer would cut each row once more, and on a CPU Accelerate
+            # refuses any config.
+            args.parallelism_config = None if config.total_size == cp_size else without_cp(config)
+        try:
             super().create_accelerator_and_postprocess()
-        self.ring = Ring.from_accelerator(
-            self.accelerator,
-            self._ring_size(),
-            layout=self.ring_setting("ring_layout"),
-            transport=self.ring_setting("ring_transport"),
-            heads=self.ring_setting("ring_heads"),
-        )
+        finally:
+            args.parallelism_config = config
+        size = self.ring_setting("ring_size")
+        if size is None and (cp_size > 1 or self.accelerator.state.num_processes == 1):
+            size = cp_size
+        names = ("layout", "transport", "heads")
+        settings = {name: self.ring_setting(f"ring_{name}") for name in names}
+        self.ring = Ring.from_accelerator(self.accelerator, size, **settings)
         if self.model is not None:
             patch_model(self.model, ring=self.ring)
-        steps, args = getattr(self.args, "steps_per_generation", None), self.args
+        steps = getattr(args, "steps_per_generation", None)
         if steps is not None and hasattr(args, "generation_batch_size"):  # TRL counted processes.
             args.generation_batch_size = args.per_device_train_batch_size * self.ring.dp_size * steps
 
@@ -118,15 +159,14 @@ class RingTrainerMixin(_Trainer):
 
     def _patch_beside(self) -> None:
         """Gives the models that score beside the trained one the same ring; a reference model gets its pattern too."""
-        config = unwrapped(self.model).config.get_text_config()
+        settings = settings_of(unwrapped(self.model).config.get_text_config())
         for name in ("ref_model", "teacher_model"):
             model = unwrapped(getattr(self, name, None))
-            if not isinstance(model, PreTrainedModel):
-                continue
-            settings = settings_of(config)
-            if name == "ref_model" and settings is not None and settings_of(model.config.get_text_config()) is None:
-                use_settings(model.config, settings)
-            patch_model(model, ring=self.ring)
+            if isinstance(model, PreTrainedModel):
+                own = settings_of(model.config.get_text_config())
+                if name == "ref_model" and settings is not None and own is None:
+                    use_settings(model.config, settings)
+                patch_model(model, ring=self.ring)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Returns the number of rows of an optimizer step, those of all rings."""
@@ -162,7 +202,8 @@ class RingTrainerMixin(_Trainer):
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the norm of whole gradients; tells of one that is not finite, or of such a loss."""
-        norm = whole_norm(super()._get_grad_norm(*args, **kwargs))
+        norm = super()._get_grad_norm(*args, **kwargs)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # FSDP 2 has the norm of a part.
         loss, self._step_loss = float(self.accelerator.reduce(torch.as_tensor(self._step_loss), "mean")), 0.0
         number = 0.0 if norm is None else float(norm)  # DeepSpeed may not tell it
         if not is_finite_step(self.accelerator, loss, number):
@@ -195,19 +236,6 @@ class RingTrainerMixin(_Trainer):
         return self.ring.agree("completions", {}, tell=completions if self.ring.rank == 0 else None)[0]
 
 
-@contextmanager
-def _swapped(owner: Any, **values: Any) -> Iterator[None]:
-    """Gives attributes other values inside the context."""
-    before = {name: getattr(owner, name) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
-
-
 def is_finite_step(accelerator: Any, loss: float, norm: float) -> bool:
     """Returns whether the optimizer may take a step with this loss of all processes, and this norm of whole gradients.
 
@@ -221,10 +249,14 @@ def is_finite_step(accelerator: Any, loss: float, norm: float) -> bool:
 def _wrong_settings(trainer: Any) -> ValueError | None:
     """Returns the error of a Trainer whose settings mean something else over rings; None if all is right."""
     args, sharded = trainer.args, trainer.ring.world_size > 1
-    error = untrainable(unwrapped(trainer.model))
-    if error is not None:
-        return error
-    cp_size = cp_size_of(args)
+    model = unwrapped(trainer.model)
+    for name, value in vars(model.config.get_text_config()).items():
+        if "drop" in name and "att" in name and isinstance(value, float) and value > 0:
+            return ValueError(
+                f"{type(model).__name__} has attention dropout ({name}={value}), and ring_dilated has none: set it to 0 in the "
+                f"config before the model is made"
+            )
+    cp_size = _cp_size_of(args)
     if cp_size not in (1, trainer.ring.world_size):
         return ValueError(
             f"ring_size={trainer.ring.world_size} and cp_size={cp_size} of the parallelism_config are two names of one "
@@ -236,22 +268,56 @@ def _wrong_settings(trainer: Any) -> ValueError | None:
             f"generation_batch_size is {batch} over {trainer.ring.dp_size} rings, and num_generations={generations} does not "
             f"divide it: raise per_device_train_batch_size or steps_per_generation"
         )
-    for wrong, setting, reason in (
-        (args.n_gpu > 1, f"DataParallel over {args.n_gpu} GPUs", "start a process for each: accelerate launch"),
-        (sharded and args.neftune_noise_alpha, "neftune_noise_alpha", "its noise depends on the length of a row"),
-        (
+    refused = {
+        f"DataParallel over {args.n_gpu} GPUs": (args.n_gpu > 1, "start a process for each: accelerate launch"),
+        "neftune_noise_alpha": (sharded and args.neftune_noise_alpha, "its noise depends on the length of a row"),
+        "use_vllm": (
             sharded and getattr(args, "use_vllm", False),
-            "use_vllm",
             "vLLM would complete each prompt once for each rank",
         ),
-        (
+        "train_sampling_strategy='batch_rebalance'": (
             args.world_size > 1 and getattr(args, "train_sampling_strategy", None) == "batch_rebalance",
-            "train_sampling_strategy='batch_rebalance'",
             "it divides rows among processes",
         ),
-    ):
+    }
+    for setting, (wrong, reason) in refused.items():
         if wrong:
             return ValueError(f"{setting} is not what it seems over a ring: {reason}: leave it out")
+    return None
+
+
+#: The functions that gather from all processes; an accelerator's methods of these names count rings by themselves.
+_GATHER: dict[str, Any] = {"gather": gather, "gather_object": gather_object}
+
+
+def _count_rings_by_name(trainer: Any, ring: Ring) -> ValueError | None:
+    """Gives a Trainer of TRL copies of its methods that gather by name; returns the error of a method that is overridden.
+
+    The copies belong to this Trainer alone, and TRL stays as it is. TRL computes advantages from the rewards of all processes,
+    which would count a ring's completions once for each of its ranks.
+    """
+    gather_rings = {
+        "gather": trainer.accelerator.gather,
+        "gather_object": lambda x: gather_object(x if ring.rank == 0 else []),
+    }
+    kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
+    for name, method, owner in [(*entry, kind) for kind in kinds for entry in vars(kind).items()]:
+        if not isinstance(method, FunctionType):
+            continue
+        function: Any = inspect.unwrap(method)
+        called = {step.argval for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"}
+        own = {x: gather_rings[x] for x in called & _GATHER.keys() if function.__globals__.get(x) is _GATHER[x]}
+        if not own:
+            continue
+        if getattr(type(trainer), name) is not method:
+            return ValueError(
+                f"{type(trainer).__name__} overrides {name} of {owner.__name__}, which counts processes and not rings: rename "
+                f"the override, or use one process for each sequence (ring_size=1)"
+            )
+        space, defaults = {**function.__globals__, **own}, function.__defaults__
+        copy = FunctionType(function.__code__, space, function.__name__, defaults, function.__closure__)
+        copy.__kwdefaults__ = function.__kwdefaults__
+        setattr(trainer, name, MethodType(copy, trainer))
     return None
 
 
@@ -267,6 +333,3 @@ class RingTrainer(RingTrainerMixin, Trainer):
         {'train_runtime': ...}
         2
     """
-
-    def __init__(self, model: Any = None, args: RingTrainingArguments | None = None, **kwargs: Any) -> None:
-        super().__init__(model, RingTrainingArguments("tmp_trainer") if args is None else args, **kwargs)

@@ -11,8 +11,8 @@ from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.cost.questions import longest_sequence, next_switches, smallest_ring
 from hf_ring_attention.cost.shape import shape_of_model
 from hf_ring_attention.hf.hybrid_types import MIXERS
-from hf_ring_attention.hf.support import mixers_of
 from hf_ring_attention.hybrids.mixers import MOST_GATHERED
+from hf_ring_attention.hybrids.models import mixers_of
 from hf_ring_attention.tools import cli
 from hf_ring_attention.tools.checks.tiny_models import VOCAB, tiny_config
 

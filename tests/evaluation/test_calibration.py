@@ -176,7 +176,7 @@ def test_a_calibration_of_another_model_is_refused(rng):
         ra.patch_model(model_of(3), chosen)
     other = tiny_model("gemma3_text", "ring_dilated", num_hidden_layers=2, num_key_value_heads=2)
     assert other.config.layer_types[0] == "sliding_attention"
-    with pytest.raises(ValueError, match=r"for layers \[0.*\], of which Gemma3.* computes sliding_attention by itself"):
+    with pytest.raises(ValueError, match=r"for layers \[0.*\], and Gemma3.* needs them for \[.*\]: calibrate"):
         ra.patch_model(other, chosen)
 
 
@@ -376,7 +376,7 @@ def test_a_calibration_of_fewer_layers_than_the_model_has_is_refused():
         layers, num_hidden_layers = {1: ra.Pattern.parse("window:8")}, 2
 
     with pytest.raises(
-        ValueError, match=r"has patterns for layers \[1\] and none for layer 0 of Llama.*calibrate this"
+        ValueError, match=r"has patterns for layers \[1\], and Llama.* needs them for \[0, 1\]: calibrate this"
     ):
         ra.patch_config(LlamaConfig(num_hidden_layers=2), OneLayer())
 

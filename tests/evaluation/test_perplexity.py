@@ -163,21 +163,24 @@ class Noisy(LlamaForCausalLM):
         return output
 
 
-def test_threads_score_one_model():
-    """It is in training mode before and afterwards, and in evaluation mode as long as one of them needs it."""
+def test_modules_return_to_their_own_modes():
     torch.manual_seed(0)
-    model = Noisy(LlamaConfig(**SIZES, attention_dropout=0.5)).train()
-    model.model.layers[1].eval()
-    rows = [row(number, 20 + 5 * number) for number in range(4)]
+    model, ids = Noisy(LlamaConfig(**SIZES, attention_dropout=0.5)).eval(), row(0, 20)
+    right = ra.perplexity(model, ids).nll
+    model.train().model.layers[1].eval()
+    assert ra.perplexity(model, ids).nll == pytest.approx(right, rel=EXACT)
+    assert model.training and model.model.layers[0].training and not model.model.layers[1].training
+
+
+def test_threads_score_one_model():
+    model, rows = tiny_llama(), [row(number, 20 + 5 * number) for number in range(4)]
     right = [ra.perplexity(model, ids).nll for ids in rows]
-    assert model.training and not model.model.layers[1].training
 
     def work(number):
         for _ in range(15):
             assert ra.perplexity(model, rows[number]).nll == pytest.approx(right[number], rel=EXACT)
 
     in_threads(work, 4)
-    assert model.training and model.model.layers[0].training and not model.model.layers[1].training
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 

@@ -15,8 +15,8 @@ from transformers.integrations import hub_kernels
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.forward_pass import running
-from hf_ring_attention.hf.support import mixers_of
 from hf_ring_attention.hybrids import states
+from hf_ring_attention.hybrids.models import mixers_of
 
 from ..support.probe import GRADIENTS, LOGITS, alone, batch, errors, logits_and_gradients, over_ring
 from ..support.ranks import run_simulated

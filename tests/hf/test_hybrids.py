@@ -14,8 +14,8 @@ from hf_ring_attention.hf import support
 from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.hf.documents import documents_from_mask, documents_of_rows
 from hf_ring_attention.hf.hybrid_types import MIXERS
-from hf_ring_attention.hf.support import mixers_of
 from hf_ring_attention.hybrids import mixers, states
+from hf_ring_attention.hybrids.models import mixers_of
 
 from ..support.probe import BATCHES, GRADIENTS, LOGITS, TOKENS, alone, batch, distance, errors, over_ring
 from ..support.ranks import run_simulated

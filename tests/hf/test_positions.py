@@ -132,7 +132,7 @@ def test_positions_that_do_not_begin_where_a_document_does_are_refused(told):
     counted = torch.cat([torch.arange(stop - start) for start, stop in DOCUMENTS])[None]
     with pytest.raises(
         ValueError,
-        match=r"begins at token 0 of batch row 0, and position_ids have 0 in it: .* count each document from 2",
+        match=r"begins at token 0 of batch row 0, and position_ids have 0 in it: .* count each document from 1",
     ):
         logits(roberta, ids(), position_ids=counted, **TOLD[told])
 

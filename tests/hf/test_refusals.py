@@ -170,13 +170,15 @@ def test_patch_model_of_something_else():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "pass either pattern=, or segment_lengths= and dilation_rates="),
-        (
-            {"pattern": PATTERN, "segment_lengths": [4], "dilation_rates": [1]},
-            "pass either pattern=, or segment_lengths=",
+        *(
+            (arguments, "pass either pattern=, or both segment_lengths= and dilation_rates=")
+            for arguments in (
+                {},
+                {"pattern": PATTERN, "segment_lengths": [4], "dilation_rates": [1]},
+                {"segment_lengths": [4]},
+                {"dilation_rates": [1]},
+            )
         ),
-        ({"segment_lengths": [4]}, "segment_lengths and dilation_rates go together, and one is missing"),
-        ({"dilation_rates": [1]}, "segment_lengths and dilation_rates go together, and one is missing"),
         ({"segment_lengths": [4, 8], "dilation_rates": [1]}, "as many dilation_rates as segment_lengths .* 1 for 2"),
         ({"segment_lengths": [4], "dilation_rates": [2]}, "add a Window or Segment with dilation 1"),
         ({"pattern": PATTERN.to_dict()}, "pattern must be a Pattern, or its text .*, got {'branches'"),

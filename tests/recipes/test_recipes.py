@@ -138,7 +138,6 @@ def test_finetune_evaluates_and_reports_while_it_trains(folder, by_one_process):
     assert all(step["fill"] == 1 for step in by_one_process["steps"])
 
 
-@pytest.mark.filterwarnings("ignore:the 20 documents of a buffer fill:UserWarning")  # so that a stream has several
 def test_finetune_learns_adapters_from_a_stream_of_chats(folder, tmp_path, monkeypatch, capsys):
     """In this process; only what the assistant says is learned, and a run that goes on takes the steps of a whole one."""
     model = tmp_path / "model"

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 import hf_ring_attention as ra
 from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.hf import lm_loss
-from hf_ring_attention.training.distillation import _warn_of_moving
+from hf_ring_attention.hf.config import warn_once
 from tests.support.ranks import run_simulated
 from tests.support.threads import in_threads
 from tests.support.tiny_models import VOCAB, tiny_model, with_large_weights
@@ -179,7 +179,7 @@ def test_logits_of_a_slice_are_all_that_exist(rng, tokens_at_once):
 
 def test_a_teacher_that_moves_is_told_once(rng, caplog):
     rows = batch(rng)
-    _warn_of_moving.cache_clear()
+    warn_once.cache_clear()
     for model in (with_adapters(student("llama")), student("llama"), student("llama")):
         ra.distillation_loss(model, rows)
     warnings = [x.message for x in caplog.records if "the teacher has the weights that are being trained" in x.message]
@@ -199,7 +199,7 @@ class Doubled(LlamaForCausalLM):
 
 def test_what_cannot_be_distilled_is_refused(rng):
     model, rows = student("llama"), batch(rng)
-    with pytest.raises(ValueError, match=r"expected labels, .* got \['attention_mask', 'input_ids'\]"):
+    with pytest.raises(ValueError, match=r"expected labels, for .* got \['attention_mask', 'input_ids'\]"):
         ra.distillation_loss(model, {name: x for name, x in rows.items() if name != "labels"})
     with pytest.raises(ValueError, match="LlamaForCausalLM has no pattern to learn"):
         ra.distillation_loss(tiny_model("llama", "eager"), rows)

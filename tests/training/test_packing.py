@@ -117,11 +117,6 @@ def test_labels_of_masks_stay_with_their_documents(lengths):
     assert ra.pack_documents({"input_ids": columns["input_ids"], "labels": columns["input_ids"]}, ROW) == every
 
 
-#: For tests of small buffers, which are warned of.
-SMALL_BUFFERS = pytest.mark.filterwarnings("ignore:the .* documents of a buffer fill:UserWarning")
-
-
-@SMALL_BUFFERS
 @pytest.mark.parametrize("buffer", [1, 7, 1000])
 def test_a_data_set_and_a_stream_are_packed_as_their_buffers_are(buffer, lengths):
     columns = tokens_of(lengths)
@@ -153,16 +148,6 @@ def test_a_stream_is_packed_in_the_order_of_its_epoch(lengths):
     )
 
 
-def test_a_buffer_of_few_rows_is_warned_of_with_a_larger_one():
-    documents = Dataset.from_dict(tokens_of([3] * 9))
-    for data in (documents, documents.to_iterable_dataset()):
-        with pytest.warns(UserWarning, match="4 documents .* fill 2 rows of 10 to 60%: .* buffer=100") as warned:
-            assert len(list(ra.pack_documents(data, 10, buffer=4))) == 5
-        assert len(warned) == 1
-    assert len(ra.pack_documents(documents, 10, buffer=100)) == 3  # there are no more documents
-    assert len(ra.pack_documents(documents[:], 10, buffer=4)["input_ids"]) == 3
-
-
 def test_padding_of_documents_does_not_fill_rows():
     ids, mask = [[1, 2, 3, 0, 0], [0, 0, 0, 4, 5], [0, 0, 0, 0, 0]], [[1, 1, 1, 0, 0], [0, 0, 0, 1, 1], [0] * 5]
     packed = ra.pack_documents({"input_ids": ids, "labels": ids, "attention_mask": mask}, 5)
@@ -175,7 +160,6 @@ def test_padding_of_documents_does_not_fill_rows():
     assert ra.pack_documents({"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}, 5) == packed
 
 
-@SMALL_BUFFERS
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
@@ -194,7 +178,6 @@ def test_treatments_of_long_documents(strategy, expected):
             assert sorted(rows) == expected
 
 
-@SMALL_BUFFERS
 def test_a_long_document_is_refused_by_its_number_in_the_data_set():
     dataset = Dataset.from_dict(tokens_of([2, 3, 1, 10, 2]))
     message = "document 3 has 10 tokens, and a row 4: make rows longer, or choose an excess_length_strategy"
