@@ -23,7 +23,6 @@ from .cache import ShardedCache, cache_in
 from .calls import checked_step
 from .cut import by_name, documents_of_call, rows_to_cut, tokens_in
 from .documents import documents_of_rows
-from .fields import fields_of
 from .forward_pass import (
     CALL,
     Call,
@@ -33,7 +32,7 @@ from .forward_pass import (
     running,
     set_forward_pass,
 )
-from .lm_loss import LossInSlices, cross_entropy, loss_in_slices, shifted, way_of_loss
+from .lm_loss import LossInSlices, cross_entropy, fields_of, loss_in_slices, shifted, way_of_loss
 from .masks import tokens_of
 from .positions import first_position, warn_of_temperatures
 from .recomputation import remember_for_recomputation
