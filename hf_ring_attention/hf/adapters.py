@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..compute.private import implementation_of
-from .config import check_settings, has_only_exact_attention, settings_of, text_of_settings, use_settings, warn_once
+from .config import check_settings, has_only_exact_attention, settings_of, use_settings, warn_once
 from .registration import IMPLEMENTATION
 from .wrappers import wrapped_modules
 
@@ -40,20 +40,17 @@ def check_adapters(adapters: Mapping[str, Any], config: PretrainedConfig) -> Non
     Args:
         adapters: PEFT's configs, by the names of the adapters.
         config: the config of the model that has the adapters.
-
-    Raises:
-        ValueError: an adapter whose pattern is not understood.
     """
     text_config = config.get_text_config()
     implementation, settings = implementation_of(text_config), settings_of(text_config)
-    own = text_of_settings(settings) if settings is not None and implementation == IMPLEMENTATION else None
-    computed, remedy = (f"attention by {implementation!r}", "model") if own is None else (own, "model, pattern")
-    for name, saved in _saved_in(adapters, text_config).items():
-        trained = text_of_settings(saved)
+    own, remedy = f"attention by {implementation!r}", "model"
+    if settings is not None and implementation == IMPLEMENTATION:
+        own, remedy = check_settings(settings, text_config, "patch_model"), "model, pattern"
+    for name, (_, trained) in _saved_in(adapters, text_config).items():
         if own != trained:
             warn_once(
-                f"adapter {name!r} was trained under {trained}, and its model computes {computed}: call "
-                f"ra.patch_model({remedy}) for the pattern of the adapter"
+                f"adapter {name!r} was trained under {trained}, and its model computes {own}: call ra.patch_model({remedy}) "
+                f"for the pattern of the adapter"
             )
     remember_pattern(adapters, config)
 
@@ -72,17 +69,13 @@ def remember_pattern(adapters: Mapping[str, Any], config: PretrainedConfig) -> N
 
 
 def use_pattern_of_adapters(model: nn.Module, config: PretrainedConfig) -> None:
-    """Gives a model without a pattern the one that its adapters were trained under, if they name one.
-
-    Raises:
-        ValueError: adapters of several patterns, or a pattern that is not understood.
-    """
+    """Gives a model without a pattern the one that its adapters were trained under, if they name one."""
     saved = _saved_in(adapters_of(model), config.get_text_config())
-    texts = {name: text_of_settings(settings) for name, settings in saved.items()}
+    texts = {name: text for name, (_, text) in saved.items()}
     if len({*texts.values()}) > 1:
         raise ValueError(f"patch_model: the adapters were trained under different patterns, {texts}: pass one of them")
     if saved:
-        use_settings(config, next(iter(saved.values())))
+        use_settings(config, next(iter(saved.values()))[0])
 
 
 def adapters_of(model: nn.Module) -> Mapping[str, Any]:
@@ -91,17 +84,13 @@ def adapters_of(model: nn.Module) -> Mapping[str, Any]:
     return next((configs for configs in found if isinstance(configs, Mapping)), {})
 
 
-def _saved_in(adapters: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Mapping[str, Any]]:
-    """Returns the patterns that were saved with adapters, by their names, for a model with this text config.
-
-    Raises:
-        ValueError: a pattern that is not understood.
-    """
+def _saved_in(adapters: Mapping[str, Any], config: PretrainedConfig) -> dict[str, tuple[Mapping[str, Any], str]]:
+    """Returns the settings that were saved with adapters, and their texts, by the adapters' names."""
     saved = {}
     for name, adapter in adapters.items():
         mapping = getattr(adapter, _FIELD, None)
         mapping = mapping.mapping if isinstance(mapping, _MappingWithPattern) else mapping
-        if isinstance(mapping, Mapping) and mapping.get(IMPLEMENTATION) is not None:
-            check_settings(mapping[IMPLEMENTATION], config, f"adapter {name!r}")
-            saved[name] = mapping[IMPLEMENTATION]
+        settings = mapping.get(IMPLEMENTATION) if isinstance(mapping, Mapping) else None
+        if settings is not None:
+            saved[name] = settings, check_settings(settings, config, f"adapter {name!r}")
     return saved

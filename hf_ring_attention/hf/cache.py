@@ -59,10 +59,8 @@ class ShardedLayer(DynamicLayer):
             return
         count = -tokens_to_remove if tokens_to_remove <= 0 else self.get_seq_length() - tokens_to_remove
         if count > self.later:
-            raise ValueError(
-                f"a sharded cache keeps the {self.layout.seq_len} tokens it was filled with: {count} tokens cannot be "
-                f"removed, because only {self.later} came after them"
-            )
+            kept = f"a sharded cache keeps the {self.layout.seq_len} tokens it was filled with"
+            raise ValueError(f"{kept}: {self.later} came after them, and {count} cannot be removed")
         if count > 0 and self.values is not None:
             self.keys, self.values = self.keys[..., :-count, :], self.values[..., :-count, :]
 
@@ -109,8 +107,6 @@ class ShardedCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         if self.get_seq_length(layer_idx) == 0 and key_states.shape[-2] != self.layout.local_len:
-            raise ValueError(
-                f"a sharded cache is filled by prefill, with {self.layout.local_len} tokens on each rank, got "
-                f"{key_states.shape[-2]}: call ra.prefill(model, input_ids)"
-            )
+            expected, got = self.layout.local_len, key_states.shape[-2]
+            raise ValueError(f"ra.prefill fills a sharded cache, with {expected} tokens on each rank, got {got}")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)

@@ -29,7 +29,7 @@ def checked_step(ring: Ring, cache: ShardedCache, tokens: Tensor | None, kwargs:
         call.same("the tokens of a step", digest(tokens))
         if tokens.shape[0] != cache.num_rows:
             raise ValueError(
-                f"the cache holds {cache.num_rows} batch rows, and {tokens.shape[0]} came: for beams or several answers, call "
+                f"the cache holds {cache.num_rows} batch rows, and {tokens.shape[0]} came: for beams, call "
                 f"cache.batch_repeat_interleave(beams) before generate"
             )
         call.same("position_ids of a step", digest(kwargs.get("position_ids")))
@@ -37,9 +37,8 @@ def checked_step(ring: Ring, cache: ShardedCache, tokens: Tensor | None, kwargs:
         mask_len = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else held + length
         if length == 0 or mask_len != held + length:
             raise ValueError(
-                f"the cache holds {held} tokens, and {length} new ones came, so an attention_mask has {held} + {length} = "
-                f"{held + length}, not {mask_len}, and there must be new ones: generate takes the whole sequence, the tokens "
-                f"of the cache and those after it: model.generate(torch.cat([document, question], 1), cache=cache)"
+                f"the cache holds {held} tokens, and {length} came, so an attention_mask has {held} + {length} = "
+                f"{held + length}, not {mask_len}: call model.generate(torch.cat([document, question], 1), cache=cache)"
             )
         if isinstance(mask, Tensor):
             documents_from_mask(mask != 0)
@@ -47,17 +46,12 @@ def checked_step(ring: Ring, cache: ShardedCache, tokens: Tensor | None, kwargs:
 
 
 def check_places(runner: nn.Module, last_position: int) -> None:
-    """Refuses a position beyond a table of positions, on which one rank alone would fail.
-
-    Raises:
-        ValueError: such a position.
-    """
+    """Refuses a position beyond a table of positions, on which one rank alone would fail."""
     places, first = places_of(runner), first_position(runner)
     if places is not None and last_position - first >= places:
         raise ValueError(
             f"{type(runner).__name__} has learned positions for {places} tokens, and a row has a token at position "
-            f"{last_position}, where the first one is at {first}: cut rows to {places} tokens, or take a model with rotary "
-            f"positions"
+            f"{last_position}, counted from {first}: cut rows, or take a model with rotary positions"
         )
 
 

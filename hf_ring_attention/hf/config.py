@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
@@ -55,15 +55,29 @@ class _Patterns:
     pattern: Pattern | None
     layers: Mapping[int, Pattern]
 
+    def __str__(self) -> str:
+        layers = "; ".join(f"layer {number}: {pattern}" for number, pattern in sorted(self.layers.items()))
+        return f"the pattern {self.pattern or Pattern.exact()}" + (f" ({layers})" if layers else "")
+
+    def check(self, config: PretrainedConfig) -> None:
+        """Refuses patterns of other key/value heads than a config has; if it names none, they are checked in the layers."""
+        heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+        for pattern in (self.pattern, *self.layers.values()):
+            if pattern is not None and isinstance(heads, int):
+                pattern.check_heads(heads, class_name(config))
+
+    def settings(self) -> dict[str, Any]:
+        """Returns what a config holds for them."""
+        layers = {str(number): pattern.to_dict() for number, pattern in self.layers.items()}
+        pattern = {} if self.pattern is None else {"pattern": self.pattern.to_dict()}
+        return {**pattern, **({"layers": layers} if layers else {})}
+
 
 def layer_pattern(config: Any, layer: int | None, of_model: Branch | None = None) -> Pattern:
     """Returns the pattern of a layer: what `patch_config` set for it, its own one, or what was set for all layers.
 
     Args:
         of_model: the window or the chunks that the layer has in the model itself.
-
-    Raises:
-        ValueError: the config's `ring_dilated` is not what `patch_config` writes.
     """
     patterns = _patterns(config)
     own = None if layer is None else patterns.layers.get(layer)
@@ -162,9 +176,6 @@ def check_made(config: PretrainedConfig, name: str) -> None:
 
     Args:
         name: the name of the model's class.
-
-    Raises:
-        ValueError: a `ring_dilated` that is not understood.
     """
     text_config = config.get_text_config()
     if settings_of(text_config) is not None:
@@ -190,27 +201,18 @@ def has_only_exact_attention(config: PretrainedConfig) -> bool:
     return exact and not (patterns.layers and _has_windows(config))
 
 
-def check_settings(settings: Any, config: PretrainedConfig, owner: str) -> None:
-    """Checks settings that were saved beside another model, such as an adapter's, for a text model with this config.
+def check_settings(settings: Any, config: PretrainedConfig, owner: str) -> str:
+    """Checks settings that were saved, such as those beside an adapter, for a text model with this config.
 
-    Raises:
-        ValueError: settings that are not understood, or are for another number of key/value heads or layers.
+    Returns:
+        A text of the patterns, which is equal for equal ones.
     """
     try:
         patterns = _parsed(settings, getattr(config, "num_hidden_layers", None))
-        for pattern in (patterns.pattern, *patterns.layers.values()):
-            if pattern is not None:
-                _check_kv_heads(pattern, config)
+        patterns.check(config)
     except ValueError as error:
         raise ValueError(f"{owner}: {error}") from error
-
-
-def text_of_settings(settings: Mapping[str, Any]) -> str:
-    """Returns the text of a config's `ring_dilated`: its pattern, and how many layers have others."""
-    patterns = _parsed(settings, None)
-    text = f"the pattern {patterns.pattern or Pattern.exact()}"
-    layers = "; ".join(f"layer {number}: {pattern}" for number, pattern in sorted(patterns.layers.items()))
-    return f"{text} ({layers})" if layers else text
+    return str(patterns)
 
 
 def settings_of(config: PretrainedConfig) -> Mapping[str, Any] | None:
@@ -256,20 +258,10 @@ def fewest_last_of(config: Any) -> int | None:
     return min((tokens for tokens in found if tokens is not None), default=None)
 
 
-def _check_kv_heads(pattern: Pattern, config: PretrainedConfig) -> None:
-    """Refuses patterns of other key/value heads; a config that does not say how many it has is checked when it computes."""
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-    if isinstance(heads, int):
-        pattern.check_heads(heads, class_name(config))
-
-
 def patch_config(
     config: PretrainedConfig,
-    pattern: Pattern | str | PatternsOfLayers | None = None,
+    pattern: Pattern | str | PatternsOfLayers,
     layers: Iterable[int] | None = None,
-    *,
-    segment_lengths: Sequence[int | None] | None = None,
-    dilation_rates: Sequence[int] | None = None,
 ) -> PretrainedConfig:
     """Stores a pattern in a config, where it is saved and loaded with it, and makes "ring_dilated" its implementation.
 
@@ -281,14 +273,13 @@ def patch_config(
             layers by those that it has for each.
         layers: the numbers of the layers, of which others keep their patterns; None for every layer without a window or chunks
             of its own, whatever patterns layers had before.
-        segment_lengths, dilation_rates: the arguments of `Pattern.longnet`, in place of `pattern`.
 
     Returns:
         The config.
 
     Raises:
-        ValueError: no pattern, two of them, one for another number of key/value heads, layers the model does not have, or
-            a model that does not call the attention interface.
+        ValueError: no pattern, one for another number of key/value heads, layers that the model does not have, or a model
+            that does not call the attention interface.
         NotImplementedError: a model that ring_dilated does not compute.
 
     Example:
@@ -298,35 +289,24 @@ def patch_config(
         >>> sorted(config.to_dict()["ring_dilated"])  # saved with the config, and loaded with it
         ['hint', 'layers', 'pattern']
     """
-    if segment_lengths is not None and dilation_rates is not None and pattern is None:
-        pattern = Pattern.longnet(segment_lengths, dilation_rates)
-    elif pattern is None or segment_lengths is not None or dilation_rates is not None:
-        raise ValueError("patch_config: pass either pattern=, or both segment_lengths= and dilation_rates=")
     text_config = config.get_text_config()
     check_config(text_config)
-    _patterns(text_config)
-    settings: dict[str, Any] = {}
+    before = _patterns(text_config)
     if isinstance(pattern, PatternsOfLayers):
         if layers is not None:
             raise ValueError("patch_config: a calibration has patterns for layers of its own: leave layers out")
         _check_calibration(pattern, text_config)
-        of_layers = pattern.layers
+        patterns = _Patterns(None, pattern.layers)
     else:
         pattern = as_pattern(pattern, "patch_config")
-        _check_kv_heads(pattern, text_config)
-        if layers is None:
-            of_layers, settings = {}, {"pattern": pattern.to_dict()}
-        else:
-            of_layers, settings = _by_layer(pattern, layers, text_config), dict(settings_of(text_config) or {})
-    for of_layer in of_layers.values():
-        _check_kv_heads(of_layer, text_config)
-    if of_layers:
-        changed = {str(number): of_layer.to_dict() for number, of_layer in of_layers.items()}
-        settings["layers"] = {**settings.get("layers", {}), **changed}
-    return use_settings(config, settings)
+        patterns = _Patterns(pattern, {})
+        if layers is not None:
+            patterns = _Patterns(before.pattern, {**before.layers, **_patterns_by_layer(pattern, layers, text_config)})
+    patterns.check(text_config)
+    return use_settings(config, patterns.settings())
 
 
-def _by_layer(pattern: Pattern, layers: Iterable[int], config: PretrainedConfig) -> dict[int, Pattern]:
+def _patterns_by_layer(pattern: Pattern, layers: Iterable[int], config: PretrainedConfig) -> dict[int, Pattern]:
     """Returns a pattern for each of these layers; it reads no further than to a layer that the model does not have."""
     by_layer, count = {}, config.num_hidden_layers
     for number in layers:

@@ -68,13 +68,11 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
             raise ValueError(f"prefill: input_ids must be [batch, tokens], got {tuple(input_ids.shape)}")
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         if mask.shape != input_ids.shape:
-            raise ValueError(
-                f"prefill: attention_mask must be {tuple(input_ids.shape)} like input_ids, got {tuple(mask.shape)}"
-            )
+            raise ValueError(f"prefill: input_ids are {tuple(input_ids.shape)}, and the mask {tuple(mask.shape)}")
         if not bool(mask.all()) and "position_ids" not in inspect.signature(inner.forward).parameters:
+            name = type(model).__name__
             raise ValueError(
-                f"prefill: {type(model).__name__}.generate would number padded rows differently from prefill, because "
-                f"it takes no position_ids: pass rows without padding"
+                f"prefill: {name} takes no position_ids, so its generate would number padded rows differently"
             )
         call.same("the shape of input_ids", tuple(input_ids.shape))
         call.same("a checksum of input_ids", digest(input_ids))

@@ -95,27 +95,20 @@ class HeadCall:
         """Whether the model has not written into what its output layer returned."""
         return self.plain is not None and version_of(self.plain) == self._version
 
-    def change(self, logits: Tensor, config: PretrainedConfig) -> Head | None:
-        """Returns what the model does to the logits of its output layer; None if its config does not name that.
+    def head(self, logits: Tensor, config: PretrainedConfig) -> Head | None:
+        """Returns the function that makes the model's logits of hidden states; None if the config does not name it.
 
         Args:
             logits: the logits that the model returned for its few tokens.
             config: the config of the model.
         """
-        if self.plain is None or self.unsuited is not None or not self.plain_is_intact:
+        output, plain = self.output, self.plain
+        if output is None or plain is None or self.unsuited is not None or not self.plain_is_intact:
             return None
-        return fitting_change(config, self.plain, logits)
-
-    def head(self, logits: Tensor, config: PretrainedConfig) -> Head | None:
-        """Returns the function that makes the model's logits of hidden states; None if its config does not name it.
-
-        Args:
-            logits, config: as for `change`.
-        """
-        output, change = self.output, self.change(logits, config)
-        if output is None or change is None:
+        change = fitting_change(config, plain, logits)
+        if change is None:
             return None
-        autocast = partial(torch.autocast, logits.device.type, dtype=self._autocast, enabled=self._autocast is not None)
+        autocast = partial(torch.autocast, plain.device.type, dtype=self._autocast, enabled=self._autocast is not None)
 
         def head(hidden: Tensor) -> Tensor:
             with autocast():

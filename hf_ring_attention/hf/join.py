@@ -80,8 +80,8 @@ def _whole_routers(x: Any, part: tuple[int, int], join: Join) -> Any:
     """Returns the logits of routers, which models form for the tokens of all rows, one row after the other."""
     if isinstance(x, (tuple, list)):
         return type(x)(_whole_routers(entry, part, join) for entry in x)
-    if not isinstance(x, Tensor) or x.dim() < 2:
-        return x
-    if tuple(x.shape[:2]) == part:
+    if isinstance(x, Tensor) and x.dim() > 1 and tuple(x.shape[:2]) == part:
         return join(x)
-    return join(x.unflatten(0, part)).flatten(0, 1) if x.shape[0] == part[0] * part[1] else x
+    if isinstance(x, Tensor) and x.dim() > 1 and x.shape[0] == part[0] * part[1]:
+        return join(x.unflatten(0, part)).flatten(0, 1)
+    return x

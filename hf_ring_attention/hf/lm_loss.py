@@ -8,7 +8,8 @@ formed once (torchtitan's chunked loss does so): backward only scales them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,16 +78,26 @@ class LossInSlices(HeadCall):
         """
         super().keep_plain(plain)
         assert self.output is not None and self.hidden is not None
-        change, forward = named_change(self.model.config), self.output.forward
-        labels, layout = self.labels.to(self.hidden.device), self.rows.layout
+        hidden, labels, layout = self.hidden.flatten(0, 1), self.labels.to(self.hidden.device), self.rows.layout
         labels = (labels if layout is None else self.ring.shard(labels, layout, fill=IGNORED)).flatten()
-        tokens = max(1, BYTES_AT_ONCE // (4 * plain.shape[-1]))
-        weights = _tensors_of(self.output) if torch.is_grad_enabled() else []
-
-        def of_slice(hidden: Tensor, place: slice) -> Tensor:
-            return self.of_slice(lambda x: change(forward(x)), hidden, labels[place], place)
-
-        self._total = _sum_in_slices(of_slice, self.hidden.flatten(0, 1), weights, tokens)
+        change, forward = named_change(self.model.config), self.output.forward
+        inputs = [x for x in (hidden, *_tensors_of(self.output)) if x.requires_grad] if torch.is_grad_enabled() else []
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        sums = [
+            torch.zeros_like(x, dtype=x.dtype if x is hidden else torch.promote_types(x.dtype, wide)) for x in inputs
+        ]
+        total, tokens = hidden.new_zeros((), dtype=wide), max(1, BYTES_AT_ONCE // (4 * plain.shape[-1]))
+        for first in range(0, len(hidden), tokens):
+            place = slice(first, min(first + tokens, len(hidden)))
+            part = hidden[place].detach().requires_grad_(any(x is hidden for x in inputs))
+            loss = self.of_slice(lambda x: change(forward(x)), part, labels[place], place)
+            total += loss.detach()
+            if inputs:
+                parts = [part if x is hidden else x for x in inputs]
+                gradients = torch.autograd.grad(loss, parts, materialize_grads=True)
+                for x, of_x, gradient in zip(inputs, sums, gradients, strict=True):
+                    (of_x[place] if x is hidden else of_x).add_(gradient)
+        self._total = _Scaled.apply(total, sums, *inputs) if inputs else total
 
     def loss(self, logits: Tensor, items: Any, ignore_index: int) -> Tensor:
         """Returns the mean loss of whole rows; 0 if the model makes its logits in another way than its config names.
@@ -114,18 +125,28 @@ class LossInSlices(HeadCall):
         """Returns whether the logits of two tokens follow from the config, on every rank: all decide alike."""
         if logits is self.plain and self.plain_is_intact:
             return True
-        flag = torch.tensor(self.change(logits, self.model.config) is not None, device=logits.device)
+        flag = torch.tensor(self.head(logits, self.model.config) is not None, device=logits.device)
         return all(bool(of_rank) for of_rank in self.ring.gather(flag))
 
     # ---- the output of the call
 
     def joined_result(self, output: Any) -> Any:
-        """Returns the output with the loss of whole rows, and without the logits of two tokens; None for an unsuited model."""
+        """Returns the output with the loss of whole rows, and without the logits of two tokens; None for an unsuited model.
+
+        Terms that the model adds to its loss stay, but for terms of its logits, which are NaN.
+        """
         self.unwatch()
-        if not self._is_loss_of(output):
-            _UNSUITED[type(self.model)], name = str(self.unsuited), type(self.model).__name__
+        reason = None
+        if self.result is None:
+            reason = self.unsuited or "computes no loss by its loss_function"
+        else:
+            loss: Tensor = output["loss"] if isinstance(output, Mapping) else output[0]
+            if loss is not self.result and bool(torch.isfinite(self.result).all() & ~torch.isfinite(loss).all()):
+                reason = "adds to its loss a term of its logits"
+        if reason is not None:
+            _UNSUITED[type(self.model)], name = reason, type(self.model).__name__
             if self.ring.rank == 0:
-                warn_once(f"{name} {self.unsuited}, so the logits of whole rows are formed at once for its loss")
+                warn_once(f"{name} {reason}, so the logits of whole rows are formed at once for its loss")
             return None
         plain = self.plain
         assert plain is not None
@@ -140,17 +161,6 @@ class LossInSlices(HeadCall):
             return output
         return tuple(instead if are_logits(x) else x for x in output)
 
-    def _is_loss_of(self, output: Any) -> bool:
-        """Returns whether an output has the loss computed here, with terms that the model adds, but for terms of its logits."""
-        if self.result is None:
-            self.unsuited = self.unsuited or "computes no loss by its loss_function"
-            return False
-        loss: Tensor = output["loss"] if isinstance(output, Mapping) else output[0]
-        if loss is not self.result and not bool(torch.isfinite(loss).all()) and bool(torch.isfinite(self.result).all()):
-            self.unsuited = "adds to its loss a term of its logits"
-            return False
-        return True
-
     def formed(self) -> Tensor:
         """Returns [B, n, vocabulary] the logits of whole rows, on every rank; all ranks call it together."""
         assert self.hidden is not None and self.output is not None
@@ -163,41 +173,13 @@ class LossInSlices(HeadCall):
         return self._formed
 
 
-# ---- sums of slices, and their gradients
+# ---- gradients
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
     """Returns the tensors of a module that need gradients: its parameters, and views of weights that FSDP 1 puts there."""
     tensors = (x for inner in module.modules() for x in (*inner.parameters(recurse=False), *vars(inner).values()))
     return list({id(x): x for x in tensors if isinstance(x, Tensor) and x.requires_grad}.values())
-
-
-def _sum_in_slices(
-    of_slice: Callable[[Tensor, slice], Tensor], hidden: Tensor, weights: list[Tensor], tokens: int
-) -> Tensor:
-    """Returns the sum of the losses of slices, with its gradients.
-
-    Args:
-        of_slice: the loss of some hidden states, which have this place among all.
-        hidden: [n, width].
-        weights: the tensors of the head that need gradients.
-        tokens: the tokens of a slice.
-    """
-    inputs = [x for x in (hidden, *weights) if x.requires_grad] if torch.is_grad_enabled() else []
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    sums = [torch.zeros_like(x, dtype=x.dtype if x is hidden else torch.promote_types(x.dtype, wide)) for x in inputs]
-    total = hidden.new_zeros((), dtype=wide)
-    for first in range(0, len(hidden), tokens):
-        place = slice(first, min(first + tokens, len(hidden)))
-        part = hidden[place].detach().requires_grad_(any(x is hidden for x in inputs))
-        loss = of_slice(part, place)
-        total += loss.detach()
-        if not inputs:
-            continue
-        gradients = torch.autograd.grad(loss, [part if x is hidden else x for x in inputs], materialize_grads=True)
-        for x, of_x, gradient in zip(inputs, sums, gradients, strict=True):
-            (of_x[place] if x is hidden else of_x).add_(gradient)
-    return _Scaled.apply(total, sums, *inputs) if inputs else total
 
 
 class _Scaled(torch.autograd.Function):
@@ -301,3 +283,55 @@ class _LogitsOnUse(Tensor):
             return x.call.formed().to(x.dtype) if isinstance(x, _LogitsOnUse) else x
 
         return function(*tree_map(formed, args), **tree_map(formed, kwargs or {}))
+
+
+# ---- the fields of TRL's fused head
+
+
+#: The fields that have a value for each token, but for the loss.
+_LOG_PROBS, _LOSS = "log_probs", "loss"
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A call with `fused_lm_head=True`, whose head gets labels that are shifted and cut.
+
+    Attributes:
+        items: the number by which the head divides the sum of its losses.
+        shifted: whether the caller's labels were shifted already, so that fields have a value for the last token too.
+    """
+
+    items: Tensor | int
+    shifted: bool
+    rows: WholeRows
+    ring: Ring
+
+    def joined_result(self, output: Any) -> Any:
+        """Returns the output with the fields [B, n - 1] of whole rows, or [B, n] for shifted labels, and their loss."""
+        rows, layout = self.rows, self.rows.layout
+        assert layout is not None
+        part = (rows.batch, layout.local_len)
+        # What a head adds to the loss, such as the loss of routers, was computed from whole rows.
+        added = output[_LOSS] + output[_LOG_PROBS].sum() / self.items
+        stop = rows.length if self.shifted else rows.length - 1
+        for name, x in output.items():
+            if isinstance(x, Tensor) and tuple(x.shape) == part:
+                output[name] = whole_rows(x, rows, self.ring)[:, :stop]
+        output[_LOSS] = added - output[_LOG_PROBS].sum() / self.items
+        return output
+
+
+def fields_of(rows: WholeRows, ring: Ring, kwargs: dict[str, Any]) -> Fields:
+    """Replaces the labels of a call by the labels of this rank's tokens, and returns what its fields are joined by.
+
+    Args:
+        kwargs: the arguments of the call, with labels.
+    """
+    labels, given = kwargs["labels"], kwargs.get("shift_labels")
+    whole = shifted(labels) if given is None else given
+    items = kwargs.get("num_items_in_batch")
+    items = (whole != IGNORED).sum().clamp(min=1) if items is None else items
+    assert rows.layout is not None
+    kwargs["shift_labels"] = ring.shard(whole, rows.layout, fill=IGNORED)
+    kwargs["num_items_in_batch"] = items
+    return Fields(items, given is not None, rows, ring)

@@ -21,7 +21,6 @@ from ..transport.agreement import digest
 from .cache import ShardedCache, cache_in
 from .calls import checked_step
 from .cut import rows_of_call, rows_to_cut, tokens_in
-from .fields import fields_of
 from .forward_pass import (
     CALL,
     Call,
@@ -30,7 +29,7 @@ from .forward_pass import (
     running,
     set_forward_pass,
 )
-from .lm_loss import LossInSlices, cross_entropy, loss_in_slices, shifted, way_of_loss
+from .lm_loss import LossInSlices, cross_entropy, fields_of, loss_in_slices, shifted, way_of_loss
 from .positions import warn_of_temperatures
 from .recomputation import remember_for_recomputation
 from .registration import IMPLEMENTATION

@@ -27,26 +27,24 @@ class NotFormed:
     def __reduce__(self) -> Any:
         return NotFormed, (self._what, self._remedy)
 
-    def __getattr__(self, name: str) -> Any:
-        return self._refuse()
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+    def __getattr__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotFormedError(f"this output has no {self._what}: {self._remedy}")
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, NotFormed))
-        return cls._refuse(found)
+        return next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, NotFormed)).__getattr__()
 
     __hash__ = object.__hash__
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = __matmul__ = _refuse
-    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = __rmatmul__ = _refuse
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = __neg__ = __pos__ = __abs__ = __invert__ = _refuse
-    __and__ = __or__ = __xor__ = __rand__ = __ror__ = __rxor__ = _refuse
-    __getitem__ = __setitem__ = __delitem__ = __len__ = __iter__ = __contains__ = _refuse
-    __bool__ = __int__ = __float__ = __complex__ = __index__ = _refuse
-    __array__ = __array_ufunc__ = __array_function__ = _refuse
+
+
+#: Python looks these up in the class, and not by `__getattr__`.
+_OPERATORS = (
+    "eq ne lt le gt ge neg pos abs invert bool int float complex index len iter getitem setitem delitem contains array "
+    "array_ufunc array_function and or xor rand ror rxor add sub mul truediv floordiv mod pow matmul radd rsub rmul "
+    "rtruediv rfloordiv rmod rpow rmatmul iadd isub imul itruediv"
+)
+for _operator in _OPERATORS.split():
+    setattr(NotFormed, f"__{_operator}__", NotFormed.__getattr__)
 
 
 def logits_not_formed() -> NotFormed:

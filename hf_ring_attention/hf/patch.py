@@ -28,7 +28,7 @@ from .hybrid_types import hybrids_of
 from .registration import IMPLEMENTATION
 from .support import check_model
 from .tensor_parallel import check_ring
-from .wrappers import unwrapped
+from .wrappers import inner_model
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -72,9 +72,7 @@ def patch_model(
         >>> [abs(of_rank - alone) < 1e-5 for of_rank in ra.run_simulated(loss, 2)]
         [True, True]
     """
-    inner = unwrapped(model)
-    if not isinstance(inner, PreTrainedModel):
-        raise ValueError(f"patch_model: expected a Transformers model, or a wrapper of one, got {type(model).__name__}")
+    inner = inner_model(model, "patch_model")
     check_model(inner, sharded=ring is not None and ring.world_size > 1)
     if ring is not None:
         check_ring(inner, ring)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import transformers
 from torch import nn
-from torch.torch_version import TorchVersion
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -18,7 +16,7 @@ from transformers import (
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ..compute.private import calls_the_interface, is_stateful
-from .hybrid_types import MIXERS, MIXERS_SINCE, hybrids_of
+from .hybrid_types import MIXERS, hybrids_of
 from .wrappers import decoder_of, runner_of
 
 #: The types of layers that are computed.
@@ -71,23 +69,13 @@ def check_config(config: PretrainedConfig, name: str | None = None) -> None:
 
     Args:
         name: the name of the model's class; None to take it from the config.
-
-    Raises:
-        ValueError: a model that does not call the attention interface.
-        NotImplementedError: attention, layers or an architecture that ring_dilated does not compute.
     """
     layer_types = tuple(getattr(config, "layer_types", None) or ())
     crossing = bool(config.is_encoder_decoder or getattr(config, "add_cross_attention", False))
     indexed = not layer_types and bool(getattr(config, "index_topk", None))
     key = (type(config), layer_types, crossing, indexed)
-    if key not in _passed:
-        _check_config(config, layer_types, crossing, indexed, name)
-        _passed.add(key)
-
-
-def _check_config(
-    config: PretrainedConfig, layer_types: tuple[str, ...], crossing: bool, indexed: bool, name: str | None
-) -> None:
+    if key in _passed:
+        return
     model_class, name = _model_class(config), name or class_name(config)
     if model_class is not None and config.get_text_config() is config:  # Elsewhere, the text model is checked.
         check_class(model_class, name)
@@ -112,6 +100,7 @@ def _check_config(
         )
     if config.model_type in _BEYOND_THE_INTERFACE:
         raise NotImplementedError(f"{name}: {_BEYOND_THE_INTERFACE[config.model_type]}: use 'sdpa' or 'eager'")
+    _passed.add(key)
 
 
 def class_name(config: PretrainedConfig | None) -> str:
@@ -132,33 +121,20 @@ def _model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def check_class(model_class: type[Any], name: str) -> None:
-    """Refuses a class that computes attention without the interface, in all layers or in some.
-
-    Raises:
-        ValueError, NotImplementedError: as `check_config`.
-    """
+    """Refuses a class that computes attention without the interface, in all layers or in some."""
     if not calls_the_interface(model_class):
         raise ValueError(
             f"{name} does not call Transformers' attention interface, so it would ignore ring_dilated and compute "
             f"attention of its own: use it with 'eager', or a model class that calls the interface"
         )
     model_type = getattr(model_class.config_class, "model_type", None)
-    if model_type in MIXERS and TorchVersion(transformers.__version__) < TorchVersion(MIXERS_SINCE):
-        raise NotImplementedError(
-            f"{name} is a hybrid, whose mixers are known since Transformers {MIXERS_SINCE}, and {transformers.__version__} is "
-            f"installed: upgrade it, or use 'sdpa' or 'eager'"
-        )
     if is_stateful(model_class) and model_type not in MIXERS:
         reason = f"it has recurrent, linear-attention or convolutional layers; of such a layer, {_STATE}"
         raise NotImplementedError(f"{name}: {_STATEFUL.get(str(model_type), reason)}: use 'sdpa' or 'eager'")
 
 
 def check_model(model: PreTrainedModel, sharded: bool) -> None:
-    """Refuses a model that ring_dilated does not compute, or does not compute on shards where rows are sharded.
-
-    Raises:
-        ValueError, NotImplementedError: as `check_config`.
-    """
+    """Refuses a model that ring_dilated does not compute, or does not compute on shards where rows are sharded."""
     name, config = type(model).__name__, model.config.get_text_config()
     text_model = decoder_of(model)
     check_class(type(text_model), name)
@@ -184,24 +160,18 @@ def check_model(model: PreTrainedModel, sharded: bool) -> None:
 
 
 def check_predicts_next(model: PreTrainedModel, caller: str) -> None:
-    """Refuses a model that is made for something else than predicting each token from those before it.
-
-    Raises:
-        ValueError: a model with another loss, or one whose tokens attend to the tokens that they are to predict.
-    """
+    """Refuses a model that is made for something else than predicting each token from those before it."""
     name, config = type(model).__name__, model.config.get_text_config()
     if LOSS_MAPPING.get(model.loss_type or "ForCausalLM", ForCausalLMLoss) is not ForCausalLMLoss:
-        raise ValueError(
-            f"{caller}: {name} does not compute the loss of next tokens (its loss is {model.loss_type}): use a causal language "
-            f"model (...ForCausalLM)"
-        )
+        wrong = f"{caller}: {name} does not compute the loss of next tokens (its loss is {model.loss_type})"
+        raise ValueError(f"{wrong}: use a causal language model (...ForCausalLM)")
     seeing = next((setting for setting in ("is_decoder", "causal") if getattr(config, setting, True) is False), None)
     if config.model_type in _DECODERS_ALL_THE_SAME:
         seeing = None
     if config.model_type == "xlnet" or seeing is not None:
         remedy = f"set config.{seeing}=True before the model is made" if seeing else "use a causal language model"
         raise ValueError(
-            f"{caller}: each token of this {name} attends to those behind it, so it would be predicted from itself: {remedy}"
+            f"{caller}: each token of this {name} attends to those behind it, and so to its label: {remedy}"
         )
 
 

@@ -21,9 +21,6 @@ def head_shard(module: nn.Module, query: Tensor, key: Tensor) -> tuple[int, int]
 
     Args:
         query: [B, H, m, D]; key: [B, Hkv, n, D]: the heads of this rank.
-
-    Raises:
-        ValueError: heads that are not divided evenly, or a mesh without a dimension "tp".
     """
     weights = _dtensors(module)
     if not weights:
@@ -51,11 +48,7 @@ def tensor_parallel_mesh(model: nn.Module) -> DeviceMesh | None:
 
 
 def check_ring(model: nn.Module, ring: Ring) -> None:
-    """Refuses a ring of ranks that have different heads of the same tokens.
-
-    Raises:
-        ValueError: such a ring.
-    """
+    """Refuses a ring of ranks that have different heads of the same tokens."""
     mesh = tensor_parallel_mesh(model)
     both = [] if mesh is None else sorted({*ring.global_ranks} & {*dist.get_process_group_ranks(mesh.get_group())})
     if len(both) > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -35,20 +35,21 @@ def unwrapped(model: Any) -> Any:
     return wrapped_modules(model)[-1]
 
 
-def whole_model(model: Any, caller: str) -> PreTrainedModel:
-    """Returns the `unwrapped` model, for a caller that runs the inner model alone.
-
-    Raises:
-        ValueError: no Transformers model, or one to which PEFT adds tokens of its own.
-    """
+def inner_model(model: Any, caller: str) -> PreTrainedModel:
+    """Returns the `unwrapped` model; refuses other things than models of Transformers."""
     inner = unwrapped(model)
     if not isinstance(inner, PreTrainedModel):
         raise ValueError(f"{caller}: expected a Transformers model, or a wrapper of one, got {type(model).__name__}")
-    peft_config: Any = getattr(model, "active_peft_config", None)
+    return inner
+
+
+def whole_model(model: Any, caller: str) -> PreTrainedModel:
+    """Returns the `inner_model`, for a caller that runs it alone; refuses models to which PEFT adds tokens of its own."""
+    inner, peft_config = inner_model(model, caller), cast(Any, getattr(model, "active_peft_config", None))
     if getattr(peft_config, "is_prompt_learning", False):
         raise ValueError(
-            f"{caller}: PEFT adds {peft_config.num_virtual_tokens} virtual tokens to each row of {type(inner).__name__}, "
-            f"which have no positions: use an adapter without prompts, such as LoRA"
+            f"{caller}: PEFT adds {peft_config.num_virtual_tokens} virtual tokens without positions to each row of "
+            f"{type(inner).__name__}: use an adapter without prompts, such as LoRA"
         )
     return inner
 

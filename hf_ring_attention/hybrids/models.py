@@ -9,12 +9,14 @@ import copy
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from ..hf.cache import ShardedCache, ShardedLayer
-from ..hf.hybrid_types import MIXERS
+from ..hf.hybrid_types import MIXERS, MIXERS_SINCE
 from ..hf.wrappers import decoder_of
 from ..plan.layouts import SequenceLayout
 from .mixers import STATES_INSIDE, attach, check_parameters
@@ -31,9 +33,15 @@ def checked_mixers(model: PreTrainedModel) -> tuple[str, ...]:
     """Returns the paths of a model's mixers in its text model.
 
     Raises:
-        NotImplementedError: no mixers of the known class, or mixers with a parameter that is not known.
+        NotImplementedError: an earlier release of Transformers, no mixers of the known class, or mixers with a parameter that
+            is not known.
     """
     config = model.config.get_text_config()
+    if TorchVersion(transformers.__version__) < TorchVersion(MIXERS_SINCE):
+        raise NotImplementedError(
+            f"{type(model).__name__} is a hybrid, whose mixers are known since Transformers {MIXERS_SINCE}, and "
+            f"{transformers.__version__} is installed: upgrade it, or use 'sdpa' or 'eager'"
+        )
     mixers = mixers_of(decoder_of(model), config)
     if not mixers:
         raise NotImplementedError(

@@ -6,12 +6,11 @@ each ring, and what is gathered has the rows of each ring once.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import recursively_apply
@@ -105,15 +104,6 @@ class RingAccelerator(Accelerator):
             return reduced
         size = self.ring.world_size
         return recursively_apply(lambda x: x / size if x.is_floating_point() else x // size, reduced)
-
-    @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Splits inputs between rings, as Accelerate splits them between processes."""
-        state = copy.copy(PartialState())
-        # The attributes of a state are those of all states, but for an object with a dictionary of its own.
-        vars(state).update(num_processes=self.num_processes, process_index=self.process_index)
-        with state.split_between_processes(inputs, apply_padding=apply_padding) as part:
-            yield part
 
 
 class _RingScheduler(AcceleratedScheduler):

@@ -58,13 +58,9 @@ def distillation_loss(
     inner = whole_model(model, "distillation_loss")
     check_predicts_next(inner, "distillation_loss")
     if not is_patched(inner):
-        raise ValueError(
-            f"distillation_loss: {type(inner).__name__} has no pattern to learn: call ra.patch_model first"
-        )
+        raise ValueError(f"distillation_loss: {type(inner).__name__} has no pattern to learn: call ra.patch_model")
     if not any(isinstance(batch.get(name), Tensor) for name in ("labels", "shift_labels")):
-        raise ValueError(
-            f"distillation_loss: expected labels, for the tokens that count, got {sorted(map(str, batch))}"
-        )
+        raise ValueError(f"distillation_loss: expected labels in the batch, got {sorted(map(str, batch))}")
     if _peft_of(model) is None:
         warn_once(
             f"distillation_loss: {type(inner).__name__} has no adapters of PEFT, so the teacher has the weights that are being "
@@ -90,9 +86,8 @@ def _hidden_of_teacher(model: nn.Module, inner: PreTrainedModel, inputs: Mapping
     with exact_attention(model), _without_adapters(model), evaluating(inner), watching as call:
         model(**inputs)
     if call.hidden is None:
-        raise NotImplementedError(
-            f"{type(inner).__name__} {call.unsuited or 'does not call its output layer'}, so the teacher has no hidden states"
-        )
+        reason = call.unsuited or "does not call its output layer"
+        raise NotImplementedError(f"{type(inner).__name__} {reason}, so the teacher has no hidden states")
     return call.hidden
 
 

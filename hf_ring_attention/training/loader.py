@@ -29,38 +29,29 @@ def prepare_data_loader(loader: Any, ring: Ring, pattern: Pattern | str | None) 
     if accelerator is None:
         raise ValueError("prepare_data_loader: the ring has no accelerator: make it by ra.Ring.from_accelerator")
     if not isinstance(loader, DataLoader) or is_prepared(loader):
-        raise ValueError(
-            f"prepare_data_loader: expected a torch DataLoader that was not prepared, got {type(loader).__name__}"
-        )
+        raise ValueError(f"prepare_data_loader: expected an unprepared torch DataLoader, got {type(loader).__name__}")
     if not models:
-        raise ValueError(
-            "prepare_data_loader: no model was patched with this ring: call ra.patch_model(model, ring=ring)"
-        )
+        raise ValueError("prepare_data_loader: no model has this ring: call ra.patch_model(model, ring=ring)")
     if ring.world_size > 1:
         chosen = None if pattern is None else as_pattern(pattern, "prepare_data_loader")
-        loader.collate_fn = partial(_cut, loader.collate_fn, ring, runner_of(models[0]), chosen)
+        loader.collate_fn = partial(_collate_and_cut, loader.collate_fn, ring, runner_of(models[0]), chosen)
     prepared = accelerator.prepare_data_loader(loader)
     if ring.world_size > 1:
         prepared.base_dataloader = _PlannedAhead(prepared.base_dataloader, ring)
     return prepared
 
 
-def _cut(collate: Any, ring: Ring, runner: Any, pattern: Pattern | None, rows: Any) -> Any:
+def _collate_and_cut(collate: Any, ring: Ring, runner: Any, pattern: Pattern | None, rows: Any) -> Any:
     """Collates rows to a batch, and returns this rank's part of it."""
     batch = collate(rows)
     return cut_batch(batch, ring, runner, pattern) if isinstance(batch, Mapping) else batch
 
 
 def cut_batch(batch: Mapping[str, Any], ring: Ring, runner: Any, pattern: Pattern | None = None) -> dict[str, Any]:
-    """Returns this rank's part of a batch, and the entry that tells the model; batches of more than text stay whole.
-
-    Raises:
-        ValueError: as `rows_to_cut`.
-    """
+    """Returns this rank's part of a batch, and the entry that tells the model; batches of more than text stay whole."""
     tokens = tokens_in(batch)
-    if tokens is None or any(
-        isinstance(x, Tensor) and x.is_floating_point() and x is not tokens for x in batch.values()
-    ):
+    others = [x for x in batch.values() if isinstance(x, Tensor) and x is not tokens]
+    if tokens is None or any(x.is_floating_point() for x in others):
         return dict(batch)
     rows = rows_to_cut(runner, ring, batch, pattern)
     positions = whole_positions(runner, rows, batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -104,7 +104,12 @@ def _pack_buffer(
     for place in range(len(columns["input_ids"])):
         who = f"pack_documents: document {place if numbers is None else numbers[place]}"
         ids, labels = _tokens_and_labels({name: column[place] for name, column in columns.items()}, who)
-        for start in _starts(len(ids), row_length, strategy, who):
+        if len(ids) > row_length and strategy == "raise":
+            raise ValueError(
+                f"{who} has {len(ids)} tokens, and a row {row_length}: choose another excess_length_strategy"
+            )
+        stop = {"truncate": row_length, "drop": 0}.get(strategy) if len(ids) > row_length else None
+        for start in range(0, len(ids[:stop]), row_length):
             pieces.append((ids[start : start + row_length], labels[start : start + row_length]))
     rows = best_fit([len(ids) for ids, _ in pieces], row_length)
     packed: dict[str, list[list[int]]] = {name: [] for name in _PACKED_COLUMNS}
@@ -141,23 +146,8 @@ def _tokens_and_labels(document: Mapping[str, Any], who: str) -> tuple[np.ndarra
         labels = np.where(read.get(name, 1) == 0, IGNORED, labels)
     kept = np.flatnonzero(read.get("attention_mask", np.ones(len(ids))))
     if len(kept) and kept[-1] - kept[0] != len(kept) - 1:
-        raise ValueError(
-            f"{who} has padding inside, by its attention_mask: set labels to {IGNORED} for tokens that are not learned"
-        )
+        raise ValueError(f"{who} has padding inside, by its attention_mask: set labels of such tokens to {IGNORED}")
     return ids[kept], labels[kept]
-
-
-def _starts(length: int, row_length: int, strategy: Strategy, who: str) -> Iterator[int]:
-    """Yields where the pieces of a document begin that go into rows."""
-    if length > row_length and strategy == "raise":
-        raise ValueError(
-            f"{who} has {length} tokens, and a row {row_length}: make rows longer, or choose an excess_length_strategy of "
-            f"truncate, split or drop"
-        )
-    if length <= row_length or strategy == "split":
-        yield from range(0, length, row_length)
-    elif strategy == "truncate":
-        yield 0
 
 
 def best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.utils import gather, gather_object, set_seed
@@ -58,14 +58,10 @@ class RingTrainingArguments(TrainingArguments):
         ('zigzag', 'auto')
     """
 
-    ring_size: int | None = field(
-        default=None, metadata={"help": "processes that share each sequence; 1: each has rows of its own"}
-    )
+    ring_size: int | None = field(default=None, metadata={"help": "processes that share each sequence"})
     ring_layout: str = field(default="auto", metadata={"help": "auto, contiguous, zigzag or documents"})
     ring_transport: str = field(default="auto", metadata={"help": "auto, ring, collective, heads or local"})
-    ring_heads: int | None = field(
-        default=None, metadata={"help": "With ring_transport heads: how many neighbours exchange heads; default: all."}
-    )
+    ring_heads: int | None = field(default=None, metadata={"help": "neighbours that exchange heads; default: all"})
     offload_activations: bool = field(default=False, metadata={"help": "keep saved activations in host memory"})
 
     @property
@@ -73,12 +69,6 @@ class RingTrainingArguments(TrainingArguments):
         """The device of this process: "cpu" and not "cpu:0", to which Trainer of Transformers 5.17 cannot load an optimizer."""
         device: torch.device = super().device
         return torch.device("cpu") if device.type == "cpu" else device
-
-
-def _cp_size_of(args: TrainingArguments) -> int:
-    """Returns the cp_size of the arguments' ParallelismConfig, another name of ring_size; 1 without a config."""
-    config: Any = args.parallelism_config
-    return 1 if config is None else int(config.cp_size)
 
 
 class RingTrainerMixin(_Trainer):
@@ -132,8 +122,9 @@ class RingTrainerMixin(_Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the accelerator, and then the ring, and patches the model."""
-        args, cp_size, config = self.args, _cp_size_of(self.args), self.args.parallelism_config
-        if config is not None and cp_size > 1:
+        args, config = self.args, cast(Any, self.args.parallelism_config)
+        cp_size = getattr(config, "cp_size", 1)
+        if cp_size > 1:
             # Accelerate takes a cp_size with FSDP 2 alone, Trainer would cut each row once more, and on a CPU Accelerate
             # refuses any config.
             args.parallelism_config = None if config.total_size == cp_size else without_cp(config)
@@ -256,7 +247,7 @@ def _wrong_settings(trainer: Any) -> ValueError | None:
                 f"{type(model).__name__} has attention dropout ({name}={value}), and ring_dilated has none: set it to 0 in the "
                 f"config before the model is made"
             )
-    cp_size = _cp_size_of(args)
+    cp_size = getattr(args.parallelism_config, "cp_size", 1)
     if cp_size not in (1, trainer.ring.world_size):
         return ValueError(
             f"ring_size={trainer.ring.world_size} and cp_size={cp_size} of the parallelism_config are two names of one "

@@ -10,11 +10,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.private import checkpoint_activations
-from hf_ring_attention.hf import support
 from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.hf.documents import documents_from_mask, documents_of_rows
 from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.hybrids import mixers, states
+from hf_ring_attention.hybrids import models as hybrid_models
 from hf_ring_attention.hybrids.models import mixers_of
 
 from ..support.probe import BATCHES, GRADIENTS, LOGITS, TOKENS, alone, batch, distance, errors, over_ring
@@ -418,7 +418,7 @@ def test_rows_that_are_gathered_are_bounded_and_logged(monkeypatch, caplog):
 
 def test_earlier_releases_are_told_to_be_upgraded(monkeypatch):
     """There, mixers have other names and calls: states would not pass, and nothing would tell."""
-    monkeypatch.setattr(support, "MIXERS_SINCE", "99.1")
+    monkeypatch.setattr(hybrid_models, "MIXERS_SINCE", "99.1")
     with pytest.raises(
         NotImplementedError, match=r"BambaForCausalLM is a hybrid.*since Transformers 99\.1.*upgrade it"
     ):

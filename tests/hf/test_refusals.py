@@ -170,17 +170,7 @@ def test_patch_model_of_something_else():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        *(
-            (arguments, "pass either pattern=, or both segment_lengths= and dilation_rates=")
-            for arguments in (
-                {},
-                {"pattern": PATTERN, "segment_lengths": [4], "dilation_rates": [1]},
-                {"segment_lengths": [4]},
-                {"dilation_rates": [1]},
-            )
-        ),
-        ({"segment_lengths": [4, 8], "dilation_rates": [1]}, "as many dilation_rates as segment_lengths .* 1 for 2"),
-        ({"segment_lengths": [4], "dilation_rates": [2]}, "add a Window or Segment with dilation 1"),
+        ({"pattern": None}, "pattern must be a Pattern, or its text .*, got None"),
         ({"pattern": PATTERN.to_dict()}, "pattern must be a Pattern, or its text .*, got {'branches'"),
         ({"pattern": PATTERN, "layers": [0, 2]}, r"layers must be integers among 0\.\.1, got 2"),
         ({"pattern": PATTERN, "layers": range(10**12)}, r"layers must be integers among 0\.\.1, got 2"),

@@ -180,7 +180,7 @@ def test_treatments_of_long_documents(strategy, expected):
 
 def test_a_long_document_is_refused_by_its_number_in_the_data_set():
     dataset = Dataset.from_dict(tokens_of([2, 3, 1, 10, 2]))
-    message = "document 3 has 10 tokens, and a row 4: make rows longer, or choose an excess_length_strategy"
+    message = "document 3 has 10 tokens, and a row 4: choose another excess_length_strategy"
     for documents in (dataset, dataset.to_iterable_dataset(), dataset[:]):
         with pytest.raises(ValueError, match=message):
             list(ra.pack_documents(documents, 4, buffer=2, excess_length_strategy="raise"))

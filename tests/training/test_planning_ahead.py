@@ -114,6 +114,6 @@ def refused(rank):
 
 def test_loaders_that_cannot_be_cut_are_refused():
     for without_model, without_accelerator, prepared in run_ranks(refused, 2):
-        assert "no model was patched with this ring" in without_model
+        assert "no model has this ring" in without_model
         assert "the ring has no accelerator" in without_accelerator
-        assert "expected a torch DataLoader that was not prepared" in prepared
+        assert "expected an unprepared torch DataLoader" in prepared

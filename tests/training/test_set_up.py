@@ -60,8 +60,6 @@ def counted(rank, ring_size):
         rate = optimizer.param_groups[0]["lr"]
         if step == 1:
             after_two = rate
-    with accelerator.split_between_processes(list(range(4))) as part:
-        split = part
     names = accelerator.gather_for_metrics([f"ring {ring.dp_rank}"], use_gather_object=True)
     return {
         "numbers": (accelerator.num_processes, accelerator.process_index),
@@ -69,7 +67,6 @@ def counted(rank, ring_size):
         "rate": after_two,
         "gather": accelerator.gather(torch.tensor([rank])).tolist(),
         "sum": accelerator.reduce(torch.tensor([1, 2])).tolist(),
-        "split": split,
         "names": names,
     }
 
@@ -86,9 +83,8 @@ def test_an_accelerator_counts_rings(ring_size):
             "rate": 0.75,
             "gather": [ring_size * number for number in range(rings)],
             "sum": [rings, 2 * rings],
-            "split": [[0, 1, 2, 3]] if rings == 1 else None,
             "names": [f"ring {number}" for number in range(rings)],
-        } | {"split": [0, 1, 2, 3] if rings == 1 else [[0, 1], [2, 3]][ring]}
+        }
 
 
 def orders(rank, ring_size, with_generator):
