@@ -58,8 +58,6 @@ def check_places(runner: nn.Module, last_position: int) -> None:
 def sharded_without_documents(module: nn.Module) -> str:
     """Returns the error text for a layer that was not given the mask of a sharded forward pass."""
     return (
-        f"{type(module).__name__} of a sharded model was called without the mask that ring_dilated made for it, so the "
-        f"documents of the whole sequence are unknown: call the model, not its layers; a model that makes its masks itself "
-        f"cannot be sharded; if Accelerate has a cp_size, make the ring by Ring.from_accelerator before accelerator.prepare, "
-        f"which would otherwise drop the masks"
+        f"{type(module).__name__} of a sharded model got no mask of ring_dilated, so its documents are unknown: call the "
+        f"model, not its layers; with a cp_size, make the ring by Ring.from_accelerator before accelerator.prepare"
     )
