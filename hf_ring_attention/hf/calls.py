@@ -16,11 +16,7 @@ from .positions import first_position, remembered_places
 
 
 def checked_step(ring: Ring, cache: ShardedCache, tokens: Tensor | None, kwargs: Mapping[str, Any]) -> HeldKeys:
-    """Checks a step after a sharded prefill: all ranks must have the same tokens, positions and mask.
-
-    Returns:
-        What the cache of this rank holds.
-    """
+    """Returns what this rank's cache holds in a step of generation; all ranks must have the same tokens, positions and mask."""
     mask, length = kwargs.get("attention_mask"), 0
     with ring.agreement("a step of generation", by_digest=True) as call:
         if tokens is None:

@@ -135,8 +135,7 @@ class RingTrainerMixin(_Trainer):
         size = self.ring_setting("ring_size")
         if size is None and (cp_size > 1 or self.accelerator.state.num_processes == 1):
             size = cp_size
-        names = ("layout", "transport", "heads")
-        settings = {name: self.ring_setting(f"ring_{name}") for name in names}
+        settings = {name: self.ring_setting(f"ring_{name}") for name in ("layout", "transport", "heads")}
         self.ring = Ring.from_accelerator(self.accelerator, size, **settings)
         if self.model is not None:
             patch_model(self.model, ring=self.ring)
