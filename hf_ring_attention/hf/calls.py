@@ -16,11 +16,7 @@ from .positions import first_position, places_of
 
 
 def checked_step(ring: Ring, cache: ShardedCache, tokens: Tensor | None, kwargs: Mapping[str, Any]) -> HeldKeys:
-    """Checks a step after a sharded prefill: all ranks must have the same tokens, positions and mask.
-
-    Returns:
-        What the cache of this rank holds.
-    """
+    """Returns what this rank's cache holds in a step of generation; all ranks must have the same tokens, positions and mask."""
     mask, length = kwargs.get("attention_mask"), 0
     with ring.agreement("a step of generation", by_digest=True) as call:
         if tokens is None:
@@ -58,8 +54,6 @@ def check_places(runner: nn.Module, last_position: int) -> None:
 def sharded_without_documents(module: nn.Module) -> str:
     """Returns the error text for a layer that was not given the mask of a sharded forward pass."""
     return (
-        f"{type(module).__name__} of a sharded model was called without the mask that ring_dilated made for it, so the "
-        f"documents of the whole sequence are unknown: call the model, not its layers; a model that makes its masks itself "
-        f"cannot be sharded; if Accelerate has a cp_size, make the ring by Ring.from_accelerator before accelerator.prepare, "
-        f"which would otherwise drop the masks"
+        f"{type(module).__name__} of a sharded model got no mask of ring_dilated, so its documents are unknown: call the "
+        f"model, not its layers; with a cp_size, make the ring by Ring.from_accelerator before accelerator.prepare"
     )

@@ -20,9 +20,6 @@ from .wrappers import evaluating, whole_model
 
 logger = logging.getLogger(__name__)
 
-#: The setting of models of type "longrope" whose keys no cache can hold in rows longer than this.
-_SWITCH = "original_max_position_embeddings"
-
 
 @torch.no_grad()
 def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None = None) -> ShardedCache:
@@ -91,11 +88,11 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
         )
     if hybrids is not None:
         cache.keep_states()  # type: ignore[attr-defined]
-    rope, longest = getattr(config, "rope_parameters", None) or {}, getattr(config, _SWITCH, None)
-    if rope.get("rope_type") == "longrope" and ring.rank == 0 and layout.seq_len <= (longest or 0):
+    rope = getattr(config, "rope_parameters", None) or {}
+    longest = getattr(config, "original_max_position_embeddings", None) or 0
+    if rope.get("rope_type") == "longrope" and ring.rank == 0 and layout.seq_len <= longest:
         logger.warning(
-            "%s rotates keys differently in rows of more than %d tokens: there generate gives up this cache of %d tokens, and "
-            "every rank computes whole rows: prefill more than %d tokens",
-            type(inner).__name__, longest, layout.seq_len, longest,
-        )  # fmt: skip
+            f"{type(inner).__name__} rotates keys differently in rows of more than {longest} tokens: there generate gives up "
+            f"this cache of {layout.seq_len} tokens, and every rank computes whole rows: prefill more than {longest} tokens"
+        )
     return cache

@@ -83,9 +83,7 @@ class LossInSlices(HeadCall):
         change, forward = named_change(self.model.config), self.output.forward
         inputs = [x for x in (hidden, *_tensors_of(self.output)) if x.requires_grad] if torch.is_grad_enabled() else []
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        sums = [
-            torch.zeros_like(x, dtype=x.dtype if x is hidden else torch.promote_types(x.dtype, wide)) for x in inputs
-        ]
+        sums = [torch.zeros_like(x, dtype=x.dtype if x is hidden else wide) for x in inputs]
         total, tokens = hidden.new_zeros((), dtype=wide), max(1, BYTES_AT_ONCE // (4 * plain.shape[-1]))
         for first in range(0, len(hidden), tokens):
             place = slice(first, min(first + tokens, len(hidden)))
@@ -222,11 +220,8 @@ def loss_in_slices(*args: Any, **kwargs: Any) -> Tensor:
     if now is None or not isinstance(now.head, LossInSlices):
         own: Tensor = ForCausalLMLoss(*args, **kwargs)
         return own
-    given = _ARGUMENTS.bind(*args, **kwargs).arguments
+    given = inspect.signature(ForCausalLMLoss).bind(*args, **kwargs).arguments
     return now.head.loss(given["logits"], given.get("num_items_in_batch"), given.get("ignore_index", IGNORED))
-
-
-_ARGUMENTS = inspect.signature(ForCausalLMLoss)
 
 
 def way_of_loss(model: PreTrainedModel, arguments: Mapping[str, Any], shape: tuple[int, int]) -> Decision:
@@ -288,10 +283,6 @@ class _LogitsOnUse(Tensor):
 # ---- the fields of TRL's fused head
 
 
-#: The fields that have a value for each token, but for the loss.
-_LOG_PROBS, _LOSS = "log_probs", "loss"
-
-
 @dataclass(frozen=True)
 class Fields:
     """A call with `fused_lm_head=True`, whose head gets labels that are shifted and cut.
@@ -312,12 +303,12 @@ class Fields:
         assert layout is not None
         part = (rows.batch, layout.local_len)
         # What a head adds to the loss, such as the loss of routers, was computed from whole rows.
-        added = output[_LOSS] + output[_LOG_PROBS].sum() / self.items
+        added = output["loss"] + output["log_probs"].sum() / self.items
         stop = rows.length if self.shifted else rows.length - 1
         for name, x in output.items():
             if isinstance(x, Tensor) and tuple(x.shape) == part:
                 output[name] = whole_rows(x, rows, self.ring)[:, :stop]
-        output[_LOSS] = added - output[_LOG_PROBS].sum() / self.items
+        output["loss"] = added - output["log_probs"].sum() / self.items
         return output
 
 

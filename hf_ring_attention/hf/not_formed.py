@@ -34,8 +34,6 @@ class NotFormed:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, NotFormed)).__getattr__()
 
-    __hash__ = object.__hash__
-
 
 #: Python looks these up in the class, and not by `__getattr__`.
 _OPERATORS = (

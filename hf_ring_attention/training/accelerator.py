@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import recursively_apply
-from torch import Tensor
 from torch.utils.data import SequentialSampler
 
 from ..compute.private import check_accelerate
@@ -79,13 +78,10 @@ class RingAccelerator(Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """Gathers tensors of all rings, one behind the other; the results of a ring's ranks are the same."""
-        return recursively_apply(self._of_rings, super().gather(tensor))
-
-    def _of_rings(self, gathered: Tensor) -> Tensor:
+        gathered, shape = super().gather(tensor), (self.ring.dp_size, self.ring.world_size, -1)
         if self.state.num_processes == 1:
             return gathered
-        by_process = gathered.unflatten(0, (self.ring.dp_size, self.ring.world_size, -1))
-        return by_process[:, 0].flatten(0, 1)
+        return recursively_apply(lambda x: x.unflatten(0, shape)[:, 0].flatten(0, 1), gathered)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gathers as `gather` does, without the rows that fill up the last batch of a loader."""

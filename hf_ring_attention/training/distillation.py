@@ -27,15 +27,13 @@ def distillation_loss(
 ) -> Tensor:
     """Returns the mean divergence of a model's predictions from its own under exact attention.
 
-    The divergence of a token is KL(p || q) = sum p log(p / q) over the vocabulary, in nats. p predicts with exact attention,
-    without gradients (the teacher), and q with the model's pattern (the student). Both have the same weights, so there is no
-    second model. If PEFT has added adapters, the teacher is the model without them, which does not change. Without adapters,
-    the teacher has the weights that are being trained: it moves towards the student, and the divergence falls while both may
-    predict texts worse. The logger warns of this once.
+    The divergence of a token is KL(p || q) = sum p log(p / q) over the vocabulary, in nats. The teacher p predicts with exact
+    attention and without gradients, the student q with the model's pattern. If PEFT has added adapters, the teacher is the
+    model without them, which does not change. Without adapters, the teacher has the weights that are being trained: it moves
+    towards the student, and the divergence falls while both may predict texts worse. The logger warns of this once.
 
     The loss takes the place of `model(**batch).loss`: it has the same value on every rank of a ring, and includes the terms
-    that a model adds itself, such as the loss of routers. Logits exist for a slice of tokens at a time; the teacher leaves its
-    last hidden states until then, of this rank's part of the rows.
+    that a model adds itself, such as the loss of routers. Logits exist for a slice of tokens at a time.
 
     Args:
         model: a causal language model that `patch_model` has patched, bare or as `accelerator.prepare` returned it.

@@ -42,23 +42,19 @@ def prepare_data_loader(loader: Any, ring: Ring, pattern: Pattern | str | None) 
 
 
 def _collate_and_cut(collate: Any, ring: Ring, runner: Any, pattern: Pattern | None, rows: Any) -> Any:
-    """Collates rows to a batch, and returns this rank's part of it."""
+    """Returns this rank's part of a batch of rows, with the entry for the model; batches of more than text stay whole."""
     batch = collate(rows)
-    return cut_batch(batch, ring, runner, pattern) if isinstance(batch, Mapping) else batch
-
-
-def cut_batch(batch: Mapping[str, Any], ring: Ring, runner: Any, pattern: Pattern | None = None) -> dict[str, Any]:
-    """Returns this rank's part of a batch, and the entry that tells the model; batches of more than text stay whole."""
-    tokens = tokens_in(batch)
-    others = [x for x in batch.values() if isinstance(x, Tensor) and x is not tokens]
-    if tokens is None or any(x.is_floating_point() for x in others):
-        return dict(batch)
-    rows = rows_to_cut(runner, ring, batch, pattern)
-    positions = whole_positions(runner, rows, batch)
+    tokens = tokens_in(batch) if isinstance(batch, Mapping) else None
+    if tokens is None or any(
+        isinstance(x, Tensor) and x.is_floating_point() for x in batch.values() if x is not tokens
+    ):
+        return batch
+    whole = rows_to_cut(runner, ring, batch, pattern)
+    positions = whole_positions(runner, whole, batch)
     labels = {name: batch[name] for name in _WHOLE if name in batch}
-    parts = cut({**{k: x for k, x in batch.items() if k not in labels}, "position_ids": positions}, rows, ring)
-    rows = replace(rows, last_position=int(positions.max()), checksum=digest(tokens))
-    return {**parts, **labels, CALL: Call(rows=rows)}
+    parts = cut({**{k: x for k, x in batch.items() if k not in labels}, "position_ids": positions}, whole, ring)
+    whole = replace(whole, last_position=int(positions.max()), checksum=digest(tokens))
+    return {**parts, **labels, CALL: Call(rows=whole)}
 
 
 class _PlannedAhead:

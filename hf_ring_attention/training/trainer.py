@@ -135,8 +135,7 @@ class RingTrainerMixin(_Trainer):
         size = self.ring_setting("ring_size")
         if size is None and (cp_size > 1 or self.accelerator.state.num_processes == 1):
             size = cp_size
-        names = ("layout", "transport", "heads")
-        settings = {name: self.ring_setting(f"ring_{name}") for name in names}
+        settings = {name: self.ring_setting(f"ring_{name}") for name in ("layout", "transport", "heads")}
         self.ring = Ring.from_accelerator(self.accelerator, size, **settings)
         if self.model is not None:
             patch_model(self.model, ring=self.ring)
@@ -204,12 +203,10 @@ class RingTrainerMixin(_Trainer):
     def when_not_finite(self, loss: float, grad_norm: float) -> None:
         """Warns once in a run. All processes call it before the optimizer takes such a step; override it to stop instead."""
         if not self._told_not_finite and self.is_world_process_zero():
+            step = self.state.global_step + 1
             logger.warning(
-                "step %d: loss %g, gradient norm %g: training goes on, but the weights may become NaN, and logs may leave such "
-                "losses out (logging_nan_inf_filter): stop, and lower the learning rate",
-                self.state.global_step + 1,
-                loss,
-                grad_norm,
+                f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}: training goes on, but the weights may become NaN, "
+                f"and logs may leave such losses out (logging_nan_inf_filter): stop, and lower the learning rate"
             )
         self._told_not_finite = True
 
@@ -240,7 +237,7 @@ def is_finite_step(accelerator: Any, loss: float, norm: float) -> bool:
 def _wrong_settings(trainer: Any) -> ValueError | None:
     """Returns the error of a Trainer whose settings mean something else over rings; None if all is right."""
     args, sharded = trainer.args, trainer.ring.world_size > 1
-    model = unwrapped(trainer.model)
+    model, generations = unwrapped(trainer.model), getattr(trainer, "num_generations", None)
     for name, value in vars(model.config.get_text_config()).items():
         if "drop" in name and "att" in name and isinstance(value, float) and value > 0:
             return ValueError(
@@ -251,13 +248,13 @@ def _wrong_settings(trainer: Any) -> ValueError | None:
     if cp_size not in (1, trainer.ring.world_size):
         return ValueError(
             f"ring_size={trainer.ring.world_size} and cp_size={cp_size} of the parallelism_config are two names of one "
-            f"number, the processes that share each sequence: give one of them, or the same twice"
+            f"number: give one of them"
         )
-    generations, batch = getattr(trainer, "num_generations", None), getattr(args, "generation_batch_size", None)
+    batch = getattr(args, "generation_batch_size", None)
     if generations and batch and batch % generations:
         return ValueError(
-            f"generation_batch_size is {batch} over {trainer.ring.dp_size} rings, and num_generations={generations} does not "
-            f"divide it: raise per_device_train_batch_size or steps_per_generation"
+            f"num_generations={generations} does not divide generation_batch_size={batch} of {trainer.ring.dp_size} rings: "
+            f"raise per_device_train_batch_size or steps_per_generation"
         )
     refused = {
         f"DataParallel over {args.n_gpu} GPUs": (args.n_gpu > 1, "start a process for each: accelerate launch"),
