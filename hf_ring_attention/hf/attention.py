@@ -47,14 +47,12 @@ class _LayerCall:
 
     Attributes:
         call: the call, checked and planned; settings: what else than tensors `ring_attention` would get for it.
-        mask: the mask of the layers, which is kept while they are known by it.
         tokens: what the mask describes.
         of_model: the window or chunks that the layers have in the model itself.
     """
 
     call: CheckedCall
     settings: dict[str, Any]
-    mask: Tensor | None
     tokens: Tokens
     of_model: Branch | None
 
@@ -217,7 +215,7 @@ def _layer_call(
         raise ValueError(f"{_name_of(module)}: {refused}") from None
     if now is not None and now.own_patterns is None:
         now.own_patterns = {} if exact else patterns_of_layers(config)
-    return _LayerCall(call, settings, attention_mask, tokens, of_model)
+    return _LayerCall(call, settings, tokens, of_model)
 
 
 def _name_of(module: nn.Module) -> str:
