@@ -37,6 +37,8 @@ STRANGERS = ({"compute.kernels", "transport.transports"}, {"compute.kernels", "t
 #: The modules beside tests that compute by the definition: they compare results with it.
 COMPUTES_BY_DEFINITION = {"tools.checks.oracle"}
 LONGEST = 400  # lines
+#: Lines of the package.
+MOST_LINES = 24_300
 
 #: Every .py file, by its module name inside the package.
 SOURCES = {
@@ -189,6 +191,17 @@ def test_plans_run_without_torch():
 @pytest.mark.parametrize("module", SOURCES)
 def test_modules_are_short(module):
     assert len(SOURCES[module].splitlines()) <= LONGEST
+
+
+def test_the_package_does_not_grow(record_property):
+    """Whoever adds lines removes others; the lines of each folder are printed, and in the report."""
+    lines = defaultdict(int)
+    for module, source in SOURCES.items():
+        lines[folder_of(module) if "." in module else "."] += len(source.splitlines())
+    for folder, count in lines.items():
+        print(f"{folder:12} {count:6}")
+        record_property(folder, count)
+    assert sum(lines.values()) <= MOST_LINES, f"{sum(lines.values())} lines: remove some, or say why the package must grow"
 
 
 def defined(source):
