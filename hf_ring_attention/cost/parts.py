@@ -1,4 +1,4 @@
-"""The setting of an estimate, and the lines of its answer, each with its formula and the source of the formula."""
+"""The setting of an estimate, and the parts of its answer, each with its formula and the source of the formula."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TrainingSetting:
         """Checks the setting.
 
         Raises:
-            ValueError: numbers that do not go together, or a word that is not known.
+            ValueError: numbers that do not fit together, or an unknown word.
         """
         for name, least in _LEAST.items():
             number = getattr(self, name)
@@ -64,7 +64,7 @@ class TrainingSetting:
         if left:
             raise ValueError(
                 f"estimate: {self.devices} devices do not divide into rings of {self.ring_size}: {self.devices} = {rings} * "
-                f"{self.ring_size} + {left}"
+                f"{self.ring_size} + {left}: take a divisor as ring_size"
             )
         check_choices(self.layout, self.transport, self.ring_size, self.heads)
 
@@ -96,10 +96,10 @@ class MemoryPart:
     """A line of an estimate.
 
     Attributes:
-        name: what holds the memory.
+        name: the contents of the memory.
         bytes: on each device, or in its host memory if `host` is set.
-        formula: how the bytes were computed, with numbers.
-        source: where the formula comes from.
+        formula: the computation of the bytes, with numbers.
+        source: the origin of the formula.
     """
 
     name: str
