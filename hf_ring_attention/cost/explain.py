@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..plan.balance import balanced_layout, estimated_imbalance
+from ..plan.branches import check_count
 from ..plan.choices import (
     Decision,
     TransportKind,
@@ -192,8 +193,7 @@ def explain(
     value_dim = head_dim if value_dim is None else value_dim
     numbers = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
     for name, number in (numbers | {"batch_size": batch_size}).items():
-        if not isinstance(number, int) or number < 1:
-            raise ValueError(f"explain: {name} must be an integer of at least 1, got {number!r}")
+        check_count("explain", name, number)
     SequenceLayout("contiguous", seq_len, world_size)  # It refuses lengths and world sizes below 1.
     given_rows = documents_of(documents, seq_len, "explain")
     rows = (((0, seq_len),),) * batch_size if given_rows is None else given_rows

@@ -59,7 +59,7 @@ class RingLM(HFLM):
     Raises:
         ValueError: on every process, before a model is loaded: a wrong pattern, a ring_size that does not divide the number of
             processes, or an argument of `hf` that a ring cannot obey. Later, on every rank of a ring: requests that differ
-            between its ranks, a cache of answers, or beams.
+            between its ranks, or a cache of answers.
         NotImplementedError: a model that ring_dilated does not compute.
 
     Example:
@@ -232,8 +232,6 @@ class RingLM(HFLM):
         if self.ring.world_size == 1:
             return super()._model_generate(context, max_length, stop, **generation_kwargs)
         mask: Tensor = generation_kwargs.pop("attention_mask", torch.ones_like(context))
-        with self.ring.agreement("generation for the harness"):
-            _check_generation(generation_kwargs)
         if self._has_last():
             warn_once(
                 "ring_dilated: under a pattern with a Last, a ring reads a context without its last token first, and the last "
@@ -244,6 +242,7 @@ class RingLM(HFLM):
             context, mask = F.pad(context, (1, 0), value=self.tokenizer.pad_token_id), F.pad(mask, (1, 0))
         with self._autocast():
             cache = prefill(self._model, context[:, :-1], mask[:, :-1])
+        cache.batch_repeat_interleave(generation_kwargs.get("num_beams", 1))
         whole: Tensor = super()._model_generate(
             context, max_length + single, stop, attention_mask=mask, **cache_argument(cache), **generation_kwargs
         )
@@ -276,20 +275,3 @@ def _check_arguments(arguments: Mapping[str, Any], ring: Ring) -> None:
         )
     if ring.world_size > 1 and arguments.get("backend", "default") == "seq2seq":
         raise ValueError("ring_dilated: a ring computes decoders, got backend=seq2seq: leave it out")
-
-
-def _check_generation(options: Mapping[str, Any]) -> None:
-    """Refuses ways to generate that need another cache than a ring's.
-
-    Raises:
-        ValueError: beams, several answers to one request, or another cache.
-    """
-    for name, plain in (("num_beams", 1), ("num_return_sequences", 1), ("num_beam_groups", 1), ("use_cache", True)):
-        if options.get(name, plain) not in (plain, None):
-            raise ValueError(
-                f"ring_dilated: on a ring each request has one answer, from the cache that the ranks share, got "
-                f"{name}={options[name]}: set it to {plain}, or take ring_size=1"
-            )
-    for name in ("cache_implementation", "cache", "past_key_values", "assistant_model", "prompt_lookup_num_tokens"):
-        if options.get(name) is not None:
-            raise ValueError(f"ring_dilated: {name} would replace or bypass the cache of the ring: leave it out")

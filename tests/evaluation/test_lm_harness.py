@@ -207,8 +207,6 @@ def _refusals(rank, folder):
     again = RingLM(lm.model, tokenizer=lm.tokenizer)
     assert again.ring is lm.ring and again.loglikelihood([question]) == lm.loglikelihood([question])
     refused("cache", lambda: lm.set_cache_hook(None))
-    question = Instance("generate_until", {}, ("a question", {"num_beams": 2, "until": ["~"], "max_gen_toks": 4}), 0)
-    refused("beams", lambda: lm.generate_until([question]))
     mine = Instance("loglikelihood", {}, ("a question", f" {rank} or more"), 0)
     refused("requests", lambda: lm.loglikelihood([mine]))
     return errors
@@ -226,7 +224,6 @@ def test_what_a_ring_cannot_do_is_refused_on_every_rank(folder):
         "slices": "logits_at_once must be at least 1, got 0",
         "loaded already": "a model that is loaded already has its ring from ra.patch_model",
         "cache": "--use_cache gives each process its own answers",
-        "beams": "got num_beams=2: set it to 1",
         "requests": "the ranks of the ring disagree on",
     }
     of_ranks = run_ranks(_refusals, 2, folder)

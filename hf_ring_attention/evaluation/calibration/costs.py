@@ -56,7 +56,7 @@ class Cost:
             return _rows_moved(_in_one_head(pattern, kv_head, num_kv_heads), num_kv_heads, self.seq_len, self.ranks)
         if self.of == "cache_reads":
             return sum(self._reads(part, kv_head, num_kv_heads) for part in parts_of(pattern))
-        return _pairs(pattern, kv_head, num_kv_heads, self.seq_len)
+        return _pairs_in_head(pattern, kv_head, num_kv_heads, self.seq_len)
 
     def _reads(self, part: Part, kv_head: int, num_kv_heads: int) -> int:
         """Returns the keys that a part of a pattern shows to the query behind the text, the last one of its row."""
@@ -67,7 +67,9 @@ class Cost:
         lengths = (branch.length for branch in part.pattern.branches if isinstance(branch, Segment))
         period = max((length for length in lengths if length is not None and length <= self.seq_len), default=1)
         # The mean over one query in each place of the longest segment.
-        pairs, more = (_pairs(part.pattern, kv_head, num_kv_heads, self.seq_len + tokens) for tokens in (0, period))
+        pairs, more = (
+            _pairs_in_head(part.pattern, kv_head, num_kv_heads, self.seq_len + tokens) for tokens in (0, period)
+        )
         return -((pairs - more) // period)
 
 
@@ -81,7 +83,7 @@ def _in_one_head(pattern: Pattern, kv_head: int, num_kv_heads: int) -> Pattern:
 
 
 @lru_cache(maxsize=8192)
-def _pairs(pattern: Pattern, kv_head: int, num_kv_heads: int, tokens: int) -> int:
+def _pairs_in_head(pattern: Pattern, kv_head: int, num_kv_heads: int, tokens: int) -> int:
     all_heads = pairs_of_row(
         _in_one_head(pattern, kv_head, num_kv_heads), tokens, num_kv_heads, num_kv_heads, causal=True
     )
