@@ -201,7 +201,9 @@ def test_the_package_does_not_grow(record_property):
     for folder, count in lines.items():
         print(f"{folder:12} {count:6}")
         record_property(folder, count)
-    assert sum(lines.values()) <= MOST_LINES, f"{sum(lines.values())} lines: remove some, or say why the package must grow"
+    assert sum(lines.values()) <= MOST_LINES, (
+        f"{sum(lines.values())} lines: remove some, or say why the package must grow"
+    )
 
 
 def defined(source):

@@ -56,7 +56,7 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
         "Accelerator.prepare_data_loader": ("_is_accelerate_prepared",),
     },
     "trl": {"GRPOTrainer": ("_generate_single_turn",)},
-    "lm_eval": {"HFLM": ("_loglikelihood_tokens", "_model_generate")},
+    "lm_eval": {"HFLM": ("_loglikelihood_tokens", "_model_call", "_model_generate")},
 }
 
 

@@ -1,8 +1,9 @@
-"""Memory that grows with the sequence: what the forward pass saves, and what a layer's backward pass and the loss work with.
+"""Memory that grows with the sequence: saved by the forward pass, and used by a layer's backward pass and by the loss.
 
-The formulas follow what autograd saves for the operations of Transformers' layers (arXiv 2205.05198, section 4, counts likewise
-for another model): each norm its input in float32, the normalized rows and its output; attention its queries, keys, values,
-output and log-sum-exp; a gated MLP its two projections, the activated one, and the product. Mixers of hybrids are not counted.
+The formulas follow what autograd saves for the operations of Transformers' layers (arXiv 2205.05198, section 4, counts another
+model the same way). A norm saves its input in float32, the normalized rows and its output. Attention saves queries, keys,
+values, output and log-sum-exp. A gated MLP saves its two projections, the activated one, and the product. Mixers of hybrids are
+not counted.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class LayerMemory:
 
     Attributes:
         saved: what autograd saves.
-        backward_of_mlp, backward_of_attention: the most that exists at once while backward computes the one or the other, with
-            what is still saved of the layer; 0 for what a layer lacks.
+        backward_of_mlp, backward_of_attention: the most that exists while backward computes this part, with what the layer
+            still has saved; 0 if the layer lacks the part.
     """
 
     saved: int
@@ -37,11 +38,11 @@ def layer_memory(shape: ModelShape, layer: LayerShape, setting: TrainingSetting,
     """Returns the bytes of a layer for each token.
 
     Args:
-        whole: whether a rank computes its attention as one tile, so that the output is not copied to another order.
+        whole: whether a rank computes its attention as one tile; then the output is not copied to another order.
     """
     size, attention, width = setting.number_bytes, shape.attention, shape.width
     queries = attention.num_heads * attention.head_dim
-    # If fewer key/value heads than ranks are exchanged, several ranks have the same one (plan/heads.py).
+    # With fewer key/value heads than ranks, several ranks have the same head (plan/heads.py).
     group = (setting.heads or setting.ring_size) if setting.transport == "heads" else 1
     keys = max(attention.num_kv_heads, group) * (attention.head_dim + attention.value_dim)
     outputs = attention.num_heads * attention.value_dim
@@ -52,18 +53,18 @@ def layer_memory(shape: ModelShape, layer: LayerShape, setting: TrainingSetting,
     # The last norm of a layer belongs to its MLP, if it has one.
     has_mlp = layer.mlp_width > 0
     last_norm = layer.norm_widths[-1] * (4 + 2 * size) if has_mlp and layer.norm_widths else 0
-    # They are the gate, the activated gate, up and the product; without a gate, the projection and its activation.
+    # Gate, activated gate, up and product; without a gate, the projection and its activation.
     inner = layer.mlp_width * size
     routed = 2 * layer.experts_per_token * width * size + 12 * layer.experts
     mlp = (4 if layer.gated else 2) * inner + routed
     attention_saved = norms - last_norm + of_heads + projections * layer.attends
-    # Of the product's backward: gate, activated gate and up, and the gradients of product, activated gate and up; the gradient
-    # of the residual stream waits.
+    # Backward of the product holds gate, activated gate and up, and the gradients of product, activated gate and up, beside the
+    # gradient of the residual stream.
     working_mlp = (6 if layer.gated else 3) * inner + routed
     if setting.mlp_tokens_at_once:
         working_mlp, mlp = int(working_mlp * min(1.0, setting.mlp_tokens_at_once / setting.local_tokens)), 0
     # With several tiles, gradients of queries, keys and values are summed in float32 beside the gradients of a tile, and the
-    # gradient of the output is copied to the order of the kernel.
+    # output's gradient is copied to the order of the kernel.
     sums = (queries + keys) * (size if whole else 4 + size)
     return LayerMemory(
         saved=attention_saved + last_norm + mlp,
@@ -73,10 +74,10 @@ def layer_memory(shape: ModelShape, layer: LayerShape, setting: TrainingSetting,
 
 
 def logits_bytes(shape: ModelShape, setting: TrainingSetting) -> tuple[int, str]:
-    """Returns what the loss holds of logits, and the formula.
+    """Returns the bytes of a slice of the loss, and the formula.
 
-    Backward of a slice holds the logarithms of probabilities, their gradient and the gradient of the logits, in float32; the
-    logits themselves are gone then.
+    Backward of a slice holds the logarithms of probabilities, their gradient and the gradient of the logits, in float32. The
+    logits themselves are gone by then.
     """
     at_once = min(setting.local_tokens, max(1, BYTES_AT_ONCE // (4 * shape.vocabulary)))
     return at_once * shape.vocabulary * 12, f"{at_once:,} tokens x {shape.vocabulary:,} words x 12 bytes"

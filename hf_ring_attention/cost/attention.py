@@ -32,10 +32,10 @@ class ModelAttention:
 
     Attributes:
         name: the id or folder that names the model.
-        base: the pattern of layers without a window or chunks of their own; it also decides the layout.
+        base: the pattern of layers without their own window or chunks; it also decides the layout.
         layers: the pattern of each layer that attends.
         numbers: the numbers of these layers in the model: all layers, except in hybrids.
-        sliding: which of them compute a window or chunks of their own.
+        sliding: whether each of them computes its own window or chunks.
         mixers: the other modules of a hybrid that mix tokens; None in all other models.
     """
 

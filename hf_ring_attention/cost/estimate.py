@@ -1,4 +1,4 @@
-"""`ra.estimate`: what a training step would hold on each device, by part, before anything runs."""
+"""`ra.estimate`: the memory of each device in a training step, by part, before anything runs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Estimate:
     """The answer of `estimate`; it prints as a table.
 
     Attributes:
-        parts: what a device holds at the peak of a step, and what its host memory holds when that is the most.
-        phases: the bytes of a device in each phase of a step, of which the largest is the peak.
-        phases_with_host: the same with what waits in host memory, which is all there is on a CPU.
+        parts: the memory of a device at the peak of a step, and of its host at the host's own peak.
+        phases: the bytes of a device in each phase of a step; the largest is the peak.
+        phases_with_host: the same plus host memory; on a CPU both are the same memory.
         exchanges: the attention call of each kind of layer, by pattern.
-        memory: the bytes that a device has; None if it was not given.
+        memory: the bytes of a device; None if unknown.
 
     Example:
         >>> config = dict(model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
@@ -46,7 +46,7 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """The most bytes that a device holds."""
+        """The most bytes of a device."""
         return total_bytes(self.parts)
 
     @property
@@ -56,19 +56,19 @@ class Estimate:
 
     @property
     def peak_phase(self) -> str:
-        """The phase of a step that holds the most."""
+        """The phase of a step with the most bytes."""
         return max(self.phases, key=lambda name: self.phases[name])
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak is at most `memory`; None if `memory` was not given, or if what is not counted decides it."""
+        """Whether the peak is at most `memory`; None if `memory` is unknown, or if uncounted memory decides it."""
         if self.memory is None or (self.not_counted is not None and self.peak <= self.memory):
             return None
         return self.peak <= self.memory
 
     @property
     def not_counted(self) -> str | None:
-        """What a device holds beyond the peak: the mixers of a hybrid; None for other models."""
+        """The memory that the peak does not contain: the mixers of a hybrid; None for other models."""
         mixers = self.shape.attention.mixers
         if mixers is None:
             return None
@@ -108,30 +108,31 @@ def estimate(
     device: Literal["cuda", "cpu"] = "cuda",
     overhead: int = 0,
 ) -> Estimate:
-    """Returns what a training step of a model with AdamW would hold on each device, in bytes; nothing runs.
+    """Estimates the memory of each device in a training step of a model with AdamW, in bytes; nothing runs.
 
     The states and activations of a hybrid's mixers are not counted (`Estimate.not_counted`).
 
     Args:
         model_or_config: a Transformers model or config, the dict of a config, a folder with a config.json, or a hub id.
         seq_len: tokens of a sequence.
-        devices: all devices; `ring_size` of them share a sequence, None for all. All share parameters, as `parallel` says.
+        devices: all devices; `ring_size` of them share a sequence, None for all.
         memory: the bytes of a device, for `Estimate.fits`.
-        pattern: of layers without a window of their own; None for what the config has saved, else exact.
-        parallel: "ddp", "fsdp2", "zero1", "zero2" or "zero3": what is divided among all devices.
+        pattern: of layers without their own window; None for the pattern in the config, else exact.
+        parallel: "ddp", "fsdp2", "zero1", "zero2" or "zero3": how all devices divide parameters and their state.
         checkpointing, offload: Transformers' gradient checkpointing, and tensors saved for backward that wait in host memory.
         offload_optimizer: whether the optimizer's state and step are in host memory.
         accumulate: whether gradients stay from batch to batch of an optimizer step.
         batch_size: the sequences that a ring reads at once.
         dtype: of activations, and of weights as layers compute with them; a torch.dtype, or its name.
         master_dtype: of the weights, gradients and moments that are kept; ZeRO keeps float32 beside `dtype`.
-        mlp_tokens_at_once: the tokens of a slice, if another library computes MLPs in slices; 0 for models as they are.
+        mlp_tokens_at_once: the tokens of a slice, if another library computes MLPs in slices; 0 for whole rows.
         layout, transport, heads: as for `Ring`.
-        device: "cpu" counts an optimizer that works through one tensor after another; host memory is then the same memory.
-        overhead: bytes that a process holds on its device before the model is made, as measured: CUDA's context, libraries.
+        device: "cpu" counts an optimizer that updates one tensor after another; host memory is then the same memory.
+        overhead: bytes that a process holds on its device before it makes the model, as you measured them: CUDA's context,
+            libraries.
 
     Raises:
-        ValueError: numbers that do not go together, a model that the package does not compute, or a hybrid without
+        ValueError: numbers that do not fit together, a model that the package does not compute, or a hybrid without
             checkpointing, whose mixers decide the peak.
 
     Example:
@@ -163,14 +164,13 @@ def estimate(
         overhead=overhead,
     )
     setting.check()
-    wanted = None if pattern is None else as_pattern(pattern, "estimate")
     try:
-        shape = shape_of_model(model_or_config, wanted)
+        shape = shape_of_model(model_or_config, None if pattern is None else as_pattern(pattern, "estimate"))
     except ValueError as error:
         raise ValueError(f"estimate: {error}") from None
     if shape.attention.mixers is not None and not checkpointing:
         raise ValueError(
-            "estimate: without checkpointing, what the mixers of a hybrid save decides the peak, and it is not counted: set "
+            "estimate: without checkpointing, the mixers of a hybrid decide the peak, and they are not counted: set "
             "checkpointing"
         )
     refusal = refusal_of_gathered_rows(shape, setting)
@@ -189,23 +189,23 @@ def estimate(
 
 
 def refusal_of_gathered_rows(shape: ModelShape, setting: TrainingSetting) -> str | None:
-    """Returns why a mixer would refuse to gather rows; None if it gathers none, or no more than it may."""
+    """Returns why a mixer would refuse to gather rows; None if it would not."""
     mixers = shape.attention.mixers
     if mixers is None or mixers.numbers is not None or setting.ring_size == 1:
         return None
     size = setting.batch_size * setting.seq_len * mixers.width * setting.number_bytes
     if size <= MOST_GATHERED:
         return None
-    return f"mixers would gather whole rows of {size} bytes, and at most {MOST_GATHERED} are allowed: take shorter rows"
+    return f"mixers would gather rows of {size} bytes, and at most {MOST_GATHERED} are allowed: take shorter rows"
 
 
 def parts_by_bound(
     shape: ModelShape, setting: TrainingSetting, buffers: ChosenBuffers | None = None
 ) -> list[MemoryPart]:
-    """Returns the parts of the peak without a plan: buffers of the exchange are bounded, all else is as estimated.
+    """Returns the parts of the peak without a plan: as estimated, but with a bound of the exchange's buffers.
 
     Args:
-        buffers: of every layer, if they are known; None for their bound.
+        buffers: the buffers of every layer, if known; None for their bound.
     """
     known = buffers or bound_of_buffers(shape.attention, setting)
     return max(_phases(shape, setting, dict.fromkeys(shape.attention.layers, known)).values(), key=total_bytes)
@@ -214,7 +214,7 @@ def parts_by_bound(
 def _phases(
     shape: ModelShape, setting: TrainingSetting, buffers: Mapping[Pattern, ChosenBuffers]
 ) -> dict[str, list[MemoryPart]]:
-    """Returns the phases of a step with all that each holds, from the loss to the optimizer."""
+    """Returns the parts of each phase of a step, from the loss to the optimizer."""
     states = state_parts(shape, setting)
     if setting.overhead:
         measured = f"{setting.overhead:,} bytes"
@@ -233,7 +233,7 @@ def _phases(
     for number in range(last, -1, -1):
         pattern = patterns.get(number)
         done += shape.layers[number].parameters - shape.layers[number].shared
-        # Between the ends, memory goes up or down with the layers: a kind of layer has its peak at its first or last layer.
+        # From layer to layer memory only rises or only falls: a kind of layer has its peak at its first or last layer.
         if number in (0, last) or pattern != patterns.get(number + 1) or memories[number] != memories[number + 1]:
             gradients = all_gradients if setting.accumulate else gradient_bytes_at(setting, done)
             saved = _saved(shape, setting, memories[: number + 1])
@@ -241,7 +241,7 @@ def _phases(
             phases[f"backward of layer {number}"] = [*states, _gradients(setting, gradients), saved, *working]
     size, formula = optimizer_working_bytes(shape, setting)
     optimizer = MemoryPart("optimizer step", size, formula, "torch.optim.AdamW")
-    # The buckets of ZeRO 2 are gone then.
+    # The buckets of ZeRO 2 are gone by then.
     gradients = gradient_bytes_at(replace(setting, device="cuda"), shape.parameters)
     phases["optimizer step"] = [*states, _gradients(setting, gradients), optimizer]
     return phases
@@ -256,7 +256,7 @@ def _gradients(setting: TrainingSetting, size: int) -> MemoryPart:
 
 
 def _saved(shape: ModelShape, setting: TrainingSetting, layers: Sequence[LayerMemory]) -> MemoryPart:
-    """Returns what these layers have saved for backward."""
+    """Returns the tensors that these layers have saved for backward."""
     tokens = setting.local_tokens
     if setting.checkpointing:
         size = shape.width * setting.number_bytes * len(layers)
@@ -268,13 +268,13 @@ def _saved(shape: ModelShape, setting: TrainingSetting, layers: Sequence[LayerMe
 
 
 def _working(setting: TrainingSetting, layer: LayerMemory, buffers: ChosenBuffers | None) -> list[MemoryPart]:
-    """Returns what backward of one layer works with: its MLP, or its attention with the buffers of an exchange.
+    """Returns the working set of one layer's backward: of its MLP, or of its attention with the buffers of an exchange.
 
     Args:
-        buffers: of attention; None in a layer without.
+        buffers: of attention; None for a layer without attention.
     """
     tokens = setting.local_tokens
-    # Without checkpointing, what the layer has saved is counted already; in host memory it must come back first.
+    # Without checkpointing, the layer's saved tensors are counted already; from host memory they must come back first.
     counted = 0 if setting.checkpointing or setting.offload else layer.saved
     choices: list[list[MemoryPart]] = []
     for name, by_token in (("an MLP", layer.backward_of_mlp), ("attention", layer.backward_of_attention)):
@@ -290,7 +290,7 @@ def _working(setting: TrainingSetting, layer: LayerMemory, buffers: ChosenBuffer
 def _in_loss(
     shape: ModelShape, setting: TrainingSetting, layers: Sequence[LayerMemory], all_gradients: int
 ) -> list[MemoryPart]:
-    """Returns what the loss holds, which computes its gradients with each slice."""
+    """Returns the parts of the loss, which computes its gradients slice by slice."""
     tokens, size = setting.local_tokens, setting.number_bytes
     logits, formula = logits_bytes(shape, setting)
     numbers = 4 + 3 * size  # The last norm, its output, and the gradient of this.

@@ -1,4 +1,4 @@
-"""What attention exchanges over a ring: exact integers from the plans of all ranks, and a bound that needs no plan."""
+"""The buffers of attention's exchange over a ring: exact integers from the plans of all ranks, and a bound without a plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .parts import TrainingSetting
 
 
 class ChosenBuffers(NamedTuple):
-    """The bytes that a rank holds of others by one transport, and where the number comes from."""
+    """The bytes of other ranks that a rank holds by one transport, and the source of the number."""
 
     transport: str
     bytes: int
@@ -23,7 +23,7 @@ def exchanges_of_layers(attention: ModelAttention, setting: TrainingSetting) -> 
     """Returns the attention call of each kind of layer, by its pattern; all layers have the layout of the base pattern.
 
     Raises:
-        ValueError: what `Ring` and `ring_attention` would refuse.
+        ValueError: a call that `Ring` or `ring_attention` would refuse.
     """
     transport: Any = setting.transport
     tokens, ranks = setting.seq_len, setting.ring_size
@@ -48,7 +48,7 @@ def exchanges_of_layers(attention: ModelAttention, setting: TrainingSetting) -> 
 
 
 def chosen_buffers(call: Explanation) -> ChosenBuffers:
-    """Returns the most bytes that a rank holds of others by the transport that a call takes."""
+    """Returns the most bytes of other ranks that a rank holds by the transport of a call."""
     size = call.busiest(call.decision.choice).buffers
     return ChosenBuffers(call.decision.choice, size, "exact, from the plans of all ranks (plan/traffic.py)")
 
@@ -56,8 +56,8 @@ def chosen_buffers(call: Explanation) -> ChosenBuffers:
 def bound_of_buffers(attention: ModelAttention, setting: TrainingSetting) -> ChosenBuffers:
     """Returns a bound of the buffers of any transport that "auto" takes, without a plan, for searches over many lengths.
 
-    The ring holds at most three payloads and three sets of float32 gradients of no more rows than a rank has
-    (`plan.traffic.ring_traffic`); an exchange of heads holds two pieces, sent and received, of queries, keys and values.
+    The ring holds at most three payloads and three sets of float32 gradients, of at most the rows of a rank
+    (`plan.traffic.ring_traffic`). An exchange of heads holds two pieces, sent and received, of queries, keys and values.
     """
     if setting.ring_size == 1:
         return ChosenBuffers("local", 0, "one rank")

@@ -1,4 +1,4 @@
-"""A call before any of it runs: choices with their reasons, and the bytes, FLOPs and balance of every rank."""
+"""Explains a call of attention before it runs: choices with their reasons, and the bytes, FLOPs and balance of every rank."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..plan.balance import balanced_layout, estimated_imbalance
+from ..plan.branches import check_count
 from ..plan.choices import (
     Decision,
     TransportKind,
@@ -38,7 +39,7 @@ def number_bytes(dtype: Any) -> tuple[int, int]:
         dtype: a torch.dtype, or its name.
 
     Raises:
-        ValueError: a dtype that is not computed.
+        ValueError: another dtype than these.
     """
     name = str(dtype).removeprefix("torch.")
     if name not in _BYTES:
@@ -53,8 +54,8 @@ class RankShare:
     Attributes:
         forward_flops: floating point operations of the forward pass, 2 (D + Dv) for each query-key pair; backward has
             2.5 times as many.
-        ring, collective, heads: bytes that each transport would move, and would hold for other ranks; None for heads that do
-            not divide among the ranks.
+        ring, collective, heads: the bytes that each transport would move, and hold for other ranks; None if heads do not
+            divide among the ranks.
     """
 
     rank: int
@@ -73,11 +74,11 @@ class Explanation:
         decision: the transport, with its reason.
         imbalance: the work of the busiest rank, divided by the mean.
         ranks: the work of each rank.
-        layouts: by kind of layout, about how many times the mean work the busiest rank does if it computes with its tokens.
-        balance: the same by transport, in the layout that is taken.
-        groups: by the number of neighbours that exchange heads, if not all ranks do: the balance, and the bytes of each rank.
-        row_numbers: by transport, the most bytes that the numbers of rows take on the rank with the most work. Tiles and
-            messages that are not views of a tensor need them; they are kept for equal calls, such as in other layers.
+        layouts: by kind of layout, the work of the busiest rank divided by the mean, estimated.
+        balance: the same by transport, in the chosen layout.
+        groups: by the size of groups of neighbours that exchange heads: the balance, and the bytes of each rank.
+        row_numbers: by transport, the bytes of row numbers on the rank with the most work. Tiles and messages that are not
+            views of a tensor need them; they are kept for equal calls, such as in other layers.
 
     Example:
         >>> call = ra.explain("window:512+4", seq_len=65536, world_size=4, num_heads=32, num_kv_heads=8, head_dim=128)
@@ -99,7 +100,7 @@ class Explanation:
     row_numbers: dict[str, int]
 
     def busiest(self, transport: str) -> RankTraffic:
-        """Returns the most bytes of any rank by a transport; on one rank, "local", which moves nothing."""
+        """Returns the most bytes of any rank by a transport; "local" moves nothing."""
         name = "collective" if transport == "local" else transport
         return busiest_traffic([getattr(share, name) for share in self.ranks])
 
@@ -129,7 +130,7 @@ class Explanation:
 
 
 def busiest_traffic(traffic: Sequence[RankTraffic]) -> RankTraffic:
-    """Returns the most bytes of any rank, each by itself."""
+    """Returns the maximum over ranks of each number of bytes."""
     forward, backward = (
         Bytes(max(one.sent for one in way), max(one.received for one in way))
         for way in ([rank.forward for rank in traffic], [rank.backward for rank in traffic])
@@ -161,7 +162,7 @@ def explain(
     transport: TransportKind = "auto",
     heads: int | None = None,
 ) -> Explanation:
-    """Returns what `ring_attention` would do with sequences of `seq_len` tokens over `world_size` ranks; nothing runs.
+    """Explains a call of `ring_attention` with sequences of `seq_len` tokens over `world_size` ranks; nothing runs.
 
     Args:
         num_kv_heads: None for `num_heads`.
@@ -173,7 +174,7 @@ def explain(
         transport, heads: as for `Ring`.
 
     Raises:
-        ValueError: what `Ring` and `ring_attention` would refuse.
+        ValueError: a call that `Ring` or `ring_attention` would refuse.
 
     Example:
         >>> print(ra.explain("window:512+4", seq_len=65536, world_size=4, num_heads=32, num_kv_heads=8, head_dim=128))
@@ -192,15 +193,14 @@ def explain(
     value_dim = head_dim if value_dim is None else value_dim
     numbers = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
     for name, number in (numbers | {"batch_size": batch_size}).items():
-        if not isinstance(number, int) or number < 1:
-            raise ValueError(f"explain: {name} must be an integer of at least 1, got {number!r}")
-    SequenceLayout("contiguous", seq_len, world_size)  # it refuses lengths and world sizes below 1
-    asked_rows = documents_of(documents, seq_len, "explain")
-    rows = (((0, seq_len),),) * batch_size if asked_rows is None else asked_rows
+        check_count("explain", name, number)
+    SequenceLayout("contiguous", seq_len, world_size)  # It refuses lengths and world sizes below 1.
+    given_rows = documents_of(documents, seq_len, "explain")
+    rows = (((0, seq_len),),) * batch_size if given_rows is None else given_rows
     if isinstance(layout, SequenceLayout):
         division, layout_decision = layout, Decision(layout.kind, "it was decided for another pattern of the model")
     else:
-        division, layout_decision = decide_layout(layout, seq_len, world_size, pattern, asked_rows, transport, heads)
+        division, layout_decision = decide_layout(layout, seq_len, world_size, pattern, given_rows, transport, heads)
     problem = Problem(
         pattern=pattern,
         layout=division,
@@ -250,7 +250,7 @@ def explain(
 
 
 def _balance_of_layouts(problem: Problem) -> dict[str, float]:
-    """Returns about how many times the mean work the busiest rank does in each kind of layout."""
+    """Returns the estimated work of the busiest rank, divided by the mean, in each kind of layout."""
     seq_len, p, pattern = problem.layout.seq_len, problem.layout.world_size, problem.pattern
     kinds: tuple[LayoutKind, ...] = ("contiguous", "zigzag")
     layouts = [SequenceLayout(kind, seq_len, p) for kind in kinds]
@@ -259,8 +259,8 @@ def _balance_of_layouts(problem: Problem) -> dict[str, float]:
 
 
 def _groups(problem: Problem, sizes: RowBytes) -> dict[int, tuple[float, tuple[RankTraffic, ...]]]:
-    """Returns the balance, and the bytes of each rank, if groups of neighbours exchange heads; of few ranks only."""
-    ranks, found = range(problem.layout.world_size), {}
+    """Returns the balance and the bytes of each rank for each size of groups that exchange heads; nothing for many ranks."""
+    ranks, groups = range(problem.layout.world_size), {}
     if len(ranks) > MOST_RANKS_OF_GROUPS:
         return {}
     for size in range(2, len(ranks)):
@@ -268,5 +268,5 @@ def _groups(problem: Problem, sizes: RowBytes) -> dict[int, tuple[float, tuple[R
         if fits and size != problem.settings.heads:
             grouped = replace(problem, settings=replace(problem.settings, heads=size))
             traffic = tuple(heads_traffic(grouped, rank, sizes) for rank in ranks)
-            found[size] = busiest_over_mean([heads_pairs(grouped, rank) for rank in ranks]), traffic
-    return found
+            groups[size] = busiest_over_mean([heads_pairs(grouped, rank) for rank in ranks]), traffic
+    return groups

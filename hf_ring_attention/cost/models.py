@@ -18,11 +18,11 @@ from ..plan.patterns import Pattern
 from ..plan.state_traffic import StateNumbers, delta_rule_sums, selective_sums, state_space_sums
 from .attention import ModelAttention, ModelMixers
 
-#: What Transformers raises for a config that it cannot read; its configs check little before they compute with an entry.
+#: Errors of Transformers for a config that it cannot read; its configs check little before they compute with an entry.
 _UNREADABLE = (
     *(OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError, StrictDataclassError),
 )
-#: More layers, heads or experts than any model has: lists are made of that many.
+#: More layers, heads or experts than any model has; Transformers makes lists of that many.
 _MOST = 65536
 _LISTED = re.compile("(layers?|heads?|experts)$")
 
@@ -39,7 +39,7 @@ _STATE_SPACE = {
 }
 _SELECTIVE = ("jamba", "zamba")
 _CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3")
-#: Types whose mixers gather rows, and whether positions come along.
+#: Types whose mixers gather rows, and whether positions travel with them.
 _GATHERED = {"minimax": False, "recurrent_gemma": True}
 
 
@@ -48,10 +48,10 @@ def load_config(model: str, *, trust: bool = False) -> PretrainedConfig:
 
     Args:
         model: a folder with a config.json, that file itself, or a hub id.
-        trust: whether the code runs that the model brings for its config.
+        trust: whether code that comes with the model may run.
 
     Raises:
-        ValueError: no config, or one that Transformers cannot read.
+        ValueError: a missing config, or one that Transformers cannot read.
     """
     if Path(model).is_dir() and not Path(model, "config.json").is_file():
         raise ValueError(f"the folder {model!r} has no config.json: name the folder of a model")
@@ -73,7 +73,7 @@ def load_config(model: str, *, trust: bool = False) -> PretrainedConfig:
 
 
 def config_of(model: Any) -> PretrainedConfig:
-    """Returns the config of a Transformers model, of a config's dict, or of what `load_config` takes; or a config itself.
+    """Returns the config of a Transformers model, or the config that a dict, a folder or a hub id describes.
 
     Raises:
         ValueError: as `load_config`.
@@ -123,7 +123,7 @@ def attention_of_model(
         pattern: replaces the patterns that the config has, as `patch_config` does.
 
     Raises:
-        ValueError: a config without the sizes of heads, layers that differ in them, or a saved pattern that is not understood.
+        ValueError: a config without the sizes of heads, layers that differ in them, or a wrong saved pattern.
         NotImplementedError: a pattern for a model that "ring_dilated" does not compute.
     """
     if pattern is not None:
@@ -200,7 +200,7 @@ def _mixers(text: PretrainedConfig, kinds: list[str]) -> ModelMixers | None:
 
 
 def _numbers_of_run(text: Any) -> StateNumbers | None:
-    """Returns what a mixer gathers for one run; None if it gathers rows."""
+    """Returns the numbers that a mixer gathers for one run; None if it gathers rows."""
     if text.model_type in _GATHERED:
         return None
     if text.model_type in _CONVOLUTIONS:
@@ -212,7 +212,7 @@ def _numbers_of_run(text: Any) -> StateNumbers | None:
         heads, head_dim, state_size, groups, kernel = (getattr(text, x) for x in _STATE_SPACE[text.model_type])
         channels = heads * head_dim + 2 * groups * state_size
         return StateNumbers(channels, kernel, state_space_sums(heads, head_dim, state_size))
-    if hasattr(text, "linear_num_heads"):  # Delta rules whose keys and values have the same heads.
+    if hasattr(text, "linear_num_heads"):  # Keys and values of this delta rule have the same heads.
         heads = key_heads = text.linear_num_heads
         key_dim = value_dim = text.linear_head_dim
     else:

@@ -1,4 +1,4 @@
-"""The setting of an estimate, and the lines of its answer, each with its formula and the source of the formula."""
+"""The setting of an estimate, and the parts of its answer, each with its formula and the source of the formula."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from ..plan.branches import check_choice, check_count
 from ..plan.choices import check_choices
 from ..plan.layouts import SequenceLayout
 
@@ -17,7 +18,7 @@ PARALLELS = get_args(Parallel)
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _LEAST = {"seq_len": 1, "devices": 1, "ring_size": 1, "batch_size": 1, "mlp_tokens_at_once": 0, "overhead": 0}
-_WORDS = {
+_CHOICES = {
     "dtype": tuple(NUMBER_BYTES),
     "master_dtype": tuple(NUMBER_BYTES),
     "parallel": PARALLELS,
@@ -51,20 +52,17 @@ class TrainingSetting:
         """Checks the setting.
 
         Raises:
-            ValueError: numbers that do not go together, or a word that is not known.
+            ValueError: numbers that do not fit together, or an unknown word.
         """
         for name, least in _LEAST.items():
-            number = getattr(self, name)
-            if not isinstance(number, int) or isinstance(number, bool) or number < least:
-                raise ValueError(f"estimate: {name} must be an integer of at least {least}, got {number!r}")
-        for name, known in _WORDS.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"estimate: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+            check_count("estimate", name, getattr(self, name), least)
+        for name, choices in _CHOICES.items():
+            check_choice("estimate", name, getattr(self, name), choices)
         rings, left = divmod(self.devices, self.ring_size)
         if left:
             raise ValueError(
                 f"estimate: {self.devices} devices do not divide into rings of {self.ring_size}: {self.devices} = {rings} * "
-                f"{self.ring_size} + {left}"
+                f"{self.ring_size} + {left}: take a divisor as ring_size"
             )
         check_choices(self.layout, self.transport, self.ring_size, self.heads)
 
@@ -96,10 +94,10 @@ class MemoryPart:
     """A line of an estimate.
 
     Attributes:
-        name: what holds the memory.
+        name: the contents of the memory.
         bytes: on each device, or in its host memory if `host` is set.
-        formula: how the bytes were computed, with numbers.
-        source: where the formula comes from.
+        formula: the computation of the bytes, with numbers.
+        source: the origin of the formula.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """The inverse questions: the longest sequence that fits, the smallest ring for a sequence, and what to switch on next.
 
-Searches try many lengths and rings, so they plan nothing: the buffers of exact attention grow with the sequence, and others are
-bounded (`exchange.bound_of_buffers`). The answers fit, and a little more may.
+Searches try many lengths and rings, so they make no plans: the buffers of exact attention grow with the sequence, and others
+are bounded (`exchange.bound_of_buffers`). The answers fit, and a little more may fit too.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from .exchange import ChosenBuffers, chosen_buffers
 from .parts import TrainingSetting, total_bytes
 from .shape import ModelShape
 
-#: Rings of up to so many times the devices are tried.
+#: The largest ring that is tried, in multiples of the devices.
 MOST_TIMES_THE_DEVICES = 1024
 
 
 @dataclass(frozen=True)
 class SwitchGain:
-    """A change of the setting, and the bytes that it takes from the peak of a device.
+    """A change of the setting, and the bytes by which it lowers the peak of a device.
 
     Attributes:
-        name: what to set.
-        fits: whether the step then fits; None if the memory of a device is not known, or not all of the peak is counted.
+        name: the option to set.
+        fits: whether the step then fits; None if the memory of a device is unknown, or the peak is not counted completely.
     """
 
     name: str
@@ -77,7 +77,7 @@ def _scaled_buffers(answer: Estimate, setting: TrainingSetting) -> ChosenBuffers
 def smallest_ring(answer: Estimate) -> tuple[int, int] | None:
     """Returns the size of the smallest ring whose ranks hold the sequence, and its devices: as estimated, or more if needed.
 
-    None if no ring of up to `MOST_TIMES_THE_DEVICES` times the devices does.
+    Returns None if even a ring of `MOST_TIMES_THE_DEVICES` times the devices does not hold it.
 
     Raises:
         ValueError: an estimate without the memory of a device.
@@ -92,15 +92,15 @@ def smallest_ring(answer: Estimate) -> tuple[int, int] | None:
 
 
 def next_switches(answer: Estimate) -> list[SwitchGain]:
-    """Returns what could be switched on, by its gain, the largest first; what gains nothing is left out."""
+    """Returns the options that would lower the peak, the largest gain first."""
     peak = total_bytes(parts_by_bound(answer.shape, answer.setting))
-    found = []
+    gains = []
     for name, changes in _switches(answer.shape, answer.setting):
         after = bound_of_peak(answer.shape, replace(answer.setting, **changes))
         if after < peak:
             unknown = answer.memory is None or (answer.not_counted is not None and after <= answer.memory)
-            found.append(SwitchGain(name, peak - int(after), None if unknown else after <= (answer.memory or 0)))
-    return sorted(found, key=lambda one: -one.gain)
+            gains.append(SwitchGain(name, peak - int(after), None if unknown else after <= (answer.memory or 0)))
+    return sorted(gains, key=lambda switch: -switch.gain)
 
 
 def _switches(shape: ModelShape, setting: TrainingSetting) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -123,5 +123,5 @@ def _switches(shape: ModelShape, setting: TrainingSetting) -> Iterator[tuple[str
 
 def _memory_of(answer: Estimate) -> int:
     if answer.memory is None:
-        raise ValueError("estimate: the memory of a device is not known: pass memory=, such as 80 * 10**9 bytes")
+        raise ValueError("estimate: the memory of a device is unknown: pass memory=, such as 80 * 10**9 bytes")
     return answer.memory

@@ -1,6 +1,6 @@
-"""The sizes of a model that decide its memory: parameters, and the modules of each layer.
+"""The sizes of a model that decide its memory: its parameters, and the modules of each layer.
 
-The model is made on torch's meta device, where tensors have no data, and its parameters are read by their names.
+The model is made on torch's meta device, where tensors have no data. The names of its parameters tell modules apart.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from ..plan.patterns import Pattern
 from .attention import ModelAttention
 from .models import attention_of_model, config_of
 
-#: The names of the last matrix of an MLP, [width, features]; the matrices of stacked experts have one dimension more.
+#: The names of the last matrix of an MLP, [width, features]; the matrices of stacked experts have one more dimension.
 _LAST_OF_MLP = ("down_proj", "w2", "output_linear")
-#: The names of the matrix that a gated MLP has beside the matrix of its inputs, or joined with it.
+#: The names of a gated MLP's gate, alone or joined with the matrix of its inputs.
 _GATES = ("gate_proj", "w3", "gate_up_proj", "input_linear")
-#: The names of norms of queries and keys over each head.
+#: The names of norms over each head of queries and keys.
 _HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
-#: The names that configs have for the experts of a token, and for the features of an MLP.
+#: The names in configs of the experts of a token, and of the features of an MLP.
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
 _MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "inner_dim")
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer computes with and keeps.
+    """The sizes of one layer.
 
     Attributes:
-        parameters: of the layer, all experts included.
-        mlp_width: the features of the MLP that a token passes: with experts, of all experts of a token together.
+        parameters: the number of parameters, all experts included.
+        mlp_width: the features of the MLP for one token; with experts, of all experts of a token together.
         experts, experts_per_token: 0 in a dense layer.
         gated: whether the MLP multiplies two projections.
         norm_widths: the features of each norm whose output goes to linear layers.
-        head_norm_width: the features of norms of queries and keys, whose outputs the rotary embedding takes.
+        head_norm_width: the features of norms of queries and keys, whose outputs go to the rotary embedding.
         attends: whether it has attention; layers of hybrids may lack it.
-        gate_width: the features of a gate of attention's output, and of the product; 0 without.
-        shared: how many of the parameters a layer behind it has, too.
+        gate_width: the features of a gate of attention's output, and of the product; 0 without a gate.
+        shared: the number of parameters that a later layer has, too.
     """
 
     parameters: int
@@ -67,7 +67,7 @@ class ModelShape:
     Attributes:
         attention: heads, and the pattern of each layer.
         embedding: the parameters of the token embeddings; the head has as many, or is the same tensor.
-        parameters: all of them; `largest` are the parameters of the largest tensor.
+        parameters: the number of all parameters; `largest` is the number in the largest tensor.
     """
 
     attention: ModelAttention
@@ -85,7 +85,7 @@ def shape_of_model(model: Any, pattern: Pattern | None = None) -> ModelShape:
 
     Args:
         model: a Transformers model or config, the dict of a config, a folder with a config.json, or an id of the hub.
-        pattern: replaces the pattern that the config has for layers without a window of their own.
+        pattern: replaces the config's pattern of layers without their own window.
 
     Raises:
         ValueError: a model that the package does not compute, or a config without the sizes that decide its memory.
@@ -131,7 +131,7 @@ def _read_layers(
     in_mixers = {id(x) for _, mixer in mixers_of(made, text) for x in mixer.parameters()}
     counted: set[int] = set()
     layers: list[LayerShape] = []
-    # Backward meets the last layer first, so parameters that several layers have get their gradients there.
+    # Backward begins with the last layer, so parameters that several layers share get their gradients there.
     for number, layer in reversed(list(enumerate(stack))):
         sizes = {id(x): x.numel() for x in layer.parameters()}
         shared = sum(size for one, size in sizes.items() if one in counted)
@@ -153,7 +153,7 @@ def _layer(
     """Returns one layer.
 
     Args:
-        outside: the shapes of the parameters by their paths, without the parameters of mixers.
+        outside: the shapes of all parameters outside of mixers, by their paths.
     """
     norms, head_norms, dense, gate, gated = [], 0, 0, 0, False
     experts, expert_width, outputs = 0, 0, attention.num_heads * attention.value_dim
@@ -198,5 +198,5 @@ def _layer(
 
 
 def _first(text: PretrainedConfig, names: tuple[str, ...]) -> int:
-    """Returns the number under the first of these names that has one; 0 if none has."""
+    """Returns the first number that a config has under one of these names; 0 without a number."""
     return next((x for x in (getattr(text, name, None) for name in names) if isinstance(x, int)), 0)

@@ -1,8 +1,8 @@
 """Memory that does not depend on the sequence: parameters, gradients, the optimizer's state, and buffers of their exchange.
 
-ZeRO's stages are described in arXiv 1910.02054, section 5: stage 1 divides the optimizer's state among the devices, stage 2 the
-gradients too, stage 3 (and FSDP) the parameters too. Implementations hold more than that: DDP's buckets, DeepSpeed's buckets
-and float32 copies, and the layers that FSDP and ZeRO-3 gather.
+ZeRO (arXiv 1910.02054, section 5) divides them among the devices: stage 1 the optimizer's state, stage 2 also the gradients,
+stage 3 (and FSDP) also the parameters. Implementations hold more: DDP's and DeepSpeed's buckets, DeepSpeed's float32 copies,
+and the layers that FSDP and ZeRO-3 gather.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _ZERO = "; ZeRO, arXiv 1910.02054, section 5"
 
 
 def gradient_bytes_at(setting: TrainingSetting, done: int) -> int:
-    """Returns the bytes of a device's gradients when backward is done with this many parameters.
+    """Returns the bytes of a device's gradients when backward has reached this many parameters.
 
-    DeepSpeed's ZeRO 2 collects them whole in a bucket, and keeps its part of a full bucket. A GPU's bucket is taken at once and
-    counted apart; in main memory, pages of it count as they are written.
+    DeepSpeed's ZeRO 2 collects whole gradients in a bucket, and keeps its part of a full bucket. A GPU allocates the bucket at
+    once, so it is counted separately; in main memory, its pages count as they are written.
     """
     if setting.parallel == "zero2" and setting.devices > 1:
         bucket = min(done, REDUCE_BUCKET) if setting.device == "cpu" else 0
@@ -72,7 +72,7 @@ def _exchange_part(shape: ModelShape, setting: TrainingSetting) -> MemoryPart | 
         source = source if parallel == "fsdp2" else "DeepSpeed's ZeRO-3 gathers a layer and prefetches the next"
         return MemoryPart("gathered parameters", (3 * layer + outside) * computing, formula, source)
     if parallel == "zero2" and setting.device == "cpu":
-        return None  # It is counted with the gradients that are in it.
+        return None  # The gradients in it are counted already.
     bucket = REDUCE_BUCKET if setting.device == "cuda" else min(REDUCE_BUCKET, shape.parameters)
     formula = f"{bucket:,} numbers x {computing} bytes"
     source = "DeepSpeed's reduce_bucket_size, 5e8 unless its configuration sets it"
@@ -80,9 +80,9 @@ def _exchange_part(shape: ModelShape, setting: TrainingSetting) -> MemoryPart | 
 
 
 def optimizer_working_bytes(shape: ModelShape, setting: TrainingSetting) -> tuple[int, str]:
-    """Returns what the optimizer's step holds beside its state, and the formula."""
+    """Returns the bytes that the optimizer's step needs beside its state, and the formula."""
     if setting.offload_optimizer:
-        return 0, "the step is done in host memory"
+        return 0, "the step runs in host memory"
     master = 4 if setting.zero else setting.master_bytes
     share = shape.parameters // (setting.devices if setting.parallel != "ddp" else 1)
     if setting.device == "cuda":

@@ -1,7 +1,7 @@
-"""Computes when each rank of a ring would compute, send and wait in a forward pass, from the plan and two given speeds.
+"""Computes when each rank of a ring computes, sends and waits in a forward pass, from the plan and two assumed speeds.
 
-This is arithmetic and no measurement: a step takes its FLOPs over the speed of a device, a hop its bytes over the speed of a
-link, and both begin at once, as the ring transport does it: post the next hop, compute, wait.
+Nothing is measured. A step takes its FLOPs divided by a device's speed, and a hop its bytes divided by a link's speed. Both
+begin at once, as in the ring transport: post the next hop, compute, wait.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All spans of a forward pass; `seconds` is when the last rank is done."""
+    """All spans of a forward pass."""
 
     ranks: int
     spans: tuple[Span, ...]
@@ -54,32 +54,34 @@ def ring_timeline(problem: Problem, *, pair_flops: int, row_bytes: int, flops: f
     Args:
         pair_flops: the floating point operations of a query-key pair.
         row_bytes: the bytes of a key row and its value row.
-        flops: the operations that a device does in a second.
+        flops: the operations of a device in a second.
         bandwidth: the bytes that a rank sends to the next one in a second, while the others do the same.
     """
-    p = problem.layout.world_size
+    ranks = range(problem.layout.world_size)
     steps = [(lap, number) for lap in ring_laps(problem) for number in range(0 if lap.with_own else 1, lap.steps + 1)]
-    spans: list[Span] = []
-    begins = [0.0] * p
-    if steps and steps[0][1]:  # rows must arrive before anything can be computed
+    if steps and steps[0][1]:  # Rows must arrive before anything can be computed.
         steps.insert(0, (steps[0][0], 0))
+    spans: list[Span] = []
+    begins = [0.0 for _ in ranks]
     for index, (lap, number) in enumerate(steps):
-        following = steps[index + 1] if index + 1 < len(steps) and steps[index + 1][1] else None
-        done = []
-        for rank in range(p):
-            seconds = _pairs(problem, lap, number, rank) * pair_flops / flops
-            done.append(begins[rank] + seconds)
-            if seconds:
+        done = [begins[rank] + _pairs(problem, lap, number, rank) * pair_flops / flops for rank in ranks]
+        for rank in ranks:
+            if done[rank] > begins[rank]:
                 spans.append(Span(rank, "compute", index, lap.source(rank, number), begins[rank], done[rank]))
         ready = [*done]
-        if following is not None:
-            _travel(following, index + 1, row_bytes / bandwidth, begins, ready, spans)
-        for rank in range(p):
-            if ready[rank] > done[rank] and following is not None:
-                awaited = following[0].source(rank, following[1])
-                spans.append(Span(rank, "wait", index, awaited, done[rank], ready[rank]))
+        lap, number = steps[index + 1] if index + 1 < len(steps) else (lap, 0)
+        for receiver in ranks if number else ():  # The next step needs rows of other ranks.
+            hop, sender = lap.hop(receiver, number), (receiver - lap.direction) % len(ranks)
+            if hop is not None:
+                start = max(begins[sender], begins[receiver])
+                stop = start + len(hop.rows) * row_bytes / bandwidth
+                spans.append(Span(sender, "send", index + 1, lap.source(receiver, number), start, stop))
+                ready[sender], ready[receiver] = max(ready[sender], stop), max(ready[receiver], stop)
+        for rank in ranks:
+            if ready[rank] > done[rank]:
+                spans.append(Span(rank, "wait", index, lap.source(rank, number), done[rank], ready[rank]))
         begins = ready
-    return Timeline(p, tuple(spans))
+    return Timeline(len(ranks), tuple(spans))
 
 
 def _pairs(problem: Problem, lap: Lap, number: int, rank: int) -> int:
@@ -88,19 +90,3 @@ def _pairs(problem: Problem, lap: Lap, number: int, rank: int) -> int:
         return 0
     batches = of_heads(tiles_from(problem, rank, lap.source(rank, number)), lap.heads, problem.group)
     return sum(batch.pairs(problem.group) for batch in batches)
-
-
-def _travel(
-    hop: tuple[Lap, int], step: int, seconds_of_a_row: float, begins: list[float], ready: list[float], spans: list[Span]
-) -> None:
-    """Adds the hops to a step, posted when the step before it begins, and delays the ranks that must wait for them."""
-    lap, number = hop
-    p = len(begins)
-    for receiver in range(p):
-        sender = (receiver - lap.direction) % p
-        rows = lap.hop(receiver, number)
-        if rows is not None:
-            start = max(begins[sender], begins[receiver])
-            stop = start + len(rows.rows) * seconds_of_a_row
-            spans.append(Span(sender, "send", step, lap.source(receiver, number), start, stop))
-            ready[sender], ready[receiver] = max(ready[sender], stop), max(ready[receiver], stop)

@@ -1,4 +1,4 @@
-"""Perplexity by context length: texts are scored in windows of each length, one behind the other or with a stride."""
+"""Perplexity by context length: texts are scored in windows of each length, one after the other or with a stride."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from .texts import TokenizedText
 
 @dataclass(frozen=True)
 class LengthFigures:
-    """The sums over the scored tokens of a text, under one pattern and in windows of one length.
+    """Sums over the scored tokens of a text, under one pattern and in windows of one length.
 
     Attributes:
         text, pattern: their names.
@@ -50,22 +50,20 @@ class LengthFigures:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The bits that the model needs for a byte of the text, which models with different tokenizers can be compared by."""
+        """The bits that the model needs for a byte of the text; it compares models with different tokenizers."""
         return self.nll / math.log(2) / self.size if self.size else None
 
 
 def sum_of_texts(name: str, figures: Sequence[LengthFigures]) -> LengthFigures:
     """Returns the sums over several texts, all under the same pattern and in windows of the same length."""
-    first = figures[0]
-    sizes = [one.size for one in figures if one.size is not None]
-    return LengthFigures(
-        name,
-        first.pattern,
-        first.length,
-        sum(one.nll for one in figures),
-        sum(one.tokens for one in figures),
-        sum(sizes) if len(sizes) == len(figures) else None,
-        sum(one.seconds for one in figures),
+    sizes = [of_text.size for of_text in figures if of_text.size is not None]
+    return replace(
+        figures[0],
+        text=name,
+        nll=sum(of_text.nll for of_text in figures),
+        tokens=sum(of_text.tokens for of_text in figures),
+        size=sum(sizes) if len(sizes) == len(figures) else None,
+        seconds=sum(of_text.seconds for of_text in figures),
     )
 
 
@@ -78,7 +76,7 @@ def figures_by_length(
     ring: Ring | None = None,
     after_each: Callable[[], Any] = lambda: None,
 ) -> list[LengthFigures]:
-    """Measures the perplexity of texts under patterns and at context lengths; all ranks of the ring get the same figures.
+    """Measures the perplexity of texts under patterns and at context lengths, the same on all ranks of the ring.
 
     Args:
         patterns: by their names; None is the pattern that the config of the model has now.
@@ -118,21 +116,21 @@ def windowed_nll(
     """Returns the nll of each token, given the tokens before it in the first window that contains it.
 
     With a stride, as in Hugging Face's guide to perplexity, windows begin at 0, stride, 2 * stride, ... until one reaches the
-    end. Without a stride they follow each other, and a shorter rest is left out unless it is all there is.
+    end. Without a stride, they follow each other, and a shorter rest is left out, unless there is nothing else.
 
     Args:
         ids: [n] integers.
         window: the tokens of a window.
         stride: the number of new tokens in each window but the first.
-        opening: the first tokens of ids, which open each window and are not scored. If they leave less room than `stride`,
+        opening: the first tokens of ids; they open each window and are not scored. If they leave less room than `stride`,
             windows advance by that room.
 
     Returns:
-        [n] float32 on the CPU, NaN for tokens that are not scored: those of the rest, and the first of a window that nothing
-        opens, unless an earlier window scored it.
+        [n] float32 on the CPU, NaN for tokens that are not scored: the rest, and the first token of a window without opening
+        tokens, unless an earlier window scored it.
 
     Raises:
-        ValueError: a stride that is not from 1 to the window, or a window without room for a token.
+        ValueError: a stride outside 1 to the window, or a window without room for a token.
     """
     room, end = window - opening, len(ids)
     if room < 1 or window < 2:

@@ -1,4 +1,4 @@
-"""The perplexity of long documents in one pass: sums over tokens, logits in slices, rows sharded over a ring."""
+"""The perplexity of long documents in one pass: rows sharded over a ring, and logits in slices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -22,11 +21,9 @@ from ..hf.support import check_predicts_next
 from ..hf.wrappers import evaluating, runner_of, whole_model
 from ..ring.ring import Ring
 from ..transport.agreement import digest
-from .finite import check_finite
-from .hidden_states import layout_of_rows
-from .slices import logits_in_slices, token_nll
+from .logits import check_finite, label_nll
 
-#: What tokenizers return beside the tokens and the mask, which scoring does without.
+#: What tokenizers return beside tokens and mask; scoring does not need it.
 _ASIDE = (
     "special_tokens_mask", "offset_mapping", "length", "overflow_to_sample_mapping", "num_truncated_tokens",
     "overflowing_tokens",
@@ -35,12 +32,12 @@ _ASIDE = (
 
 @dataclass(frozen=True)
 class PerplexityReport:
-    """The sums over all scored tokens of all rows.
+    """Sums over all scored tokens of all rows.
 
     Attributes:
         nll: the negative log-likelihood of all scored tokens, in nats.
         tokens: how many tokens were scored.
-        token_nll: [B, n] float32 on the CPU: the nll of each token, given those before it; NaN where it was not scored.
+        token_nll: [B, n] float32 on the CPU: the nll of each token, given the tokens before it; NaN if it was not scored.
         seconds: the wall time of the passes.
 
     Example:
@@ -80,14 +77,14 @@ def perplexity(
 ) -> PerplexityReport:
     """Measures how well a causal language model predicts each token of whole sequences from the earlier tokens that it sees.
 
-    The model runs in evaluation mode, one row at a time and without its padding; logits are formed for a slice of tokens at
-    a time, so that neither the vocabulary nor other rows set the memory. Several threads may do this with one model, but
-    none may train it meanwhile.
+    The model runs in evaluation mode, one row at a time and without its padding. Logits are formed for a slice of tokens at a
+    time, so neither the vocabulary nor other rows decide the memory. Several threads may score one model at once, but none may
+    train it meanwhile.
 
     Args:
         model: a causal language model, with any attention implementation; on a ring it is patched to "ring_dilated".
-        input_ids: [B, n] or [n] integers, whole sequences, the same on every rank; n is at least 2. What a
-            tokenizer returns will do: a mapping of input_ids and, if it has one, attention_mask.
+        input_ids: [B, n] or [n] integers, whole sequences, the same on every rank; n is at least 2. Or a tokenizer's result: a
+            mapping with input_ids and perhaps attention_mask.
         ring: the ranks over which each row is sharded; None for the ring that the model was patched with, if any.
         attention_mask: like input_ids, of integers or bool: 1 for tokens, and 0 for padding before and after them, which is
             neither seen nor scored.
@@ -97,11 +94,10 @@ def perplexity(
         The report, the same on every rank.
 
     Raises:
-        ValueError: on every rank, before anything is computed: a model with virtual tokens of PEFT, or one that does not
-            predict tokens from those before them (masked language models, classifiers, encoders); rows of fewer than 2
-            tokens, or of more than the model has positions for; tokens or masks that are no such integers, padding between
-            tokens, shapes that differ, ranks that differ, or no token to score. On every rank, after the pass of a row:
-            losses that are infinite or NaN.
+        ValueError: on every rank, before anything is computed: a model that does not predict tokens from earlier ones (masked
+            language models, classifiers, encoders) or has virtual tokens of PEFT; rows of fewer than 2 tokens, or longer than
+            the model's positions; wrong tokens or masks, padding between tokens, shapes or ranks that differ, or no token to
+            score. On every rank, after the pass of a row: losses that are infinite or NaN.
 
     Example:
         >>> ids = torch.arange(1, 65)[None]  # or tokenizer(text, return_tensors="pt")
@@ -131,9 +127,11 @@ def perplexity(
     with evaluating(inner):
         for row, (first, stop) in enumerate(map(_extent, mask)):
             if stop - first > 1:
-                of_row = _row_nll(inner, served, ids[row, first:stop], logits_at_once)
-                check_finite(of_row, inner, "perplexity")
-                token_nll[row, first + 1 : stop] = of_row
+                tokens = ids[row, first:stop].to(inner.device)[None]
+                labels = nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED)
+                nll = label_nll(inner, served, tokens, labels, logits_at_once)[0, :-1]
+                check_finite(nll, inner, "perplexity")
+                token_nll[row, first + 1 : stop] = nll
     scored = ~token_nll.isnan()
     return PerplexityReport(
         nll=float(token_nll[scored].double().sum()),
@@ -144,19 +142,17 @@ def perplexity(
 
 
 def _rows_of(batch: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
-    """Returns tokens and mask, [B, n] int64 on the CPU, of what `perplexity` was given."""
+    """Returns tokens and mask, [B, n] int64 on the CPU."""
     if isinstance(batch, Mapping):
-        others = {name: x for name, x in batch.items() if name not in ("input_ids", "attention_mask", *_ASIDE)}
-        types = others.pop("token_type_ids", None)
-        if others or (types is not None and bool(torch.as_tensor(types).any())):
+        inputs = {name: x for name, x in batch.items() if name not in ("input_ids", "attention_mask", *_ASIDE)}
+        types = inputs.pop("token_type_ids", None)
+        if inputs or (types is not None and bool(torch.as_tensor(types).any())) or "input_ids" not in batch:
             raise ValueError(
-                f"perplexity: takes input_ids and attention_mask of a batch, got {sorted(map(str, batch))}: it scores every "
-                f"token of whole sequences, and knows no labels, positions, kinds of tokens or other inputs"
+                f"perplexity: expected input_ids and perhaps attention_mask, because it scores every token of whole "
+                f"sequences, got {sorted(map(str, batch))}"
             )
-        if "input_ids" not in batch:
-            raise ValueError(f"perplexity: a batch must have input_ids, got {sorted(map(str, batch))}")
         if attention_mask is not None and batch.get("attention_mask") is not None:
-            raise ValueError("perplexity: attention_mask was given twice, in the batch and beside it: pass one of them")
+            raise ValueError("perplexity: got an attention_mask in the batch and another beside it: pass one of them")
         attention_mask = batch.get("attention_mask") if attention_mask is None else attention_mask
         batch = batch["input_ids"]
     ids = token_ids("input_ids", batch)
@@ -167,82 +163,67 @@ def _rows_of(batch: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
         mask = mask[None]
     if mask.shape != ids.shape:
         raise ValueError(
-            f"perplexity: attention_mask must be like input_ids {tuple(ids.shape)}, got {tuple(mask.shape)}"
+            f"perplexity: attention_mask must have the shape of input_ids {tuple(ids.shape)}, got {tuple(mask.shape)}"
         )
     length = ids.shape[-1]
     return ids.reshape(-1, length), mask.reshape(-1, length)
 
 
 def token_ids(name: str, values: Any, caller: str = "perplexity") -> Tensor:
-    """Returns what a tokenizer may give as a tensor of int64 on the CPU."""
+    """Returns integers as a tensor of int64 on the CPU, from any type that tokenizers return."""
     if isinstance(values, (list, tuple, np.ndarray)):
         try:
             values = torch.as_tensor(values)
-        except (ValueError, TypeError) as failed:
+        except (ValueError, TypeError) as error:
             raise ValueError(
-                f"{caller}: {name} must be rows of integers of one length: {failed}; tokenize with padding=True and "
-                f"return_tensors='pt', or pass one text at a time"
-            ) from failed
+                f"{caller}: {name} must be rows of integers of one length ({error}): tokenize with padding=True, or pass one "
+                f"text at a time"
+            ) from error
     if not isinstance(values, Tensor):
-        raise ValueError(
-            f"{caller}: {name} must be a tensor of integers, or what a tokenizer returns, got {type(values).__name__}"
-        )
+        raise ValueError(f"{caller}: {name} must be a tensor or lists of integers, got {type(values).__name__}")
     if values.is_floating_point() or values.is_complex() or (name == "input_ids" and values.dtype is torch.bool):
-        remedy = "1 for tokens and 0 for padding" if name == "attention_mask" else "tokens of the model's tokenizer"
-        raise ValueError(
-            f"{caller}: {name} must be integers ({remedy}), got {values.dtype}: pass {name}.long(), if these are the numbers"
-        )
+        meaning = "1 for tokens and 0 for padding" if name == "attention_mask" else "tokens of the model's tokenizer"
+        raise ValueError(f"{caller}: {name} must be integers ({meaning}), got {values.dtype}: pass {name}.long()")
     return values.detach().to("cpu", torch.int64).contiguous()
 
 
 def check_token_rows(model: PreTrainedModel, ids: Tensor, mask: Tensor, caller: str = "perplexity") -> None:
-    """Refuses what the model could not compute, or what would not be scored as it was meant.
+    """Refuses rows that the model cannot compute, or that would not be scored as their author expects.
 
     Raises:
         ValueError: as `perplexity`, in the name of `caller`.
     """
     table = model.get_input_embeddings()
-    vocabulary = table.num_embeddings if isinstance(table, nn.Embedding) else None
     least, largest = int(ids.min()), int(ids.max())
-    if least < 0 or (vocabulary is not None and largest >= vocabulary):
+    most = table.num_embeddings - 1 if isinstance(table, nn.Embedding) else largest
+    if least < 0 or largest > most:
         raise ValueError(
-            f"{caller}: input_ids must be from 0 to {'' if vocabulary is None else vocabulary - 1}, of which "
-            f"{type(model).__name__} has embeddings, got {least} to {largest}: use the model's own tokenizer, and no labels "
-            f"in place of tokens"
+            f"{caller}: input_ids must be from 0 to {most}, as {type(model).__name__} has embeddings, got {least} to "
+            f"{largest}: use its own tokenizer, and tokens instead of labels"
         )
     if bool(((mask != 0) & (mask != 1)).any()):
         raise ValueError(
             f"{caller}: attention_mask must be 1 for tokens and 0 for padding, got values from {int(mask.min())} to "
             f"{int(mask.max())}"
         )
-    for row, ones in enumerate(mask):
-        first, stop = _extent(ones)
-        if stop - first != int(ones.sum()):
+    for row, tokens in enumerate(mask):
+        first, stop = _extent(tokens)
+        if stop - first != int(tokens.sum()):
             raise ValueError(
-                f"{caller}: batch row {row} of attention_mask has padding inside: it marks {int(ones.sum())} of the tokens "
-                f"{first} to {stop - 1}: padding belongs before and after the tokens of a row; pass packed documents as rows "
-                f"of their own"
+                f"{caller}: batch row {row} of attention_mask has padding inside: it marks {int(tokens.sum())} of the tokens "
+                f"{first} to {stop - 1}: pass packed documents as separate rows"
             )
     longest, places = int(mask.sum(1).max()), places_of(runner_of(model))
     if places is not None and longest > places:
         raise ValueError(
             f"{caller}: {type(model).__name__} has learned positions for {places} tokens, and a row has {longest}: cut rows "
-            f"to {places} tokens, or take a model with rotary positions"
+            f"to {places} tokens"
         )
     if longest < 2:
         raise ValueError(f"{caller}: no token to score: every token is padding or the first of its row")
 
 
 def _extent(mask: Tensor) -> tuple[int, int]:
-    """Returns where the tokens of a row that are not padding begin, and where they stop."""
+    """Returns the first token of a row that is not padding, and the end of its tokens."""
     tokens = mask.nonzero().flatten()
     return (int(tokens[0]), int(tokens[-1]) + 1) if len(tokens) else (0, 0)
-
-
-def _row_nll(model: PreTrainedModel, ring: Ring, row: Tensor, logits_at_once: int) -> Tensor:
-    """Returns [n - 1] float32 on the CPU: the loss of each of n tokens but the first."""
-    ids = row[None].to(model.device)
-    layout = layout_of_rows(model, ring, ids)
-    labels = ring.shard(F.pad(ids[:, 1:], (0, 1), value=IGNORED), layout, fill=IGNORED)
-    nll = token_nll(logits_in_slices(model, ring, ids, labels != IGNORED, logits_at_once), labels)
-    return ring.unshard(nll, layout)[0, :-1].cpu()

@@ -1,4 +1,4 @@
-"""Texts as tokens of a model, and the help texts of Python 3.11, which programs read if no text is named."""
+"""Turns texts into tokens of a model; and the help texts of Python 3.11, which programs read by default."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TokenizedText:
     Attributes:
         ids: [n] int64: the tokens that open texts of the model, such as BOS, and then tokens of the text.
         opening: the number of opening tokens, which are not scored.
-        sizes: [n] int64: the bytes in UTF-8 that each token stands for; None if the tokenizer does not give their places.
+        sizes: [n] int64: the bytes in UTF-8 that each token stands for; None if the tokenizer does not return offsets.
     """
 
     ids: Tensor
@@ -33,7 +33,7 @@ class TokenizedText:
 def python_topics() -> str:
     """Returns the help texts of Python 3.11.7.
 
-    They come with the package: the texts of the running Python differ from release to release, and figures with them.
+    They come with the package, because the texts of the running Python differ between releases, and so would figures.
     """
     packed = Path(__file__).with_name("python_topics.txt.gz").read_bytes()
     return gzip.decompress(packed).decode()
@@ -47,26 +47,26 @@ def tokenized_text(text: str, tokenizer: Any, count: int) -> TokenizedText:
     ids = torch.cat([opening, torch.tensor(encoded["input_ids"], dtype=torch.int64)])[:count]
     if not places:
         return TokenizedText(ids, len(opening), None)
-    # A token stands for all that follows the token before it, also for spaces that no token covers.
+    # A token stands for everything behind the token before it, including spaces that no token covers.
     ends = [end for _, end in encoded["offset_mapping"]]
     own = [len(part[start:end].encode()) for start, end in zip([0, *ends], ends)]
     return TokenizedText(ids, len(opening), torch.tensor([0] * len(opening) + own)[:count])
 
 
 def opening_tokens(tokenizer: Any) -> Tensor:
-    """Returns [k] int64: the tokens that a tokenizer puts before each text; without them, some models predict far worse."""
+    """Returns [k] int64: the tokens that a tokenizer puts before each text. Without them, some models predict far worse."""
     text, whole = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
     places = (first for first in range(len(whole)) if whole[first : first + len(text)] == text)
     return torch.tensor(whole[: next(places, 0)], dtype=torch.int64)
 
 
 def first_tokens(text: str, tokenizer: Any, count: int | None = None, skip: int = 0) -> Tensor:
-    """Returns [n] int64: tokens of a text behind its first `skip`, after those that open it, `count` in all (None: all)."""
+    """Returns [n] int64: opening tokens, then the text's tokens behind its first `skip`; `count` in all, or all for None."""
     part = text if count is None else beginning_of(text, skip + count)
     ids = tokenizer(part, add_special_tokens=False, verbose=False).input_ids
     return torch.cat([opening_tokens(tokenizer), torch.tensor(ids[skip:], dtype=torch.int64)])[:count]
 
 
 def beginning_of(text: str, tokens: int) -> str:
-    """Returns a prefix of a text that is long enough for so many tokens: all but its last few are those of the whole text."""
+    """Returns a prefix of a text with at least `tokens` tokens; all but its last few are also tokens of the whole text."""
     return text[: 40 * tokens + 1000]

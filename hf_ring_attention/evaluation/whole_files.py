@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and folders that one process at a time writes to."""
+"""Writes files whole or not at all, and lets one process at a time write to a folder."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from filelock import FileLock, Timeout
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yields the name of a new file beside a path, which gets the path's name once its content is on the disk.
+    """Yields the name of a new file beside a path. Once its content is on the disk, the file gets the path's name.
 
-    If the caller raises, the new file is removed, and the old file of that path stays.
+    If the caller raises, the new file is removed, and the old file stays.
     """
     part = path.with_name(f"{path.name}.part")
     try:
@@ -34,7 +34,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def own_folder(folder: Path) -> Iterator[None]:
-    """Makes a folder if it is missing, and keeps others that call this from writing to it while the context is open.
+    """Makes a folder if it is missing, and refuses it to other processes that call this while the context is open.
 
     Raises:
         ValueError: another process writes to the folder.

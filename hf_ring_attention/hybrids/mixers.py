@@ -1,9 +1,9 @@
 """The mixers of hybrid models: recurrent, linear-attention and convolutional modules, which pass a state from token to token.
 
-A state must end where its document ends, and padding must not enter it. So a mixer of a patched model runs on each document
-by itself, and documents of about the same length run together, padded behind: no mixer looks ahead. Over a ring, each rank
-runs its own tokens, and states pass from rank to rank (`states.py`). The few mixers whose states do not get gathered rows, of
-which each rank runs the documents of its own tokens, up to the last one of these.
+A state must end with its document, and padding must not enter it. So a mixer of a patched model runs on each document
+separately. Documents of about the same length run together, padded behind, because no mixer looks ahead. Over a ring, each rank
+runs its own tokens, and states pass from rank to rank (`states.py`). Two mixers (MiniMax, RecurrentGemma) cannot pass their
+state: every rank gathers the rows, and runs the documents of its own tokens up to its last token.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from .states import StatesBehind, can_pass, chain_of, passing_forward
 
 logger = logging.getLogger(__name__)
 
-#: Documents run together where the shortest one has at least this share of the longest one's tokens.
+#: Documents run together if the shortest has at least this share of the longest one's tokens.
 _ALIKE = 0.8
 
-#: The most bytes of hidden states that a mixer gathers whose states do not pass from rank to rank.
+#: The most bytes of hidden states that a rank gathers for a mixer that cannot pass its state.
 MOST_GATHERED = 2 << 30
 
-#: What a model tells its mixers about padding and documents; they get documents one by one, without any of these.
+#: Arguments that describe padding and documents; mixers get documents one by one, without these arguments.
 _BORDERS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _NOT_TO_MIXERS = ("attention_mask", "position_ids", "position_embeddings", *_BORDERS)
 
@@ -49,7 +49,7 @@ STATES_INSIDE = ("RecurrentGemmaRecurrentBlock",)
 #: Mixers whose layers expect a tuple, and use its first entry.
 _RETURN_TUPLES = ("RecurrentGemmaRecurrentBlock", "MiniMaxLightningAttention")
 
-#: Mixers that begin with an empty state wherever they get more than one token at once, whatever their cache holds.
+#: Mixers that begin with an empty state if they get more than one token at once, whatever their cache holds.
 _FORGETFUL = ("JambaMambaMixer", "ZambaMambaMixer")
 
 #: The attribute of a mixer that holds its `_ByDocuments`.
@@ -58,7 +58,7 @@ _BY_DOCUMENTS = "_ring_dilated_by_documents"
 #: A document of a batch row, or its beginning: (batch row, first token, token behind the last one).
 _Piece = tuple[int, int, int]
 
-#: A token whose output nobody reads: a rank without documents computes it, so that its weights have gradients.
+#: A token whose output nobody reads: a rank without documents computes it, so that its weights get gradients.
 _UNREAD: _Piece = (0, 0, 1)
 
 
@@ -66,7 +66,7 @@ def attach(module: nn.Module, config: Any) -> None:
     """Makes a mixer keep documents apart, and pass its states over the ring of the model with this config."""
     attached = getattr(module, _BY_DOCUMENTS, None)
     if attached is None:
-        # The forward of a mixer may be a wrapper already, of Accelerate's hooks for example, which goes on to run.
+        # The forward of a mixer may be a wrapper, such as Accelerate's hooks, which must still run.
         attached = _ByDocuments(module, vars(module).get("forward"))
         setattr(module, _BY_DOCUMENTS, attached)
         module.forward = attached
@@ -74,10 +74,10 @@ def attach(module: nn.Module, config: Any) -> None:
 
 
 def check_parameters(path: str, mixer: nn.Module) -> None:
-    """Refuses a mixer with a parameter that is not known here, such as one that a later release of Transformers adds.
+    """Refuses a mixer with an unknown parameter, such as one that a later release of Transformers adds.
 
     Raises:
-        NotImplementedError: such a mixer.
+        NotImplementedError: a mixer has one.
     """
     forward = type(mixer).forward
     parameters = list(inspect.signature(forward).parameters.values())[2:]  # behind the module and the hidden states
@@ -91,12 +91,12 @@ def check_parameters(path: str, mixer: nn.Module) -> None:
 
 
 class _ByDocuments:
-    """The forward of a mixer of a patched model: it calls the mixer's own forward on documents.
+    """The forward of a mixer of a patched model, which calls the mixer's own forward on documents.
 
     Attributes:
         module: the mixer.
-        own: its forward before; None for the one of its class.
-        config: the config of the model, by which the running forward pass is found.
+        own: the forward that it had before; None for the forward of its class.
+        config: the config of the model; it leads to the running forward pass.
     """
 
     def __init__(self, module: nn.Module, own: Callable[..., Any] | None) -> None:
@@ -108,16 +108,16 @@ class _ByDocuments:
         module = self.module
         kwargs |= zip(list(inspect.signature(type(module).forward).parameters)[1:], args)
         if type(module).__name__ in STATES_INSIDE and module.training:
-            kwargs = _without_cache(kwargs)  # Nobody goes on from the states of training, and padding would enter them.
+            kwargs = _without_cache(kwargs)  # Training needs no states behind a row, and padding would enter them.
         out = _output(module, self.config, kwargs)
         if type(module).__name__ in STATES_INSIDE and not kwargs.get("use_cache"):
-            # It would keep its last state, with the graph of it, until it runs again.
+            # It would keep its last state, with its graph, until it runs again.
             module.rg_lru.recurrent_states = None  # type: ignore[union-attr]
         return out
 
 
 def _own_forward(module: nn.Module, **kwargs: Any) -> Any:
-    """Runs a mixer's own forward, or the wrapper that it had when its model was patched; a clone while states pass."""
+    """Runs the forward that a mixer had when its model was patched; while states pass, a clone of it."""
     own = getattr(module, _BY_DOCUMENTS).own
     if running().chain is not None:
         clone = passing_forward(class_of_transformers(module))
@@ -127,10 +127,10 @@ def _own_forward(module: nn.Module, **kwargs: Any) -> Any:
 
 
 def _output(module: nn.Module, config: Any, kwargs: dict[str, Any]) -> Any:
-    """Returns what a mixer returns for these arguments.
+    """Returns the output of a mixer.
 
     Raises:
-        RuntimeError: a shard outside of a forward pass of its model, so that nothing tells its documents.
+        RuntimeError: a shard outside of a forward pass of its model, so its documents are unknown.
         ValueError: rows whose last documents differ in length, for a mixer whose state would take in their padding.
         NotImplementedError: a sharded cache, for a mixer that keeps its state in itself; or gathered rows that are too long.
     """
@@ -159,22 +159,22 @@ def _output(module: nn.Module, config: Any, kwargs: dict[str, Any]) -> Any:
         )
         return torch.cat(list(steps), 1)
     if documents is None or continued or documents == (((0, hidden.shape[1]),),) * len(hidden):
-        # Some mixers refuse numbers of documents without a kernel for them, also of the only one.
+        # Without a kernel for documents, some mixers refuse any description of them, even of a single one.
         return _own_forward(module, **{first: hidden, **_without_borders(kwargs)})
     return _as_returned(module, _apart(module, hidden, _all(documents), kwargs, cache is not None))
 
 
 def _cache_of(kwargs: dict[str, Any]) -> Any:
-    """Returns the cache of a call; True where the mixer is to keep its state in itself; None without either."""
+    """Returns the cache of a call; True if the mixer must keep its state in itself; None without either."""
     cache = cache_in(kwargs)
     return (True if kwargs.get("use_cache") else None) if cache is None else cache
 
 
 def _documents_of(now: ForwardPass | None, mask: Tensor | None, length: int) -> Documents | None:
-    """Returns the documents of whole rows of `length` tokens; None where all tokens of a row are one."""
+    """Returns the documents of whole rows of `length` tokens; None if each row is one document."""
     if now is not None and now.documents is not None:
         return now.documents
-    # A mask of another length is one of all keys, in a step of generation.
+    # A mask of another length covers all keys, in a step of generation.
     if number_of(mask) is not None:
         tokens = tokens_of(mask)
         return tokens.documents if tokens.length == length else None
@@ -182,10 +182,11 @@ def _documents_of(now: ForwardPass | None, mask: Tensor | None, length: int) -> 
 
 
 def _over_ring(module: nn.Module, ring: Ring, now: ForwardPass, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
-    """Runs a mixer on the gathered row, and returns the outputs of this rank's tokens.
+    """Returns the outputs of this rank's tokens, from passed states or from gathered rows.
 
-    Without a cache, a rank runs what its own tokens depend on. Every rank needs the state behind the last token if
-    generation goes on from there. A cache that is not sharded is the model's own, which no later call may use.
+    Of gathered rows, a rank runs only the tokens that its own tokens depend on. With a sharded cache it runs all of them,
+    because generation continues from the state behind the last token. Other caches are the model's own, and no later call may
+    use them.
     """
     layout, documents, cache = now.layout, now.documents, _cache_of(kwargs)
     assert layout is not None and documents is not None
@@ -230,7 +231,7 @@ def _by_states(
     """Returns the outputs of this rank's tokens from its own tokens and from the states before them.
 
     Args:
-        cache: what gets the states behind all tokens; each row is one document then.
+        cache: gets the states behind all tokens; then each row is one document.
     """
     kwargs, behind = _without_cache(kwargs), None
     if cache is not None:
@@ -245,7 +246,7 @@ def _by_states(
     for group in _of_one_length(whole if own or chain is not None else [_UNREAD]):
         outputs |= _together(module, hidden, group, kwargs, behind=True)
     if chain is not None:
-        # All ranks exchange states, also those without such runs.
+        # All ranks exchange states, even ranks without such runs.
         group = linked + [(0, 0, 0)] * (chain.most - len(linked))
         with running_with(chain=chain):
             outputs |= _together(module, hidden, group, kwargs, behind=False, longest=chain.longest)
@@ -259,7 +260,7 @@ def _all(documents: Documents) -> list[_Piece]:
 
 
 def _needed(documents: Documents, layout: SequenceLayout, rank: int) -> Iterator[_Piece]:
-    """Yields the documents of which this rank has tokens, each up to the last of these."""
+    """Yields the documents with tokens of this rank, each up to the last of these tokens."""
     for row, spans in enumerate(documents):
         pieces = layout.rows[row][rank] if layout.rows else layout.pieces(rank)
         for start, stop in spans:
@@ -271,7 +272,7 @@ def _needed(documents: Documents, layout: SequenceLayout, rank: int) -> Iterator
 
 
 def _apart(module: nn.Module, hidden: Tensor, pieces: list[_Piece], kwargs: dict[str, Any], caching: bool) -> Tensor:
-    """Returns a mixer's output of pieces of documents, each run by itself, and zeros elsewhere.
+    """Returns a mixer's output for pieces of documents, each run separately, and zeros elsewhere.
 
     Args:
         hidden: [B, n, width].
@@ -292,7 +293,7 @@ def _apart(module: nn.Module, hidden: Tensor, pieces: list[_Piece], kwargs: dict
 
 def _assembled(hidden: Tensor, pieces: list[_Piece], outputs: dict[_Piece, Tensor]) -> Tensor:
     """Returns rows [B, n, width] with the outputs of pieces, and zeros elsewhere."""
-    # Nothing is read from the hidden states here, but a rank without tokens takes part in backward all the same.
+    # Zero, made of the hidden states and of all outputs: a rank without tokens must take part in backward, too.
     nothing = hidden[:, :0].sum() + sum(out[:0].sum() for out in outputs.values())
     rows = []
     for row in range(len(hidden)):
@@ -316,7 +317,7 @@ def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
 def _together(
     module: nn.Module, hidden: Tensor, group: list[_Piece], kwargs: dict[str, Any], behind: bool, longest: int = 0
 ) -> dict[_Piece, Tensor]:
-    """Runs a mixer on pieces in one batch, padded to the longest one, or to `longest`: behind, or before them under a mask."""
+    """Runs a mixer on pieces in one batch, padded to the longest, or to `longest`: behind them, or before them with a mask."""
     parameters = inspect.signature(type(module).forward).parameters
     first = list(parameters)[1]
     positions = kwargs.get("position_ids")
@@ -340,7 +341,8 @@ def _together(
     for (row, start, stop), length in zip(group, lengths):
         padding = (0, longest - length) if behind else (longest - length, 0)
         batch.append(nn.functional.pad(hidden[row, start:stop], (0, 0, *padding)))
-    if "position_ids" in parameters:  # Some begin anew at the first position, which a document need not have.
+    if "position_ids" in parameters:
+        # RecurrentGemma resets its state at position 0, and a document may begin elsewhere.
         assert isinstance(positions, Tensor)
         rows = positions.expand(len(hidden), -1)
         own = [rows[row, start:stop] for row, start, stop in group]

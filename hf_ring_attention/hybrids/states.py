@@ -1,12 +1,12 @@
-"""Passes the states of mixers from run to run of a document over the ranks of a ring.
+"""Passes the states of mixers from run to run of a document, over the ranks of a ring.
 
-A *run* is a stretch of a document whose tokens follow each other on one rank. What a mixer does to its state in a run is
-affine: the state behind it is M S + U, where S is the state before it, and its outputs are those of S = 0 plus what they read
-of S. So every rank computes M and U of its runs at once, one small gather brings them to all ranks, and each rank combines what
-comes before its own runs. A causal convolution needs the last inputs of the run before. The bytes do not depend on the length
-of runs.
+A *run* is a stretch of a document whose tokens follow each other on one rank. A run turns the state S before it into M S + U,
+and its outputs are the outputs for S = 0 plus a part that reads S. So every rank computes M and U of its runs at once, one
+small gather brings them to all ranks, and each rank combines the runs before its own. A causal convolution needs the last
+inputs of the run before. The bytes do not depend on the length of runs.
 
-A mixer calls these functions by name. So a clone of its forward runs, for which they are ours; Transformers stays as it is.
+Mixers call the functions that take states by name. So a clone of the mixer's forward runs, in which these names are functions
+of this module. Nothing in Transformers changes.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from ..ring.ring import Ring
 #: The tokens of a run that read the entries of Mamba's state at once, [channels, N] for each of them.
 _AT_ONCE = 64
 
-#: A step of time before its softplus, which is then zero, so that nothing decays.
+#: A time step before softplus. Softplus makes it zero, so nothing decays.
 _NO_TIME = -1e4
 
 
 class StatesBehind:
-    """Stands in for a cache that is still empty, and takes the states behind the last run of each batch row.
+    """Stands in for an empty cache, and takes the states behind the last run of each batch row.
 
-    A mixer finds no states in it. What the mixer would store are inputs and states of this rank's runs; the functions that
-    pass states have those of the whole rows.
+    A mixer would store the inputs and states of this rank's runs. The functions that pass states store those of whole rows
+    instead.
     """
 
     def __init__(self) -> None:
@@ -61,12 +61,12 @@ class StatesBehind:
         return conv_states
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, **kwargs: Any) -> Tensor:
-        """Takes a state, which is that of the whole rows."""
+        """Takes a state, which `_along` has computed for whole rows."""
         self._states.append((recurrent_states, layer_idx, kwargs))
         return recurrent_states
 
     def store_in(self, cache: Any) -> None:
-        """Puts the states into an empty cache, in the order in which the mixer would have done so."""
+        """Puts the states into an empty cache, in the order in which the mixer would have stored them."""
         for inputs, (layer_idx, kwargs) in zip(self.inputs, self._convolutions):
             cache.update_conv_state(inputs, layer_idx, **kwargs)
         for state, layer_idx, kwargs in self._states:
@@ -75,14 +75,14 @@ class StatesBehind:
 
 @dataclass
 class Chain:
-    """The runs that states pass along, and those of them that this rank computes, in one batch.
+    """The runs that states pass along. Each rank computes its own runs in one batch.
 
     Attributes:
-        runs: all of them, in the order of the whole rows; `before` counts in this list.
-        own: the numbers of this rank's runs, in the order of its batch.
+        runs: the runs of all ranks, in the order of the whole rows; `StateRun.before` is an index into this list.
+        own: the indices of this rank's runs, in the order of its batch.
         most: the largest number of runs on a rank.
         longest: the tokens of this rank's batch; shorter runs have padding before them.
-        behind: what takes the states behind the rows, of which each has one document or none; None where nobody needs them.
+        behind: takes the states behind the rows, which have one document or none each; None if nobody needs these states.
         rows: the batch rows.
     """
 
@@ -93,17 +93,17 @@ class Chain:
     longest: int
     behind: StatesBehind | None
     rows: int
-    # Zero, made of all that was gathered: no rank may leave a gather out in backward, where it read nothing of it.
+    # Zero, made of everything that was gathered: all ranks must take part in a gather's backward, even if they read nothing.
     touched: Tensor | float = 0.0
 
     @property
     def valid(self) -> list[int]:
-        """The tokens of each row of the batch; rows that only fill it up have none."""
+        """The tokens of each row of the batch; 0 for rows that only fill it up."""
         lengths = [self.runs[number].stop - self.runs[number].start for number in self.own]
         return lengths + [0] * (self.most - len(lengths))
 
     def gathered(self, x: Tensor) -> dict[int, Tensor]:
-        """Returns x of each run, of which this rank has [most, ...] in the order of its batch."""
+        """Returns the value of each run, from this rank's x [most, ...] in the order of its batch."""
         whole = self.ring.side_by_side(x, 0)
         self.touched = self.touched + whole[:0].sum()
         places: dict[int, Tensor] = {}
@@ -114,19 +114,19 @@ class Chain:
         return places
 
     def own_of(self, by_run: dict[int, Tensor], empty: Tensor) -> Tensor:
-        """Returns the entries of this rank's runs in the order of its batch, and `empty` for rows that fill it up."""
+        """Returns the values of this rank's runs in the order of its batch, and `empty` for rows that fill it up."""
         return (
             torch.stack([by_run[number] for number in self.own] + [empty] * (self.most - len(self.own))) + self.touched
         )
 
     def mask(self, device: torch.device) -> Tensor:
-        """Returns [most, longest] bool: where the batch has tokens, which stand behind their padding."""
+        """Returns [most, longest] bool: True for tokens, which stand behind their padding."""
         places = torch.arange(self.longest, device=device)
         return places >= self.longest - torch.tensor(self.valid, device=device)[:, None]
 
 
 def chain_of(ring: Ring, runs: Sequence[StateRun], rows: int, behind: StatesBehind | None = None) -> Chain | None:
-    """Returns the chain of the runs that are no whole documents; None where all are. With `behind`, that of all runs."""
+    """Returns the chain of the runs that are not whole documents, or with `behind` of all runs; None if it has no runs."""
     linked, most = linked_runs(runs, behind is not None)
     if not linked:
         return None
@@ -138,10 +138,10 @@ def chain_of(ring: Ring, runs: Sequence[StateRun], rows: int, behind: StatesBehi
 def _along(
     chain: Chain, steps: dict[int, Any], behind: Callable[[Any, Tensor], Tensor], empty: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the states before each run of this rank's batch, and those behind each batch row where they are needed.
+    """Returns the states before each run of this rank's batch, and the states behind each batch row if `chain.behind` is set.
 
     Args:
-        steps: what each run does to its state.
+        steps: for each run, the M and U that change its state.
         behind: (step, state before) -> the state behind.
         empty: the state at the beginning of a document.
     """
@@ -158,7 +158,7 @@ def _along(
 def _convolution(
     function: Any, chain: Chain, hidden_states: Tensor, weight: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """A causal convolution, x [runs, channels, n], whose runs begin with the last inputs of the runs before."""
+    """A causal convolution of x [runs, channels, n]; each run begins with the last inputs of the run before it."""
     reach = weight.shape[-1] - (chain.behind is None)  # Caches hold one input more than a convolution looks back.
     x = hidden_states.masked_fill(~chain.mask(hidden_states.device)[:, None], 0)
     tails = chain.gathered(F.pad(x, (reach, 0))[..., x.shape[-1] :])
@@ -183,8 +183,8 @@ def _delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule, value [runs, n, heads, Dv], state [heads, Dk, Dv].
 
-    Its state takes in Dk more columns, which begin as the identity and get no values: behind the run they are M, and the
-    outputs of these columns are what each query reads of the state before the run.
+    The state gets Dk more columns, which begin as the identity and take no values. Behind the run they are M, and their outputs
+    are the parts that each query reads of the state before the run.
     """
     tokens = chain.mask(value.device)[:, :, None]
     beta = beta.masked_fill(~tokens, 0)
@@ -214,11 +214,11 @@ def _decays(dt: Tensor, bias: Tensor | None, softplus: bool, limits: tuple[float
 
 
 def _along_decays(chain: Chain, final: Tensor, decay: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Returns what `_along` does, where each entry of a state decays by itself.
+    """Does `_along` for states whose entries decay independently.
 
     Args:
-        final: [runs, ...], the states behind this rank's runs if those before them are zero.
-        decay: [runs, ...] that broadcasts to them, what is left of a state behind the run.
+        final: [runs, ...] the states behind this rank's runs for zero states before them.
+        decay: [runs, ...] that broadcasts to `final`: the factor by which a run multiplies the state before it.
     """
     finals, decays = chain.gathered(final), chain.gathered(decay)
     steps = {number: (decays[number], finals[number]) for number in finals}
@@ -236,7 +236,7 @@ def _state_space(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The scan of Mamba 2, x [runs, n, heads, P], state [heads, P, N], which decays alike in all its entries."""
+    """The scan of Mamba 2, x [runs, n, heads, P], state [heads, P, N]; all entries of a head decay alike."""
     tokens = chain.mask(dt.device)[:, :, None]
     kwargs |= {"return_final_states": True, "initial_states": None}
     out, final = function(hidden_states.masked_fill(~tokens[..., None], 0), dt, A, B, C, *args, **kwargs)
@@ -264,10 +264,10 @@ def _selective(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The selective scan of Mamba, x [runs, channels, n], state [channels, N], each of whose entries decays by itself.
+    """The selective scan of Mamba, x [runs, channels, n], state [channels, N]; each entry decays by itself.
 
-    The kernel of mamba-ssm returns the state without its gradient. So N more tokens stand behind the run, which take no time
-    and bring nothing, and of which each reads one entry: their outputs are the state, with its gradient.
+    The kernel of mamba-ssm returns the state without its gradient. So N more tokens stand behind the run. They take no time and
+    add nothing, and each reads one entry: their outputs are the state, with its gradient.
     """
     tokens, entries, dtype = (
         chain.mask(dt.device)[:, None, :],
@@ -298,9 +298,9 @@ def _selective(
 
 
 def _read_by_entries(A: Tensor, before: Tensor, time: Tensor, C: Tensor) -> Tensor:
-    """Returns what the outputs of some tokens read of the state before their run, each of whose entries decays by itself.
+    """Returns the parts that the outputs of some tokens read of the state before their run.
 
-    All entries of all these tokens exist at once, here and again in backward, which computes them anew.
+    All entries of all these tokens exist at once, here and in backward, which computes them again.
 
     Args:
         A: [channels, N].
@@ -323,10 +323,10 @@ def _read_by_entries(A: Tensor, before: Tensor, time: Tensor, C: Tensor) -> Tens
 
 
 def _left_out(function: Any, chain: Chain, *args: Any, **kwargs: Any) -> None:
-    """A kernel that joins several steps, which mixers take one by one where it returns None."""
+    """Stands for a kernel that fuses several steps; as it returns None, mixers take the steps one by one."""
 
 
-#: By the names that mixers call.
+#: The functions that pass states, by the names that mixers call.
 _PASSERS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolution,
     "chunk_kimi_delta_attention": _delta_rule,
@@ -337,29 +337,28 @@ _PASSERS: dict[str, Callable[..., Any]] = {
     "mamba_inner_fn": _left_out,
 }
 
-#: Mixers whose states are no argument of a function that they call by name; rows are gathered for them.
+#: Mixers that update their states without a function that they call by name; ranks gather rows for them.
 _NOT_PASSED = ("MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock")
 
 
-#: The ends of the class names of mixers that are a convolution, and have no other state.
+#: The endings of the class names of mixers that are a convolution without another state.
 _CONVOLUTIONS_ALONE = ("ShortConv",)
 
 
 def can_pass(mixer: nn.Module) -> bool:
     """Returns whether a mixer's states can pass from rank to rank.
 
-    In earlier releases of Transformers mixers keep the functions that take states in attributes, where nothing else can stand
-    for them; and a wrapper around a mixer's forward calls the forward that it has wrapped.
+    They cannot in earlier releases of Transformers, where mixers keep the functions that take states in attributes.
     """
     return passing_forward(class_of_transformers(mixer)) is not None
 
 
 @functools.cache
 def passing_forward(mixer_class: type) -> Callable[..., Any] | None:
-    """Returns a clone of a mixer's forward that passes states along the running chain; None for mixers that cannot.
+    """Returns a clone of a mixer's forward that passes states along the running chain; None if its states cannot pass.
 
-    The clone has the code of the mixer's forward and a namespace of its own, in which the functions that take states are ours.
-    All other names are looked up in the namespace of Transformers, in which nothing changes.
+    The clone has the code of the mixer's forward and its own namespace, which replaces the functions that take states. All
+    other names are looked up in the namespace of Transformers, which stays unchanged.
     """
     forward = inspect.unwrap(vars(mixer_class)["forward"])
     names, space = _called_by_name(forward) & _PASSERS.keys(), forward.__globals__
@@ -380,7 +379,7 @@ def _called_by_name(function: Any) -> set[str]:
 
 
 class _Namespace(dict[str, Any]):
-    """The names of a clone: its own ones, and those of the namespace behind it, as they are when they are looked up."""
+    """The names of a clone; a name that it lacks is looked up in the namespace behind it, each time anew."""
 
     def __init__(self, behind: dict[str, Any], own: dict[str, Any]) -> None:
         super().__init__(own, __builtins__=behind["__builtins__"])

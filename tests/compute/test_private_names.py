@@ -26,7 +26,7 @@ class HarnessModel:
     """The harness is not installed for the tests; its own class is compared where it is."""
 
     __version__ = "0.4.13"
-    _loglikelihood_tokens = _model_generate = None
+    _loglikelihood_tokens = _model_call = _model_generate = None
 
 
 class GRPOTrainer:

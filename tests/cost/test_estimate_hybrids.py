@@ -70,7 +70,7 @@ def test_whether_a_hybrid_fits_is_known_only_if_it_does_not():
     assert {one.fits for one in next_switches(small)} == {False} and {one.fits for one in next_switches(large)} == {
         None
     }
-    with pytest.raises(ValueError, match="without checkpointing, what the mixers of a hybrid save decides the peak"):
+    with pytest.raises(ValueError, match="without checkpointing, the mixers of a hybrid decide the peak"):
         ra.estimate(config, 1 << 14, checkpointing=False)
 
 
@@ -79,7 +79,7 @@ def test_rows_that_no_mixer_would_gather_are_refused():
     most = MOST_GATHERED // (config.hidden_size * 2)
     answer = ra.estimate(config, 1 << 12, devices=2, memory=1 << 50)
     assert longest_sequence(answer) == most
-    with pytest.raises(ValueError, match=f"would gather whole rows of {2 * MOST_GATHERED} bytes"):
+    with pytest.raises(ValueError, match=f"would gather rows of {2 * MOST_GATHERED} bytes"):
         ra.estimate(config, 2 * most, devices=2)
     assert smallest_ring(ra.estimate(config, 2 * most, devices=2, ring_size=1, memory=1 << 50)) == (1, 2)
 

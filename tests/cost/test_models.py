@@ -7,12 +7,15 @@ from transformers import CONFIG_MAPPING, LlamaConfig
 
 import hf_ring_attention as ra
 from hf_ring_attention.cost.models import attention_of_model, config_of, load_config
+from hf_ring_attention.evaluation.calibration.result import load_pattern
 from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.plan.branches import Segment, Window
 from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.tools.loading import check_kv_heads, check_positions
 
+from ..support.checkpoints import save_calibration
 from ..support.releases import needs_mixers
+from ..support.tiny_models import tiny_config
 
 
 def written(folder, config):
@@ -128,6 +131,20 @@ def test_a_pattern_is_of_the_layers_without_a_window(tmp_path):
     }
     attention = attention_in(written(tmp_path, {**SMALL, **types}), Pattern.parse("pyramid:32,2"))
     assert [str(pattern) for pattern in attention.layers] == ["window:8", "pyramid:32,2"] * 3
+
+
+def test_flop_shares_count_windows_of_the_model(tmp_path):
+    config = tiny_config("gemma3_text")
+    full = [n for n, kind in enumerate(config.layer_types) if kind == "full_attention"]
+    layers, tokens = config.num_hidden_layers, 200
+    assert 0 < len(full) < layers and config.sliding_window < tokens
+    heads = {"num_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads}
+    own = ra.Pattern.parse(f"window:{config.sliding_window}").flop_share(tokens, **heads)
+    for text in ("exact", "window:5+1", save_calibration(tmp_path / "chosen.json", dict.fromkeys(full, "window:9+2"))):
+        pattern = load_pattern(text)
+        of_full = ra.Pattern.parse("window:9+2") if text.endswith(".json") else pattern
+        expected = (len(full) * of_full.flop_share(tokens, **heads) + (layers - len(full)) * own) / layers
+        assert attention_of_model(config, "tiny", pattern).flop_share(tokens) == pytest.approx(expected)
 
 
 def test_latent_attention_has_wider_keys_than_values():

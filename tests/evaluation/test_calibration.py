@@ -108,34 +108,46 @@ def test_two_processes_choose_what_one_chooses(ranks, rng):
 
 
 class Killed(BaseException):
-    """What ends a run in the middle."""
+    """Ends a run in the middle."""
 
 
-def test_a_run_that_was_ended_goes_on_with_nothing_twice(rng, tmp_path, monkeypatch):
-    texts, passes = random_texts(rng, 3), []
-    whole = calibrated(model_of(), texts)
-    at = rng.randrange(1, 6)
+@pytest.fixture
+def passes(monkeypatch):
+    """A list that gets the text of each pass; a pass whose number is in `killed` ends the run."""
 
-    def counted(*args, **options):
-        passes.append(1)
-        if len(passes) == at + 1:
+    class Passes(list):
+        killed = ()
+
+    passes = Passes()
+
+    def counted(model, ring, text, *args, **options):
+        passes.append(text)
+        if len(passes) in passes.killed:
             raise Killed
-        return measure_text(*args, **options)
+        return measure_text(model, ring, text, *args, **options)
 
     monkeypatch.setattr(search, "measure_text", counted)
+    return passes
+
+
+def test_a_killed_run_continues_and_measures_nothing_twice(rng, tmp_path, passes):
+    texts, folder = random_texts(rng, 3), tmp_path / "folder"
+    whole = calibrated(model_of(), texts)
+    passes.clear()
+    passes.killed = {rng.randrange(2, 7)}
     with pytest.raises(Killed):
-        calibrated(model_of(), texts, folder=tmp_path / "folder")
-    before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "folder").glob("*.json")}
-    assert len(before) > 1
-    again = calibrated(model_of(), texts, folder=tmp_path / "folder")
-    assert again == whole
-    assert len(passes) == 1 + 3 + 1 + 3  # Each of three texts twice, the retrieval text, and the pass that was ended.
-    assert all((tmp_path / "folder" / name).stat().st_mtime_ns == time for name, time in before.items())
-    # Another budget takes up the first passes.
-    calibrated(model_of(), texts, folder=tmp_path / "folder", budget=0.7, refinements=0)
+        calibrated(model_of(), texts, folder=folder)
+    before = {file.name: file.stat().st_mtime_ns for file in folder.glob("*.pt")}
+    assert before
+    assert calibrated(model_of(), texts, folder=folder) == whole
+    assert len(passes) == 1 + 3 + 1 + 3  # Each of three texts twice, the retrieval text, and the killed pass.
+    assert all((folder / name).stat().st_mtime_ns == time for name, time in before.items())
+    # Another budget reuses the first passes, and another menu does not.
+    calibrated(model_of(), texts, folder=folder, budget=0.7, refinements=0)
     assert len(passes) == 8
-    with pytest.raises(ValueError, match=r"has the measurements of another calibration: menu was \[.*\] and is \["):
-        calibrated(model_of(), texts, folder=tmp_path / "folder", menu=MENU[1:])
+    calibrated(model_of(), texts, folder=folder, menu=MENU[1:], refinements=0)
+    assert len(passes) == 8 + 4
+    assert calibrated(model_of(), texts, folder=folder) == whole and len(passes) == 12
 
 
 def _other_config(model):
@@ -148,26 +160,28 @@ def _other_weights(model):
 
 
 @pytest.mark.parametrize("change", [_other_config, _other_weights])
-def test_measurements_of_another_model_are_refused(rng, tmp_path, change):
+def test_another_model_is_measured_anew(rng, tmp_path, change, passes):
     texts, model = random_texts(rng, 1), model_of()
     calibrated(model, texts, folder=tmp_path, refinements=0)
-    # Patterns are not part of what is measured.
+    # Patterns do not decide what is measured.
     calibrated(ra.patch_model(model, "window:4+1"), texts, folder=tmp_path, refinements=0)
+    assert len(passes) == 2
     change(model)
-    with pytest.raises(ValueError, match="has the measurements of another calibration: model was"):
-        calibrated(model, texts, folder=tmp_path, refinements=0)
+    chosen = calibrated(model, texts, folder=tmp_path, refinements=0)
+    assert len(passes) == 4 and chosen == calibrated(model, texts, refinements=0)
 
 
-def test_measurements_of_another_adapter_are_refused(rng, tmp_path):
-    texts, tuned = random_texts(rng), with_lora(model_of())
+def test_another_adapter_is_measured_anew(rng, tmp_path, passes):
+    texts, tuned = random_texts(rng, 1), with_lora(model_of())
     first = calibrated(tuned, texts, folder=tmp_path, refinements=0)
-    assert calibrated(tuned, texts, folder=tmp_path, refinements=0) == first
-    with tuned.disable_adapter(), pytest.raises(ValueError, match="another calibration: model was"):
+    assert calibrated(tuned, texts, folder=tmp_path, refinements=0) == first and len(passes) == 2
+    with tuned.disable_adapter():
         calibrated(tuned, texts, folder=tmp_path, refinements=0)
+    assert len(passes) == 4
     tuned.add_adapter("other", tuned.peft_config["default"])
     tuned.set_adapter("other")
-    with pytest.raises(ValueError, match="another calibration: model was"):
-        calibrated(tuned, texts, folder=tmp_path, refinements=0)
+    calibrated(tuned, texts, folder=tmp_path, refinements=0)
+    assert len(passes) == 6
 
 
 def test_a_calibration_of_another_model_is_refused(rng):
@@ -196,9 +210,9 @@ def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(rng, tmp_path):
     (tmp_path / "file").write_text("mine")
     refused(tmp_path / "file", "file", FileExistsError)
     calibrated(model_of(), texts, folder=tmp_path / "done", refinements=0)
-    damaged = next((tmp_path / "done").glob("losses-*.json"))
-    damaged.write_text(damaged.read_text()[:-1])
-    refused(tmp_path / "done", f"{damaged.name} is no JSON .*: delete it, and it is measured again")
+    damaged = next((tmp_path / "done").glob("losses-*.pt"))
+    damaged.write_bytes(damaged.read_bytes()[:-40])
+    refused(tmp_path / "done", f"{damaged.name} is damaged: delete it, and it is measured again")
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
@@ -248,7 +262,7 @@ def test_layers_with_windows_keep_them(rng):
     assert full and full != set(range(model.config.num_hidden_layers))
     chosen = calibrated(model, texts)
     assert chosen.layers.keys() == full
-    with pytest.raises(NotImplementedError, match="every layer of MistralForCausalLM has a window of its own"):
+    with pytest.raises(NotImplementedError, match="every layer of MistralForCausalLM has its own window"):
         calibrated(tiny_model("mistral", "ring_dilated", sliding_window=8), texts)
 
 
@@ -263,27 +277,27 @@ def test_one_key_value_head_a_layer(rng):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budget": 0}, "budget must be a share .* above 0 and at most 1, got 0"),
+        ({"budget": 0}, "budget must be a share above 0 and at most 1, got 0"),
         ({"budget": 1.5}, "at most 1, got 1.5"),
         ({"budget": "a"}, "got 'a'"),
         (
             {"budget": 0.001},
-            r"the cheapest pattern of the menu, window:4\+1, takes \d+ / \d+ = 0\.\d+ .* budget is 0.001",
+            r"budget=0.001 is below the cheapest pattern of the menu, window:4\+1: \d+ / \d+ = 0\.\d+ of exact",
         ),
-        ({"budget_of": "rows"}, "budget_of must be one of flops, cache_reads, bytes, got 'rows'"),
-        ({"budget_of": "bytes"}, "the bytes of a ring of ranks=1 cannot be a budget.* name the ranks, 2 or more"),
-        ({"budget_of": "bytes", "ranks": 2.0}, r"ring of ranks=2\.0 cannot"),
-        ({"ranks": 4}, "ranks=4 counts for budget_of='bytes' alone, got budget_of='flops': leave it out"),
-        ({"menu": ["exact"]}, "menu has 1 pattern"),
+        ({"budget_of": "rows"}, "budget_of must be one of 'flops', 'cache_reads', 'bytes', got 'rows'"),
+        ({"budget_of": "bytes"}, "one rank moves no bytes: name the ranks of the ring, 2 or more, got 1"),
+        ({"budget_of": "bytes", "ranks": 2.0}, r"2 or more, got 2\.0"),
+        ({"ranks": 4}, "ranks=4 needs budget_of='bytes', got 'flops': leave it out"),
+        ({"menu": ["exact"]}, "menu must have 2 or more patterns to choose from, got 1"),
         ({"menu": "exact"}, "menu must be a list"),
         ({"menu": ["exact", "window:4", "segment:all"]}, "menu"),
-        ({"menu": ["exact", "window:4+1", "window:4+1"]}, r"menu has window:4\+1 twice, as numbers 1 and 2"),
+        ({"menu": ["exact", "window:4+1", "window:4+1"]}, r"menu has window:4\+1 twice"),
         ({"menu": ["exact", "kv0=exact;kv1=window:4"]}, "differs by heads"),
         ({"menu": ["exact", "windy:4"]}, "calibrate: menu: .*windy"),
         ({"retrieval": -1}, "retrieval must be a weight"),
-        ({"refinements": 0.5}, "refinements must be a whole number"),
-        ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
-        ({"seq_len": 0}, "seq_len must be a number of tokens"),
+        ({"refinements": 0.5}, "refinements must be an integer of at least 0, got 0.5"),
+        ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
+        ({"seq_len": 0}, "seq_len must be an integer of at least 2, got 0"),
     ],
 )
 def test_bad_numbers_are_refused(options, message, rng):
@@ -294,10 +308,10 @@ def test_bad_numbers_are_refused(options, message, rng):
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        ([], "list of the token ids"),
-        ("text", "list of the token ids"),
-        ([torch.arange(3, 70), torch.arange(1)], r"text 1 has 1 token\(s\), and 2 or more"),
-        ([torch.arange(3, 40)], r"text 0 has 37 token\(s\), and 64 or more are needed for the retrieval text"),
+        ([], "texts must be a list with the token ids"),
+        ("text", "texts must be a list with the token ids"),
+        ([torch.arange(3, 70), torch.arange(1)], "text 1 must have 2 or more tokens, got 1"),
+        ([torch.arange(3, 40)], "text 0 must have 64 or more tokens, got 37: .* or retrieval=0"),
         ([torch.ones(2, 80, dtype=torch.long)], r"text 0 must be \[tokens\], got \[2, 80\]"),
         ([torch.rand(80)], "text 0 must be integers"),
         ([torch.full((80,), VOCAB)], "calibrate: input_ids must be from 0"),
@@ -306,6 +320,26 @@ def test_bad_numbers_are_refused(options, message, rng):
 def test_bad_texts_are_refused(texts, message):
     with pytest.raises(ValueError, match=message):
         calibrated(model_of(), texts)
+
+
+@pytest.mark.parametrize("retrieval", [0, 0.1])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_losses_that_are_not_finite_are_refused(rng, tmp_path, ranks, retrieval):
+    texts = random_texts(rng)
+    texts[0][30] = VOCAB - 1
+    models = [model_of() for _ in range(ranks)]
+    for model in models:
+        with torch.no_grad():
+            model.get_input_embeddings().weight[VOCAB - 1] = torch.nan
+
+    def measure(ring):
+        with pytest.raises(
+            ValueError, match=r"calibrate: \d+ of \d+ losses of LlamaForCausalLM .* are infinite or NaN: use"
+        ):
+            calibrated(models[ring.rank], texts, ring=ring, retrieval=retrieval, folder=tmp_path / "measured")
+
+    run_simulated(measure, ranks)
+    assert not list((tmp_path / "measured").glob("changes-*"))
 
 
 def test_models_that_predict_no_next_tokens_are_refused(rng):
@@ -339,22 +373,22 @@ def test_ranks_that_differ_are_refused(rng):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layers": {}}, r"a pattern for each layer that has scores, \[0, 1\], was expected, got patterns for \[\]"),
-        ({"layers": {"0": "exact"}}, r"scores, \[0, 1\], was expected, got patterns for \[0\]"),
-        ({"layers": {}, "scores": {}}, "a pattern for each layer that has scores"),
-        ({"num_hidden_layers": 1}, r"layers of 0\.\.0 were expected, got \[0, 1\]"),
+        ({"layers": {}}, r"a pattern for each layer with scores, \[0, 1\], got patterns for \[\]"),
+        ({"layers": {"0": "exact"}}, r"scores, \[0, 1\], got patterns for \[0\]"),
+        ({"layers": {}, "scores": {}}, "a pattern for each layer with scores"),
+        ({"num_hidden_layers": 1}, r"expected layers from 0 to 0, got \[0, 1\]"),
         ({"num_hidden_layers": 10**12}, "num_hidden_layers must be at most 65536, got 1000000000000"),
         ({"seq_len": float("inf")}, "seq_len must be an integer of at least 1, got inf"),
         ({"seq_len": 64.5}, "seq_len must be an integer of at least 1, got 64.5"),
-        ({"budget": float("inf")}, "a finite number was expected, got inf"),
-        ({"budget": float("nan")}, "a finite number was expected, got nan"),
-        ({"budget": "0.5"}, "a finite number was expected, got '0.5'"),
-        ({"budget_of": "time"}, "budget_of must be one of flops, cache_reads, bytes, got 'time'"),
-        ({"retrieval": 10**400}, "a finite number was expected, got 1000"),
+        ({"budget": float("inf")}, "expected a finite number, got inf"),
+        ({"budget": float("nan")}, "expected a finite number, got nan"),
+        ({"budget": "0.5"}, "expected a finite number, got '0.5'"),
+        ({"budget_of": "time"}, "budget_of must be one of .*, got 'time'"),
+        ({"retrieval": 10**400}, "expected a finite number, got 1000"),
         ({"seed": -1}, "seed must be an integer of at least 0"),
-        ({"scores": {"0": [[0.0], [float("nan")]], "1": [[0.0], [0.0]]}}, "a finite number was expected, got nan"),
+        ({"scores": {"0": [[0.0], [float("nan")]], "1": [[0.0], [0.0]]}}, "expected a finite number, got nan"),
         ({"scores": {"0": [[0.0]] * 3, "1": [[0.0]] * 2}}, "is for 2 key/value heads, and layer 0 has 3"),
-        ({"texts": [{"tokens": 9, "exact_nll": float("inf"), "chosen_nll": 1.0}]}, "a finite number was expected"),
+        ({"texts": [{"tokens": 9, "exact_nll": float("inf"), "chosen_nll": 1.0}]}, "expected a finite number"),
         ({"menu": ["pyramid:8,40000"]}, "levels must be at most 63"),
         ({"layers": {"0": "kv0-99999999999=exact", "1": "exact"}}, "at most 65536 key/value heads"),
         ({"layers": {"1" * 5000: "exact"}}, "Exceeds the limit"),
@@ -365,7 +399,7 @@ def test_a_calibration_with_wrong_numbers_or_layers_is_refused(change, message, 
     file = tmp_path / "calibration.json"
     save_calibration(file, {0: "kv0=exact;kv1=window:8", 1: "exact"})
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(ValueError, match=f"this is no calibration that Calibration.to_dict wrote: .*{message}"):
+    with pytest.raises(ValueError, match=f"expected a calibration that Calibration.to_dict wrote: .*{message}"):
         ra.Calibration.load(file)
 
 
@@ -383,9 +417,9 @@ def test_a_calibration_of_fewer_layers_than_the_model_has_is_refused():
 
 def test_what_is_no_calibration_is_refused(tmp_path):
     (tmp_path / "other.json").write_text(json.dumps({"format": 1, "layers": 3}))
-    with pytest.raises(ValueError, match="this is no calibration"):
+    with pytest.raises(ValueError, match="expected a calibration"):
         ra.Calibration.load(tmp_path / "other.json")
     for text in ("budget", "[" * 100000, '{"seed": ' + "1" * 5000 + "}"):
         (tmp_path / "text.json").write_text(text)
-        with pytest.raises(ValueError, match=r"text\.json is no JSON file"):
+        with pytest.raises(ValueError, match=r"text\.json is not a JSON file"):
             ra.Calibration.load(tmp_path / "text.json")

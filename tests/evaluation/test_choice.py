@@ -15,13 +15,18 @@ from hf_ring_attention.plan.traffic import exchanged
 from tests.support.calibrations import MENU
 
 
+def nothing_together(costs):
+    """Products of groups that change nothing together."""
+    return np.zeros((*costs.shape, *costs.shape))
+
+
 def test_a_choice_is_within_its_budget_and_nearly_the_best(rng):
     for _ in range(20):
         groups, patterns = rng.randint(1, 4), rng.randint(2, 4)
         costs = np.array([[rng.randint(1, 30) for _ in range(patterns)] for _ in range(groups)])
         scores = np.array([[rng.random() * rng.choice([1, -0.2]) for _ in range(patterns)] for _ in range(groups)])
         budget = rng.uniform(costs.min(1).sum(), costs.max(1).sum())
-        chosen = choose(scores, costs, budget)
+        chosen = choose(scores, costs, budget, nothing_together(costs))
         every = np.arange(groups)
         assert costs[every, chosen].sum() <= budget
         best = min(
@@ -31,7 +36,7 @@ def test_a_choice_is_within_its_budget_and_nearly_the_best(rng):
         )
         # What a knapsack by prices may lose is a change of a single group.
         assert scores[every, chosen].sum() <= best + np.ptp(scores, axis=1).max()
-        assert np.array_equal(chosen, choose(scores, costs, budget))
+        assert np.array_equal(chosen, choose(scores, costs, budget, nothing_together(costs)))
 
 
 def test_the_cheapest_patterns_fit_a_budget_that_rounding_lowers():
@@ -39,9 +44,9 @@ def test_the_cheapest_patterns_fit_a_budget_that_rounding_lowers():
     costs[:, 1] = 10
     budget = 0.7 * 90 * 10  # 630 exactly, or by an ulp less
     for rounded in (budget, np.nextafter(np.nextafter(630, 0), 0)):
-        assert choose(np.zeros((90, 2)), costs, float(rounded)).tolist() == [0] * 90
+        assert choose(np.zeros((90, 2)), costs, float(rounded), nothing_together(costs)).tolist() == [0] * 90
     with pytest.raises(ValueError, match="the cheapest patterns cost 630 together, and the budget is 629"):
-        choose(np.zeros((90, 2)), costs, 629)
+        choose(np.zeros((90, 2)), costs, 629, nothing_together(costs))
 
 
 def harm_of(products, chosen):
@@ -90,7 +95,7 @@ def test_a_choice_of_what_groups_change_together_cannot_be_bettered_by_changes_o
             )
         ]
         assert all(harm(chosen) <= harm(one) + 1e-9 for one in near)
-        alone = choose(scores + squares_of(products) / 2, costs, budget)
+        alone = choose(scores + squares_of(products) / 2, costs, budget, nothing_together(costs))
         assert harm(chosen) <= harm(alone) + np.ptp(scores + squares_of(products), axis=1).max()
         won += harm(chosen) < harm(alone) - 1e-9
     assert won  # What is right for each group alone is not right for all of them.
@@ -102,16 +107,27 @@ def test_changes_that_cancel_are_chosen_together():
     products = np.einsum("gpn,hqn->gphq", d, d)
     costs = np.array([[1, 2]] * 3)
     assert choose(np.zeros((3, 2)), costs, 4, products).tolist() == [0, 0, 1]
-    assert choose(squares_of(products) / 2, costs, 4).tolist() != [0, 0, 1]
+    assert choose(squares_of(products) / 2, costs, 4, nothing_together(costs)).tolist() != [0, 0, 1]
 
 
 def test_more_budget_is_no_worse():
     generator = np.random.default_rng(3)
     costs = np.tile([1, 2, 4, 8, 16], (60, 1))
     scores = np.sort(generator.exponential(size=(60, 5)), axis=1)[:, ::-1]
-    sums = [scores[np.arange(60), choose(scores, costs, 60 * share)].sum() for share in np.linspace(1, 16, 40)]
+    chosen = [choose(scores, costs, 60 * share, nothing_together(costs)) for share in np.linspace(1, 16, 40)]
+    sums = [scores[np.arange(60), patterns].sum() for patterns in chosen]
     assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(sums))
     assert sums[-1] == pytest.approx(scores[:, -1].sum())
+
+
+def test_a_choice_by_scores_that_are_no_numbers_ends():
+    products = np.full((2, 2, 2, 2), np.nan)
+    products[:, 1, :, 1] = 0
+    costs = np.array([[1, 4], [1, 4]])
+    with pytest.raises(ValueError, match="must be finite"):
+        choose(np.zeros((2, 2)), costs, 4.0, products)
+    with pytest.raises(ValueError, match="must be finite"):
+        choose(np.array([[0, np.inf], [0, 1]]), costs, 4.0, np.zeros((2, 2, 2, 2)))
 
 
 @pytest.mark.parametrize("of", ["flops", "cache_reads"])

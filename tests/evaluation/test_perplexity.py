@@ -220,23 +220,27 @@ def test_other_threads_see_the_model_as_it_is():
 IDS = row(0, 12)
 MASK = torch.ones_like(IDS)
 REFUSED = {
-    "text": ("a text", {}, "input_ids must be a tensor of integers, or what a tokenizer returns, got str"),
-    "nothing": ({"attention_mask": MASK}, {}, r"a batch must have input_ids, got \['attention_mask'\]"),
+    "text": ("a text", {}, "input_ids must be a tensor or lists of integers, got str"),
+    "nothing": ({"attention_mask": MASK}, {}, r"expected input_ids .*, got \['attention_mask'\]"),
     "ragged": ({"input_ids": [[5, 6, 7], [8, 9]]}, {}, "rows of integers of one length.*padding=True"),
     "labels": (
         {"input_ids": IDS, "labels": IDS},
         {},
-        r"takes input_ids and attention_mask of a batch, got \['input_ids',",
+        r"expected input_ids and perhaps attention_mask.*, got \['input_ids',",
     ),
-    "types": ({"input_ids": IDS, "token_type_ids": MASK}, {}, "knows no labels, positions, kinds of tokens"),
-    "twice": ({"input_ids": IDS, "attention_mask": MASK}, {"attention_mask": MASK}, "attention_mask was given twice"),
+    "types": ({"input_ids": IDS, "token_type_ids": MASK}, {}, "it scores every token of whole sequences"),
+    "twice": (
+        {"input_ids": IDS, "attention_mask": MASK},
+        {"attention_mask": MASK},
+        "attention_mask in the batch and another beside it",
+    ),
     "float tokens": (IDS.float(), {}, r"input_ids must be integers .*, got torch.float32: pass input_ids.long\(\)"),
     "bool tokens": (IDS.bool(), {}, "input_ids must be integers .*, got torch.bool"),
     "a token": (IDS[:, :1], {}, r"2 tokens or more, got \(1, 1\)"),
     "no rows": (IDS[:0], {}, r"2 tokens or more, got \(0, 12\)"),
     "three dimensions": (IDS[None], {}, r"must be \[rows, tokens\]"),
-    "unknown tokens": (IDS + 97, {}, "input_ids must be from 0 to 96, of which LlamaForCausalLM has embeddings, got"),
-    "labels as tokens": (IDS.masked_fill(IDS > 50, -100), {}, "got -100 to .*no labels in place of tokens"),
+    "unknown tokens": (IDS + 97, {}, "input_ids must be from 0 to 96, as LlamaForCausalLM has embeddings, got"),
+    "labels as tokens": (IDS.masked_fill(IDS > 50, -100), {}, "got -100 to .*tokens instead of labels"),
     "a float mask": (IDS, {"attention_mask": MASK.float()}, "attention_mask must be integers .1 for tokens.*float32"),
     "an additive mask": (
         IDS,
@@ -244,7 +248,7 @@ REFUSED = {
         "1 for tokens and 0 for padding, got values from -9 to -9",
     ),
     "numbered documents": (IDS, {"attention_mask": MASK.cumsum(-1)}, "got values from 1 to 12"),
-    "another shape": (IDS, {"attention_mask": MASK[:, :5]}, r"like input_ids \(1, 12\), got \(1, 5\)"),
+    "another shape": (IDS, {"attention_mask": MASK[:, :5]}, r"the shape of input_ids \(1, 12\), got \(1, 5\)"),
     "padding inside": (
         IDS,
         {"attention_mask": (torch.arange(12) != 5).long()[None]},
@@ -310,6 +314,24 @@ def test_classifiers_and_masked_language_models_are_refused():
             ra.perplexity(model_class(LlamaConfig(**SIZES)), row(0, 12))
     with pytest.raises(ValueError, match="its loss is ForMaskedLM"):
         ra.perplexity(ModernBertForMaskedLM(ModernBertConfig(**SIZES, pad_token_id=0)), row(0, 12))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_losses_that_are_not_finite_are_refused(rng, value, ranks):
+    ids = torch.tensor([rng.randrange(3, VOCAB - 1) for _ in range(60)])
+    ids[40] = VOCAB - 1
+    models = [tiny_model("llama", "ring_dilated") for _ in range(ranks)]
+    for model in models:
+        with torch.no_grad():  # All tokens that see this one have no finite loss.
+            model.get_input_embeddings().weight[VOCAB - 1] = value
+    assert ra.perplexity(models[0], ids[:40]).tokens == 39
+
+    def measure(ring):
+        with pytest.raises(ValueError, match=r"\d+ of \d+ losses of LlamaForCausalLM in torch\.float64 are infinite"):
+            ra.perplexity(models[ring.rank], ids, ring=ring)
+
+    run_simulated(measure, ranks)
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "opt", "roberta", "biogpt", "bart", "xlm", "openai-gpt", "marian"])

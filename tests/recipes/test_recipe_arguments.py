@@ -75,7 +75,7 @@ REFUSED = [
     ("perplexity", "--model {empty}", "--model: the folder '{empty}' holds no model"),
     ("perplexity", "--patterns exact longnet:100/3", "multiple of dilation"),
     ("perplexity", "--patterns exact none.json", "--patterns: there is no file 'none.json'"),
-    ("perplexity", "--patterns {calibration}", "--patterns: this is no calibration that Calibration.to_dict wrote"),
+    ("perplexity", "--patterns {calibration}", "--patterns: expected a calibration that Calibration.to_dict wrote"),
     ("perplexity", "--dtype float64", "--dtype: invalid choice: 'float64'"),
     ("perplexity", "--json none/f.json", "--json: there is no folder 'none'"),
     ("demo", "--tokens 1", "--tokens: a whole number of at least 2 was expected, got 1"),

@@ -33,6 +33,13 @@ doc_to_target: "{{answer}}"
 generation_kwargs: {until: ["~"], max_gen_toks: 12, do_sample: false}
 metric_list: [{metric: exact_match}]
 """,
+    "ring_beams": """
+output_type: generate_until
+doc_to_text: "{{context}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["~"], max_gen_toks: 8, do_sample: false, num_beams: 3}
+metric_list: [{metric: exact_match}]
+""",
 }
 WORDS = "the a ring of keys sees far and near tokens while queries wait for their rows to come home again".split()
 

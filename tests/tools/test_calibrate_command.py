@@ -73,7 +73,7 @@ def test_files_and_figures_are_those_of_the_library(folder, capsys, monkeypatch)
     report = (output / "report.md").read_text()
     assert "![" in report and f"{chosen.flop_share:.2%}" in report and "dog.txt | yes" in report
     assert (output / "layers.png").stat().st_size > 5000
-    assert len(list((output / "measurements").glob("*.json"))) > 1
+    assert len(list((output / "measurements").glob("*.pt"))) > 1
 
 
 def test_a_budget_of_bytes(folder, capsys):

@@ -8,12 +8,9 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -25,29 +22,30 @@ from ...hf.rings import attached_ring
 from ...hf.support import check_predicts_next
 from ...hf.tensor_parallel import tensor_parallel_mesh
 from ...hf.wrappers import whole_model
+from ...plan.branches import check_choice, check_count
 from ...plan.patterns import Pattern, as_pattern
 from ...ring.ring import Ring
 from ...transport.agreement import digest
 from ..perplexity import check_token_rows, token_ids
 from ..progress import progress_bar
-from .choice import choose, squares_of
+from .choice import squares_of
 from .costs import BudgetOf, Cost
-from .journal import calibration_journal
+from .journal import Journal
 from .result import CalibratedText, Calibration
 from .search import Groups, Search
-from .texts import plain_text, retrieval_text, shortest_retrieval_text
+from .texts import SHORTEST_RETRIEVAL_TEXT, plain_text, retrieval_text
 
 logger = logging.getLogger(__name__)
 
-#: The patterns that `calibrate` chooses among by default: windows with a few sinks, windows with many, since some heads read
-#: the first tokens of a text as much as the last ones, and exact attention.
+#: The default menu: windows with few sinks, windows with many, because some heads read the beginning of a text as much as its
+#: end, and exact attention.
 MENU = (
     *(f"window:{window}+4" for window in (64, 128, 256, 512, 1024)),
     *(f"window:{window}+128" for window in (256, 512, 1024, 2048)),
     "exact",
 )
 
-#: What a config says of how it was loaded, and of patterns, which a calibration sets itself.
+#: The entries of a config that do not change what the model computes under a given pattern.
 _NOT_OF_THE_MODEL = (
     IMPLEMENTATION,
     "_name_or_path",
@@ -55,13 +53,13 @@ _NOT_OF_THE_MODEL = (
     "attn_implementation",
     "transformers_version",
 )
-#: What decides which adapters of PEFT a layer computes with, and how much they count.
+#: The attributes of PEFT's layers that decide which adapters compute, and how much they count.
 _OF_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-#: Integers of so many bytes.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Integers by their bytes.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-#: The number of what a folder's files of measurements hold; it goes up when that changes.
-_FORMAT = 4
+#: The version of the files of measurements.
+_FORMAT = 5
 
 
 def calibrate(
@@ -80,36 +78,34 @@ def calibrate(
     folder: str | Path | None = None,
     progress: bool = True,
 ) -> Calibration:
-    """Chooses a pattern for each key/value head of each layer of a checkpoint, by what it would do to its predictions.
+    """Chooses a pattern for each key/value head of each layer of a checkpoint, by its effect on the predictions.
 
-    One forward and backward pass of each text, under exact attention, scores every pattern in every group of heads, and each
-    two of them together; a knapsack takes one pattern for each group under the budget. A second such pass, under the patterns
-    chosen, corrects the scores, and the next choice is kept if forward passes show that it is nearer to exact attention.
-    Nothing is trained. The model is left with the patterns that it had.
+    One forward and backward pass of each text, under exact attention, scores every pattern in every group of heads, and every
+    two of them together. A knapsack takes one pattern for each group under the budget. A second such pass, under the chosen
+    patterns, corrects the scores. The next choice is kept if forward passes show that it is nearer to exact attention. Nothing
+    is trained, and the model keeps the patterns that it had.
 
-    The texts should be like those that the model will read, each as long as its rows: a pattern is not measured beyond them.
+    Take texts like those that the model will read, each as long as its rows: a pattern is not measured beyond them.
 
     Args:
         model: a causal language model.
         texts: the token ids [n] of each text, the same on every rank.
-        budget: the share of exact attention's cost that the layers without a window of their own may take, in (0, 1].
+        budget: the share of exact attention's cost, in (0, 1], for all layers without their own window.
         menu: the patterns to choose among, as `Pattern` or text.
         ring: the ranks over which texts are sharded; None for the ring that the model was patched with, if any.
-        budget_of: what is counted as cost: "flops", the query-key pairs of a whole text; "cache_reads", the rows of the
-            key/value cache that attention reads for the next token, which cost time in generation (the cache itself keeps
-            all); or "bytes", the rows of keys and values that the ranks of a ring take from each other, where a slow link
-            between them costs the time.
-        ranks: of "bytes", those of the ring; None for the ring over which texts are sharded.
+        budget_of: the cost. "flops" counts the query-key pairs of a whole text. "cache_reads" counts the rows of the key/value
+            cache that attention reads for the next token, which cost time in generation (the cache keeps all rows). "bytes"
+            counts the rows of keys and values that ranks of a ring receive from each other, which cost time on a slow link.
+        ranks: the size of the ring for "bytes"; None for the ring over which texts are sharded.
         seq_len: the tokens at which costs are counted; None for the longest text.
-        retrieval: how much a text counts beside all others in which random tokens must be found again far back; it is made of
-            the first one, and scored by the log-odds of its answers. With 1, its scores add up to as much as those of the
-            others. With 0 there is no such text, and heads that retrieve may lose their keys, since plain text hardly shows
-            them.
-        refinements: how often the scores are corrected around the last choice. A correction helps texts like those given, and
-            may harm others: give texts of every kind that the model will read, or take 0.
-        seed: the number, of 0 or more, from which the tokens drawn in the first pass follow, and the retrieval text.
-        folder: where measurements are written as they come; a run that was ended goes on from there, and ends with the same
-            result. None keeps nothing.
+        retrieval: the weight of a text, made of the first one, in which random tokens must be found again far back. The
+            log-odds of its answers score it. With 1, its scores add up to as much as those of all other texts. With 0 there is
+            no such text, and heads that retrieve may lose their keys, because plain text hardly shows them.
+        refinements: how often the scores are corrected around the last choice. A correction helps texts like the given ones,
+            and may harm other texts: give texts of every kind that the model will read, or take 0.
+        seed: a number of at least 0 that decides the tokens drawn in the first pass, and the retrieval text.
+        folder: where each measurement is written at once. A run that was killed continues from there, with the same result;
+            another budget reuses the measurements. None writes nothing.
         progress: whether a bar counts the layers of all passes; a file gets a line of it every half minute.
 
     Returns:
@@ -117,11 +113,11 @@ def calibrate(
 
     Raises:
         ValueError: on every rank, before anything is computed: no causal language model, a budget outside (0, 1] or below the
-            cheapest patterns of the menu, a menu with less than two patterns or one of them twice, or with one for other
-            numbers of heads, texts that are too short or have tokens that the model does not know, a folder with measurements
-            of another calibration or that another process writes to, or ranks that differ.
-        OSError: a folder that cannot be written to; the ranks but the first raise ValueError.
-        NotImplementedError: a model that ring_dilated does not compute; a model all of whose layers have windows.
+            cheapest pattern of the menu, a menu of fewer than two patterns, or with a pattern twice or for several heads, texts
+            that are too short or contain unknown tokens, a folder that another process writes to, or ranks that differ.
+            Later: a damaged file in the folder.
+        OSError: on rank 0, a folder that cannot be written to; the other ranks raise ValueError.
+        NotImplementedError: a model that ring_dilated does not compute; a model whose layers all have windows.
 
     Example:
         >>> texts = [torch.arange(1, 65), torch.arange(64, 0, -1)]
@@ -146,46 +142,37 @@ def calibrate(
             "menu": [str(pattern) for pattern in patterns],
             "format": _FORMAT,
         }
-        costs = {"budget_of": cost.of, "ranks": cost.ranks, "seq_len": cost.seq_len}
-        numbers = {"budget": budget, **costs, "retrieval": retrieval, "seed": seed}
-        digests = [digest(row) for row in rows]
-        for name, value in {**settings, **numbers, "refinements": refinements, "texts": digests}.items():
+        numbers = {"budget": budget, "cost": cost, "retrieval": retrieval, "refinements": refinements, "seed": seed}
+        others = {"texts": [digest(row) for row in rows], "whether there is a folder": folder is not None}
+        for name, value in {**settings, **numbers, **others}.items():
             call.same(name, value)
-        call.same("whether there is a folder", folder is not None)
     plain = [plain_text(row, seed) for row in rows]
     answers = [retrieval_text(rows[0], seed)] if retrieval else []
+    journal = Journal(None if folder is None else Path(folder), settings, served)
+    layers = inner.config.get_text_config().num_hidden_layers
     passes = 2 * len(plain) * (1 + refinements) + len(answers)  # Each choice is tried by forward passes.
-    with (
-        calibration_journal(None if folder is None else Path(folder), settings, served) as journal,
-        _as_it_was(inner, served),
-        _bar(inner, passes, served, progress) as bar,
-    ):
-        search = Search(inner, served, partial(_patch, inner), plain, answers, patterns, journal, bar)
-        first = search.first_passes()
-        _check_layers_of_model(inner, first.heads)
-        groups = Groups.of(first.heads, patterns, budget, cost)
-        harm: Any = 0.0
-        for of_answers in first.of_answers:
-            # By their weight, of what all patterns of the menu do harm one by one.
-            squares = squares_of(of_answers).sum()
-            harm = harm + retrieval * (squares_of(first.products).sum() / max(squares, 1e-300)) * of_answers
-        products = first.products + harm
-        best = search.tried(groups, choose(np.zeros_like(groups.costs, float), groups.costs, groups.budget, products))
+    bar = progress_bar("calibrate", total=passes * layers, unit="layer", silent=not progress or served.rank > 0)
+    with journal.opened(), _as_it_was(inner, served), bar:
+        search = Search(inner, served, plain, answers, patterns, journal, bar)
+        exact = search.exact_passes(retrieval)
+        groups = Groups.of(exact.heads, patterns, budget, cost)
+        best = search.first_choice(groups, exact)
         for _ in range(refinements):
-            best = search.refined(groups, best, first.products, harm)
+            best = search.refined(groups, exact, best)
     logger.info("chose patterns whose predictions diverge from exact attention's by %.4f nats", best.divergence)
+    scores = groups.by_layer(squares_of(exact.products + exact.harm) / 2)
     return Calibration(
         layers=groups.patterns(best.chosen),
-        num_hidden_layers=inner.config.get_text_config().num_hidden_layers,
+        num_hidden_layers=layers,
         budget=budget,
         budget_of=cost.of,
         seq_len=cost.seq_len,
         ranks=cost.ranks,
         menu=patterns,
-        scores={layer: tuple(map(tuple, x.tolist())) for layer, x in groups.by_layer(squares_of(products) / 2).items()},
+        scores={layer: tuple(map(tuple, heads.tolist())) for layer, heads in scores.items()},
         texts=tuple(
             CalibratedText(tokens=len(row), exact_nll=exact_nll, chosen_nll=nll)
-            for row, exact_nll, nll in zip(rows, first.nlls, best.nlls)
+            for row, exact_nll, nll in zip(rows, exact.nlls, best.nlls)
         ),
         retrieval=retrieval,
         seed=seed,
@@ -196,12 +183,12 @@ def calibrate(
 
 
 def _stamp_of(model: PreTrainedModel) -> str:
-    """Returns what tells a model from others: of each tensor the first numbers and the sum of its bits, config and adapters."""
+    """Returns a checksum that differs between models: of their tensors, config and adapters."""
     config = model.config.get_text_config()
     settings = {name: value for name, value in config.to_dict().items() if name not in _NOT_OF_THE_MODEL}
-    # Buffers that are not saved follow from the config, and are rounded differently by different machines.
+    # Buffers that are not saved follow from the config, and machines round them differently.
     tensors = {name: _stamp_of_tensor(x) for name, x in model.state_dict().items() if isinstance(x, Tensor)}
-    # The weights of all adapters are among the tensors, whichever of them compute.
+    # The tensors contain the weights of all adapters, whether they compute or not.
     adapters = [
         [name, *(str(getattr(layer, setting, None)) for setting in _OF_ADAPTERS)]
         for name, layer in model.named_modules()
@@ -211,21 +198,9 @@ def _stamp_of(model: PreTrainedModel) -> str:
 
 
 def _stamp_of_tensor(x: Tensor) -> tuple[str, int]:
-    """Returns a digest of the first numbers, and the sum of all numbers' bits, which no order of adding them changes."""
-    bits = x.contiguous().view(_BITS[x.element_size()])
+    """Returns a digest of the first numbers, and the sum of all numbers' bits, which any order of adding gives."""
+    bits = x.contiguous().view(_INTEGERS[x.element_size()])
     return digest(x.flatten()[:256].float()), int(bits.sum(dtype=torch.int64))
-
-
-@dataclass(frozen=True)
-class _LayersOnly:
-    layers: Mapping[int, Pattern]
-    num_hidden_layers: int
-
-
-def _patch(model: PreTrainedModel, layers: Mapping[int, Pattern]) -> None:
-    """Sets patterns of layers, and exact attention in the others but for windows of their own."""
-    count = model.config.get_text_config().num_hidden_layers
-    patch_config(model.config, _LayersOnly(layers, count) if layers else "exact")
 
 
 @contextmanager
@@ -244,57 +219,36 @@ def _as_it_was(model: PreTrainedModel, ring: Ring) -> Iterator[None]:
             setattr(config, IMPLEMENTATION, before)
 
 
-def _bar(model: PreTrainedModel, passes: int, ring: Ring, progress: bool) -> Any:
-    """Returns the bar that counts the layers of all passes."""
-    layers = model.config.get_text_config().num_hidden_layers
-    silent = not progress or ring.rank > 0
-    return progress_bar("calibrate", total=passes * layers, unit="layer", silent=silent)
-
-
 # ---- checks
 
 
 def _checked_menu(menu: Any) -> tuple[Pattern, ...]:
     if isinstance(menu, (str, Pattern)) or not isinstance(menu, Sequence):
         raise ValueError(f"calibrate: menu must be a list of patterns, or their texts, got {menu!r}")
-    patterns = [as_pattern(one, "calibrate: menu") for one in menu]
+    patterns = [as_pattern(pattern, "calibrate: menu") for pattern in menu]
     if len(patterns) < 2:
-        raise ValueError(
-            f"calibrate: menu has {len(patterns)} pattern(s), and there is nothing to choose: name 2 or more"
-        )
-    for number, pattern in enumerate(patterns):
+        raise ValueError(f"calibrate: menu must have 2 or more patterns to choose from, got {len(patterns)}")
+    for pattern in patterns:
         if pattern.kv_heads:
-            raise ValueError(
-                f"calibrate: menu has {pattern}, which differs by heads: name the patterns of single heads, of which each head "
-                f"is given one"
-            )
-        if pattern in patterns[:number]:
-            raise ValueError(
-                f"calibrate: menu has {pattern} twice, as numbers {patterns.index(pattern)} and {number} ({menu[number]!r}): "
-                f"name each pattern once"
-            )
+            raise ValueError(f"calibrate: menu has {pattern}, which differs by heads: name patterns of single heads")
+        if patterns.count(pattern) > 1:
+            raise ValueError(f"calibrate: menu has {pattern} twice: name each pattern once")
     return tuple(patterns)
 
 
 def _checked_texts(model: PreTrainedModel, texts: Any, retrieval: float) -> list[Tensor]:
     if isinstance(texts, (str, bytes, Mapping)) or not isinstance(texts, (Sequence, Tensor)) or not len(texts):
         raise ValueError(
-            f"calibrate: texts must be a list of the token ids of one or more texts, got "
-            f"{type(texts).__name__ if not isinstance(texts, Sequence) or texts else 'an empty one'}"
+            f"calibrate: texts must be a list with the token ids of one or more texts, got {type(texts).__name__}"
         )
     rows = [token_ids(f"text {number}", text, "calibrate") for number, text in enumerate(texts)]
-    least = shortest_retrieval_text() if retrieval else 2
     for number, row in enumerate(rows):
         if row.dim() != 1:
             raise ValueError(f"calibrate: text {number} must be [tokens], got {list(row.shape)}: pass texts one by one")
-        needed = least if number == 0 else 2
-        if len(row) < needed:
-            reason = (
-                " for the retrieval text that is made of the first one (none with retrieval=0)" if needed > 2 else ""
-            )
-            raise ValueError(
-                f"calibrate: text {number} has {len(row)} token(s), and {needed} or more are needed{reason}: name a longer text"
-            )
+        least = SHORTEST_RETRIEVAL_TEXT if retrieval and number == 0 else 2
+        if len(row) < least:
+            remedy = "take a longer text, or retrieval=0" if least > 2 else "take a longer text"
+            raise ValueError(f"calibrate: text {number} must have {least} or more tokens, got {len(row)}: {remedy}")
         check_token_rows(model, row[None], torch.ones_like(row)[None], "calibrate")
     return rows
 
@@ -303,59 +257,41 @@ def _check_undivided(model: PreTrainedModel) -> None:
     mesh = tensor_parallel_mesh(model)
     if mesh is not None:
         raise ValueError(
-            f"calibrate: tensor parallelism divides the heads among {mesh.size()} ranks, and each must have all: load the "
-            f"model without it, and shard the texts with ring="
+            f"calibrate: each rank must have all heads, but tensor parallelism divides them among {mesh.size()} ranks: load "
+            f"the model without it, and shard texts with ring="
         )
 
 
 def _check_numbers(budget: Any, retrieval: Any, refinements: Any, seed: Any) -> None:
     if not isinstance(budget, (int, float)) or isinstance(budget, bool) or not 0 < budget <= 1:
-        raise ValueError(
-            f"calibrate: budget must be a share of exact attention's cost, above 0 and at most 1, got {budget!r}"
-        )
+        raise ValueError(f"calibrate: budget must be a share above 0 and at most 1, got {budget!r}")
     if not isinstance(retrieval, (int, float)) or not (math.isfinite(retrieval) and retrieval >= 0):
         raise ValueError(f"calibrate: retrieval must be a weight of at least 0, got {retrieval!r}")
-    for name, value in {"refinements": refinements, "seed": seed}.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"calibrate: {name} must be a whole number of at least 0, got {value!r}")
+    check_count("calibrate", "refinements", refinements, least=0)
+    check_count("calibrate", "seed", seed, least=0)
 
 
 def _checked_cost(budget_of: Any, ranks: Any, ring: Ring, seq_len: Any, rows: Sequence[Tensor]) -> Cost:
-    if budget_of not in get_args(BudgetOf):
-        raise ValueError(f"calibrate: budget_of must be one of {', '.join(get_args(BudgetOf))}, got {budget_of!r}")
+    check_choice("calibrate", "budget_of", budget_of, get_args(BudgetOf))
     if budget_of == "bytes":
         ranks = ring.world_size if ranks is None else ranks
         if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 2:
             raise ValueError(
-                f"calibrate: the bytes of a ring of ranks={ranks!r} cannot be a budget, since one rank moves none: name the "
-                f"ranks, 2 or more, of the ring that the model is for"
+                f"calibrate: one rank moves no bytes: name the ranks of the ring, 2 or more, got {ranks!r}"
             )
     elif ranks is not None:
-        raise ValueError(
-            f"calibrate: ranks={ranks!r} counts for budget_of='bytes' alone, got budget_of={budget_of!r}: leave it out"
-        )
+        raise ValueError(f"calibrate: ranks={ranks!r} needs budget_of='bytes', got {budget_of!r}: leave it out")
     if seq_len is None:
-        return Cost(budget_of, max(map(len, rows)), ranks)
-    if not isinstance(seq_len, int) or isinstance(seq_len, bool) or seq_len < 2:
-        raise ValueError(f"calibrate: seq_len must be a number of tokens of at least 2, got {seq_len!r}")
+        seq_len = max(map(len, rows))
+    check_count("calibrate", "seq_len", seq_len, least=2)
     return Cost(budget_of, seq_len, ranks)
 
 
 def _check_budget(menu: Sequence[Pattern], budget: float, cost: Cost) -> None:
     exact = cost.of_exact()
-    costs = {pattern: cost.of_pattern(pattern, 0, 1) for pattern in menu}
-    cheapest = min(menu, key=costs.__getitem__)
-    if costs[cheapest] > budget * exact:
+    least, cheapest = min((cost.of_pattern(pattern, 0, 1), str(pattern)) for pattern in menu)
+    if least > budget * exact:
         raise ValueError(
-            f"calibrate: the cheapest pattern of the menu, {cheapest}, takes {costs[cheapest]} / {exact} = "
-            f"{costs[cheapest] / exact:.4f} of exact attention's {cost.of} at {cost.seq_len} tokens, and the budget is "
-            f"{budget}: raise the budget, or add a cheaper pattern to the menu"
-        )
-
-
-def _check_layers_of_model(model: PreTrainedModel, heads: Mapping[int, int]) -> None:
-    if not heads:
-        raise NotImplementedError(
-            f"calibrate: every layer of {type(model).__name__} has a window of its own, and there is nothing to choose: set "
-            f"patterns with ra.patch_config(config, pattern, layers=...)"
+            f"calibrate: budget={budget} is below the cheapest pattern of the menu, {cheapest}: {least} / {exact} = "
+            f"{least / exact:.4f} of exact attention's {cost.of}: raise it, or add a cheaper pattern"
         )

@@ -1,4 +1,4 @@
-"""What a pattern in one key/value head costs: pairs of a whole text, keys of the next token, or rows that a ring moves."""
+"""The cost of a pattern in one key/value head: pairs of a whole text, keys of the next token, or rows that a ring moves."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ from ...plan.plans import pairs_of_row
 from ...plan.problem import Problem
 from ...plan.traffic import exchanged
 
-#: What a budget limits, as a share of what exact attention takes: the FLOPs of attention over a whole text, the rows of the
-#: key/value cache that attention reads for the next token after it, or the bytes of a ring.
+#: What a budget limits, as a share of exact attention's cost: the FLOPs of attention over a whole text, the rows of the
+#: key/value cache that attention reads for the token after it, or the bytes that the ranks of a ring exchange.
 BudgetOf = Literal["flops", "cache_reads", "bytes"]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What is counted of a pattern in one key/value head, for a text that is a single causal document.
+    """Counts the cost of a pattern in one key/value head, for a text that is a single causal document.
 
-    Heads have different phases in dilated branches, so that their costs may differ a little.
+    Heads have different phases in dilated branches, so their costs may differ a little.
 
     Attributes:
-        of: "flops" counts the query-key pairs of all queries of one query head; "cache_reads" those of the query behind the
-            text, where segments have the mean of all places in them, since they are as often nearly empty as nearly full;
-            and "bytes" the rows of keys and values that the ranks of a ring take from each other. They are divided in a
-            zigzag, as they are for layers of which some attend to all tokens.
+        of: "flops" counts the query-key pairs of one query head. "cache_reads" counts the pairs of the query behind the text;
+            in segments it takes the mean of all places, which are as often nearly empty as nearly full. "bytes" counts the
+            rows of keys and values that ranks receive from each other in a zigzag.
         seq_len: tokens of the text.
-        ranks: of "bytes", those of the ring.
+        ranks: the size of the ring, for "bytes".
     """
 
     of: BudgetOf
@@ -45,48 +44,50 @@ class Cost:
         """Returns the cost of exact attention in one head."""
         return self.of_pattern(Pattern.exact(), 0, 1)
 
+    def of_menu(self, menu: Sequence[Pattern], num_kv_heads: int) -> np.ndarray:
+        """Returns [num_kv_heads, len(menu)] int64: the cost of each pattern in each head."""
+        heads = range(num_kv_heads)
+        return np.array([[self.of_pattern(pattern, head, num_kv_heads) for pattern in menu] for head in heads])
+
     def of_pattern(self, pattern: Pattern, kv_head: int, num_kv_heads: int) -> int:
-        """Returns the cost of a pattern in one of so many key/value heads."""
+        """Returns the cost of a pattern in one of several key/value heads."""
         if self.of == "bytes":
             assert self.ranks is not None
             return _rows_moved(_in_one_head(pattern, kv_head, num_kv_heads), num_kv_heads, self.seq_len, self.ranks)
         if self.of == "cache_reads":
             return sum(self._reads(part, kv_head, num_kv_heads) for part in parts_of(pattern))
-        return self._pairs(pattern, kv_head, num_kv_heads, self.seq_len)
-
-    def _pairs(self, pattern: Pattern, kv_head: int, num_kv_heads: int, tokens: int) -> int:
-        by_head = _in_one_head(pattern, kv_head, num_kv_heads)
-        return _pairs_shown(by_head, num_kv_heads, tokens) - (num_kv_heads - 1) * tokens
+        return _pairs_in_head(pattern, kv_head, num_kv_heads, self.seq_len)
 
     def _reads(self, part: Part, kv_head: int, num_kv_heads: int) -> int:
-        """Returns the keys that a part of a pattern shows the query behind the text, which is the last one of its row."""
+        """Returns the keys that a part of a pattern shows to the query behind the text, the last one of its row."""
         if part.queries.but:
             return 0
         if part.queries.within:
             return self.seq_len + 1
         lengths = (branch.length for branch in part.pattern.branches if isinstance(branch, Segment))
         period = max((length for length in lengths if length is not None and length <= self.seq_len), default=1)
-        # The pairs of so many queries behind the text: one in each place of the longest segment, of which the mean is taken.
-        more = [self._pairs(part.pattern, kv_head, num_kv_heads, self.seq_len + tokens) for tokens in (0, period)]
-        return -((more[0] - more[1]) // period)
-
-    def of_menu(self, menu: Sequence[Pattern], num_kv_heads: int) -> np.ndarray:
-        """Returns [num_kv_heads, len(menu)] int64: the cost of each pattern in each head."""
-        return np.array([[self.of_pattern(one, head, num_kv_heads) for one in menu] for head in range(num_kv_heads)])
+        # The mean over one query in each place of the longest segment.
+        pairs, more = (
+            _pairs_in_head(part.pattern, kv_head, num_kv_heads, self.seq_len + tokens) for tokens in (0, period)
+        )
+        return -((pairs - more) // period)
 
 
 def _in_one_head(pattern: Pattern, kv_head: int, num_kv_heads: int) -> Pattern:
-    """Returns a pattern for one of so many key/value heads; the others see each query itself, and no row of another rank."""
+    """Returns a pattern for one head; a query of the other heads sees only itself, and no row of another rank."""
     if num_kv_heads == 1:
         return pattern
-    alone = [Pattern((Window(1),))] * num_kv_heads
-    alone[kv_head] = pattern
-    return Pattern.by_kv_head(alone)
+    patterns = [Pattern((Window(1),))] * num_kv_heads
+    patterns[kv_head] = pattern
+    return Pattern.by_kv_head(patterns)
 
 
 @lru_cache(maxsize=8192)
-def _pairs_shown(pattern: Pattern, num_kv_heads: int, seq_len: int) -> int:
-    return pairs_of_row(pattern, seq_len, num_kv_heads, num_kv_heads, True)
+def _pairs_in_head(pattern: Pattern, kv_head: int, num_kv_heads: int, tokens: int) -> int:
+    all_heads = pairs_of_row(
+        _in_one_head(pattern, kv_head, num_kv_heads), tokens, num_kv_heads, num_kv_heads, causal=True
+    )
+    return all_heads - (num_kv_heads - 1) * tokens
 
 
 @lru_cache(maxsize=8192)

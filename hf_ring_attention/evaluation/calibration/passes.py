@@ -1,30 +1,29 @@
 """One forward and one backward pass of a text, in which each layer measures what every pattern of a menu would change.
 
-While the gradient of a loss travels back, each layer computes its attention again under each pattern, from the queries, keys
-and values at hand, and takes d(token) = gradient . (output under the pattern - output), summed over a key/value head's query
-heads. d is, to first order, what this pattern in this head alone adds to the loss of the whole text through that token. It
-is all that outlives the layer. On a ring, a pass is sharded like any other, and each rank holds the d of all tokens.
+While the gradient of a loss travels back, each layer computes its attention again under each pattern, from its own queries,
+keys and values. Then d(token) = gradient . (output under the pattern - output), summed over the query heads of a key/value
+head. To first order, d is what this pattern in this head alone adds to the loss of the whole text through that token. Only d
+outlives the layer. On a ring, a pass is sharded like any other, and each rank holds the d of all tokens.
 
-A first pass, under exact attention, takes the loss of tokens which the model itself predicts, drawn at random, and not of
-those of the text. Then d is 0 on average, and half the mean of d * d is how far the changed predictions are from the model's
-own, as a divergence (Kullback-Leibler), to second order: the mean product of such gradients is the Fisher information. What
-two groups of heads change together has the sum of their d, so that the mean products of the d of any two patterns of any two
-groups tell how far a choice for all groups goes: changes of one direction add up, and others cancel. With the tokens of the
-text itself, d also has what this one text happens to reward; the patterns that it favours do worse on others.
+The first pass runs under exact attention. Its loss does not take the tokens of the text: the model draws tokens from its own
+predictions. Then d is 0 on average, and half the mean of d * d is, to second order, the divergence (Kullback-Leibler) of the
+changed predictions from the model's own, because the mean product of such gradients is the Fisher information. Changes of two
+groups of heads add their d. So the mean products of d for any two patterns of any two groups predict how far a choice for all
+groups goes: changes in one direction add up, and others cancel. With the tokens of the text, d would also contain what this one
+text happens to reward, and patterns chosen by it do worse on other texts.
 
-A second pass, under chosen patterns, takes that divergence itself, from the predictions that exact attention made. Its gradient
-knows the changes of all groups together.
+A second pass, under chosen patterns, takes the divergence from the predictions of exact attention itself. Its gradient knows
+the changes of all groups together.
 """
 
 from __future__ import annotations
 
-from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,21 +32,23 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...compute.merge import accumulation_dtype
 from ...compute.private import checkpoint_activations
+from ...hf.attention import TAP
 from ...hf.forward_pass import Head
 from ...hf.lm_loss import IGNORED
-from ...hf.wrappers import evaluating
+from ...hf.wrappers import decoder_of, evaluating
 from ...plan.layouts import SequenceLayout
 from ...plan.patterns import Pattern
 from ...ring.attention import ring_attention
 from ...ring.ring import Ring
-from ..finite import check_finite
-from ..hidden_states import hidden_states, layout_of_rows
-from ..slices import head_in_slices, token_nll
-from .taps import TappedCall, tapped
+from ..logits import check_finite, hidden_states, layout_of_rows
 from .texts import ScoredText, drawn_tokens
 
-#: A function of logits [1, m, vocabulary] and the places of these m tokens among those of the rank, whose gradient is taken.
-Objective = Callable[[Tensor, slice], Tensor]
+#: The most tokens whose d are held. A longer text adds its tokens up into so many sums, with signs drawn at random. Products of
+#: such sums are the products of all tokens plus noise, of about 1 / sqrt(this) of the product of both sizes.
+MOST_HELD = 8192
+
+#: The attribute of modules that Transformers sets while it checkpoints their layers.
+_CHECKPOINTING = "gradient_checkpointing"
 
 
 @dataclass(frozen=True)
@@ -56,43 +57,16 @@ class TextChanges:
 
     Attributes:
         nll: the mean negative log-likelihood of the scored tokens, in nats.
-        divergence: of predictions from those of exact attention, mean of the scored tokens, in nats; 0 where these were made.
-        linear: for each layer [Hkv, P] float64 on the CPU: the sum of d, over the number of scored tokens.
-        products: [G, P, G, P] float32 on the CPU: the sums of products of two patterns' d, over the number of scored tokens,
-            for the G groups of heads in the order of their layers; None in a second pass.
+        divergence: of the predictions from those under exact attention, mean of the scored tokens, in nats; 0 in a first pass.
+        linear: for each layer [Hkv, P] float64 on the CPU: the sum of d, divided by the number of scored tokens.
+        products: [G, P, G, P] float32 on the CPU: the sums of products of two patterns' d, divided by the number of scored
+            tokens, for the G groups of heads in the order of their layers; None in a second pass.
     """
 
     nll: float
     divergence: float
     linear: dict[int, Tensor]
     products: Tensor | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the measurements in plain JSON types; `from_dict` reads them back, with the same bits."""
-        linear = {str(layer): x.tolist() for layer, x in self.linear.items()}
-        products = None
-        if self.products is not None:  # Numbers of many groups, as decimals, would take five times the space.
-            content = b64encode(self.products.numpy().astype("<f4").tobytes()).decode()
-            products = {"shape": list(self.products.shape), "float32": content}
-        return {"nll": self.nll, "divergence": self.divergence, "linear": linear, "products": products}
-
-    @classmethod
-    def from_dict(cls, d: Mapping[str, Any]) -> TextChanges:
-        """Returns what `to_dict` wrote."""
-        linear = {int(layer): torch.tensor(x, dtype=torch.float64) for layer, x in d["linear"].items()}
-        products = None
-        if d["products"] is not None:
-            numbers = np.frombuffer(b64decode(d["products"]["float32"]), "<f4").astype(np.float32)
-            products = torch.from_numpy(numbers).view(d["products"]["shape"])
-        return cls(nll=d["nll"], divergence=d["divergence"], linear=linear, products=products)
-
-
-#: The most tokens whose d are held. Those of longer texts are added up in so many sums, with signs drawn at random: products of
-#: such sums are those of all tokens but for noise, of about 1 / sqrt(this) of the product of the sizes of both.
-MOST_HELD = 8192
-
-#: The attribute of modules that says whether Transformers checkpoints their layers.
-_CHECKPOINTING = "gradient_checkpointing"
 
 
 def measure_text(
@@ -103,46 +77,56 @@ def measure_text(
     *,
     exact: Tensor | None = None,
     logits_at_once: int = 512,
-    after_layer: Callable[[int], None] = lambda layer: None,
+    after_layer: Callable[[], object] = lambda: None,
 ) -> TextChanges:
     """Measures, in one pass of a text, what each pattern would change in each head of each layer.
 
-    Layers with a window of their own are left out: no pattern of the menu is set for them. What is returned is the same on
-    every rank.
+    Layers with their own window are left out, because calibration never changes them. The result is the same on every rank.
 
     Args:
-        model: a patched model, whose patterns are those that changes are counted from.
+        model: a patched model; changes are counted from the patterns that it has.
         text: the whole text, the same on every rank.
-        exact: [1, n, width] the hidden states of this rank under exact attention, for the divergence from the predictions that
-            are made of them; None for a first pass.
+        exact: [1, n, width] this rank's hidden states under exact attention, for a second pass; None for a first pass.
         logits_at_once: the number of tokens whose logits are held at once.
-        after_layer: called with the number of each layer that is done.
+        after_layer: called after each layer.
 
     Raises:
-        ValueError: on every rank: losses, or what patterns change of them, that are infinite or NaN.
+        ValueError: on every rank: losses, or their changes, that are infinite or NaN.
     """
     layout = layout_of_rows(model, ring, text.ids[None])
-    sums = _ScoreSums(ring, layout, menu, after_layer, for_products=exact is None)
+    changes = _LayerChanges(ring, layout, menu, after_layer, keep=exact is None)
     with ExitStack() as stack:
-        for context in (evaluating(model), _without_gradients(model), _checkpointed(model), tapped(model, sums.add)):
+        for context in (
+            evaluating(model),
+            _without_gradients(model),
+            _checkpointed(model),
+            _tapped(model, changes.add),
+        ):
             stack.enter_context(context)
-        inputs = stack.enter_context(_embeddings(model))
+        # The gradient travels back to the embedded tokens, and so through every layer.
+        hook = model.get_input_embeddings().register_forward_hook(lambda *args: args[-1].requires_grad_())
+        stack.callback(hook.remove)
         with torch.enable_grad():
             hidden, head = hidden_states(model, ring, text.ids[None].to(model.device))
-        labels = _next_tokens(text, ring, layout, hidden.device)
-        objective = _objective(text, labels, ring, layout, exact, head)
-        gradient, loss = _gradient(hidden, head, objective, logits_at_once)
-        # A head that is not known takes two passes, of which only the last has a gradient.
-        torch.autograd.grad(hidden, inputs, gradient, allow_unused=True)
-    with torch.no_grad():
-        nll = _nll_of_text(hidden, head, labels, logits_at_once)
-    of_all = torch.stack(ring.gather(torch.stack([nll, loss]))).sum(0) / text.num_scored
-    check_finite(torch.cat([of_all.cpu(), *(x.flatten() for x in sums.linear.values())]), model, "calibrate")
+        labels = _labels(text, ring, layout, hidden.device)
+        gradient, sums = torch.zeros_like(hidden), hidden.new_zeros(2, dtype=torch.float64)
+        for part, scored in _slices(labels, logits_at_once):
+            states = hidden[0, part][scored].detach().requires_grad_()
+            expected = None if exact is None else _precise(head, exact[0, part][scored]).detach()
+            with torch.enable_grad():
+                logits = _precise(head, states)
+                positions = torch.tensor(layout.positions(ring.rank)[part])[scored.cpu()].tolist()
+                losses = _losses(logits, labels[part][scored], text.seed, positions, expected)
+            gradient[0, part][scored] = torch.autograd.grad(losses.sum(), states)[0]
+            sums += torch.stack([_nll(logits.detach(), labels[part][scored]), losses.detach().double().sum()])
+        hidden.backward(gradient)
+    nll, loss = sums = torch.stack(ring.gather(sums)).sum(0).cpu() / text.num_scored
+    check_finite(torch.cat([sums, *(x.flatten() for x in changes.linear.values())]), model, "calibrate")
     return TextChanges(
-        nll=float(of_all[0]),
-        divergence=0.0 if exact is None else float(of_all[1]),
-        linear={layer: x / text.num_scored for layer, x in sums.linear.items()},
-        products=sums.products(text.num_scored) if exact is None else None,
+        nll=float(nll),
+        divergence=0.0 if exact is None else float(loss),
+        linear={layer: x / text.num_scored for layer, x in changes.linear.items()},
+        products=changes.products(text.num_scored) if exact is None else None,
     )
 
 
@@ -150,14 +134,13 @@ def measure_text(
 def measure_losses(
     model: PreTrainedModel, ring: Ring, text: ScoredText, exact: Tensor | None, *, logits_at_once: int = 512
 ) -> tuple[Tensor, float, float]:
-    """Measures, in one forward pass, what the patterns that a model has now do to a text.
+    """Measures, in one forward pass, what the model's present patterns do to a text.
 
     Args:
         exact: as for `measure_text`; None under exact attention.
 
     Returns:
-        [1, n, width] this rank's hidden states; and, the same on every rank, the means that `TextChanges` calls nll and
-        divergence.
+        [1, n, width] this rank's hidden states; and `nll` and `divergence` as in `TextChanges`, the same on every rank.
 
     Raises:
         ValueError: on every rank: losses that are infinite or NaN.
@@ -165,100 +148,90 @@ def measure_losses(
     layout = layout_of_rows(model, ring, text.ids[None])
     with evaluating(model):
         hidden, head = hidden_states(model, ring, text.ids[None].to(model.device))
-    labels = _next_tokens(text, ring, layout, hidden.device)
-    of_rank = _nll_of_text(hidden, head, labels, logits_at_once)
-    apart, scored = torch.zeros_like(of_rank), labels != IGNORED
-    if exact is not None:
-        both = (head_in_slices(x, head, scored, logits_at_once) for x in (hidden, exact))
-        for (_, logits), (_, expected) in zip(*both, strict=True):
-            apart += _divergences(logits, expected).sum().double()
-    nll, divergence = of_all = torch.stack(ring.gather(torch.stack([of_rank, apart]))).sum(0) / text.num_scored
-    check_finite(of_all, model, "calibrate")
-    return hidden, float(nll), float(divergence)
+    labels, sums = _labels(text, ring, layout, hidden.device), hidden.new_zeros(2, dtype=torch.float64)
+    for part, scored in _slices(labels, logits_at_once):
+        logits = _precise(head, hidden[0, part][scored])
+        sums[0] += _nll(logits, labels[part][scored])
+        if exact is not None:
+            sums[1] += _divergences(logits, _precise(head, exact[0, part][scored])).double().sum()
+    sums = torch.stack(ring.gather(sums)).sum(0) / text.num_scored
+    check_finite(sums, model, "calibrate")
+    nll, divergence = sums.tolist()
+    return hidden, nll, divergence
 
 
-def _next_tokens(text: ScoredText, ring: Ring, layout: SequenceLayout, device: torch.device) -> Tensor:
-    """Returns [1, n] the next token of each of this rank's tokens, or `IGNORED` where that is not scored."""
-    labels = F.pad(text.ids[None, 1:].masked_fill(~text.scored[None, 1:], IGNORED), (0, 1), value=IGNORED)
-    return ring.shard(labels.to(device), layout, fill=IGNORED)
+# ---- losses
 
 
-def _nll_of_text(hidden: Tensor, head: Head, labels: Tensor, logits_at_once: int) -> Tensor:
-    """Returns the sum of the losses of this rank's tokens in float64, in nats."""
-    logits = head_in_slices(hidden, head, labels != IGNORED, logits_at_once)
-    return token_nll(logits, labels)[labels != IGNORED].sum(dtype=torch.float64)
+def _labels(text: ScoredText, ring: Ring, layout: SequenceLayout, device: torch.device) -> Tensor:
+    """Returns [n local]: the token after each of this rank's tokens, `IGNORED` if it is not scored."""
+    labels = F.pad(text.ids[1:].masked_fill(~text.scored[1:], IGNORED), (0, 1), value=IGNORED)
+    return ring.shard(labels[None].to(device), layout, fill=IGNORED)[0]
+
+
+def _slices(labels: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yields slices of tokens, each with [k] bool: the tokens in it whose labels are scored."""
+    for first in range(0, len(labels), size):
+        part = slice(first, first + size)
+        yield part, labels[part] != IGNORED
+
+
+def _precise(head: Head, states: Tensor) -> Tensor:
+    """Returns the logits [m, vocabulary] of hidden states [m, width], in float32 at least."""
+    logits = head(states[None])[0]
+    return logits.to(accumulation_dtype(logits.dtype))
+
+
+def _nll(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, reduction="none").sum(dtype=torch.float64)
 
 
 def _divergences(logits: Tensor, expected: Tensor) -> Tensor:
-    """Returns the divergence of predictions from those that are expected, in nats, of each token."""
-    logps, expected = (_precise(x).log_softmax(-1) for x in (logits, expected))
+    """Returns [m]: the divergence of each prediction from the expected one, in nats."""
+    logps, expected = logits.log_softmax(-1), expected.log_softmax(-1)
     return F.kl_div(logps, expected, reduction="none", log_target=True).sum(-1)
 
 
-def _gradient(hidden: Tensor, head: Head, objective: Objective, logits_at_once: int) -> tuple[Tensor, Tensor]:
-    """Returns the gradient [1, n, width] of an objective by hidden states, summed over all tokens, and that sum in float64."""
-    gradient, total = torch.zeros_like(hidden), torch.zeros((), dtype=torch.float64, device=hidden.device)
-    for first in range(0, hidden.shape[1], logits_at_once):
-        part = slice(first, first + logits_at_once)
-        with torch.enable_grad():
-            states = hidden[:, part].detach().requires_grad_()
-            loss = objective(_precise(head(states)), part)
-        gradient[:, part] = torch.autograd.grad(loss, states)[0]
-        total += loss.detach()
-    return gradient, total
-
-
-def _objective(
-    text: ScoredText, labels: Tensor, ring: Ring, layout: SequenceLayout, exact: Tensor | None, head: Head
-) -> Objective:
-    """Returns the sum of losses of this rank's tokens.
+def _losses(
+    logits: Tensor, labels: Tensor, seed: int | None, positions: Iterable[int], expected: Tensor | None
+) -> Tensor:
+    """Returns [m]: the loss of each scored token, whose gradient a pass takes.
 
     Args:
-        labels: [1, n] the next token of each of them, or `IGNORED` where that is not scored.
+        seed: of the text; None if its labels are answers that must be found.
+        expected: [m, vocabulary] the logits under exact attention, in a second pass.
     """
-    scored = labels != IGNORED
-
-    def of_answers(logits: Tensor, part: slice) -> Tensor:
-        """The log-odds against the answers, which still show a change where an answer is as good as certain."""
-        label = labels[:, part, None].clamp_min(0)
-        others = logits.scatter(2, label, -torch.inf).logsumexp(-1)
-        return (others - logits.gather(2, label)[..., 0]).masked_fill(~scored[:, part], 0).sum()
-
-    seed = text.seed
     if seed is None:
-        return of_answers
-
-    def of_divergence(logits: Tensor, part: slice) -> Tensor:
-        assert exact is not None
-        with torch.no_grad():
-            expected = head(exact[:, part])
-        return _divergences(logits, expected).masked_fill(~scored[:, part], 0).sum()
-
-    if exact is not None:
-        return of_divergence
-    positions = layout.positions(ring.rank)
-
-    def of_drawn(logits: Tensor, part: slice) -> Tensor:
-        drawn = drawn_tokens(logits[0], seed, positions[part]).masked_fill(~scored[0, part], IGNORED)
-        return F.cross_entropy(logits[0], drawn, ignore_index=IGNORED, reduction="sum")
-
-    return of_drawn
+        # The log-odds against the answer still show a change if the answer is as good as certain.
+        rest = logits.scatter(1, labels[:, None], -torch.inf).logsumexp(-1)
+        return rest - logits.gather(1, labels[:, None])[:, 0]
+    if expected is not None:
+        return _divergences(logits, expected)
+    return F.cross_entropy(logits, drawn_tokens(logits, seed, positions), reduction="none")
 
 
-class _ScoreSums:
-    """Sums up d of each layer as its gradient arrives, and may keep d for products of all layers."""
+# ---- layers
+
+
+class _LayerChanges:
+    """Sums up d of each layer as its gradient arrives.
+
+    Attributes:
+        linear: for each layer [Hkv, P], the sum of d over all tokens.
+    """
 
     def __init__(
         self,
         ring: Ring,
         layout: SequenceLayout,
         menu: Sequence[Pattern],
-        after_layer: Callable[[int], None],
-        for_products: bool,
+        after_layer: Callable[[], object],
+        keep: bool,
     ) -> None:
+        """`keep` keeps the d of tokens, for products of all layers."""
         self.linear: dict[int, Tensor] = {}
-        self._held: dict[int, Tensor] = {}
-        self._ring, self._menu, self._after_layer, self._for_products = ring, menu, after_layer, for_products
+        self._kept: dict[int, Tensor] = {}
+        self._ring, self._menu, self._after_layer, self._keep = ring, menu, after_layer, keep
         positions = torch.tensor(layout.positions(ring.rank))
         self._is_token = positions < layout.seq_len
         self._places, self._num_places = positions % MOST_HELD, min(layout.seq_len, MOST_HELD)
@@ -268,42 +241,94 @@ class _ScoreSums:
             signs = 2 * torch.randint(2, (layout.seq_len,), generator=torch.Generator().manual_seed(0)) - 1
             self._signs = signs[positions.clamp_max(layout.seq_len - 1)].float()
 
-    def add(self, call: TappedCall) -> None:
-        """Computes the attention of a layer under each pattern, and keeps what that would change."""
-        num_kv_heads, num_tokens = call.key.shape[1:3]
-        device = call.out.device
-        d = torch.zeros(num_kv_heads, len(self._menu), num_tokens, dtype=torch.float64, device=device)
+    def add(
+        self, layer: int, settings: dict[str, Any], query: Tensor, key: Tensor, value: Tensor, out: Tensor, grad: Tensor
+    ) -> None:
+        """Computes the attention of a layer under each pattern, and adds up the changes.
+
+        Args:
+            settings: the other arguments of the layer's `ring_attention`.
+            query: [1, H, n, D]; key: [1, Hkv, n, D]; value: [1, Hkv, n, Dv]: this rank's tokens.
+            out: [1, H, n, Dv] what the layer computed; grad: the gradient of the loss by it.
+        """
+        num_kv_heads, num_tokens = key.shape[1:3]
+        d = torch.zeros(num_kv_heads, len(self._menu), num_tokens, dtype=torch.float64, device=out.device)
         for number, pattern in enumerate(self._menu):
-            if pattern == call.settings["pattern"]:
+            if pattern == settings["pattern"]:
                 continue  # It changes nothing.
-            out: Any = ring_attention(call.query, call.key, call.value, **{**call.settings, "pattern": pattern})
-            change = ((out - call.out).double() * call.grad.double()).sum(-1)[0]  # [H, n]
+            changed: Any = ring_attention(query, key, value, **{**settings, "pattern": pattern})
+            change = ((changed - out).double() * grad.double()).sum(-1)[0]  # [H, n]
             d[:, number] = change.view(num_kv_heads, -1, num_tokens).sum(1)
-        d.masked_fill_(~self._is_token.to(device), 0)
-        self.linear[call.layer] = torch.stack(self._ring.gather(d.sum(-1))).sum(0).cpu()
-        if self._for_products:
-            held = d.new_zeros(*d.shape[:2], self._num_places)
-            held.index_add_(2, self._places.to(device), d * self._signs.to(device))
-            # A token is held by one rank, so that the ranks' sums are all tokens', each once.
-            self._held[call.layer] = torch.stack(self._ring.gather(held.float())).sum(0).cpu()
-        self._after_layer(call.layer)
+        d.masked_fill_(~self._is_token.to(d.device), 0)
+        self.linear[layer] = torch.stack(self._ring.gather(d.sum(-1))).sum(0).cpu()
+        if self._keep:
+            kept = d.new_zeros(*d.shape[:2], self._num_places)
+            kept.index_add_(2, self._places.to(d.device), d * self._signs.to(d.device))
+            # Each token is on one rank, so the sum over ranks contains it once.
+            self._kept[layer] = torch.stack(self._ring.gather(kept.float())).sum(0).cpu()
+        self._after_layer()
 
     def products(self, num_scored: int) -> Tensor:
-        """Returns [G, P, G, P] float32: the sums of products of d over the number of scored tokens."""
-        if not self._held:  # There is no layer to choose patterns for.
+        """Returns [G, P, G, P] float32: the sums of products of d, divided by the number of scored tokens."""
+        if not self._kept:  # Every layer has its own window.
             return torch.zeros(0, 0, 0, 0)
-        d = torch.cat([self._held[layer] for layer in sorted(self._held)])
+        d = torch.cat([self._kept[layer] for layer in sorted(self._kept)])
         rows = d.flatten(0, 1).double()
         return (rows @ rows.T / num_scored).float().view(*d.shape[:2], *d.shape[:2])
 
 
-def _precise(logits: Tensor) -> Tensor:
-    return logits.to(accumulation_dtype(logits.dtype))
+@contextmanager
+def _tapped(model: PreTrainedModel, tap: Callable[..., None]) -> Iterator[None]:
+    """Has `tap` called for each attention layer when its gradient arrives, with the arguments of `_LayerChanges.add`.
+
+    The tap is an attribute of the modules and not a context variable, because checkpointed layers run again in backward, when
+    the context of the forward pass is gone.
+    """
+    modules = list(decoder_of(model).modules())
+    for module in modules:
+        setattr(module, TAP, partial(_through_tap, tap))
+    try:
+        yield
+    finally:
+        for module in modules:
+            delattr(module, TAP)
+
+
+def _through_tap(
+    tap: Callable[..., None],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    settings: dict[str, Any],
+) -> Tensor:
+    """Returns the output of a layer's attention, whose gradient the tap will get."""
+    layer = getattr(module, "layer_idx", None)
+    if layer is None or not out.requires_grad:
+        return out
+    tapped: Tensor = _Tapped.apply(partial(tap, layer, settings), query.detach(), key.detach(), value.detach(), out)
+    return tapped
+
+
+class _Tapped(torch.autograd.Function):
+    """Returns the output as it is, and saves what the tap needs, which checkpointing computes again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tap: Callable[..., None], query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Tensor:
+        ctx.save_for_backward(query, key, value, out)
+        ctx.tap = tap
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.tap(*ctx.saved_tensors, grad)
+        return None, None, None, None, grad
 
 
 @contextmanager
 def _without_gradients(model: PreTrainedModel) -> Iterator[None]:
-    """Records no gradients by parameters: they are not needed, and neither is what they would have to keep."""
+    """Records no gradients of parameters, which are not needed, nor the tensors that they would keep."""
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in learned:
         parameter.requires_grad_(False)
@@ -316,14 +341,14 @@ def _without_gradients(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _checkpointed(model: PreTrainedModel) -> Iterator[None]:
-    """Has layers computed again in backward, so that no more than one of them is held, if the model can do that."""
+    """Has layers computed again in backward, so that only one of them is held, if the model supports that."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     training = [layer.training for layer in layers]
     before = {module: module.gradient_checkpointing for module in model.modules() if hasattr(module, _CHECKPOINTING)}
     if layers:
         checkpoint_activations(model, {"use_reentrant": False})
         for layer in layers:
-            layer.training = True  # Of the layer alone: what is inside goes on in evaluation mode.
+            layer.training = True  # The modules inside stay in evaluation mode.
     try:
         yield
     finally:
@@ -331,20 +356,3 @@ def _checkpointed(model: PreTrainedModel) -> Iterator[None]:
             layer.training = mode
         for module, value in before.items():
             setattr(module, _CHECKPOINTING, value)
-
-
-@contextmanager
-def _embeddings(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Yields a list that will have the embedded tokens of the next pass, by which gradients are recorded."""
-    embedded: list[Tensor] = []
-
-    def record(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        output.requires_grad_()
-        embedded.append(output)
-        return output
-
-    handle = model.get_input_embeddings().register_forward_hook(record)
-    try:
-        yield embedded
-    finally:
-        handle.remove()

@@ -1,16 +1,16 @@
-"""`Calibration`: the pattern of each layer and key/value head that was chosen for a checkpoint, and the figures behind it."""
+"""`Calibration`: the pattern of each layer and key/value head that was chosen for a checkpoint, with the figures behind it."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from ...plan.branches import LARGEST, check_count
+from ...plan.branches import LARGEST, check_choice, check_count
 from ...plan.patterns import Pattern
 from ..whole_files import write_whole
 from .costs import BudgetOf, Cost
@@ -23,12 +23,12 @@ _MOST_LAYERS = 65536
 
 @dataclass(frozen=True)
 class CalibratedText:
-    """What passes of a text measured; `nll` is the mean negative log-likelihood of its tokens, in nats.
+    """A text, with the mean negative log-likelihood of its tokens, in nats.
 
     Attributes:
         tokens: how many tokens it has.
         exact_nll: under exact attention.
-        chosen_nll: under the patterns that were chosen.
+        chosen_nll: under the chosen patterns.
     """
 
     tokens: int
@@ -37,7 +37,7 @@ class CalibratedText:
 
     @property
     def perplexity_ratio(self) -> float:
-        """The perplexity under the patterns that were chosen, over exact attention's."""
+        """The perplexity under the chosen patterns, divided by the perplexity under exact attention."""
         return math.exp(self.chosen_nll - self.exact_nll)
 
 
@@ -45,21 +45,21 @@ class CalibratedText:
 class Calibration:
     """A pattern for each layer, which may differ by key/value head, as `calibrate` chose it for one checkpoint.
 
-    `ra.patch_model(model, calibration)` and `ra.patch_config(config, calibration)` set it; it is saved with the config.
+    `ra.patch_model(model, calibration)` and `ra.patch_config(config, calibration)` set it, and the config saves it.
 
     Attributes:
-        layers: the pattern of each layer that has no window of its own.
-        num_hidden_layers: how many layers the model has in all.
+        layers: the pattern of each layer without its own window.
+        num_hidden_layers: the number of all layers of the model.
         budget: the share of exact attention's cost that was allowed.
-        budget_of: what was counted as cost: "flops", "cache_reads" or "bytes".
+        budget_of: the cost: "flops", "cache_reads" or "bytes".
         seq_len: the number of tokens at which costs were counted.
-        ranks: of "bytes", the ranks of the ring whose bytes were counted.
+        ranks: the size of the ring whose bytes were counted; None for other costs.
         menu: the patterns that could be chosen.
-        scores: for each layer [key/value heads][len(menu)]: how far that pattern in that head alone is expected to take the
+        scores: for each layer [key/value heads][len(menu)]: how far this pattern in this head alone is expected to take the
             predictions from exact attention's, as a mean divergence in nats, with the weighted scores of retrieval.
         texts: the texts that the patterns were chosen by.
         retrieval: the weight of retrieval in the scores, as in `calibrate`.
-        seed: the number that the retrieval texts follow from.
+        seed: the number that decided the drawn tokens and the retrieval text.
 
     Example:
         >>> chosen = ra.calibrate(tiny_llama(), [torch.arange(1, 65)], budget=0.5, menu=["window:8", "window:16", "exact"])
@@ -85,12 +85,12 @@ class Calibration:
     def __post_init__(self) -> None:
         if not self.layers or {*self.layers} != {*self.scores}:
             raise ValueError(
-                f"Calibration: a pattern for each layer that has scores, {sorted(self.scores)}, was expected, got patterns for "
+                f"Calibration: expected a pattern for each layer with scores, {sorted(self.scores)}, got patterns for "
                 f"{sorted(self.layers)}: calibrate again"
             )
         if not all(0 <= layer < self.num_hidden_layers for layer in self.layers):
             raise ValueError(
-                f"Calibration: layers of 0..{self.num_hidden_layers - 1} were expected, got {sorted(self.layers)}"
+                f"Calibration: expected layers from 0 to {self.num_hidden_layers - 1}, got {sorted(self.layers)}"
             )
         for layer, pattern in self.layers.items():
             pattern.check_heads(len(self.scores[layer]), f"layer {layer}")
@@ -101,16 +101,15 @@ class Calibration:
         return self.share("flops")
 
     def share(self, of: BudgetOf, seq_len: int | None = None, ranks: int | None = None) -> float:
-        """Returns what the patterns cost in these layers, as a share of what exact attention costs.
+        """Returns the cost of the patterns in these layers, as a share of the cost of exact attention.
 
         Args:
-            of: "flops"; "cache_reads": the rows of the key/value cache that are read for the next token; or "bytes": those
-                of keys and values that the ranks of a ring take from each other.
-            seq_len: tokens of a document; None for those of the calibration.
-            ranks: of "bytes", those of the ring; None for those of the calibration.
+            of: the cost, as `budget_of` of `calibrate`.
+            seq_len: tokens of a document; None for the calibration's own.
+            ranks: the size of the ring for "bytes"; None for the calibration's own.
 
         Raises:
-            ValueError: the bytes of no ring of two ranks or more.
+            ValueError: "bytes" without a ring of two ranks or more.
         """
         ranks = ranks or self.ranks
         if of == "bytes" and (ranks is None or ranks < 2):
@@ -137,7 +136,7 @@ class Calibration:
 
     @property
     def texts_of_layers(self) -> dict[str, str]:
-        """The texts of the patterns of layers, by their numbers."""
+        """The text of each layer's pattern, by the number of the layer."""
         return {str(layer): str(pattern) for layer, pattern in self.layers.items()}
 
     def to_dict(self) -> dict[str, Any]:
@@ -155,7 +154,7 @@ class Calibration:
             "layers": self.texts_of_layers,
             "num_hidden_layers": self.num_hidden_layers,
             "scores": {str(layer): [list(head) for head in heads] for layer, heads in self.scores.items()},
-            "texts": [{field.name: getattr(text, field.name) for field in fields(text)} for text in self.texts],
+            "texts": [asdict(text) for text in self.texts],
         }
 
     @classmethod
@@ -167,9 +166,8 @@ class Calibration:
         """
         try:
             if d["format"] != FORMAT:
-                raise ValueError(f"format {FORMAT} was expected, got {d['format']!r}")
-            if d["budget_of"] not in get_args(BudgetOf):
-                raise ValueError(f"budget_of must be one of {', '.join(get_args(BudgetOf))}, got {d['budget_of']!r}")
+                raise ValueError(f"expected format {FORMAT}, got {d['format']!r}")
+            check_choice("Calibration", "budget_of", d["budget_of"], get_args(BudgetOf))
             return cls(
                 layers={int(layer): Pattern.parse(text) for layer, text in d["layers"].items()},
                 num_hidden_layers=_count(d, "num_hidden_layers", most=_MOST_LAYERS),
@@ -178,13 +176,16 @@ class Calibration:
                 seq_len=_count(d, "seq_len"),
                 ranks=None if d["ranks"] is None else _count(d, "ranks"),
                 menu=tuple(Pattern.parse(text) for text in d["menu"]),
-                scores={int(layer): _rows_of_numbers(heads) for layer, heads in d["scores"].items()},
-                texts=tuple(map(_text_of, d["texts"])),
+                scores={int(n): tuple(tuple(map(_finite, head)) for head in heads) for n, heads in d["scores"].items()},
+                texts=tuple(
+                    CalibratedText(_count(text, "tokens"), _finite(text["exact_nll"]), _finite(text["chosen_nll"]))
+                    for text in d["texts"]
+                ),
                 retrieval=_finite(d["retrieval"]),
                 seed=_count(d, "seed", least=0),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"this is no calibration that Calibration.to_dict wrote: {error!r}") from error
+            raise ValueError(f"expected a calibration that Calibration.to_dict wrote: {error!r}") from error
 
     def save(self, file: str | Path) -> None:
         """Writes the calibration to a JSON file."""
@@ -198,28 +199,20 @@ class Calibration:
             ValueError: a file with something else.
         """
         try:
-            written = json.loads(Path(file).read_text(encoding="utf-8"))
+            content = json.loads(Path(file).read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{file} is no JSON file: {error}") from error
-        return cls.from_dict(written)
+            raise ValueError(f"{file} is not a JSON file: {error}") from error
+        return cls.from_dict(content)
 
 
 def load_pattern(text: str) -> Pattern | Calibration:
-    """Returns the pattern of a text, or the calibration in the file that it names, which ends in .json.
+    """Returns the pattern that a text describes; for a name that ends in .json, the calibration in that file.
 
     Raises:
-        ValueError: the text of no pattern, or a file with something else.
+        ValueError: a text that does not describe a pattern, or a file with something else.
         OSError: a file that cannot be read.
     """
     return Calibration.load(text) if text.endswith(".json") else Pattern.parse(text)
-
-
-def _rows_of_numbers(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(map(_finite, row)) for row in rows)
-
-
-def _text_of(d: Mapping[str, Any]) -> CalibratedText:
-    return CalibratedText(_count(d, "tokens"), _finite(d["exact_nll"]), _finite(d["chosen_nll"]))
 
 
 def _count(d: Mapping[str, Any], name: str, least: int = 1, most: int = LARGEST) -> int:
@@ -230,5 +223,5 @@ def _count(d: Mapping[str, Any], name: str, least: int = 1, most: int = LARGEST)
 def _finite(value: Any) -> float:
     """Returns a number of a file; JSON can contain NaN and Infinity."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
-        raise ValueError(f"Calibration: a finite number was expected, got {value!r:.40}")
+        raise ValueError(f"Calibration: expected a finite number, got {value!r:.40}")
     return float(value)

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...hf.config import patch_config
 from ...plan.patterns import Pattern
 from ...ring.ring import Ring
-from ...transport.agreement import digest
-from .choice import choose
+from .choice import choose, squares_of
 from .costs import Cost
-from .journal import CalibrationJournal
+from .journal import Journal
 from .passes import TextChanges, measure_losses, measure_text
 from .texts import ScoredText
 
-#: How far a choice by corrected scores may go beyond the last one, in turn until one is better: the factor of what changes are
-#: expected to do harm together.
+#: How far a refined choice may go from the last one, tried in turn until one is better: the factor of the harm that changes are
+#: expected to do together.
 CAUTION = (1.0, 2.0, 4.0)
-
-#: The pattern of each layer.
-Layers = Mapping[int, Pattern]
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of heads, [G] in the order of their layers, and what each pattern of the menu costs in each.
+    """The groups of heads, [G] in the order of their layers, and the cost of each pattern of the menu in each.
 
     Attributes:
         heads: the number of key/value heads of each layer.
@@ -49,10 +47,6 @@ class Groups:
         costs = np.concatenate([by_heads[heads[layer]] for layer in sorted(heads)])
         return cls(menu, heads, costs, budget * len(costs) * cost.of_exact())
 
-    def together(self, of_layers: Mapping[int, Tensor]) -> np.ndarray:
-        """Returns [G, ...] of what there is for the heads of each layer, [heads, ...]."""
-        return np.concatenate([of_layers[layer].numpy() for layer in sorted(self.heads)])
-
     def by_layer(self, values: np.ndarray) -> dict[int, np.ndarray]:
         """Returns, for each layer, the part [heads, ...] of [G, ...]."""
         layers = sorted(self.heads)
@@ -68,13 +62,13 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class Tried:
-    """Patterns that forward passes of the texts have tried.
+class Choice:
+    """Patterns, and what forward passes of the texts measured under them.
 
     Attributes:
-        chosen: [G] which pattern of the menu each group has.
-        nlls: of each text, the mean negative log-likelihood of its tokens, in nats.
-        divergence: from the predictions of exact attention, mean of all tokens, in nats.
+        chosen: [G] the pattern of the menu that each group has.
+        nlls: for each text, the mean negative log-likelihood of its tokens, in nats.
+        divergence: from the predictions under exact attention, mean of all tokens, in nats.
     """
 
     chosen: np.ndarray
@@ -83,132 +77,150 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class FirstPasses:
+class ExactPasses:
     """What passes under exact attention measured.
 
     Attributes:
-        nlls: of each plain text, the mean negative log-likelihood of its tokens, in nats.
+        nlls: for each plain text, the mean negative log-likelihood of its tokens, in nats.
         heads: the number of key/value heads of each layer for which patterns can be chosen.
-        products: [G, P, G, P] float64: the mean products of the d of two patterns, over the tokens of all plain texts.
-        of_answers: likewise, of each text with answers.
+        products: [G, P, G, P] float64: the mean products of two patterns' d over the tokens of all plain texts.
+        harm: likewise for the texts with answers, by their weight; 0 without such texts.
     """
 
     nlls: tuple[float, ...]
     heads: Mapping[int, int]
     products: np.ndarray
-    of_answers: Sequence[np.ndarray]
+    harm: Any
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """The patterns of some layers, as `patch_config` takes them."""
+
+    layers: Mapping[int, Pattern]
+    num_hidden_layers: int
 
 
 class Search:
-    """Chooses patterns for a model.
+    """Chooses patterns for a patched model.
 
     Args:
-        model: a patched model.
-        patch: sets patterns of layers in the model, and exact attention in the others.
-        texts: the plain texts, of which each token counts alike.
+        texts: the plain texts, whose tokens all count alike.
         answers: the texts in which answers must be found.
-        bar: what counts the layers of all passes, as tqdm does.
+        bar: a bar like tqdm's, which counts the layers of all passes.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         ring: Ring,
-        patch: Callable[[Layers], None],
         texts: Sequence[ScoredText],
         answers: Sequence[ScoredText],
         menu: tuple[Pattern, ...],
-        journal: CalibrationJournal,
+        journal: Journal,
         bar: Any,
     ) -> None:
-        self._model, self._ring, self._patch = model, ring, patch
-        self._texts, self._answers, self._menu = texts, answers, menu
+        self._model, self._ring, self._menu = model, ring, menu
+        self._texts, self._answers = texts, answers
         self._journal, self._bar = journal, bar
-        self._layers = model.config.get_text_config().num_hidden_layers
+        self._num_layers = model.config.get_text_config().num_hidden_layers
         self._exact: dict[str, Tensor] = {}  # By the digest of the text; they are small beside its logits.
         self._shares = np.array([text.num_scored for text in texts]) / sum(text.num_scored for text in texts)
 
-    def first_passes(self) -> FirstPasses:
-        """Measures each text under exact attention: the plain ones, and those with answers."""
-        products: Any = 0.0
-        nlls, heads = [], {}
-        for share, text in zip(self._shares, self._texts):
-            one = self._changes({}, text)
-            products = products + share * _float64(one.products)
-            nlls.append(one.nll)
-            heads = {layer: len(x) for layer, x in one.linear.items()}
-        answers = [_float64(self._changes({}, text).products) for text in self._answers]
-        return FirstPasses(tuple(nlls), heads, products, answers)
+    def exact_passes(self, retrieval: float) -> ExactPasses:
+        """Measures all texts under exact attention; `retrieval` weighs the answers by the harm of the menu's patterns.
 
-    def tried(self, groups: Groups, chosen: np.ndarray) -> Tried:
-        """Measures what patterns do to the plain texts."""
-        layers = groups.patterns(chosen)
-        losses = [self._losses(layers, text) for text in self._texts]
-        divergence = float(self._shares @ [one["divergence"] for one in losses])
-        return Tried(chosen, tuple(one["nll"] for one in losses), divergence)
-
-    def refined(self, groups: Groups, best: Tried, products: np.ndarray, harm: np.ndarray | float) -> Tried:
-        """Returns patterns that passes around the best ones so far lead to, or the best ones where these are no better.
-
-        Args:
-            products: [G, P, G, P] the mean products of two patterns' d in the first passes of plain texts.
-            harm: likewise of texts with answers, as they are weighed.
+        Raises:
+            NotImplementedError: a model whose layers all have windows.
         """
-        layers = groups.patterns(best.chosen)
-        passes = [self._changes(layers, text) for text in self._texts]
-        slope = np.tensordot(self._shares, np.stack([groups.together(one.linear) for one in passes]), 1)
-        # Products count changes from exact attention; here they are to count those from the best patterns.
-        of_best = products[:, :, np.arange(len(best.chosen)), best.chosen].sum(2)
+        changes = [self._changes({}, text) for text in self._texts]
+        heads = {layer: len(x) for layer, x in changes[0].linear.items()}
+        if not heads:
+            raise NotImplementedError(
+                f"calibrate: every layer of {type(self._model).__name__} has its own window, so no choice is left: set "
+                f"patterns with ra.patch_config(config, pattern, layers=...)"
+            )
+        products: Any = sum(share * _products(of_text) for share, of_text in zip(self._shares, changes))
+        harm: Any = 0.0
+        for of_answers in (_products(self._changes({}, text)) for text in self._answers):
+            of_menu = squares_of(products).sum() / max(squares_of(of_answers).sum(), 1e-300)
+            harm = harm + retrieval * of_menu * of_answers
+        return ExactPasses(tuple(of_text.nll for of_text in changes), heads, products, harm)
+
+    def first_choice(self, groups: Groups, exact: ExactPasses) -> Choice:
+        """Chooses patterns by the passes under exact attention."""
+        products = exact.products + exact.harm
+        return self._tried(groups, choose(np.zeros_like(groups.costs, float), groups.costs, groups.budget, products))
+
+    def refined(self, groups: Groups, exact: ExactPasses, best: Choice) -> Choice:
+        """Returns the patterns that passes around the best ones so far lead to; the best ones if these are not better."""
+        layers, slope = groups.patterns(best.chosen), np.zeros(groups.costs.shape)
+        for share, text in zip(self._shares, self._texts):
+            linear = self._changes(layers, text).linear
+            slope += share * torch.cat([linear[layer] for layer in sorted(linear)]).numpy()
+        # Products count changes from exact attention; here they must count changes from the best patterns.
+        of_best = exact.products[:, :, np.arange(len(best.chosen)), best.chosen].sum(2)
         for caution in CAUTION:
             scores = slope - caution * of_best
-            chosen = choose(scores, groups.costs, groups.budget, caution * products + harm)
+            chosen = choose(scores, groups.costs, groups.budget, caution * exact.products + exact.harm)
             if np.array_equal(chosen, best.chosen):
                 break
             if caution != CAUTION[0]:
-                self._bar.total += len(self._texts) * self._layers
-            candidate = self.tried(groups, chosen)
+                self._bar.total += len(self._texts) * self._num_layers
+            candidate = self._tried(groups, chosen)
             if candidate.divergence < best.divergence:
                 return candidate
         return best
 
-    def _exact_states(self, text: ScoredText) -> Tensor:
-        """Returns [1, n, width] this rank's hidden states under exact attention, which every choice is compared with."""
-        if text.digest not in self._exact:
-            self._patch({})
-            self._exact[text.digest] = measure_losses(self._model, self._ring, text, None)[0]
-        return self._exact[text.digest]
+    def _tried(self, groups: Groups, chosen: np.ndarray) -> Choice:
+        """Measures what patterns do to the plain texts."""
+        layers = groups.patterns(chosen)
+        losses = [self._losses(layers, text) for text in self._texts]
+        divergence = float(self._shares @ [of_text["divergence"] for of_text in losses])
+        return Choice(chosen, tuple(of_text["nll"] for of_text in losses), divergence)
 
-    def _changes(self, layers: Layers, text: ScoredText) -> TextChanges:
+    def _changes(self, layers: Mapping[int, Pattern], text: ScoredText) -> TextChanges:
         def measure() -> dict[str, Any]:
             exact = self._exact_states(text) if layers else None
-            self._patch(layers)
-            return measure_text(
-                self._model, self._ring, text, self._menu, exact=exact, after_layer=lambda layer: self._bar.update()
-            ).to_dict()
+            self._set(layers)
+            changes = measure_text(
+                self._model, self._ring, text, self._menu, exact=exact, after_layer=lambda: self._bar.update()
+            )
+            return vars(changes)
 
         before = self._bar.n
-        changes = TextChanges.from_dict(self._journal.measured(f"changes-{text.digest}-{_name(layers)}", measure))
-        # Layers with windows of their own count, too, and so does a pass that an earlier run measured.
-        self._bar.update(before + self._layers - self._bar.n)
+        changes = TextChanges(**self._journal.measured("changes", measure, text.digest, _names(layers)))
+        # Count layers with their own window, too, and all layers of a pass that an earlier run measured.
+        self._bar.update(before + self._num_layers - self._bar.n)
         return changes
 
-    def _losses(self, layers: Layers, text: ScoredText) -> dict[str, Any]:
+    def _losses(self, layers: Mapping[int, Pattern], text: ScoredText) -> dict[str, Any]:
         def measure() -> dict[str, Any]:
             exact = self._exact_states(text)
-            self._patch(layers)
+            self._set(layers)
             _, nll, divergence = measure_losses(self._model, self._ring, text, exact)
             return {"nll": nll, "divergence": divergence}
 
-        losses = self._journal.measured(f"losses-{text.digest}-{_name(layers)}", measure)
-        self._bar.update(self._layers)
+        losses = self._journal.measured("losses", measure, text.digest, _names(layers))
+        self._bar.update(self._num_layers)
         return losses
 
+    def _exact_states(self, text: ScoredText) -> Tensor:
+        """Returns [1, n, width] this rank's hidden states under exact attention, with which every choice is compared."""
+        if text.digest not in self._exact:
+            self._set({})
+            self._exact[text.digest] = measure_losses(self._model, self._ring, text, None)[0]
+        return self._exact[text.digest]
 
-def _float64(products: Tensor | None) -> np.ndarray:
-    assert products is not None  # It was a first pass.
-    return products.double().numpy()
+    def _set(self, layers: Mapping[int, Pattern]) -> None:
+        """Sets patterns of layers, and exact attention in the others that have no window of their own."""
+        patch_config(self._model.config, _Layers(layers, self._num_layers) if layers else "exact")
 
 
-def _name(layers: Layers) -> str:
-    """Returns a name of patterns, for files."""
-    return digest([(layer, str(pattern)) for layer, pattern in sorted(layers.items())]) if layers else "exact"
+def _products(changes: TextChanges) -> np.ndarray:
+    assert changes.products is not None  # It was a first pass.
+    return changes.products.double().numpy()
+
+
+def _names(layers: Mapping[int, Pattern]) -> dict[int, str]:
+    return {layer: str(pattern) for layer, pattern in sorted(layers.items())}

@@ -1,4 +1,4 @@
-"""The texts of a calibration: the given ones, and texts made of them in which tokens must be found far back."""
+"""The texts of a calibration: texts as they are, and a text with needles that the model must find again far back."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from torch import Tensor
 
 from ...transport.agreement import digest
 
-#: Tokens of a needle, and how many of its first ones lead to the others, when it comes again at the end.
+#: The tokens of a needle. When it comes again at the end, its first `CUE` tokens lead to the others.
 NEEDLE, CUE = 16, 4
-#: Of a retrieval text, the share that the needles take at its end, and again in its rest.
+#: The share of a retrieval text that needles take at its end, and again in its rest.
 SHARE_OF_NEEDLES = 1 / 16
+#: The fewest tokens of a retrieval text: a needle twice, and as much around it.
+SHORTEST_RETRIEVAL_TEXT = 4 * NEEDLE
 
 
 @dataclass(frozen=True)
 class ScoredText:
-    """A text, and what of it is scored.
+    """A text, and which of its tokens are scored.
 
     Attributes:
         ids: [n] int64, on the CPU.
-        scored: [n] bool: the tokens whose predictions, made at the token before each, are scored; never the first.
-        seed: what the tokens drawn from its predictions follow from; None where the tokens of the text are answers that are to
-            be found.
+        scored: [n] bool: the tokens that are scored, by the prediction at the token before each; never the first.
+        seed: decides the tokens that are drawn from predictions; None if the text's own tokens are answers to be found.
     """
 
     ids: Tensor
@@ -39,48 +40,42 @@ class ScoredText:
 
     @property
     def digest(self) -> str:
-        """A checksum of the text, of what is scored, and of the seed."""
+        """A checksum of the text, of the scored tokens, and of the seed."""
         return digest([digest(self.ids), digest(self.scored), self.seed])
 
 
 def plain_text(ids: Tensor, seed: int) -> ScoredText:
-    """Returns a text all of whose predictions are scored.
-
-    Args:
-        seed: of 0 or more.
-    """
-    scored = torch.ones(len(ids), dtype=torch.bool)
-    scored[0] = False
-    return ScoredText(ids, scored, seed)
+    """Returns a text whose tokens are all scored; `seed` is at least 0."""
+    return ScoredText(ids, torch.arange(len(ids)) > 0, seed)
 
 
 def drawn_tokens(logits: Tensor, seed: int, positions: Iterable[int]) -> Tensor:
-    """Returns [m] int64: of each prediction, a token drawn with the probability that it gives.
+    """Returns [m] int64: for each prediction, a token drawn with the probability that it predicts.
 
-    It is the one with the largest sum of logit and noise (Gumbel's: minus the logarithm of an exponential variable). The noise
-    of a position is the same on any number of ranks, and so is the draw, unless a rounding decides between the two largest. A
-    place in cumulated probabilities would be moved by a rounding far more often, across some border of the whole vocabulary.
+    The token has the largest sum of logit and Gumbel noise, minus the logarithm of an exponential variable. A position has the
+    same noise on any number of ranks. So the draw is the same, unless rounding decides between the two largest sums. Rounding
+    would far more often move a draw from cumulated probabilities across one of the borders of the whole vocabulary.
 
     Args:
         logits: [m, vocabulary].
         positions: of the m tokens in their text.
     """
-    drawn = []
-    for row, position in zip(logits.detach(), positions, strict=True):
+    drawn = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    for number, (row, position) in enumerate(zip(logits.detach(), positions, strict=True)):
         noise = np.random.default_rng((seed, position)).standard_exponential(len(row))
-        drawn.append((row - torch.from_numpy(np.log(noise)).to(row)).argmax())
-    return torch.stack(drawn)
+        drawn[number] = (row - torch.from_numpy(np.log(noise)).to(row)).argmax()
+    return drawn
 
 
 def retrieval_text(ids: Tensor, seed: int) -> ScoredText:
     """Returns a text of the same length with needles in it, which come again at its end, in another order.
 
-    A needle is `NEEDLE` tokens of the text, drawn at random, so that nothing but its first occurrence tells how it goes on. The
-    needles are spread evenly over the text, and what comes again is scored but for the first `CUE` tokens of each.
+    A needle is `NEEDLE` random tokens of the text, so that only its first occurrence shows how it goes on. Needles are spread
+    evenly over the text. At the end, all tokens of a needle but its first `CUE` are scored.
 
     Args:
-        ids: [n] the text, of at least `shortest_retrieval_text()` tokens.
-        seed: what the needles follow from.
+        ids: [n] the text, of at least `SHORTEST_RETRIEVAL_TEXT` tokens.
+        seed: decides the needles.
     """
     length = len(ids)
     count = max(1, int(length * SHARE_OF_NEEDLES) // NEEDLE)
@@ -93,8 +88,3 @@ def retrieval_text(ids: Tensor, seed: int) -> ScoredText:
     scored = torch.zeros(length, dtype=torch.bool)
     scored[length - count * NEEDLE :] = (torch.arange(NEEDLE) >= CUE).repeat(count)
     return ScoredText(row, scored, None)
-
-
-def shortest_retrieval_text() -> int:
-    """Returns the fewest tokens of which a retrieval text can be made: a needle twice, and as much around it."""
-    return 4 * NEEDLE

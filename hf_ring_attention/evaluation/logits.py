@@ -1,0 +1,113 @@
+"""Runs a causal language model over whole rows, and forms its logits for a slice of tokens at a time."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..compute.merge import accumulation_dtype
+from ..hf.config import warn_once
+from ..hf.cut import rows_to_cut
+from ..hf.forward_pass import Head
+from ..hf.heads import watched
+from ..hf.lm_loss import IGNORED
+from ..hf.positions import first_position
+from ..hf.wrappers import runner_of
+from ..plan.layouts import SequenceLayout
+from ..ring.ring import Ring
+from ..training.sharded_weights import whole_weights
+
+
+def layout_of_rows(model: PreTrainedModel, ring: Ring, ids: Tensor) -> SequenceLayout:
+    """Returns the layout by which a model with this ring cuts whole rows [B, n] of one document each."""
+    layout = rows_to_cut(runner_of(model), ring, {"input_ids": ids}).layout
+    assert layout is not None
+    return layout
+
+
+def hidden_states(model: PreTrainedModel, ring: Ring, ids: Tensor) -> tuple[Tensor, Head]:
+    """Runs a model over whole rows without forming their logits, if its config describes its head.
+
+    Args:
+        ids: [B, n] tokens of one document a row, the same on every rank.
+
+    Returns:
+        [B, n local, width] this rank's hidden states, and the function that turns slices of them into logits. If the config
+        does not describe the head, every rank forms the logits of whole rows. The first result is then this rank's part of
+        them, and the function returns its argument.
+    """
+    positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1) + first_position(runner_of(model))
+    arguments = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+    parameters = inspect.signature(model.forward).parameters
+    if not any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
+        # A model without position_ids numbers the tokens of a row itself.
+        arguments = {name: x for name, x in arguments.items() if name in parameters}
+    with watched(model.get_output_embeddings()) as call:
+        logits = _logits(model(**arguments))
+    head, hidden = call.head(logits, model.config), call.hidden
+    head_unknown = torch.tensor(hidden is not None and head is None, device=ids.device)
+    if any(bool(of_rank) for of_rank in ring.gather(head_unknown)):  # All ranks must decide alike.
+        warn_once(
+            f"{type(model).__name__} forms its logits in a way that its config does not name, so the logits of whole rows are "
+            f"held at once"
+        )
+        return ring.shard(_logits(model(**arguments)), layout_of_rows(model, ring, ids)), _unchanged
+    return (logits, _unchanged) if head is None or hidden is None else (hidden, head)
+
+
+def label_nll(model: PreTrainedModel, ring: Ring, ids: Tensor, labels: Tensor, logits_at_once: int) -> Tensor:
+    """Returns the loss of each token's label, without ever holding the logits of whole rows.
+
+    Args:
+        ids: [B, n] tokens of one document a row; labels: [B, n] the token after each, or `IGNORED`; the same on every rank.
+        logits_at_once: the tokens of each batch row whose logits exist at once.
+
+    Returns:
+        [B, n] float32 (float64 for a model in float64) on the CPU, in nats, the same on every rank; NaN for labels that are
+        ignored.
+    """
+    layout = layout_of_rows(model, ring, ids)
+    labels = ring.shard(labels.to(ids.device), layout, fill=IGNORED)
+    hidden, head = hidden_states(model, ring, ids)
+    nll = torch.full(labels.shape, torch.nan, dtype=accumulation_dtype(model.dtype), device=labels.device)
+    with whole_weights(model, model.get_output_embeddings()):
+        # All ranks have equally many slices, because they gather divided weights of the head together.
+        for first in range(0, hidden.shape[1], logits_at_once):
+            part = slice(first, first + logits_at_once)
+            scored = labels[:, part] != IGNORED
+            logits = head(hidden[:, part][scored][None])[0].to(nll.dtype)
+            nll[:, part][scored] = F.cross_entropy(logits, labels[:, part][scored], reduction="none")
+    return ring.unshard(nll, layout).cpu()
+
+
+def check_finite(losses: Tensor, model: PreTrainedModel, caller: str) -> None:
+    """Refuses losses that are infinite or NaN: a sum without them would make a broken model look better than a sound one.
+
+    Args:
+        losses: of any shape, the same on every rank.
+        caller: the function that the error names.
+
+    Raises:
+        ValueError: one of them is infinite or NaN.
+    """
+    wrong = int((~torch.isfinite(losses)).sum())
+    if wrong:
+        raise ValueError(
+            f"{caller}: {wrong} of {losses.numel()} losses of {type(model).__name__} in {model.dtype} are infinite or NaN: use "
+            f"bfloat16 or float32, or look for such numbers in its weights"
+        )
+
+
+def _unchanged(logits: Tensor) -> Tensor:
+    return logits
+
+
+def _logits(output: Any) -> Tensor:
+    logits: Tensor = output["logits"] if isinstance(output, Mapping) else output[0]
+    return logits
