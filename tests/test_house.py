@@ -26,7 +26,7 @@ LATE = {
     ("ring.ring", "training.loader"),
     ("ring.ring", "training.accelerator"),
     ("plan.patterns", "plan.plans"),
-    *(("hf.registration", f"hf.{module}") for module in ("attention", "masks", "config", "adapters")),
+    *(("hf.registration", f"hf.{module}") for module in ("attention", "masks", "patch", "adapters")),
     ("hf.hybrid_types", "hybrids.models"),
     ("hf.on_import", "hf.registration"),
 }

@@ -73,7 +73,7 @@ def documents_of_rows(
     by_mask = None if mask is None else documents_from_mask(mask != 0)
     # A mask knows padding, but no borders between documents.
     for other in (by_mask, found):
-        if other not in (None, (((0, length),),) * batch, collator, _joined(collator)):
+        if other not in (None, (((0, length),),) * batch, collator, _merged(collator)):
             raise ValueError(
                 f"cu_seq_lens or seq_idx describe the documents {collator}, and the attention mask or position_ids describe "
                 f"{other}: pass the collator's batch unchanged"
@@ -134,7 +134,7 @@ def _documents_of_positions(batch: int, positions: Tensor | None, mask: Tensor |
     return documents_from_mask((restarts.cumsum(-1) + 1) * valid)
 
 
-def _joined(documents: Documents) -> Documents:
+def _merged(documents: Documents) -> Documents:
     """Returns documents, with those that follow each other without padding between them joined into one."""
     rows = []
     for row in documents:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..compute.private import implementation_of
+from ..compute.private import implementation_of, remove_hooks
 from ..plan.patterns import Pattern
 from ..ring.attention import UNTRACEABLE
 from ..ring.ring import Ring
@@ -100,8 +100,8 @@ def check_made_model(model: PreTrainedModel) -> None:
         ValueError: a `ring_dilated` in the config that is not understood.
     """
     check_made(model.config, type(model).__name__)
-    if _first_call not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(_first_call, with_kwargs=True)
+    remove_hooks(model, lambda hook: hook is _first_call)
+    model.register_forward_pre_hook(_first_call, with_kwargs=True)
 
 
 @torch.compiler.disable(reason=UNTRACEABLE)

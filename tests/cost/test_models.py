@@ -155,7 +155,7 @@ def test_latent_attention_has_wider_keys_than_values():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({**SMALL, "ring_dilated": {"pattern": 3}}, "config.ring_dilated must be what ra.patch_config"),
+        ({**SMALL, "ring_dilated": {"pattern": 3}}, "config.ring_dilated must be as ra.patch_config"),
         ([1], "cannot be read"),
         ({"num_hidden_layers": 2}, "cannot be read: Unrecognized model"),
         ({**SMALL, "model_type": "nothing"}, "cannot be read: .*`nothing`"),
