@@ -198,9 +198,9 @@ def _over_ring(module: nn.Module, ring: Ring, now: ForwardPass, hidden: Tensor, 
     gathered = len(hidden) * layout.seq_len * hidden.shape[2] * hidden.element_size()
     if gathered > MOST_GATHERED:
         raise NotImplementedError(
-            f"{type(module).__name__} passes no state from rank to rank, so each rank would hold whole rows: {len(hidden)} x "
-            f"{layout.seq_len} tokens x {hidden.shape[2]} x {hidden.element_size()} bytes = {gathered}, and at most "
-            f"{MOST_GATHERED} are allowed: take shorter or fewer rows"
+            f"{type(module).__name__} passes no state, so each rank would hold whole rows: {len(hidden)} x {layout.seq_len} "
+            f"tokens x {hidden.shape[2]} x {hidden.element_size()} bytes = {gathered}, above {MOST_GATHERED}: take shorter or "
+            f"fewer rows"
         )
     if ring.rank == 0:
         _log_gathered(type(module).__name__)

@@ -412,7 +412,7 @@ def test_rows_that_are_gathered_are_bounded_and_logged(monkeypatch, caplog):
     run_simulated(work, 2)
     assert caplog.text.count("MiniMaxLightningAttention passes no state from rank to rank: its rows are gathered") == 1
     monkeypatch.setattr(mixers, "MOST_GATHERED", 10_000)
-    with pytest.raises(NotImplementedError, match=r"2 x 20 tokens x 32 x 8 bytes = 10240, and at most 10000"):
+    with pytest.raises(NotImplementedError, match=r"2 x 20 tokens x 32 x 8 bytes = 10240, above 10000"):
         run_simulated(work, 2)
 
 
