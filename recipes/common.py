@@ -31,13 +31,13 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 import hf_ring_attention as ra
+from hf_ring_attention.cli.arguments import EXTRAS, at_least, missing_extra
 from hf_ring_attention.evaluation.texts import first_tokens
 from hf_ring_attention.hf.positions import places_of
 from hf_ring_attention.hf.wrappers import runner_of
 from hf_ring_attention.plan.choices import TransportKind, check_choices
 from hf_ring_attention.plan.layouts import LayoutKind
 from hf_ring_attention.plan.notation import FORMS
-from hf_ring_attention.tools.arguments import EXTRAS, at_least, missing_extra
 
 #: The model of the demo, and of a recipe that names none: SmolLM2-135M-Instruct, Apache-2.0.
 BUNDLED = "smollm2-135m"

@@ -24,11 +24,11 @@ import perplexity
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.tools.arguments import at_least, missing_extra, new_folder
-from hf_ring_attention.tools.calibration_plots import plot_calibration
-from hf_ring_attention.tools.calibration_report import sheet_of_patterns
-from hf_ring_attention.tools.output import print_sheet
-from hf_ring_attention.tools.plots import plot_losses, plot_patterns, plot_quality
+from hf_ring_attention.cli.arguments import at_least, missing_extra, new_folder
+from hf_ring_attention.cli.calibration_plots import plot_calibration
+from hf_ring_attention.cli.calibration_report import sheet_of_patterns
+from hf_ring_attention.cli.output import print_sheet
+from hf_ring_attention.cli.plots import plot_losses, plot_patterns, plot_quality
 
 PATTERNS = ["exact", "window:512+4", "pyramid:512,3", "longnet:512/1,2048/4,all/8"]
 BUDGET = 0.25

@@ -23,8 +23,8 @@ from tokens import columns_to_learn, tokenize
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_ring_attention as ra
+from hf_ring_attention.cli.arguments import at_least, check, existing_file
 from hf_ring_attention.evaluation.texts import python_topics
-from hf_ring_attention.tools.arguments import at_least, check, existing_file
 
 LONG = ("split", "truncate", "drop", "raise")
 #: How a local file is read, by the end of its name.

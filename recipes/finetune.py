@@ -45,9 +45,9 @@ from tqdm.auto import tqdm
 from transformers import default_data_collator, get_scheduler
 
 import hf_ring_attention as ra
+from hf_ring_attention.cli.arguments import at_least, missing_extra, new_file, new_folder, pattern_source, positive
+from hf_ring_attention.cli.plots import plot_training
 from hf_ring_attention.evaluation.calibration.result import load_pattern
-from hf_ring_attention.tools.arguments import at_least, missing_extra, new_file, new_folder, pattern_source, positive
-from hf_ring_attention.tools.plots import plot_training
 from hf_ring_attention.training.trainer import is_finite_step
 
 #: The schedules of transformers.get_scheduler that need nothing but the number of steps.

@@ -34,9 +34,9 @@ from accelerate.utils import broadcast_object_list, gather
 from transformers import HfArgumentParser, default_data_collator
 
 import hf_ring_attention as ra
+from hf_ring_attention.cli.arguments import at_least, check, missing_extra, new_folder, pattern_source, positive
+from hf_ring_attention.cli.plots import plot_training
 from hf_ring_attention.evaluation.calibration.result import load_pattern
-from hf_ring_attention.tools.arguments import at_least, check, missing_extra, new_folder, pattern_source, positive
-from hf_ring_attention.tools.plots import plot_training
 
 
 @dataclass

@@ -26,10 +26,10 @@ import torch
 from accelerate import Accelerator
 
 import hf_ring_attention as ra
+from hf_ring_attention.cli.arguments import at_least, missing_extra, new_file, pattern_source, picture_file
+from hf_ring_attention.cli.plots import plot_quality
 from hf_ring_attention.cost.models import attention_of_model
 from hf_ring_attention.evaluation.calibration.result import load_pattern
-from hf_ring_attention.tools.arguments import at_least, missing_extra, new_file, pattern_source, picture_file
-from hf_ring_attention.tools.plots import plot_quality
 
 
 def measure(model, ids, specs, ring=None, progress=print):

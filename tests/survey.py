@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 import transformers
 
+from hf_ring_attention.cli.checks.precision import float64
+from hf_ring_attention.cli.checks.tiny_models import CAUSAL_TYPES
+from hf_ring_attention.cli.model_table import models_page
 from hf_ring_attention.hf import models as models_module
-from hf_ring_attention.tools.checks.precision import float64
-from hf_ring_attention.tools.checks.tiny_models import CAUSAL_TYPES
-from hf_ring_attention.tools.model_table import models_page
 from tests.support.probe import survey
 
 

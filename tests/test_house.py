@@ -18,7 +18,7 @@ from tests.support.ranks import TIMEOUT
 PACKAGE = "hf_ring_attention"
 FOLDER = Path(__file__).parents[1] / PACKAGE
 #: From the ground up: each imports from itself and from those before it.
-FOLDERS = ("plan", "compute", "transport", "ring", "hf", "hybrids", "training", "evaluation", "cost", "tools")
+FOLDERS = ("plan", "compute", "transport", "ring", "hf", "hybrids", "training", "evaluation", "cost", "cli")
 #: Imports inside a function, of modules above or beside, which load when they are needed: a ring has an Accelerator count
 #: rings and prepares data loaders, and those who have none need not load Accelerate; hybrids alone need their mixers; a
 #: pattern counts the FLOPs of its plans; and what is registered while Transformers loads can only be loaded afterwards.
@@ -35,7 +35,7 @@ OPENS_AT = {"torch": "compute", "torch.distributed": "transport", "transformers"
 #: They meet in the engine.
 STRANGERS = ({"compute.kernels", "transport.transports"}, {"compute.kernels", "transport.communicators"})
 #: The modules beside tests that compute by the definition: they compare results with it.
-COMPUTES_BY_DEFINITION = {"tools.checks.oracle"}
+COMPUTES_BY_DEFINITION = {"cli.checks.oracle"}
 LONGEST = 400  # lines
 
 #: Every .py file, by its module name inside the package.
@@ -223,7 +223,7 @@ def test_private_names_stay_in_their_module(module):
 
 #: Where private names of other libraries may stand: all of them, the operators of torch, and named tuples' own methods;
 #: os._exit is none but for its name.
-PRIVATE_ALLOWED = {"compute.private": ".*", "compute.kernels": "_scaled_dot_product_.*", "tools.checks.runner": "_exit"}
+PRIVATE_ALLOWED = {"compute.private": ".*", "compute.kernels": "_scaled_dot_product_.*", "cli.checks.runner": "_exit"}
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -37,7 +37,7 @@ PICKLE_ALLOWED = {
     "tests/support/ranks.py",
 }
 #: Where a model's own code runs if the user passes --trust-remote-code.
-REMOTE_CODE_ALLOWED = {"hf_ring_attention/cost/models.py", "hf_ring_attention/tools/loading.py", "recipes/common.py"}
+REMOTE_CODE_ALLOWED = {"hf_ring_attention/cost/models.py", "hf_ring_attention/cli/loading.py", "recipes/common.py"}
 
 
 def unsafe(source):

@@ -6,11 +6,11 @@ import pytest
 from transformers import CONFIG_MAPPING, LlamaConfig
 
 import hf_ring_attention as ra
+from hf_ring_attention.cli.loading import check_kv_heads, check_positions
 from hf_ring_attention.cost.models import attention_of_model, config_of, load_config
 from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.plan.branches import Segment, Window
 from hf_ring_attention.plan.patterns import Pattern
-from hf_ring_attention.tools.loading import check_kv_heads, check_positions
 
 from ..support.releases import needs_mixers
 

@@ -9,9 +9,9 @@ import transformers
 from transformers import PretrainedConfig
 
 import hf_ring_attention as ra
+from hf_ring_attention.cli.model_table import models_page, types_by_reason
 from hf_ring_attention.hf.models import release_of_table
 from hf_ring_attention.hf.support import check_config
-from hf_ring_attention.tools.model_table import models_page, types_by_reason
 
 from ..support.probe import batch, survey
 from ..support.releases import at_least

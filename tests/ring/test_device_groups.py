@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import hf_ring_attention as ra
-from hf_ring_attention.tools.checks import links, machine
+from hf_ring_attention.cli.checks import links, machine
 from hf_ring_attention.transport.companions import companion_of
 from tests.hf.test_sharded_cache import cache_argument, greedy, tokens
 from tests.support.cases import check_cases, random_cases

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_ring_attention.tools.checks.tiny_models import *  # noqa: F403
+from hf_ring_attention.cli.checks.tiny_models import *  # noqa: F403
 
 
 def with_large_weights(model):

@@ -13,13 +13,13 @@ import pytest
 from packaging.version import Version
 from transformers import CONFIG_MAPPING
 
+from hf_ring_attention.cli import main as cli
+from hf_ring_attention.cli.checks import model as checks_of_model
+from hf_ring_attention.cli.checks.board import Board
+from hf_ring_attention.cli.checks.catalogue import all_checks
+from hf_ring_attention.cli.checks.machine import _NEWEST_TESTED
+from hf_ring_attention.cli.checks.runner import CheckOptions, CheckRun
 from hf_ring_attention.compute.kernels import CpuFlash
-from hf_ring_attention.tools import cli
-from hf_ring_attention.tools.checks import model as checks_of_model
-from hf_ring_attention.tools.checks.board import Board
-from hf_ring_attention.tools.checks.catalogue import all_checks
-from hf_ring_attention.tools.checks.machine import _NEWEST_TESTED
-from hf_ring_attention.tools.checks.runner import CheckOptions, CheckRun
 from tests.support.programs import run_program
 from tests.support.ranks import TIMEOUT
 from tests.support.releases import needs_mixers

@@ -6,9 +6,9 @@ import time
 import numpy as np
 import pytest
 
+from hf_ring_attention.cli.text_plots import DARK, SINK, pattern_lines
+from hf_ring_attention.cli.visible import visible_pairs
 from hf_ring_attention.plan.patterns import Pattern
-from hf_ring_attention.tools.text_plots import DARK, SINK, pattern_lines
-from hf_ring_attention.tools.visible import visible_pairs
 
 LAST = "branches:sink=4,window=512,last=300"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_ring_attention.cli import main as cli
 from hf_ring_attention.ring import engine
-from hf_ring_attention.tools import cli
 from tests.support.checkpoints import save_checkpoint_of_words
 from tests.support.programs import run_program
 from tests.support.ranks import PROMPTLY

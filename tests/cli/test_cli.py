@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from hf_ring_attention import __version__
+from hf_ring_attention.cli import main as cli
+from hf_ring_attention.cli.output import layer_numbers, short_bytes, short_count, short_seconds
 from hf_ring_attention.cost.explain import explain
 from hf_ring_attention.plan.patterns import Pattern
-from hf_ring_attention.tools import cli
-from hf_ring_attention.tools.output import layer_numbers, short_bytes, short_count, short_seconds
 
 CALL = "--tokens 8k --ranks 4 --heads 8 --kv-heads 2 --head-dim 32"
 
@@ -42,7 +42,7 @@ def gemma(tmp_path):
 def test_nothing_heavy_is_loaded_for_help_version_explain_and_models():
     script = """
 import sys
-from hf_ring_attention.tools import cli
+from hf_ring_attention.cli import main as cli
 
 call = "--tokens 8k --ranks 4 --heads 8 --head-dim 32"
 for words in ("--version", "--help", "explain --help", "check --help", "perplexity --help", "models llama",
@@ -87,7 +87,7 @@ import importlib.util, sys
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "{missing}" else find(name, *rest)
 sys.modules["{missing}"] = None  # any import of it fails
-from hf_ring_attention.tools import cli
+from hf_ring_attention.cli import main as cli
 cli.main(["--version"])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_ring_attention.tools import cli
-from hf_ring_attention.tools.commands import recipes
+from hf_ring_attention.cli import main as cli
+from hf_ring_attention.cli.commands import recipes
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"

@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_ring_attention as ra
-from hf_ring_attention.tools import cli
+from hf_ring_attention.cli import main as cli
 from tests.support.checkpoints import save_calibration, save_checkpoint_of_words
 from tests.support.programs import run_program
 from tests.support.ranks import TIMEOUT
@@ -217,7 +217,7 @@ def test_own_is_the_pattern_that_the_model_was_saved_with(model, capsys):
     assert own["share_of_exact_flops"] < window["share_of_exact_flops"]
 
 
-MAIN = "from hf_ring_attention.tools.cli import main\nmain()\n"
+MAIN = "from hf_ring_attention.cli.main import main\nmain()\n"
 
 
 def test_two_processes_write_the_figures_of_one(model, capsys):

@@ -10,8 +10,9 @@ import pytest
 from transformers import Gemma3TextConfig
 
 import hf_ring_attention as ra
+from hf_ring_attention.cli import main as cli
+from hf_ring_attention.cli import plots
 from hf_ring_attention.plan.patterns import Pattern
-from hf_ring_attention.tools import cli, plots
 
 RING = "plot ring --tokens 8k --ranks 4 --heads 8 --kv-heads 2 --head-dim 64 --tflops 10 --gbps 100"
 
@@ -134,7 +135,7 @@ def test_a_long_picture_takes_little_memory(tmp_path):
     pytest.importorskip("matplotlib")
     script = f"""
 from pathlib import Path
-from hf_ring_attention.tools import cli
+from hf_ring_attention.cli import main as cli
 
 try:
     cli.main("plot pattern pyramid:512,6 longnet:2048/1,all/16 --tokens 128k --output {tmp_path / "a.png"}".split())

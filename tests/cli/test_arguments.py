@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_ring_attention.tools import arguments, cli, plots
-from hf_ring_attention.tools.commands import explain
+from hf_ring_attention.cli import arguments, plots
+from hf_ring_attention.cli import main as cli
+from hf_ring_attention.cli.commands import explain
 from tests.support.missing import without
 
 ROOT = Path(__file__).parents[2]

@@ -2,8 +2,8 @@
 
 import pytest
 
+from hf_ring_attention.cli.plots import plot_patterns, plot_quality, plot_training, unbeaten
 from hf_ring_attention.plan.patterns import Pattern
-from hf_ring_attention.tools.plots import plot_patterns, plot_quality, plot_training, unbeaten
 
 
 @pytest.fixture

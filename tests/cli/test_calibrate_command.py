@@ -8,10 +8,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import hf_ring_attention as ra
+from hf_ring_attention.cli import main as cli
+from hf_ring_attention.cli.calibration_run import CalibrationRun
+from hf_ring_attention.cli.options import names_of_files
 from hf_ring_attention.evaluation import progress
-from hf_ring_attention.tools import cli
-from hf_ring_attention.tools.calibration_run import CalibrationRun
-from hf_ring_attention.tools.options import names_of_files
 from tests.support.checkpoints import save_checkpoint_of_words
 from tests.support.tiny_models import with_large_weights
 
