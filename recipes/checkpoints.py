@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ import sys
 import zipfile
 from collections import UserDict
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -27,11 +28,10 @@ from typing import Any, NoReturn
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-
-from hf_ring_attention.evaluation.whole_files import own_folder
 
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 #: The last file of a checkpoint of `finetune.py`: the settings of its run, and the sizes of all other files in bytes.
@@ -72,17 +72,22 @@ def own_run(output: Path, option: str) -> Iterator[None]:
 
     All processes enter it together; if the folder is taken, or cannot be written to, all of them end.
     """
-    with ExitStack() as stack:
-        error = None
-        if PartialState().is_main_process:
-            try:
-                stack.enter_context(own_folder(output))
-            except (OSError, ValueError) as reason:
-                error = f"{option}: {reason}"
-        (error,) = broadcast_object_list([error])
-        if error:
-            raise SystemExit(error)
+    lock, error = FileLock(output / ".lock"), None
+    if PartialState().is_main_process:
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=0)
+        except Timeout:
+            error = f"another process writes to the folder {str(output)!r}: wait for it, or name another one"
+        except OSError as reason:
+            error = str(reason)
+    (error,) = broadcast_object_list([error])
+    if error:
+        raise SystemExit(f"{option}: {error}")
+    try:
         yield
+    finally:
+        lock.release()
 
 
 @contextmanager
@@ -203,6 +208,16 @@ def last_saved(output: Path) -> Path:
             + (f" ({'; '.join(told)})" if told else "")
         )
     return last
+
+
+def is_finite_step(accelerator: Accelerator, loss: float, norm: float) -> bool:
+    """Returns whether the optimizer may take a step with this loss and this norm of the gradient.
+
+    In float16 gradients may overflow: the step is skipped, and the loss is scaled by half as much, until none does.
+    """
+    scaler = accelerator.scaler
+    skipped = accelerator.mixed_precision == "fp16" and (scaler is None or scaler.get_scale() >= 1)
+    return math.isfinite(loss) and (math.isfinite(norm) or skipped)
 
 
 def end_not_finite(step: int, loss: float, norm: float, last: Path | None, rate: str) -> NoReturn:

@@ -7,6 +7,7 @@ each other. Only the assistant's turns of a chat are learned.
 from __future__ import annotations
 
 import argparse
+import gzip
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,25 +19,17 @@ from typing import Any
 import datasets
 import torch
 from accelerate import PartialState
+from arguments import at_least, check, existing_file, may_be_an_id
 from datasets import Dataset, IterableDataset
 from tokens import columns_to_learn, tokenize
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_ring_attention as ra
-from hf_ring_attention.cli.arguments import at_least, check, existing_file
-from hf_ring_attention.evaluation.texts import python_topics
 
 LONG = ("split", "truncate", "drop", "raise")
 #: How a local file is read, by the end of its name.
-BUILDERS = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".txt": "text",
-    ".md": "text",
-}
+BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+BUILDERS |= {".txt": "text", ".md": "text"}
 
 
 @dataclass
@@ -44,41 +37,25 @@ class Sources:
     """The origin of documents, and how they become rows. The recipes have an option for each field."""
 
     text: list[str] | None = field(
-        default=None, metadata={"help": "text files, a document each; default: the topics of Python 3.11's manual"}
+        default=None, metadata={"help": "text files; default: topics of Python 3.11's manual"}
     )
     dataset: str | None = field(
-        default=None,
-        metadata={
-            "help": "instead of texts: a data set, by its hub id, its folder, or a .jsonl, .csv or .parquet file"
-        },
+        default=None, metadata={"help": "a data set's hub id, folder, or .jsonl, .csv, .parquet"}
     )
-    config: str | None = field(default=None, metadata={"help": "the data set's configuration, where it has several"})
+    config: str | None = field(default=None, metadata={"help": "the data set's configuration, if it has several"})
     split: str = field(default="train", metadata={"help": "the data set's split; 'train[:1%%]' is its beginning"})
     columns: list[str] | None = field(
         default=None,
-        metadata={
-            "help": "columns of texts, joined by an empty line, or the column of chats; default: 'messages' if there is one, "
-            "else 'text'"
-        },
+        metadata={"help": "columns of texts, or the column of chats; default: 'messages' if there is one, else 'text'"},
     )
-    streaming: bool = field(default=False, metadata={"help": "read the data set as it is trained on, and not before"})
-    buffer: int = field(
-        default=1000, metadata={"help": "documents among which rows are packed, and a stream is shuffled"}
-    )
+    streaming: bool = field(default=False, metadata={"help": "read the data set during training, and not before"})
+    buffer: int = field(default=1000, metadata={"help": "documents that are packed, or of a stream shuffled, together"})
     seq_len: int = field(default=1024, metadata={"help": "tokens of a row"})
-    packing: bool = field(
-        default=True, metadata={"help": "pack several documents into a row, none of which sees another"}
-    )
+    packing: bool = field(default=True, metadata={"help": "pack documents into rows; none of them sees another"})
     long_documents: str = field(
-        default="split",
-        metadata={
-            "help": "split, truncate, drop or refuse (raise) documents that are longer than a row",
-            "choices": LONG,
-        },
+        default="split", metadata={"help": "what becomes of documents longer than a row", "choices": LONG}
     )
-    held_out: int = field(
-        default=0, metadata={"help": "tokens of the first documents that are kept for evaluation, and not trained on"}
-    )
+    held_out: int = field(default=0, metadata={"help": "first tokens of the data, kept for evaluation"})
 
 
 # ---- options
@@ -88,7 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser, names: Sequence[str] | None =
     """Adds the options of `Sources` to a command line with hyphens: all of them, or only those in `names`."""
     group = parser.add_argument_group("data")
     kinds = {"buffer": at_least(1), "seq_len": at_least(2), "held_out": at_least(0), "dataset": dataset_id}
-    metavars = {"text": "FILE", "dataset": "NAME", "columns": "NAME", "config": "NAME"}
     for entry in fields(Sources):
         if names is not None and entry.name not in names:
             continue
@@ -96,9 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser, names: Sequence[str] | None =
         if isinstance(entry.default, bool):
             options["action"] = argparse.BooleanOptionalAction if entry.default else "store_true"
         else:
-            options["type"] = kinds.get(entry.name, str)
-            options["choices"] = entry.metadata.get("choices")
-            options["metavar"] = metavars.get(entry.name)
+            options |= {"type": kinds.get(entry.name, str), "choices": entry.metadata.get("choices")}
             options["nargs"] = "+" if entry.name in ("text", "columns") else None
         if entry.default not in (None, False, True):
             options["help"] += " (default %(default)s)"
@@ -130,8 +104,7 @@ def dataset_id(text: str) -> str:
             f"a data set is a hub id as 'owner/name', a folder, or a file that ends in {', '.join(BUILDERS)}, got {text!r}; "
             f"a file of text is named by --text"
         )
-    parts = text.split("/")
-    if not path.exists() and (len(parts) > 2 or not all(part and part[0].isalnum() for part in parts)):
+    if not path.exists() and not may_be_an_id(text):
         raise argparse.ArgumentTypeError(
             f"there is no folder and no file {text!r} (from {Path.cwd()}), and a hub id is written as 'owner/name'"
         )
@@ -263,7 +236,7 @@ def load(sources: Sources) -> Dataset | IterableDataset:
 def texts(files: Iterable[str] | None) -> list[str]:
     """Returns the contents of files; without files, the topics of Python 3.11's manual as one text."""
     if files is None:
-        return [python_topics()]
+        return [gzip.decompress(Path(__file__).with_name("python_topics.txt.gz").read_bytes()).decode()]
     contents = []
     for file in files:
         try:

@@ -191,6 +191,21 @@ def test_modules_are_short(module):
     assert len(SOURCES[module].splitlines()) <= LONGEST
 
 
+RECIPES = sorted((FOLDER.parent / "recipes").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_import_public_names_alone(path):
+    """And modules of their own folder and of libraries, as a copy of the folder does."""
+    source = path.read_text(encoding="utf-8")
+    ours = {(module, name) for module, name, _ in imports(source) if module.split(".")[0] in (PACKAGE, "tests")}
+    assert ours <= {(PACKAGE, None)}
+    stub = ast.parse((FOLDER / "__init__.pyi").read_text(encoding="utf-8"))
+    public = {alias.asname for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+    assert {node.attr for node in nodes if ast.unparse(node.value) in ("ra", PACKAGE)} <= public
+
+
 def defined(source):
     """The names that a module defines at its top."""
     for node in ast.parse(source).body:

@@ -1,4 +1,4 @@
-"""Prints the results of commands: tables in the terminal, JSON for programs, and progress on stderr, apart from both."""
+"""Prints the results of commands: tables of 80 columns, JSON for programs, and progress on stderr, apart from both."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
-#: The width of a table in characters where no terminal sets it: in a file, or a pipe.
-WIDTH_OF_FILES = 120
+#: The width of a table in characters if stdout is a file or a pipe.
+WIDTH_OF_FILES = 80
 #: Table cells of up to this many characters stay on one line, if the terminal is wide enough.
 LONGEST_UNBROKEN = 16
 
@@ -30,6 +30,14 @@ class Sheet:
     notes: Sequence[str] = ()
     left: int = 1
 
+    def markdown(self) -> str:
+        """Returns the table in Markdown, with its title as a heading."""
+        rule = ["---" if number < self.left else "---:" for number in range(len(self.headings))]
+        cells = [[str(cell).replace("|", "\\|") for cell in row] for row in (self.headings, rule, *self.rows)]
+        lines = "\n".join(f"| {' | '.join(row)} |" for row in cells)
+        notes = "\n".join(f"- {note}" for note in self.notes)
+        return "\n\n".join(filter(None, (f"## {self.title}", lines, notes))) + "\n"
+
 
 def terminal(stderr: bool = False) -> Any:
     """Returns a rich console for stdout or stderr."""
@@ -39,12 +47,13 @@ def terminal(stderr: bool = False) -> Any:
     return Console(stderr=stderr, width=None if stream.isatty() else WIDTH_OF_FILES, highlight=False)
 
 
-def print_sheet(sheet: Sheet, console: Any) -> None:
-    """Prints a table and its notes."""
+def print_sheet(sheet: Sheet) -> None:
+    """Prints a table and its notes to stdout."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
+    console = terminal()
     if sheet.title:
         console.print(Text(sheet.title, style="bold"))
     shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
@@ -52,7 +61,7 @@ def print_sheet(sheet: Sheet, console: Any) -> None:
     narrow = [_unbroken(heading, column) for heading, column in zip(sheet.headings, cells)]
     wide = [max(map(len, (heading, *column))) for heading, column in zip(sheet.headings, cells)]
     seams = 2 * len(narrow)
-    # Where the lines are too long, headings are broken first, and words only if that is not enough.
+    # If the lines are too long, break headings first, and words only if that is not enough.
     broken = sum(wide) + seams > console.width >= sum(narrow) + seams
     for number, (heading, column) in enumerate(zip(sheet.headings, cells)):
         short = max(map(len, column), default=0) <= LONGEST_UNBROKEN
@@ -79,23 +88,9 @@ def _unbroken(heading: str, cells: Sequence[str]) -> int:
     return max((*short, *(min(len(word), LONGEST_UNBROKEN) for word in words)), default=1)
 
 
-def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1) -> str:
-    """Returns a table in Markdown, of which the first `left` columns are aligned to the left."""
-    rule = ["---" if number < left else "---:" for number in range(len(headings))]
-    lines = [[str(cell).replace("|", "\\|") for cell in row] for row in (headings, rule, *rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def in_markdown(sheet: Sheet, heading: str = "") -> str:
-    """Returns a table in Markdown, with its title, after the mark of a heading if there is one, and its notes."""
-    text = markdown_table(sheet.headings, sheet.rows, sheet.left)
-    notes = "".join(f"\n- {note}" for note in sheet.notes)
-    return "\n\n".join(filter(None, (heading + sheet.title, text, notes.strip()))) + "\n"
-
-
 @contextmanager
 def stdout_left_alone(active: bool = True) -> Iterator[None]:
-    """Sends what libraries and other processes print to stdout to stderr, so that JSON stands alone on stdout."""
+    """Sends the output of libraries and other processes to stderr, so that JSON stands alone on stdout."""
     if not active:
         yield
         return
@@ -116,7 +111,7 @@ def print_json(figures: Any) -> None:
 
 
 def spinner(text: str) -> AbstractContextManager[Any]:
-    """Shows on stderr, where that is a terminal, that something is being worked on."""
+    """Shows on stderr, if that is a terminal, that the command is working."""
     status: AbstractContextManager[Any] = terminal(stderr=True).status(text)
     return status
 
@@ -131,11 +126,11 @@ def short_count(tokens: int) -> str:
 
 def short_bytes(size: float) -> str:
     """Returns bytes in the unit that suits them."""
-    for unit in ("B", "KiB", "MiB"):
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
-    return f"{size:.1f} GiB" if size < 1024 else f"{size / 1024:.1f} TiB"
+    return f"{size:.1f} TiB"
 
 
 def short_seconds(seconds: float) -> str:

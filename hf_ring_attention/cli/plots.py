@@ -1,40 +1,46 @@
-"""Draws patterns, layouts, a ring's steps, and losses of documents and of training. Only drawing needs matplotlib."""
+"""Draws the pictures of commands with matplotlib: patterns, layouts, rings, calibrations, estimates and perplexities."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..cost.timeline import Timeline
-from ..evaluation.whole_files import whole_file
 from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern
-from .arguments import missing_extra
-from .output import short_count, short_seconds
-from .visible import VisiblePairs, visible_pairs
+from .output import short_bytes, short_count
+from .text_plots import shares_seen, timeline_summary
+from .visible import visible_pairs
+
+if TYPE_CHECKING:
+    from ..cost.estimate import Estimate
+    from ..evaluation.calibration.result import Calibration
 
 #: The colours of what is not seen, of the future, and of sinks. A square is brighter, the more of its pairs are seen.
 UNSEEN, FUTURE, SINKS = "#12121f", "#d8d8dc", "#19d3f3"
 #: Shares of a square below this are drawn as this one.
 FAINTEST = 1 / 64
 COMPUTE, SEND, WAIT = ("#3b6fb6", "#7fa8dc"), "#f0a030", "#d9534f"
+#: Squares of calibrations with more key/value heads have no text.
+MOST_HEADS_WITH_TEXT = 12
 
 
-def new_figure(width: float, height: float) -> Any:
-    """Returns an empty figure of this size in inches, or raises ModuleNotFoundError that says how to get matplotlib."""
-    missing = missing_extra("a picture", "matplotlib")
-    if missing:
-        raise ModuleNotFoundError(missing, name="matplotlib")
+def _new_figure(width: float, height: float) -> Any:
+    """Returns an empty figure of this size in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Writes a figure to a file, whole or not at all, in the format that the end of its name says."""
+    """Writes a figure to a file, whole or not at all, in the format that the end of its name selects."""
+    from ..evaluation.whole_files import whole_file
+
     with whole_file(path) as part:
         figure.savefig(part, dpi=120, format=path.suffix.removeprefix("."))
 
@@ -52,17 +58,17 @@ def plot_patterns(
     *,
     head: int | None = None,
     num_heads: int = 8,
-    num_kv_heads: int | None = None,
+    num_kv_heads: int = 8,
 ) -> None:
     """Draws who attends to whom under each pattern, in a document of any length, to a file.
 
     Args:
         bins: squares along a side.
-        head: the head whose keys are drawn; None for what any of the heads sees.
-        num_kv_heads: the number of key/value heads; None for `num_heads`.
+        head: the head whose keys are drawn; None for the keys that any of the heads sees.
     """
     panels = len(patterns)
-    figure = new_figure(1.6 + 3.6 * panels, 4.9)
+    shape: dict[str, Any] = {"head": head, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    figure = _new_figure(1.6 + 3.6 * panels, 4.9)
     from matplotlib.colors import LinearSegmentedColormap, LogNorm
     from matplotlib.patches import Patch, Polygon, Rectangle
 
@@ -70,9 +76,7 @@ def plot_patterns(
     axes = figure.subplots(1, panels, squeeze=False)[0]
     image, any_sinks = None, False
     for axis, (name, pattern) in zip(axes, patterns.items()):
-        visible = visible_pairs(
-            pattern, length, bins, head=head, num_heads=num_heads, num_kv_heads=num_kv_heads or num_heads
-        )
+        visible = visible_pairs(pattern, length, bins, **shape)
         share = visible.share / np.where(visible.possible > 0, visible.possible, 1)
         axis.set_facecolor(UNSEEN)
         axis.add_patch(Polygon([(0, 0), (length, 0), (length, length)], color=FUTURE, linewidth=0))
@@ -88,7 +92,7 @@ def plot_patterns(
             any_sinks = True
             width = max(visible.sinks, length / 120)  # Sinks are a few pixels wide, however long the document is.
             axis.add_patch(Rectangle((0, 0), width, length, color=SINKS, linewidth=0, zorder=3))
-        axis.set_title(f"{name}\n{shares_seen(pattern, visible, head, num_heads, num_kv_heads)}", fontsize=9)
+        axis.set_title(f"{name}\n{shares_seen(pattern, visible, **shape)}", fontsize=9)
         ticks = _token_ticks(length)
         for one in (axis.xaxis, axis.yaxis):
             one.set_ticks(ticks, [short_count(tick) for tick in ticks])
@@ -106,17 +110,6 @@ def plot_patterns(
     save_figure(figure, path)
 
 
-def shares_seen(
-    pattern: Pattern, visible: VisiblePairs, head: int | None, num_heads: int, num_kv_heads: int | None
-) -> str:
-    """Returns a text: how much of the causal pairs a head sees, and how much all heads see together."""
-    if head is not None:
-        return f"head {head} sees {visible.share_of_causal:.1%} of the pairs"
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads or num_heads}
-    one = visible_pairs(pattern, visible.length, len(visible.edges) - 1, head=0, **heads).share_of_causal
-    return f"one head sees {one:.1%} of the pairs, {num_heads} heads {visible.share_of_causal:.1%}"
-
-
 def plot_layout(layout: SequenceLayout, work: Sequence[float], pattern: Pattern, path: Path) -> None:
     """Draws which tokens of a row each rank holds, and how much work a pattern gives it.
 
@@ -124,25 +117,24 @@ def plot_layout(layout: SequenceLayout, work: Sequence[float], pattern: Pattern,
         work: the query-key pairs of each rank over the mean.
     """
     p = layout.world_size
-    figure = new_figure(9, 1.6 + 0.36 * min(p, 24))
+    figure = _new_figure(9, 1.6 + 0.36 * min(p, 24))
     left, right = figure.subplots(1, 2, width_ratios=[3, 1], sharey=True)
     from matplotlib import colormaps
 
-    colours = colormaps["viridis"](np.linspace(0.1, 0.9, p))
-    for rank in range(p):
+    for rank, colour in enumerate(colormaps["viridis"](np.linspace(0.1, 0.9, p))):
         pieces = [(piece.start, len(piece)) for piece in layout.pieces(rank)]
-        left.broken_barh(pieces, (rank - 0.4, 0.8), color=colours[rank])
-        right.barh(rank, work[rank], height=0.8, color=colours[rank])
+        left.broken_barh(pieces, (rank - 0.4, 0.8), color=colour)
+        right.barh(rank, work[rank], height=0.8, color=colour)
     if layout.padded_len > layout.seq_len:
         left.axvspan(layout.seq_len, layout.padded_len, color="#bbbbbb", alpha=0.7, label="padding")
         figure.legend(loc="outside lower center", frameon=False)
+    ticks = _token_ticks(layout.seq_len)
+    left.set_xlim(0, layout.padded_len)
+    left.set_xticks(ticks, [short_count(tick) for tick in ticks])
+    left.set_xlabel("position in the row (tokens)")
     left.set_ylim(p - 0.4, -0.6)
     left.set_yticks(range(p))
-    left.set_xlim(0, layout.padded_len)
-    ticks = _token_ticks(layout.seq_len)
-    left.set_xticks(ticks, [short_count(tick) for tick in ticks])
     left.set_ylabel("rank")
-    left.set_xlabel("position in the row (tokens)")
     left.set_title(f"{layout.kind}: {short_count(layout.seq_len)} tokens over {p} ranks", fontsize=10)
     right.axvline(1, color="black", linewidth=0.8, linestyle=":")
     right.set_xlabel("work over the mean")
@@ -151,163 +143,119 @@ def plot_layout(layout: SequenceLayout, work: Sequence[float], pattern: Pattern,
 
 
 def plot_ring(timeline: Timeline, title: str, path: Path) -> None:
-    """Draws a ring's forward pass as a Gantt chart to a file: what each rank computes, sends and waits for."""
-    figure = new_figure(10, 1.8 + 0.5 * min(timeline.ranks, 24))
+    """Draws a ring's forward pass as a Gantt chart: when each rank computes, sends and waits."""
+    figure = _new_figure(10, 1.8 + 0.5 * min(timeline.ranks, 24))
     axis, p = figure.subplots(), timeline.ranks
     from matplotlib.patches import Patch
 
     units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
     unit, name = next(((size, unit) for size, unit in units if timeline.seconds >= size), (1e-9, "ns"))
-    # A bar has the number of the rank whose keys it computes with, where there is room.
-    longest = max((span.stop - span.start for span in timeline.spans if span.kind == "compute"), default=0.0)
-    show_sources = p <= 24 and longest > 0.012 * timeline.seconds
-    lanes = {"compute": (-0.42, 0.5), "wait": (-0.42, 0.5), "send": (0.12, 0.26)}
+    waiting: dict[str, Any] = {"hatch": "///", "facecolor": "white", "edgecolor": WAIT}
     for span in timeline.spans:
-        low, height = lanes[span.kind]
-        colour = COMPUTE[span.step % 2] if span.kind == "compute" else SEND if span.kind == "send" else WAIT
-        style = (
-            {"hatch": "///", "facecolor": "white", "edgecolor": colour} if span.kind == "wait" else {"color": colour}
-        )
+        low, height = (0.12, 0.26) if span.kind == "send" else (-0.42, 0.5)
+        colour = SEND if span.kind == "send" else COMPUTE[span.step % 2]
+        style = waiting if span.kind == "wait" else {"color": colour}
         bar = [(span.start / unit, (span.stop - span.start) / unit)]
         axis.broken_barh(bar, (span.rank + low, height), linewidth=0.4, **style)
-        if span.kind == "compute" and show_sources and span.stop - span.start > 0.012 * timeline.seconds:
-            middle = (span.start + span.stop) / 2 / unit
-            axis.text(middle, span.rank - 0.17, str(span.source), ha="center", va="center", fontsize=7, color="white")
     axis.set_ylim(p - 0.45, -0.6)
     axis.set_yticks(range(p))
-    axis.set_xlim(0, timeline.seconds / unit or 1)
     axis.set_ylabel("rank")
+    axis.set_xlim(0, timeline.seconds / unit or 1)
     axis.set_xlabel(f"time ({name})")
     axis.set_title(f"{title}\n{timeline_summary(timeline)}", fontsize=10)
     handles = [
-        Patch(
-            color=COMPUTE[0], label="compute" + (", with the keys of the rank that is named" if show_sources else "")
-        ),
+        Patch(color=COMPUTE[0], label="compute"),
         Patch(color=SEND, label="send"),
-        Patch(facecolor="white", edgecolor=WAIT, hatch="///", label="wait"),
+        Patch(**waiting, label="wait"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
     save_figure(figure, path)
 
 
-def timeline_summary(timeline: Timeline) -> str:
-    """Returns a text: how long a timeline is, and the shares of it that are computing and waiting."""
-    return (
-        f"{short_seconds(timeline.seconds)} in all: ranks compute for {timeline.share('compute'):.0%} of it and wait for keys "
-        f"for {timeline.share('wait'):.0%}"
-    )
-
-
-def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Returns the mean of each value and those before it, over `window` values where there are so many."""
-    sums = np.cumsum(np.insert(values, 0, 0.0))
-    stops = np.arange(1, len(values) + 1)
-    starts = np.maximum(stops - window, 0)
-    mean: np.ndarray = (sums[stops] - sums[starts]) / (stops - starts)
-    return mean
-
-
-def plot_losses(losses: Mapping[str, Sequence[float]], path: Path, window: int = 256) -> None:
-    """Draws the loss along the document for each pattern, in nats, as a running mean over the last `window` tokens.
-
-    A second panel shows the differences from the first pattern.
-    """
-    figure = new_figure(9, 6.5)
-    top, bottom = figure.subplots(2, 1, sharex=True)
-    first = None
-    for name, values in losses.items():
-        predicted = np.nan_to_num(np.asarray(values[1:], dtype=np.float64))  # Nothing predicts the first token.
-        width = min(window, len(predicted))
-        mean = _trailing_mean(predicted, width)[width - 1 :]
-        position = np.arange(len(mean)) + width
-        top.plot(position, mean, label=name, linewidth=1)
-        first = mean if first is None else first
-        bottom.plot(position, mean - first, linewidth=1)
-    top.set_ylabel(f"loss (nats, mean of {width} tokens)")
-    bottom.set_ylabel(f"difference from {next(iter(losses))} (nats)")
-    bottom.set_xlabel("position in the document (tokens)")
-    for axis in (top, bottom):
-        axis.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=min(4, len(losses)), fontsize=9, frameon=False)
-    save_figure(figure, path)
-
-
-def plot_quality(figures: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws what each pattern costs and what it saves: perplexity against the share of exact attention's FLOPs.
-
-    A line joins the patterns that no other beats in both.
+def plot_quality(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draws the perplexity of patterns against their share of exact attention's FLOPs.
 
     Args:
-        figures: for each pattern "pattern", "perplexity" and "flop_share".
+        rows: for each pattern "pattern", "perplexity" and "share_of_exact_flops".
     """
-    figure = new_figure(7.5, 4.8)
-    from matplotlib.ticker import FuncFormatter, NullLocator
-
+    figure = _new_figure(7.5, 4.8)
     axis = figure.subplots()
-    best = unbeaten([(row["flop_share"], row["perplexity"]) for row in figures])
-    axis.plot(*zip(*best), color="C0", alpha=0.4, linewidth=1.2, zorder=1, label="no other pattern is better in both")
-    for row in figures:
-        share, perplexity = row["flop_share"], row["perplexity"]
-        is_best = (share, perplexity) in best
-        axis.scatter([share], [perplexity], color="C0" if is_best else "C7", zorder=2)
-        axis.annotate(
-            row["pattern"],
-            (share, perplexity),
-            xytext=(-5, -11) if is_best else (5, 5),  # The line falls, and patterns that are beaten lie above it.
-            textcoords="offset points",
-            ha="right" if is_best else "left",
-            fontsize=8,
-        )
+    for row in rows:
+        point = (row["share_of_exact_flops"], row["perplexity"])
+        axis.scatter(*zip(point), color="C0", zorder=2)
+        axis.annotate(row["pattern"], point, xytext=(5, 5), textcoords="offset points", fontsize=8)
     axis.set_xscale("log")
-    low = min(row["flop_share"] for row in figures)
-    ticks = [tick for tick in (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.5, 1.0) if tick >= low / 2]
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_xticks(ticks)
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.1%}" if x < 0.01 else f"{x:.0%}"))
-    # Names stand beside the points and inside the frame: a letter takes at most 8 of its 800 pixels.
-    room = min(0.3, (12 + 8 * max(len(row["pattern"]) for row in figures)) / 800)
+    # Names stand inside the frame: a letter takes at most 8 of its 800 pixels.
+    room = min(0.3, (12 + 8 * max(len(row["pattern"]) for row in rows)) / 800)
     axis.margins(x=room / (1 - 2 * room), y=0.16)
-    axis.set_xlabel("attention FLOPs, of exact attention's")
+    axis.set_xlabel("attention FLOPs, as a share of exact attention's")
     axis.set_ylabel("perplexity")
     axis.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", fontsize=9, frameon=False)
     save_figure(figure, path)
 
 
-def unbeaten(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Returns the points (cost, loss) of which no other one is as good in both and better in one, by ascending cost."""
-    best: list[tuple[float, float]] = []
-    for point in sorted(set(points)):
-        if not best or point[1] < best[-1][1]:
-            best.append(point)
-    return best
+def plot_calibration(calibration: Calibration, path: Path) -> None:
+    """Draws the pattern of each layer and key/value head, in the colour of its cost: cheap ones light, dear ones dark."""
+    heads = calibration.of_heads()
+    layers, most = sorted(heads), max(map(len, heads.values()))
+    counts = Counter(str(pattern) for patterns in heads.values() for pattern in patterns)
+    shares = {str(pattern): calibration.share_of(pattern) for pattern in calibration.menu}
+    width = 0.085 * max(map(len, counts)) if most <= MOST_HEADS_WITH_TEXT else 0.36
+    figure = _new_figure(max(4.8, 1.9 + most * max(0.36, width)), 2.4 + 0.24 * len(layers))
+    from matplotlib import colormaps
+    from matplotlib.colors import LogNorm
+    from matplotlib.patches import Patch
+
+    norm, colours, axis = LogNorm(min(shares.values()), 1), colormaps["YlGnBu"], figure.subplots()
+    values = np.full((len(layers), most), np.nan)
+    for row, layer in enumerate(layers):
+        for head, pattern in enumerate(map(str, heads[layer])):
+            values[row, head] = shares[pattern]
+            if most <= MOST_HEADS_WITH_TEXT:
+                colour = "white" if norm(shares[pattern]) > 0.55 else "black"
+                axis.text(head, row, pattern, ha="center", va="center", fontsize=7, color=colour)
+    axis.imshow(values, norm=norm, cmap=colours, aspect="auto", interpolation="nearest")
+    axis.set_xticks(range(most))
+    axis.set_yticks(range(len(layers)), layers)
+    axis.tick_params(length=0, labelsize=8)
+    axis.set_xlabel("key/value head")
+    axis.set_ylabel("layer")
+    tokens = short_count(calibration.seq_len)
+    axis.set_title(f"{calibration.flop_share:.1%} of exact attention's FLOPs at {tokens} tokens", fontsize=10)
+    handles = [
+        Patch(color=colours(norm(share)), label=f"{text}: {share:.1%} of the FLOPs, {counts[text]} groups of heads")
+        for text, share in sorted(shares.items(), key=lambda item: item[1])
+        if counts[text]
+    ]
+    columns = max(1, int(figure.get_figwidth() / 3.6))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+    save_figure(figure, path)
 
 
-def plot_training(
-    losses: Sequence[float], path: Path, held_out: Mapping[int, float] | None = None, learned: str = "training"
-) -> None:
-    """Writes a PNG: the loss of each optimizer step, in nats a token, its running mean, and losses of held-out data.
+def plot_estimate(answer: Estimate, path: Path) -> None:
+    """Draws bars of the parts of a device's peak for lengths around the estimated one."""
+    from ..cost.estimate import parts_by_bound  # It imports torch.
 
-    Args:
-        losses: the losses of steps 1, 2, ...; the running mean is over a tenth of all steps.
-        held_out: the loss of held-out data after each step that has one; step 0 is before the first one.
-        learned: the name of the loss of steps in the legend.
-    """
-    figure = new_figure(7, 4)
-    from matplotlib.ticker import MaxNLocator
-
-    axis = figure.subplots()
-    steps, width = range(1, len(losses) + 1), max(1, len(losses) // 10)
-    axis.plot(steps, losses, color="C0", alpha=0.35, linewidth=1, label=f"{learned}, each step")
-    if width > 1:
-        mean = [sum(losses[max(0, stop - width) : stop]) / min(width, stop) for stop in steps]
-        axis.plot(steps, mean, color="C0", linewidth=1.8, label=f"{learned}, mean of the last {width} steps")
-    if held_out:
-        points = sorted(held_out.items())
-        axis.plot(*zip(*points), color="C1", marker="o", markersize=4, linewidth=1.8, label="held out")
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.set_xlabel("optimizer step")
-    axis.set_ylabel("loss (nats a token)")
-    axis.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=3, fontsize=9, frameon=False)
+    figure = _new_figure(10, 4.6)
+    axis, setting = figure.subplots(), answer.setting
+    unit = 2 * setting.ring_size
+    lengths = [max(unit, round(setting.seq_len * 2.0**power / unit) * unit) for power in range(-3, 3)]
+    parts = [parts_by_bound(answer.shape, replace(setting, seq_len=length)) for length in lengths]
+    bars = [{part.name: part.bytes / 2**30 for part in of_length if not part.host} for of_length in parts]
+    floors = np.zeros(len(bars))
+    for number, name in enumerate(dict.fromkeys(name for bar in bars for name in bar)):
+        heights = np.array([bar.get(name, 0.0) for bar in bars])
+        axis.bar(range(len(bars)), heights, bottom=floors, label=name, color=f"C{number % 10}", width=0.7)
+        floors += heights
+    if answer.memory is not None:
+        label = f"{short_bytes(answer.memory)} of a device"
+        axis.axhline(answer.memory / 2**30, color="black", linestyle="--", linewidth=1, label=label)
+    axis.set_xticks(range(len(lengths)), [short_count(length) for length in lengths])
+    axis.set_xlabel("tokens of a sequence")
+    axis.set_ylabel("GiB of a device at the peak")
+    model = f"{answer.shape.model_type}, {answer.shape.parameters / 1e9:.2f} billion parameters"
+    rings = f"ring of {setting.ring_size} of {setting.devices} devices, {setting.parallel}"
+    axis.set_title(f"{model}, {rings}", fontsize=10)
+    axis.grid(axis="y", alpha=0.3)
+    axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     save_figure(figure, path)

@@ -1,4 +1,4 @@
-"""Draws the pictures of `plots` as text for a terminal, in lists of lines."""
+"""Describes pictures in words, and draws them as text for a terminal, in lists of lines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import numpy as np
 
 from ..cost.timeline import Timeline
 from ..plan.layouts import SequenceLayout
-from .output import short_count
-from .visible import VisiblePairs
+from ..plan.patterns import Pattern
+from .output import short_count, short_seconds
+from .visible import VisiblePairs, visible_pairs
 
 #: The width of a picture in characters.
 COLUMNS = 64
@@ -18,6 +19,7 @@ COLUMNS = 64
 SHADES = ((0.75, "█"), (0.25, "▓"), (1 / 16, "▒"), (0.0, "░"))
 SINK, DARK = "┃", "·"
 PATTERN_LEGEND = "█ most pairs seen, ▓ from 1/4, ▒ from 1/16, ░ fewer, · none, ┃ sinks, blank: the future"
+RING_LEGEND = "█ ▓ compute (steps alternate), ~ wait, ─ send"
 
 
 def pattern_lines(visible: VisiblePairs) -> list[str]:
@@ -77,4 +79,18 @@ def ring_lines(timeline: Timeline) -> list[str]:
     return lines
 
 
-RING_LEGEND = "█ ▓ compute (steps alternate), ~ wait, ─ send"
+def shares_seen(pattern: Pattern, visible: VisiblePairs, *, head: int | None, num_heads: int, num_kv_heads: int) -> str:
+    """Returns a text: how much of the causal pairs a head sees, and how much all heads see together."""
+    if head is not None:
+        return f"head {head} sees {visible.share_of_causal:.1%} of the pairs"
+    shape = {"head": 0, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    first = visible_pairs(pattern, visible.length, len(visible.edges) - 1, **shape).share_of_causal
+    return f"one head sees {first:.1%} of the pairs, {num_heads} heads {visible.share_of_causal:.1%}"
+
+
+def timeline_summary(timeline: Timeline) -> str:
+    """Returns a text: how long a timeline is, and the shares of it that are computing and waiting."""
+    return (
+        f"{short_seconds(timeline.seconds)} in all: ranks compute for {timeline.share('compute'):.0%} of it and wait for keys "
+        f"for {timeline.share('wait'):.0%}"
+    )

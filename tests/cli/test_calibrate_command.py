@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import hf_ring_attention as ra
 from hf_ring_attention.cli import main as cli
-from hf_ring_attention.cli.calibration_run import CalibrationRun
-from hf_ring_attention.cli.options import names_of_files
+from hf_ring_attention.cli.calibrate import CalibrationRun, names_of_files
+from hf_ring_attention.cli.main import command_parser
 from hf_ring_attention.evaluation import progress
-from tests.support.checkpoints import save_checkpoint_of_words
+from tests.support.checkpoints import save_calibration, save_checkpoint_of_words
 from tests.support.tiny_models import with_large_weights
 
 MENU = ["window:4+1", "window:16+1", "exact"]
@@ -76,71 +76,65 @@ def test_files_and_figures_are_those_of_the_library(folder, capsys, monkeypatch)
     assert len(list((output / "measurements").glob("*.json"))) > 1
 
 
-def test_a_budget_of_bytes(folder, capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.main(words_of(folder, "--budget-of", "bytes", "--ranks", 2, "--refinements", 0))
-    assert not end.value.code and "of the bytes of a ring of 2" in " ".join(capsys.readouterr().out.split())
-    with pytest.raises(SystemExit) as end:
-        cli.main(words_of(folder, "--budget-of", "bytes"))
-    assert end.value.code == 2 and "name the ranks" in " ".join(capsys.readouterr().err.replace("│", " ").split())
+def test_a_budget_of_bytes(folder, command, refusal):
+    printed = command(words_of(folder, "--budget-of", "bytes", "--ranks", 2, "--refinements", 0))
+    assert "of the bytes of a ring of 2" in " ".join(printed.split())
+    assert "name the ranks" in refusal(words_of(folder, "--budget-of", "bytes"))
 
 
-def test_json_alone_on_stdout(folder, capsys):
-    with pytest.raises(SystemExit):
-        cli.main(words_of(folder, "--json", "--refinements", 0))
-    figures = json.loads(capsys.readouterr().out)
+def test_json_alone_on_stdout(folder, command):
+    figures = json.loads(command(words_of(folder, "--json", "--refinements", 0)))
     chosen = ra.Calibration.from_dict(figures["calibration"])
     [losses] = figures["losses"]
     assert losses["nll"]["calibrated"] == pytest.approx(chosen.texts[0].chosen_nll, rel=1e-6)
     assert losses["nll"]["exact"] == pytest.approx(chosen.texts[0].exact_nll, rel=1e-5)
 
 
+def test_the_picture_of_a_file(folder, tmp_path, command):
+    pytest.importorskip("matplotlib")
+    file = save_calibration(tmp_path / "chosen.json", {0: "window:4+1", 1: "window:2"})
+    assert command(f"plot calibration {file} --output {tmp_path / 'a.png'}") == f"wrote {tmp_path / 'a.png'}\n"
+    assert (tmp_path / "a.png").stat().st_size > 5000
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--held-out", "{folder}/bytes.txt"], "'--held-out': {folder}/bytes.txt is not a text in UTF-8: "),
+        (["--held-out", "{folder}/bytes.txt"], "--held-out: {folder}/bytes.txt is not a text in UTF-8: "),
         (["--model", "{folder}/bare"], "'{folder}/bare' cannot be loaded: "),
-        (["--output", "{folder}/fox.txt/new"], "'--output': a folder was expected, but '{folder}/fox.txt' is a file"),
-        (["--plot"], "'--plot': the picture is layers.png in the folder of --output: name one"),
+        (["--output", "{folder}/fox.txt/new"], "--output: a folder was expected, but '{folder}/fox.txt' is a file"),
+        (["--plot"], "--plot: the picture is layers.png in the folder of --output: name one"),
         (["--ring-size", 2], "2 processes are to share each text, and 1 were started"),
-        (["--budget", 2], "'--budget': a share of exact attention's cost, above 0 and at most 1, was expected, got 2"),
+        (["--budget", 2], "--budget: a share of exact attention's cost, above 0 and at most 1, was expected, got 2"),
         (["--model", "{folder}/bare", "--budget", 0], "above 0 and at most 1, was expected, got 0"),
-        (["--model", "{folder}/bare", "--compare", "kv0-3=window:8;kv4=exact"], "'--compare': "),
+        (["--model", "{folder}/bare", "--compare", "kv0-3=window:8;kv4=exact"], "--compare: "),
         (["--seq-len", 2048], "fox.txt has 360 tokens, and 1 row(s) of 2048 = 2048 are needed"),
         (["--menu", "exact"], "menu has exact twice"),
     ],
 )
-def test_wrong_options_are_refused_in_one_line(folder, more, message, capsys):
+def test_wrong_options_are_refused_in_one_line(folder, more, message, refusal):
     (folder / "bytes.txt").write_bytes(b"caf\xe9 au lait")
     (folder / "bare").mkdir()
     (folder / "bare" / "config.json").write_bytes((folder / "model" / "config.json").read_bytes())
-    with pytest.raises(SystemExit) as end:
-        cli.main(words_of(folder, *(str(word).format(folder=folder) for word in more)))
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and message.format(folder=folder) in error
-    assert len(error.strip().splitlines()) == 1
+    error = refusal(words_of(folder, *(str(word).format(folder=folder) for word in more)))
+    assert message.format(folder=folder) in error
 
 
-def test_rows_open_as_the_tokenizer_writes_texts_and_fit_the_positions(folder, capsys):
+def test_rows_open_as_the_tokenizer_writes_texts_and_fit_the_positions(folder, command, refusal):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     template = TemplateProcessing(single="fox $A", special_tokens=[("fox", tokenizer("fox").input_ids[0])])
     tokenizer.backend_tokenizer.post_processor = template
     tokenizer.save_pretrained(folder / "model")
-    rows = CalibrationRun(str(folder / "model"), "float32", "cpu").rows_of(
-        "dog", "lazy dog over the quick " * 40, 50, 3
-    )
+    args = command_parser().parse_args(words_of(folder, "--seq-len", 50, "--rows", 3))
+    rows = CalibrationRun(args).rows_of("dog", "lazy dog over the quick " * 40)
     plain = tokenizer("lazy dog over the quick " * 40, add_special_tokens=False, return_tensors="pt").input_ids[0]
     for row, start in zip(rows, (0, (200 - 49) // 2, 200 - 49), strict=True):
         assert row[0] == tokenizer("fox", add_special_tokens=False).input_ids[0]
         assert torch.equal(row[1:], plain[start : start + 49])
     output = folder / "chosen"
-    with pytest.raises(SystemExit) as end:
-        cli.main(words_of(folder, "--output", output))
-    assert not end.value.code and "each opened by fox" in (output / "report.md").read_text()
+    command(words_of(folder, "--output", output))
+    assert "each opened by fox" in (output / "report.md").read_text()
 
     config = folder / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 70}))
-    with pytest.raises(SystemExit) as end:
-        cli.main(words_of(folder))
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert end.value.code == 2 and "'--seq-len': the model has positions for 70 tokens, and rows have 80" in error
+    assert "argument --seq-len: the model has positions for 70 tokens, and rows have 80" in refusal(words_of(folder))

@@ -17,7 +17,7 @@ from hf_ring_attention.cli import main as cli
 from hf_ring_attention.cli.checks import model as checks_of_model
 from hf_ring_attention.cli.checks.board import Board
 from hf_ring_attention.cli.checks.catalogue import all_checks
-from hf_ring_attention.cli.checks.machine import _NEWEST_TESTED
+from hf_ring_attention.cli.checks.machine import NEWEST_TESTED
 from hf_ring_attention.cli.checks.runner import CheckOptions, CheckRun
 from hf_ring_attention.compute.kernels import CpuFlash
 from tests.support.programs import run_program
@@ -67,13 +67,13 @@ def test_one_process(capsys):
     assert status == 0, printed
     assert list(found) == [check.name for check in all_checks(1)]
     assert {name for name, (verdict, _) in found.items() if verdict == "-"} == {
-        "clocks", "latency", "bandwidth", "timeouts", "traffic",
+        "latency", "bandwidth", "timeouts",
     }  # fmt: skip
-    installed = {name: Version(importlib.metadata.version(name)) for name in _NEWEST_TESTED}
-    newer = any(installed[name].release[:2] > Version(tested).release[:2] for name, tested in _NEWEST_TESTED.items())
-    assert re.fullmatch(rf"all 9 checks are ok{' but for warnings of versions' * newer}, in \d+ s", last)
+    installed = {name: Version(importlib.metadata.version(name)) for name in NEWEST_TESTED}
+    newer = any(installed[name].release[:2] > Version(tested).release[:2] for name, tested in NEWEST_TESTED.items())
+    assert re.fullmatch(rf"all 8 checks are ok{' but for warnings of versions' * newer}, in \d+ s", last)
     assert re.fullmatch(
-        r"tiny llama: 3 tokens after a prefill, with logits \de-1\d from one process's", found["generation"][1]
+        r"tiny llama: 3 tokens after a prefill, with logits \S+ from one process's", found["generation"][1]
     )
     assert "pattern window:4+2" in found["model"][1]
     assert re.search(r"float64 \S+e-1\d of 1.0e-12, float32 \S+e-0\d of \S+e-0\d", found["oracle local"][1])
@@ -109,10 +109,9 @@ def test_two_processes_of_torchrun(tmp_path):
         errors = found[f"oracle {transport}"]["figures"]["errors"]
         assert errors.keys() == {"float64", "bfloat16"}
         assert all(0 < error <= bound for error, bound in errors.values())
-    assert found["traffic"]["figures"]["calls"] == 3 * 2 * 3 * 2  # transports, patterns, layouts, dtypes
     assert found["latency"]["figures"]["slowest_link"] in ([0, 1], [1, 0])
-    assert found["train step"]["figures"]["apart"] <= 1e-10
-    assert found["generation"]["figures"]["apart"] <= 1e-10
+    assert found["train step"]["figures"]["apart"] <= 1e-6
+    assert found["generation"]["figures"]["apart"] <= 1e-6
     assert len(found["generation"]["figures"]["tokens"][0]) == 3
 
 
@@ -194,7 +193,7 @@ def judged(name, answers, **facts):
     return next(check for check in all_checks(len(answers)) if check.name == name).judge(run, answers)
 
 
-MACHINES = [{"host": "a", "device": f"GPU {n}", "type": "cuda", "cores": 8, "waited": n} for n in range(2)]
+MACHINES = [{"host": "a", "device": f"GPU {n}", "type": "cuda", "cores": 8} for n in range(2)]
 
 
 def test_devices_that_are_shared_and_variables_that_differ():
@@ -208,9 +207,7 @@ def test_devices_that_are_shared_and_variables_that_differ():
     assert judged("environment", [{"torch's threads": "8"}] * 2, machines=crowded).status == "warning"
 
 
-def test_clocks_and_slow_links():
-    ahead = judged("clocks", [(0.0, 0.0), (3.0, 1e-4), (-1.0, 1e-4)])
-    assert (ahead.status, ahead.text) == ("warning", "process 1's clock is 4 s ahead of process 2's")
+def test_slow_links():
     machines = [{**MACHINES[0], "device": f"GPU {n}"} for n in range(4)]
     slow = judged("latency", [1e-5, 1e-5, 1e-3, 1e-5], machines=machines)
     assert slow.status == "warning" and "slowest 1 ms from process 2 to 3" in slow.text
@@ -250,7 +247,7 @@ def test_types_that_cannot_be_prefilled_are_skipped(tmp_path, capsys):
 
 
 def test_versions_that_are_newer_than_tested():
-    torch_release, transformers = (_NEWEST_TESTED[name] for name in ("torch", "transformers"))
+    torch_release, transformers = (NEWEST_TESTED[name] for name in ("torch", "transformers"))
     versions = {"python": "3.11.0", "torch": torch_release + ".9", "transformers": transformers + ".dev0"}
     assert judged("versions", [versions] * 2).status == "ok"
     for name, found, newest in (("torch", "2.99.0+cu130", torch_release), ("transformers", "6.0.0", transformers)):

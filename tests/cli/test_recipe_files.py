@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_ring_attention.cli import main as cli
-from hf_ring_attention.cli.commands import recipes
+from hf_ring_attention.cli import recipes
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -23,23 +22,18 @@ def test_every_folder_of_the_package_is_built():
         assert f'"{folder.relative_to(ROOT).as_posix().replace("/", ".")}"' in text
 
 
-def test_all_recipes_are_copied_and_nothing_is_overwritten(tmp_path, capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.main(["recipes", str(tmp_path / "mine")])
-    assert not end.value.code
-    said = capsys.readouterr().out
-    copied = {path.relative_to(tmp_path / "mine") for path in (tmp_path / "mine").rglob("*") if path.is_file()}
-    kinds = ("*.py", "*.yaml", "*.txt", "*.md", "*.png")
+def test_all_recipes_are_copied_and_nothing_is_overwritten(tmp_path, command, refusal):
+    folder = tmp_path / "mine"
+    printed = command(["recipes", folder])
+    copied = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+    kinds = ("*.py", "*.yaml", "*.txt", "*.md", "*.png", "*.gz")
     assert copied >= {path.relative_to(RECIPES) for kind in kinds for path in RECIPES.rglob(kind)}
-    assert f"{len(copied)} files are in {tmp_path / 'mine'}; begin with: python" in said
+    assert f"{len(copied)} files are in {folder}; begin with: python" in printed
     assert not [path for path in copied if "__pycache__" in path.parts]
-    (tmp_path / "mine" / "finetune.py").write_text("my own")
-    with pytest.raises(SystemExit) as end:
-        cli.main(["recipes", str(tmp_path / "mine")])
-    assert end.value.code == 2
-    error = capsys.readouterr().err
-    assert "finetune.py" in error and "which would be overwritten: name a new folder, or delete them" in error
-    assert (tmp_path / "mine" / "finetune.py").read_text() == "my own"
+    (folder / "finetune.py").write_text("my own")
+    error = refusal(["recipes", folder])
+    assert "finetune.py" in error and "already: name a new folder, or delete them" in error
+    assert (folder / "finetune.py").read_text() == "my own"
 
 
 def test_recipes_that_are_not_there_are_told(monkeypatch, tmp_path):
@@ -55,18 +49,8 @@ def test_a_wheel_has_the_recipes_and_runs_none_of_the_checkout(tmp_path):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        str(source),
-        "--no-deps",
-        "--no-build-isolation",
-        "-q",
-        "-w",
-        str(tmp_path),
-    ]
+    command = [sys.executable, "-m", "pip", "wheel", str(source), "--no-deps", "--no-build-isolation", "-q"]
+    command += ["-w", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     (wheel,) = tmp_path.glob("*.whl")
@@ -76,8 +60,6 @@ def test_a_wheel_has_the_recipes_and_runs_none_of_the_checkout(tmp_path):
     assert "guide/ideas.md" in recipes.recipe_files()
     for name in recipes.recipe_files():
         assert f"hf_ring_attention/recipes/{name}" in names
-    assert "hf_ring_attention/evaluation/python_topics.txt.gz" in names
-    assert "hf_ring_attention/evaluation/python_topics.LICENSE.txt" in names
     assert not [name for name in names if name.startswith(("recipes/", "tests/")) or "__pycache__" in name]
     command = [sys.executable, "-m", "hf_ring_attention", "recipes", "mine"]
     done = subprocess.run(

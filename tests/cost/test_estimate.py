@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 
 import hf_ring_attention as ra
 from hf_ring_attention.cli import main as cli
-from hf_ring_attention.cli.checks.tiny_models import tiny_config
 from hf_ring_attention.cost.activations import layer_memory
 from hf_ring_attention.cost.questions import bound_of_peak, longest_sequence, next_switches, smallest_ring
 from hf_ring_attention.cost.shape import shape_of_model
 from tests.support.as_gpus import NO_DEEPSPEED
 from tests.support.ranks import TIMEOUT
+from tests.support.tiny_models import tiny_config
 from tests.support.training_steps import Step, measured_and_estimated, small_config
 
 LLAMA_8B = {

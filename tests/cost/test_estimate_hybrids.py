@@ -8,13 +8,13 @@ from transformers import AutoModelForCausalLM
 
 import hf_ring_attention as ra
 from hf_ring_attention.cli import main as cli
-from hf_ring_attention.cli.checks.tiny_models import VOCAB, tiny_config
 from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.cost.questions import longest_sequence, next_switches, smallest_ring
 from hf_ring_attention.cost.shape import shape_of_model
 from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.hf.support import mixers_of
 from hf_ring_attention.hybrids.mixers import MOST_GATHERED
+from tests.support.tiny_models import VOCAB, tiny_config
 
 from ..support.live_bytes import LiveBytes
 from ..support.releases import needs_mixers

@@ -15,8 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_ring_attention.cli.checks.precision import EXACT, distance, float64, is_float64, largest
-from hf_ring_attention.cli.checks.tiny_models import NOT_BUILT, VOCAB, tiny_model
 from hf_ring_attention.hf.documents import documents_from_mask, documents_of_rows
 from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.hf.models import ModelSupport
@@ -25,6 +23,8 @@ from hf_ring_attention.hf.positions import first_position
 from hf_ring_attention.hf.wrappers import runner_of
 from hf_ring_attention.ring.ring import Ring
 from hf_ring_attention.ring.simulation import run_simulated
+from tests.support.precision import EXACT, distance, float64, is_float64, largest
+from tests.support.tiny_models import NOT_BUILT, VOCAB, tiny_model
 
 TOKENS = 20
 BATCHES = ("plain", "left", "right", "packed")

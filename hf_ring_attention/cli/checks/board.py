@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import os
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -24,11 +23,10 @@ class Board:
 
     Attributes:
         store: the store itself, for a process group; None for a process alone.
-        came: when this process came to meet the others, by time.perf_counter.
     """
 
-    def __init__(self, rank: int = 0, world_size: int = 1, store: Any = None, came: float = 0.0) -> None:
-        self.rank, self.world_size, self.store, self.came = rank, world_size, store, came
+    def __init__(self, rank: int = 0, world_size: int = 1, store: Any = None) -> None:
+        self.rank, self.world_size, self.store = rank, world_size, store
         # The messages have a connection of their own: a process group that waits for another one blocks the first.
         self._messages: Any = {} if store is None else dist.PrefixStore("hf_ring_attention/check", store.clone())
 
@@ -48,9 +46,8 @@ class Board:
                 f"WORLD_SIZE={os.environ['WORLD_SIZE']} says that a launcher started several processes, and it did not set "
                 f"{', '.join(missing)}"
             )
-        came = time.perf_counter()
         store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
-        return cls(rank, world_size, store, came)
+        return cls(rank, world_size, store)
 
     def post(self, key: str, message: Any) -> None:
         """Leaves a message of numbers, texts, tuples, lists, sets and dicts under a key that was not used before."""

@@ -1,23 +1,19 @@
-"""Checks of what is between the processes: clocks, the latency and bandwidth of each link of the rings, and timeouts."""
+"""Checks of the links between the processes: latency and bandwidth of each link of the rings, and timeouts."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_nccl_timeout, default_pg_timeout
 
-from ...transport.communicators import Message, ProcessGroupCommunicator
 from ..output import short_bytes, short_seconds
-from .machine import several
-from .runner import CheckRun, Verdict, processes
+from .runner import CheckRun, NotApplicable, Verdict
 
-#: Clocks that differ by more than so many seconds make logs of several hosts hard to read.
-MOST_SECONDS_APART = 1.0
-#: A link is called slow where it is so many times slower than the median of its kind.
+#: A link is slow if it takes so many times as long as the median of its kind.
 _SLOW = 4
 #: The bytes of a message whose time is the latency, and of one whose time shows the bandwidth, with how often each goes.
 _SMALL, _LARGE = (8, 30), (4 << 20, 5)
@@ -25,49 +21,13 @@ _SMALL, _LARGE = (8, 30), (4 << 20, 5)
 _MARGIN = 100
 
 
-def clock(run: CheckRun, rounds: int = 5) -> tuple[float, float]:
-    """Returns how many seconds this clock is ahead of process 0's, and how exact that is: half of the shortest round trip."""
-    several(run)
-    assert dist.group.WORLD is not None
-    message, others = torch.zeros(1, dtype=torch.float64), ProcessGroupCommunicator(dist.group.WORLD)
-    if run.rank == 0:
-        for peer in range(1, run.world_size):
-            for _ in range(rounds):
-                others.exchange([], [Message(peer, message)]).wait()
-                message[0] = time.time()
-                others.exchange([Message(peer, message)], []).wait()
-        return 0.0, 0.0
-    trips = []
-    for _ in range(rounds):
-        start = time.time()
-        others.exchange([Message(0, message)], []).wait()
-        others.exchange([], [Message(0, message)]).wait()
-        end = time.time()
-        trips.append((end - start, (start + end) / 2 - float(message)))
-    shortest, ahead = min(trips)
-    return ahead, shortest / 2
-
-
-def judge_clocks(run: CheckRun, answers: list[tuple[float, float]]) -> Verdict:
-    ahead = [offset for offset, _ in answers]
-    first, last = ahead.index(min(ahead)), ahead.index(max(ahead))
-    apart = ahead[last] - ahead[first]
-    figures = {"seconds_apart": apart}
-    if apart > MOST_SECONDS_APART:
-        text = f"process {last}'s clock is {short_seconds(apart)} ahead of process {first}'s"
-        return Verdict(
-            "warning", text, "Set the clocks by NTP, or the logs of the hosts will not fit together.", figures
-        )
-    exact = short_seconds(max(error for _, error in answers))
-    return Verdict("ok", f"at most {short_seconds(apart)} apart, measured to {exact}", figures=figures)
-
-
 def _one_way(run: CheckRun, size: int, repeats: int) -> float:
     """Returns the median seconds of a message of `size` bytes to the next process of the ring, by round trips.
 
     One link of a ring is measured after the other, so that each is seen by itself.
     """
-    several(run, of_ring=True)
+    if run.ring_size == 1:
+        raise NotApplicable("a ring of one process has no neighbour")
     message = torch.zeros(size, dtype=torch.uint8, device=run.device)
     place, times = run.rank - run.first_of_ring, []
     for number in range(run.ring_size):
@@ -96,60 +56,53 @@ def bandwidth(run: CheckRun) -> float:
     return _one_way(run, *_LARGE)
 
 
-def _of_links(run: CheckRun, seconds: list[float]) -> tuple[int, int, float, bool]:
-    """Returns the slowest link, its time, and whether others of its kind (inside of a host, between hosts) are much faster."""
+def _slowest(run: CheckRun, seconds: list[float]) -> tuple[int, int, bool]:
+    """Returns the ends of the slowest link, and whether other links of its kind (inside hosts, between hosts) are faster."""
     hosts = [machine["host"] for machine in run.facts["machines"]]
     ends = [rank // run.ring_size * run.ring_size + (rank + 1) % run.ring_size for rank in range(run.world_size)]
     slowest = max(range(run.world_size), key=lambda rank: seconds[rank])
     inside = hosts[slowest] == hosts[ends[slowest]]
     alike = [t for rank, t in enumerate(seconds) if (hosts[rank] == hosts[ends[rank]]) == inside]
-    return slowest, ends[slowest], seconds[slowest], seconds[slowest] > _SLOW * statistics.median(alike)
+    return slowest, ends[slowest], seconds[slowest] > _SLOW * statistics.median(alike)
 
 
 def judge_latency(run: CheckRun, answers: list[float]) -> Verdict:
-    start, end, slowest, slow = _of_links(run, answers)
-    median = statistics.median(answers)
-    figures = {"median_seconds": median, "slowest_seconds": slowest, "slowest_link": [start, end]}
-    text = (
-        f"median {short_seconds(median)} of {_SMALL[0]} bytes to the next process, slowest {short_seconds(slowest)} from "
-        f"process {start} to {end}"
-    )
+    start, end, slow = _slowest(run, answers)
+    median, most = statistics.median(answers), max(answers)
+    figures = {"median_seconds": median, "slowest_seconds": most, "slowest_link": [start, end]}
+    link = f"slowest {short_seconds(most)} from process {start} to {end}"
+    text = f"median {short_seconds(median)} of {_SMALL[0]} bytes to the next process, {link}"
     remedy = "Look for what else uses that link or those cores." if slow else ""
     return Verdict("warning" if slow else "ok", text, remedy, figures)
 
 
 def judge_bandwidth(run: CheckRun, answers: list[float]) -> Verdict:
-    start, end, slowest, slow = _of_links(run, answers)
-    run.facts["slowest"] = slowest
-    median, least = (_LARGE[0] / seconds for seconds in (statistics.median(answers), slowest))
+    start, end, slow = _slowest(run, answers)
+    run.facts["slowest"] = max(answers)
+    median, least = (_LARGE[0] / seconds for seconds in (statistics.median(answers), max(answers)))
     figures = {"median_bytes_per_second": median, "least_bytes_per_second": least, "slowest_link": [start, end]}
-    text = (
-        f"median {short_bytes(median)}/s for {short_bytes(_LARGE[0])} to the next process, least {short_bytes(least)}/s from "
-        f"process {start} to {end}"
-    )
+    link = f"least {short_bytes(least)}/s from process {start} to {end}"
+    text = f"median {short_bytes(median)}/s for {short_bytes(_LARGE[0])} to the next process, {link}"
     remedy = "Look for the network that this link takes: NCCL_DEBUG=INFO, or GLOO_SOCKET_IFNAME." if slow else ""
     return Verdict("warning" if slow else "ok", text, remedy, figures)
 
 
 def timeouts(run: CheckRun) -> float:
-    """Returns the seconds that a job's process group waits, where it does not say otherwise."""
-    several(run)
+    """Returns the seconds that a job's process group waits by default."""
+    if run.world_size == 1:
+        raise NotApplicable("there is one process")
     default = default_pg_nccl_timeout if run.device.type == "cuda" else default_pg_timeout
     return (default or default_pg_timeout).total_seconds()
 
 
 def judge_timeouts(run: CheckRun, answers: list[float]) -> Verdict:
-    seconds, slowest = min(answers), run.facts.get("slowest")
-    waited = [machine["waited"] for machine in run.facts["machines"]]
-    first, last = waited.index(max(waited)), waited.index(min(waited))
-    backend = "nccl" if run.facts["machines"][0]["type"] == "cuda" else "gloo"
-    figures: dict[str, Any] = {"default_seconds": seconds, "check_seconds": run.options.timeout}
-    text = (
-        f"a process waits {seconds / 60:g} min for a late one, {backend}'s default; a check {run.options.timeout:g} s; "
-    )
-    text += f"process {first} came first and waited {short_seconds(waited[first] - waited[last])} for process {last}"
-    if slowest is not None and seconds < _MARGIN * slowest:
-        text = f"{processes([0])} waits {seconds:g} s, and a message of {short_bytes(_LARGE[0])} takes {short_seconds(slowest)}"
+    seconds, slowest = min(answers), run.facts.get("slowest", 0.0)
+    figures = {"default_seconds": seconds, "check_seconds": run.options.timeout}
+    verdict = partial(Verdict, figures=figures)
+    if seconds < _MARGIN * slowest:
+        text = (
+            f"a process waits {seconds:g} s, and a message of {short_bytes(_LARGE[0])} takes {short_seconds(slowest)}"
+        )
         remedy = "Give the job's process group a longer timeout: InitProcessGroupKwargs(timeout=...), or ddp_timeout=."
-        return Verdict("failed", text, remedy, figures)
-    return Verdict("ok", text, figures=figures)
+        return verdict("failed", text, remedy)
+    return verdict("ok", f"a process waits {seconds / 60:g} min for a late one; a check {run.options.timeout:g} s")

@@ -1,21 +1,20 @@
-"""`hf-ring-attention check`: run by the launcher of a long job before that job, it says in a minute what would go wrong."""
+"""`hf-ring-attention check`: run by the launcher of a long job before that job, it finds in a minute what would go wrong."""
 
 from __future__ import annotations
 
 import textwrap
 import time
+from argparse import Namespace
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from ..options import AsJson, RingSize, model_option, pattern_option, positive_option
-from ..output import print_json, stdout_left_alone, terminal
+from .options import Parser, add_json, at_least, pattern_text, positive
+from .output import print_json, stdout_left_alone, terminal
 
 if TYPE_CHECKING:
-    from ..checks.runner import Verdict
+    from .checks.runner import Verdict
 
-EXAMPLES_OF_CHECK = """\b
+EXAMPLES_OF_CHECK = """\
 Examples:
   hf-ring-attention check --model ./folder
   torchrun --nproc-per-node 8 -m hf_ring_attention check --model ./folder
@@ -35,42 +34,43 @@ _SHOWN = {
 _COLUMNS = 9, 21
 
 
-def check_command(
-    ring_size: RingSize = None,
-    model: Annotated[str | None, model_option("The job's model, or its config.json; no weights are loaded.")] = None,
-    pattern: Annotated[
-        str | None,
-        pattern_option("The job's pattern. Default: what the model has saved, else exact."),
-    ] = None,
-    timeout: Annotated[float, positive_option("--timeout", "The longest for each check.", "SECONDS")] = 30.0,
-    as_json: AsJson = False,
-) -> None:
+def add_check(parser: Parser) -> None:
+    """Adds the options of `check`."""
+    add, text = parser.add_argument, "The job's model, or its config.json; no weights are loaded."
+    add("--ring-size", metavar="N", type=at_least(1), help="Processes that share each sequence (default: all).")
+    add("--model", metavar="ID_OR_FOLDER", help=text)
+    add("--pattern", metavar="TEXT", type=pattern_text, help="The job's pattern; default: the model's, else exact.")
+    add("--timeout", metavar="SECONDS", type=positive, default=30.0, help="The longest for each check (default 30).")
+    add_json(parser)
+
+
+def check_command(args: Namespace) -> int:
     """Check processes, links and attention before a long job, by its own launcher.
 
     One verdict a line, and what to do about each failure. The exit status is 0 if nothing failed. Attention, a training step
     and generation are compared with one process, at small sizes.
     """
-    from ..checks.launch import check_launch
-    from ..checks.runner import CheckOptions, end_at_once, told_to_end
+    from .checks.catalogue import check_launch
+    from .checks.runner import CheckOptions, end_at_once, told_to_end
 
     start, console = time.monotonic(), terminal()
     verdicts: dict[str, Verdict] = {}
 
     def tell(name: str, verdict: Verdict) -> None:
         verdicts[name] = verdict
-        if not as_json:
+        if not args.json:
             _print_verdict(name, verdict, console)
 
     with told_to_end() as told:
-        with stdout_left_alone(as_json):
-            outcome = check_launch(CheckOptions(ring_size, model, pattern, timeout), tell, told)
-        if verdicts and as_json:
+        with stdout_left_alone(args.json):
+            outcome = check_launch(CheckOptions(args.ring_size, args.model, args.pattern, args.timeout), tell, told)
+        if verdicts and args.json:
             print_json([{"check": name, **asdict(verdict)} for name, verdict in verdicts.items()])
         elif verdicts:
             console.print(_summary(verdicts, time.monotonic() - start))
         if not outcome.all_answer:
             end_at_once(outcome.status)
-    raise typer.Exit(outcome.status)
+    return outcome.status
 
 
 def _print_verdict(name: str, verdict: Verdict, console: Any) -> None:
@@ -80,15 +80,15 @@ def _print_verdict(name: str, verdict: Verdict, console: Any) -> None:
     word, style = _SHOWN[verdict.status]
     head = Text(f"{word:{_COLUMNS[0]}}", style=style).append(f"{name:{_COLUMNS[1]}}", style="bold")
     width = console.width - sum(_COLUMNS) if console.is_terminal else 10**6
-    margin = " " * sum(_COLUMNS)
     lines = textwrap.wrap(verdict.text, width, break_on_hyphens=False)
     if verdict.remedy:
         lines += textwrap.wrap(f"What to do: {verdict.remedy}", width, break_on_hyphens=False)
+    margin = " " * sum(_COLUMNS)
     console.print(head.append(f"\n{margin}".join(lines), style="default"), soft_wrap=True)
 
 
 def _summary(verdicts: dict[str, Verdict], seconds: float) -> str:
-    """Returns the last line: what failed, or that nothing did."""
+    """Returns the last line: the checks that failed, or that none did."""
     names = {status: [name for name, x in verdicts.items() if x.status == status] for status in _SHOWN}
     count = len(verdicts) - len(names["skipped"])
     if names["failed"]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...compute.private import TorchDispatchMode
+from hf_ring_attention.compute.private import TorchDispatchMode
 
 #: How far two computations in float64 may be apart, relative to the largest entry; tests/support/tolerance.py says why.
 EXACT = 1e-10
