@@ -36,9 +36,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 #: The last file of a checkpoint of `finetune.py`: the settings of its run, and the sizes of all other files in bytes.
 _SETTINGS = "run.json"
-#: How many bytes at the end of a file of a model tell it from others.
+#: The bytes at the end of a model's file that enter its checksum.
 _END = 2**20
-#: The errors of a disk that is full or broken, and what torch and safetensors say instead where a file cannot be written.
+#: The errors of a full or broken disk, and the words of torch's and safetensors' errors if a file cannot be written.
 _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 _OF_WRITING = re.compile(r"PytorchStreamWriter|inline_container|basic_ios|iostream|os error (28|122|27|5|30)\b")
 
@@ -92,7 +92,7 @@ def own_run(output: Path, option: str) -> Iterator[None]:
 
 @contextmanager
 def writing(what: str, folder: Path, remedy: str) -> Iterator[None]:
-    """Ends the program with the reason and the remedy where a disk does not take what is written inside.
+    """Ends the program with the reason and the remedy if a disk is full or broken while the context writes.
 
     Other processes that wait for this one then name it: see `ra.naming_lost_processes`.
     """
@@ -155,7 +155,7 @@ def save(accelerator: Accelerator, output: Path, step: int, settings: Mapping[st
                     _remove(older.rename(output / f"{older.name}.old"))
     except SystemExit:
         if accelerator.is_main_process:
-            shutil.rmtree(part, ignore_errors=True)  # What was written of it fills the disk.
+            shutil.rmtree(part, ignore_errors=True)  # An unfinished one fills the disk.
         raise
 
 
@@ -187,7 +187,7 @@ def lacks(checkpoint: Path) -> str | None:
 
 
 def damaged(output: Path) -> dict[str, str]:
-    """Returns what the checkpoints of a run of `finetune.py` lack that are not whole, by their names."""
+    """Returns what the damaged checkpoints of a run of `finetune.py` lack, by their names."""
     return {path.name: lacking for path in checkpoints(output) if (lacking := lacks(path))}
 
 
@@ -221,7 +221,7 @@ def is_finite_step(accelerator: Accelerator, loss: float, norm: float) -> bool:
 
 
 def end_not_finite(step: int, loss: float, norm: float, last: Path | None, rate: str) -> NoReturn:
-    """Ends a run whose loss or gradient norm is not finite, on all processes, of which the first says why.
+    """Ends a run whose loss or gradient norm is not finite, on all processes; the first one names the reason.
 
     Args:
         last: the last whole checkpoint.
@@ -236,7 +236,7 @@ def end_not_finite(step: int, loss: float, norm: float, last: Path | None, rate:
 
 
 def stamp_of_model(model: str) -> str:
-    """Returns what tells a model from others: a checksum of the ends of a folder's files, wherever it lies; else its name."""
+    """Returns a checksum of a model: of the ends of a folder's files, wherever the folder lies; else the model's name."""
     if not Path(model).is_dir():
         return model
     checksum = hashlib.sha256()
@@ -271,7 +271,7 @@ class Figures(UserDict):
         return self.data
 
     def load_state_dict(self, state: dict) -> None:
-        # What the run that goes on is, such as its number of processes, may be other than it was.
+        # The resumed run may have other facts, such as its number of processes.
         self.data.update(
             {name: x for name, x in state.items() if name in ("steps", "held_out") or "perplexity" in name}
         )
@@ -321,7 +321,7 @@ def check_trainer(checkpoint: Path, output: Path) -> None:
     if later:
         raise SystemExit(
             f"--resume_from_checkpoint {checkpoint}: it was written after step {step}, and the run would write over "
-            f"{', '.join(later)}: delete what is later, or name another folder with --output_dir"
+            f"{', '.join(later)}: delete them, or name another folder with --output_dir"
         )
 
 
@@ -343,7 +343,7 @@ def lacks_end(file: Path) -> bool:
             return True
     if file.suffix == ".safetensors":
         try:
-            with safe_open(file, "pt"):  # It compares the size of the file with that of its tensors.
+            with safe_open(file, "pt"):  # It compares the sizes of the file and of its tensors.
                 return False
         except SafetensorError:
             return True

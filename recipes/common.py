@@ -172,7 +172,7 @@ def _convert(name: str) -> None:
         gguf = {"gguf_file": source.name}
         plain = {"dtype": torch.float32, "quantization_config": transformers.GgufConfig(dequantize=True)}
         model = AutoModelForCausalLM.from_pretrained(source.parent, **gguf, **plain, trust_remote_code=False)
-        # The loaded config says that the model is quantized, but its weights no longer are.
+        # The loaded config names a quantization, but the weights are plain now.
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         model.save_pretrained(building)
@@ -210,7 +210,7 @@ def load_model(model: str = BUNDLED, dtype: torch.dtype = torch.float32, *, trus
 
 
 def check_heads(model: str, pattern: ra.Pattern | ra.Calibration, *, trust: bool = False) -> bool:
-    """Ends the program where a pattern is for another model, before this one's weights are loaded.
+    """Ends the program if a pattern is for another model, before this one's weights are loaded.
 
     Returns:
         Whether the pattern replaces another one, with which the model was saved.
@@ -226,7 +226,7 @@ def check_heads(model: str, pattern: ra.Pattern | ra.Calibration, *, trust: bool
 
 
 def describe_run(ring: ra.Ring, pattern: str, replaces: bool, rows: str) -> str:
-    """Returns the first line of a run: what attention it computes, over which rings, and on what rows."""
+    """Returns the first line of a run: its rings, its attention, and its rows."""
     replaced = " (replaces the pattern that the model was saved with)" if replaces else ""
     return (
         f"{ring.dp_size} ring(s) of {ring.world_size} process(es), layout {ring.layout}, transport {ring.transport}, "
@@ -280,7 +280,7 @@ def ring_size(number: int | None, processes: int, option: str = "--ring-size") -
 
 
 def add_ring(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for what a ring does beside its size."""
+    """Adds the options of a ring, except its size."""
     add = parser.add_argument
     layouts, transports = "auto contiguous zigzag documents".split(), "auto ring collective heads local".split()
     add("--ring-layout", choices=layouts, default="auto", help="how rows are divided (default auto)")
@@ -301,13 +301,13 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
-    if status.exists():  # Linux; getrusage would count there what the launcher has held, too.
+    if status.exists():  # Linux; getrusage would count the launcher's memory, too.
         return 1024 * int(next(line.split()[1] for line in status.read_text().splitlines() if "VmHWM" in line))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def pattern_settings(pattern: ra.Pattern | ra.Calibration) -> str | dict[str, str]:
-    """Returns what a checkpoint tells of a pattern: of a calibration its layers, since its file may be another one later."""
+    """Returns a pattern for the settings of a checkpoint; for a calibration its layers, since its file may change."""
     return str(pattern) if isinstance(pattern, ra.Pattern) else pattern.texts_of_layers
 
 

@@ -30,7 +30,7 @@ import hf_ring_attention as ra
 
 PATTERNS = ["exact", "window:512+4", "pyramid:512,3", "longnet:512/1,2048/4,all/8"]
 BUDGET = 0.25
-#: The tokens of the manual before each row that calibration reads: behind what perplexity is measured on.
+#: The tokens of the manual before each row that calibration reads: behind the tokens that perplexity reads.
 CALIBRATED_AT = (40_000, 80_000)
 PICTURES = ("patterns", "layers", "quality", "losses", "retrieval")
 HERE = Path(__file__).parent
@@ -122,11 +122,11 @@ def main() -> None:
     two = named(by_length(text, lengths, ["exact", str(calibration_file)], output), calibration_file)
     by_pattern = {row["pattern"]: row["perplexity"] for row in one}
     for row in two:
-        told = f"{row['pattern']:<10} {row['length']:>6} tokens: perplexity {row['perplexity']:.3f}"
+        text_of_row = f"{row['pattern']:<10} {row['length']:>6} tokens: perplexity {row['perplexity']:.3f}"
         if row["length"] == args.tokens:
             row["difference"] = row["perplexity"] / by_pattern[row["pattern"]] - 1
-            told += f", {row['difference']:+.1e} from one process"
-        print(told)
+            text_of_row += f", {row['difference']:+.1e} from one process"
+        print(text_of_row)
     done("two processes")
 
     print("== 4. questions about long prompts: pass keys to be found again", flush=True)

@@ -163,7 +163,7 @@ class Data:
 def prepare(sources: Sources, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0, needed: int = 1) -> Data:
     """Returns rows of `sources`, `needed` of them or more; a stream is shuffled by `seed`.
 
-    One process of a machine goes first, and the others find in its cache what it has tokenized and packed.
+    One process of a machine tokenizes and packs first, and the others read its cache.
     """
     with _one_process_first():
         documents = tokenize(load(sources), tokenizer, sources.columns, sources.dataset)
@@ -209,7 +209,7 @@ def load(sources: Sources) -> Dataset | IterableDataset:
             saved = datasets.load_from_disk(str(path))
             if isinstance(saved, dict):
                 if sources.split not in saved:
-                    raise ValueError(f"it has no split {sources.split!r}, only {', '.join(saved)}.")
+                    raise ValueError(f"there is no split {sources.split!r}, only {', '.join(saved)}.")
                 saved = saved[sources.split]
             return saved.to_iterable_dataset() if streaming else saved
         files = (
@@ -228,7 +228,7 @@ def load(sources: Sources) -> Dataset | IterableDataset:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())
         raise SystemExit(
-            f"the data set {sources.dataset!r} cannot be loaded: {reason} Name it with --dataset, and what it has with "
+            f"the data set {sources.dataset!r} cannot be loaded: {reason} Name it with --dataset, and its parts with "
             f"--config and --split."
         ) from None
 
@@ -265,7 +265,7 @@ def hold_out(
 ) -> tuple[list[dict[str, Any]], Dataset | IterableDataset]:
     """Returns the first documents, which have `tokens` tokens together, and the others.
 
-    Where the last of them is cut, its rest is trained on. A stream goes on with the next document instead.
+    If the last of them is cut, training reads its rest. A stream goes on with the next document instead.
     """
     held_out: list[dict[str, Any]] = []
     left, rest = tokens, None
@@ -285,7 +285,7 @@ def hold_out(
     if len(held_out) < len(documents):
         others.append(documents.select(range(len(held_out), len(documents))))
     if not others:
-        raise SystemExit(f"the data have {tokens} tokens, all of which are held out: none is left to train on")
+        raise SystemExit(f"the data have {tokens} tokens, and all are held out: hold out fewer, or name more data")
     return held_out, datasets.concatenate_datasets(others)
 
 
@@ -296,7 +296,7 @@ def pack(documents: Dataset | IterableDataset, sources: Sources) -> Dataset | It
 
 
 def describe(rows: Dataset | IterableDataset, sources: Sources, needed: int = 1) -> str:
-    """Returns one line about what is trained on; ends the program where there are fewer than `needed` rows."""
+    """Returns one line about the rows; ends the program if there are fewer than `needed`."""
     if isinstance(rows, IterableDataset):
         packed = f"packed into rows of {sources.seq_len} by {sources.buffer}"
         return f"a stream of documents, {packed if sources.packing else f'in rows of {sources.seq_len} of their own'}"
@@ -317,7 +317,7 @@ def describe(rows: Dataset | IterableDataset, sources: Sources, needed: int = 1)
 
 
 def _longer_than_a_row(documents: Dataset | IterableDataset, sources: Sources) -> str:
-    """Returns what a description adds where documents lose tokens, since they are longer than a row."""
+    """Returns a part of the description if documents lose tokens, since they are longer than a row."""
     done = {"truncate": "truncated", "drop": "dropped"}.get(sources.long_documents)
     if done is None or isinstance(documents, IterableDataset):
         return ""

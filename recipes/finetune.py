@@ -9,7 +9,7 @@ SLURM, 2 nodes of 8 GPUs, one ring of 16:
         --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500 \\
         recipes/finetune.py --model ID --dataset ID --ring-size 16 --seq-len 524288 --checkpointing --dtype bf16'
 
-Recovery of what a pattern costs, from the same model with exact attention:
+Recovery of a pattern's cost in quality, from the same model with exact attention:
     python recipes/finetune.py --model ID --pattern window:512+4 --distill --lora 16 --lr 5e-4 \\
         --held-out 20000 --steps 100
 

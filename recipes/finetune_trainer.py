@@ -104,7 +104,7 @@ class AllHelp(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHel
 
 
 class Help(argparse.Action):
-    """Prints the docstring, the options of this recipe, and those of Trainer that most runs need."""
+    """Prints the docstring, the options of this recipe, and the options of Trainer that most runs need."""
 
     def __call__(self, parser, *_):
         print(__doc__)
@@ -158,9 +158,7 @@ def parse_args(argv=None) -> tuple[Arguments, TrainingArguments]:
     if training.max_steps == 0:
         parser.error("argument --max_steps: 1 or more was expected, or -1 for --num_train_epochs, got 0")
     if training.eval_strategy != "no" and not args.held_out:
-        parser.error(
-            "argument --eval_strategy: there is nothing to evaluate on: say with --held_out how many tokens to keep"
-        )
+        parser.error("argument --eval_strategy: there is nothing to evaluate on: keep some tokens with --held_out")
     check_extra(parser, "--plot", args.plot, "matplotlib")
     check_extra(parser, "--lora", args.lora, "peft")
     return args, training
@@ -180,7 +178,7 @@ def resumed(training: TrainingArguments) -> str | None:
 
 
 class Trainer(ra.RingTrainer):
-    """Stops at the first loss or gradient norm that is not finite, before a checkpoint holds what it did to the weights."""
+    """Stops at the first loss or gradient norm that is not finite, before a checkpoint holds the broken weights."""
 
     def when_not_finite(self, loss: float, grad_norm: float) -> None:
         last = checkpoints.whole_of_trainer(Path(self.args.output_dir), self.args.world_size)

@@ -33,7 +33,7 @@ PATTERNS = ["exact", "window:512+4", "pyramid:512,3"]
 
 
 def measure(model, ids, names, ring=None):
-    """Yields the figures of each pattern. Its FLOPs are those of layers without a window of their own."""
+    """Yields the figures of each pattern. Its FLOPs leave out layers that have their own window."""
     config = model.config.get_text_config()
     heads = {"num_heads": config.num_attention_heads}
     heads["num_kv_heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -7,7 +7,7 @@ Small CPU:     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/retri
 
 A pass key is a number in repeated noise (arXiv 2305.16300); a needle is the secret number of two words, in sentences of a text.
 It stands at a depth from 0, the beginning of the prompt, to 1. The prompt ends with the beginning of the answer, and the model
-tells how likely eight numbers follow, the right one among them: if it finds nothing, each has 1/8, and the mean rank is 4.5.
+rates eight numbers, the right one among them: if it finds nothing, each has 1/8, and the mean rank is 4.5.
 `accelerate launch` works as well as torchrun; all processes share each prompt. By default it reads the demo's model and text.
 """
 
@@ -55,7 +55,7 @@ class Writer:
         return self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
 
     def parts(self, task: str, rng: random.Random) -> tuple[str, str, str, list[str]]:
-        """Returns what stands before the hay, the needle, what stands behind the hay, and the numbers."""
+        """Returns the text before the hay, the needle, the text behind the hay, and the numbers."""
         low, high = (10**4, 10**5) if task == "passkey" else (10**6, 10**7)
         numbers = [str(number) for number in rng.sample(range(low, high), CANDIDATES)]
         if task == "passkey":

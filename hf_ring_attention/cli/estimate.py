@@ -166,7 +166,7 @@ def _answers(answer: Estimate, figures: dict[str, Any]) -> list[str]:
         longest, ring = figures["longest_sequence"], figures["smallest_ring"]
         lines.append("no sequence fits" if longest is None else f"longest sequence that {may}: {longest:,} tokens")
         smallest = "none" if ring is None else f"{ring['ring_size']}, of {ring['devices']} devices"
-        lines.append(f"smallest ring where this sequence {may}: {smallest}")
+        lines.append(f"smallest ring for this sequence: {smallest}")
     for switch in figures["next_switches"][:4]:
         fits = {None: "", True: ", and it fits", False: ", which is not enough"}[switch["fits"]]
         lines.append(f"set {switch['name']}: {short_bytes(switch['gain'])} less{fits}")

@@ -179,7 +179,7 @@ def _kinds_of_layers(args: Namespace, attention: ModelAttention, documents: Docu
 def _answer(
     args: Namespace, attention: ModelAttention, kinds: Sequence[LayerKind], documents: Documents
 ) -> dict[str, Any]:
-    """Returns all figures, as JSON has them. Bytes and FLOPs are those of the busiest rank, unless a name differs."""
+    """Returns all figures, as JSON has them: bytes and FLOPs of the busiest rank, unless a name differs."""
     base, used = kinds[0].explanation, [kind for kind in kinds if kind.layers]
     mixers = None if attention.mixers is None else _figures_of_mixers(attention.mixers, base, args.dtype, documents)
     flops = [sum(len(kind.layers) * kind.flops[rank] for kind in used) for rank in range(args.ranks)]

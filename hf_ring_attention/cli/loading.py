@@ -11,15 +11,14 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
-from ..cost.models import attention_of_model, load_config
+from ..cost.models import load_config
 from ..hf.registration import IMPLEMENTATION
-from ..plan.patterns import Pattern
 from ..ring.ring import Ring
 from .output import spinner
 
 
 def read_config(source: str, trust: bool) -> PretrainedConfig:
-    """Returns the config of a folder or hub id; the errors are those of `load_config`."""
+    """Returns the config of a folder or hub id; it raises as `load_config` does."""
     with spinner(f"reading the config of {source}"):  # An unreachable hub is asked for half a minute.
         return load_config(source, trust=trust)
 
@@ -36,16 +35,6 @@ def check_positions(config: PretrainedConfig, tokens: int) -> None:
             f"the model has positions for {positions} tokens, and rows have {tokens}: take {positions} tokens at most, or "
             f"another checkpoint"
         )
-
-
-def check_kv_heads(config: PretrainedConfig, source: str, pattern: Pattern) -> None:
-    """Refuses patterns for other numbers of key/value heads than a model has.
-
-    Raises:
-        ValueError: for such a pattern, or a config without the sizes of heads.
-    """
-    if pattern.kv_heads:
-        pattern.check_heads(attention_of_model(config, source).num_kv_heads, source)
 
 
 def ring_of_processes(device: str | None) -> tuple[Ring, torch.device]:

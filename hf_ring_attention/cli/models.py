@@ -88,16 +88,16 @@ def _print_by_reason(models: list[ModelSupport]) -> None:
     groups: dict[str, list[str]] = {}
     for model in models:
         if model.status == "supported":
-            where = "one device and rings" if model.ring else "one device only"
+            reach = "one device and rings" if model.ring else "one device only"
             packed = "packed rows too" if model.packed else "no packed rows"
-            groups.setdefault(f"{where}, {packed}", []).append(model.model_type)
+            groups.setdefault(f"{reach}, {packed}", []).append(model.model_type)
     tables = {"Supported": sorted(groups.items(), key=lambda group: -len(group[1]))}
     for status in ("refused", "untested"):
         tables[status.capitalize()] = types_by_reason([model for model in models if model.status == status])
     for title, grouped in tables.items():
         if grouped:
             rows = [(reason, len(types), ", ".join(types)) for reason, types in grouped]
-            print_sheet(Sheet(title, ("where, or why", "number", "types"), rows, left=3))
+            print_sheet(Sheet(title, ("reach, or reason", "number", "types"), rows, left=3))
 
 
 def general_reason(model: ModelSupport) -> str:

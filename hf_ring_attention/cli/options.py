@@ -208,7 +208,7 @@ def add_json(parser: Parser) -> None:
 
 
 def add_model_of_config(parser: Parser, text: str, required: bool = False) -> None:
-    """Adds --model, of which the command reads the config alone, and the permission to run its code."""
+    """Adds --model for commands that read the config alone, and the permission to run its code."""
     parser.add_argument("--model", metavar="ID_OR_FOLDER", required=required, help=text)
     add_trust(parser)
 
@@ -266,7 +266,7 @@ def documents_of_lengths(lengths: list[int] | None, tokens: int) -> Documents | 
 
 
 def key_value_heads(heads: int, kv_heads: int | None) -> int:
-    """Returns the number of key/value heads, by default that of query heads, which it must divide."""
+    """Returns the number of key/value heads, which must divide the query heads; None for as many."""
     if kv_heads is not None and heads % kv_heads:
         fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
         raise argparse.ArgumentTypeError(

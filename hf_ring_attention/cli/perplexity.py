@@ -76,7 +76,7 @@ def perplexity_command(args: Namespace) -> None:
     """Measure the perplexity of texts under attention patterns, and at several context lengths.
 
     Nothing is trained: the figures show what a pattern costs a checkpoint as it is. Several processes, started by torchrun
-    or accelerate launch, share each window, and the figures are those of one.
+    or accelerate launch, share each window, and print the figures of one.
     """
     from .loading import check_positions, load_model, load_tokenizer, read_config, ring_of_processes  # It loads torch.
 

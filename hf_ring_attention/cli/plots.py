@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..cost.estimate import Estimate
     from ..evaluation.calibration.result import Calibration
 
-#: The colours of what is not seen, of the future, and of sinks. A square is brighter, the more of its pairs are seen.
+#: The colours of unseen pairs, of the future, and of sinks. A square is brighter, the more of its pairs are seen.
 UNSEEN, FUTURE, SINKS = "#12121f", "#d8d8dc", "#19d3f3"
 #: Shares of a square below this are drawn as this one.
 FAINTEST = 1 / 64
@@ -46,7 +46,7 @@ def save_figure(figure: Any, path: Path) -> None:
 
 
 def _token_ticks(length: int) -> list[int]:
-    """Returns the ticks of a document: its quarters where they are whole numbers, else its ends."""
+    """Returns the ticks of a document: its quarters if they are whole numbers, else its ends."""
     return [length * i // 4 for i in range(5)] if length % 4 == 0 else [0, length]
 
 

@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import hf_ring_attention as ra
 from hf_ring_attention.cli import main as cli
-from hf_ring_attention.cli.calibrate import CalibrationRun, names_of_files
-from hf_ring_attention.cli.main import command_parser
+from hf_ring_attention.cli.calibrate import rows_of
 from hf_ring_attention.evaluation import progress
 from tests.support.checkpoints import save_calibration, save_checkpoint_of_words
 from tests.support.tiny_models import with_large_weights
@@ -22,12 +21,6 @@ MENU = ["window:4+1", "window:16+1", "exact"]
 def folder(tmp_path):
     """A folder with a tiny model and two texts."""
     return save_checkpoint_of_words(tmp_path, with_large_weights, num_key_value_heads=2)
-
-
-def test_texts_have_the_names_of_their_files_or_their_paths_where_two_share_one(tmp_path):
-    one, two, other = tmp_path / "a" / "book.txt", tmp_path / "b" / "book.txt", tmp_path / "a" / "other.txt"
-    assert names_of_files([one, other, one]) == {one: "book.txt", other: "other.txt"}
-    assert names_of_files([one, two, other]) == {path: str(path) for path in (one, two, other)}
 
 
 def words_of(folder, *more):
@@ -51,7 +44,7 @@ def test_files_and_figures_are_those_of_the_library(folder, capsys, monkeypatch)
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 1e-6)
     output = folder / "chosen"
-    more = ["--rows", 2, "--held-out", folder / "dog.txt", "--compare", "window:16+1", "--output", output, "--plot"]
+    more = ["--rows", 2, "--output", output, "--plot"]
     with pytest.raises(SystemExit) as end:
         cli.main(words_of(folder, *more))
     printed, told = capsys.readouterr()
@@ -71,7 +64,7 @@ def test_files_and_figures_are_those_of_the_library(folder, capsys, monkeypatch)
     assert torch.equal(written(row).logits, ra.patch_model(model, chosen)(row).logits)
 
     report = (output / "report.md").read_text()
-    assert "![" in report and f"{chosen.flop_share:.2%}" in report and "dog.txt | yes" in report
+    assert "![" in report and f"{chosen.flop_share:.2%}" in report and "fox.txt, row 2 | " in report
     assert (output / "layers.png").stat().st_size > 5000
     assert len(list((output / "measurements").glob("*.json"))) > 1
 
@@ -84,10 +77,8 @@ def test_a_budget_of_bytes(folder, command, refusal):
 
 def test_json_alone_on_stdout(folder, command):
     figures = json.loads(command(words_of(folder, "--json", "--refinements", 0)))
-    chosen = ra.Calibration.from_dict(figures["calibration"])
-    [losses] = figures["losses"]
-    assert losses["nll"]["calibrated"] == pytest.approx(chosen.texts[0].chosen_nll, rel=1e-6)
-    assert losses["nll"]["exact"] == pytest.approx(chosen.texts[0].exact_nll, rel=1e-5)
+    assert figures["model"] == str(folder / "model")
+    assert ra.Calibration.from_dict(figures["calibration"]).flop_share <= 0.5
 
 
 def test_the_picture_of_a_file(folder, tmp_path, command):
@@ -100,14 +91,13 @@ def test_the_picture_of_a_file(folder, tmp_path, command):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--held-out", "{folder}/bytes.txt"], "--held-out: {folder}/bytes.txt is not a text in UTF-8: "),
+        (["--text", "{folder}/bytes.txt"], "--text: {folder}/bytes.txt is not a text in UTF-8: "),
         (["--model", "{folder}/bare"], "'{folder}/bare' cannot be loaded: "),
         (["--output", "{folder}/fox.txt/new"], "--output: a folder was expected, but '{folder}/fox.txt' is a file"),
         (["--plot"], "--plot: the picture is layers.png in the folder of --output: name one"),
         (["--ring-size", 2], "2 processes are to share each text, and 1 were started"),
         (["--budget", 2], "--budget: a share of exact attention's cost, above 0 and at most 1, was expected, got 2"),
         (["--model", "{folder}/bare", "--budget", 0], "above 0 and at most 1, was expected, got 0"),
-        (["--model", "{folder}/bare", "--compare", "kv0-3=window:8;kv4=exact"], "--compare: "),
         (["--seq-len", 2048], "fox.txt has 360 tokens, and 1 row(s) of 2048 = 2048 are needed"),
         (["--menu", "exact"], "menu has exact twice"),
     ],
@@ -125,8 +115,7 @@ def test_rows_open_as_the_tokenizer_writes_texts_and_fit_the_positions(folder, c
     template = TemplateProcessing(single="fox $A", special_tokens=[("fox", tokenizer("fox").input_ids[0])])
     tokenizer.backend_tokenizer.post_processor = template
     tokenizer.save_pretrained(folder / "model")
-    args = command_parser().parse_args(words_of(folder, "--seq-len", 50, "--rows", 3))
-    rows = CalibrationRun(args).rows_of("dog", "lazy dog over the quick " * 40)
+    rows = rows_of(tokenizer, "dog", "lazy dog over the quick " * 40, 50, 3)
     plain = tokenizer("lazy dog over the quick " * 40, add_special_tokens=False, return_tensors="pt").input_ids[0]
     for row, start in zip(rows, (0, (200 - 49) // 2, 200 - 49), strict=True):
         assert row[0] == tokenizer("fox", add_special_tokens=False).input_ids[0]

@@ -66,7 +66,7 @@ REFUSED = [
     (
         "finetune_trainer",
         "--eval_strategy steps",
-        "--eval_strategy: there is nothing to evaluate on: say with --held_out",
+        "--eval_strategy: there is nothing to evaluate on: keep some tokens",
     ),
     ("finetune_trainer", "--dataset a/b --text {file}", "--dataset: not allowed with argument --text"),
     ("finetune_trainer", "--model {empty}", "--model: the folder '{empty}' holds no model"),

@@ -5,17 +5,16 @@ They take no part in the communication that is checked, so a process whose commu
 
 from __future__ import annotations
 
-import io
+import json
 import os
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-#: What a launcher tells each process that it starts.
-_TOLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: The variables that a launcher sets for each process.
+_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Board:
@@ -36,27 +35,25 @@ class Board:
 
         Raises:
             RuntimeError: processes that do not come within `timeout` seconds.
-            ValueError: an environment that lacks what launchers tell.
+            ValueError: an environment without the variables of launchers.
         """
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls()
-        missing = [name for name in _TOLD if name not in os.environ]
+        missing = [name for name in _OF_LAUNCHERS if name not in os.environ]
         if missing:
             raise ValueError(
-                f"WORLD_SIZE={os.environ['WORLD_SIZE']} says that a launcher started several processes, and it did not set "
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']} announces several processes, but the launcher did not set "
                 f"{', '.join(missing)}"
             )
         store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
         return cls(rank, world_size, store)
 
     def post(self, key: str, message: Any) -> None:
-        """Leaves a message of numbers, texts, tuples, lists, sets and dicts under a key that was not used before."""
+        """Leaves a message that JSON can hold under a key that was not used before; tuples arrive as lists."""
         if self.store is None:
             self._messages[key] = message
         else:
-            buffer = io.BytesIO()
-            torch.save(message, buffer)
-            self._messages.set(key, buffer.getvalue())
+            self._messages.set(key, json.dumps(message))
 
     def has(self, key: str) -> bool:
         """Returns whether there is a message under this key; it does not wait."""
@@ -66,5 +63,4 @@ class Board:
         """Returns the message under a key that has one."""
         if self.store is None:
             return self._messages[key]
-        # Whoever reaches the store's port can write to it, so what is read there must not be able to run code.
-        return torch.load(io.BytesIO(self._messages.get(key)), weights_only=True)
+        return json.loads(self._messages.get(key))

@@ -64,7 +64,7 @@ def join_group(run: CheckRun) -> dict[str, Any]:
 def _communication_timeout(run: CheckRun) -> float:
     """Returns the seconds after which the check's own communication fails.
 
-    gloo fails before the check is over, and so tells who waits from who is late. NCCL would end the whole process.
+    gloo fails before the check is over, so the verdict can name who waits and who is late. NCCL would end the process.
     """
     return 0.75 * run.options.timeout if run.device.type == "cpu" else 2 * run.options.timeout + 60
 

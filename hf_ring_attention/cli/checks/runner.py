@@ -1,7 +1,7 @@
 """Runs checks one after another on all processes of a launch: every process measures, process 0 judges, all hear the verdict.
 
-A measurement runs in a thread of its own while the main thread stays to answer, so a process that hangs can be told from one
-that is gone, and neither keeps the others waiting.
+A measurement runs in a thread of its own while the main thread answers. So process 0 can distinguish a process that hangs
+from one that is gone, and neither keeps the others waiting.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class Verdict:
     """The outcome of a check.
 
     Attributes:
-        text: the figures of a check that is ok; else what was expected and what came, with the processes by their number.
-        remedy: what to do, in a sentence; "" for that of the check.
+        text: the figures of a check that is ok; else the fault, with the processes by their numbers.
+        remedy: what to do, in a sentence; "" for the remedy of the check.
         figures: the measured numbers, by name.
         blocks: whether checks that need this one are skipped.
-        out_of_step: whether a process is gone or hangs, or has left others waiting, so that all later checks are skipped.
+        out_of_step: whether a process is gone, hangs or left others waiting, so that all later checks are skipped.
     """
 
     status: Literal["ok", "warning", "failed", "skipped"]
@@ -98,8 +98,8 @@ class Check:
     Attributes:
         measure: runs on every process; its answer is one of `Board.post`.
         judge: runs on process 0 with the answers of all processes.
-        remedy: what to do where `measure` raises, or `judge` fails it without a remedy of its own.
-        needs: the checks without which this one says nothing.
+        remedy: what to do if `measure` raises, or `judge` fails it without a remedy of its own.
+        needs: the checks that must be ok before this one.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Check:
 
 
 class Reply(NamedTuple):
-    """What one process brings to a check: its measurement, the reason for none, an error, or that it still measures."""
+    """The reply of a process: its measurement, why there is nothing to check, its error, or that it still measures."""
 
     kind: Literal["measured", "not applicable", "error", "busy"]
     value: Any = None
@@ -122,18 +122,14 @@ def processes(ranks: Sequence[int]) -> str:
     return f"process{'es' if len(ranks) > 1 else ''} {shown}"
 
 
-def run_checks(
-    run: CheckRun,
-    checks: Sequence[Check],
-    tell: Callable[[str, Verdict], None],
-) -> dict[str, Verdict]:
+def run_checks(run: CheckRun, checks: Sequence[Check], tell: Callable[[str, Verdict], None]) -> dict[str, Verdict]:
     """Runs checks in order and returns their verdicts, which are the same on all processes.
 
     Args:
         tell: hears each verdict on process 0, before the other processes do.
 
     Raises:
-        RuntimeError: on another process than 0, where process 0 does not answer.
+        RuntimeError: process 0 does not answer another process.
     """
     verdicts: dict[str, Verdict] = {}
     with _measuring() as worker:
@@ -168,17 +164,17 @@ def _obstacle(check: Check, verdicts: dict[str, Verdict]) -> str | None:
 
 @contextmanager
 def told_to_end() -> Iterator[threading.Event]:
-    """Yields what is set when the launcher tells this process to end, as it does once another process has failed.
+    """Yields an event that SIGTERM sets: launchers send it once another process has failed.
 
-    The process ends by itself soon after, once it has said which one that was.
+    This process ends by itself soon after, once it has named the other one.
     """
-    told = threading.Event()
+    event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield told
+        yield event
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: told.set())
+    before = signal.signal(signal.SIGTERM, lambda *_: event.set())
     try:
-        yield told
+        yield event
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -194,7 +190,7 @@ def _measuring() -> Iterator[ThreadPoolExecutor]:
 
 
 def _answer_of(future: Future[Any]) -> Reply:
-    """Returns what a process says of its measurement now."""
+    """Returns the reply of a process about its measurement now."""
     if not future.done():
         return Reply("busy")
     error = future.exception()
@@ -253,7 +249,7 @@ def _sooner(run: CheckRun, last: float) -> float:
 
 
 def _verdict(run: CheckRun, check: Check, answers: dict[int, Reply]) -> Verdict:
-    """Returns the judgement of the answers, or why there is none; processes that are gone come first, as the others' cause."""
+    """Returns the verdict on the answers. Processes that are gone come first, since they cause errors of others."""
     gone = [rank for rank in range(run.world_size) if rank not in answers]
     busy = [rank for rank, answer in sorted(answers.items()) if answer.kind == "busy"]
     errors = {rank: answer.value for rank, answer in sorted(answers.items()) if answer.kind == "error"}
@@ -261,7 +257,7 @@ def _verdict(run: CheckRun, check: Check, answers: dict[int, Reply]) -> Verdict:
     of_all = f"of {run.world_size}"
     if gone:
         text = f"{processes(gone)} {of_all} did not answer: killed, stopped, or ended by an error"
-        remedy = "Read that process's output and the launcher's, which say how it ended, then start all again."
+        remedy = "Read that process's output and the launcher's for the cause, then start all again."
         return _failed(text, remedy, gone, True)
     if own_errors:
         return _failed(_of_errors(own_errors), check.remedy, own_errors, len(own_errors) < run.world_size)

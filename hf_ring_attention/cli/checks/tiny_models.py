@@ -17,7 +17,7 @@ VOCAB, POSITIONS, WINDOW = 97, 128, 6
 WIDTH, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 32, 64, 2, 4, 2, 8
 EXPERTS, EXPERTS_PER_TOKEN, EXPERT_WIDTH = 4, 2, 16
 
-# The values that attributes get in every config where they are not None by default.
+# The values that attributes get in every config, unless they are None by default.
 _SIZES = {
     name: size
     for size, names in (
@@ -63,7 +63,7 @@ _SIZES = {
     )
     for name in names.split()
 }
-# These become so even where they are None by default.
+# Attributes that get these values even if they are None by default.
 _TINY_HEADS = {"num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
 # Configs get these tokens.
 _SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -72,7 +72,7 @@ _PER_LAYER = (
     "layer_types", "mlp_layer_types", "layers_block_type", "indexer_types", "no_rope_layers", "layer_rope_theta",
 )  # fmt: skip
 
-# Settings of a model that change what is computed, whatever its sizes are.
+# Settings that change results and are not sizes.
 _NO_SIZES = (
     "hidden_act", "hidden_activation", "attention_bias", "mlp_bias", "use_qk_norm", "tie_word_embeddings",
     "attn_logit_softcapping", "final_logit_softcapping", "rms_norm_eps",
@@ -108,7 +108,7 @@ def tiny(default: PretrainedConfig, changes: dict[str, Any]) -> PretrainedConfig
         settings |= {"num_key_value_heads": HEADS, "head_dim": settings["qk_rope_head_dim"]}
     settings |= {name: 0.0 for name, value in values.items() if "drop" in name and isinstance(value, float)}
     settings |= _few_layers(values, settings)
-    if type(default).__name__ != "DbrxFFNConfig":  # That of Transformers 5.17 refuses what it does not know.
+    if type(default).__name__ != "DbrxFFNConfig":  # In Transformers 5.17 it refuses unknown names.
         settings |= _SPECIAL_TOKENS
     for name in default.sub_configs:
         if getattr(default, name) is not None:
@@ -135,7 +135,7 @@ def _few_layers(values: dict[str, Any], settings: dict[str, Any]) -> dict[str, A
 
 
 def model_with_large_weights(config: PretrainedConfig, attn_implementation: str) -> PreTrainedModel:
-    """Returns a model of a tiny config, as `tiny_model` says."""
+    """Returns a model of a tiny config in evaluation mode, whose weights are so large that a wrong key shows."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
