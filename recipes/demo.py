@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import checkpoints
@@ -22,22 +23,18 @@ import common
 import documents
 import perplexity
 import torch
+from arguments import at_least, missing_extra
+from pictures import plot_losses, plot_quality
 
 import hf_ring_attention as ra
-from hf_ring_attention.tools.arguments import at_least, missing_extra, new_folder
-from hf_ring_attention.tools.calibration_plots import plot_calibration
-from hf_ring_attention.tools.calibration_report import sheet_of_patterns
-from hf_ring_attention.tools.output import print_sheet
-from hf_ring_attention.tools.plots import plot_losses, plot_patterns, plot_quality
 
 PATTERNS = ["exact", "window:512+4", "pyramid:512,3", "longnet:512/1,2048/4,all/8"]
 BUDGET = 0.25
-#: The tokens of the manual before each row that calibration reads: behind what perplexity is measured on.
+#: The tokens of the manual before each row that calibration reads: behind the tokens that perplexity reads.
 CALIBRATED_AT = (40_000, 80_000)
-#: What is asked of the calibrated patterns, and of two others.
-QUESTIONS = ["--tasks", "passkey", "--lengths", "1024", "2048", "--patterns", "exact", "window:512+4"]
 PICTURES = ("patterns", "layers", "quality", "losses", "retrieval")
 HERE = Path(__file__).parent
+COMMAND = [sys.executable, "-m", "hf_ring_attention"]
 
 
 def launch(*program: str, processes: int = 2, stdout: int | None = None) -> str | None:
@@ -68,106 +65,99 @@ def by_length(text: str, lengths: list[int], patterns: list[str], output: Path) 
 
 def named(figures: list[dict], calibration_file: Path) -> list[dict]:
     """Returns figures of patterns, in which a calibration has a name in place of its file."""
-    return [
-        row | {"pattern": "calibrated" if row["pattern"] == str(calibration_file) else row["pattern"]}
-        for row in figures
-    ]
+    return [row | {"pattern": row["pattern"].replace(str(calibration_file), "calibrated")} for row in figures]
 
 
 def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=at_least(2), default=4096, help="tokens of the document that are read")
-    parser.add_argument(
-        "--calibrate", type=at_least(64), default=2048, help="tokens of each of the two rows that calibration reads"
-    )
-    parser.add_argument("--steps", type=at_least(1), default=20, help="fine-tuning steps")
-    parser.add_argument("--seq-len", type=at_least(2), default=1024, help="tokens of a fine-tuning sequence")
-    parser.add_argument(
-        "--held-out", type=at_least(2), default=2048, help="tokens kept for perplexity before and after"
-    )
-    parser.add_argument(
-        "--output", type=new_folder, default=Path("demo"), help="folder for figures and pictures (default demo)"
-    )
+    add, rows = parser.add_argument, "tokens of each of the two rows that calibration reads"
+    add("--tokens", type=at_least(2), default=4096, help="tokens of the document that are read")
+    add("--calibrate", type=at_least(64), default=2048, help=rows)
+    add("--steps", type=at_least(1), default=20, help="fine-tuning steps")
+    add("--seq-len", type=at_least(2), default=1024, help="tokens of a fine-tuning sequence")
+    add("--held-out", type=at_least(2), default=2048, help="tokens kept for perplexity before and after")
+    add("--output", type=Path, default=Path("demo"), help="folder for figures and pictures (default demo)")
     args = parser.parse_args(argv)
-    missing = missing_extra("the demo", "matplotlib", "rich") or common.obstacle(common.BUNDLED)
+    missing = missing_extra("matplotlib", "rich") or common.obstacle(common.BUNDLED)
     if missing:
-        parser.error(missing)
+        parser.error(f"the demo {missing}")
     return args
 
 
 def main() -> None:
     args = parse_args()
-    from rich.console import Console
-    from rich.table import Table
+    start, minutes, output = time.perf_counter(), {}, args.output
+    output.mkdir(parents=True, exist_ok=True)
 
-    start = time.perf_counter()
-    console = Console()
-    args.output.mkdir(parents=True, exist_ok=True)
+    def done(step: str) -> None:
+        minutes[step] = (time.perf_counter() - start) / 60
+        print(f"-- {minutes[step]:.1f} minutes so far\n", flush=True)
+
+    print(f"== 1. calibrate: a pattern for each head, at {BUDGET:.0%} of exact attention's FLOPs", flush=True)
     tokenizer, model = common.load_tokenizer(), common.load_model()
     text = documents.whole_text(documents.Sources())
-    heads = {"num_heads": model.config.num_attention_heads, "num_kv_heads": model.config.num_key_value_heads}
-
-    console.rule(f"1. calibrate: a pattern for each head, at {BUDGET:.0%} of exact attention's FLOPs")
-    rows = [common.tokenize(tokenizer, text, args.calibrate, skip)[0] for skip in CALIBRATED_AT]
+    ids = common.tokenize(tokenizer, text, max(CALIBRATED_AT) + args.calibrate)
+    rows = [ids[0, first : first + args.calibrate] for first in CALIBRATED_AT]
     # Second passes would take nearly as long again.
     calibration = ra.calibrate(model, rows, budget=BUDGET, seq_len=args.tokens, refinements=0)
-    calibration_file = args.output / "calibration.json"
+    calibration_file = output / "calibration.json"
     calibration.save(calibration_file)
-    print_sheet(sheet_of_patterns(calibration), console)
-    minutes = {"calibrate": (time.perf_counter() - start) / 60}
+    counts = Counter(str(pattern) for heads in calibration.of_heads().values() for pattern in heads)
+    for pattern, count in counts.most_common():
+        print(f"{count:>4} groups of heads: {pattern}")
+    done("calibrate")
 
-    console.rule(f"2. evaluate: perplexity of {args.tokens} other tokens, one process")
-    ids = common.tokenize(tokenizer, text, args.tokens)
-    one = named(perplexity.measure(model, ids, [*PATTERNS, str(calibration_file)]), calibration_file)
-    console.print(perplexity.table(one, f"SmolLM2-135M, topics of Python's manual, {args.tokens} tokens"))
-    minutes["perplexity"] = (time.perf_counter() - start) / 60
+    print(f"== 2. evaluate: perplexity of {args.tokens} other tokens, one process", flush=True)
+    print("perplexity    FLOPs       time  pattern")
+    one = []
+    for row in perplexity.measure(model, ids[:, : args.tokens], [*PATTERNS, str(calibration_file)]):
+        one += named([row], calibration_file)
+        print(perplexity.line(one[-1]), flush=True)
+    heads = [f"--heads={model.config.num_attention_heads}", f"--kv-heads={model.config.num_key_value_heads}"]
+    del model
+    done("perplexity")
 
-    console.rule("3. perplexity by context length, from two processes that share each window")
+    print("== 3. perplexity by context length, from two processes that share each window", flush=True)
     lengths = [max(2, args.tokens // 4), args.tokens]
-    two = named(by_length(text, lengths, ["exact", str(calibration_file)], args.output), calibration_file)
-    table = Table(title="two processes")
-    headings = ("pattern", "tokens", "perplexity", "bits per byte", "relative difference from one process")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "pattern" else "right")
+    two = named(by_length(text, lengths, ["exact", str(calibration_file)], output), calibration_file)
     by_pattern = {row["pattern"]: row["perplexity"] for row in one}
     for row in two:
-        figures = [str(row["length"]), f"{row['perplexity']:.3f}", f"{row['bits_per_byte']:.3f}"]
+        text_of_row = f"{row['pattern']:<10} {row['length']:>6} tokens: perplexity {row['perplexity']:.3f}"
         if row["length"] == args.tokens:
             row["difference"] = row["perplexity"] / by_pattern[row["pattern"]] - 1
-            figures.append(f"{row['difference']:+.1e}")
-        table.add_row(row["pattern"], *figures)
-    console.print(table)
-    minutes["two processes"] = (time.perf_counter() - start) / 60
+            text_of_row += f", {row['difference']:+.1e} from one process"
+        print(text_of_row)
+    done("two processes")
 
-    console.rule("4. questions about long prompts: pass keys to be found again")
-    del model
-    found_file, picture = args.output / "found.json", args.output / "retrieval.png"
-    words = [*QUESTIONS, str(calibration_file), "--json", str(found_file), "--plot", str(picture)]
+    print("== 4. questions about long prompts: pass keys to be found again", flush=True)
+    found_file = output / "found.json"
+    words = ["--tasks", "passkey", "--lengths", "1024", "2048", "--patterns", "exact", "window:512+4"]
+    words += [str(calibration_file), "--json", str(found_file), "--plot", str(output / "retrieval.png")]
     subprocess.run([sys.executable, str(HERE / "retrieval.py"), *words], check=True)
     found = named(json.loads(found_file.read_text())["rows"], calibration_file)
     found_file.unlink()
-    minutes["questions"] = (time.perf_counter() - start) / 60
+    done("questions")
 
-    console.rule(
-        f"5. fine-tune: {args.steps} steps with the calibrated pattern, the sequence sharded over two processes"
-    )
-    tuning_file = args.output / "finetune.json"
+    print(f"== 5. fine-tune: {args.steps} steps with the calibrated pattern, rows shared by two processes", flush=True)
+    tuning_file = output / "finetune.json"
     launch(
         str(HERE / "finetune.py"),
         *("--ring-size", "2", "--pattern", str(calibration_file), "--steps", str(args.steps)),
         *("--seq-len", str(args.seq_len), "--held-out", str(args.held_out)),
-        *("--output", str(args.output / "finetuned"), "--json", str(tuning_file)),
+        *("--output", str(output / "finetuned"), "--json", str(tuning_file)),
     )
     tuning = json.loads(tuning_file.read_text())
     tuning_file.unlink()
-    minutes["fine-tune"] = (time.perf_counter() - start) / 60
+    done("fine-tune")
 
-    patterns = {name: ra.Pattern.parse(name) for name in PATTERNS}
-    plot_patterns(patterns, args.tokens, args.output / "patterns.png", **heads)
-    plot_calibration(calibration, args.output / "layers.png")
-    plot_quality(one, args.output / "quality.png")
-    plot_losses({row["pattern"]: row.pop("token_nll") for row in one}, args.output / "losses.png")
-    seconds = time.perf_counter() - start
+    drawn = ["pattern", *PATTERNS, "--tokens", str(args.tokens), *heads]
+    for words in (
+        [*drawn, "--output", str(output / "patterns.png")],
+        ["calibration", str(calibration_file), "--output", str(output / "layers.png")],
+    ):
+        subprocess.run([*COMMAND, "plot", *words], check=True, stdout=subprocess.DEVNULL)
+    plot_quality(one, output / "quality.png")
+    plot_losses({row["pattern"]: row.pop("token_nll") for row in one}, output / "losses.png")
     figures = {
         "version": ra.__version__,
         "tokens": args.tokens,
@@ -176,12 +166,12 @@ def main() -> None:
         "pass_keys": found,
         "finetune": tuning,
         "minutes_at_the_end_of": minutes,
-        "seconds": seconds,
+        "seconds": time.perf_counter() - start,
     }
-    checkpoints.write_text(args.output / "demo.json", json.dumps(figures, indent=1))
-    console.rule(f"done in {seconds / 60:.1f} minutes")
+    checkpoints.write_text(output / "demo.json", json.dumps(figures, indent=1))
+    print(f"== done in {figures['seconds'] / 60:.1f} minutes")
     for name in ("demo.json", "calibration.json", *(f"{name}.png" for name in PICTURES)):
-        console.print(f"{args.output / name}")
+        print(output / name)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ each other. Only the assistant's turns of a chat are learned.
 from __future__ import annotations
 
 import argparse
+import gzip
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,25 +19,17 @@ from typing import Any
 import datasets
 import torch
 from accelerate import PartialState
+from arguments import at_least, check, existing_file, may_be_an_id
 from datasets import Dataset, IterableDataset
 from tokens import columns_to_learn, tokenize
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_ring_attention as ra
-from hf_ring_attention.evaluation.texts import python_topics
-from hf_ring_attention.tools.arguments import at_least, check, existing_file
 
 LONG = ("split", "truncate", "drop", "raise")
 #: How a local file is read, by the end of its name.
-BUILDERS = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".txt": "text",
-    ".md": "text",
-}
+BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+BUILDERS |= {".txt": "text", ".md": "text"}
 
 
 @dataclass
@@ -44,41 +37,25 @@ class Sources:
     """The origin of documents, and how they become rows. The recipes have an option for each field."""
 
     text: list[str] | None = field(
-        default=None, metadata={"help": "text files, a document each; default: the topics of Python 3.11's manual"}
+        default=None, metadata={"help": "text files; default: topics of Python 3.11's manual"}
     )
     dataset: str | None = field(
-        default=None,
-        metadata={
-            "help": "instead of texts: a data set, by its hub id, its folder, or a .jsonl, .csv or .parquet file"
-        },
+        default=None, metadata={"help": "a data set's hub id, folder, or .jsonl, .csv, .parquet"}
     )
-    config: str | None = field(default=None, metadata={"help": "the data set's configuration, where it has several"})
+    config: str | None = field(default=None, metadata={"help": "the data set's configuration, if it has several"})
     split: str = field(default="train", metadata={"help": "the data set's split; 'train[:1%%]' is its beginning"})
     columns: list[str] | None = field(
         default=None,
-        metadata={
-            "help": "columns of texts, joined by an empty line, or the column of chats; default: 'messages' if there is one, "
-            "else 'text'"
-        },
+        metadata={"help": "columns of texts, or the column of chats; default: 'messages' if there is one, else 'text'"},
     )
-    streaming: bool = field(default=False, metadata={"help": "read the data set as it is trained on, and not before"})
-    buffer: int = field(
-        default=1000, metadata={"help": "documents among which rows are packed, and a stream is shuffled"}
-    )
+    streaming: bool = field(default=False, metadata={"help": "read the data set during training, and not before"})
+    buffer: int = field(default=1000, metadata={"help": "documents that are packed, or of a stream shuffled, together"})
     seq_len: int = field(default=1024, metadata={"help": "tokens of a row"})
-    packing: bool = field(
-        default=True, metadata={"help": "pack several documents into a row, none of which sees another"}
-    )
+    packing: bool = field(default=True, metadata={"help": "pack documents into rows; none of them sees another"})
     long_documents: str = field(
-        default="split",
-        metadata={
-            "help": "split, truncate, drop or refuse (raise) documents that are longer than a row",
-            "choices": LONG,
-        },
+        default="split", metadata={"help": "what becomes of documents longer than a row", "choices": LONG}
     )
-    held_out: int = field(
-        default=0, metadata={"help": "tokens of the first documents that are kept for evaluation, and not trained on"}
-    )
+    held_out: int = field(default=0, metadata={"help": "first tokens of the data, kept for evaluation"})
 
 
 # ---- options
@@ -88,7 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser, names: Sequence[str] | None =
     """Adds the options of `Sources` to a command line with hyphens: all of them, or only those in `names`."""
     group = parser.add_argument_group("data")
     kinds = {"buffer": at_least(1), "seq_len": at_least(2), "held_out": at_least(0), "dataset": dataset_id}
-    metavars = {"text": "FILE", "dataset": "NAME", "columns": "NAME", "config": "NAME"}
     for entry in fields(Sources):
         if names is not None and entry.name not in names:
             continue
@@ -96,9 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser, names: Sequence[str] | None =
         if isinstance(entry.default, bool):
             options["action"] = argparse.BooleanOptionalAction if entry.default else "store_true"
         else:
-            options["type"] = kinds.get(entry.name, str)
-            options["choices"] = entry.metadata.get("choices")
-            options["metavar"] = metavars.get(entry.name)
+            options |= {"type": kinds.get(entry.name, str), "choices": entry.metadata.get("choices")}
             options["nargs"] = "+" if entry.name in ("text", "columns") else None
         if entry.default not in (None, False, True):
             options["help"] += " (default %(default)s)"
@@ -130,8 +104,7 @@ def dataset_id(text: str) -> str:
             f"a data set is a hub id as 'owner/name', a folder, or a file that ends in {', '.join(BUILDERS)}, got {text!r}; "
             f"a file of text is named by --text"
         )
-    parts = text.split("/")
-    if not path.exists() and (len(parts) > 2 or not all(part and part[0].isalnum() for part in parts)):
+    if not path.exists() and not may_be_an_id(text):
         raise argparse.ArgumentTypeError(
             f"there is no folder and no file {text!r} (from {Path.cwd()}), and a hub id is written as 'owner/name'"
         )
@@ -190,7 +163,7 @@ class Data:
 def prepare(sources: Sources, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0, needed: int = 1) -> Data:
     """Returns rows of `sources`, `needed` of them or more; a stream is shuffled by `seed`.
 
-    One process of a machine goes first, and the others find in its cache what it has tokenized and packed.
+    One process of a machine tokenizes and packs first, and the others read its cache.
     """
     with _one_process_first():
         documents = tokenize(load(sources), tokenizer, sources.columns, sources.dataset)
@@ -236,7 +209,7 @@ def load(sources: Sources) -> Dataset | IterableDataset:
             saved = datasets.load_from_disk(str(path))
             if isinstance(saved, dict):
                 if sources.split not in saved:
-                    raise ValueError(f"it has no split {sources.split!r}, only {', '.join(saved)}.")
+                    raise ValueError(f"there is no split {sources.split!r}, only {', '.join(saved)}.")
                 saved = saved[sources.split]
             return saved.to_iterable_dataset() if streaming else saved
         files = (
@@ -255,7 +228,7 @@ def load(sources: Sources) -> Dataset | IterableDataset:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())
         raise SystemExit(
-            f"the data set {sources.dataset!r} cannot be loaded: {reason} Name it with --dataset, and what it has with "
+            f"the data set {sources.dataset!r} cannot be loaded: {reason} Name it with --dataset, and its parts with "
             f"--config and --split."
         ) from None
 
@@ -263,7 +236,7 @@ def load(sources: Sources) -> Dataset | IterableDataset:
 def texts(files: Iterable[str] | None) -> list[str]:
     """Returns the contents of files; without files, the topics of Python 3.11's manual as one text."""
     if files is None:
-        return [python_topics()]
+        return [gzip.decompress(Path(__file__).with_name("python_topics.txt.gz").read_bytes()).decode()]
     contents = []
     for file in files:
         try:
@@ -292,7 +265,7 @@ def hold_out(
 ) -> tuple[list[dict[str, Any]], Dataset | IterableDataset]:
     """Returns the first documents, which have `tokens` tokens together, and the others.
 
-    Where the last of them is cut, its rest is trained on. A stream goes on with the next document instead.
+    If the last of them is cut, training reads its rest. A stream goes on with the next document instead.
     """
     held_out: list[dict[str, Any]] = []
     left, rest = tokens, None
@@ -312,7 +285,7 @@ def hold_out(
     if len(held_out) < len(documents):
         others.append(documents.select(range(len(held_out), len(documents))))
     if not others:
-        raise SystemExit(f"the data have {tokens} tokens, all of which are held out: none is left to train on")
+        raise SystemExit(f"the data have {tokens} tokens, and all are held out: hold out fewer, or name more data")
     return held_out, datasets.concatenate_datasets(others)
 
 
@@ -323,7 +296,7 @@ def pack(documents: Dataset | IterableDataset, sources: Sources) -> Dataset | It
 
 
 def describe(rows: Dataset | IterableDataset, sources: Sources, needed: int = 1) -> str:
-    """Returns one line about what is trained on; ends the program where there are fewer than `needed` rows."""
+    """Returns one line about the rows; ends the program if there are fewer than `needed`."""
     if isinstance(rows, IterableDataset):
         packed = f"packed into rows of {sources.seq_len} by {sources.buffer}"
         return f"a stream of documents, {packed if sources.packing else f'in rows of {sources.seq_len} of their own'}"
@@ -344,7 +317,7 @@ def describe(rows: Dataset | IterableDataset, sources: Sources, needed: int = 1)
 
 
 def _longer_than_a_row(documents: Dataset | IterableDataset, sources: Sources) -> str:
-    """Returns what a description adds where documents lose tokens, since they are longer than a row."""
+    """Returns a part of the description if documents lose tokens, since they are longer than a row."""
     done = {"truncate": "truncated", "drop": "dropped"}.get(sources.long_documents)
     if done is None or isinstance(documents, IterableDataset):
         return ""

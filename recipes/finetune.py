@@ -9,7 +9,7 @@ SLURM, 2 nodes of 8 GPUs, one ring of 16:
         --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500 \\
         recipes/finetune.py --model ID --dataset ID --ring-size 16 --seq-len 524288 --checkpointing --dtype bf16'
 
-Recovery of what a pattern costs, from the same model with exact attention:
+Recovery of a pattern's cost in quality, from the same model with exact attention:
     python recipes/finetune.py --model ID --pattern window:512+4 --distill --lora 16 --lr 5e-4 \\
         --held-out 20000 --steps 100
 
@@ -38,29 +38,21 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import GradientAccumulationPlugin, LoggerType, broadcast_object_list, gather, set_seed
+from arguments import PATTERN_HELP, at_least, check_extra, load_pattern, new_file, pattern_source, positive
 from batches import Batches
+from pictures import plot_training
 from torch.autograd.graph import save_on_cpu
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm.auto import tqdm
 from transformers import default_data_collator, get_scheduler
 
 import hf_ring_attention as ra
-from hf_ring_attention.evaluation.calibration.result import load_pattern
-from hf_ring_attention.tools.arguments import at_least, missing_extra, new_file, new_folder, pattern_source, positive
-from hf_ring_attention.tools.plots import plot_training
-from hf_ring_attention.training.trainer import is_finite_step
 
 #: The schedules of transformers.get_scheduler that need nothing but the number of steps.
-SCHEDULES = (
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "inverse_sqrt",
-    "constant_with_warmup",
-    "constant",
-)
+SCHEDULES = "linear cosine cosine_with_restarts polynomial inverse_sqrt constant_with_warmup constant".split()
 TRACKERS = sorted({*LoggerType.list()} - {"all"})
+#: The options that a run must not change when it goes on.
+KEPT = "seq_len packing buffer long_documents held_out batch_size accumulate lora schedule warmup clip lr seed".split()
 
 
 def parse_args(argv=None) -> argparse.Namespace:
@@ -68,84 +60,41 @@ def parse_args(argv=None) -> argparse.Namespace:
         usage="%(prog)s [option ...]", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     common.add_model(parser)
-    parser.add_argument(
-        "--pattern", type=pattern_source, default="exact", help=f"{common.PATTERN_HELP} (default exact)"
-    )
-    parser.add_argument(
-        "--ring-size",
-        type=at_least(1),
-        help="processes that share a sequence; several processes need it: their number for one ring of all, 1 for sequences "
-        "of their own",
-    )
+    parser.add_argument("--pattern", type=pattern_source, default="exact", help=f"{PATTERN_HELP} (default exact)")
+    shared = "processes that share a row: all of them for one ring, 1 for rows of their own; several processes need it"
+    parser.add_argument("--ring-size", type=at_least(1), help=shared)
     common.add_ring(parser)
     documents.add_arguments(parser)
 
-    training = parser.add_argument_group("training")
-    training.add_argument(
-        "--batch-size", type=at_least(1), default=1, help="rows that a ring reads at once (default 1)"
+    add = parser.add_argument_group("training").add_argument
+    add("--batch-size", type=at_least(1), default=1, help="rows that a ring reads at once (default 1)")
+    add("--steps", type=at_least(1), default=20, help="optimizer steps (default 20)")
+    add("--accumulate", type=at_least(1), default=1, help="batches of an optimizer step (default 1)")
+    add("--lr", type=positive, default=5e-5, help="highest learning rate of AdamW (default 5e-5)")
+    add("--schedule", choices=SCHEDULES, default="cosine", help="how the learning rate changes (default cosine)")
+    add(
+        "--warmup", type=at_least(0), help="steps of rising learning rate, the first with 0; default: 2, or 0 of 1 step"
     )
-    training.add_argument("--steps", type=at_least(1), default=20, help="optimizer steps (default 20)")
-    training.add_argument("--accumulate", type=at_least(1), default=1, help="batches of an optimizer step (default 1)")
-    training.add_argument(
-        "--lr",
-        type=positive,
-        default=5e-5,
-        help="highest learning rate of AdamW, whose weight decay is 0.1 (default 5e-5)",
-    )
-    training.add_argument(
-        "--schedule", choices=SCHEDULES, default="cosine", help="how the learning rate changes (default cosine)"
-    )
-    training.add_argument(
-        "--warmup",
-        type=at_least(0),
-        help="steps of rising learning rate, the first with 0; default: 2, or 0 of one step",
-    )
-    training.add_argument("--clip", type=positive, default=1.0, help="largest norm of the gradient (default 1)")
-    training.add_argument("--lora", type=at_least(0), default=0, metavar="RANK", help=f"{common.LORA_HELP} (default 0)")
-    training.add_argument(
-        "--distill",
-        action="store_true",
-        help="with --lora: learn what the model predicts with exact attention and without adapters, and not the texts",
-    )
-    training.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
-    training.add_argument(
-        "--offload", action="store_true", help="keep in host memory what --checkpointing leaves on the device"
-    )
-    training.add_argument(
-        "--dtype", choices=["no", "bf16", "fp16"], help="mixed precision; default: what Accelerate was launched with"
-    )
-    training.add_argument("--seed", type=at_least(0, most=2**32 - 1), default=0)
+    add("--clip", type=positive, default=1.0, help="largest norm of the gradient (default 1)")
+    add("--lora", type=at_least(0), default=0, metavar="RANK", help=f"{common.LORA_HELP} (default 0)")
+    distilled = "with --lora: learn the predictions of exact attention without adapters instead of the texts"
+    add("--distill", action="store_true", help=distilled)
+    add("--checkpointing", action="store_true", help="recompute activations in backward")
+    add("--offload", action="store_true", help="keep in host memory what --checkpointing leaves on the device")
+    add("--dtype", choices=["no", "bf16", "fp16"], help="mixed precision; default: as Accelerate was launched")
+    add("--seed", type=at_least(0), default=0)
 
-    output = parser.add_argument_group("evaluation, checkpoints and reports")
-    output.add_argument(
-        "--eval-every",
-        type=at_least(0),
-        default=0,
-        help="steps between evaluations on what --held-out keeps; 0: before and after the run",
-    )
-    output.add_argument("--save-every", type=at_least(0), default=0, help="steps between checkpoints, 0: none")
-    output.add_argument(
-        "--keep", type=at_least(1), default=1, help="how many checkpoints are kept, the last ones (default 1)"
-    )
-    output.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
-    output.add_argument(
-        "--output",
-        type=new_folder,
-        default=Path("runs/finetune"),
-        help="folder for model, checkpoints, logs and curve, shared by all machines",
-    )
-    output.add_argument(
-        "--report-to",
-        nargs="+",
-        choices=TRACKERS,
-        default=[],
-        metavar="TRACKER",
-        help=f"trackers of the run: {', '.join(TRACKERS)}",
-    )
-    output.add_argument(
-        "--plot", action="store_true", help="draw the losses to loss.png in --output (needs matplotlib)"
-    )
-    output.add_argument("--json", type=new_file, help="file for the figures")
+    add = parser.add_argument_group("evaluation, checkpoints and reports").add_argument
+    evaluated = "steps between evaluations on what --held-out keeps; 0: before and after the run"
+    add("--eval-every", type=at_least(0), default=0, help=evaluated)
+    add("--save-every", type=at_least(0), default=0, help="steps between checkpoints, 0: none")
+    add("--keep", type=at_least(1), default=1, help="how many checkpoints are kept, the last ones (default 1)")
+    add("--resume", action="store_true", help="go on from the last checkpoint in --output")
+    folder = "folder for model, checkpoints, logs and curve, shared by all machines"
+    add("--output", type=Path, default=Path("runs/finetune"), help=folder)
+    add("--report-to", nargs="+", choices=TRACKERS, default=[], metavar="TRACKER", help=", ".join(TRACKERS))
+    add("--plot", action="store_true", help="draw the losses to loss.png in --output (needs matplotlib)")
+    add("--json", type=new_file, help="file for the figures")
     args = parser.parse_args(argv)
     documents.check_arguments(parser, args)
     check_args(parser, args)
@@ -153,7 +102,7 @@ def parse_args(argv=None) -> argparse.Namespace:
 
 
 def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuses arguments that do not go together, or need what is not installed."""
+    """Refuses arguments that do not go together, or need a package that is not installed."""
     if args.warmup is None:
         args.warmup = min(2, args.steps - 1)
     if args.warmup >= args.steps and args.schedule != "constant":
@@ -162,25 +111,18 @@ def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
             f"take at most {args.steps - 1}, or more --steps"
         )
     if args.distill and args.pattern == "exact":
-        parser.error(
-            "argument --distill: the model would learn what it computes already: name a --pattern that is not exact"
-        )
+        parser.error("argument --distill: the model computes exact attention already: name another --pattern")
     if args.distill and not args.lora:
         parser.error(
-            "argument --distill: the teacher has the model's own weights, and would move with them if they were trained: add "
-            "--lora RANK, whose adapters alone are trained, and which the teacher does without"
+            "argument --distill: the teacher has the model's own weights, which must not move: add --lora RANK"
         )
     if args.eval_every and not args.held_out:
-        parser.error(
-            "argument --eval-every: there is nothing to evaluate on: say with --held-out how many tokens to keep"
-        )
+        parser.error("argument --eval-every: there is nothing to evaluate on: keep some tokens with --held-out")
     for tracker in args.report_to:
         if LoggerType(tracker) not in get_available_trackers():
             parser.error(f"argument --report-to: {tracker} is not installed: pip install {tracker.replace('_', '-')}")
-    missing = missing_extra("argument --plot:", "matplotlib") if args.plot else None
-    missing = missing or (missing_extra("argument --lora:", "peft") if args.lora else None)
-    if missing:
-        parser.error(missing)
+    check_extra(parser, "--plot", args.plot, "matplotlib")
+    check_extra(parser, "--lora", args.lora, "peft")
 
 
 def main() -> None:
@@ -202,7 +144,6 @@ def main() -> None:
         )
     size = common.ring_size(args.ring_size, accelerator.num_processes)
     ways = {"layout": args.ring_layout, "transport": args.ring_transport, "heads": args.ring_heads}
-    common.check_ring(size, **ways)
     ring = ra.Ring.from_accelerator(accelerator, size, **ways)
     with checkpoints.own_run(args.output, "--output"):
         fine_tune(args, accelerator, ring)
@@ -220,21 +161,7 @@ def fine_tune(args: argparse.Namespace, accelerator: Accelerator, ring: ra.Ring)
     sources = documents.sources_of(args)
     data = documents.prepare(sources, tokenizer, seed=args.seed, needed=args.batch_size * ring.dp_size)
     accelerator.print(common.describe_run(ring, args.pattern, replaces, data.description))
-    # A run must not change these settings when it goes on: the data, their order, the pattern, and those of the optimizer.
-    names = (
-        "seq_len",
-        "packing",
-        "buffer",
-        "long_documents",
-        "held_out",
-        "batch_size",
-        "accumulate",
-        "lora",
-        "schedule",
-        "warmup",
-        "clip",
-    )
-    settings = {name: getattr(args, name) for name in (*names, "lr", "seed")} | {"distill": args.distill or None}
+    settings = {name: getattr(args, name) for name in KEPT} | {"distill": args.distill or None}
     settings |= {"model": checkpoints.stamp_of_model(args.model), "rings": ring.dp_size}
     settings |= {"documents": data.digest, "pattern": common.pattern_settings(pattern)}
     if resumed:
@@ -247,7 +174,6 @@ def fine_tune(args: argparse.Namespace, accelerator: Accelerator, ring: ra.Ring)
             raise SystemExit(f"--steps {args.steps}: {resumed} was written after step {done}: take {done} or more")
 
     model = common.load_model(args.model, trust=trust)
-    common.check_places(model, args.seq_len, "--seq-len")
     if args.checkpointing:
         # Transformers 5.23 gave it a new name, and warns of the old one.
         (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
@@ -328,7 +254,7 @@ def fine_tune(args: argparse.Namespace, accelerator: Accelerator, ring: ra.Ring)
             # FSDP 2 may leave each process its part.
             norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
             loss = float(accelerator.reduce(total, "sum"))
-            if not is_finite_step(accelerator, loss, norm):
+            if not checkpoints.is_finite_step(accelerator, loss, norm):
                 accelerator.end_training()
                 checkpoints.end_not_finite(step, loss, norm, checkpoints.last_whole(args.output), "--lr")
             rate = optimizer.param_groups[0]["lr"]
@@ -374,7 +300,7 @@ def fine_tune(args: argparse.Namespace, accelerator: Accelerator, ring: ra.Ring)
             tokenizer.save_pretrained(args.output)
         if args.plot:
             learned = "divergence from exact attention" if args.distill else "training"
-            plot_training(losses, args.output / "loss.png", held_out=figures["held_out"], learned=learned)
+            plot_training(losses, args.output / "loss.png", figures["held_out"], learned)
         print(f"saved to {args.output}" + (", with loss.png" if args.plot else ""))
         if args.lora:
             print(common.how_to_load_adapters(args.output, args.pattern))

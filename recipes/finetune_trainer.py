@@ -31,12 +31,11 @@ import common
 import documents
 import torch
 from accelerate.utils import broadcast_object_list, gather
+from arguments import PATTERN_HELP, at_least, check, check_extra, load_pattern, pattern_source, positive
+from pictures import plot_training
 from transformers import HfArgumentParser, default_data_collator
 
 import hf_ring_attention as ra
-from hf_ring_attention.evaluation.calibration.result import load_pattern
-from hf_ring_attention.tools.arguments import at_least, check, missing_extra, new_folder, pattern_source, positive
-from hf_ring_attention.tools.plots import plot_training
 
 
 @dataclass
@@ -45,7 +44,7 @@ class Arguments(documents.Sources):
 
     model: str = field(default=common.BUNDLED, metadata={"help": common.MODEL_HELP})
     trust_remote_code: bool = field(default=False, metadata={"help": common.TRUST_HELP})
-    pattern: str = field(default="exact", metadata={"help": common.PATTERN_HELP})
+    pattern: str = field(default="exact", metadata={"help": PATTERN_HELP})
     lora: int = field(default=0, metadata={"help": common.LORA_HELP})
     plot: bool = field(
         default=False, metadata={"help": "draw the losses to loss.png in --output_dir (needs matplotlib)"}
@@ -105,7 +104,7 @@ class AllHelp(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHel
 
 
 class Help(argparse.Action):
-    """Prints the docstring, the options of this recipe, and those of Trainer that most runs need."""
+    """Prints the docstring, the options of this recipe, and the options of Trainer that most runs need."""
 
     def __call__(self, parser, *_):
         print(__doc__)
@@ -154,19 +153,14 @@ def parse_args(argv=None) -> tuple[Arguments, TrainingArguments]:
     if training.ring_size is not None:
         check(parser, "--ring_size", at_least(1), training.ring_size)
     check(parser, "--learning_rate", positive, training.learning_rate)
-    check(parser, "--output_dir", new_folder, training.output_dir)
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
         check(parser, f"--{name}", at_least(1), getattr(training, name))
     if training.max_steps == 0:
         parser.error("argument --max_steps: 1 or more was expected, or -1 for --num_train_epochs, got 0")
     if training.eval_strategy != "no" and not args.held_out:
-        parser.error(
-            "argument --eval_strategy: there is nothing to evaluate on: say with --held_out how many tokens to keep"
-        )
-    missing = missing_extra("argument --plot:", "matplotlib") if args.plot else None
-    missing = missing or (missing_extra("argument --lora:", "peft") if args.lora else None)
-    if missing:
-        parser.error(missing)
+        parser.error("argument --eval_strategy: there is nothing to evaluate on: keep some tokens with --held_out")
+    check_extra(parser, "--plot", args.plot, "matplotlib")
+    check_extra(parser, "--lora", args.lora, "peft")
     return args, training
 
 
@@ -184,7 +178,7 @@ def resumed(training: TrainingArguments) -> str | None:
 
 
 class Trainer(ra.RingTrainer):
-    """Stops at the first loss or gradient norm that is not finite, before a checkpoint holds what it did to the weights."""
+    """Stops at the first loss or gradient norm that is not finite, before a checkpoint holds the broken weights."""
 
     def when_not_finite(self, loss: float, grad_norm: float) -> None:
         last = checkpoints.whole_of_trainer(Path(self.args.output_dir), self.args.world_size)
@@ -195,7 +189,6 @@ class Trainer(ra.RingTrainer):
 def main() -> None:
     args, training = parse_args()
     training.ring_size = common.ring_size(training.ring_size, training.world_size, "--ring_size")
-    common.check_ring(training.ring_size, training.ring_layout, training.ring_transport, training.ring_heads)
     with checkpoints.own_run(Path(training.output_dir), "--output_dir"):
         train(args, training)
 
@@ -209,7 +202,6 @@ def train(args: Arguments, training: TrainingArguments) -> None:
     replaces = common.check_heads(args.model, pattern, trust=trust)
     data = documents.prepare(args, tokenizer, seed=training.seed)
     model = common.load_model(args.model, trust=trust)
-    common.check_places(model, args.seq_len, "--seq_len")
     ra.patch_config(model.config, pattern)
     if args.lora:
         model = common.add_lora(model, args.lora)

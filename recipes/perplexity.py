@@ -11,7 +11,7 @@ SLURM, 2 nodes of 8 GPUs, one ring of 16:
         recipes/perplexity.py --model ID --text FILE --tokens 524288'
 
 `accelerate launch` works as well as torchrun. Without --model and --text, the recipe reads the model and the text of the
-demo.
+demo. `hf-ring-attention perplexity` measures several texts and context lengths.
 """
 
 from __future__ import annotations
@@ -24,102 +24,72 @@ import common
 import documents
 import torch
 from accelerate import Accelerator
+from arguments import DTYPES, PATTERN_HELP, at_least, check_extra, load_pattern, new_file, pattern_source
+from pictures import plot_quality
 
 import hf_ring_attention as ra
-from hf_ring_attention.cost.models import attention_of_model
-from hf_ring_attention.evaluation.calibration.result import load_pattern
-from hf_ring_attention.tools.arguments import at_least, missing_extra, new_file, pattern_source, picture_file
-from hf_ring_attention.tools.plots import plot_quality
+
+PATTERNS = ["exact", "window:512+4", "pyramid:512,3"]
 
 
-def measure(model, ids, specs, ring=None, progress=print):
-    """Returns a dict of figures for each pattern, in order."""
-    figures = []
-    for spec in specs:
-        pattern = load_pattern(spec)
-        ra.patch_model(model, pattern, ring=ring)
-        report = ra.perplexity(model, ids, ring=ring)
-        figures.append(
-            {
-                "pattern": spec,
-                "perplexity": report.perplexity,
-                "nll": report.nll,
-                "tokens": report.tokens,
-                "flop_share": attention_of_model(model.config, model.name_or_path, pattern).flop_share(ids.shape[1]),
-                "seconds": report.seconds,
-                "token_nll": report.token_nll[0].tolist(),
-            }
-        )
-        progress(f"{spec}: perplexity {report.perplexity:.3f} in {report.seconds:.1f} s")
-    return figures
+def measure(model, ids, names, ring=None):
+    """Yields the figures of each pattern. Its FLOPs leave out layers that have their own window."""
+    config = model.config.get_text_config()
+    heads = {"num_heads": config.num_attention_heads}
+    heads["num_kv_heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    for name in names:
+        pattern, tokens = load_pattern(name), ids.shape[1]
+        report = ra.perplexity(ra.patch_model(model, pattern, ring=ring), ids, ring=ring)
+        is_pattern = isinstance(pattern, ra.Pattern)
+        yield {
+            "pattern": name,
+            "perplexity": report.perplexity,
+            "nll": report.nll,
+            "tokens": report.tokens,
+            "flop_share": pattern.flop_share(tokens, **heads) if is_pattern else pattern.share("flops", tokens),
+            "seconds": report.seconds,
+            "token_nll": report.token_nll[0].tolist(),
+        }
 
 
-def table(figures, title):
-    """Returns the figures as a table; perplexity also as the change from the first of several rows."""
-    from rich.table import Table
-
-    shown = Table(title=title)
-    several = len(figures) > 1
-    for heading in ("pattern", "perplexity", *["change"] * several, "attention FLOPs", "seconds"):
-        shown.add_column(heading, justify="left" if heading == "pattern" else "right")
-    for row in figures:
-        change = row["perplexity"] / figures[0]["perplexity"] - 1
-        shown.add_row(
-            row["pattern"],
-            f"{row['perplexity']:.3f}",
-            *[f"{change:+.1%}"] * several,
-            f"{row['flop_share']:.1%}",
-            f"{row['seconds']:.1f}",
-        )
-    return shown
+def line(row):
+    """Returns the figures of a pattern as a line of text."""
+    figures = f"{row['perplexity']:>10.3f} {row['flop_share']:>8.1%} {row['seconds']:>8.1f} s"
+    return f"{figures}  {row['pattern']}"
 
 
 def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_model(parser)
     documents.add_arguments(parser, ["text", "dataset", "config", "split", "columns"])
-    parser.add_argument(
-        "--tokens", type=at_least(2), default=4096, help="first tokens of the text to read (default 4096)"
-    )
-    parser.add_argument(
-        "--patterns",
-        type=pattern_source,
-        nargs="+",
-        default=["exact", "window:512+4", "pyramid:512,3"],
-        help=f"{common.PATTERN_HELP} (default exact window:512+4 pyramid:512,3)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16", "float16"],
-        default="float32",
-        help="type of numbers (default float32)",
-    )
-    parser.add_argument("--json", type=new_file, help="file for the figures, with the loss of every token")
-    parser.add_argument("--plot", type=picture_file, help="file for a picture of perplexity against attention FLOPs")
+    add = parser.add_argument
+    add("--tokens", type=at_least(2), default=4096, help="first tokens of the text to read (default 4096)")
+    patterns = f"{PATTERN_HELP} (default {' '.join(PATTERNS)})"
+    add("--patterns", type=pattern_source, nargs="+", default=PATTERNS, help=patterns)
+    add("--dtype", choices=DTYPES, default="float32", help="type of numbers (default float32)")
+    add("--json", type=new_file, help="file for the figures, with the loss of every token")
+    add("--plot", type=new_file, help="file for a picture of perplexity against attention FLOPs")
     args = parser.parse_args(argv)
     documents.check_arguments(parser, args)
-    missing = missing_extra("the table", "rich")
-    if missing:
-        parser.error(missing)
+    check_extra(parser, "--plot", args.plot, "matplotlib")
     return args
 
 
 def main() -> None:
     args = parse_args()
-    from rich.console import Console
-
-    accelerator = Accelerator()
+    accelerator, ring, trust = Accelerator(), ra.Ring(), args.trust_remote_code
     text = documents.whole_text(documents.sources_of(args))
-    trust, ring = args.trust_remote_code, ra.Ring()
-    for spec in args.patterns:
-        common.check_heads(args.model, load_pattern(spec), trust=trust)
+    for name in args.patterns:
+        common.check_heads(args.model, load_pattern(name), trust=trust)
     accelerator.print(common.describe_run(ring, ", ".join(args.patterns), False, f"{args.tokens} tokens"))
     ids = common.tokenize(common.load_tokenizer(args.model, trust=trust), text, args.tokens)
     model = common.load_model(args.model, getattr(torch, args.dtype), trust=trust).to(accelerator.device)
-    progress = print if accelerator.is_main_process else lambda line: None
-    figures = measure(model, ids, args.patterns, ring, progress)
+    accelerator.print("perplexity    FLOPs       time  pattern")
+    figures = []
+    for row in measure(model, ids, args.patterns, ring):
+        accelerator.print(line(row))
+        figures.append(row)
     if accelerator.is_main_process:
-        Console().print(table(figures, f"{ids.shape[1]} tokens on {ring.world_size} process(es)"))
         if args.json:
             checkpoints.write_text(args.json, json.dumps({"world_size": ring.world_size, "figures": figures}))
         if args.plot:

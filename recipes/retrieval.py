@@ -7,7 +7,7 @@ Small CPU:     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/retri
 
 A pass key is a number in repeated noise (arXiv 2305.16300); a needle is the secret number of two words, in sentences of a text.
 It stands at a depth from 0, the beginning of the prompt, to 1. The prompt ends with the beginning of the answer, and the model
-tells how likely eight numbers follow, the right one among them: if it finds nothing, each has 1/8, and the mean rank is 4.5.
+rates eight numbers, the right one among them: if it finds nothing, each has 1/8, and the mean rank is 4.5.
 `accelerate launch` works as well as torchrun; all processes share each prompt. By default it reads the demo's model and text.
 """
 
@@ -21,7 +21,6 @@ import math
 import random
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import checkpoints
@@ -30,6 +29,7 @@ import documents
 import numpy as np
 import torch
 from accelerate import Accelerator
+from arguments import DTYPES, PATTERN_HELP, at_least, check_extra, existing_file, load_pattern, new_file, pattern_source
 
 import hf_ring_attention as ra
 
@@ -55,7 +55,7 @@ class Writer:
         return self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
 
     def parts(self, task: str, rng: random.Random) -> tuple[str, str, str, list[str]]:
-        """Returns what stands before the hay, the needle, what stands behind the hay, and the numbers."""
+        """Returns the text before the hay, the needle, the text behind the hay, and the numbers."""
         low, high = (10**4, 10**5) if task == "passkey" else (10**6, 10**7)
         numbers = [str(number) for number in rng.sample(range(low, high), CANDIDATES)]
         if task == "passkey":
@@ -177,43 +177,30 @@ def plot(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
         figure.savefig(args.plot, dpi=120)
 
 
-def named_pattern(text: str) -> tuple[str, ra.Pattern | ra.Calibration]:
-    try:
-        return text, ra.Calibration.load(text) if text.endswith(".json") else ra.Pattern.parse(text)
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_model(parser)
     add, text = parser.add_argument, "text files for needles; default: the topics of Python 3.11's manual"
-    add("--text", type=documents.existing_file, nargs="+", metavar="FILE", help=text)
-    patterns = f"{common.PATTERN_HELP} (default {' '.join(PATTERNS)})"
-    add("--patterns", type=named_pattern, nargs="+", help=patterns)
+    add("--text", type=existing_file, nargs="+", metavar="FILE", help=text)
+    patterns = f"{PATTERN_HELP} (default {' '.join(PATTERNS)})"
+    add("--patterns", type=pattern_source, nargs="+", default=PATTERNS, help=patterns)
     add("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="default: both")
     lengths = "tokens of prompts with their answers (default 1024 2048)"
-    add("--lengths", type=common.at_least(1), nargs="+", default=[1024, 2048], help=lengths)
+    add("--lengths", type=at_least(1), nargs="+", default=[1024, 2048], help=lengths)
     add("--depths", type=float, nargs="+", default=[0.0, 0.5, 1.0], help="places of the number (default 0 0.5 1)")
     samples = "questions of each task, length and depth (default 1)"
-    add("--samples", type=common.at_least(1), default=1, help=samples)
-    add("--seed", type=common.at_least(0), default=0, help="questions follow from it (default 0)")
-    types = ["float32", "bfloat16", "float16"]
-    add("--dtype", choices=types, default="float32", help="type of numbers (default float32)")
-    add("--json", type=Path, help="file for the figures of every question")
-    add("--plot", type=Path, help="file for a picture: probability by depth and length")
+    add("--samples", type=at_least(1), default=1, help=samples)
+    add("--seed", type=at_least(0), default=0, help="questions follow from it (default 0)")
+    add("--dtype", choices=DTYPES, default="float32", help="type of numbers (default float32)")
+    add("--json", type=new_file, help="file for the figures of every question")
+    add("--plot", type=new_file, help="file for a picture: probability by depth and length")
     args = parser.parse_args(argv)
-    args.patterns = dict(args.patterns or map(named_pattern, PATTERNS))
+    args.patterns = {name: load_pattern(name) for name in args.patterns}
     for name in ("tasks", "lengths", "depths"):
         setattr(args, name, list(dict.fromkeys(getattr(args, name))))
     if not all(0 <= depth <= 1 for depth in args.depths):
         parser.error(f"argument --depths: numbers from 0, the beginning, to 1 were expected, got {args.depths}")
-    for name, file in (("json", args.json), ("plot", args.plot)):
-        if file is not None and not file.parent.is_dir():
-            parser.error(f"argument --{name}: there is no folder {str(file.parent)!r}: make it first")
-    missing = args.plot and common.missing_extra("a picture", "matplotlib")
-    if missing:
-        parser.error(f"argument --plot: {missing}")
+    check_extra(parser, "--plot", args.plot, "matplotlib")
     return args
 
 

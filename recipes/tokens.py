@@ -1,4 +1,4 @@
-"""The tokens of documents: texts, and chats in the model's own template, of which only what the assistant says is learned."""
+"""The tokens of documents: texts, and chats in the model's own template, whose assistant's turns alone are learned."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def tokenize(
     """Returns input_ids of each document, and assistant_masks of chats; documents that teach nothing are left out."""
     columns, chat = columns_to_learn(dataset, columns, name)
     tokens = partial(_chats, tokenizer, columns[0]) if chat else partial(_texts, tokenizer, columns)
-    names = dataset.column_names or list(next(iter(dataset)))  # Only the rows of some streams tell their columns.
-    # With these, a stream knows its columns, and need not be shuffled and read to tell them.
+    names = dataset.column_names or list(next(iter(dataset)))  # Some streams know their columns from rows alone.
+    # With these, a stream knows its columns before it is read.
     features = {"input_ids": List(Value("int32"))} | ({"assistant_masks": List(Value("int8"))} if chat else {})
     return dataset.map(tokens, batched=True, batch_size=100, remove_columns=names, features=Features(features))
 
@@ -31,7 +31,7 @@ def columns_to_learn(
     """Returns the columns that documents are made of, and whether they are a column of chats."""
     first = next(iter(dataset), None)
     if first is None:
-        raise SystemExit(f"the data set {name!r} has no rows in this split")
+        raise SystemExit(f"the data set {name!r} is empty in this split")
     columns = list(wanted or [next((x for x in ("messages", "text") if x in first), "text")])
     missing = [column for column in columns if column not in first]
     if missing:
@@ -50,7 +50,7 @@ def columns_to_learn(
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, columns: Sequence[str], batch: Any) -> dict[str, list]:
-    """Returns the tokens of texts, with an end token after each, where the tokenizer has one."""
+    """Returns the tokens of texts, with an end token after each if the tokenizer has one."""
     documents = ["\n\n".join(parts) for parts in zip(*(batch[name] for name in columns), strict=True)]
     ids = tokenizer(documents, return_attention_mask=False, verbose=False).input_ids
     end = tokenizer.eos_token_id
@@ -65,7 +65,7 @@ def _chats(tokenizer: PreTrainedTokenizerBase, column: str, batch: Any) -> dict[
 
 
 def chat_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
-    """Returns the tokens of a chat, and a mask of those that the assistant says, its end of turn included.
+    """Returns the tokens of a chat, and a mask of the assistant's tokens, with its ends of turns.
 
     Some templates mark them by {% generation %}. For others, a turn is what the template adds to the turns before it and
     the beginning of an answer; an assistant's turn that opens the chat is not learned.

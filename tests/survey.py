@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import transformers
 
+from hf_ring_attention.cli.models import counts, types_by_reason
 from hf_ring_attention.hf import models as models_module
-from hf_ring_attention.tools.checks.precision import float64
-from hf_ring_attention.tools.checks.tiny_models import CAUSAL_TYPES
-from hf_ring_attention.tools.model_table import models_page
+from hf_ring_attention.hf.models import ModelSupport
+from tests.support.precision import float64
 from tests.support.probe import survey
+from tests.support.tiny_models import CAUSAL_TYPES
+
+#: The first lines of hf/MODELS.md.
+_HEAD = """# Model types
+
+`make models` runs a tiny model of every causal type of Transformers in float64 and writes this page and `models.json`, which
+`ra.supported_models()` reads. A supported type has the logits and gradients of eager attention: alone, with padding on either
+side, and, where the columns say yes, over a ring of two ranks and with several documents in a row. The tests run every line
+again. A type that is not listed here is not refused for that: `ra.patch_model` decides by what it finds in the model.
+"""
 
 
 def run_survey(types: list[str]) -> None:
@@ -36,6 +47,23 @@ def run_survey(types: list[str]) -> None:
         text = f'{{"transformers": "{transformers.__version__}", "models": {lines}}}\n'
         (folder / "models.json").write_text(text, encoding="utf-8")
         (folder / "MODELS.md").write_text(models_page(models, transformers.__version__), encoding="utf-8")
+
+
+def models_page(models: Sequence[ModelSupport], release: str) -> str:
+    """Returns the text of hf/MODELS.md, of the models of a release of Transformers."""
+    supported = [model for model in models if model.status == "supported"]
+    lines = [_HEAD, counts(models, release), "", "## Supported", "", "| type | ring | packed |", "|---|---|---|"]
+    yes = {True: "yes", False: "no"}
+    lines += [f"| `{model.model_type}` | {yes[model.ring]} | {yes[model.packed]} |" for model in supported]
+    for title, chosen in (
+        ("Supported on one device, not over a ring", supported),
+        ("Refused", [model for model in models if model.status == "refused"]),
+        ("Untested", [model for model in models if model.status == "untested"]),
+    ):
+        lines += ["", f"## {title}"]
+        for reason, types in types_by_reason(chosen):
+            lines += ["", f"**{len(types)}**: " + ", ".join(f"`{name}`" for name in types), "", f"> {reason}"]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from tests.support.ranks import TIMEOUT
 PACKAGE = "hf_ring_attention"
 FOLDER = Path(__file__).parents[1] / PACKAGE
 #: From the ground up: each imports from itself and from those before it.
-FOLDERS = ("plan", "compute", "transport", "ring", "hf", "hybrids", "training", "evaluation", "cost", "tools")
+FOLDERS = ("plan", "compute", "transport", "ring", "hf", "hybrids", "training", "evaluation", "cost", "cli")
 #: Imports inside a function, of modules above or beside, which load when they are needed: a ring has an Accelerator count
 #: rings and prepares data loaders, and those who have none need not load Accelerate; hybrids alone need their mixers; a
 #: pattern counts the FLOPs of its plans; and what is registered while Transformers loads can only be loaded afterwards.
@@ -35,7 +35,7 @@ OPENS_AT = {"torch": "compute", "torch.distributed": "transport", "transformers"
 #: They meet in the engine.
 STRANGERS = ({"compute.kernels", "transport.transports"}, {"compute.kernels", "transport.communicators"})
 #: The modules beside tests that compute by the definition: they compare results with it.
-COMPUTES_BY_DEFINITION = {"tools.checks.oracle"}
+COMPUTES_BY_DEFINITION = {"cli.checks.oracle"}
 LONGEST = 400  # lines
 #: Lines of the package.
 MOST_LINES = 24_300
@@ -206,6 +206,21 @@ def test_the_package_does_not_grow(record_property):
     )
 
 
+RECIPES = sorted((FOLDER.parent / "recipes").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_import_public_names_alone(path):
+    """And modules of their own folder and of libraries, as a copy of the folder does."""
+    source = path.read_text(encoding="utf-8")
+    ours = {(module, name) for module, name, _ in imports(source) if module.split(".")[0] in (PACKAGE, "tests")}
+    assert ours <= {(PACKAGE, None)}
+    stub = ast.parse((FOLDER / "__init__.pyi").read_text(encoding="utf-8"))
+    public = {alias.asname for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+    assert {node.attr for node in nodes if ast.unparse(node.value) in ("ra", PACKAGE)} <= public
+
+
 def defined(source):
     """The names that a module defines at its top."""
     for node in ast.parse(source).body:
@@ -238,7 +253,7 @@ def test_private_names_stay_in_their_module(module):
 
 #: Where private names of other libraries may stand: all of them, the operators of torch, and named tuples' own methods;
 #: os._exit is none but for its name.
-PRIVATE_ALLOWED = {"compute.private": ".*", "compute.kernels": "_scaled_dot_product_.*", "tools.checks.runner": "_exit"}
+PRIVATE_ALLOWED = {"compute.private": ".*", "compute.kernels": "_scaled_dot_product_.*", "cli.checks.runner": "_exit"}
 
 
 @pytest.mark.parametrize("module", MODULES)

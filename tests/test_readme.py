@@ -19,7 +19,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_ring_attention as ra
-from hf_ring_attention.tools import cli
+from hf_ring_attention.cli import main as cli
 
 from .support.checkpoints import save_tiny_checkpoint
 from .support.ranks import TIMEOUT, free_ports

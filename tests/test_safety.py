@@ -37,7 +37,7 @@ PICKLE_ALLOWED = {
     "tests/support/ranks.py",
 }
 #: Where a model's own code runs if the user passes --trust-remote-code.
-REMOTE_CODE_ALLOWED = {"hf_ring_attention/cost/models.py", "hf_ring_attention/tools/loading.py", "recipes/common.py"}
+REMOTE_CODE_ALLOWED = {"hf_ring_attention/cost/models.py", "hf_ring_attention/cli/loading.py", "recipes/common.py"}
 
 
 def unsafe(source):
@@ -157,5 +157,5 @@ def test_every_library_that_is_imported_is_named():
                 roots |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 roots.add(node.module.split(".")[0])
-    assert {"torch", "typer"} <= roots - sys.stdlib_module_names <= named | BROUGHT.keys()
+    assert {"torch", "rich"} <= roots - sys.stdlib_module_names <= named | BROUGHT.keys()
     assert BROUGHT.keys() <= roots, "a reason for a library that is not imported"

@@ -1,10 +1,8 @@
-"""Turns texts into tokens of a model; and the help texts of Python 3.11, which programs read by default."""
+"""Turns texts into tokens of a model."""
 
 from __future__ import annotations
 
-import gzip
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,15 +26,6 @@ class TokenizedText:
     def size_of(self, scored: Tensor) -> int | None:
         """Returns the bytes of the tokens that are True in scored, [n]."""
         return None if self.sizes is None else int(self.sizes[scored].sum())
-
-
-def python_topics() -> str:
-    """Returns the help texts of Python 3.11.7.
-
-    They come with the package, because the texts of the running Python differ between releases, and so would figures.
-    """
-    packed = Path(__file__).with_name("python_topics.txt.gz").read_bytes()
-    return gzip.decompress(packed).decode()
 
 
 def tokenized_text(text: str, tokenizer: Any, count: int) -> TokenizedText:

@@ -12,13 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_ring_attention as ra
+from hf_ring_attention.cli import main as cli
 from hf_ring_attention.cost.activations import layer_memory
 from hf_ring_attention.cost.questions import bound_of_peak, longest_sequence, next_switches, smallest_ring
 from hf_ring_attention.cost.shape import shape_of_model
-from hf_ring_attention.tools import cli
-from hf_ring_attention.tools.checks.tiny_models import tiny_config
 from tests.support.as_gpus import NO_DEEPSPEED
 from tests.support.ranks import TIMEOUT
+from tests.support.tiny_models import tiny_config
 from tests.support.training_steps import Step, measured_and_estimated, small_config
 
 LLAMA_8B = {
@@ -228,7 +228,7 @@ def in_python(script, *words):
 
 
 def test_the_command_answers_in_json(folder):
-    script = "from hf_ring_attention.tools.cli import main; main()"
+    script = "from hf_ring_attention.cli.main import main; main()"
     command = ["estimate", "--model", folder, "--seq-len", "1M", "--devices", "8", "--memory", "80GB", "--json"]
     done = in_python(script, *command)
     assert (done.returncode, done.stderr) == (0, "")
@@ -248,7 +248,7 @@ def test_the_resident_set_of_the_largest_question_is_small(folder):
         import atexit, sys
         from pathlib import Path
         import hf_ring_attention.cost.estimate  # It loads torch and Transformers.
-        from hf_ring_attention.tools.cli import main
+        from hf_ring_attention.cli.main import main
 
         print(Path("/proc/self/status").read_text(), file=sys.stderr)
         atexit.register(lambda: print(Path("/proc/self/status").read_text(), file=sys.stderr))

@@ -7,14 +7,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_ring_attention as ra
+from hf_ring_attention.cli import main as cli
 from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.cost.questions import longest_sequence, next_switches, smallest_ring
 from hf_ring_attention.cost.shape import shape_of_model
 from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.hybrids.mixers import MOST_GATHERED
 from hf_ring_attention.hybrids.models import mixers_of
-from hf_ring_attention.tools import cli
-from hf_ring_attention.tools.checks.tiny_models import VOCAB, tiny_config
+from tests.support.tiny_models import VOCAB, tiny_config
 
 from ..support.live_bytes import LiveBytes
 from ..support.releases import needs_mixers

@@ -6,12 +6,12 @@ import pytest
 from transformers import CONFIG_MAPPING, LlamaConfig
 
 import hf_ring_attention as ra
+from hf_ring_attention.cli.loading import check_positions
 from hf_ring_attention.cost.models import attention_of_model, config_of, load_config
 from hf_ring_attention.evaluation.calibration.result import load_pattern
 from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.plan.branches import Segment, Window
 from hf_ring_attention.plan.patterns import Pattern
-from hf_ring_attention.tools.loading import check_kv_heads, check_positions
 
 from ..support.checkpoints import save_calibration
 from ..support.releases import needs_mixers
@@ -95,13 +95,6 @@ def test_rows_fit_the_positions_by_any_of_their_names(make):
     check_positions(config, 7)
     with pytest.raises(ValueError, match="positions for 7 tokens, and rows have 10"):
         check_positions(config, 10)
-
-
-def test_a_pattern_by_head_is_for_the_heads_of_the_model():
-    by_head = Pattern.parse("kv0=window:8;kv1=exact")
-    check_kv_heads(LlamaConfig(num_attention_heads=4, num_key_value_heads=2), "x", by_head)
-    with pytest.raises(ValueError, match="2 key/value heads"):
-        check_kv_heads(LlamaConfig(num_attention_heads=4, num_key_value_heads=4), "x", by_head)
 
 
 def test_patterns_that_were_saved_are_found(tmp_path):

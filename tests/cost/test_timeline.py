@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 
+from hf_ring_attention.cli.text_plots import ring_lines
 from hf_ring_attention.cost.timeline import ring_timeline
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.plan.plans import plan_rank
 from hf_ring_attention.plan.problem import Problem
 from hf_ring_attention.plan.traffic import RowBytes, ring_traffic
-from hf_ring_attention.tools.text_plots import ring_lines
 
 
 def problem_of(text, layout, ranks, length=4096, heads=4, kv_heads=2):

@@ -68,7 +68,7 @@ def _answers(folder, model, chat=False, batch_size=3, **arguments):
 def _alone(rank, folder):
     import lm_eval.evaluator
 
-    from hf_ring_attention.tools.cli import main
+    from hf_ring_attention.cli.main import main
 
     process_environment(rank, 1)
     describe = lm_eval.evaluator.add_env_info

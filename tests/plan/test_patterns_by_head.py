@@ -3,11 +3,11 @@
 import pytest
 
 import hf_ring_attention as ra
+from hf_ring_attention.cli.visible import visible_pairs
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.plans import plan_rank
 from hf_ring_attention.plan.problem import Problem
 from hf_ring_attention.plan.work import work_under
-from hf_ring_attention.tools.visible import visible_pairs
 from tests.support.cases import random_pattern, random_pattern_of
 
 FEW = ["exact" if head in (0, 3, 4) else "window:8+2" for head in range(6)]

@@ -165,8 +165,3 @@ def test_choices_are_judged_by_the_best_transport():
     rows = [["exact", 512, 1, 9.0, 0.8, 1.2, math.nan, "collective"], ["exact", 512, 38, 9.0, 0.8, 2.0, 1.1, "ring"]]
     assert peers.chosen_well(rows) == 1
     assert count("4k") == 4096 and count("12") == 12
-
-
-def test_programs_import_public_names_alone():
-    for path in BENCH.glob("*.py"):
-        assert not re.findall(r"^(?:from|import) hf_ring_attention\S+", path.read_text(), re.MULTILINE), path.name

@@ -133,7 +133,7 @@ def test_what_a_data_set_does_not_have_is_said_with_what_it_has(sources, message
 
 
 def test_an_empty_data_set_is_told(tokenizer):
-    with pytest.raises(SystemExit, match="the data set 'empty' has no rows in this split"):
+    with pytest.raises(SystemExit, match="the data set 'empty' is empty in this split"):
         tokens.tokenize(Dataset.from_dict({"text": []}), tokenizer, name="empty")
 
 
@@ -203,7 +203,7 @@ def test_more_than_there_is_cannot_be_held_out():
     with pytest.raises(SystemExit, match="the data have 15 tokens, and 16 are to be held out: hold out fewer"):
         documents.hold_out(tokens_of(5, 4, 6), 16)
     with pytest.raises(
-        SystemExit, match="the data have 15 tokens, all of which are held out: none is left to train on"
+        SystemExit, match="the data have 15 tokens, and all are held out: hold out fewer, or name more data"
     ):
         documents.hold_out(tokens_of(5, 4, 6), 15)
 

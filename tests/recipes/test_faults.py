@@ -212,7 +212,7 @@ def test_a_finite_step_is_known():
         (1.0, math.inf, "fp16", 0.5, False),
         (math.nan, math.inf, "fp16", 2.0**16, False),
     ):
-        assert finetune.is_finite_step(accelerator(kind, scale), loss, norm) is expected
+        assert checkpoints.is_finite_step(accelerator(kind, scale), loss, norm) is expected
 
 
 # ---- two runs
@@ -381,7 +381,7 @@ def converted(folder, tmp_path, monkeypatch):
 
 
 def test_a_converted_model_that_was_cut_short_is_told(converted, capsys):
-    common.load(common.BUNDLED)
+    common.load_model()
     files = sorted(converted.iterdir())
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {file.name for file in files}
     for file in files:
@@ -389,12 +389,12 @@ def test_a_converted_model_that_was_cut_short_is_told(converted, capsys):
         cut(file)
         told = f"lacks the end of {re.escape(file.name)}: delete that folder, and it is made again: rm -r "
         with pytest.raises(SystemExit, match=told):
-            common.load(common.BUNDLED)
+            common.load_model()
         with pytest.raises(SystemExit) as refused:
             finetune.parse_args(["--model", common.BUNDLED])
         assert refused.value.code == 2 and f"lacks the end of {file.name}" in capsys.readouterr().err
         file.write_bytes(content)
-    common.load(common.BUNDLED)
+    common.load_model()
 
 
 def test_a_conversion_that_was_killed_is_made_anew(converted, folder, monkeypatch):

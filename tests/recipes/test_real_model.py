@@ -49,7 +49,7 @@ def real():
     threads = torch.get_num_threads()
     # Beside tests of another worker, threads would wait for each other.
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else os.cpu_count() or 1)
-    model, tokenizer = common.load(None)
+    model, tokenizer = common.load_model(), common.load_tokenizer()
     yield model, common.tokenize(tokenizer, documents.whole_text(documents.Sources()), 5120)
     torch.set_num_threads(threads)
 
@@ -116,7 +116,7 @@ def test_two_processes_equal_one(real, nudged, tmp_path):
 @pytest.mark.slow
 def test_training_on_two_processes_equals_one(tmp_path):
     """Five steps of 2048 tokens, and once more with nudged weights; five minutes on two cores."""
-    model, tokenizer = common.load(None)
+    model, tokenizer = common.load_model(), common.load_tokenizer()
     for each in (nudge_(model), tokenizer):
         each.save_pretrained(tmp_path / "model")
     nudged = ["--model", tmp_path / "model"]
@@ -169,7 +169,7 @@ def test_questions_about_a_sharded_document(real):
 )
 def test_gemma_with_sliding_and_full_layers(tmp_path):
     """Exact equals sdpa, on one process and on two; windows of 512 of the 600 tokens."""
-    model, tokenizer = common.load("gemma3-270m")
+    model, tokenizer = common.load_model("gemma3-270m"), common.load_tokenizer("gemma3-270m")
     assert {"sliding_attention", "full_attention"} == set(model.config.layer_types)
     ids = common.tokenize(tokenizer, documents.whole_text(documents.Sources()), 600)
     file = tmp_path / "two.json"

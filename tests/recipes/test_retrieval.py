@@ -1,11 +1,9 @@
 """The retrieval recipe: prompts hide what they ask for, losses are those of whole rows, two processes find what one finds."""
 
 import argparse
-import ast
 import json
 import random
 import re
-from pathlib import Path
 
 import pytest
 import retrieval
@@ -160,14 +158,3 @@ def test_two_processes_find_what_one_finds(folder, tmp_path):
 def test_what_cannot_be_asked_is_refused(folder, tmp_path, words, message):
     said = refused("retrieval.py", *asked(folder, tmp_path, *words))
     assert message in said and "Traceback" not in said
-
-
-def test_it_uses_public_names_and_its_own_folder_alone():
-    """So that a copy of the folder runs beside any release."""
-    source = Path(retrieval.__file__).read_text(encoding="utf-8")
-    own = {path.stem for path in Path(retrieval.__file__).parent.glob("*.py")}
-    named = {node.module or "" for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
-    named |= {name.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import) for name in node.names}
-    of_package = {name for name in named if name.startswith("hf_ring_attention")}
-    assert of_package == {"hf_ring_attention"} and {"common", "documents"} <= named & own
-    assert len(source.splitlines()) <= 250

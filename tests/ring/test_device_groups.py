@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import hf_ring_attention as ra
-from hf_ring_attention.tools.checks import links, machine
+from hf_ring_attention.cli.checks import machine
 from hf_ring_attention.transport.companions import companion_of
 from tests.hf.test_sharded_cache import cache_argument, greedy, tokens
 from tests.support.cases import check_cases, random_cases
@@ -96,7 +96,6 @@ def one_for_all_rings(rank, folder):
     for number in range(2):  # The second time after the end of the first.
         dist.destroy_process_group()
         dist.init_process_group(DEVICE_ONLY, f"file://{folder}/{number}", rank=rank, world_size=4)
-        links.clock(SimpleNamespace(rank=rank, world_size=4, ring_size=4))
         first, second = ra.Ring(), ra.Ring(dist.group.WORLD)
         if rank == 0:
             ra.Ring()  # Made by one rank, it waits for none.

@@ -12,7 +12,7 @@
 What a stalled rank's launcher does once the others have ended, which is to kill it, the tests do.
 
 Other faults have tests beside: ranks that make calls in another order (test_backward_order.py, test_bad_input.py), ranks
-that die while a Trainer trains (tests/training/test_failures.py) or a job is checked (tests/tools/test_check.py), saves
+that die while a Trainer trains (tests/training/test_failures.py) or a job is checked (tests/cli/test_check.py), saves
 that are killed at any change of the disk (tests/recipes/test_checkpoints.py), and full disks, signals, and files that were
 cut short (tests/recipes/test_faults.py).
 """

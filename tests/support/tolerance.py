@@ -20,11 +20,11 @@ to its figures, the same program may do to them on another machine, or on two pr
 
 import torch
 
-from hf_ring_attention.tools.checks.precision import EXACT as EXACT
-from hf_ring_attention.tools.checks.precision import distance as distance
-from hf_ring_attention.tools.checks.precision import float64 as float64
-from hf_ring_attention.tools.checks.precision import is_float64 as is_float64
-from hf_ring_attention.tools.checks.precision import largest as largest
+from tests.support.precision import EXACT as EXACT
+from tests.support.precision import distance as distance
+from tests.support.precision import float64 as float64
+from tests.support.precision import is_float64 as is_float64
+from tests.support.precision import largest as largest
 
 #: How much more than a plain computation in the same dtype may be off.
 FACTOR = 8

@@ -1,0 +1,203 @@
+"""Checks of what the processes run on: the process group, versions, devices and the environment, and the rings."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import socket
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from ..._version import __version__
+from ...hf.models import release_of_table
+from .runner import CheckRun, Verdict, processes
+
+#: The name of this package for pip.
+_DISTRIBUTION = "hf-ring-attention"
+#: Packages whose versions decide results.
+_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "numpy")
+#: The newest releases that the tests have run with.
+NEWEST_TESTED = {"torch": "2.13", "transformers": release_of_table()}
+#: Environment variables that change results or speed, by their name or its beginning.
+_DECISIVE = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG",
+    "NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_", "ACCELERATE_MIXED_PRECISION",
+)  # fmt: skip
+#: Parts of the names of those that hosts may set each in their own way.
+_OF_A_HOST = ("IFNAME", "_HCA", "DEBUG", "TOPO_FILE")
+
+
+def join_group(run: CheckRun) -> dict[str, Any]:
+    """Makes the process group of all processes, and returns the machine of this one."""
+    cuda = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("true", "1", "yes")
+    local_rank = int(os.environ.get("LOCAL_RANK", run.rank if run.world_size > 1 else 0))
+    if cuda:
+        count = torch.cuda.device_count()
+        if local_rank >= count:
+            host = socket.gethostname()
+            raise ValueError(f"local rank {local_rank} needs {local_rank + 1} GPUs on {host}, it has {count}")
+        torch.cuda.set_device(local_rank)
+    run.device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    run.backend = "nccl" if cuda else "gloo"  # as jobs do
+    if run.world_size > 1:
+        timeout = timedelta(seconds=_communication_timeout(run))
+        store: Any = {"store": run.board.store, "rank": run.rank, "world_size": run.world_size}
+        dist.init_process_group(run.backend, **store, timeout=timeout)
+        dist.barrier()
+    return {
+        "host": socket.gethostname(),
+        "device": str(torch.cuda.get_device_properties(local_rank).uuid) if cuda else f"process {os.getpid()}",
+        "name": torch.cuda.get_device_name(local_rank) if cuda else f"{platform.machine()} CPU",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "type": run.device.type,
+    }
+
+
+def _communication_timeout(run: CheckRun) -> float:
+    """Returns the seconds after which the check's own communication fails.
+
+    gloo fails before the check is over, so the verdict can name who waits and who is late. NCCL would end the process.
+    """
+    return 0.75 * run.options.timeout if run.device.type == "cpu" else 2 * run.options.timeout + 60
+
+
+def judge_launch(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
+    hosts, names = (list(dict.fromkeys(answer[name] for answer in answers)) for name in ("host", "name"))
+    run.facts["machines"] = answers
+    figures = {"processes": run.world_size, "hosts": hosts, "backend": run.backend, "devices": names}
+    without = [rank for rank, answer in enumerate(answers) if answer["type"] == "cpu"]
+    if 0 < len(without) < run.world_size:
+        text = f"{processes(without)} found no GPU, the others did"
+        remedy = "Repair the driver on that host, or set ACCELERATE_USE_CPU=true on all."
+        return Verdict("failed", text, remedy, figures)
+    shown = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
+    where = f"on {shown}" if len(hosts) == 1 else f"on {len(hosts)} hosts ({shown})"
+    how = f"backend {run.backend}" if run.world_size > 1 else "no launcher"
+    return Verdict("ok", f"{_number_of(run.world_size)} {where}, {' and '.join(names)}, {how}", figures=figures)
+
+
+def _number_of(number: int) -> str:
+    return "1 process" if number == 1 else f"{number} processes"
+
+
+def versions(run: CheckRun) -> dict[str, str | None]:
+    """Returns the versions of what computes, None for a package that is missing."""
+    installed: dict[str, str | None] = {"python": platform.python_version(), _DISTRIBUTION: __version__}
+    for package in _PACKAGES:
+        try:
+            installed[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            installed[package] = None
+    installed["torch"] = str(torch.__version__)  # This one also names the build, such as +cpu.
+    return installed
+
+
+def judge_versions(run: CheckRun, answers: list[dict[str, str | None]]) -> Verdict:
+    differing = _difference(answers, "Install the same {} on all hosts, in the environment that the launcher starts.")
+    if differing:
+        return differing
+    first, ranges, newer = answers[0], _supported(), []
+    for name, version in first.items():
+        supported = ranges.get(name, SpecifierSet())
+        remedy = f"Install a newer Python, {supported}." if name == "python" else f"pip install '{name}{supported}'"
+        if version is None:
+            return Verdict("failed", f"{name} is not installed", remedy)
+        if name in NEWEST_TESTED and Version(version).release[:2] > Version(NEWEST_TESTED[name]).release[:2]:
+            newer.append(f"{name} {version} is newer than {NEWEST_TESTED[name]}")
+        elif not supported.contains(version, prereleases=True):
+            return Verdict("failed", f"{name} is {version}, and {supported} is supported", remedy)
+    figures = dict(first)
+    if newer:
+        remedy = "Read the verdicts below, which show whether it works; or install the release that was tested."
+        return Verdict("warning", f"newer than tested: {' and '.join(newer)}", remedy, figures)
+    known = "all supported" if ranges else f"{_DISTRIBUTION} is not installed, so their ranges are unknown"
+    where = "" if run.world_size == 1 else "the same on all processes, "
+    listed = ", ".join(f"{name} {version}" for name, version in first.items())
+    return Verdict("ok", f"{where}{known}: {listed}", figures=figures)
+
+
+def _supported() -> dict[str, SpecifierSet]:
+    """Returns the versions that this package's own metadata allows; nothing if it runs without being installed."""
+    try:
+        metadata = importlib.metadata.metadata(_DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    needed = [Requirement(text) for text in metadata.get_all("Requires-Dist") or ()]
+    ranges = {requirement.name: requirement.specifier for requirement in needed if requirement.marker is None}
+    return ranges | {"python": SpecifierSet(metadata["Requires-Python"] or "")}
+
+
+def _difference(answers: Sequence[Mapping[str, Any]], remedy: str) -> Verdict | None:
+    """Returns the verdict on the first name whose values differ from process 0's; None if all values are the same."""
+    first = answers[0]
+    for name in dict.fromkeys(name for answer in answers for name in answer):
+        values = [answer.get(name, "not set") for answer in answers]
+        other = next((value for value in values if value != first.get(name, "not set")), None)
+        if other is not None:
+            ranks = [rank for rank, value in enumerate(values) if value == other]
+            text = f"{name} is {other} on {processes(ranks)} and {first.get(name, 'not set')} on process 0"
+            return Verdict("failed", text, remedy.format(name), {"differing": name})
+    return None
+
+
+def environment(run: CheckRun) -> dict[str, str]:
+    """Returns the environment variables that change results or speed, and torch's number of threads."""
+    own = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_DECISIVE) and not any(part in name for part in _OF_A_HOST)
+    }
+    return own | {"torch's threads": str(torch.get_num_threads())}
+
+
+def judge_environment(run: CheckRun, answers: list[dict[str, str]]) -> Verdict:
+    machines = run.facts["machines"]
+    owners: dict[tuple[str, str], int] = {}
+    for rank, machine in enumerate(machines):
+        other = owners.setdefault((machine["host"], machine["device"]), rank)
+        if other != rank:
+            text = f"processes {other} and {rank} share the device {machine['device']} of {machine['host']}"
+            return Verdict("failed", text, "Give each process a GPU of its own: one process per GPU, by LOCAL_RANK.")
+    differing = _difference(answers, "Set {} to one value on every host before the launcher starts.")
+    if differing:
+        return differing
+    threads = int(answers[0]["torch's threads"])
+    figures = {"threads": threads, "environment": answers[0]}
+    for host in dict.fromkeys(machine["host"] for machine in machines):
+        there = [machine for machine in machines if machine["host"] == host]
+        cores = there[0]["cores"]
+        if there[0]["type"] == "cpu" and len(there) > 1 and threads * len(there) > cores:
+            text = f"{len(there)} processes of {threads} threads share the {cores} cores of {host}"
+            remedy = f"Set OMP_NUM_THREADS={max(1, cores // len(there))}, or threads wait for each other."
+            return Verdict("warning", text, remedy, figures)
+    own = "a device of its own" if machines[0]["type"] == "cuda" else f"{threads} thread{'s' * (threads > 1)}"
+    everyone = "the process has" if run.world_size == 1 else "each process has"
+    shown = ", ".join(f"{name}={value}" for name, value in answers[0].items() if name.isupper()) or "no variable set"
+    alike = "" if run.world_size == 1 else "alike: "
+    return Verdict("ok", f"{everyone} {own}; environment {alike}{shown}", figures=figures)
+
+
+def make_rings(run: CheckRun) -> None:
+    """Makes the process groups of the rings."""
+    size = run.world_size if run.options.ring_size is None else run.options.ring_size
+    if run.world_size % size:
+        numbers = f"{run.world_size} = {run.world_size // size} * {size} + {run.world_size % size}"
+        raise ValueError(f"rings of {size} were asked for, and there are {_number_of(run.world_size)}: {numbers}")
+    run.ring_size, run.group = size, None
+    if 1 < size < run.world_size:
+        timeout = timedelta(seconds=_communication_timeout(run))
+        run.group, _ = dist.new_subgroups(group_size=size, timeout=timeout)
+
+
+def judge_rings(run: CheckRun, answers: list[None]) -> Verdict:
+    count, size = run.world_size // run.ring_size, _number_of(run.ring_size)
+    text = f"1 ring of {size}" if count == 1 else f"{count} rings of {size} each"
+    return Verdict("ok", text, figures={"rings": count, "ring_size": run.ring_size})

@@ -1,0 +1,195 @@
+"""Checks the job's model: its config; a tiny model of its type trains a step over the ring, and generates over it."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, PretrainedConfig
+
+from ...cost.models import load_config
+from ...hf.cache import cache_argument
+from ...hf.config import fewest_last_of
+from ...hf.generation import prefill
+from ...hf.hybrid_types import MIXERS
+from ...hf.models import supported_models
+from ...hf.patch import patch_model
+from ...hf.support import check_config
+from ...plan.patterns import Pattern
+from ...ring.ring import Ring
+from .runner import CheckRun, NotApplicable, Verdict, processes
+from .tiny_models import VOCAB, model_with_large_weights, shrunk_config
+
+_LEARNING_RATE = 1e-3
+_NEW_TOKENS = 3
+#: How far figures may be from one process's, relative to them. Models round some parts to float32; a wrong or a missing key
+#: moves figures a hundred times as far.
+FAR = 1e-4
+
+
+def read_model(run: CheckRun) -> dict[str, Any]:
+    """Reads the config of the job's model, and keeps it with its dtype and pattern for later checks."""
+    config: PretrainedConfig = LlamaConfig() if run.options.model is None else load_config(run.options.model)
+    text = config.get_text_config()
+    saved = (getattr(text, "ring_dilated", None) or {}).get("pattern")
+    pattern = run.options.pattern or ("exact" if saved is None else str(Pattern.from_dict(saved)))
+    check_config(text)
+    support = {model.model_type: model for model in supported_models()}.get(config.model_type)
+    if run.ring_size > 1 and support is not None and not support.ring:
+        raise NotImplementedError(f"models of type {config.model_type!r} run on one process only: {support.reason}")
+    dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
+    run.state.update(config=config, pattern=pattern, dtype=dtype)
+    return {
+        "type": config.model_type,
+        "layers": getattr(text, "num_hidden_layers", None),
+        "dtype": str(dtype).removeprefix("torch."),
+        "pattern": pattern,
+        "digest": hashlib.sha256(config.to_json_string(use_diff=False).encode()).hexdigest(),
+    }
+
+
+def judge_model(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
+    differing = [rank for rank, answer in enumerate(answers) if answer["digest"] != answers[0]["digest"]]
+    if differing:
+        text = f"the config of {run.options.model} on {processes(differing)} differs from process 0's"
+        return Verdict("failed", text, "Copy the same folder to all hosts, or name the same revision.")
+    own = answers[0]
+    name = f"{run.options.model}: {own['type']} of {own['layers']} layers"
+    if run.options.model is None:
+        name = f"no --model: a tiny {own['type']}"
+    return Verdict("ok", f"{name}, {own['dtype']}, pattern {own['pattern']}", figures=own)
+
+
+def train_step(run: CheckRun) -> dict[str, Any]:
+    """Takes a step of SGD with the tiny model over the ring, and with the same model on this process alone.
+
+    Returns:
+        Of both, (the loss, the norm of the gradients, the loss after the step).
+    """
+    ids = _rows_of_check(run)
+    mask = torch.ones_like(ids)
+    mask[1, -ids.shape[1] // 3 :] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    alone = _steps(_tiny(run, Ring.alone()), batch, averaged=False)
+    together = _steps(_tiny(run, _ring(run)), batch, averaged=dist.is_initialized())
+    return {"alone": alone, "together": together, "type": run.state["config"].model_type}
+
+
+def _steps(model: Any, batch: dict[str, torch.Tensor], averaged: bool) -> tuple[float, float, float]:
+    """Returns (the loss, the norm of its gradients, the loss after a step) of whole rows.
+
+    Args:
+        averaged: whether gradients are averaged over all processes, as DDP does.
+    """
+    losses: list[float] = []
+    norm = 0.0
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        for p in model.parameters():  # An expert that no token of this rank went to has no gradient.
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        gradients = [p.grad for p in model.parameters()]
+        for gradient in gradients if averaged else ():
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+        if not losses:
+            norm = float(torch.stack([gradient.norm() for gradient in gradients]).norm())
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= _LEARNING_RATE * p.grad
+        losses.append(float(loss.detach()))
+    return losses[0], norm, losses[1]
+
+
+def judge_train_step(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
+    names = ("the loss", "the norm of the gradients", "the loss after the step")
+    for index, name in enumerate(names):
+        pairs = [(answer["together"][index], answer["alone"][index]) for answer in answers]
+        wrong = [rank for rank, (x, y) in enumerate(pairs) if not abs(x - y) <= FAR * abs(y)]
+        if wrong:
+            x, y = pairs[wrong[0]]
+            text = f"{name} is {x:.12g} on {processes(wrong)}, and one process has {y:.12g}"
+            return Verdict("failed", text, figures={"processes": wrong})
+    loss, norm, after = answers[0]["together"]
+    apart = max(abs(x - y) / abs(y) for answer in answers for x, y in zip(answer["together"], answer["alone"]))
+    far = "the same as" if apart == 0 else f"{apart:.0e} from"
+    steps = f"loss {loss:.4f}, gradient norm {norm:.4f}, then loss {after:.4f}"
+    figures = {"loss": loss, "gradient_norm": norm, "loss_after": after, "apart": apart}
+    return Verdict("ok", f"tiny {answers[0]['type']}: {steps}; {far} one process's", figures=figures)
+
+
+def generation(run: CheckRun) -> dict[str, Any]:
+    """Generates tokens with the tiny model after a sharded prefill, and compares their logits with one process.
+
+    That process has no cache, so that an error in caches shows. But if the last tokens of a document see every key, a pass over
+    all tokens has other last tokens than the steps had, so that process takes the same steps.
+    """
+    ids = _rows_of_check(run)
+    model, alone = _tiny(run, _ring(run)), _tiny(run, Ring.alone())
+    result = _generated(model, ids, cache_argument(_prefilled(model, ids)))
+    # Some mixers take steps that are approximations, and take them here, too.
+    arguments: dict[str, Any] = {} if alone.config.model_type in MIXERS else {"use_cache": False}
+    if fewest_last_of(alone.config.get_text_config()) is not None:
+        arguments = cache_argument(_prefilled(alone, ids))
+    logits, expected = (torch.stack(x.logits, 1) for x in (result, _generated(alone, ids, arguments)))
+    return {
+        "apart": float((logits - expected).abs().max() / expected.abs().max()),
+        "tokens": result.sequences[:, ids.shape[1] :].tolist(),
+        "type": run.state["config"].model_type,
+    }
+
+
+def _prefilled(model: Any, ids: torch.Tensor) -> Any:
+    """Returns the cache of a document: all tokens of a row but the last two."""
+    try:
+        return prefill(model, ids[:, :-2])
+    except NotImplementedError as refused:
+        raise NotApplicable(str(refused)) from None
+
+
+def _generated(model: Any, ids: torch.Tensor, arguments: dict[str, Any]) -> Any:
+    count = {"max_new_tokens": _NEW_TOKENS, "min_new_tokens": _NEW_TOKENS, "do_sample": False}
+    outputs = {"output_logits": True, "return_dict_in_generate": True}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **arguments, **count, **outputs)
+
+
+def judge_generation(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
+    wrong = [rank for rank, answer in enumerate(answers) if not answer["apart"] <= FAR]
+    figures = {"apart": max(answer["apart"] for answer in answers), "tokens": answers[0]["tokens"]}
+    if wrong:
+        apart = answers[wrong[0]]["apart"]
+        text = f"logits of generated tokens are {apart:.0e} from one process's on {processes(wrong)}"
+        return Verdict("failed", text, figures=figures | {"processes": wrong})
+    far = f"{figures['apart']:.0e} from one process's"
+    text = f"tiny {answers[0]['type']}: {_NEW_TOKENS} tokens after a prefill, with logits {far}"
+    return Verdict("ok", text, figures=figures)
+
+
+def _rows_of_check(run: CheckRun) -> torch.Tensor:
+    """Returns two rows of a few tokens, some for each process of a ring."""
+    tokens = min(max(20, 2 * run.ring_size + 3), 100)
+    return torch.randint(3, VOCAB, (2, tokens), generator=torch.Generator().manual_seed(1)).to(run.device)
+
+
+def _ring(run: CheckRun) -> Ring:
+    return Ring.alone() if run.ring_size == 1 else Ring(run.group)
+
+
+def _tiny(run: CheckRun, ring: Ring) -> Any:
+    """Returns the tiny model in float64 with the job's pattern; its weights are the same at each call.
+
+    It is in evaluation mode: no layer draws random numbers, and the gradients are the same.
+
+    Raises:
+        NotApplicable: a config that has no small form, or whose small form has no attention.
+    """
+    config = run.state["config"]
+    try:
+        model = model_with_large_weights(shrunk_config(config), "eager").to(run.device, torch.float64)
+        return patch_model(model, run.state["pattern"], ring)
+    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise NotApplicable(f"there is no tiny model of type {config.model_type!r}: {reason}") from None

@@ -1,0 +1,181 @@
+"""Checks attention over this very ring against its definition: outputs and all gradients."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from ...compute.kernels import choose_kernel
+from ...compute.reference import reference_attention
+from ...cost.models import attention_of_model, load_config
+from ...plan.heads import heads_fit
+from ...plan.layouts import LayoutKind, SequenceLayout
+from ...plan.patterns import Pattern
+from ...plan.problem import Documents
+from ...ring.attention import ring_attention
+from ...ring.ring import Ring
+from .runner import CheckRun, NotApplicable, Verdict, processes
+
+#: The bound of errors in float64, relative to the largest entry: some thousand of its roundings.
+EXACT_IN_FLOAT64 = 1e-12
+#: How much more than the definition in the same dtype attention may be off: two sums in other orders, and chance.
+_FACTOR = 8
+#: A pattern that shows something of all that is sparse in a row of a few tokens.
+_SPARSE = "pyramid:4,2"
+_NAMES = ("out", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """The model's heads: they decide the kernel, and whether heads divide among ranks."""
+
+    query: int
+    key_value: int
+    width: int
+    value_width: int
+
+
+class AttentionCase:
+    """A row of random numbers, the same on every process, and attention of it by the definition and over a ring.
+
+    Attributes:
+        solutions: by dtype the results by the definition, in float64, and the bound of errors.
+    """
+
+    def __init__(
+        self, heads: HeadSizes, pattern: Pattern, kind: LayoutKind, tokens: int, dtypes: Iterable[Any]
+    ) -> None:
+        self.pattern, self.kind, self.tokens = pattern, kind, tokens
+        whole: Documents = (((0, tokens),),)
+        pieces = tuple(itertools.pairwise([0, tokens // 3, tokens // 2, tokens - 2]))
+        self.documents = (pieces, *whole) if kind == "documents" else whole
+        generator = torch.Generator().manual_seed(0)
+        sizes = ((heads.query, heads.width), (heads.key_value, heads.width), (heads.key_value, heads.value_width))
+        self.tensors = [
+            torch.randn(len(self.documents), count, tokens, width, generator=generator, dtype=torch.float64)
+            for count, width in (*sizes, (heads.query, heads.value_width))
+        ]
+        self.solutions: dict[torch.dtype, tuple[list[Tensor], float]] = {}
+        for dtype in dtypes:
+            exact, bound = self.by_definition(dtype, torch.float64), EXACT_IN_FLOAT64
+            if dtype != torch.float64:
+                rounded = errors_between(self.by_definition(dtype, dtype), exact, exact)
+                bound = _FACTOR * (_largest(rounded) + torch.finfo(dtype).eps)
+            self.solutions[dtype] = exact, bound
+
+    def by_definition(self, dtype: torch.dtype, computed_in: torch.dtype) -> list[Tensor]:
+        """Returns out, dq, dk and dv of the tensors in `dtype`, by the definition."""
+        *leaves, dout = (x.to(dtype).to(computed_in).detach() for x in self.tensors)
+        leaves = [x.requires_grad_() for x in leaves]
+        out, _ = reference_attention(*leaves, pattern=self.pattern, documents=self.documents, dtype=computed_in)
+        return [x.detach().double() for x in (out, *torch.autograd.grad(out, leaves, dout))]
+
+    def over(self, ring: Ring, layout: SequenceLayout, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        """Returns this rank's part of the same, computed over a ring."""
+        *leaves, dout = (ring.shard(x.to(dtype), layout, dim=2).to(device).detach() for x in self.tensors)
+        leaves = [x.requires_grad_() for x in leaves]
+        out = ring_attention(*leaves, pattern=self.pattern, ring=ring, layout=layout, documents=self.documents)
+        return [x.detach().cpu().double() for x in (out, *torch.autograd.grad(out, leaves, dout))]
+
+
+def errors_between(results: list[Tensor], expected: list[Tensor], whole: list[Tensor]) -> dict[str, float]:
+    """Returns the largest error of each tensor, relative to the largest entry of `whole`; gradients share one scale."""
+    largest_output, *gradients = (float(x.abs().max()) for x in whole)
+    scales = (largest_output, *[max(gradients)] * 3)
+    return {name: float((x - y).abs().max()) / scale for name, x, y, scale in zip(_NAMES, results, expected, scales)}
+
+
+def _largest(errors: dict[str, float]) -> float:
+    """Returns the largest error; a NaN counts as the largest, which Python's max may pass over."""
+    return float(torch.tensor(list(errors.values())).max())
+
+
+def heads_of(run: CheckRun) -> HeadSizes:
+    """Returns the model's heads; without a model, or if its layers differ, some that divide among all ranks."""
+    try:
+        if run.options.model is not None:
+            attention = attention_of_model(load_config(run.options.model), run.options.model)
+            return HeadSizes(attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.value_dim)
+    except ValueError:
+        pass  # The check "model" has read the config already, so its layers differ.
+    return HeadSizes(2 * run.ring_size, run.ring_size, 16, 16)
+
+
+def _cases(run: CheckRun) -> list[AttentionCase]:
+    """Returns the cases of this run: the job's pattern and a sparse one in each layout; made once."""
+    if "cases" not in run.state:
+        tokens, dtypes = max(50, 2 * run.ring_size + 5), dict.fromkeys((torch.float64, run.state["dtype"]))
+        patterns = dict.fromkeys((Pattern.parse(run.state["pattern"]), Pattern.parse(_SPARSE)))
+        run.state["cases"] = [
+            AttentionCase(heads_of(run), pattern, kind, tokens, dtypes)
+            for pattern in patterns
+            for kind in get_args(LayoutKind)
+        ]
+    cases: list[AttentionCase] = run.state["cases"]
+    return cases
+
+
+def check_transport(run: CheckRun, transport: str, neighbours: bool = False) -> dict[str, Any]:
+    """Compares a transport with the definition, and returns this rank's largest error and its bound by dtype.
+
+    Args:
+        neighbours: with "heads", whether only neighbours exchange heads, and rings go round the groups of them.
+    """
+    heads, size = heads_of(run), None
+    if transport == "heads":
+        size = _group_size(run, heads, neighbours)
+    worst: dict[str, tuple[float, float]] = {}
+    beyond: list[tuple[str, str, str, float, float]] = []
+    for case in _cases(run):
+        ring = Ring.alone()
+        if run.ring_size > 1:
+            group: Any = run.group
+            ring = Ring(group, layout=case.kind, transport=transport, heads=size)  # type: ignore[arg-type]
+        layout = ring.layout_for(case.tokens, case.pattern, case.documents)
+        for dtype, (exact, bound) in case.solutions.items():
+            results = case.over(ring, layout, dtype, run.device)
+            errors = errors_between(results, [ring.shard(x, layout, dim=2) for x in exact], exact)
+            kind = str(dtype).removeprefix("torch.")
+            worst[kind] = max(worst.get(kind, (0.0, bound)), (_largest(errors), bound))
+            beyond += [(x, layout.kind, kind, error, bound) for x, error in errors.items() if not error <= bound]
+    kernel = choose_kernel(run.device, run.state["dtype"], heads.width, heads.value_width).kernel
+    return {"errors": worst, "beyond": beyond, "kernel": kernel.name, "size": size}
+
+
+def _group_size(run: CheckRun, heads: HeadSizes, neighbours: bool) -> int | None:
+    """Returns how many neighbours exchange heads; None for all ranks.
+
+    Raises:
+        NotApplicable: heads that do not divide among them.
+    """
+    parts = [n for n in range(2, run.ring_size) if run.ring_size % n == 0]
+    if neighbours and not parts:
+        raise NotApplicable(f"a ring of {run.ring_size} has no parts of 2 ranks or more")
+    sizes = [n for n in (parts if neighbours else [run.ring_size]) if heads_fit(heads.query, heads.key_value, n)]
+    if not sizes:
+        among = f"a part of {run.ring_size}" if neighbours else str(run.ring_size)
+        raise NotApplicable(
+            f"{heads.query} query and {heads.key_value} key/value heads do not divide among {among} ranks"
+        )
+    return sizes[-1] if neighbours else None
+
+
+def judge_transport(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
+    beyond = {rank: answer["beyond"] for rank, answer in enumerate(answers) if answer["beyond"]}
+    if beyond:
+        # A wrong output makes the gradients of other ranks wrong too, so only ranks with one are named.
+        causes = {rank: found for rank, found in beyond.items() if any(name == "out" for name, *_ in found)} or beyond
+        name, layout, dtype, error, bound = next(iter(causes.values()))[0]
+        where = f"in {layout}, {dtype}"
+        text = f"{processes([*causes])}: {name} is {error:.1e} from the definition, of {bound:.1e}, {where}"
+        return Verdict("failed", text, figures={"processes": [*causes], "beyond": causes})
+    worst = {name: max(answer["errors"][name] for answer in answers) for name in answers[0]["errors"]}
+    shown = ", ".join(f"{name} {error:.1e} of {bound:.1e}" for name, (error, bound) in worst.items())
+    groups = f"groups of {answers[0]['size']}, " if answers[0]["size"] else ""
+    text = f"{groups}outputs and gradients off by {shown}; kernel {answers[0]['kernel']}"
+    return Verdict("ok", text, figures={"errors": worst, "kernel": answers[0]["kernel"]})

@@ -1,0 +1,177 @@
+"""`hf-ring-attention estimate`: what a training step would hold on each device, and what fits."""
+
+from __future__ import annotations
+
+import gc
+from argparse import Namespace
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ..cost.parts import NUMBER_BYTES, PARALLELS
+from .options import (
+    MOST_TOKENS,
+    Parser,
+    Refusal,
+    add_choice,
+    add_json,
+    add_layout,
+    add_model_of_config,
+    add_transport,
+    at_least,
+    memory_size,
+    pattern_text,
+    picture_file,
+    token_count,
+)
+from .output import Sheet, print_json, print_sheet, short_bytes, short_count, spinner
+
+if TYPE_CHECKING:
+    from ..cost.estimate import Estimate
+
+EXAMPLES_OF_ESTIMATE = """\
+Examples:
+  hf-ring-attention estimate --model ./folder --seq-len 1M --devices 8 \\
+      --memory 80GB --offload
+  hf-ring-attention estimate --model ID --seq-len 1M --devices 64 \\
+      --memory 80GB --ring-size 16 --plot estimate.png
+"""
+
+
+def add_estimate(parser: Parser) -> None:
+    """Adds the options of `estimate`."""
+    add_model_of_config(parser, "A folder with a config.json, or a hub id.", required=True)
+    add, dtypes = parser.add_argument, tuple(NUMBER_BYTES)
+    add("--seq-len", metavar="N", type=token_count(), required=True, help="Tokens of a sequence: 4096, 128k, 1M.")
+    add("--devices", metavar="N", type=at_least(1, 2**20), default=1, help="All devices (default 1).")
+    add("--memory", metavar="SIZE", type=memory_size, help="What a device has, such as 80GB.")
+    add("--ring-size", metavar="N", type=at_least(1), help="Devices that share a sequence (default: all).")
+    add("--pattern", metavar="TEXT", type=pattern_text, help="Default: the model's, else exact.")
+    add_choice(parser, "--parallel", PARALLELS, "How parameters are divided", "fsdp2")
+    text = "Do not compute activations again in backward."
+    add("--no-checkpointing", dest="checkpointing", action="store_false", help=text)
+    add("--offload", action="store_true", help="Saved activations wait in host memory.")
+    text = "The optimizer is in host memory, as DeepSpeed can have it."
+    add("--offload-optimizer", action="store_true", help=text)
+    add("--accumulate", action="store_true", help="Gradients stay from batch to batch of a step.")
+    add(
+        "--batch-size",
+        metavar="N",
+        type=at_least(1),
+        default=1,
+        help="Sequences that a ring reads at once (default 1).",
+    )
+    add_choice(parser, "--dtype", dtypes, "Activations", "bfloat16")
+    add_choice(parser, "--master-dtype", dtypes, "Weights, gradients, moments", "float32")
+    text = "Tokens of an MLP in slices, by another library; 0: all (default)."
+    add("--mlp-tokens", metavar="N", type=at_least(0, MOST_TOKENS), default=0, help=text)
+    add_layout(parser)
+    add_transport(parser)
+    add_choice(parser, "--device", ("cuda", "cpu"), "Kind of device", "cuda")
+    text = "What a process holds before the model is made, as you measured it: 500MB; default: not counted."
+    add("--overhead", metavar="SIZE", type=memory_size, default=0, help=text)
+    add("--plot", metavar="FILE.png", type=picture_file, help="Draw memory by length.")
+    add_json(parser)
+
+
+def estimate_command(args: Namespace) -> None:
+    """Show what a training step would hold on each device, by part, and what fits.
+
+    Nothing runs and no weights are loaded. Each line has its formula; with --json also its source.
+    """
+    from ..cost.estimate import estimate  # It loads Transformers, which takes seconds.
+    from ..cost.models import load_config
+
+    names = (
+        "devices ring_size memory pattern parallel checkpointing offload offload_optimizer accumulate batch_size dtype "
+        "master_dtype layout transport device overhead"
+    )
+    setting = {name: getattr(args, name) for name in names.split()}
+    setting |= {"mlp_tokens_at_once": args.mlp_tokens, "heads": args.ring_heads}
+    # Plans of many ranks are some hundred thousand objects without circles, and searching them for circles takes a while.
+    gc.disable()
+    with spinner(f"planning {args.seq_len} tokens over {args.ring_size or args.devices} ranks"):
+        try:
+            answer = estimate(load_config(args.model, trust=args.trust_remote_code), args.seq_len, **setting)
+        except ValueError as error:
+            raise Refusal(str(error)) from None
+        if args.plot is not None:
+            from .plots import plot_estimate
+
+            plot_estimate(answer, args.plot)
+        figures = _figures_of(answer)
+    gc.enable()
+    if args.json:
+        print_json(figures)
+        return
+    _print_estimate(answer, figures, args.model)
+    if args.plot is not None:
+        print(f"wrote {args.plot}")
+
+
+def _figures_of(answer: Estimate) -> dict[str, Any]:
+    """Returns all figures, as JSON has them; sizes are bytes."""
+    from ..cost.questions import longest_sequence, next_switches, smallest_ring
+
+    names = ("phases", "peak", "peak_phase", "host", "memory", "fits", "not_counted")
+    figures: dict[str, Any] = {
+        "model_type": answer.shape.model_type,
+        "parameters": answer.shape.parameters,
+        "setting": asdict(answer.setting),
+        "parts": [asdict(part) for part in answer.parts],
+        **{name: getattr(answer, name) for name in names},
+        "exchanges": {
+            pattern: {
+                "transport": call.decision.choice,
+                "reason": call.decision.reason,
+                "layout": call.layout.kind,
+                "buffers": {name: call.busiest(name).buffers for name in call.row_numbers},
+                "received": {
+                    name: [call.busiest(name).forward.received, call.busiest(name).backward.received]
+                    for name in call.row_numbers
+                },
+            }
+            for pattern, call in answer.exchanges.items()
+        },
+        "next_switches": [asdict(one) for one in next_switches(answer)],
+    }
+    if answer.memory is not None:
+        ring = smallest_ring(answer)
+        figures["longest_sequence"] = longest_sequence(answer)
+        figures["smallest_ring"] = None if ring is None else {"ring_size": ring[0], "devices": ring[1]}
+    return figures
+
+
+def _print_estimate(answer: Estimate, figures: dict[str, Any], model: str) -> None:
+    setting = answer.setting
+    rows = [(part.name + " (host)" * part.host, short_bytes(part.bytes), part.formula) for part in answer.parts]
+    least = ", at least" if answer.not_counted else ""
+    rows.append((f"peak of a device{least}", short_bytes(answer.peak), f"in the {answer.peak_phase}"))
+    rings = f"rings of {setting.ring_size} of {setting.devices} devices, {setting.parallel}"
+    title = f"{model}: {short_count(setting.seq_len)} tokens, {rings}"
+    print_sheet(Sheet(title, ("memory of a device", "bytes", "formula"), rows, _answers(answer, figures), left=3))
+    exchanged = [
+        (pattern, call["transport"], ", ".join(f"{name} {short_bytes(size)}" for name, size in call["buffers"].items()))
+        for pattern, call in figures["exchanges"].items()
+    ]
+    if setting.ring_size > 1 and exchanged:
+        print_sheet(Sheet("", ("pattern", "chosen", "buffers of a rank, by transport"), exchanged, left=3))
+
+
+def _answers(answer: Estimate, figures: dict[str, Any]) -> list[str]:
+    """Returns what fits, and what to set next, a line each."""
+    lines, may = [], "may fit" if answer.not_counted else "fits"
+    if answer.memory is not None:
+        verdict = "does not fit" if answer.fits is False else may
+        lines.append(f"{verdict}: {short_bytes(answer.peak)} of {short_bytes(answer.memory)}")
+        longest, ring = figures["longest_sequence"], figures["smallest_ring"]
+        lines.append("no sequence fits" if longest is None else f"longest sequence that {may}: {longest:,} tokens")
+        smallest = "none" if ring is None else f"{ring['ring_size']}, of {ring['devices']} devices"
+        lines.append(f"smallest ring for this sequence: {smallest}")
+    for switch in figures["next_switches"][:4]:
+        fits = {None: "", True: ", and it fits", False: ", which is not enough"}[switch["fits"]]
+        lines.append(f"set {switch['name']}: {short_bytes(switch['gain'])} less{fits}")
+    if answer.not_counted:
+        lines.append(f"not counted: {answer.not_counted}")
+    if not answer.setting.overhead:
+        lines.append("not counted: what the process holds before the model is made (--overhead), and fragmentation")
+    return lines

@@ -1,0 +1,284 @@
+"""The types and the shared options of commands. An error names what was expected and what came.
+
+A type reads the text of an option, for argparse, before anything is loaded or started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from ..plan.branches import LARGEST
+from ..plan.choices import TransportKind
+from ..plan.layouts import LayoutKind
+from ..plan.patterns import Pattern
+from ..plan.problem import Documents
+
+Value = TypeVar("Value")
+
+#: The most layers, heads, ranks or rows that a command takes; it makes lists of so many.
+MOST = 65536
+#: The most tokens of a sequence.
+MOST_TOKENS = 2**40
+#: The ends of the names of files that pictures are written to.
+PICTURE_FORMATS = (".png", ".svg", ".pdf")
+#: The packages that some features need: the name to import, and the requirement for pip.
+EXTRAS = {"matplotlib": "matplotlib>=3.8", "rich": "rich>=13", "lm_eval": "lm-eval>=0.4.13"}
+
+
+class Refusal(Exception):
+    """Ends a command with one line and status 2."""
+
+    def __init__(self, message: str, option: str | None = None) -> None:
+        super().__init__(message if option is None else f"argument {option}: {message}")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose help has 80 columns, and whose errors are `Refusal`s."""
+
+    def __init__(self, **settings: Any) -> None:
+        def formatter(prog: str) -> argparse.HelpFormatter:
+            return argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=80)
+
+        super().__init__(formatter_class=formatter, allow_abbrev=False, **settings)
+
+    def error(self, message: str) -> Any:
+        """Raises a `Refusal` that names the help."""
+        raise Refusal(f"{message} (see {self.prog} --help)")
+
+
+def checked(option: str, function: Callable[..., Value], *values: Any) -> Value:
+    """Returns what a function makes of values; refuses its errors in the name of an option."""
+    try:
+        return function(*values)
+    except (argparse.ArgumentTypeError, ValueError, NotImplementedError) as error:
+        raise Refusal(str(error), option) from None
+
+
+# ---- types
+
+
+def at_least(least: int, most: int = MOST) -> Callable[[str], int]:
+    """Returns the type of whole numbers from `least` to `most`."""
+
+    def number(text: str) -> int:
+        if not re.fullmatch(r"[+-]?[0-9]+", text.strip()):
+            raise argparse.ArgumentTypeError(f"a whole number of at least {least} was expected, got {text!r:.40}")
+        digits = len(text.strip().lstrip("+-0"))
+        if digits > len(str(LARGEST)):  # Python refuses to read thousands of digits.
+            raise argparse.ArgumentTypeError(f"a whole number of at most {most} was expected, got {digits} digits")
+        if not least <= int(text) <= most:
+            bound = f"least {least}" if int(text) < least else f"most {most}"
+            raise argparse.ArgumentTypeError(f"a whole number of at {bound} was expected, got {int(text)}")
+        return int(text)
+
+    return number
+
+
+def token_count(least: int = 1) -> Callable[[str], int]:
+    """Returns the type of numbers of tokens: 4096, 128k (128 * 1024) or 1M (1024 * 1024)."""
+    number = at_least(least, MOST_TOKENS)
+
+    def count(text: str) -> int:
+        match = re.fullmatch(r"([+-]?[0-9]+)([kKmM]?)", text.strip())
+        if match is None:
+            raise argparse.ArgumentTypeError(
+                f"a number of tokens such as 4096, 128k or 1M was expected, got {text!r:.40}"
+            )
+        unit = {"": 1, "k": 1024, "m": 1024**2}[match.group(2).lower()]
+        return number(match.group(1)) if unit == 1 else number(str(at_least(0, LARGEST)(match.group(1)) * unit))
+
+    return count
+
+
+def positive(text: str) -> float:
+    """Reads a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"a number above 0 was expected, got {text!r:.40}")
+    return value
+
+
+def memory_size(text: str) -> int:
+    """Reads a size of memory in bytes: 80GB (80 * 1000^3), or 80GiB (80 * 1024^3); also in MB, MiB, TB and TiB."""
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]+)?) ?([MGT])(i?)B", text.strip())
+    size = 0
+    if match:
+        size = round(float(match.group(1)) * (1024 if match.group(3) else 1000) ** (2 + "MGT".index(match.group(2))))
+    if not size:
+        raise argparse.ArgumentTypeError(f"a size of memory such as 80GB or 80GiB was expected, got {text!r:.40}")
+    return size
+
+
+def comma_list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Returns the type of one or several values with commas between them."""
+    return lambda text: [kind(part) for part in text.split(",")]
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    """Returns the type of a choice among names."""
+
+    def name(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"one of {', '.join(names)} was expected, got {text!r}")
+        return text
+
+    return name
+
+
+def pattern_text(text: str) -> str:
+    """Reads the text of a pattern; `Pattern.parse` must accept it."""
+    try:
+        Pattern.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def device(text: str) -> str:
+    """Reads "cpu", or "cuda" if there is a CUDA device."""
+    if text not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"'cpu' or 'cuda' was expected, got {text!r}")
+    import torch
+
+    if text == "cuda" and not torch.cuda.is_available():
+        built = "was built without CUDA" if torch.version.cuda is None else "finds no CUDA device"
+        raise argparse.ArgumentTypeError(f"torch {torch.__version__} {built} on this machine: take 'cpu'")
+    return text
+
+
+def existing_file(text: str) -> Path:
+    """Reads the name of a file to read."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text!r} (from {Path.cwd()})")
+    return Path(text)
+
+
+def new_folder(text: str) -> Path:
+    """Reads the name of a folder to write to; the command makes it."""
+    for part in (Path(text), *Path(text).parents):
+        if part.exists() and not part.is_dir():
+            raise argparse.ArgumentTypeError(f"a folder was expected, but {str(part)!r} is a file")
+    return Path(text)
+
+
+def picture_file(text: str) -> Path:
+    """Reads the name of a picture to write; its folder and matplotlib must be there."""
+    path = Path(text)
+    if path.suffix not in PICTURE_FORMATS:
+        raise argparse.ArgumentTypeError(
+            f"a file that ends in one of {', '.join(PICTURE_FORMATS)} was expected, got {text!r}"
+        )
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r} for {path.name!r}: make it first")
+    missing = missing_extra("a picture", "matplotlib")
+    if missing:
+        raise argparse.ArgumentTypeError(missing)
+    return path
+
+
+def missing_extra(purpose: str, module: str) -> str | None:
+    """Returns what to install for a purpose if one of `EXTRAS` is missing; else None."""
+    if importlib.util.find_spec(module) is not None:
+        return None
+    return f"{purpose} needs {module}, which is not installed: pip install '{EXTRAS[module]}'"
+
+
+# ---- options that several commands share
+
+
+def add_choice(parser: Parser, name: str, choices: Sequence[str], text: str, default: str) -> None:
+    """Adds an option that takes one of several names."""
+    text = f"{text}: {', '.join(choices)} (default {default})."
+    parser.add_argument(name, type=one_of(*choices), metavar="NAME", default=default, help=text)
+
+
+def add_json(parser: Parser) -> None:
+    """Adds --json."""
+    parser.add_argument("--json", action="store_true", help="Write JSON to stdout, and nothing else there.")
+
+
+def add_model_of_config(parser: Parser, text: str, required: bool = False) -> None:
+    """Adds --model for commands that read the config alone, and the permission to run its code."""
+    parser.add_argument("--model", metavar="ID_OR_FOLDER", required=required, help=text)
+    add_trust(parser)
+
+
+def add_trust(parser: Parser) -> None:
+    """Adds --trust-remote-code."""
+    text = "Run the Python code that the model brings; read it first."
+    parser.add_argument("--trust-remote-code", action="store_true", help=text)
+
+
+def add_checkpoint(parser: Parser) -> None:
+    """Adds the options for loading a checkpoint."""
+    add_trust(parser)
+    add_choice(parser, "--dtype", ("float32", "bfloat16", "float16"), "Type of numbers", "float32")
+    parser.add_argument("--device", type=device, metavar="NAME", help="cpu or cuda; default: cuda if there is one.")
+
+
+def add_row(parser: Parser) -> None:
+    """Adds the options for one row over a ring: its tokens, its documents, and the ranks."""
+    add, lengths = parser.add_argument, "Lengths of the documents that are packed into the row; default: one."
+    add("--tokens", type=token_count(), metavar="N", required=True, help="Tokens of the whole row: 4096, 128k, 1M.")
+    add("--ranks", type=at_least(1), metavar="N", required=True, help="Ranks of the ring.")
+    add("--documents", type=comma_list(token_count()), metavar="N,N,...", help=lengths)
+
+
+def add_heads(parser: Parser) -> None:
+    """Adds the heads of attention, for commands that take a model instead."""
+    add, fewer = parser.add_argument, "Key/value heads, without --model; default: as --heads."
+    add("--heads", type=at_least(1), metavar="N", help="Query heads, without --model.")
+    add("--kv-heads", type=at_least(1), metavar="N", help=fewer)
+    add("--head-dim", type=at_least(1), metavar="N", help="Size of a head, without --model.")
+
+
+def add_layout(parser: Parser) -> None:
+    """Adds --layout."""
+    add_choice(parser, "--layout", ("auto", *get_args(LayoutKind)), "How the row is divided among the ranks", "auto")
+
+
+def add_transport(parser: Parser) -> None:
+    """Adds --transport and --ring-heads."""
+    add_choice(parser, "--transport", get_args(TransportKind), "How keys travel", "auto")
+    text = "With --transport heads: neighbours that exchange heads; default: all ranks."
+    parser.add_argument("--ring-heads", type=at_least(1), metavar="N", help=text)
+
+
+def documents_of_lengths(lengths: list[int] | None, tokens: int) -> Documents | None:
+    """Returns one row of documents of these lengths, one behind the other; None for None."""
+    if lengths is None:
+        return None
+    ends = list(itertools.accumulate(lengths, initial=0))
+    if ends[-1] > tokens:
+        numbers = " + ".join(map(str, lengths))
+        raise Refusal(f"a row has {tokens} tokens, and the documents {numbers} = {ends[-1]}", "--documents")
+    return (tuple(itertools.pairwise(ends)),)
+
+
+def key_value_heads(heads: int, kv_heads: int | None) -> int:
+    """Returns the number of key/value heads, which must divide the query heads; None for as many."""
+    if kv_heads is not None and heads % kv_heads:
+        fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        raise argparse.ArgumentTypeError(
+            f"the number of query heads must be a multiple of the number of key/value heads, got {heads} and {kv_heads}: "
+            f"{heads} = {heads // kv_heads} * {kv_heads} + {heads % kv_heads}; take one of {fitting}"
+        )
+    return kv_heads or heads
+
+
+def read_text(path: Path, option: str) -> str:
+    """Returns the text of a file in UTF-8; refuses another file in the name of an option."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise Refusal(f"{path} is not a text in UTF-8: {error.reason} at byte {error.start}", option) from None

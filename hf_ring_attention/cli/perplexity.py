@@ -1,0 +1,181 @@
+"""`hf-ring-attention perplexity`: how well a checkpoint predicts texts, by pattern and by context length, without training."""
+
+from __future__ import annotations
+
+import copy
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from .options import (
+    Parser,
+    Refusal,
+    add_checkpoint,
+    add_json,
+    checked,
+    comma_list,
+    existing_file,
+    pattern_text,
+    picture_file,
+    read_text,
+    token_count,
+)
+from .output import Sheet, print_json, print_sheet, short_count, stdout_left_alone
+
+EXAMPLES_OF_PERPLEXITY = """\
+Examples:
+  hf-ring-attention perplexity HuggingFaceTB/SmolLM2-135M book.txt
+  hf-ring-attention perplexity ./folder *.txt --lengths 1k,4k,16k \\
+      --pattern exact --pattern window:512+4 --pattern calibration.json
+  hf-ring-attention perplexity ./folder book.txt --lengths 4k --stride 512 \\
+      --tokens 64k --json
+  torchrun --nproc-per-node 8 -m hf_ring_attention perplexity ./folder \\
+      book.txt --lengths 32k,128k
+"""
+#: In place of a pattern's text: the pattern in the model's config.
+OWN = "own"
+#: The patterns of a command that names none, and the tokens that it reads of each text.
+USUAL_PATTERNS, USUAL_TOKENS = ["exact", "window:512+4", "pyramid:512,3"], 4096
+
+
+def pattern_or_file(text: str) -> str:
+    """Reads a pattern, the file of a calibration, or "own"."""
+    if text == OWN:
+        return text
+    if not text.endswith(".json"):
+        return pattern_text(text)
+    from ..evaluation.calibration.result import Calibration  # It imports torch.
+
+    try:
+        Calibration.load(existing_file(text))
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return text
+
+
+def add_perplexity(parser: Parser) -> None:
+    """Adds the options of `perplexity`."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="A causal language model: hub id or folder.")
+    add("texts", metavar="TEXT_FILE", nargs="+", type=existing_file, help="Texts in UTF-8.")
+    text = f"A pattern, a file calibration.json, or own: the config's; repeatable (default {' '.join(USUAL_PATTERNS)})."
+    add("--pattern", metavar="TEXT", action="append", type=pattern_or_file, help=text)
+    text = "First tokens of each text (default 4k, or the greatest of --lengths)."
+    add("--tokens", metavar="N", type=token_count(2), help=text)
+    text = "Context lengths: texts are cut into windows of each."
+    add("--lengths", metavar="N,N,...", type=comma_list(token_count(2)), help=text)
+    text = "With --lengths: windows overlap, and advance by so many tokens."
+    add("--stride", metavar="N", type=token_count(), help=text)
+    text = "Draw perplexity against attention FLOPs, at the greatest length."
+    add("--plot", metavar="FILE.png", type=picture_file, help=text)
+    add_checkpoint(parser)
+    add_json(parser)
+
+
+def perplexity_command(args: Namespace) -> None:
+    """Measure the perplexity of texts under attention patterns, and at several context lengths.
+
+    Nothing is trained: the figures show what a pattern costs a checkpoint as it is. Several processes, started by torchrun
+    or accelerate launch, share each window, and print the figures of one.
+    """
+    from .loading import check_positions, load_model, load_tokenizer, read_config, ring_of_processes  # It loads torch.
+
+    trust, lengths = args.trust_remote_code, list(dict.fromkeys(args.lengths or [args.tokens or USUAL_TOKENS]))
+    config = checked("MODEL", read_config, args.model, trust)
+    if args.stride is not None and not (args.lengths and args.stride <= min(lengths)):
+        raise Refusal(f"it needs --lengths, and may be at most the shortest of them, got {args.stride}", "--stride")
+    contents = {str(path): read_text(path, "TEXT_FILE") for path in args.texts}
+    with stdout_left_alone(args.json):
+        from ..evaluation.texts import tokenized_text
+
+        ring, device = ring_of_processes(args.device)
+        tokenizer = checked("MODEL", load_tokenizer, args.model, trust)
+        texts = {name: tokenized_text(text, tokenizer, args.tokens or max(lengths)) for name, text in contents.items()}
+        for name, text in texts.items():
+            if len(text.ids) < 2:
+                raise Refusal(f"{name} has {len(text.ids)} token(s), 2 or more are needed", "TEXT_FILE")
+        longest = min(max(lengths), max(len(text.ids) for text in texts.values()))
+        checked("--lengths" if args.lengths else "--tokens", check_positions, config, longest)
+        model = checked("MODEL", load_model, args.model, args.dtype, device, trust)
+        rows = _measured(args, model, texts, lengths, ring)
+    if ring.rank > 0:
+        return
+    if args.plot is not None:
+        from .plots import plot_quality
+
+        plot_quality(
+            [row for row in rows if (row["text"], row["length"]) == (rows[-1]["text"], max(lengths))], args.plot
+        )
+    if args.json:
+        print_json({"model": args.model, "dtype": args.dtype, "processes": ring.world_size, "rows": rows})
+        return
+    _print_rows(rows, f"{args.model}, {args.dtype}", bool(args.lengths))
+    if args.plot is not None:
+        print(f"perplexity against FLOPs: {args.plot}")
+
+
+def _measured(
+    args: Namespace, model: Any, texts: dict[str, Any], lengths: list[int], ring: Any
+) -> list[dict[str, Any]]:
+    """Returns a row for each text, length and pattern, and for several texts also rows of all their tokens."""
+    from ..cost.models import attention_of_model
+    from ..evaluation.calibration.result import load_pattern
+    from ..evaluation.lengths import LengthFigures, figures_by_length, sum_of_texts
+    from ..evaluation.progress import progress_bar
+    from ..hf.config import patch_config
+    from ..hf.registration import IMPLEMENTATION
+
+    names = list(dict.fromkeys(args.pattern or USUAL_PATTERNS))
+    if OWN in names and getattr(model.config.get_text_config(), IMPLEMENTATION, None) is None:
+        raise Refusal("own: the model's config has no pattern; ra.patch_config puts one there", "--pattern")
+    patterns = {name: None if name == OWN else load_pattern(name) for name in names}
+    own = copy.deepcopy(model.config)
+    for pattern in patterns.values():
+        if pattern is not None:
+            checked("--pattern", patch_config, copy.deepcopy(own), pattern)
+    steps = len(names) * len(texts) * len(lengths)
+    try:
+        with progress_bar("perplexity", total=steps, silent=ring.rank > 0) as bar:
+            figures = figures_by_length(model, texts, patterns, lengths, args.stride, ring, bar.update)
+    except (ValueError, NotImplementedError) as error:
+        raise Refusal(str(error)) from None
+    attention = {name: attention_of_model(own, args.model, pattern) for name, pattern in patterns.items()}
+
+    def share(one: LengthFigures) -> float:
+        return attention[one.pattern].flop_share(min(one.length, len(texts[one.text].ids)))
+
+    rows = [_row(one, share(one)) for one in figures]
+    for name in names if len(texts) > 1 else ():
+        for length in lengths:
+            group = [one for one in figures if (one.pattern, one.length) == (name, length)]
+            whole = sum_of_texts("all", group)
+            rows.append(_row(whole, sum(share(one) * one.tokens for one in group) / whole.tokens))
+    order = [*texts, "all"]
+    return sorted(rows, key=lambda row: (order.index(row["text"]), lengths.index(row["length"])))
+
+
+def _row(one: Any, share: float) -> dict[str, Any]:
+    names = ("text", "length", "pattern", "perplexity", "bits_per_byte", "nll", "tokens")
+    return {name: getattr(one, name) for name in names} | {"share_of_exact_flops": share, "seconds": one.seconds}
+
+
+def _print_rows(rows: Sequence[dict[str, Any]], title: str, by_length: bool) -> None:
+    """Prints a table of the rows; perplexity also as the change from the first of several patterns."""
+    first = {(row["text"], row["length"]): row["perplexity"] for row in reversed(rows)}
+    columns: dict[str, Any] = {
+        "text": lambda row: row["text"],
+        "length": lambda row: short_count(row["length"]),
+        "pattern": lambda row: row["pattern"],
+        "perplexity": lambda row: f"{row['perplexity']:.3f}",
+        "change": lambda row: f"{row['perplexity'] / first[row['text'], row['length']] - 1:+.1%}",
+        "bits per byte": lambda row: "-" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.3f}",
+        "FLOPs of exact's": lambda row: f"{row['share_of_exact_flops']:.1%}",
+        "tokens scored": lambda row: row["tokens"],
+        "seconds": lambda row: f"{row['seconds']:.1f}",
+    }
+    if not by_length:
+        del columns["length"]
+    if len({row["pattern"] for row in rows}) == 1:
+        del columns["change"]
+    cells = [[cell(row) for cell in columns.values()] for row in rows]
+    print_sheet(Sheet(title, list(columns), cells, left=list(columns).index("perplexity")))

@@ -1,0 +1,98 @@
+"""The types of command-line options that the recipes share. Each error names what was expected and what came."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hf_ring_attention as ra
+
+#: The packages that single options need, as pip takes them.
+EXTRAS = {"matplotlib": "'matplotlib>=3.8'", "peft": "'peft>=0.18'", "gguf": "'gguf>=0.17.1'", "rich": "'rich>=13'"}
+DTYPES = ("float32", "bfloat16", "float16")
+PATTERN_HELP = (
+    "exact, window:LENGTH+SINKS, pyramid:WINDOW,LEVELS, longnet:LENGTH/RATE,... or the file calibration.json that "
+    "hf-ring-attention calibrate wrote"
+)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Returns the type of whole numbers from `least` on."""
+
+    def number(text: str) -> int:
+        if not text.strip().lstrip("+-").isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"a whole number of at least {least} was expected, got {text}")
+        return int(text)
+
+    return number
+
+
+def positive(text: str) -> float:
+    """Reads a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"a number above 0 was expected, got {text!r}")
+    return value
+
+
+def existing_file(text: str) -> Path:
+    """Reads the name of a file to read."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text!r} (from {Path.cwd()})")
+    return Path(text)
+
+
+def new_file(text: str) -> Path:
+    """Reads the name of a file to write, in a folder that exists."""
+    if not Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(Path(text).parent)!r}: make it first")
+    return Path(text)
+
+
+def may_be_an_id(text: str) -> bool:
+    """Returns whether a text has the form of a hub id, 'name' or 'owner/name'."""
+    parts = text.split("/")
+    return len(parts) <= 2 and all(part and part[0].isalnum() for part in parts)
+
+
+def load_pattern(text: str) -> ra.Pattern | ra.Calibration:
+    """Returns the pattern of a text, or the calibration in a file that ends in .json."""
+    return ra.Calibration.load(text) if text.endswith(".json") else ra.Pattern.parse(text)
+
+
+def pattern_source(text: str) -> str:
+    """Reads what `load_pattern` takes."""
+    try:
+        load_pattern(text)
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def missing_extra(*modules: str) -> str | None:
+    """Returns what to install, if one of `EXTRAS` is missing."""
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    command = " ".join(EXTRAS[module] for module in missing)
+    return f"needs {' and '.join(missing)}, which is not installed: pip install {command}" if missing else None
+
+
+def check_extra(parser: argparse.ArgumentParser, option: str, used: Any, module: str) -> None:
+    """Refuses an option whose package is not installed."""
+    missing = missing_extra(module) if used else None
+    if missing:
+        parser.error(f"argument {option}: {missing}")
+
+
+def check(parser: argparse.ArgumentParser, option: str, kind: Callable[[str], Any], value: Any) -> None:
+    """Refuses a value that another parser took as a text, as a type of this file would."""
+    try:
+        kind(str(value))
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"argument {option}: {error}")

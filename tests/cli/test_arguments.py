@@ -1,0 +1,119 @@
+"""Bad arguments of commands are refused while they are read, with what was expected and what came."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_ring_attention.cli import explain, main, options
+from tests.support.missing import without
+
+ROOT = Path(__file__).parents[2]
+
+HEADS = "the number of query heads must be a multiple of the number of key/value heads, got 8 and 3: 8 = 2 * 3 + 2; take one"
+EXPLAIN = "explain --tokens 64 --ranks 8 --heads 8 --head-dim 64"
+ESTIMATE = "estimate --model {empty} --seq-len 64"
+#: The arguments, and the error.
+REFUSED = [
+    (f"{EXPLAIN} --tokens 1e30", "--tokens: a number of tokens such as 4096, 128k or 1M was expected, got '1e30'"),
+    (f"{EXPLAIN} --tokens 4kb", "--tokens: a number of tokens such as 4096, 128k or 1M was expected, got '4kb'"),
+    (f"{EXPLAIN} --tokens 0", "--tokens: a whole number of at least 1 was expected, got 0"),
+    (f"{EXPLAIN} --tokens {10**13}", "--tokens: a whole number of at most 1099511627776 was expected, got 1000000"),
+    (f"{EXPLAIN} --tokens {10**17}M", "--tokens: a whole number of at most 1099511627776 was expected, got 24 digits"),
+    (f"{EXPLAIN} --tokens {'1' * 5000}", "--tokens: a whole number of at most 1099511627776 was expected, got 5000"),
+    (f"{EXPLAIN} --ranks {10**12}", "--ranks: a whole number of at most 65536 was expected, got 1000000000000"),
+    (f"{EXPLAIN} --heads {'1' * 5000}", "--heads: a whole number of at most 65536 was expected, got 5000 digits"),
+    (f"{EXPLAIN} --heads 1.5", "--heads: a whole number of at least 1 was expected, got '1.5'"),
+    (f"{EXPLAIN} --layers {10**12}", "--layers: a whole number of at most 65536 was expected"),
+    (f"{EXPLAIN} --batch-size -1", "--batch-size: a whole number of at least 1 was expected, got -1"),
+    (f"{EXPLAIN} --pattern kv0-{10**9}=exact", "at most 65536 key/value heads were expected"),
+    (
+        f"calibrate --model a --text {{file}} --seed {2**32}",
+        "--seed: a whole number of at most 4294967295 was expected",
+    ),
+    (f"{EXPLAIN} --kv-heads 3", f"--kv-heads: {HEADS} of 1, 2, 4, 8"),
+    ("explain --tokens 64 --ranks 8 --heads 8", "needed are --heads and --head-dim"),
+    (
+        "explain --ranks 8 --heads 8 --head-dim 64",
+        "the following arguments are required: --tokens (see hf-ring-attention explain --help)",
+    ),
+    (f"{EXPLAIN} --model {{empty}}", "--heads: --model has it already: leave one of them out"),
+    ("explain --tokens 64 --ranks 8 --model {empty}", "--model: the folder '{empty}' has no config.json"),
+    ("explain --tokens 64 --ranks 8 --model {file}", "is not a valid JSON file"),
+    (f"{EXPLAIN} --dtype int8", "--dtype: one of float32, bfloat16, float16, float64 was expected, got 'int8'"),
+    (f"{EXPLAIN} --ring-heads 2", "--ring-heads: heads=2 needs transport='heads', got 'auto'"),
+    (
+        f"{EXPLAIN} --transport heads --ring-heads 3",
+        "--ring-heads: heads must be a number of ranks that divides the ring's",
+    ),
+    (f"{EXPLAIN} --transport local", "transport='local' serves 1 rank, got 8"),
+    (f"{EXPLAIN} --pattern window:x", "pattern 'window:x' cannot be read: a number was expected, got 'x'"),
+    (f"{EXPLAIN} --pattern longnet:64/2", "cannot be made: Pattern: no branch of dilation 1"),
+    (f"{EXPLAIN} --documents 60,8", "--documents: a row has 64 tokens, and the documents 60 + 8 = 68"),
+    (f"{EXPLAIN} --nothing", "unrecognized arguments: --nothing (see hf-ring-attention --help)"),
+    ("explode", "invalid choice: 'explode'"),
+    ("", "the following arguments are required: COMMAND (see hf-ring-attention --help)"),
+    ("models lama", "TYPE: 'lama' is not a model type of Transformers"),
+    ("perplexity {empty} {file} --device tpu", "--device: 'cpu' or 'cuda' was expected, got 'tpu'"),
+    (f"{ESTIMATE} --memory 80", "--memory: a size of memory such as 80GB or 80GiB was expected, got '80'"),
+    (f"{ESTIMATE} --memory 0GB", "--memory: a size of memory such as 80GB or 80GiB was expected, got '0GB'"),
+    (f"{ESTIMATE} --memory {'9' * 400}GB", "--memory: a size of memory such as 80GB or 80GiB was expected, got '999"),
+    (f"{ESTIMATE} --plot {{file}}", "--plot: a file that ends in one of .png, .svg, .pdf was expected, got '{file}'"),
+    (f"{ESTIMATE} --plot none/a.png", "--plot: there is no folder 'none' for 'a.png': make it first"),
+    ("plot pattern", "a pattern such as window:512+4, or --model, was expected"),
+    ("plot pattern exact --heads 2 --head 2", "--head: heads are numbered 0 to 1, got 2"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED, ids=lambda text: text if len(text) < 60 else "")
+def test_bad_arguments_are_refused_while_they_are_read(words, message, places, capsys, monkeypatch):
+    def never(*args, **kwargs):
+        raise AssertionError("something is loaded or started")
+
+    if "--transport local" not in words:  # `explain` itself refuses it.
+        monkeypatch.setattr(explain, "explain", never)
+    with pytest.raises(SystemExit) as end:
+        main.main([word.format(**places) for word in words.split()])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert message.format(**places) in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_cuda_is_refused_where_there_is_none(places, refusal):
+    error = refusal(["perplexity", places["empty"], places["file"], "--device", "cuda"])
+    assert f"argument --device: torch {torch.__version__} " in error and "on this machine: take 'cpu'" in error
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        (options.at_least(0, most=7), "+7", 7),
+        (options.token_count(), "128k", 128 * 1024),
+        (options.positive, "1e-4", 1e-4),
+        (options.device, "cpu", "cpu"),
+        (options.memory_size, "80GB", 80 * 10**9),
+        (options.memory_size, "80GiB", 80 * 2**30),
+        (options.memory_size, "1.5 TiB", 3 * 2**39),
+        (options.memory_size, "512MB", 512 * 10**6),
+    ],
+)
+def test_types_take_what_they_say(kind, text, value):
+    assert kind(text) == value
+    for bad in ("", "x", "-4", "nan", "inf"):
+        with pytest.raises(argparse.ArgumentTypeError, match="was expected, got"):
+            kind(bad)
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch, places, refusal):
+    without(monkeypatch, "matplotlib")
+    error = refusal("plot pattern exact --output a.png")
+    assert "a picture needs matplotlib, which is not installed: pip install 'matplotlib>=3.8'" in error
+
+
+def test_versions_of_extras_are_those_of_the_project():
+    project = (ROOT / "pyproject.toml").read_text()
+    for requirement in options.EXTRAS.values():
+        assert f'"{requirement}"' in project

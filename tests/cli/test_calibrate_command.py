@@ -1,0 +1,129 @@
+"""The calibrate command, on a tiny model: its files are those of the library, and wrong options are refused in one line."""
+
+import json
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import hf_ring_attention as ra
+from hf_ring_attention.cli import main as cli
+from hf_ring_attention.cli.calibrate import rows_of
+from hf_ring_attention.evaluation import progress
+from tests.support.checkpoints import save_calibration, save_checkpoint_of_words
+from tests.support.tiny_models import with_large_weights
+
+MENU = ["window:4+1", "window:16+1", "exact"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a tiny model and two texts."""
+    return save_checkpoint_of_words(tmp_path, with_large_weights, num_key_value_heads=2)
+
+
+def words_of(folder, *more):
+    menu = [word for pattern in MENU for word in ("--menu", pattern)]
+    text = [
+        "--model",
+        folder / "model",
+        "--text",
+        folder / "fox.txt",
+        "--seq-len",
+        80,
+        "--budget",
+        0.5,
+        "--device",
+        "cpu",
+    ]
+    return ["calibrate", *map(str, text), *menu, *map(str, more)]
+
+
+def test_files_and_figures_are_those_of_the_library(folder, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 1e-6)
+    output = folder / "chosen"
+    more = ["--rows", 2, "--output", output, "--plot"]
+    with pytest.raises(SystemExit) as end:
+        cli.main(words_of(folder, *more))
+    printed, told = capsys.readouterr()
+    assert not end.value.code and "fox.txt" in printed and "window:16+1" in printed
+    assert "calibrate: " in told and "layer/s" in told  # stderr is a file here, which hears how far it is.
+
+    chosen = ra.Calibration.load(output / "calibration.json")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    ids = tokenizer((folder / "fox.txt").read_text(), return_tensors="pt").input_ids[0]
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert chosen == ra.calibrate(model, [ids[:80], ids[-80:]], budget=0.5, menu=MENU)
+    assert chosen.flop_share <= 0.5
+    # The config that is written makes the checkpoint compute these patterns.
+    config = LlamaConfig.from_pretrained(output)
+    written = LlamaForCausalLM.from_pretrained(folder / "model", config=config, attn_implementation="ring_dilated")
+    row = ids[None, :80]
+    assert torch.equal(written(row).logits, ra.patch_model(model, chosen)(row).logits)
+
+    report = (output / "report.md").read_text()
+    assert "![" in report and f"{chosen.flop_share:.2%}" in report and "fox.txt, row 2 | " in report
+    assert (output / "layers.png").stat().st_size > 5000
+    assert len(list((output / "measurements").glob("*.pt"))) > 1
+
+
+def test_a_budget_of_bytes(folder, command, refusal):
+    printed = command(words_of(folder, "--budget-of", "bytes", "--ranks", 2, "--refinements", 0))
+    assert "of the bytes of a ring of 2" in " ".join(printed.split())
+    assert "name the ranks" in refusal(words_of(folder, "--budget-of", "bytes"))
+
+
+def test_json_alone_on_stdout(folder, command):
+    figures = json.loads(command(words_of(folder, "--json", "--refinements", 0)))
+    assert figures["model"] == str(folder / "model")
+    assert ra.Calibration.from_dict(figures["calibration"]).flop_share <= 0.5
+
+
+def test_the_picture_of_a_file(folder, tmp_path, command):
+    pytest.importorskip("matplotlib")
+    file = save_calibration(tmp_path / "chosen.json", {0: "window:4+1", 1: "window:2"})
+    assert command(f"plot calibration {file} --output {tmp_path / 'a.png'}") == f"wrote {tmp_path / 'a.png'}\n"
+    assert (tmp_path / "a.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--text", "{folder}/bytes.txt"], "--text: {folder}/bytes.txt is not a text in UTF-8: "),
+        (["--model", "{folder}/bare"], "'{folder}/bare' cannot be loaded: "),
+        (["--output", "{folder}/fox.txt/new"], "--output: a folder was expected, but '{folder}/fox.txt' is a file"),
+        (["--plot"], "--plot: the picture is layers.png in the folder of --output: name one"),
+        (["--ring-size", 2], "2 processes are to share each text, and 1 were started"),
+        (["--budget", 2], "--budget: a share of exact attention's cost, above 0 and at most 1, was expected, got 2"),
+        (["--model", "{folder}/bare", "--budget", 0], "above 0 and at most 1, was expected, got 0"),
+        (["--seq-len", 2048], "fox.txt has 360 tokens, and 1 row(s) of 2048 = 2048 are needed"),
+        (["--menu", "exact"], "menu has exact twice"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(folder, more, message, refusal):
+    (folder / "bytes.txt").write_bytes(b"caf\xe9 au lait")
+    (folder / "bare").mkdir()
+    (folder / "bare" / "config.json").write_bytes((folder / "model" / "config.json").read_bytes())
+    error = refusal(words_of(folder, *(str(word).format(folder=folder) for word in more)))
+    assert message.format(folder=folder) in error
+
+
+def test_rows_open_as_the_tokenizer_writes_texts_and_fit_the_positions(folder, command, refusal):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    template = TemplateProcessing(single="fox $A", special_tokens=[("fox", tokenizer("fox").input_ids[0])])
+    tokenizer.backend_tokenizer.post_processor = template
+    tokenizer.save_pretrained(folder / "model")
+    rows = rows_of(tokenizer, "dog", "lazy dog over the quick " * 40, 50, 3)
+    plain = tokenizer("lazy dog over the quick " * 40, add_special_tokens=False, return_tensors="pt").input_ids[0]
+    for row, start in zip(rows, (0, (200 - 49) // 2, 200 - 49), strict=True):
+        assert row[0] == tokenizer("fox", add_special_tokens=False).input_ids[0]
+        assert torch.equal(row[1:], plain[start : start + 49])
+    output = folder / "chosen"
+    command(words_of(folder, "--output", output))
+    assert "each opened by fox" in (output / "report.md").read_text()
+
+    config = folder / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 70}))
+    assert "argument --seq-len: the model has positions for 70 tokens, and rows have 80" in refusal(words_of(folder))

@@ -1,0 +1,300 @@
+"""`hf-ring-attention check`: every verdict where all is well, and where one process is not, which it is and what to do."""
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+from transformers import CONFIG_MAPPING
+
+from hf_ring_attention.cli import main as cli
+from hf_ring_attention.cli.checks import model as checks_of_model
+from hf_ring_attention.cli.checks.board import Board
+from hf_ring_attention.cli.checks.catalogue import all_checks
+from hf_ring_attention.cli.checks.machine import NEWEST_TESTED
+from hf_ring_attention.cli.checks.runner import CheckOptions, CheckRun
+from hf_ring_attention.compute.kernels import CpuFlash
+from tests.support.programs import run_program
+from tests.support.ranks import TIMEOUT
+from tests.support.releases import needs_mixers
+
+ROOT = Path(__file__).parents[2]
+#: Seconds for a check where a process hangs: enough for all checks before it. Elsewhere a busy machine has all the time.
+SECONDS = 30
+PATIENT = ("--timeout", str(TIMEOUT))
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
+
+
+def verdicts(printed):
+    """(the verdict, what is said) by the names of checks, and the last line."""
+    # gloo of torch 2.9 writes lines of its own to stdout.
+    *lines, last = (line for line in printed.splitlines() if not line.startswith("[Gloo]"))
+    rows = [re.match(r"(ok|warning|FAILED|-) +(\S+(?: \S+)*)  +(.*)", line) for line in lines]
+    return {row.group(2): (row.group(1), row.group(3)) for row in rows if row}, last
+
+
+def remedy_of(printed, name):
+    """What is said to do about a failed check."""
+    return re.search(rf"^FAILED +{name} .*\n +What to do: (.*)$", printed, re.MULTILINE).group(1)
+
+
+def alone(words, capsys):
+    """(the exit status, what it prints) of the command in this process."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(["check", *PATIENT, *words])
+    return end.value.code, capsys.readouterr().out
+
+
+def two(fault, *words):
+    """The same of two processes, of which the second has a fault."""
+    words = (fault, *PATIENT, *words)  # A later --timeout counts.
+    done = run_program(__file__, *words, processes=2, environment={**os.environ, **ENVIRONMENT}, timeout=TIMEOUT)
+    return done.returncode, done.stdout
+
+
+# ---- all is well
+
+
+def test_one_process(capsys):
+    status, printed = alone(["--pattern", "window:4+2"], capsys)
+    found, last = verdicts(printed)
+    assert status == 0, printed
+    assert list(found) == [check.name for check in all_checks(1)]
+    assert {name for name, (verdict, _) in found.items() if verdict == "-"} == {
+        "latency", "bandwidth", "timeouts",
+    }  # fmt: skip
+    installed = {name: Version(importlib.metadata.version(name)) for name in NEWEST_TESTED}
+    newer = any(installed[name].release[:2] > Version(tested).release[:2] for name, tested in NEWEST_TESTED.items())
+    assert re.fullmatch(rf"all 8 checks are ok{' but for warnings of versions' * newer}, in \d+ s", last)
+    assert re.fullmatch(
+        r"tiny llama: 3 tokens after a prefill, with logits \S+ from one process's", found["generation"][1]
+    )
+    assert "pattern window:4+2" in found["model"][1]
+    assert re.search(r"float64 \S+e-1\d of 1.0e-12, float32 \S+e-0\d of \S+e-0\d", found["oracle local"][1])
+
+
+def test_two_processes_of_torchrun(tmp_path):
+    """With a model, in JSON: every check, its figures, and nothing else on stdout."""
+    config = {
+        "model_type": "qwen3",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_size": 64,
+    }
+    file = tmp_path / "config.json"
+    file.write_text(
+        json.dumps({**config, "num_hidden_layers": 3, "dtype": "bfloat16", "architectures": ["Qwen3ForCausalLM"]})
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "hf_ring_attention", "check", "--model", str(file), "--json", *PATIENT]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, **ENVIRONMENT}, timeout=TIMEOUT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout
+    found = {line["check"]: line for line in json.loads(done.stdout)}
+    assert list(found) == [check.name for check in all_checks(2)]
+    assert {name: line["text"] for name, line in found.items() if line["status"] not in ("ok", "warning")} == {
+        "oracle heads x ring": "a ring of 2 has no parts of 2 ranks or more"
+    }
+    assert found["launch"]["figures"]["processes"] == 2
+    assert found["model"]["figures"]["type"] == "qwen3"
+    for transport in ("ring", "collective", "heads"):
+        errors = found[f"oracle {transport}"]["figures"]["errors"]
+        assert errors.keys() == {"float64", "bfloat16"}
+        assert all(0 < error <= bound for error, bound in errors.values())
+    assert found["latency"]["figures"]["slowest_link"] in ([0, 1], [1, 0])
+    assert found["train step"]["figures"]["apart"] <= 1e-6
+    assert found["generation"]["figures"]["apart"] <= 1e-6
+    assert len(found["generation"]["figures"]["tokens"][0]) == 3
+
+
+# ---- something is not
+
+
+def test_a_version_that_differs():
+    status, printed = two("version")
+    found, last = verdicts(printed)
+    assert status == 1
+    assert re.fullmatch(r"transformers is 99\.0 on process 1 and \S+ on process 0", found["versions"][1])
+    assert remedy_of(printed, "versions").startswith("Install the same transformers on all hosts")
+    assert found["train step"][0] == "-"
+    assert re.fullmatch(r"failed, after \d+ s: versions", last)
+
+
+def test_a_kernel_that_is_wrong_on_one_process():
+    status, printed = two("wrong")
+    found, _ = verdicts(printed)
+    assert status == 1
+    for transport in ("ring", "collective"):
+        assert re.match(
+            r"process 1: out is \S+ from the definition, of 1.0e-12, in contiguous", found[f"oracle {transport}"][1]
+        )
+    assert "run `make test` on that host" in remedy_of(printed, "oracle ring")
+    assert found["train step"] == ("-", "it needs 'oracle ring'")
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [("dies", "process 1 of 2 did not answer"), ("stalls", f"process 1 of 2 did not end within {SECONDS} s")],
+)
+def test_a_process_that_is_lost_in_the_oracle(fault, told):
+    start = time.monotonic()
+    status, printed = two(fault, "--timeout", str(SECONDS))
+    found, last = verdicts(printed)
+    assert status != 0
+    assert found["oracle ring"][0] == "FAILED" and found["oracle ring"][1].startswith(told), printed
+    assert remedy_of(printed, "oracle ring")
+    assert found["train step"] == ("-", "'oracle ring' left the processes out of step")
+    assert last.startswith("failed")
+    assert time.monotonic() - start < TIMEOUT / 4
+
+
+def test_a_ring_size_that_does_not_divide():
+    status, printed = two("none", "--ring-size", "3")
+    found, _ = verdicts(printed)
+    assert status == 1
+    assert found["rings"] == (
+        "FAILED", "processes 0, 1: rings of 3 were asked for, and there are 2 processes: 2 = 0 * 3 + 2",
+    )  # fmt: skip
+    assert remedy_of(printed, "rings") == "Give a --ring-size that divides the number of processes."
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [(None, "there is no folder"), ({"model_type": "bloom"}, "does not call Transformers' attention interface")],
+)
+def test_a_model_that_is_not_known_or_not_computed(config, told, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    status, printed = alone(["--model", "nobody/nothing" if config is None else str(tmp_path)], capsys)
+    found, _ = verdicts(printed)
+    assert status == 1
+    assert told in found["model"][1]
+    assert "`hf-ring-attention models`" in remedy_of(printed, "model")
+    assert found["train step"][0] == "-"
+
+
+# ---- verdicts that need other machines
+
+
+def judged(name, answers, **facts):
+    """The verdict of a check on what processes answered."""
+    run = CheckRun(CheckOptions(), Board(), None)
+    run.world_size = run.ring_size = len(answers)
+    run.facts.update(facts)
+    return next(check for check in all_checks(len(answers)) if check.name == name).judge(run, answers)
+
+
+MACHINES = [{"host": "a", "device": f"GPU {n}", "type": "cuda", "cores": 8} for n in range(2)]
+
+
+def test_devices_that_are_shared_and_variables_that_differ():
+    settings = {"torch's threads": "1", "NCCL_ALGO": "Ring"}
+    assert judged("environment", [settings, settings], machines=MACHINES).status == "ok"
+    shared = judged("environment", [settings] * 2, machines=[MACHINES[0]] * 2)
+    assert (shared.status, shared.text) == ("failed", "processes 0 and 1 share the device GPU 0 of a")
+    differing = judged("environment", [settings, {**settings, "NCCL_ALGO": "Tree"}], machines=MACHINES)
+    assert (differing.status, differing.text) == ("failed", "NCCL_ALGO is Tree on process 1 and Ring on process 0")
+    crowded = [{**machine, "type": "cpu"} for machine in MACHINES]
+    assert judged("environment", [{"torch's threads": "8"}] * 2, machines=crowded).status == "warning"
+
+
+def test_slow_links():
+    machines = [{**MACHINES[0], "device": f"GPU {n}"} for n in range(4)]
+    slow = judged("latency", [1e-5, 1e-5, 1e-3, 1e-5], machines=machines)
+    assert slow.status == "warning" and "slowest 1 ms from process 2 to 3" in slow.text
+    late = judged("timeouts", [1800.0] * 2, machines=MACHINES, slowest=60.0)
+    assert late.status == "failed" and "InitProcessGroupKwargs" in late.remedy
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_generation_that_is_broken(ranks, capsys, monkeypatch):
+    """By a release of Transformers that renames the argument of the cache, and by a cache that is wrong on one process."""
+    if ranks == 1:
+        monkeypatch.setattr(checks_of_model, "cache_argument", lambda cache: {"tokens_before": cache})
+        status, printed = alone([], capsys)
+    else:
+        status, printed = two("wrong cache")
+    found, last = verdicts(printed)
+    assert status == 1
+    told = r".*`model_kwargs` are not used by the model: \['tokens_before'\].*"
+    told = told if ranks == 1 else r"logits of generated tokens are \S+ from one process's on processes 0, 1"
+    assert found["generation"][0] == "FAILED" and re.fullmatch(told, found["generation"][1]), printed
+    assert remedy_of(printed, "generation").startswith("Generate with no prefill over a ring, or with an older")
+    assert re.fullmatch(r"failed, after \d+ s: generation", last)
+
+
+@pytest.mark.parametrize("pattern", ["exact", "branches:window=4,last=3"])
+def test_generation_under_any_pattern(pattern, capsys):
+    found = verdicts(alone(["--pattern", pattern], capsys)[1])[0]
+    assert found["generation"][0] == "ok"
+
+
+@needs_mixers
+def test_types_that_cannot_be_prefilled_are_skipped(tmp_path, capsys):
+    CONFIG_MAPPING["recurrent_gemma"]().save_pretrained(tmp_path)
+    found = verdicts(alone(["--model", str(tmp_path)], capsys)[1])[0]
+    assert found["train step"][0] == "ok"
+    assert found["generation"][0] == "-" and "keeps its state in the model itself" in found["generation"][1]
+
+
+def test_versions_that_are_newer_than_tested():
+    torch_release, transformers = (NEWEST_TESTED[name] for name in ("torch", "transformers"))
+    versions = {"python": "3.11.0", "torch": torch_release + ".9", "transformers": transformers + ".dev0"}
+    assert judged("versions", [versions] * 2).status == "ok"
+    for name, found, newest in (("torch", "2.99.0+cu130", torch_release), ("transformers", "6.0.0", transformers)):
+        newer = judged("versions", [versions | {name: found}] * 2)
+        assert (newer.status, newer.text) == ("warning", f"newer than tested: {name} {found} is newer than {newest}")
+        assert not newer.blocks
+    assert f"torch {torch_release}" in (ROOT / "README.md").read_text("utf-8")
+
+
+def test_versions_that_are_not_supported():
+    versions = {"python": "3.11.0", "torch": "2.13.0+cpu"}
+    assert judged("versions", [versions] * 2).status == "ok"
+    old = judged("versions", [{**versions, "torch": "2.1.0"}] * 2)
+    assert (old.status, old.text, old.remedy) == (
+        "failed", "torch is 2.1.0, and >=2.9 is supported", "pip install 'torch>=2.9'",
+    )  # fmt: skip
+
+
+# ---- the program of two processes
+
+
+def faulty(fault):
+    """Gives this process a fault."""
+
+    def wrong(*args, forward=CpuFlash.forward_masked):
+        out, lse = forward(*args)
+        return 1.5 * out, lse
+
+    def version(package, found=importlib.metadata.version):
+        return "99.0" if package == "transformers" else found(package)
+
+    def wrong_cache(model, ids, prefill=checks_of_model.prefill):
+        cache = prefill(model, ids)
+        for layer in cache.layers:
+            layer.values *= 1.5
+        return cache
+
+    if fault == "wrong cache":
+        checks_of_model.prefill = wrong_cache
+    elif fault == "version":
+        importlib.metadata.version = version
+    elif fault != "none":
+        faults = {"wrong": wrong, "dies": lambda *_: os._exit(3), "stalls": lambda *_: time.sleep(TIMEOUT)}
+        CpuFlash.forward_masked = faults[fault]
+
+
+if __name__ == "__main__":
+    if os.environ["RANK"] == "1":
+        faulty(sys.argv[1])
+    cli.main(["check", *sys.argv[2:]])

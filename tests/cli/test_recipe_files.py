@@ -1,0 +1,76 @@
+"""The recipes install with the package, and are copied by one command."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from hf_ring_attention.cli import recipes
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes"
+
+
+def test_every_folder_of_the_package_is_built():
+    """As pyproject.toml lists them, so that the recipes can be among them: add new folders there."""
+    text = (ROOT / "pyproject.toml").read_text()
+    folders = {path.parent for path in (ROOT / "hf_ring_attention").rglob("*.py")}
+    for folder in folders:
+        assert f'"{folder.relative_to(ROOT).as_posix().replace("/", ".")}"' in text
+
+
+def test_all_recipes_are_copied_and_nothing_is_overwritten(tmp_path, command, refusal):
+    folder = tmp_path / "mine"
+    printed = command(["recipes", folder])
+    copied = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+    kinds = ("*.py", "*.yaml", "*.txt", "*.md", "*.png", "*.gz")
+    assert copied >= {path.relative_to(RECIPES) for kind in kinds for path in RECIPES.rglob(kind)}
+    assert f"{len(copied)} files are in {folder}; begin with: python" in printed
+    assert not [path for path in copied if "__pycache__" in path.parts]
+    (folder / "finetune.py").write_text("my own")
+    error = refusal(["recipes", folder])
+    assert "finetune.py" in error and "already: name a new folder, or delete them" in error
+    assert (folder / "finetune.py").read_text() == "my own"
+
+
+def test_recipes_that_are_not_there_are_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(recipes, "RECIPE_FOLDERS", (tmp_path,))
+    with pytest.raises(FileNotFoundError, match=r"there are no recipes in .*: install the package again"):
+        recipes.recipe_files()
+
+
+def test_a_wheel_has_the_recipes_and_runs_none_of_the_checkout(tmp_path):
+    """Built without a network from a copy of what it is made of, and unpacked as an installer would."""
+    source = tmp_path / "source"
+    for name in ("hf_ring_attention", "recipes"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    command = [sys.executable, "-m", "pip", "wheel", str(source), "--no-deps", "--no-build-isolation", "-q"]
+    command += ["-w", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path / "site")
+    assert "guide/ideas.md" in recipes.recipe_files()
+    for name in recipes.recipe_files():
+        assert f"hf_ring_attention/recipes/{name}" in names
+    assert not [name for name in names if name.startswith(("recipes/", "tests/")) or "__pycache__" in name]
+    command = [sys.executable, "-m", "hf_ring_attention", "recipes", "mine"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "mine" / "accelerate" / "fsdp2.yaml").is_file()
+    assert (tmp_path / "mine" / "finetune.py").read_bytes() == (RECIPES / "finetune.py").read_bytes()
