@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
         prog = " ".join([PROGRAM, *words[:1]]) if words[:1] == ["lm-eval"] else PROGRAM
         if words[:1] == ["lm-eval"] and not {*words[1:]} & {"-h", "--help"}:
             lm_eval.lm_eval_command(words[1:])  # lm-evaluation-harness reads its own options.
-            return
+            sys.exit(0)
         args = command_parser().parse_args(words)
         prog = args.prog
         sys.exit(_run(args.command, args))
