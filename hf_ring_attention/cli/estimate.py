@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from argparse import Namespace
+from argparse import BooleanOptionalAction, Namespace
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +47,8 @@ def add_estimate(parser: Parser) -> None:
     add("--ring-size", metavar="N", type=at_least(1), help="Devices that share a sequence (default: all).")
     add("--pattern", metavar="TEXT", type=pattern_text, help="Default: the model's, else exact.")
     add_choice(parser, "--parallel", PARALLELS, "How parameters are divided", "fsdp2")
-    text = "Do not compute activations again in backward."
-    add("--no-checkpointing", dest="checkpointing", action="store_false", help=text)
+    text = "Compute activations again in backward, or not (default yes)."
+    add("--checkpointing", action=BooleanOptionalAction, default=True, help=text)
     add("--offload", action="store_true", help="Saved activations wait in host memory.")
     text = "The optimizer is in host memory, as DeepSpeed can have it."
     add("--offload-optimizer", action="store_true", help=text)

@@ -29,6 +29,15 @@ COMMANDS: dict[str, tuple[Callable[[Parser], None], Callable[[Any], Any], str]] 
     "lm-eval": (lm_eval.add_lm_eval, lm_eval.lm_eval_command, lm_eval.EXAMPLES_OF_LM_EVAL),
     "recipes": (recipes.add_recipes, recipes.recipes_command, recipes.EXAMPLES_OF_RECIPES),
 }
+#: The arguments of commands that are not options, as their help shows them.
+POSITIONALS = {
+    "plot pattern": "[PATTERN ...] ",
+    "plot calibration": "FILE ",
+    "models": "[TYPE ...] ",
+    "perplexity": "MODEL TEXT_FILE ... ",
+    "lm-eval": "[OPTION OF LM_EVAL ...] ",
+    "recipes": "FOLDER ",
+}
 
 
 def command_parser() -> Parser:
@@ -43,6 +52,7 @@ def command_parser() -> Parser:
         description = "\n\n".join(textwrap.fill(part, 80) for part in text.split("\n\n"))
         parent = below if name.startswith("plot ") else top
         own = parent.add_parser(name.split()[-1], help=text.split("\n")[0], description=description, epilog=examples)
+        own.usage = f"{own.prog} {POSITIONALS.get(name, '')}[option ...]"
         add_options(own)
         own.set_defaults(command=command, prog=own.prog)
     return parser

@@ -8,6 +8,7 @@ in slices. The few logits of the call show what the model does to logits after i
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +29,10 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 #: The types that multiply by what others divide by.
 _MULTIPLYING = ("hyperclovax",)
+
+
+#: torch gives hooks numbers, and two threads at a time could get the same one.
+_HOOKING = threading.Lock()
 
 
 class HeadCall:
@@ -58,16 +63,18 @@ class HeadCall:
     def watch(self) -> None:
         """Hooks the output layer, until `unwatch`; the hooks act in this call alone."""
         if self.output is not None:
-            self._handles = [
-                self.output.register_forward_pre_hook(_before_output, prepend=self.outside_of_hooks),
-                self.output.register_forward_hook(_after_output, prepend=not self.outside_of_hooks),
-                self.output.register_forward_hook(_after_output),
-            ]
+            with _HOOKING:
+                self._handles = [
+                    self.output.register_forward_pre_hook(_before_output, prepend=self.outside_of_hooks),
+                    self.output.register_forward_hook(_after_output, prepend=not self.outside_of_hooks),
+                    self.output.register_forward_hook(_after_output),
+                ]
 
     def unwatch(self) -> None:
         """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
+        with _HOOKING:
+            for handle in self._handles:
+                handle.remove()
 
     def keep(self, hidden: Tensor) -> Tensor:
         """Stores all hidden states, and returns those of the few tokens that the model goes on with."""

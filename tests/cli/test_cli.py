@@ -55,7 +55,7 @@ for words in ("--version", "--help", "explain --help", "check --help", "perplexi
 def test_help_is_one_screen_of_80_columns_with_examples(name, command):
     text = command(f"{name} --help")
     lines = text.splitlines()
-    assert max(map(len, lines)) <= 80 and len(lines) < 60
+    assert max(map(len, lines)) <= 80 and len(lines) <= 52
     assert not name or f"  hf-ring-attention {name}" in text.partition("Examples:")[2]
 
 
