@@ -129,7 +129,7 @@ def check_transport(run: CheckRun, transport: str, neighbours: bool = False) -> 
     heads, size = heads_of(run), None
     if transport == "heads":
         size = _group_size(run, heads, neighbours)
-    worst: dict[str, tuple[float, float]] = {}
+    worst: dict[str, list[float]] = {}
     beyond: list[tuple[str, str, str, float, float]] = []
     for case in _cases(run):
         ring = Ring.alone()
@@ -141,7 +141,7 @@ def check_transport(run: CheckRun, transport: str, neighbours: bool = False) -> 
             results = case.over(ring, layout, dtype, run.device)
             errors = errors_between(results, [ring.shard(x, layout, dim=2) for x in exact], exact)
             kind = str(dtype).removeprefix("torch.")
-            worst[kind] = max(worst.get(kind, (0.0, bound)), (_largest(errors), bound))
+            worst[kind] = max(worst.get(kind, [0.0, bound]), [_largest(errors), bound])
             beyond += [(x, layout.kind, kind, error, bound) for x, error in errors.items() if not error <= bound]
     kernel = choose_kernel(run.device, run.state["dtype"], heads.width, heads.value_width).kernel
     return {"errors": worst, "beyond": beyond, "kernel": kernel.name, "size": size}
