@@ -30,7 +30,7 @@ REFUSED = [
     ("finetune", "--json none/f.json", "--json: there is no folder 'none'"),
     ("finetune", "--pattern window:0", "pattern 'window:0' cannot be made"),
     ("finetune", "--pattern none.json", "--pattern: [Errno 2] No such file or directory: 'none.json'"),
-    ("finetune", "--pattern {calibration}", "--pattern: this is no calibration that Calibration.to_dict wrote"),
+    ("finetune", "--pattern {calibration}", "--pattern: expected a calibration that Calibration.to_dict wrote"),
     ("finetune", "--text nofile.txt", "--text: there is no file 'nofile.txt'"),
     ("finetune", "--text .", "--text: there is no file '.'"),
     (
