@@ -9,7 +9,12 @@ import lazy_loader
 
 from ._version import __version__ as __version__
 from .hf.on_import import register_with_transformers
+from .ring.callbacks import CALLBACKS
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 register_with_transformers()
+CALLBACKS.update(
+    count_rings=f"{__name__}.training.accelerator:count_rings",
+    prepare_data_loader=f"{__name__}.training.loader:prepare_data_loader",
+)

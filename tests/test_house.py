@@ -19,13 +19,9 @@ PACKAGE = "hf_ring_attention"
 FOLDER = Path(__file__).parents[1] / PACKAGE
 #: From the ground up: each imports from itself and from those before it.
 FOLDERS = ("plan", "compute", "transport", "ring", "hf", "hybrids", "training", "evaluation", "cost", "cli")
-#: Imports inside a function, of modules above or beside, which load when they are needed: a ring has an Accelerator count
-#: rings and prepares data loaders, and those who have none need not load Accelerate; hybrids alone need their mixers; a
-#: pattern counts the FLOPs of its plans; and what is registered while Transformers loads can only be loaded afterwards.
+#: Imports inside a function, of modules above or beside, which load when they are needed: hybrids alone need their mixers, and
+#: what is registered while Transformers loads can only be loaded afterwards.
 LATE = {
-    ("ring.ring", "training.loader"),
-    ("ring.ring", "training.accelerator"),
-    ("plan.patterns", "plan.plans"),
     *(("hf.registration", f"hf.{module}") for module in ("attention", "masks", "patch", "adapters")),
     ("hf.hybrid_types", "hybrids.models"),
     ("hf.on_import", "hf.registration"),

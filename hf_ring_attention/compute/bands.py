@@ -1,12 +1,12 @@
 """Bands by kernels that know no windows: stretches of rows, all in one call, with one small mask for all of them.
 
-A band of `width` keys has queries 0, 1, 2, ..., of which query i sees keys i to i + width - 1. `rows` consecutive queries are a
-stretch, and see `rows + width - 1` consecutive keys; which of these each query sees is the same in every stretch. So stretches
-are a batch: views of the queries, and overlapping views of the keys, whose gradients are added up where they overlap.
+In a band of `width` keys, query i sees keys i to i + width - 1. `rows` consecutive queries are a stretch, and see
+`rows + width - 1` consecutive keys; which of these each query sees is the same in every stretch. So stretches are a batch:
+views of the queries, and overlapping views of the keys, whose gradients are added up.
 
 A kernel also computes the pairs that a mask hides, `rows - 1` for each query, and is slower with few rows: the rows below are
-a balance of both, measured on CPUs with AVX-512. The stretches of wide bands are long, and are cut instead: a triangle, a
-rectangle and a triangle that opens the other way need no mask, and the kernel leaves out most of what triangles do not see.
+a balance of both, measured on CPUs with AVX-512. Wide bands have long stretches, which are cut instead: a triangle, a
+rectangle and a triangle that opens the other way need no mask, and the kernel skips most pairs outside its triangles.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..plan.tiles import Shape
+from .kernel import Gradients, KernelCall, Results, Saved, added, folded, merged, unfolded
 from .merge import accumulation_dtype, merge_
 from .rows import KeyLengths, Lengths
 
-#: A stretch has width / FORWARD_SHARE rows in forward and width / BACKWARD_SHARE in backward, within these bounds, and a
-#: multiple of ROWS_OF_A_BLOCK, which is how many torch's kernel for CPUs takes at once.
+#: A stretch has width / FORWARD_SHARE rows in forward and width / BACKWARD_SHARE in backward, within these bounds, as a
+#: multiple of ROWS_OF_A_BLOCK, the rows that torch's kernel for CPUs takes at once.
 FEWEST_ROWS, MOST_ROWS = 64, 384
 FORWARD_SHARE, BACKWARD_SHARE = 8, 5
 ROWS_OF_A_BLOCK = 32
-#: Bands of this width or more are cut into triangles and rectangles, in stretches of CUT_ROWS, which must be less.
+#: Bands of this width or more are cut into triangles and rectangles, in stretches of CUT_ROWS, a smaller number.
 CUT_FROM = 4096
 CUT_ROWS = 1024
 #: The most numbers of a mask in which rows of folds repeat.
@@ -37,59 +36,12 @@ LARGEST_MASK = 1 << 22
 RESULTS_AT_ONCE, GRADIENTS_AT_ONCE = 1 << 15, 1 << 14
 
 
-#: The output and the log-sum-exp.
-Results = tuple[Tensor, Tensor]
-#: The gradients of queries, keys and values.
-Gradients = tuple[Tensor, Tensor, Tensor]
+class Masked(NamedTuple):
+    """Attention of rectangles or lower triangles (`causal`); a mask, [Lq, Lk] or [T, 1, 1, Lk], is added to the scores."""
 
-
-class KernelCall(NamedTuple):
-    """What a kernel computes for a batch of tiles.
-
-    Attributes:
-        shape: which keys the queries of a tile see.
-        scale: the factor of the scores.
-        fold_size: the rows of a fold.
-        lengths: those of tiles that differ in length, as `Kernel.joining` says: padding of keys, or where packed tiles end.
-            Padding of queries has an lse of +inf in backward, so that its gradients are 0.
-    """
-
-    shape: Shape
+    causal: bool
     scale: float
-    fold_size: int = 1
-    lengths: Lengths | None = None
-
-
-def merged(results: Results, totals: Results | None) -> Results:
-    """Merges results into totals and returns these, or the results if there are no totals."""
-    if totals is None:
-        return results
-    merge_(*totals, *results)
-    return totals
-
-
-def added(gradients: Gradients, sums: Gradients | None) -> Gradients:
-    """Adds gradients to sums and returns these, or the gradients if there are no sums."""
-    if sums is None:
-        return gradients
-    for total, gradient in zip(sums, gradients):
-        total.add_(gradient)
-    return sums
-
-
-def widened(x: Tensor, width: int) -> Tensor:
-    """Returns x with zero columns up to `width`: they change no score, and outputs there are dropped."""
-    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
-
-
-def unfolded(x: Tensor, fold_size: int) -> Tensor:
-    """Returns the rows of x [T, H, Lq * fold_size, ...] as those of more heads, [T, H * fold_size, Lq, ...]."""
-    return x.unflatten(2, (-1, fold_size)).transpose(2, 3).flatten(1, 2)
-
-
-def folded(x: Tensor, fold_size: int) -> Tensor:
-    """Returns the rows of x [T, H * fold_size, Lq, ...] as [T, H, Lq * fold_size, ...]."""
-    return x.unflatten(1, (-1, fold_size)).transpose(2, 3).flatten(2, 3)
+    mask: Tensor | None = None
 
 
 class MaskedKernel(ABC):
@@ -100,55 +52,33 @@ class MaskedKernel(ABC):
         if call.shape == "band":
             return band_forward(self, q, k, v, call, totals)
         if causal and call.fold_size > 1:
-            out, lse = self.forward_masked(unfolded(q, call.fold_size), k, v, True, call.scale)
+            out, lse = self.forward_masked(unfolded(q, call.fold_size), k, v, Masked(True, call.scale))
             return merged((folded(out, call.fold_size), folded(lse, call.fold_size)), totals)
-        return merged(self.forward_masked(q, k, v, causal, call.scale, _mask_of_keys(call.lengths, k)), totals)
+        masked = Masked(causal, call.scale, _mask_of_keys(call.lengths, k))
+        return merged(self.forward_masked(q, k, v, masked), totals)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: KernelCall,
-        sums: Gradients | None = None,
-    ) -> Gradients:
+    def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
         causal = call.shape == "causal"
         if call.shape == "band":
-            return band_backward(self, dout, q, k, v, out, lse, call, sums)
+            return band_backward(self, dout, saved, call, sums)
         if causal and call.fold_size > 1:
-            dout, q, out, lse = (unfolded(x, call.fold_size) for x in (dout, q, out, lse))
-            dq, dk, dv = self.backward_masked(dout, q, k, v, out, lse, True, call.scale)
+            dout, saved = unfolded_queries(dout, saved, call.fold_size)
+            dq, dk, dv = self.backward_masked(dout, saved, Masked(True, call.scale))
             return added((folded(dq, call.fold_size), dk, dv), sums)
-        mask = _mask_of_keys(call.lengths, k)
-        return added(self.backward_masked(dout, q, k, v, out, lse, causal, call.scale, mask), sums)
+        masked = Masked(causal, call.scale, _mask_of_keys(call.lengths, saved.k))
+        return added(self.backward_masked(dout, saved, masked), sums)
 
     @abstractmethod
-    def forward_masked(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns out and lse; a mask, [Lq, Lk] or [T, 1, 1, Lk], is added to the scores."""
+    def forward_masked(self, q: Tensor, k: Tensor, v: Tensor, call: Masked) -> Results:
+        """Returns out and lse."""
 
     @abstractmethod
-    def backward_masked(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward_masked(self, dout: Tensor, saved: Saved, call: Masked) -> Gradients:
         """Returns dq, dk and dv."""
 
 
 def _mask_of_keys(lengths: Lengths | None, k: Tensor) -> Tensor | None:
-    """Returns what hides the padding of keys [T, H, Lk, D], [T, 1, 1, Lk]; None without padding."""
+    """Returns a mask [T, 1, 1, Lk] that hides the padding of keys [T, H, Lk, D]; None without padding."""
     if lengths is None:
         return None
     assert isinstance(lengths, KeyLengths)
@@ -156,9 +86,10 @@ def _mask_of_keys(lengths: Lengths | None, k: Tensor) -> Tensor | None:
 
 
 class _Part(NamedTuple):
-    """Some of the keys of every stretch, `length` from key `first` on, and which of them its queries see.
+    """`length` keys of every stretch, from key `first` on, and which of them its queries see.
 
-    Kinds: "masked" is what a mask shows, "full" all, "causal" a lower triangle, "reversed" one that opens the other way.
+    Kinds: "masked" for the keys that a mask shows, "full" for all, "causal" for a lower triangle, "reversed" for a triangle
+    that opens the other way.
     """
 
     first: int
@@ -208,7 +139,7 @@ class _Stretches(NamedTuple):
     def add_keys_(self, x: Tensor, part: _Part, values: Tensor) -> None:
         """Adds [number, T * H, length, D] to a part's keys of x [T, H, Lk, D]."""
         values = values.unflatten(1, x.shape[:2])
-        if self.number * self.rows < part.length:  # There are fewer stretches than times that a key is in one.
+        if self.number * self.rows < part.length:  # A key is in more stretches than there are.
             for number, keys in enumerate(self.key_view(x, part.first, part.length)):
                 keys.add_(values[number])
             return
@@ -224,7 +155,7 @@ class _Stretches(NamedTuple):
 
 
 def _cut(num_queries: int, num_keys: int, fold_size: int, share: int) -> Iterator[tuple[_Stretches, list[_Part]]]:
-    """Yields (stretches of a band, the parts of their keys): first all of equal rows, then one of the rows that are left."""
+    """Yields (stretches of a band, the parts of their keys): first all stretches of equal rows, then one of the other rows."""
     width = num_keys - num_queries + 1
     rows = min(max(width // share // ROWS_OF_A_BLOCK * ROWS_OF_A_BLOCK, FEWEST_ROWS), MOST_ROWS)
     rows = CUT_ROWS if width >= CUT_FROM else rows
@@ -238,19 +169,19 @@ def _cut(num_queries: int, num_keys: int, fold_size: int, share: int) -> Iterato
 
 
 def _are_heads(fold_size: int, width: int) -> bool:
-    """Returns whether the rows of folds are better heads of their own: where keys are cut, or the mask would be large."""
+    """Returns whether the rows of folds become heads of their own: if keys are cut, or the mask would be large."""
     return fold_size > 1 and (width >= CUT_FROM or FEWEST_ROWS * fold_size * width > LARGEST_MASK)
 
 
 def _parts_of_keys(rows: int, width: int) -> list[_Part]:
-    """Returns the parts of a stretch's keys: all of them under a mask, or the three that wide bands are cut into."""
+    """Returns the parts of a stretch's keys: all keys under a mask, or the three parts of a wide band."""
     if width < CUT_FROM:
         return [_Part(0, rows + width - 1, "masked")]
     return [_Part(width - 1, rows, "causal"), _Part(rows, width - 1 - rows, "full"), _Part(0, rows, "reversed")]
 
 
 def _mask_of_stretch(stretches: _Stretches, parts: list[_Part], width: int, q: Tensor) -> Tensor | None:
-    """Returns [rows * fold_size, rows + width - 1]: 0 where a query sees a key, -inf elsewhere; None where keys are cut."""
+    """Returns [rows * fold_size, rows + width - 1]: 0 where a query sees a key, -inf for other keys; None if keys are cut."""
     if parts[0].kind != "masked":
         return None
     rows = stretches.rows
@@ -279,7 +210,7 @@ def band_forward(
             queries, total = stretches.queries(q), None
             for part in parts:
                 q_, k_, v_ = part.turned(queries, stretches.keys(k, part), stretches.keys(v, part))
-                out, lse = part.turned(*kernel.forward_masked(q_, k_, v_, part.is_triangle, scale, mask))
+                out, lse = part.turned(*kernel.forward_masked(q_, k_, v_, Masked(part.is_triangle, scale, mask)))
                 if total is not None:
                     merge_(*total, out, lse)
                 elif len(parts) == 1:
@@ -298,23 +229,15 @@ def band_forward(
 
 
 def band_backward(
-    kernel: MaskedKernel,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    call: KernelCall,
-    sums: Gradients | None = None,
+    kernel: MaskedKernel, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None
 ) -> Gradients:
     """Returns dq, dk and dv of a band, in the shapes of `Kernel.backward`; adds them to `sums` and returns these if given."""
+    q, k, v, out, lse = saved
     scale, fold_size = call.scale, call.fold_size
     dtype, rows = accumulation_dtype(q.dtype), q.shape[2] // fold_size
     width = k.shape[2] - rows + 1
     if _are_heads(fold_size, width):
-        dout, q, out, lse = (unfolded(x, fold_size) for x in (dout, q, out, lse))
-        dq, dk, dv = band_backward(kernel, dout, q, k, v, out, lse, KernelCall("band", scale))
+        dq, dk, dv = band_backward(kernel, *unfolded_queries(dout, saved, fold_size), KernelCall("band", scale))
         return added((folded(dq, fold_size), dk, dv), sums)
     dk, dv = (torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)) if sums is None else sums[1:]
     dq = torch.empty_like(q, memory_format=torch.contiguous_format) if sums is None else sums[0]
@@ -326,8 +249,9 @@ def band_backward(
             total: Tensor | None = None
             for part in parts:
                 dout_, q_, out_, lse_, k_, v_ = part.turned(*queries, stretches.keys(k, part), stretches.keys(v, part))
+                masked = Masked(part.is_triangle, scale, mask)
                 new_dq, new_dk, new_dv = part.turned(
-                    *kernel.backward_masked(dout_, q_, k_, v_, out_, lse_, part.is_triangle, scale, mask)
+                    *kernel.backward_masked(dout_, Saved(q_, k_, v_, out_, lse_), masked)
                 )
                 total = new_dq if total is None else total.to(dtype).add_(new_dq)
                 stretches.add_keys_(dk, part, new_dk)
@@ -336,3 +260,9 @@ def band_backward(
             rows_of_dq, total = stretches.query_view(dq), total.unflatten(1, q.shape[:2])
             rows_of_dq.copy_(total) if sums is None else rows_of_dq.add_(total)
     return (dq, dk.to(k.dtype), dv.to(v.dtype)) if sums is None else sums
+
+
+def unfolded_queries(dout: Tensor, saved: Saved, fold_size: int) -> tuple[Tensor, Saved]:
+    """Returns dout and the saved tensors with the rows of queries as rows of more heads (`unfolded`)."""
+    dout, q, out, lse = (unfolded(x, fold_size) for x in (dout, saved.q, saved.out, saved.lse))
+    return dout, saved._replace(q=q, out=out, lse=lse)

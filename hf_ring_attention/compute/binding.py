@@ -18,11 +18,11 @@ from .rows import IndexRows, KeyLengths, Lengths, Packed, PaddedRows, Rows, View
 
 @dataclass(frozen=True)
 class BoundBatch:
-    """The rows of one kernel call, and what it is told of them.
+    """The rows of one kernel call, and their shape.
 
     Attributes:
         shape, fold_size: the tiles' shape, and the rows of a fold (`plan/tiles.py`).
-        lengths: the lengths of tiles where these differ and the kernel has to know.
+        lengths: the lengths of tiles, if they differ and the kernel needs them.
     """
 
     queries: Rows
@@ -56,7 +56,7 @@ class Binder:
     """Turns tiles of one problem into rows of tensors on a device.
 
     Args:
-        joining: how the kernel takes tiles of unequal lengths in one call; None where it does not.
+        joining: how the kernel takes tiles of unequal lengths in one call; None if it does not.
     """
 
     def __init__(self, problem: Problem, device: torch.device, joining: Joining | None) -> None:
@@ -79,7 +79,7 @@ class Binder:
         """Returns the kernel calls of these tiles.
 
         Args:
-            view: returns the rows of a batch as views; None where they are none.
+            view: returns the rows of a batch as views; None if views cannot have them.
             keys: returns the key rows of a batch.
         """
         calls = []
@@ -134,7 +134,7 @@ class Binder:
         return BoundBatch(PaddedRows(IndexRows(longest, rows=rows), kept), padded_keys, first.shape, first.fold_size)
 
     def _ends(self, lengths: list[tuple[int, int]]) -> Tensor:
-        """Returns where rows of tiles end that follow each other, for pairs of a length and how many tiles have it."""
+        """Returns the ends of tiles whose rows follow each other, from pairs of a length and the number of tiles."""
         every = itertools.chain.from_iterable([length] * tiles for length, tiles in lengths)
         return torch.tensor(list(itertools.accumulate(every, initial=0)), dtype=torch.int32, device=self.device)
 
@@ -149,13 +149,13 @@ class Binder:
     def _queries(self, batch: TileBatch) -> IndexRows:
         first = self._first_rows(batch, self.query_rows, "queries")
         rows = IndexRows(batch.num_queries * batch.fold_size, first, batch.query_stride, batch.fold_size)
-        # Where keys are held queries are few: their numbers are kept, once for all layers.
+        # With held keys, queries are few: all their numbers are kept, once for all layers.
         return rows if self.problem.held is None else IndexRows(rows.length, rows=rows.numbers())
 
     def view(self, batch: TileBatch, heads: range, first_key_head: int, first_key: int) -> BoundBatch | None:
-        """Returns rows as views where the tiles take all batch rows and these heads at equal distances; else None.
+        """Returns rows as views if the tiles take all batch rows and these heads at equal distances; else None.
 
-        The keys are heads `first_key_head` and on of a tensor whose rows begin with row `first_key`.
+        The keys are heads from `first_key_head` on of a tensor whose rows begin with row `first_key`.
         """
         tiles = batch.as_one(self.batch, heads)
         if tiles is None:
@@ -197,7 +197,7 @@ class Binder:
                     head = number if queries else number // group if batch.per_query_head else number
                     row = (batch_row * heads_of_row + head * of_tile) * length + start
                     first += [row + copy for copy in copies]
-        # A list of numbers is made in less time than small tensors for each item.
+        # One list is made faster than a small tensor for each item.
         rows = torch.tensor(first).unsqueeze(1) + torch.arange(of_tile) * length
         return rows.to(self.device)
 

@@ -1,4 +1,4 @@
-"""torch's attention operators for CUDA as kernels; `kernels.py` says what kernels take and return."""
+"""torch's attention operators for CUDA as kernels; `kernel.py` describes their arguments and results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ..plan.joins import PACKED, Joining
 from ..plan.tiles import Shape
-from .bands import Gradients, KernelCall, MaskedKernel, Results, added, folded, merged, unfolded, widened
+from .bands import Masked, MaskedKernel, unfolded_queries
+from .kernel import Gradients, KernelCall, Results, Saved, added, folded, merged, unfolded, widened
 from .rows import KeyLengths, Lengths, Packed
 
 aten = torch.ops.aten
@@ -31,20 +32,10 @@ class CudaFlash:
         out, lse = (out.transpose(1, 2), lse) if packed is None else (out.transpose(0, 1)[None], lse[None])
         return merged((folded(out[..., :value_dim], call.fold_size), folded(lse, call.fold_size)), totals)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: KernelCall,
-        sums: Gradients | None = None,
-    ) -> Gradients:
+    def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
+        dout, (q, k, v, out, lse) = unfolded_queries(dout, saved, call.fold_size)
         head_dim, value_dim = q.shape[-1], v.shape[-1]
         width, packed = _round_up(max(head_dim, value_dim), 8), _as_packed(call.lengths)
-        dout, q, out, lse = (unfolded(x, call.fold_size) for x in (dout, q, out, lse))
         dout, q, k, v, out = (_by_token(widened(x, width), packed) for x in (dout, q, k, v, out))
         unused = _no_random_state(q)
         grads = aten._flash_attention_backward(
@@ -56,9 +47,9 @@ class CudaFlash:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Returns x, or a copy of it if its rows are strided or begin elsewhere than at multiples of 16 bytes.
+    """Returns x, or a copy of it if its rows are strided or do not begin at multiples of 16 bytes.
 
-    That is how much CUDA's attention kernels read at once: some of them check it, and others fail in the middle of a run.
+    CUDA's attention kernels read 16 bytes at once: some of them check the alignment, and others fail in the middle of a run.
     """
     block = 16 // x.element_size()
     if x.stride(-1) == 1 and not any(start % block for start in (x.storage_offset(), *x.stride()[:-1])):
@@ -78,7 +69,7 @@ def _by_token(x: Tensor, packed: Packed | None) -> Tensor:
 
 
 def _sequences(q: Tensor, k: Tensor, packed: Packed | None) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """Returns where packed tiles end, and how long tiles are, of q and of k, in the order of FlashAttention's arguments."""
+    """Returns the ends of packed tiles in q and in k, and the longest lengths, in the order of FlashAttention's arguments."""
     return (None, None, q.shape[1], k.shape[1]) if packed is None else packed
 
 
@@ -88,13 +79,14 @@ def _stored_by_token(x: Tensor) -> Tensor:
 
 
 def _no_random_state(q: Tensor) -> Tensor:
-    """Returns what operators take for the random state of dropout, which is off: they do not read it."""
+    """Returns a random state for dropout, which is off: operators do not read it."""
     return q.new_empty((), dtype=torch.int64)
 
 
 def _window_of_band(q: Tensor, k: Tensor, shape: Shape, packed: Packed | None) -> dict[str, int]:
-    """Returns the window of a band: query i and key i + Lk - Lq, which are as far apart in all packed tiles, are on the
-    operator's diagonal.
+    """Returns the window of a band: the operator's diagonal has query i and key i + Lk - Lq.
+
+    This distance is the same in all packed tiles.
     """
     if shape != "band":
         return {}
@@ -105,8 +97,8 @@ def _window_of_band(q: Tensor, k: Tensor, shape: Shape, packed: Packed | None) -
 class CudaEfficient(MaskedKernel):
     """torch's memory-efficient attention for CUDA, also for float32, and for any head size; it takes bands as stretches.
 
-    The operator has no grouped heads, so it runs once for each member of the groups, on the same keys. Its backward takes
-    from the sizes of out where the rows of out are, whatever the strides say: they have to be as its forward stores them.
+    The operator has no grouped heads, so it runs once for each member of the groups, on the same keys. Its backward ignores
+    the strides of out, so out must be stored as its forward stores it.
     """
 
     name = "cuda_efficient"
@@ -124,42 +116,32 @@ class CudaEfficient(MaskedKernel):
         aligned = F.pad(mask, (0, _round_up(length, self.mask_block) - length))[:, :length]
         return aligned.expand(k.shape[0], k.shape[1], *aligned.shape)
 
-    def forward_masked(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward_masked(self, q: Tensor, k: Tensor, v: Tensor, call: Masked) -> Results:
         head_dim, value_dim, group = q.shape[-1], v.shape[-1], q.shape[1] // k.shape[1]
         q, k = (_aligned(widened(x, _round_up(head_dim, 8))) for x in (q, k))
-        v, bias = _aligned(widened(v, _round_up(value_dim, 8))), self._bias(mask, k)
+        v, bias = _aligned(widened(v, _round_up(value_dim, 8))), self._bias(call.mask, k)
         parts = [
-            aten._scaled_dot_product_efficient_attention(member, k, v, bias, True, 0.0, causal, scale=scale)[:2]
+            aten._scaled_dot_product_efficient_attention(member, k, v, bias, True, 0.0, call.causal, scale=call.scale)[
+                :2
+            ]
             for member in _members(q, group)
         ]
         out, lse = (torch.stack(part, 2).flatten(1, 2) for part in zip(*parts))
         return out[..., :value_dim], lse[..., : q.shape[2]]
 
-    def backward_masked(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward_masked(self, dout: Tensor, saved: Saved, call: Masked) -> Gradients:
+        q, k, v, out, lse = saved
         head_dim, value_dim, group = q.shape[-1], v.shape[-1], q.shape[1] // k.shape[1]
         q, k = (_aligned(widened(x, _round_up(head_dim, 8))) for x in (q, k))
         dout, v, out = (widened(x, _round_up(value_dim, 8)) for x in (dout, v, out))
         dout, v = _aligned(dout), _aligned(v)
-        length, bias = lse.shape[-1], self._bias(mask, k)
+        length, bias = lse.shape[-1], self._bias(call.mask, k)
         lse = F.pad(lse, (0, _round_up(length, self.lse_block) - length), value=torch.inf)
         unused = _no_random_state(q)
         parts = [
             aten._scaled_dot_product_efficient_attention_backward(
                 dout_, q_, k, v, bias, _stored_by_token(out_), lse_.contiguous(), unused, unused, 0.0,
-                [True, True, True, False], causal, scale=scale,
+                [True, True, True, False], call.causal, scale=call.scale,
             )[:3]
             for dout_, q_, out_, lse_ in zip(*(_members(x, group) for x in (dout, q, out, lse)))
         ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Plain math as a kernel; `kernels.py` says what kernels take and return."""
+"""Plain math as a kernel; `kernel.py` describes its arguments and results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..plan.joins import PADDED, Joining
-from .bands import Gradients, KernelCall, Results, added, merged
+from .kernel import Gradients, KernelCall, Results, Saved, added, merged
 from .merge import accumulation_dtype
 from .rows import KeyLengths
 
@@ -30,23 +30,17 @@ class Math:
 
     def _slices(self, q: Tensor, k: Tensor, call: KernelCall) -> Iterator[tuple[slice, slice]]:
         """Yields (query rows, the keys that some of them see): parts that hold at most `budget` scores, or have one row."""
-        fold_size = call.fold_size
-        width = k.shape[2] - q.shape[2] // fold_size + 1
-        rows = max(1, self.budget // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+        fold_size, num_keys = call.fold_size, k.shape[2]
+        width = num_keys - q.shape[2] // fold_size + 1
+        rows = max(1, self.budget // max(1, q.shape[0] * q.shape[1] * num_keys))
         for start in range(0, q.shape[2], rows):
             stop = min(start + rows, q.shape[2])
             first, last = start // fold_size, (stop - 1) // fold_size
-            keys = {"full": (0, k.shape[2]), "causal": (0, last + 1), "band": (first, last + width)}[call.shape]
+            keys = {"full": (0, num_keys), "causal": (0, last + 1), "band": (first, last + width)}[call.shape]
             yield slice(start, stop), slice(*keys)
 
     def _scores(
-        self,
-        q: Tensor,
-        k: Tensor,
-        rows: slice,
-        keys: slice,
-        width: int,
-        call: KernelCall,
+        self, q: Tensor, k: Tensor, rows: slice, keys: slice, width: int, call: KernelCall
     ) -> tuple[Tensor, Tensor | None]:
         """Returns scores [T, Hkv, g, rows, keys] of q [T, Hkv, g, rows, D], and their tanh if capped."""
         scores, tanh = q @ k[:, :, None, keys].mT * call.scale, None
@@ -76,17 +70,8 @@ class Math:
             lse[:, :, rows] = lse_rows.flatten(1, 2)
         return merged((out, lse), totals)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: KernelCall,
-        sums: Gradients | None = None,
-    ) -> Gradients:
+    def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
+        q, k, v, out, lse = saved
         dtype, width = accumulation_dtype(q.dtype), k.shape[2] - q.shape[2] // call.fold_size + 1
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
         key_dtype, grouped = k.dtype, (k.shape[1], q.shape[1] // k.shape[1])

@@ -19,7 +19,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Returns a context in which products of x have its own dtype: autocast would round those of float32 to 16 bits."""
+    """Returns a context in which products of x keep its dtype: autocast would round float32 products to 16 bits."""
     device = x.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
@@ -29,7 +29,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Merges (new_out, new_lse) into (out, lse), in place.
 
-    Rows without a key have lse = -inf and out = 0 and take no part: two such rows make another one, never NaN.
+    Rows without a key have lse = -inf and out = 0, and add nothing: two such rows make another such row, never NaN.
 
     Args:
         out: [..., L, D], float32 or float64.
@@ -39,7 +39,7 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """
     new_lse = new_lse.to(lse.dtype)
     weight = torch.sigmoid(new_lse - lse)
-    # -inf - -inf is NaN where neither row has a key; there both outs are 0.
+    # -inf - -inf is NaN if neither row has a key; then both outs are 0.
     weight.nan_to_num_(nan=0.0)
     out.lerp_(new_out.to(out.dtype), weight.unsqueeze(-1))
     torch.logaddexp(lse, new_lse, out=lse) if lse.is_contiguous() else lse.copy_(torch.logaddexp(lse, new_lse))

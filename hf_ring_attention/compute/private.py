@@ -1,8 +1,8 @@
-"""Every private name of other libraries that this package uses, but for the operators in kernels; each in one function.
+"""Every private name of other libraries that this package uses, except operators in kernels; each in one function.
 
-Other libraries may rename these in any release. All of them exist in the releases that pyproject.toml allows. Each is looked
-for before its first use, those of torch and Transformers when the package is loaded: an error names what is missing and the
-library's version.
+Other libraries may rename these in any release; the releases that pyproject.toml allows have them all. A probe looks for each
+name before its first use, and for the names of torch and Transformers when the package is loaded: an error lists missing names
+and the library's version.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 _HOOKS_BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 _HOOKS_AFTER = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
-#: The private names that are looked for, by library and by the place where each is. A function is a place too: there the name
-#: is an attribute that the function reads or sets, or a variable of it.
+#: The private names, by library and place. A place may be a function: the name is then its variable, or an attribute that it
+#: reads or sets.
 PROBED: dict[str, dict[str, tuple[str, ...]]] = {
     "torch": {
         "torch.nn.Module()": ("_call_impl", *_HOOKS_BEFORE, *_HOOKS_AFTER),
@@ -61,7 +61,7 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def _has(place: Any, name: str) -> bool:
-    """Returns whether an object has an attribute, or whether the code of a function names it."""
+    """Returns whether an object has an attribute, or a function's code contains the name."""
     if isinstance(place, FunctionType):
         code = inspect.unwrap(place).__code__
         return name in (*code.co_names, *code.co_consts, *code.co_varnames)
@@ -75,7 +75,7 @@ def _check_found(library: str, version: str, places: Mapping[str, Any]) -> None:
     if missing:
         raise ImportError(
             f"hf_ring_attention uses {', '.join(missing)}, which {library.partition('.')[0]} {version} does not have: install "
-            f"a release that pyproject.toml of hf_ring_attention names as tested"
+            f"a release that pyproject.toml of hf_ring_attention allows"
         )
 
 
@@ -83,7 +83,7 @@ def _check_found(library: str, version: str, places: Mapping[str, Any]) -> None:
 
 
 def check_torch() -> None:
-    """Raises ImportError where this release of torch lacks a private name that is used here."""
+    """Raises ImportError if this release of torch lacks a private name that is used here."""
     places = {
         "torch.nn.Module()": nn.Module(),
         "torch.Tensor": torch.Tensor,
@@ -140,7 +140,7 @@ def as_bytes(x: Any, group: Any) -> Tensor:
 
 
 def from_bytes(content: Tensor, size: int, group: Any) -> Any:
-    """Returns the object that the first `size` bytes are."""
+    """Returns the object in the first `size` bytes."""
     return dist.distributed_c10d._tensor_to_object(content, size, group)
 
 
@@ -154,7 +154,7 @@ def timeout_of(group: Any) -> timedelta:
 
 
 def check_transformers(model_class: Any, config_class: Any) -> None:
-    """Raises ImportError where this release of Transformers lacks a private name that is used here.
+    """Raises ImportError if this release of Transformers lacks a private name that is used here.
 
     Args:
         model_class, config_class: PreTrainedModel and PretrainedConfig.
@@ -172,7 +172,7 @@ def check_transformers(model_class: Any, config_class: Any) -> None:
 
 
 def check_trainer(trainer_class: Any) -> None:
-    """Raises ImportError where this release's Trainer lacks a private name that `training/trainer.py` overrides or calls."""
+    """Raises ImportError if this release's Trainer lacks a private name that `training/trainer.py` overrides or calls."""
     import transformers
 
     _check_found("transformers.Trainer", transformers.__version__, {"Trainer": trainer_class})
@@ -200,16 +200,16 @@ def is_stateful(model_class: Any) -> bool:
 
 
 def checkpoint_activations(model: Any, options: dict[str, Any] | None = None) -> None:
-    """Has a model compute activations again in backward; `options` are arguments of torch's checkpoint.
+    """Makes a model compute activations again in backward; `options` are arguments of torch's checkpoint.
 
-    Transformers 5.23 gave this a new name, and warns of the old one.
+    Transformers 5.23 renamed this method, and warns of the old name.
     """
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(options)
 
 
 def checkpointing_of(module: nn.Module) -> Any:
-    """Returns the function by which a layer checkpoints its forward pass; None where it has none of its own."""
+    """Returns the function by which a layer checkpoints its forward pass; None if the layer has no own function."""
     return vars(module).get("_gradient_checkpointing_func")
 
 
@@ -219,9 +219,9 @@ def set_checkpointing(module: nn.Module, function: Any) -> None:
 
 
 def prompt_is_cut() -> bool:
-    """Returns whether this is a call inside `generate`, which computes its prompt in several pieces (prefill_chunk_size).
+    """Returns whether this call is inside a `generate` that computes its prompt in several pieces (prefill_chunk_size).
 
-    `generate` passes nothing on that would show it, and a layer sees the first piece as a row that ends there.
+    `generate` passes no sign of this on, and a layer sees the first piece as a row that ends there.
     """
     import transformers
 
@@ -236,7 +236,7 @@ def prompt_is_cut() -> bool:
 
 
 def attentions_are_collected() -> bool:
-    """Returns whether the running forward pass has output_attentions=True, also where the model does not pass it on."""
+    """Returns whether the running forward pass has output_attentions=True, even if the model does not pass it on."""
     from transformers.utils import output_capturing
 
     return "attentions" in (output_capturing._active_collector.get() or ())
@@ -247,7 +247,7 @@ def attentions_are_collected() -> bool:
 
 @lru_cache
 def check_accelerate() -> None:
-    """Raises ImportError where this release of Accelerate lacks a private name that is used here."""
+    """Raises ImportError if this release of Accelerate lacks a private name that is used here."""
     import accelerate
     from accelerate import Accelerator
 
@@ -266,7 +266,7 @@ def prepared_models(accelerator: Any) -> list[Any]:
 
 
 def is_prepared(loader: Any) -> bool:
-    """Returns whether Accelerate has prepared a data loader, or takes it for a prepared one."""
+    """Returns whether Accelerate has prepared a data loader, or treats it as prepared."""
     check_accelerate()
     return bool(getattr(loader, "_is_accelerate_prepared", False))
 
@@ -285,11 +285,11 @@ def check_trl(trainer_class: Any) -> None:
 
 
 check_torch()
-#: The base class of modes that see every operation; torch documents it, and keeps it in a private module.
+#: The base class of modes that see every operation; torch documents it, but keeps it in a private module.
 TorchDispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
 #: Applies a function to each value inside lists, tuples and dicts.
 tree_map: Any = torch.utils._pytree.tree_map
-#: Makes a tensor of a class, a shape, a dtype and a device that has no numbers of its own.
+#: Makes a tensor of a class, a shape, a dtype and a device without numbers.
 without_numbers: Any = Tensor._make_wrapper_subclass
 
 
@@ -297,7 +297,7 @@ without_numbers: Any = Tensor._make_wrapper_subclass
 
 
 def check_lm_eval(model_class: Any, version: str) -> None:
-    """Raises ImportError where this release of the harness lacks a private name that `evaluation/lm_harness.py` overrides.
+    """Raises ImportError if this release of the harness lacks a private name that `evaluation/lm_harness.py` overrides.
 
     Args:
         model_class: HFLM.

@@ -1,6 +1,6 @@
 """The dense oracle: the definition of `Pattern`, evaluated with n x n matrices in float64.
 
-It is for tests and for `hf-ring-attention check`; the engine never imports it.
+Tests and `hf-ring-attention check` use it; the engine never imports it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def reference_attention(
         documents: the (start, stop) of the documents of each batch row; None for one document of n tokens.
         softcap: scores s become softcap * tanh(s / softcap).
         sinks: [H] logits of one more column of the softmax, of value 0.
-        dtype: the dtype of the whole computation; one below float64 shows what that dtype rounds away.
+        dtype: the dtype of the whole computation; a narrower dtype shows its rounding errors.
 
     Returns:
         out [B, H, n, Dv] and lse [B, H, n], in `dtype`.
@@ -87,7 +87,7 @@ def reference_attention(
     top = scores.masked_fill(counts == 0, -torch.inf).amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min).detach()
     column = None if sinks is None else sinks.to(dtype)[None, :, None, None]
     if column is not None:
-        top = top.maximum(column.detach())  # Where all scores are far below, their weights are 0 and the column's is 1.
+        top = top.maximum(column.detach())  # If all scores are far below, their weights are 0 and the column's is 1.
     weights = counts * torch.exp(torch.where(counts > 0, scores - top, 0.0))
     total = weights.sum(-1, keepdim=True)
     if column is not None:

@@ -1,4 +1,4 @@
-"""The rows of a tile batch inside [B, H, n, ...] tensors: views where they lie side by side, gathers elsewhere.
+"""The rows of a tile batch inside [B, H, n, ...] tensors: views if they lie side by side, else gathers.
 
 Both kinds take rows to [tiles, heads, L, ...], the kernels' shape, and bring results back. No two tiles of a batch
 share a query row of a head, so results are merged without conflicts; key rows may repeat, and gradients add up.
@@ -6,9 +6,10 @@ share a query row of a head, so results are merged without conflicts; key rows m
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,38 +17,46 @@ from torch import Tensor
 from . import merge
 
 
-class Rows(Protocol):
+class Rows(ABC):
     """Rows of one side, queries or keys, of a tile batch."""
 
     @property
+    @abstractmethod
     def units(self) -> int:
         """The number of equal parts along which `split` can cut."""
 
     @property
+    @abstractmethod
     def rows_per_unit(self) -> int:
         """The number of rows in each part, over all its heads."""
 
+    @abstractmethod
     def take(self, x: Tensor) -> Tensor:
         """Returns the rows of x [B, H, n, ...] as [tiles, heads, L, ...]."""
 
     def take_lse(self, lse: Tensor) -> Tensor:
-        """Returns the rows of lse [B, H, n] as `take`; those of padding are +inf, and so have no part in gradients."""
+        """Returns the rows of lse [B, H, n] as `take`; the lse of padding is +inf, which makes its gradients 0."""
+        return self.take(lse)
 
     def view(self, x: Tensor) -> Tensor | None:
-        """Returns the rows of x as `take`, as a view of x; None where they are no view."""
+        """Returns the rows of x as `take`, as a view of x; None if no view has them."""
+        return None
 
+    @abstractmethod
     def add_(self, x: Tensor, values: Tensor) -> None:
         """Adds [tiles, heads, L, ...] to the rows of x."""
 
+    @abstractmethod
     def merge_(self, out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
         """Merges partial results into the rows of out and lse (`merge.merge_`); rows must not repeat."""
 
+    @abstractmethod
     def split(self, size: int) -> Iterator[Rows]:
         """Yields the same rows in parts of at most `size` units."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ViewRows:
+class ViewRows(Rows):
     """`copies` stretches of `length` rows, `advance` apart, in all batch rows and `heads` heads from `first_head` on."""
 
     batch: int
@@ -82,16 +91,13 @@ class ViewRows:
         view = self.view(x)
         return self._window(x).transpose(1, 2).flatten(0, 1) if view is None else view
 
-    def take_lse(self, lse: Tensor) -> Tensor:
-        return self.take(lse)
-
     def _like_window(self, values: Tensor) -> Tensor:
         """Returns [B * copies, H, length, ...] as [B, H, copies, length, ...]."""
         return values.unflatten(0, (-1, self.copies)).transpose(1, 2)
 
     def add_(self, x: Tensor, values: Tensor) -> None:
         values = self._like_window(values)
-        # Stretches that overlap their neighbours are added in turns, so that none of a turn overlap.
+        # Overlapping stretches are added in turns, without overlap inside a turn.
         turns = min(self.copies, -(-self.length // self.advance)) if self.advance else 1
         for turn in range(turns):
             copies = -(-(self.copies - turn) // turns)
@@ -107,15 +113,15 @@ class ViewRows:
 
 
 @dataclass(frozen=True)
-class IndexRows:
+class IndexRows(Rows):
     """Rows by their numbers in x.flatten(0, 2).
 
     Attributes:
-        length: rows of a tile and head, L, those of all folds counted.
-        first: [tiles, heads], the first row of each; None where `rows` has all of them.
-        stride: the distance from the first row of a fold to that of the next one.
+        length: rows of a tile and head, L, including the rows of all folds.
+        first: [tiles, heads], the first row of each; None if `rows` has all rows.
+        stride: the distance between the first rows of neighbouring folds.
         fold_size: the rows of a fold, which follow each other: with `stride` 4 and `fold_size` 2, rows 0, 1, 4, 5, 8, 9, ...
-        rows: [tiles, heads, L], all row numbers; None where `first` has the first ones.
+        rows: [tiles, heads, L], all row numbers; None if `first` has the first rows.
     """
 
     length: int
@@ -154,14 +160,8 @@ class IndexRows:
         """Returns the row numbers, [tiles * heads * L]."""
         return self.numbers().flatten()
 
-    def view(self, x: Tensor) -> Tensor | None:
-        return None
-
     def take(self, x: Tensor) -> Tensor:
         return x.flatten(0, 2).index_select(0, self.index()).unflatten(0, (*self._shape, self.length))
-
-    def take_lse(self, lse: Tensor) -> Tensor:
-        return self.take(lse)
 
     def add_(self, x: Tensor, values: Tensor) -> None:
         x.flatten(0, 2).index_add_(0, self.index(), values.to(x.dtype).flatten(0, 2))
@@ -180,12 +180,12 @@ class IndexRows:
 
 
 @dataclass(frozen=True)
-class PaddedRows:
-    """Rows of tiles of unequal lengths: behind those of a tile, its last row is repeated up to the length of the longest.
+class PaddedRows(Rows):
+    """Rows of tiles of unequal lengths: the last row of a tile is repeated up to the length of the longest tile.
 
     Attributes:
-        padded: all of them.
-        kept: numbers in a head's [tiles * L] rows, of those that are no padding.
+        padded: all rows, with padding.
+        kept: the numbers, in a head's [tiles * L] rows, of rows that are not padding.
     """
 
     padded: IndexRows
@@ -207,9 +207,6 @@ class PaddedRows:
         tiles, _, length = rows.shape
         is_padding = torch.ones(tiles * length, dtype=torch.bool, device=lse.device).index_fill_(0, self.kept, False)
         return rows.masked_fill_(is_padding.view(tiles, 1, length), torch.inf)
-
-    def view(self, x: Tensor) -> Tensor | None:
-        return None
 
     def add_(self, x: Tensor, values: Tensor) -> None:
         self.padded.add_(x, values)
@@ -235,7 +232,7 @@ def _merge_rows(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor, inde
 
 
 class KeyLengths(NamedTuple):
-    """The keys [tiles] that each tile has; those behind them are padding, which no query sees."""
+    """The number of keys of each tile, [tiles]; later keys are padding, which no query sees."""
 
     keys: Tensor
 
@@ -248,7 +245,7 @@ class Packed(NamedTuple):
     """Tiles whose rows follow each other in one tile of tensors.
 
     Attributes:
-        query_ends, key_ends: [tiles + 1], int32: 0, and where the rows of each tile end.
+        query_ends, key_ends: [tiles + 1], int32: 0, and the end of each tile's rows.
         most_queries, most_keys: the rows of the longest tile.
     """
 
@@ -258,5 +255,5 @@ class Packed(NamedTuple):
     most_keys: int
 
 
-#: What a kernel is told of tiles of unequal lengths.
+#: The lengths of tiles that share a call.
 Lengths = KeyLengths | Packed

@@ -1,14 +1,14 @@
 """Layouts that know the documents: every rank has as many tokens as the others, and about as much work.
 
-A zigzag gives each rank a piece of much work and one of little, from both ends of a sequence, and so do these. The documents
-of a row are put in order of their work: those whose queries see most keys first. Each rank in turn takes tokens from both
-ends of what is left, as many as it has room for, and as many of them from the heavy end as make its work the mean. Where whole
-documents make up its work, it takes these, and fills the rest of its room from the light end, where a cut moves few keys.
-Where it cuts a long document, whole light documents fill the rest of its room, if some of them have just so many tokens.
+Like a zigzag, these layouts give each rank a piece of much work and a piece of little, from both ends of a sequence. The
+documents of a row are put in the order of their work: documents whose queries see most keys come first. Each rank in turn
+fills its room with tokens from both ends of the rest, with just enough from the heavy end to make its work the mean. If whole
+documents make up its work, it takes them, and fills the rest of its room from the light end, where a cut moves few keys. If it
+cuts a long document, whole light documents fill the rest of its room, if their tokens add up to it.
 
-A long document is shared by neighbouring ranks, by as many as its work is worth. The last rank takes first, and of each
-document the last tokens, so that keys travel round the ring in its direction, from one rank of a document to the next. Where
-both ends are too heavy or too light for an even share, documents change their places or are taken from their first token on.
+Neighbouring ranks share a long document, as many as its work is worth. The last rank takes first, and takes the last tokens of
+each document, so that keys travel round the ring in its direction, from one rank of a document to the next. If both ends are
+too heavy or too light for an even share, documents change their places or are taken from their first token on.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from .patterns import Pattern
 from .problem import Documents
 from .work import Work, work_under
 
-#: The work of a rank may differ from an even share of what is left by this share of the mean, where that spares a cut.
+#: The work of a rank may differ from an even share of the rest by this share of the mean, if that spares a cut.
 TOLERANCE = 0.04
 #: The busiest rank may do this share of the mean more, since a long document on fewer ranks moves fewer bytes: from 8 ranks on,
-#: rows of long documents move a fifth less than with even work. Less is allowed on few ranks, where communication weighs little
-#: beside computation (`_MOST_OVER_OF_MANY` by the share of ranks beyond two), and where queries see few of the keys.
+#: rows of long documents move a fifth less than with even work. Less is allowed on few ranks, since communication weighs little
+#: beside computation (`_MOST_OVER_OF_MANY` by the share of ranks beyond two), and if queries see few of the keys.
 _MOST_OVER, _MOST_OVER_OF_MANY = 0.085, 0.1
-#: Whole documents are sought until their work is that near, in tolerances.
+#: Whole documents are added until their work is so near, in tolerances.
 _NEAR_ENOUGH = 0.25
 #: So many ends of documents on either side of a cut are tried in its place.
 _ENDS_NEAR = 4
-#: Whole documents to fill the rest of a rank's room are chosen among this many from the light end, or fewer that have this many
-#: times the tokens needed; and this many sums of their tokens are tried, the nearest to the number needed first.
+#: Whole documents that fill the rest of a rank's room are chosen among this many from the light end, or fewer with this many
+#: times the tokens needed; this many sums of their tokens are tried, the nearest to the number needed first.
 _FILLS, _FILLS_TOKENS, _SUMS = 32, 3, 80
-#: Where there is no even share, documents change their places in the order so often, and then are put in order in pieces of a
-#: rank's tokens divided by these.
+#: Without an even share, documents change their places in the order so often. After that they are put in order in pieces of a
+#: rank's tokens divided by these numbers.
 _MOVES, _PIECES = 4, (1, 4, 16, 64)
 
 
@@ -76,17 +76,18 @@ def estimated_imbalance(layout: SequenceLayout, pattern: Pattern, documents: Doc
 
 
 def mean_keys(pattern: Pattern, documents: Documents) -> float:
-    """Returns about how many keys a query sees, of one head; 0 where there are no documents."""
+    """Returns about how many keys a query of one head sees; 0 without documents."""
     lengths = [stop - start for row in documents for start, stop in row]
     work = work_under(pattern, max(lengths, default=1))
     return sum(map(work.of_document, lengths)) / (sum(lengths) or 1)
 
 
 class _Span(NamedTuple):
-    """Tokens [start, stop) of a row, of a document of these tokens; None for padding, which is no work.
+    """Tokens [start, stop) of a row.
 
     Attributes:
-        ascending: ranks take its first tokens first, and not its last ones.
+        document: the tokens of their document; None for padding, which is no work.
+        ascending: whether ranks take its first tokens first, not its last tokens.
     """
 
     start: int
@@ -107,11 +108,11 @@ class _Span(NamedTuple):
         return work.of_tokens(self.start - first, self.stop - first, len(self.document))
 
     def left(self, count: int) -> _Span:
-        """Returns so many tokens, which are those that are taken last."""
+        """Returns the so many tokens that are taken last."""
         return self._replace(start=self.stop - count) if self.ascending else self._replace(stop=self.start + count)
 
     def taken(self, count: int) -> _Span:
-        """Returns the others, where so many are left."""
+        """Returns the tokens that are taken when so many are left."""
         return self._replace(stop=self.stop - count) if self.ascending else self._replace(start=self.start + count)
 
 
@@ -131,7 +132,7 @@ def _shares_of_ranks(spans: Sequence[_Span], local_len: int, work: Work, targets
     most = (1 + seen * min(_MOST_OVER, _MOST_OVER_OF_MANY * (1 - 2 / world_size))) * mean
     left, shares = _by_work(spans, work), []
     for ranks in range(len(targets), 0, -1):
-        # What the ranks before have too much or too little is shared by the others.
+        # All remaining ranks share the surplus or deficit of the ranks before.
         wanted = targets[ranks - 1] + (sum(span.work(work) for span in left) - sum(targets[:ranks])) / ranks
         limit = max(wanted + tolerance, most)
         for order in _orders(left, local_len, work, wanted):
@@ -144,12 +145,12 @@ def _shares_of_ranks(spans: Sequence[_Span], local_len: int, work: Work, targets
 
 
 def _orders(left: list[_Span], local_len: int, work: Work, wanted: float) -> Iterator[_Order]:
-    """Yields orders of what is left of which a rank might have an even share, those by which documents move least first."""
+    """Yields orders of the rest in which a rank might get an even share; orders that move documents least come first."""
     order = _Order(left, local_len, work)
     yield order
     for _ in range(_MOVES):
         first, last = left[0], left[-1]
-        if order.work_of(local_len) < wanted:  # What is left of the first document is light.
+        if order.work_of(local_len) < wanted:  # The rest of the first document is light.
             left = [*left[1:], first]
         elif len(left) == 1:
             half = first.size // 2
@@ -165,7 +166,7 @@ def _orders(left: list[_Span], local_len: int, work: Work, wanted: float) -> Ite
 
 
 def _by_work(spans: Iterable[_Span], work: Work) -> list[_Span]:
-    """Returns the spans in the order of their work, the most a token first."""
+    """Returns the spans by their work for each token, the most first."""
     return sorted(spans, key=lambda span: -span.work(work) / span.size)
 
 
@@ -179,7 +180,7 @@ def _shorter(spans: Iterable[_Span], most: int) -> list[_Span]:
 
 
 class _Division(NamedTuple):
-    """The share of a rank, its work, and what is left for the others."""
+    """The share of a rank, its work, and the spans left for the other ranks."""
 
     share: list[_Span]
     left: list[_Span]
@@ -187,7 +188,7 @@ class _Division(NamedTuple):
 
 
 class _Order:
-    """What is left of a row, heavy spans first; a rank takes tokens from both ends.
+    """The rest of a row, heavy spans first; a rank takes tokens from both ends.
 
     Args:
         local_len: tokens of a rank.
@@ -200,10 +201,10 @@ class _Order:
         self.works = list(itertools.accumulate((span.work(work) for span in spans), initial=0.0))
 
     def by_whole_documents(self, wanted: float, tolerance: float) -> _Division | None:
-        """Returns the share that has the work of whole spans, and the rest of its tokens from the light end.
+        """Returns a share of whole spans, with the rest of its tokens from the light end.
 
         Returns:
-            None where there is none of about the work wanted with the first span, which is the first one to go.
+            None if no such share with the first span has about the work wanted; the first span goes first.
         """
         taken: set[int] = set()
         room, work = self.local_len, 0.0
@@ -221,15 +222,14 @@ class _Order:
                 break
         if not taken or abs(work + self._work_behind(room) - wanted) > tolerance:
             return None
-        others = [span for number, span in enumerate(self.spans) if number not in taken]
-        light = _Order(others, room, self.work).division(0)
+        untaken = [span for number, span in enumerate(self.spans) if number not in taken]
+        light = _Order(untaken, room, self.work).division(0)
         return _Division([self.spans[number] for number in taken] + light.share, light.left, work + light.work)
 
     def by_few_keys(self, least: float, most: float) -> _Division:
         """Returns a share of at least and at most so much work, or near it, whose cuts move the fewest keys.
 
-        A rank that does less than its share makes the part of a long document that is left for others longer, and its keys
-        are needed by more of them.
+        If a rank does less than its share, it leaves more of a long document to other ranks, and more ranks need its keys.
         """
         wanted = (least + most) / 2
         best = self._heavy_for(wanted)
@@ -246,19 +246,19 @@ class _Order:
         return self.division(heavy)
 
     def _filled_by_whole_documents(self, heavy: int, least: float, most: float) -> tuple[int, _Division | None]:
-        """Returns the share of at least and at most so much work that cuts one span, where about so many heavy tokens end.
+        """Returns the share of at least and at most so much work that cuts one span, after about so many heavy tokens.
 
-        The rest of the share's room is filled by whole light spans.
+        Whole light spans fill the rest of the share's room.
 
         Returns:
-            The keys that the parts of the cut span may need of each other, and the share of which they are fewest; None
-            where no spans have as many tokens as there is room for.
+            The share with the fewest keys that the parts of the cut span may need of each other, behind the number of these
+            keys; None if no spans fill the room.
         """
         cut, needed = self._at(heavy), self.local_len - heavy
         fills = _Sums(self.local_len)
         for number in range(len(self.spans) - 1, cut, -1):
             span = self.spans[number]
-            if span.document is None:  # Padding is cut for nothing.
+            if span.document is None:  # Cutting padding costs nothing.
                 return 0, None
             if span.size <= self.local_len:
                 fills.add(number, span.size)
@@ -268,7 +268,7 @@ class _Order:
         start, wanted = self.tokens[cut], (least + most) / 2
         span = self.spans[cut]
         for total in fills.nearest(needed, _SUMS):
-            count = start + span.size - (self.local_len - total)  # What is left of the span.
+            count = start + span.size - (self.local_len - total)  # the tokens left of the span
             if not 0 <= count < span.size:
                 continue
             chosen = fills.chosen(total)
@@ -281,8 +281,8 @@ class _Order:
             return 0, None
         keys, _, count, chosen = best
         share = [*self.spans[:cut], span.taken(count), *(self.spans[number] for number in chosen)]
-        others = (self.spans[number] for number in range(cut + 1, len(self.spans)) if number not in set(chosen))
-        left = [span.left(count), *others] if count else [*others]
+        rest = (self.spans[number] for number in range(cut + 1, len(self.spans)) if number not in set(chosen))
+        left = [span.left(count), *rest] if count else [*rest]
         return keys, _Division(share, left, sum(part.work(self.work) for part in share))
 
     def _heavy_for(self, wanted: float) -> int:
@@ -294,7 +294,7 @@ class _Order:
         return min((least, most), key=lambda heavy: abs(self.work_of(heavy) - wanted))
 
     def division(self, heavy: int) -> _Division:
-        """Returns the share with so many tokens from the heavy end, and the others from the light end."""
+        """Returns the share with so many tokens from the heavy end, and the rest from the light end."""
         counts = [self._left_of(number, heavy) for number in range(len(self.spans))]
         share = [span.taken(count) for span, count in zip(self.spans, counts) if count < span.size]
         return _Division(
@@ -325,7 +325,7 @@ class _Order:
 
     @staticmethod
     def _keys_between(span: _Span, count: int) -> int:
-        """Returns how many keys the parts of a span may need of each other, of which so many tokens are left."""
+        """Returns how many keys the two parts of a span may need of each other if so many tokens are left."""
         if span.document is None or count in (0, span.size):
             return 0
         return min(span.left(count).stop, span.taken(count).stop) - span.document.start
@@ -338,7 +338,7 @@ class _Order:
         return min(bisect.bisect_right(self.tokens, token), len(self.spans)) - 1
 
     def _left_of(self, number: int, heavy: int) -> int:
-        """Returns how many tokens of a span are left by a rank that takes so many tokens from the heavy end."""
+        """Returns how many tokens of a span are left if a rank takes so many tokens from the heavy end."""
         stop = self.tokens[-1] - self.local_len + heavy
         return max(0, min(stop, self.tokens[number + 1]) - max(heavy, self.tokens[number]))
 
@@ -347,7 +347,7 @@ class _Order:
 
 
 class _Sums:
-    """The sums up to a largest one that some of a few sizes make, as bits of an integer."""
+    """The sums of subsets of a few sizes, up to a largest sum, as bits of an integer."""
 
     def __init__(self, largest: int) -> None:
         self.total = 0
@@ -376,11 +376,11 @@ class _Sums:
             if bits.bit_count() >= count or window > max(wanted, self.total):
                 break
             window *= 4
-        found = (first + place for place, bit in enumerate(reversed(f"{bits:b}")) if bit == "1")
-        return sorted(found, key=lambda total: abs(total - wanted))[:count]
+        totals = (first + place for place, bit in enumerate(reversed(f"{bits:b}")) if bit == "1")
+        return sorted(totals, key=lambda total: abs(total - wanted))[:count]
 
     def chosen(self, total: int) -> list[int]:
-        """Returns the names of sizes that make a sum, the first ones where there is a choice."""
+        """Returns the names of sizes that make a sum; it prefers the first sizes."""
         names = []
         for number in range(len(self) - 1, -1, -1):
             if not self._sums[number] >> total & 1:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 Queries = Literal["dilated", "all"]
 
@@ -22,7 +23,7 @@ def check_count(owner: str, name: str, value: object, least: int = 1, most: int 
 
 
 def check_choice(owner: str, name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Refuses what is none of the choices."""
+    """Refuses anything but one of the choices."""
     if value not in choices:
         raise ValueError(f"{owner}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
@@ -66,10 +67,8 @@ class Segment:
 
     def shows(self, query: int, key: int, phase: int, document_length: int | None = None) -> bool:
         """Whether `query` sees `key` in a head of this phase, causality aside."""
-        if self.length is not None and query // self.length != key // self.length:
-            return False
-        residue = phase % self.dilation
-        return key % self.dilation == residue and (self.queries == "all" or query % self.dilation == residue)
+        same_block = self.length is None or query // self.length == key // self.length
+        return same_block and _shows_residue(self, query, key, phase)
 
 
 @dataclass(frozen=True)
@@ -99,10 +98,14 @@ class Window:
 
     def shows(self, query: int, key: int, phase: int, document_length: int | None = None) -> bool:
         """Whether `query` sees `key` in a head of this phase, causality aside."""
-        if abs(query - key) >= self.length:
-            return False
-        residue = phase % self.dilation
-        return key % self.dilation == residue and (self.queries == "all" or query % self.dilation == residue)
+        return abs(query - key) < self.length and _shows_residue(self, query, key, phase)
+
+
+def _shows_residue(branch: Segment | Window, query: int, key: int, phase: int) -> bool:
+    """Returns whether the residues of a query and a key modulo the dilation let the query see the key."""
+    residue = phase % branch.dilation
+    takes_part = branch.queries == "all" or query % branch.dilation == residue
+    return takes_part and key % branch.dilation == residue
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ class Sink:
     """
 
     tokens: int
+    dilation: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         check_count("Sink", "tokens", self.tokens)
@@ -133,11 +137,11 @@ class Sink:
 class Last:
     """Every key of the document, for its last `tokens` queries (the last rows of TriangleMix, arXiv 2507.21526).
 
-    A prompt's last queries, which decide how its answer begins, look at all of it, and the queries before them need not. Under
-    causality a query sees all keys up to itself, as ever.
+    The last queries of a prompt decide how its answer begins, so they look at all of it; the queries before them need not.
+    Under causality a query sees all keys up to itself.
 
-    Which queries are the last depends on how long the document is: the same tokens with others behind them are not the last.
-    While a row is generated, its document is as long as it has grown, so that each new token is the last and sees every key.
+    Which queries are the last depends on the length of the document: tokens that follow make other queries the last ones.
+    While a row is generated, its document grows with it, so each new token is the last and sees every key.
 
     Raises:
         ValueError: fewer than 1 token.
@@ -156,6 +160,7 @@ class Last:
     """
 
     tokens: int
+    dilation: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         check_count("Last", "tokens", self.tokens)
@@ -164,23 +169,20 @@ class Last:
         """Whether `query` sees `key` in a document of so many tokens, causality aside.
 
         Raises:
-            ValueError: no length, or one that ends before the query or the key.
+            ValueError: no document_length, or a query or key behind the end of the document.
         """
         if document_length is None:
-            raise ValueError(
-                f"{self}: document_length, the tokens of the document, was expected: it decides which queries are the last"
-            )
+            raise ValueError(f"{self}: the last queries depend on the length of the document: pass document_length")
         if max(query, key) >= document_length:
             raise ValueError(
-                f"{self}: positions below the document_length of {document_length} tokens were expected, got query {query} and "
-                f"key {key}"
+                f"{self}: expected positions below document_length={document_length}, got query {query} and key {key}"
             )
         return query >= document_length - self.tokens
 
 
 Branch = Segment | Window | Sink | Last
 
-#: By the names that a pattern's dict has for them.
+#: By the names that a pattern's dict and text have for them.
 BRANCHES: dict[str, type[Segment] | type[Window] | type[Sink] | type[Last]] = {
     "segment": Segment,
     "window": Window,
@@ -188,4 +190,27 @@ BRANCHES: dict[str, type[Segment] | type[Window] | type[Sink] | type[Last]] = {
     "last": Last,
 }
 
-BRANCH_TYPES = (Segment, Window, Sink, Last)
+BRANCH_TYPES = tuple(BRANCHES.values())
+
+
+def pyramid_branches(window: int, levels: int, ratio: int = 4, sinks: int = 4) -> tuple[Branch, ...]:
+    """Returns the branches of `Pattern.pyramid`."""
+    check_count("Pattern.pyramid", "window", window)
+    # With a ratio of 2, the window of the last level is then as long as any sequence can be.
+    check_count("Pattern.pyramid", "levels", levels, most=LARGEST.bit_length())
+    check_count("Pattern.pyramid", "ratio", ratio)
+    check_count("Pattern.pyramid", "window * ratio ** (levels - 1)", window * ratio ** (levels - 1))
+    check_count("Pattern.pyramid", "sinks", sinks, least=0)
+    windows = (Window(window * ratio**level, ratio**level) for level in range(levels))
+    return (*((Sink(sinks),) if sinks else ()), *windows)
+
+
+def longnet_branches(segment_lengths: Sequence[int | None], dilation_rates: Sequence[int]) -> tuple[Branch, ...]:
+    """Returns the branches of `Pattern.longnet`."""
+    lengths, rates = list(segment_lengths), list(dilation_rates)
+    if len(lengths) != len(rates):
+        raise ValueError(
+            f"Pattern.longnet: as many dilation_rates as segment_lengths are needed, got {len(rates)} for {len(lengths)}: "
+            f"{rates} and {lengths}"
+        )
+    return tuple(map(Segment, lengths, rates))

@@ -21,19 +21,19 @@ TransportKind = Literal["auto", "ring", "collective", "heads", "local"]
 #: Contiguous pieces are kept while the busiest rank does at most this many times the mean work.
 IMBALANCE_WORTH_A_ZIGZAG = 1.05
 
-#: Pieces are made for the documents of a batch where otherwise the busiest rank would do more than so many times the mean work.
+#: Pieces are made for the documents of a batch if otherwise the busiest rank would do more than so many times the mean work.
 IMBALANCE_WORTH_PIECES = 1.1
 
 #: One exchange of at most this many bytes is as fast as the ring's hops, or faster: `recipes/bench/peers.py` measures both.
 COLLECTIVE_BYTES = 8 << 20
 
-#: To exchange a token of a head for the tokens of others' heads takes no longer than so many keys of a query: measured are 110
-#: between processes of a CPU; a GPU computes about a thousand in the time that its link takes.
+#: Exchanging a token of a head takes at most the time of so many keys of a query: 110 were measured between processes of a
+#: CPU; a GPU computes about a thousand in the time that its link takes.
 HEADS_AS_KEYS = 1024
-#: Heads are exchanged where waiting for the busiest rank would take at least so many times as long.
+#: Heads are exchanged if waiting for the busiest rank would take at least so many times as long.
 WORTH_AN_EXCHANGE = 1.05
 
-#: A rank whose remote keys are at most this share of its own keys holds little beside its own, whatever the length.
+#: If a rank's remote keys are at most this share of its own keys, the collective holds little, whatever the length.
 COLLECTIVE_SHARE = 0.25
 
 
@@ -42,7 +42,7 @@ class Decision:
     """A choice of the program, with its reason.
 
     Attributes:
-        heads: where the choice is a transport by heads among some ranks, how many neighbours exchange them.
+        heads: the number of neighbours that exchange heads, if the choice is "heads" and not all ranks do.
 
     Example:
         >>> call = ra.explain("exact", seq_len=8192, world_size=4, num_heads=8, head_dim=64)
@@ -61,18 +61,18 @@ def imbalance(problem: Problem) -> float:
 
 
 def busiest_over_mean(work: Sequence[float]) -> float:
-    """Returns the work of the busiest rank, divided by the mean; 0 where there is none."""
+    """Returns the work of the busiest rank, divided by the mean; 0 without work."""
     return max(work) * len(work) / (sum(work) or 1)
 
 
 def check_choices(layout: str, transport: str, world_size: int, heads: int | None = None) -> None:
-    """Refuses names of layouts and transports that do not exist, or cannot serve this many ranks.
+    """Refuses unknown layouts and transports, and transports that cannot serve this many ranks.
 
     Args:
-        heads: how many neighbouring ranks exchange heads; None for all, or no transport by heads.
+        heads: how many neighbouring ranks exchange heads; None for all, or for another transport.
 
     Raises:
-        ValueError: the message names what was expected.
+        ValueError: the message names the known values.
     """
     if layout != "auto" and layout not in get_args(LayoutKind):
         raise ValueError(f"layout must be 'auto', 'contiguous', 'zigzag' or 'documents', got {layout!r}")
@@ -84,8 +84,8 @@ def check_choices(layout: str, transport: str, world_size: int, heads: int | Non
         return
     if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1 or world_size % heads:
         raise ValueError(
-            f"heads must be a number of ranks that divides the ring's {world_size}, got {heads!r}: groups of so many "
-            f"neighbours exchange heads"
+            f"heads must be a divisor of the ring's {world_size} ranks, got {heads!r}: groups of so many neighbours exchange "
+            f"heads"
         )
     if transport != "heads":
         raise ValueError(f"heads={heads} needs transport='heads', got {transport!r}")
@@ -93,10 +93,10 @@ def check_choices(layout: str, transport: str, world_size: int, heads: int | Non
 
 @lru_cache(maxsize=256)
 def choose_layout(seq_len: int, world_size: int, pattern: Pattern) -> Decision:
-    """Chooses zigzag where a causal sequence of one document would leave contiguous pieces with unequal work."""
+    """Chooses zigzag if contiguous pieces of a causal sequence of one document would have unequal work."""
     if world_size == 1:
         return Decision("contiguous", "one rank holds the whole sequence")
-    # Both layouts are compared at a length that both pad to, so that a sequence and its padded form are divided alike.
+    # Both layouts are compared at a length that needs no padding, so that a sequence and its padded form are divided alike.
     unit = 2 * world_size
     length = -(-seq_len // unit) * unit
 
@@ -115,7 +115,7 @@ def choose_layout(seq_len: int, world_size: int, pattern: Pattern) -> Decision:
 
 
 def decide_layout(
-    asked: str,
+    kind: str,
     seq_len: int,
     world_size: int,
     pattern: Pattern,
@@ -123,31 +123,31 @@ def decide_layout(
     transport: str = "auto",
     heads: int | None = None,
 ) -> tuple[SequenceLayout, Decision]:
-    """Returns the layout of a batch, and its kind with the reason: the one asked for, or with "auto" a balanced one.
+    """Returns the layout of a batch, and its kind with the reason: the kind asked for, or with "auto" a balanced one.
 
     Args:
-        documents: those of each batch row; None for one document a row, which needs no layout of documents.
-        transport, heads: those asked for; where all ranks exchange heads, they have equal work in every layout.
+        documents: the documents of each batch row; None for one document a row, which needs no layout of documents.
+        transport, heads: the settings of the ring; if all ranks exchange heads, they have equal work in every layout.
     """
-    decision, by_heads = Decision(asked, "it was asked for"), transport == "heads" and heads in (None, world_size)
-    if asked == "auto" or (asked == "documents" and documents is None):
+    decision, by_heads = Decision(kind, "it was asked for"), transport == "heads" and heads in (None, world_size)
+    if kind == "auto" or (kind == "documents" and documents is None):
         decision = choose_layout(seq_len, world_size, pattern)
     if decision.choice != "documents":
         layout = SequenceLayout(decision.choice, seq_len, world_size)  # type: ignore[arg-type]
-        if asked != "auto" or documents is None or world_size == 1 or by_heads:
+        if kind != "auto" or documents is None or world_size == 1 or by_heads:
             return layout, decision
         busiest = estimated_imbalance(layout, pattern, documents)
         if busiest <= IMBALANCE_WORTH_PIECES:
             return layout, decision
     assert documents is not None
     balanced = balanced_layout(seq_len, world_size, pattern, documents)
-    if asked == "documents":
+    if kind == "documents":
         return balanced, decision
     balance = estimated_imbalance(balanced, pattern, documents)
-    told = f"with these documents the busiest rank does {busiest:.2f} times the mean work in {layout.kind} pieces"
+    reason = f"with these documents the busiest rank does {busiest:.2f} times the mean work in {layout.kind} pieces"
     if balance >= busiest:
-        return layout, Decision(layout.kind, f"{told}, and {balance:.2f} in pieces made for them")
-    return balanced, Decision("documents", f"{told}, {balance:.2f} in pieces made for them")
+        return layout, Decision(layout.kind, f"{reason}, and {balance:.2f} in pieces made for them")
+    return balanced, Decision("documents", f"{reason}, {balance:.2f} in pieces made for them")
 
 
 @lru_cache(maxsize=256)
@@ -155,9 +155,9 @@ def choose_transport(problem: Problem, sizes: RowBytes) -> Decision:
     """Chooses local, collective, ring or heads for a call of this problem; all ranks choose alike.
 
     The collective waits once and holds all rows that a rank needs of others; the ring hides its hops behind the
-    computation and holds a few payloads, whatever the number of ranks. So the collective is chosen where it holds little:
-    in bytes (`COLLECTIVE_BYTES`) or beside the rank's own keys (`COLLECTIVE_SHARE`). Where the layout leaves ranks with so
-    uneven work that an exchange of heads costs less than waiting for the busiest, heads are exchanged (`HEADS_AS_KEYS`).
+    computation and holds a few payloads, whatever the number of ranks. So the collective is chosen if it holds little:
+    in bytes (`COLLECTIVE_BYTES`) or beside the rank's own keys (`COLLECTIVE_SHARE`). Heads are exchanged if work is so uneven
+    that an exchange costs less than waiting for the busiest rank (`HEADS_AS_KEYS`).
     """
     p = problem.layout.world_size
     if p == 1:
@@ -182,7 +182,7 @@ def choose_transport(problem: Problem, sizes: RowBytes) -> Decision:
 
 
 def _choose_heads(problem: Problem) -> Decision | None:
-    """Returns the choice of exchanging heads where it is worth it; None elsewhere."""
+    """Returns the choice of exchanging heads if it is worth it; else None."""
     layout, p = problem.layout, problem.layout.world_size
     sizes = [size for size in range(p, 1, -1) if p % size == 0]
     sizes = [size for size in sizes if heads_fit(problem.num_heads, problem.num_kv_heads, size)]
@@ -205,14 +205,14 @@ def _choose_heads(problem: Problem) -> Decision | None:
     who = f"all {p} ranks exchange heads" if size == p else f"{size} neighbours exchange heads"
     return Decision(
         "heads",
-        f"the busiest of {p} ranks does {busiest:.2f} times the mean work in {layout.kind} pieces, and where {who} "
+        f"the busiest of {p} ranks does {busiest:.2f} times the mean work in {layout.kind} pieces, and if {who} "
         f"{in_groups(size) - cost:.2f} times, which is worth the exchange of a token for about {HEADS_AS_KEYS} keys of a query",
         None if size == p else size,
     )
 
 
 def _imbalance_of_heads(problem: Problem, size: int) -> float:
-    """Returns about how many times the mean work the heads of the busiest member of a group do: their patterns may differ."""
+    """Returns about how many times the mean work the busiest member of a group does: patterns may differ by heads."""
     pattern, heads = problem.pattern, problem.num_kv_heads
     if not pattern.kv_heads:
         return 1.0
@@ -222,27 +222,27 @@ def _imbalance_of_heads(problem: Problem, size: int) -> float:
 
 
 def as_decided(problem: Problem, decision: Decision) -> Problem:
-    """Returns the problem with the ranks that exchange heads, where a decision names some."""
+    """Returns the problem with the number of ranks that exchange heads, if a decision has one."""
     if decision.heads is None:
         return problem
     return replace(problem, settings=replace(problem.settings, heads=decision.heads))
 
 
-def decide_call(asked: str, problem: Problem, sizes: RowBytes) -> tuple[Problem, Decision]:
+def decide_call(transport: str, problem: Problem, sizes: RowBytes) -> tuple[Problem, Decision]:
     """Returns the problem as it is computed, and its transport with the reason.
 
     Raises:
-        ValueError: heads that do not divide among the ranks that are asked to exchange them.
+        ValueError: heads that do not divide among the ranks that exchange them.
     """
-    if asked == "heads":
+    if transport == "heads":
         check_heads(problem.num_heads, problem.num_kv_heads, group_size(problem))
-    decision = decide_transport(asked, problem, sizes)
+    decision = decide_transport(transport, problem, sizes)
     return as_decided(problem, decision), decision
 
 
-def decide_transport(asked: str, problem: Problem, sizes: RowBytes) -> Decision:
-    """Returns the transport of a call, with the reason: the one asked for, or with "auto" that of `choose_transport`."""
-    return choose_transport(problem, sizes) if asked == "auto" else Decision(asked, "it was asked for")
+def decide_transport(transport: str, problem: Problem, sizes: RowBytes) -> Decision:
+    """Returns the transport of a call, with the reason: the one asked for, or with "auto" a choice by `choose_transport`."""
+    return choose_transport(problem, sizes) if transport == "auto" else Decision(transport, "it was asked for")
 
 
 def _mib(size: int) -> str:

@@ -1,13 +1,12 @@
 """The heads transport in integers: each rank computes some heads of the whole sequence (Ulysses, arXiv 2309.14509).
 
 Of h ranks that exchange heads, the i-th has the i-th of h equal parts of the query heads, and the key/value heads that these
-share. Where there are fewer key/value heads than ranks, several ranks have the same one, each with its part of the query heads
+share. With fewer key/value heads than ranks, several ranks have the same key/value head, each with its part of the query heads
 that share it.
 
-Where the p ranks are more than h, neighbours exchange heads, h of them each: such a group holds the tokens of its ranks, and
-those of its ranks that have the same heads in all p / h groups form a ring (USP, arXiv 2405.07719). h ranks side by side hold
-contiguous pieces of contiguous pieces, and of a zigzag both pieces of one of p / h ranks: so the ring has a layout of the same
-kind.
+With p > h ranks, h neighbours form a group that exchanges heads: the group holds the tokens of its ranks. The p / h ranks that
+have the same heads, one in each group, form a ring (USP, arXiv 2405.07719). h neighbours together hold one contiguous piece of
+a contiguous layout, or both pieces of one of p / h ranks of a zigzag: so the ring has a layout of the same kind.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Heads(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A rank's place: which of the groups that exchange heads it is in, and its number there."""
+    """A rank's place: the number of its group, which exchanges heads, and its number there."""
 
     group: int
     member: int
@@ -53,14 +52,13 @@ def check_heads(num_heads: int, num_kv_heads: int, world_size: int) -> None:
     """
     if num_heads % world_size:
         raise ValueError(
-            f"transport='heads' gives each of {world_size} ranks as many query heads, and {num_heads} / {world_size} = "
+            f"transport='heads' needs equal query heads on {world_size} ranks, got {num_heads} / {world_size} = "
             f"{num_heads / world_size:.2f}: use a number of ranks that divides {num_heads}, or transport='ring'"
         )
     if not heads_fit(num_heads, num_kv_heads, world_size):
         raise ValueError(
-            f"transport='heads' gives each of {world_size} ranks as many key/value heads, or several ranks one: "
-            f"{num_kv_heads} of them and {world_size} ranks divide neither way: use another number of ranks, or "
-            f"transport='ring'"
+            f"transport='heads': {num_kv_heads} key/value heads and {world_size} ranks divide neither way: use another number "
+            f"of ranks, or transport='ring'"
         )
 
 
@@ -75,7 +73,7 @@ def place_of(problem: Problem, rank: int) -> Place:
 
 
 def pieces_of(problem: Problem, member: int) -> tuple[Heads, ...]:
-    """Returns the heads of a member of each group, in pieces; those of all members are as large as each other."""
+    """Returns the heads of a member of each group, in pieces; the pieces of all members have equal sizes."""
     size = group_size(problem)
     check_heads(problem.num_heads, problem.num_kv_heads, size)
     share, kv_share = problem.num_heads // size, max(1, problem.num_kv_heads // size)
@@ -107,7 +105,7 @@ def layout_of_groups(problem: Problem) -> SequenceLayout:
 
 
 def problem_of_heads(problem: Problem, heads: Heads) -> Problem:
-    """Returns the problem of the ring of those ranks that have these heads, one of each group."""
+    """Returns the problem of the ring of the ranks that have these heads, one in each group."""
     return replace(
         problem,
         layout=layout_of_groups(problem),
@@ -120,9 +118,9 @@ def problem_of_heads(problem: Problem, heads: Heads) -> Problem:
 
 
 def rows_of_member(problem: Problem, place: Place, batch_row: int = 0) -> tuple[range, ...]:
-    """Returns the runs of rows that a member's tokens have among those of its group, in the order in which it holds them."""
+    """Returns the runs of a member's tokens among the rows of its group, in the order in which it holds them."""
     pieces = layout_of_groups(problem).pieces(place.group, batch_row)
-    # Where each piece of the group begins among its rows, and at which token.
+    # Each piece of the group, with its first row.
     starts = list(zip(itertools.accumulate((len(piece) for piece in pieces), initial=0), pieces))
     runs = []
     for run in problem.layout.pieces(place.group * group_size(problem) + place.member, batch_row):
@@ -138,12 +136,12 @@ def heads_pairs(problem: Problem, rank: int) -> int:
 
 
 def heads_traffic(problem: Problem, rank: int, sizes: RowBytes) -> RankTraffic:
-    """Returns what the heads transport moves and holds for `rank`.
+    """Returns the bytes that the heads transport moves and holds for `rank`.
 
-    A row of a query and of its output are as many bytes as one of a key and a value, and so are those of their gradients,
-    which travel in the dtype of the rows. Two exchanges are under way at once at most: that of the next piece's queries,
-    keys and values, and that of the last piece's outputs; each holds what is sent and what arrives. Where there are several
-    groups, the rings between them move their bytes for each piece.
+    A query row and its output row together have the bytes of a key row and a value row. Their gradients travel in the dtype
+    of the rows. At most two exchanges are under way at once: the next piece's queries, keys and values, and the last piece's
+    outputs. Each holds the sent and the arriving rows. With several groups, the rings between them add their bytes for each
+    piece.
     """
     (group, member), size = place_of(problem, rank), group_size(problem)
     pieces = pieces_of(problem, member)

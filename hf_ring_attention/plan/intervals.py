@@ -1,4 +1,4 @@
-"""The keys that one query sees, as intervals: runs of positions that rows hold, and borders of what a branch adds."""
+"""The keys that one query sees, as intervals: runs of positions that rows hold, and the borders of each branch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Run(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """`length` rows of a progression, the first of which is number `number`; positions go up from `position` by its stride."""
+    """`length` rows of a progression, from number `number` on; positions go up from `position` by its stride."""
 
     number: int
     position: int
@@ -27,7 +27,7 @@ class Piece(NamedTuple):
 
 
 class Progression(NamedTuple):
-    """`length` rows from `row` on, `stride` apart and numbered 0, 1, 2, ...; the pieces say their positions, of one residue."""
+    """`length` rows from `row` on, `stride` apart, numbered 0, 1, 2, ...; the pieces have their positions, of one residue."""
 
     row: int
     stride: int
@@ -67,7 +67,7 @@ def progressions(runs: Sequence[Run], stride: int, residue: int) -> list[Progres
 class Border(NamedTuple):
     """A term of an end of the interval that query q sees.
 
-    The first visible key is the largest of some terms, and the first key beyond the interval the smallest of others.
+    The first visible key is the maximum of some terms, and the first key beyond the interval the minimum of other terms.
     A term ("at", c) is position c, ("from_query", c) is q + c, and ("block", w, e) is (q // w + e) * w.
     """
 
@@ -84,14 +84,14 @@ class Border(NamedTuple):
         return self.value
 
 
-#: An end beyond every document: what is seen ends with the document, since there are no keys after it.
+#: An end beyond every document: the visible keys end with the document.
 _BEYOND_ALL = Border("at", 1 << 62)
 
 
 def borders_of(branch: Branch, causal: bool) -> tuple[list[Border], list[Border]]:
-    """Returns the terms of the first visible position (their maximum) and of the first one beyond (their minimum).
+    """Returns the terms of the first visible position (their maximum) and of the first position beyond (their minimum).
 
-    A `Last` is none of these branches: `parts_of` has made exact attention of it.
+    No branch is a `Last` here: `parts_of` has made exact attention of it.
     """
     first, beyond = [Border("at", 0)], [_BEYOND_ALL]
     if isinstance(branch, Segment) and branch.length is not None:
@@ -106,7 +106,7 @@ def borders_of(branch: Branch, causal: bool) -> tuple[list[Border], list[Border]
 
 
 class Region(NamedTuple):
-    """The keys from max(first) up to min(beyond), without those that the two lists of groups of terms exclude."""
+    """The keys from max(first) up to min(beyond), without the keys that the two lists of groups of terms exclude."""
 
     first: list[Border]
     beyond: list[Border]
@@ -121,7 +121,7 @@ class Region(NamedTuple):
         return list(itertools.chain(self.first, self.beyond, *self.before_all, *self.after_all))
 
     def ends(self, query: int) -> tuple[int, int]:
-        """Returns the first position that a query sees, and the first one beyond; neither is less for a later query."""
+        """Returns the first position that a query sees, and the first position beyond; neither is less for a later query."""
         first = max([term.position(query) for term in self.first])
         beyond = min([term.position(query) for term in self.beyond])
         for group in self.before_all:
@@ -132,9 +132,9 @@ class Region(NamedTuple):
 
 
 def covering(pattern: Pattern, number: int) -> list[Segment | Window]:
-    """Returns the branches whose keys branch `number` leaves out where each key counts once.
+    """Returns the branches whose keys branch `number` leaves out if each key counts once.
 
-    Windows shorter than another of these, in which all queries take part, are not among them: it shows all that they do.
+    Windows shorter than an earlier window of all queries are left out, since the longer window shows all their keys.
     """
     earlier = [branch for branch in pattern.branches[:number] if isinstance(branch, (Segment, Window))]
     longest = max((b.length for b in earlier if isinstance(b, Window) and b.queries == "all"), default=0)
@@ -142,10 +142,10 @@ def covering(pattern: Pattern, number: int) -> list[Segment | Window]:
 
 
 def regions_of(pattern: Pattern, number: int, residue: int, phase: int, causal: bool) -> list[Region]:
-    """Returns what branch `number` adds to those before it, for queries of this residue modulo its dilation.
+    """Returns the keys that branch `number` adds to earlier branches, for queries of this residue modulo its dilation.
 
-    Where each key counts once, this relies on the interval of every segment and window to hold the query itself: those of two
-    branches together are then one interval.
+    If each key counts once, this relies on the interval of every segment and window holding the query itself: two such
+    intervals together are one interval.
 
     Args:
         phase: the phase of the head, or its residue modulo the branch's dilation.
@@ -162,7 +162,7 @@ def regions_of(pattern: Pattern, number: int, residue: int, phase: int, causal: 
         first = [*first, Border("at", widest[0])]
     covers = []
     for earlier in covering(pattern, number):
-        # Each dilation divides the next, so the residue modulo this one tells whether a query took part earlier.
+        # Each dilation divides the next, so the residue modulo this dilation decides whether a query took part earlier.
         if earlier.queries == "all" or residue % earlier.dilation == phase % earlier.dilation:
             covers.append(borders_of(earlier, causal))
     if not covers:

@@ -15,7 +15,7 @@ class Joining(NamedTuple):
         kind: "padded" to the longest of them, or "packed", one after the other.
         rows: a call takes as long as copying so many query and key rows, in forward and backward.
         pairs: a call takes as long as computing so many query-key pairs.
-        most_rows: tiles that share a call have no more rows than that, since they are copied all at once.
+        most_rows: the most rows of tiles that share a call, since they are copied all at once.
     """
 
     kind: Literal["padded", "packed"]
@@ -24,8 +24,8 @@ class Joining(NamedTuple):
     most_rows: int
 
 
-#: On a CPU with two cores, in forward and backward, a call that has next to no work takes 340 microseconds, and it takes as
-#: long to copy 2000 rows of 64 float32 numbers or to compute 40,000 pairs of them in large tiles.
+#: On a CPU with two cores, a call with next to no work takes 340 microseconds in forward and backward. In this time the CPU
+#: copies 2000 rows of 64 float32 numbers, or computes 40,000 pairs of them in large tiles.
 PADDED = Joining("padded", rows=2000, pairs=40_000, most_rows=1 << 14)
 
 #: Not measured: a call starts some 30 operators, about 200 microseconds, in which a memory of 2 TB/s copies so many rows of
@@ -36,11 +36,11 @@ PACKED = Joining("packed", rows=1 << 17, pairs=1 << 30, most_rows=1 << 19)
 def joined(
     batches: Sequence[TileBatch], group: int, joining: Joining | None, is_view: Callable[[TileBatch], bool]
 ) -> Iterator[list[TileBatch]]:
-    """Yields the batches of each call: several where copies and padding of rows cost less than another call.
+    """Yields the batches of each call: several if copies and padding of rows cost less than another call.
 
     Args:
         group: the number of query heads that share a key/value head.
-        is_view: whether the rows of a batch need no copies as long as it has a call of its own.
+        is_view: whether the rows of a batch need no copies in a call of its own.
     """
     if joining is None:
         yield from ([batch] for batch in batches)
@@ -61,9 +61,9 @@ def joined(
 
 
 def _kind(batch: TileBatch, joining: Literal["padded", "packed"]) -> tuple[object, ...]:
-    """Returns what batches have in common that may share a call: their visit too, so that no two share a query row."""
+    """Returns the common values of batches that may share a call; these include the visit, so no two share a query row."""
     width = batch.num_keys - batch.num_queries if batch.shape == "band" else 0
-    # Padding of queries and of keys depend on each other but for rectangles, of which only the keys are padded.
+    # In triangles and bands, padding of queries and of keys depend on each other; in rectangles only the keys are padded.
     queries = batch.num_queries if batch.shape == "full" and joining == "padded" else 0
     return batch.visit, batch.per_query_head, batch.shape, batch.fold_size, width, queries
 
@@ -75,7 +75,7 @@ def _is_cheaper(
     joining: Joining,
     is_view: Callable[[TileBatch], bool],
 ) -> bool:
-    """Returns whether a batch is better added to a call, whose first batch is the longest, than called by itself."""
+    """Returns whether adding a batch to a call is cheaper than a call of its own; the first batch of a call is the longest."""
     longest = call[0]
     if sum(x.rows(group) for x in (*call, batch)) > joining.most_rows:
         return False

@@ -21,14 +21,14 @@ class SequenceLayout:
     in this order, which gives every rank the same causal work. The sequence is padded at its end to `padded_len`, a
     multiple of p (or 2p); the padding belongs to no document.
 
-    In "documents" the pieces are those of `rows`, for each batch row its own: every rank holds as many tokens of a row, and
-    has about the same work in all rows together. `Ring.layout_for` finds them.
+    In "documents", `rows` has the pieces of each batch row: every rank holds equally many tokens of a row, and has about the
+    same work in all rows together. `Ring.layout_for` finds them.
 
     Attributes:
-        rows: of "documents", the pieces of each rank in each batch row, ascending.
+        rows: for "documents", the pieces of each rank in each batch row, ascending.
 
     Raises:
-        ValueError: an unknown kind, a length or world size below 1, or pieces that are not those of all tokens.
+        ValueError: an unknown kind, a length or world size below 1, or pieces that do not cover all tokens.
 
     Example:
         >>> layout = ra.SequenceLayout("zigzag", seq_len=7, world_size=2)
@@ -52,8 +52,8 @@ class SequenceLayout:
                 raise ValueError(f"SequenceLayout: {name} must be an integer of at least 1, got {value!r}")
         if (self.kind == "documents") != bool(self.rows):
             raise ValueError(
-                f"SequenceLayout: {self.kind!r} {'needs' if not self.rows else 'has no'} pieces of rows: "
-                f"ring.layout_for(seq_len, pattern, documents=...) makes a layout of documents"
+                f"SequenceLayout: {self.kind!r} {'needs' if not self.rows else 'has no'} pieces of rows: make a layout of "
+                f"documents by ring.layout_for(seq_len, pattern, documents=...)"
             )
         for row in self.rows:
             self._check_pieces(row)
@@ -64,7 +64,7 @@ class SequenceLayout:
         tokens = self.padded_len
         if sizes != [self.local_len] * self.world_size or ends[::2] != [*ends[1::2], tokens]:
             raise ValueError(
-                f"SequenceLayout: the pieces of a row must be all of its {tokens} tokens, {self.local_len} on each of "
+                f"SequenceLayout: the pieces of a row must cover its {tokens} tokens, {self.local_len} on each of "
                 f"{self.world_size} ranks, got {sizes}"
             )
 
@@ -92,7 +92,7 @@ class SequenceLayout:
         """Returns the runs of a batch row's tokens that `rank` holds, in the order in which it holds them.
 
         Raises:
-            ValueError: a rank that there is not.
+            ValueError: a rank outside the layout.
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"SequenceLayout: rank must be in 0..{self.world_size - 1}, got {rank!r}")
@@ -102,7 +102,7 @@ class SequenceLayout:
         return tuple(range(number * self.piece_len, (number + 1) * self.piece_len) for number in numbers)
 
     def positions(self, rank: int, row: int = 0) -> list[int]:
-        """Returns where each of the rank's `local_len` tokens stands in a batch row; `seq_len` and above is padding."""
+        """Returns the index in a batch row of each of the rank's `local_len` tokens; `seq_len` and above is padding."""
         return [index for piece in self.pieces(rank, row) for index in piece]
 
 
@@ -111,7 +111,7 @@ def _start(piece: range) -> int:
 
 
 def merged_pieces(pieces: Iterable[range]) -> tuple[range, ...]:
-    """Returns pieces in ascending order, those that follow each other as one."""
+    """Returns pieces in ascending order; neighbouring pieces become one."""
     merged: list[range] = []
     for piece in sorted(pieces, key=_start):
         if merged and merged[-1].stop == piece.start:

@@ -5,14 +5,14 @@
     pyramid:512,3                 `Pattern.pyramid(512, 3)`; then ratio and sinks: pyramid:512,3,2,0
     longnet:512/1,2048/4,all/8    `Pattern.longnet([512, 2048, None], [1, 4, 8])`
     branches:sink=4,window=512,window=2048/4:dilated,segment=all/8@count@query_head
-                                  any other pattern: each branch with its length, its dilation and its queries, where they
-                                  are not the usual ones; then the overlap, and which heads' numbers set the phases
+                                  any other pattern: each branch with its length, and its dilation and queries unless they
+                                  have their defaults; then the overlap, and the heads whose numbers set the phases
     branches:sink=4,window=512,last=64
                                   the same with the last 64 queries of a document, which see every key
     kv0,3-5=exact;kv1-2=window:512+4
                                   a pattern for each key/value head, by their numbers from 0 on
 
-This module reads and writes the texts; `Pattern` knows their meaning.
+This module reads and writes the branches and settings of the texts; `Pattern` gives them their meaning.
 """
 
 from __future__ import annotations
@@ -20,22 +20,30 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-FORMS = (
-    "exact; window:LENGTH[+SINKS]; pyramid:WINDOW,LEVELS[,RATIO[,SINKS]]; longnet:LENGTH/RATE,... with 'all' for the whole "
-    "document; branches:sink=TOKENS,window=LENGTH[/DILATION][:QUERIES],segment=LENGTH[/DILATION][:QUERIES],last=TOKENS. Behind "
-    "each may stand @count or @once, and @query_head or @kv_head. For example window:512+4, pyramid:512,3 or "
-    "longnet:512/1,2048/4,all/8 (where key/value heads differ, kvNUMBERS=PATTERN for all of them: "
-    "kv0,3-5=exact;kv1-2=window:512+4)"
+from .branches import BRANCHES, Branch, Last, Segment, Sink, Window, longnet_branches, pyramid_branches
+
+_BRANCH_FORMS = (
+    "sink=TOKENS, window=LENGTH[/DILATION][:QUERIES], segment=LENGTH[/DILATION][:QUERIES] or last=TOKENS, with commas"
 )
-#: The words that may stand behind an @, each with the setting whose value it is.
+#: By the word that a text begins with.
+_FORMS = {
+    "exact": "exact",
+    "window": "window:LENGTH[+SINKS]",
+    "pyramid": "pyramid:WINDOW,LEVELS[,RATIO[,SINKS]]",
+    "longnet": "longnet:LENGTH/RATE,... with 'all' for the whole document",
+    "branches": f"branches: with {_BRANCH_FORMS}",
+}
+_HEADS_FORM = "Each key/value head from 0 on has one pattern, for example kv0,3-5=exact;kv1-2=window:512+4"
+FORMS = (
+    f"{'; '.join(_FORMS.values())}. Behind each may stand @count or @once, and @query_head or @kv_head. For example "
+    f"window:512+4, pyramid:512,3 or longnet:512/1,2048/4,all/8 (where key/value heads differ, kv0,3-5=exact;kv1-2=window:512)"
+)
+#: The words that may stand behind an @, each with the setting that it sets.
 _SETTINGS = {"count": "overlap", "once": "overlap", "kv_head": "phase_by", "query_head": "phase_by"}
-#: The queries that take part in a branch whose text does not name them, by the branch's type.
-_USUAL_QUERIES = {"segment": "dilated", "window": "all"}
-#: The types of branches that have a number of tokens and nothing else.
-_OF_TOKENS = ("sink", "last")
+_BRANCH_NAMES = {kind: name for name, kind in BRANCHES.items()}
 #: No model has more key/value heads, and each head that a text names takes memory.
 _MOST_HEADS = 65536
 #: No number that a pattern takes has more digits, and Python refuses to read thousands of them.
@@ -45,16 +53,9 @@ _LONGEST_SHOWN = 200
 
 
 class PatternText(NamedTuple):
-    """The content of a pattern's text.
+    """The branches of a text, and the values of `Pattern` that it sets."""
 
-    Attributes:
-        maker: the class method of `Pattern`, "exact", "pyramid" or "longnet"; "branches" for a list of branches.
-        arguments: the arguments of the maker; for "branches" the dicts that `Pattern.from_dict` reads.
-        settings: overlap and phase_by, where the text has them.
-    """
-
-    maker: str
-    arguments: tuple[Any, ...]
+    branches: tuple[Branch, ...]
     settings: dict[str, Any]
 
 
@@ -62,11 +63,11 @@ def read(text: str) -> PatternText:
     """Reads the text of a pattern.
 
     Raises:
-        ValueError: a text that has none of the forms; the message says what is wrong with it, and lists the forms.
+        ValueError: a text that has none of the forms, or wrong numbers.
     """
     if not isinstance(text, str):
         raise ValueError(f"a pattern or its text was expected, got {shown(text)}. A text is one of: {FORMS}")
-    body, *settings = text.strip().split("@")
+    body, *words = text.strip().split("@")
     name, colon, rest = body.partition(":")
     readers = {"exact": _exact, "window": _window, "pyramid": _pyramid, "longnet": _longnet, "branches": _branches}
     if name not in readers:
@@ -77,10 +78,10 @@ def read(text: str) -> PatternText:
             )
         raise ValueError(f"pattern {shown(text)} is not known. A pattern is one of: {FORMS}")
     try:
-        maker, arguments = readers[name](rest if colon else None)
-        return PatternText(maker, arguments, _settings(settings))
+        usual = {"overlap": "count"} if name == "longnet" else {}
+        return PatternText(readers[name](rest if colon else None), usual | _settings(words))
     except ValueError as error:
-        raise ValueError(f"pattern {shown(text)} cannot be read: {error}. A pattern is one of: {FORMS}") from None
+        raise ValueError(f"pattern {shown(text)} cannot be read: {error}. Its form is {_FORMS[name]}") from None
 
 
 def read_heads(text: str) -> list[str] | None:
@@ -92,41 +93,31 @@ def read_heads(text: str) -> list[str] | None:
     if not isinstance(text, str) or not text.strip().startswith("kv"):
         return None
     texts: dict[int, str] = {}
-    for part in text.split(";"):
-        match = re.fullmatch(r"\s*kv([0-9,\- ]+)=(.+)", part)
-        if match is None or match.group(2).strip().startswith("kv"):
-            raise ValueError(
-                f"pattern {shown(text)} cannot be read: kvNUMBERS=PATTERN was expected, got {shown(part)}. {_HEADS_FORM}"
-            )
-        for number in _numbers(match.group(1), text):
-            if number in texts:
-                raise ValueError(
-                    f"pattern {shown(text)} cannot be read: it names key/value head {number} twice. {_HEADS_FORM}"
-                )
-            texts[number] = match.group(2).strip()
-    missing = sorted({*range(max(texts) + 1)} - {*texts})
-    if missing:
-        listed = f"{missing[:8]}{'...' * (len(missing) > 8)}"
-        raise ValueError(
-            f"pattern {shown(text)} cannot be read: it leaves out the key/value heads {listed}. {_HEADS_FORM}"
-        )
+    try:
+        for part in text.split(";"):
+            match = re.fullmatch(r"\s*kv([0-9,\- ]+)=(.+)", part)
+            if match is None or match.group(2).strip().startswith("kv"):
+                raise ValueError(f"kvNUMBERS=PATTERN was expected, got {shown(part)}")
+            for number in _head_numbers(match.group(1)):
+                if number in texts:
+                    raise ValueError(f"it names key/value head {number} twice")
+                texts[number] = match.group(2).strip()
+        missing = sorted({*range(max(texts) + 1)} - {*texts})
+        if missing:
+            raise ValueError(f"it leaves out the key/value heads {missing[:8]}{'...' * (len(missing) > 8)}")
+    except ValueError as error:
+        raise ValueError(f"pattern {shown(text)} cannot be read: {error}. {_HEADS_FORM}") from None
     return [texts[number] for number in sorted(texts)]
 
 
-_HEADS_FORM = "Each key/value head from 0 on has one pattern, for example kv0,3-5=exact;kv1-2=window:512+4"
-
-
-def _numbers(text: str, whole: str) -> Iterator[int]:
+def _head_numbers(text: str) -> Iterator[int]:
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        try:
-            low, high = _number(first), _number(last if dash else first)
-            if high < low:
-                raise ValueError(f"{shown(part)} ends before it begins")
-            if high >= _MOST_HEADS:
-                raise ValueError(f"at most {_MOST_HEADS} key/value heads were expected, got head {high}")
-        except ValueError as error:
-            raise ValueError(f"pattern {shown(whole)} cannot be read: {error}. {_HEADS_FORM}") from None
+        low, high = _number(first), _number(last if dash else first)
+        if high < low:
+            raise ValueError(f"{shown(part)} ends before it begins")
+        if high >= _MOST_HEADS:
+            raise ValueError(f"at most {_MOST_HEADS} key/value heads were expected, got head {high}")
         yield from range(low, high + 1)
 
 
@@ -140,54 +131,48 @@ def _settings(words: Sequence[str]) -> dict[str, str]:
     return settings
 
 
-def _exact(rest: str | None) -> tuple[str, tuple[Any, ...]]:
+def _exact(rest: str | None) -> tuple[Branch, ...]:
     if rest is not None:
         raise ValueError(f"'exact' takes nothing after it, got {shown(rest)}")
-    return "exact", ()
+    return (Segment(),)
 
 
-def _window(rest: str | None) -> tuple[str, tuple[Any, ...]]:
+def _window(rest: str | None) -> tuple[Branch, ...]:
     length, plus, sinks = (rest or "").partition("+")
-    sink = ({"type": "sink", "tokens": _number(sinks)},) if plus else ()
-    return "branches", (*sink, {"type": "window", "length": _number(length)})
+    return (*((Sink(_number(sinks)),) if plus else ()), Window(_number(length)))
 
 
-def _pyramid(rest: str | None) -> tuple[str, tuple[Any, ...]]:
-    numbers = tuple(_number(number) for number in (rest or "").split(","))
+def _pyramid(rest: str | None) -> tuple[Branch, ...]:
+    numbers = [_number(number) for number in (rest or "").split(",")]
     if not 2 <= len(numbers) <= 4:
         raise ValueError(f"a pyramid has 2 to 4 numbers, got {len(numbers)}")
-    return "pyramid", numbers
+    return pyramid_branches(*numbers)
 
 
-def _longnet(rest: str | None) -> tuple[str, tuple[Any, ...]]:
+def _longnet(rest: str | None) -> tuple[Branch, ...]:
     pairs = [pair.partition("/") for pair in (rest or "").split(",")]
-    return "longnet", ([_length(length) for length, _, _ in pairs], [_number(rate) for _, _, rate in pairs])
+    return longnet_branches([_length(length) for length, _, _ in pairs], [_number(rate) for _, _, rate in pairs])
 
 
-def _branches(rest: str | None) -> tuple[str, tuple[Any, ...]]:
-    return "branches", tuple(_branch(part) for part in (rest or "").split(","))
+def _branches(rest: str | None) -> tuple[Branch, ...]:
+    return tuple(_branch(part) for part in (rest or "").split(","))
 
 
-def _branch(text: str) -> dict[str, Any]:
+def _branch(text: str) -> Branch:
     match = re.fullmatch(r"\s*(\w+)=(\w+)(?:/(\w+))?(?::(\w+))?\s*", text)
-    kind = match.group(1) if match else None
-    if match is None or kind not in (*_OF_TOKENS, *_USUAL_QUERIES):
+    if match is None or match.group(1) not in BRANCHES:
         raise ValueError(
             f"a branch such as sink=4, window=512, segment=2048/4 or last=64 was expected, got {shown(text)}"
         )
-    if kind in _OF_TOKENS:
-        if match.group(3) or match.group(4):
-            raise ValueError(f"{kind} has a number of tokens and nothing else, got {shown(text)}")
-        return {"type": kind, "tokens": _number(match.group(2))}
-    branch: dict[str, Any] = {
-        "type": kind,
-        "length": _length(match.group(2)) if kind == "segment" else _number(match.group(2)),
-    }
-    if match.group(3):
-        branch["dilation"] = _number(match.group(3))
-    if match.group(4):
-        branch["queries"] = match.group(4)
-    return branch
+    name, length, dilation, queries = match.groups()
+    kind = BRANCHES[name]
+    if kind is Sink or kind is Last:
+        if dilation or queries:
+            raise ValueError(f"{name} has a number of tokens and nothing else, got {shown(text)}")
+        return kind(_number(length))
+    more: dict[str, Any] = {"dilation": _number(dilation)} if dilation else {}
+    more |= {"queries": queries} if queries else {}
+    return Segment(_length(length), **more) if kind is Segment else Window(_number(length), **more)
 
 
 def _length(text: str) -> int | None:
@@ -208,26 +193,18 @@ def shown(text: object) -> str:
     return repr(text) if not isinstance(text, str) or len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]!r}..."
 
 
-def write(pattern: Mapping[str, Any]) -> str:
-    """Returns the shortest text of a pattern in the form of `Pattern.to_dict`; `read` and `read_heads` read it back."""
-    if "kv_heads" in pattern:
-        return _write_heads([write(one) for one in pattern["kv_heads"]])
-    branches: list[dict[str, Any]] = pattern["branches"]
-    overlap, usual_overlap = pattern["overlap"], "once"
-    text = _as_window(branches) or _as_pyramid(branches) if overlap == "once" else None
-    if [*branches] == [{"type": "segment", "length": None, "dilation": 1, "queries": "dilated"}] and overlap == "once":
-        text = "exact"
-    if overlap == "count":
-        text = _as_longnet(branches)
-        usual_overlap = "count" if text else "once"
-    if text is None:
-        text = "branches:" + ",".join(map(_as_branch, branches))
-    if overlap != usual_overlap:
-        text += f"@{overlap}"
-    return text if pattern["phase_by"] == "kv_head" else f"{text}@{pattern['phase_by']}"
+def write(branches: Sequence[Branch], overlap: str, phase_by: str) -> str:
+    """Returns the shortest text of a pattern; `read` reads it back."""
+    if overlap == "count" and all(isinstance(x, Segment) and x.queries == "dilated" for x in branches):
+        text, usual = "longnet:" + ",".join(f"{_written_length(x)}/{x.dilation}" for x in branches), "count"
+    else:
+        text, usual = (_preset(branches) if overlap == "once" else None) or _write_branches(branches), "once"
+    text = text if overlap == usual else f"{text}@{overlap}"
+    return text if phase_by == "kv_head" else f"{text}@{phase_by}"
 
 
-def _write_heads(texts: Sequence[str]) -> str:
+def write_heads(texts: Sequence[str]) -> str:
+    """Returns the text of a pattern from the text of each key/value head; `read_heads` reads it back."""
     heads_of: dict[str, list[int]] = {}
     for head, text in enumerate(texts):
         heads_of.setdefault(text, []).append(head)
@@ -239,45 +216,35 @@ def _write_heads(texts: Sequence[str]) -> str:
     return ";".join(parts)
 
 
-def _split_sinks(branches: Sequence[Mapping[str, Any]]) -> tuple[int, Sequence[Mapping[str, Any]]]:
-    """Returns the tokens of the sink in front (0 if there is none) and the branches behind it."""
-    if branches[0]["type"] == "sink":
-        return branches[0]["tokens"], branches[1:]
-    return 0, branches
-
-
-def _as_window(branches: Sequence[Mapping[str, Any]]) -> str | None:
-    sinks, rest = _split_sinks(branches)
-    if len(rest) != 1 or rest[0]["type"] != "window" or rest[0]["dilation"] != 1 or rest[0]["queries"] != "all":
+def _preset(branches: Sequence[Branch]) -> str | None:
+    """Returns "exact", or the text of a window or a pyramid with or without sinks; None for other branches."""
+    if [*branches] == [Segment()]:
+        return "exact"
+    first = branches[0]
+    sinks = first.tokens if isinstance(first, Sink) else 0
+    windows = [x for x in branches[bool(sinks) :] if isinstance(x, Window) and x.queries == "all"]
+    if not windows or len(windows) + bool(sinks) < len(branches):
         return None
-    return f"window:{rest[0]['length']}" + (f"+{sinks}" if sinks else "")
-
-
-def _as_pyramid(branches: Sequence[Mapping[str, Any]]) -> str | None:
-    sinks, rest = _split_sinks(branches)
-    if len(rest) < 2 or any(branch["type"] != "window" or branch["queries"] != "all" for branch in rest):
+    length, ratio = windows[0].length, windows[1].dilation if len(windows) > 1 else 1
+    if any((x.length, x.dilation) != (length * ratio**i, ratio**i) for i, x in enumerate(windows)):
         return None
-    window, ratio = rest[0]["length"], rest[1]["dilation"]
-    expected = [(window * ratio**level, ratio**level) for level in range(len(rest))]
-    if [(branch["length"], branch["dilation"]) for branch in rest] != expected:
-        return None
+    if len(windows) == 1:
+        return f"window:{length}" + (f"+{sinks}" if sinks else "")
     more = [ratio, sinks] if sinks != 4 else [ratio] if ratio != 4 else []
-    return "pyramid:" + ",".join(map(str, [window, len(rest), *more]))
+    return "pyramid:" + ",".join(map(str, [length, len(windows), *more]))
 
 
-def _as_longnet(branches: Sequence[Mapping[str, Any]]) -> str | None:
-    if any(branch["type"] != "segment" or branch["queries"] != "dilated" for branch in branches):
-        return None
-    return "longnet:" + ",".join(f"{_length_text(branch)}/{branch['dilation']}" for branch in branches)
+def _write_branches(branches: Sequence[Branch]) -> str:
+    return "branches:" + ",".join(f"{_BRANCH_NAMES[type(x)]}={_write_branch(x)}" for x in branches)
 
 
-def _as_branch(branch: Mapping[str, Any]) -> str:
-    if branch["type"] in _OF_TOKENS:
-        return f"{branch['type']}={branch['tokens']}"
-    dilation = f"/{branch['dilation']}" if branch["dilation"] != 1 else ""
-    queries = f":{branch['queries']}" if branch["queries"] != _USUAL_QUERIES[branch["type"]] else ""
-    return f"{branch['type']}={_length_text(branch)}{dilation}{queries}"
+def _write_branch(branch: Branch) -> str:
+    if not isinstance(branch, (Segment, Window)):
+        return str(branch.tokens)
+    dilation = f"/{branch.dilation}" if branch.dilation != 1 else ""
+    queries = f":{branch.queries}" if branch.queries != type(branch).queries else ""
+    return f"{_written_length(branch)}{dilation}{queries}"
 
 
-def _length_text(branch: Mapping[str, Any]) -> str:
-    return "all" if branch["length"] is None else str(branch["length"])
+def _written_length(branch: Any) -> str:
+    return "all" if branch.length is None else str(branch.length)

@@ -7,12 +7,21 @@ definition that every other module executes and that the reference implementatio
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Literal
 
 from . import notation
-from .branches import BRANCH_TYPES, BRANCHES, LARGEST, Branch, Segment, Sink, Window, check_choice, check_count
+from .branches import (
+    BRANCH_TYPES,
+    BRANCHES,
+    Branch,
+    Segment,
+    Window,
+    check_choice,
+    longnet_branches,
+    pyramid_branches,
+)
 
 Overlap = Literal["count", "once"]
 
@@ -21,7 +30,7 @@ PhaseBy = Literal["kv_head", "query_head"]
 
 @dataclass(frozen=True)
 class Pattern:
-    """The keys that a query sees: those of every branch, each as often as branches show it or once.
+    """The keys that a query sees: the keys of every branch, each once or as often as branches show it.
 
     With m(q, k, h) = `multiplicity` and s = scale * q.k, a head computes
 
@@ -33,7 +42,7 @@ class Pattern:
         overlap: "count" takes a key as often as branches show it, which mixes the branches by their softmax
             denominators, as LongNet does. "once" takes each visible key once; it asks for nested branches, each dilation
             dividing the next.
-        phase_by: a head's phase is the index of its key/value head, or that of the query head.
+        phase_by: whether a head's phase is the index of its key/value head or of the query head.
         kv_heads: the pattern of each key/value head, for all query heads that share it, in place of branches:
             `by_kv_head` makes it.
 
@@ -56,6 +65,9 @@ class Pattern:
     overlap: Overlap = "once"
     phase_by: PhaseBy = "kv_head"
     kv_heads: tuple[Pattern, ...] = ()
+
+    #: (pattern, seq_len, num_heads, num_kv_heads, causal) -> query-key pairs; `plan/__init__.py` sets it.
+    count_pairs: ClassVar[Callable[[Pattern, int, int, int, bool], int]]
 
     def __post_init__(self) -> None:
         if self.kv_heads:
@@ -94,8 +106,8 @@ class Pattern:
     def _check_kv_heads(self) -> None:
         if self.branches or (self.overlap, self.phase_by) != ("once", "kv_head"):
             raise ValueError(
-                "Pattern: with kv_heads, the patterns of the heads have the branches, overlap and phase_by: leave them out, as "
-                "Pattern.by_kv_head does"
+                "Pattern: with kv_heads, each head's pattern has the branches, overlap and phase_by: leave them out, or use "
+                "Pattern.by_kv_head"
             )
         object.__setattr__(self, "kv_heads", tuple(self.kv_heads))
         for head, pattern in enumerate(self.kv_heads):
@@ -113,10 +125,10 @@ class Pattern:
         arXiv 2410.10819).
 
         Args:
-            patterns: of each key/value head, as a `Pattern` or its text; if all are the same, that one is returned.
+            patterns: the pattern of each key/value head, or its text; if all are the same, this pattern is returned.
 
         Raises:
-            ValueError: no patterns, or one that differs by heads itself.
+            ValueError: no patterns, or a pattern that differs by heads itself.
 
         Example:
             >>> few = ra.Pattern.by_kv_head(["exact" if head in (0, 5) else "window:512+4" for head in range(8)])
@@ -125,14 +137,14 @@ class Pattern:
             >>> round(few.flop_share(32768), 3)
             0.273
         """
-        made = [as_pattern(pattern, "Pattern.by_kv_head") for pattern in patterns]
-        if not made:
+        heads = tuple(as_pattern(pattern, "Pattern.by_kv_head") for pattern in patterns)
+        if not heads:
             raise ValueError("Pattern.by_kv_head: a pattern for each key/value head was expected, got none")
-        return made[0] if len({*made}) == 1 and not made[0].kv_heads else cls((), kv_heads=tuple(made))
+        return heads[0] if len({*heads}) == 1 and not heads[0].kv_heads else cls((), kv_heads=heads)
 
     @property
     def num_kv_heads(self) -> int | None:
-        """The number of key/value heads it is for; None where all heads, however many, have the same branches."""
+        """The number of key/value heads that have patterns of their own; None if all heads have the same branches."""
         return len(self.kv_heads) or None
 
     def of_kv_head(self, kv_head: int) -> Pattern:
@@ -140,7 +152,7 @@ class Pattern:
         return self.kv_heads[kv_head] if self.kv_heads else self
 
     def check_heads(self, num_kv_heads: int, whose: str) -> None:
-        """Refuses attention of another number of key/value heads than the pattern is for.
+        """Refuses another number of key/value heads than the pattern has.
 
         Args:
             whose: the owner of the heads, for the message.
@@ -150,8 +162,8 @@ class Pattern:
         """
         if self.kv_heads and len(self.kv_heads) != num_kv_heads:
             raise ValueError(
-                f"the pattern {self} is for {len(self.kv_heads)} key/value heads, and {whose} has {num_kv_heads}: give it one "
-                f"pattern for each of them"
+                f"the pattern {self} is for {len(self.kv_heads)} key/value heads, and {whose} has {num_kv_heads}: give one "
+                f"pattern for each"
             )
 
     @classmethod
@@ -172,13 +184,7 @@ class Pattern:
             >>> print(longnet)
             longnet:2048/1,8192/4,all/16
         """
-        lengths, rates = list(segment_lengths), list(dilation_rates)
-        if len(lengths) != len(rates):
-            raise ValueError(
-                f"Pattern.longnet: as many dilation_rates as segment_lengths are needed, got {len(rates)} for "
-                f"{len(lengths)}: {rates} and {lengths}"
-            )
-        return cls(tuple(Segment(length, rate) for length, rate in zip(lengths, rates)), overlap="count")
+        return cls(longnet_branches(segment_lengths, dilation_rates), overlap="count")
 
     @classmethod
     def pyramid(cls, window: int, levels: int, ratio: int = 4, sinks: int = 4) -> Pattern:
@@ -194,14 +200,7 @@ class Pattern:
             >>> ra.Pattern.pyramid(512, levels=2).branches
             (Sink(tokens=4), Window(length=512, dilation=1, queries='all'), Window(length=2048, dilation=4, queries='all'))
         """
-        check_count("Pattern.pyramid", "window", window)
-        # With a ratio of 2, the window of the last level is then as long as any sequence can be.
-        check_count("Pattern.pyramid", "levels", levels, most=LARGEST.bit_length())
-        check_count("Pattern.pyramid", "ratio", ratio)
-        check_count("Pattern.pyramid", "window * ratio ** (levels - 1)", window * ratio ** (levels - 1))
-        check_count("Pattern.pyramid", "sinks", sinks, least=0)
-        windows = tuple(Window(window * ratio**level, ratio**level) for level in range(levels))
-        return cls(((Sink(sinks),) if sinks else ()) + windows)
+        return cls(pyramid_branches(window, levels, ratio, sinks))
 
     def phase(self, head: int, *, num_heads: int, num_kv_heads: int) -> int:
         """Returns the phase of a query head: its key/value head's index or its own, by `phase_by`."""
@@ -240,13 +239,13 @@ class Pattern:
     def flop_share(
         self, seq_len: int, *, num_heads: int | None = None, num_kv_heads: int | None = None, causal: bool = True
     ) -> float:
-        """Returns the floating point operations of attention, as a share of those of exact attention.
+        """Returns the floating point operations of attention, as a share of exact attention's.
 
         Args:
             seq_len: tokens of a sequence of one document.
-            num_heads: None for one, or for one for each key/value head that the pattern is for.
-            num_kv_heads: None for `num_heads`, or for those that the pattern is for. Heads have different phases, and so may
-                differ a little.
+            num_heads: None for `num_kv_heads`.
+            num_kv_heads: None for the number that the pattern has, or else `num_heads`, or else 1. Heads have different
+                phases, and so may differ a little.
 
         Raises:
             ValueError: numbers below 1, or heads that do not divide.
@@ -255,17 +254,17 @@ class Pattern:
             >>> round(ra.Pattern.parse("window:512+4").flop_share(32768), 4)
             0.0312
         """
-        # A module-level import would be a circle: plans import patterns.
-        from .plans import pairs_of_row
-
         num_kv_heads = num_kv_heads or self.num_kv_heads or num_heads or 1
         self.check_heads(num_kv_heads, "Pattern.flop_share")
         heads = num_heads or num_kv_heads, num_kv_heads
-        return pairs_of_row(self, seq_len, *heads, causal) / pairs_of_row(Pattern.exact(), seq_len, *heads, causal)
+        pairs, exact = (Pattern.count_pairs(x, seq_len, *heads, causal) for x in (self, Pattern.exact()))
+        return pairs / exact
 
     def __str__(self) -> str:
         """Returns the pattern's text, such as "pyramid:512,3"; `parse` reads it back."""
-        return notation.write(self.to_dict())
+        if self.kv_heads:
+            return notation.write_heads([str(pattern) for pattern in self.kv_heads])
+        return notation.write(self.branches, self.overlap, self.phase_by)
 
     @classmethod
     def parse(cls, text: str) -> Pattern:
@@ -282,14 +281,11 @@ class Pattern:
         """
         heads = notation.read_heads(text)
         if heads is not None:
-            made = {one: cls.parse(one) for one in heads}
-            return cls.by_kv_head([made[one] for one in heads])
-        maker, arguments, settings = notation.read(text)
+            patterns = {of_head: cls.parse(of_head) for of_head in heads}
+            return cls.by_kv_head([patterns[of_head] for of_head in heads])
+        branches, settings = notation.read(text)
         try:
-            if maker == "branches":
-                return cls.from_dict({"branches": list(arguments), **settings})
-            pattern: Pattern = getattr(cls, maker)(*arguments)
-            return replace(pattern, **settings)
+            return cls(branches, **settings)
         except ValueError as error:
             raise ValueError(f"pattern {notation.shown(text)} cannot be made: {error}") from None
 
@@ -345,7 +341,7 @@ def _check_keys(where: str, d: object, required: tuple[str, ...], optional: tupl
 
 
 def as_pattern(pattern: Pattern | str, caller: str) -> Pattern:
-    """Returns a pattern that is given as itself or as its text.
+    """Returns a pattern from a `Pattern` or its text.
 
     Args:
         caller: the name that an error message begins with.

@@ -1,13 +1,13 @@
 """The tiles of every rank, in batches of one shape, from integers alone.
 
-Every rank can compute every rank's plan, so nothing is negotiated: what one sends is what the other expects.
+Every rank can compute every rank's plan, so nothing is negotiated: each rank expects exactly the rows that the others send.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,17 +15,16 @@ from .intervals import Run
 from .layouts import SequenceLayout
 from .patterns import Pattern
 from .problem import Problem
-from .tiles import Shape, Tile, pairs_of_tile, tile_document
+from .tiles import Shape, pairs_of_tile, tile_document
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """Tiles of a batch: one in each of these batch rows and heads, or `copies` of them.
 
     Attributes:
         query_row, key_row: the first row of queries, and of keys, in the first copy.
-        copies: the number of tiles in each batch row and head; each has the same keys, and its query rows lie one row after
-            those of the copy before.
+        copies: the number of tiles in each batch row and head. All copies have the same keys; the query rows of a copy lie
+            one row after the query rows of the copy before.
     """
 
     batch_rows: tuple[int, ...]
@@ -35,14 +34,13 @@ class Item:
     copies: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TileBatch:
+class TileBatch(NamedTuple):
     """Tiles of one shape; no two of them share a query row of a head.
 
     Attributes:
-        visit: no two tiles of one visit and shape share a query row of a head, be they of the same batch or not.
+        visit: no two tiles of one visit and shape share a query row of a head, even in different batches.
         per_query_head: whether items name query heads, not key/value heads with their groups.
-        num_queries: the query rows of a tile, where there are folds the first row of each.
+        num_queries: the query rows of a tile; with folds, the first rows of folds.
         fold_size: the rows of a fold (`plan/tiles.py`); a tile has `num_queries` * `fold_size` query rows.
         num_keys: the key rows of a tile.
         query_stride, key_stride: the distance from one of these rows to the next.
@@ -56,7 +54,7 @@ class TileBatch:
     num_keys: int
     query_stride: int
     key_stride: int
-    items: tuple[Item, ...]
+    items: tuple[Item, ...] = ()
 
     def rows(self, group: int) -> int:
         """Returns the rows of queries, of all their heads, and of keys."""
@@ -64,8 +62,8 @@ class TileBatch:
         return (queries + self.num_keys) * self.num_tiles
 
     def like(self, longest: TileBatch) -> TileBatch:
-        """Returns the tiles padded to the lengths of others."""
-        return replace(self, num_queries=longest.num_queries, num_keys=longest.num_keys)
+        """Returns the tiles padded to the lengths of longer tiles."""
+        return self._replace(num_queries=longest.num_queries, num_keys=longest.num_keys)
 
     def pairs(self, group: int) -> int:
         """Returns the query-key pairs over all batch rows and query heads; `group` of these share a key/value head."""
@@ -78,10 +76,10 @@ class TileBatch:
         return sum(len(item.batch_rows) * len(item.heads) * item.copies for item in self.items)
 
     def as_one(self, num_batch_rows: int, heads: range) -> EqualTiles | None:
-        """Returns the tiles as stretches of rows that can be views of a tensor; None where they have no such form.
+        """Returns the tiles as stretches of rows that can be views of a tensor; None if they have no such form.
 
-        They have it where they take all batch rows and these heads, rows that lie side by side, and equal distances, at
-        which no two tiles share a query row.
+        They have it if they take all batch rows and these heads, neighbouring rows, and equal distances, at which no two
+        tiles share a query row.
         """
         everything = (tuple(range(num_batch_rows)), tuple(heads))
         if self.per_query_head or self.fold_size > 1:
@@ -101,7 +99,7 @@ class TileBatch:
 
 
 class EqualTiles(NamedTuple):
-    """`copies` tiles, the first of which begins with these rows and each `advance` rows further on than the one before."""
+    """`copies` tiles. The first begins with these rows, and each next one `advance` rows later."""
 
     query_row: int
     key_row: int
@@ -175,28 +173,19 @@ def of_heads(batches: tuple[TileBatch, ...], kv_heads: range, group: int) -> tup
 
     def with_these_heads(batch: TileBatch) -> TileBatch:
         size = group if batch.per_query_head else 1
-        items = [
-            Item(
-                batch_rows=item.batch_rows,
-                heads=heads,
-                query_row=item.query_row,
-                key_row=item.key_row,
-                copies=item.copies,
-            )
-            for item in batch.items
-            if (heads := tuple(head for head in item.heads if head // size in kv_heads))
-        ]
-        return replace(batch, items=tuple(items))
+        heads_of_items = [tuple(head for head in item.heads if head // size in kv_heads) for item in batch.items]
+        items = (item._replace(heads=heads) for item, heads in zip(batch.items, heads_of_items) if heads)
+        return batch._replace(items=tuple(items))
 
     return tuple(batch for batch in map(with_these_heads, batches) if batch.items)
 
 
-#: Pieces of a sequence, each with the row of a tensor in which its first token is.
+#: Pieces of a sequence, each with the row of its first token in a tensor.
 _Pieces = list[tuple[int, range]]
 
 
 def _held_by(problem: Problem, rank: int) -> Callable[[int], _Pieces]:
-    """Returns what gives the pieces of a rank in a batch row; their tokens follow each other in its tensors."""
+    """Returns a function from a batch row to the pieces of a rank; their tokens follow each other in its tensors."""
 
     def pieces(row: int) -> _Pieces:
         own = problem.layout.pieces(rank, row)
@@ -209,7 +198,7 @@ def _batches(
     problem: Problem, queries: Callable[[int], _Pieces], keys: Callable[[int], _Pieces]
 ) -> tuple[TileBatch, ...]:
     """Returns the tiles of the queries against the keys; both are pieces of a batch row."""
-    batches: dict[_BatchShape, list[Item]] = {}
+    items: dict[TileBatch, list[Item]] = {}  # by their batch without items
     for documents, batch_rows in problem.row_classes:
         query_pieces, key_pieces = queries(batch_rows[0]), keys(batch_rows[0])
         for start, stop in documents:
@@ -229,57 +218,20 @@ def _batches(
             ):
                 # A single fold of n rows is written as n tiles of one row, so that single folds of any size have one shape.
                 single = len(tile.queries) == 1
-                batches.setdefault(_shape(tile, 1 if single else tile.fold_size), []).append(
-                    Item(
-                        batch_rows=batch_rows,
-                        heads=tile.heads,
-                        query_row=tile.queries[0],
-                        key_row=tile.keys[0],
-                        copies=tile.fold_size if single else 1,
-                    )
+                batch = TileBatch(
+                    visit=(tile.branch, tile.part),
+                    per_query_head=tile.per_query_head,
+                    shape=tile.shape,
+                    num_queries=len(tile.queries),
+                    fold_size=1 if single else tile.fold_size,
+                    num_keys=len(tile.keys),
+                    query_stride=tile.queries.step,
+                    key_stride=tile.keys.step,
                 )
-    return tuple(
-        TileBatch(
-            visit=(shape.branch, shape.part),
-            per_query_head=shape.per_query_head,
-            shape=shape.shape,
-            num_queries=shape.num_queries,
-            fold_size=shape.fold_size,
-            num_keys=shape.num_keys,
-            query_stride=shape.query_stride,
-            key_stride=shape.key_stride,
-            items=tuple(items),
-        )
-        for shape, items in batches.items()
-    )
-
-
-class _BatchShape(NamedTuple):
-    """The numbers that the tiles of a batch share; branch and part keep tiles with the same query rows apart."""
-
-    branch: int
-    part: int
-    per_query_head: bool
-    shape: Shape
-    num_queries: int
-    fold_size: int
-    num_keys: int
-    query_stride: int
-    key_stride: int
-
-
-def _shape(tile: Tile, fold_size: int) -> _BatchShape:
-    return _BatchShape(
-        branch=tile.branch,
-        part=tile.part,
-        per_query_head=tile.per_query_head,
-        shape=tile.shape,
-        num_queries=len(tile.queries),
-        fold_size=fold_size,
-        num_keys=len(tile.keys),
-        query_stride=tile.queries.step,
-        key_stride=tile.keys.step,
-    )
+                copies = tile.fold_size if single else 1
+                item = Item(batch_rows, tile.heads, tile.queries[0], tile.keys[0], copies)
+                items.setdefault(batch, []).append(item)
+    return tuple(batch._replace(items=tuple(of_batch)) for batch, of_batch in items.items())
 
 
 def _runs(pieces: _Pieces, start: int, stop: int) -> Iterator[Run]:
@@ -293,6 +245,7 @@ def _runs(pieces: _Pieces, start: int, stop: int) -> Iterator[Run]:
 def pairs_of_row(pattern: Pattern, seq_len: int, num_heads: int, num_kv_heads: int, causal: bool) -> int:
     """Returns the query-key pairs of a sequence of one document on one rank, over all query heads."""
     layout = SequenceLayout("contiguous", seq_len, 1)
-    return plan_rank(
-        Problem(pattern, layout, (((0, seq_len),),), num_heads=num_heads, num_kv_heads=num_kv_heads, causal=causal), 0
-    ).pairs
+    problem = Problem(
+        pattern, layout, (((0, seq_len),),), num_heads=num_heads, num_kv_heads=num_kv_heads, causal=causal
+    )
+    return plan_rank(problem, 0).pairs

@@ -1,4 +1,4 @@
-"""One attention call in integers: all that decides its tiles, and nothing else."""
+"""One attention call in integers: the values that decide its tiles, and nothing else."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HeldKeys:
 
     @property
     def layout(self) -> SequenceLayout:
-        """The layout of the whole sequence, by whose tokens documents are given."""
+        """The layout of the whole sequence, whose tokens number the documents."""
         return SequenceLayout("contiguous", self.row_len, 1)
 
 
@@ -45,10 +45,13 @@ Documents = tuple[tuple[tuple[int, int], ...], ...]
 
 
 def documents_of(documents: Sequence[Sequence[tuple[int, int]]] | None, seq_len: int, who: str) -> Documents | None:
-    """Returns the documents of batch rows, as a function `who` was given them; None if it was given none.
+    """Returns the documents of batch rows as tuples; None for None.
+
+    Args:
+        who: the caller, for errors.
 
     Raises:
-        ValueError: what is no list of (start, stop) for each batch row, or documents that are empty, overlap or leave the
+        ValueError: anything but a list of (start, stop) for each batch row, or documents that are empty, overlap or leave the
             sequence.
     """
     if documents is None:
@@ -77,35 +80,33 @@ def _check_documents(documents: Documents, seq_len: int) -> None:
 
 @lru_cache(maxsize=64)
 def _check_order(layout: SequenceLayout, documents: Documents) -> None:
-    """Refuses pieces that a rank holds in another order than that of their tokens in a document."""
+    """Refuses a layout in which a rank holds tokens of a document out of their order."""
     for row, spans in enumerate(documents):
         starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
         for rank in range(layout.world_size):
-            ends: dict[int, int] = {}  # by document, that of the last piece with a token of it
+            ends: dict[int, int] = {}  # by document, the end of the last piece with a token of it
             for piece in layout.pieces(rank, row):
                 first, last = bisect.bisect_right(stops, piece.start), bisect.bisect_left(starts, piece.stop)
                 for number in range(first, last):
                     if piece.start < ends.get(number, 0):
                         raise ValueError(
                             f"rank {rank} holds tokens of document {spans[number]} of batch row {row} out of their order: "
-                            f"tokens {piece.start} to {piece.stop - 1} behind token {ends[number] - 1}: pieces of a document "
-                            f"must be held in its order"
+                            f"tokens {piece.start} to {piece.stop - 1} behind token {ends[number] - 1}: use ascending pieces"
                         )
                     ends[number] = piece.stop
 
 
 def _check_piece(pattern: Pattern, held: HeldKeys) -> None:
-    """Refuses a piece of a row, behind keys of a cache, whose queries do not all see every key under a `Last`.
+    """Refuses a piece of a row, behind keys of a cache, if some of its queries do not see every key under a `Last`.
 
-    Queries that all do see the same keys one by one or together. Of a longer piece, another cut would make others the last.
+    If all of them see every key, the result does not depend on how the row is cut. For a longer piece it would.
     """
     tokens = fewest_last(pattern)
     if tokens is not None and tokens < held.num_queries < held.row_len:
         raise ValueError(
-            f"the pattern {pattern} shows every key to the last {tokens} queries of a document, and {held.num_queries} queries "
-            f"came behind {held.row_len - held.num_queries} tokens in a cache, so which of them are the last would depend on "
-            f"how the row was cut: compute the whole row in one forward pass (without prefill_chunk_size), pass at most "
-            f"{tokens} tokens at a time behind it, or give Last at least {held.num_queries} tokens"
+            f"the pattern {pattern} shows every key to the last {tokens} queries of a document, got {held.num_queries} queries "
+            f"behind {held.row_len - held.num_queries} tokens in a cache: compute the whole row in one forward pass (without "
+            f"prefill_chunk_size), or pass at most {tokens} tokens at a time"
         )
 
 
@@ -114,12 +115,12 @@ class RingSettings:
     """How rows travel round a ring; the defaults were measured, and all ranks must have the same.
 
     Attributes:
-        large_payload: a payload of at least one key or value row for this many query rows is large: it is sent head group
+        large_payload: a payload with a key or value row for this many query rows, or fewer, is large: it is sent head group
             by head group.
         rows_of_a_head_group: the fewest query rows of a head group, over heads and batch rows; kernels are slower with
             fewer.
-        head_groups: the most head groups there are; each has p - 1 hops of its own.
-        both_ways_below: rows travel both ways round the ring where that leaves at most this share of the bytes of one way.
+        head_groups: the most head groups; each has p - 1 hops of its own.
+        both_ways_below: rows travel both ways round the ring if that takes at most this share of the bytes of one way.
         heads: how many neighbouring ranks exchange heads in the heads transport; None for all ranks.
     """
 
@@ -132,12 +133,12 @@ class RingSettings:
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention call as all ranks see it: all that decides the tiles, and nothing else.
+    """One attention call as all ranks see it: the values that decide the tiles, and nothing else.
 
     Attributes:
-        held: None where queries and keys are the same tokens, sharded alike; else the keys of a cache that a rank holds.
-        first_head, first_kv_head: the numbers that the first query head and the first key/value head have among all heads of
-            the attention, on which their phases depend, where these are some of them.
+        held: the keys of a cache that a rank holds; None if queries and keys are the same tokens, sharded alike.
+        first_head, first_kv_head: the numbers of the first query head and the first key/value head among all heads of the
+            attention, if these are some of them; phases depend on the numbers.
 
     Raises:
         ValueError: head counts that do not divide, documents that are empty, overlap or leave the sequence, or more queries
@@ -167,7 +168,7 @@ class Problem:
         if self.layout.rows and len(self.layout.rows) != len(self.documents):
             raise ValueError(
                 f"the layout was made for the documents of {len(self.layout.rows)} batch rows, and there are "
-                f"{len(self.documents)}: make it by ring.layout_for(seq_len, pattern, documents=...) with those of this batch"
+                f"{len(self.documents)}: make it by ring.layout_for(seq_len, pattern, documents=...) for this batch"
             )
         _check_documents(self.documents, self.layout.seq_len)
         if self.held is not None:
@@ -177,7 +178,7 @@ class Problem:
 
     @cached_property
     def row_classes(self) -> tuple[tuple[tuple[tuple[int, int], ...], tuple[int, ...]], ...]:
-        """Pairs of documents and the batch rows that have them: batch rows that are divided alike, too, share all tiles."""
+        """Pairs of documents and the batch rows that have them and the same pieces: such batch rows share all tiles."""
         rows_of: dict[tuple[tuple[tuple[int, int], ...], RowPieces], list[int]] = {}
         for batch_row, documents in enumerate(self.documents):
             pieces = self.layout.rows[batch_row] if self.layout.rows else ()

@@ -1,18 +1,19 @@
 """The ways of key rows, in integers alone: the rows that each rank needs of the others, and the hops of the ring.
 
 A set of rows is an integer whose bit i stands for row i, so that unions and differences of any strides are one
-operation each. Needs are exact, as they come from the tiles: a row is needed where some tile has it, and nowhere else.
+operation each. Needs are exact, since they come from the tiles: a rank needs a row if and only if one of its tiles has it.
 
-A window of 6 tokens over 16 tokens on 4 ranks, of which each holds 4 (rows 0 to 3 of its own):
+A window of 6 tokens over 16 tokens on 4 ranks, each with 4 tokens (its rows 0 to 3):
 
     rank 0        rank 1        rank 2        rank 3
     0 1 2 3       4 5 6 7       8 9 10 11     12 13 14 15
           |--->   needs all     needs the     needs none
                   4 of them     last one      of rank 0
 
-So the rows of rank 0 make two hops. The first takes 0b1111 to rank 1, which is the last to use 0b0111: in backward it
-sends the gradients of those three home. The second takes 0b1000 on to rank 2; in backward its gradient, which rank 1 has
-begun (it is `carried`), goes along, and rank 2 sends it home. The rows of rank 3 make no hop: nobody needs them.
+So the rows of rank 0 make two hops. The first takes 0b1111 to rank 1, the last user of 0b0111: in backward it sends the
+gradients of these three rows home. The second takes 0b1000 on to rank 2. Rank 1 has begun the gradient of this row (it is
+`carried`), so in backward the gradient goes along, and rank 2 sends it home. No rank needs the rows of rank 3: they make no
+hop.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class KeyRows:
         return KeyRows(self.num_kv_heads, self.weights, tuple(a & ~b for a, b in zip(self.sets, other.sets)))
 
     def run(self, heads: range) -> range | None:
-        """Returns the rows of every batch row and of each of these heads where they are one and the same run; else None."""
+        """Returns the rows of these heads if they are one run, the same in every batch row and head; else None."""
         count = self.num_kv_heads
         sets = {rows for i, rows in enumerate(self.sets) if i % count in heads}
         if len(sets) != 1 or not any(sets):
@@ -73,7 +74,7 @@ class KeyRows:
         return range(start, stop) if bits.bit_count() == stop - start else None
 
     def of_heads(self, heads: range) -> KeyRows:
-        """Returns these rows without those of other heads."""
+        """Returns the rows of these heads."""
         if len(heads) == self.num_kv_heads:
             return self
         before, behind = (0,) * heads.start, (0,) * (self.num_kv_heads - heads.stop)
@@ -86,8 +87,8 @@ class Hop(NamedTuple):
 
     Attributes:
         rows: keys and values that the next rank or a later one needs.
-        carried: those that a rank before this hop has used: in backward, their gradients go along.
-        finished: those that the rank at the end of the hop is the last to use: in backward, it sends their gradients home.
+        carried: rows that a rank before this hop has used: in backward, their gradients go along.
+        finished: rows that the rank at the end of the hop is the last to use: in backward, it sends their gradients home.
     """
 
     rows: KeyRows
@@ -101,7 +102,7 @@ class Lap:
 
     Attributes:
         heads: key/value heads.
-        direction: 1 where rank i sends to rank i + 1, -1 where it sends to rank i - 1.
+        direction: 1 if rank i sends to rank i + 1, -1 if it sends to rank i - 1.
         with_own: whether ranks compute with their own keys of these heads in this lap.
         routes: for each source rank the hops that its rows make; they end at the last rank that needs one.
     """
@@ -122,7 +123,7 @@ class Lap:
         return max(map(len, self.routes))
 
     def source(self, rank: int, step: int) -> int:
-        """Returns the rank whose rows `rank` holds at a step: itself at step 0."""
+        """Returns the rank whose rows `rank` holds at a step; at step 0 its own."""
         return (rank - step * self.direction) % len(self.routes)
 
     def hop(self, rank: int, step: int) -> Hop | None:
@@ -174,13 +175,13 @@ def _needs(problem: Problem, rank: int) -> tuple[KeyRows, ...]:
 
 
 def _by_source(layout: SequenceLayout, batch_row: int, rows: int) -> list[int]:
-    """Returns, for each rank, which of these rows of the whole sequence it holds, by local index."""
+    """Returns the part of these rows of the whole sequence that each rank holds, by local index."""
     if not rows:
         return [0] * layout.world_size
     octets = rows.to_bytes(-(-rows.bit_length() // 8), "little")
 
     def local(piece: range) -> int:
-        # A shift of all rows for each piece would copy all of them for each.
+        # Shifting the whole integer for each piece would copy it each time.
         octets_of_piece = octets[piece.start // 8 : -(-piece.stop // 8)]
         return int.from_bytes(octets_of_piece, "little") >> piece.start % 8 & (1 << len(piece)) - 1
 
@@ -203,7 +204,9 @@ def _route(needs: list[KeyRows]) -> tuple[Hop, ...]:
     """Returns the hops that take rows to readers 1, 2, ... steps away."""
     hops: list[Hop] = []
     nothing = needs[0] - needs[0]
-    before = list(itertools.accumulate(needs[:-1], or_, initial=nothing))  # For each reader, what those before it need.
+    before = list(
+        itertools.accumulate(needs[:-1], or_, initial=nothing)
+    )  # For each reader, the needs of earlier readers.
     later = nothing
     for used, earlier in zip(reversed(needs), reversed(before)):
         rows = used | later
@@ -239,7 +242,7 @@ def _row_hops(laps: Sequence[Lap]) -> int:
 def ring_laps(problem: Problem) -> tuple[Lap, ...]:
     """Returns the laps of a call in their order; they are the same on all ranks.
 
-    Rows that are near to their readers both ways (windows that look ahead, or pieces in zigzag) go both ways. Payloads
+    Rows that are near their readers both ways (windows that look ahead, or pieces in zigzag) go both ways. Payloads
     that are large beside the queries go head group by head group: buffers are smaller by the number of groups, and the
     gradients of a group travel home while the next group is computed.
     """

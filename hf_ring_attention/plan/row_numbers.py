@@ -1,8 +1,8 @@
 """The bytes of the row numbers that a rank keeps on its device for a call, from integers alone.
 
-Tiles and messages that are views of a tensor need no numbers: these are the tiles that take all batch rows and heads at
-equal distances, and the messages that take one run of rows of every head. All others keep 8 bytes for each row; tiles of one
-shape keep the first row of their queries, and of keys of the rank itself, and tiles that share a call keep all rows.
+Tiles and messages that are views of a tensor need no numbers: tiles of all batch rows and heads at equal distances, and
+messages of one run of rows of every head. All others keep 8 bytes for each row number. Tiles of one shape keep the first row
+of their queries, and of the rank's own keys; tiles that share a call keep all rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def heads_numbers(problem: Problem, rank: int, joining: Joining | None) -> int:
 
 
 def _of_lap(problem: Problem, rank: int, lap: Lap, joining: Joining | None) -> int:
-    # Several but not all heads of several batch rows do not lie at equal distances.
+    # Several heads, but not all, of several batch rows do not lie at equal distances.
     own_views = len(lap.heads) in (1, problem.num_kv_heads) or len(problem.documents) == 1
     following = (rank + lap.direction) % problem.layout.world_size
     route, numbers = lap.routes[rank], 0
@@ -70,15 +70,15 @@ def _of_tiles(
     views: bool,
     own: bool = True,
 ) -> int:
-    """Returns how many numbers tiles keep: of queries and keys, and of the lengths of tiles that share a call."""
+    """Returns how many numbers tiles keep: rows of queries and keys, and lengths of tiles that share a call."""
 
     def is_view(batch: TileBatch) -> bool:
         return views and batch.as_one(len(problem.documents), heads) is not None
 
     numbers = 0
     for call in joined(batches, problem.group, joining, is_view):
-        longest, *others = call
-        if others:
+        longest = call[0]
+        if len(call) > 1:
             padded = [batch.like(longest) for batch in call] if joining and joining.kind == "padded" else call
             lengths = sum(batch.num_tiles * (1 + batch.num_queries * batch.fold_size) for batch in call)
             numbers += sum(batch.rows(problem.group) for batch in padded) + 1 + lengths

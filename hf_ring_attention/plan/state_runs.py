@@ -1,4 +1,4 @@
-"""The runs of documents: stretches whose tokens follow each other on one rank. The states of mixers pass from run to run."""
+"""The runs of documents: stretches of tokens that follow each other on one rank. The states of mixers pass from run to run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ class StateRun(NamedTuple):
     Attributes:
         row: its batch row.
         start, stop: its tokens in the whole row.
-        place: the place of its first token in what the rank holds.
-        rank: the rank.
-        before: the number of the run before it in the same document, in the list of all runs; -1 for none.
+        place: the index of its first token among the rank's tokens.
+        before: the number of the previous run of its document, in the list of all runs; -1 for the first run.
         alone: whether it is a whole document.
     """
 
@@ -31,7 +30,7 @@ class StateRun(NamedTuple):
 
     @property
     def held(self) -> tuple[int, int, int]:
-        """The batch row, and the first token and the one behind the last in what the rank holds."""
+        """The batch row, and the start and stop of its tokens among the rank's tokens."""
         return self.row, self.place, self.place + self.stop - self.start
 
 
@@ -69,10 +68,10 @@ def linked_runs(runs: Sequence[StateRun], all_of_them: bool = False) -> tuple[li
 
     Args:
         runs: all runs, as `runs_of` returns them.
-        all_of_them: whether whole documents count too, as they do where a cache takes the states behind the rows.
+        all_of_them: whether whole documents count too, for a cache that takes the states behind the rows.
 
     Returns:
-        The runs in their order, whose `before` counts in this list; and the number of rows of each rank's batch.
+        The runs in their order, with `before` as an index of this list; and the number of rows of each rank's batch.
     """
     numbers = [number for number, run in enumerate(runs) if all_of_them or not run.alone]
     places = {number: place for place, number in enumerate(numbers)}
@@ -83,10 +82,10 @@ def linked_runs(runs: Sequence[StateRun], all_of_them: bool = False) -> tuple[li
 
 
 def _evened(runs: list[StateRun], most: int) -> list[StateRun]:
-    """Returns runs of which a rank that had fewer than `most` has some more: its longest ones are cut in two.
+    """Cuts the longest runs of ranks with fewer than `most` runs in two, until they have `most`.
 
-    A rank computes its runs in a batch of `most` rows that are as long as its longest run, so that a row without a run, or
-    with a short one, takes as long as the longest.
+    A rank computes its runs in a batch of `most` rows, each as long as its longest run: an empty or short row takes as much
+    time as the longest.
     """
     pieces = [[run] for run in runs]
     for rank in {run.rank for run in runs}:

@@ -1,7 +1,7 @@
 """The bytes that the mixers of hybrid models move over a ring, from integers alone.
 
-A mixer that passes states gathers a few numbers for each run (`state_runs.py`), however long the run is; one that does not
-gathers the rows of its hidden states.
+A mixer that passes states gathers a few numbers for each run (`state_runs.py`), however long the run is; other mixers gather
+the rows of their hidden states.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class StateNumbers(NamedTuple):
     """The numbers that a mixer gathers for one run.
 
     Attributes:
-        channels: those of its convolution; 0 without one.
+        channels: the channels of its convolution; 0 without a convolution.
         kernel: the tokens that an output of the convolution sees.
-        sums: the numbers of its state, and of what multiplies the state before the run; 0 without a state.
+        sums: the numbers of its state, and of the factor of the state before the run; 0 without a state.
     """
 
     channels: int
@@ -28,18 +28,18 @@ class StateNumbers(NamedTuple):
     sums: int
 
     def of_run(self, itemsize: int, accumulated: int, kept: bool = False) -> int:
-        """Returns the bytes that one run adds to what all ranks gather.
+        """Returns the bytes that one run adds to the gathered states.
 
         Args:
             itemsize: the bytes of a number of the model.
-            accumulated: the bytes of a number of its sums, which are in float32 at least.
-            kept: whether a cache takes the states behind the rows; it has one more input than a convolution looks back.
+            accumulated: the bytes of a number of its sums, which are float32 or wider.
+            kept: whether a cache takes the states behind the rows, which needs one more input of the convolution.
         """
         return self.channels * (self.kernel - (not kept)) * itemsize + self.sums * accumulated
 
 
 def delta_rule_sums(heads: int, key_dim: int, value_dim: int) -> int:
-    """Returns the numbers of a delta rule: a state [heads, Dk, Dv], and the [Dk, Dk] of each head that multiplies it."""
+    """Returns the numbers of a delta rule: a state [heads, Dk, Dv], and its factor [Dk, Dk] for each head."""
     return heads * key_dim * (value_dim + key_dim)
 
 
@@ -49,14 +49,14 @@ def state_space_sums(heads: int, head_dim: int, state_size: int) -> int:
 
 
 def selective_sums(channels: int, state_size: int) -> int:
-    """Returns the numbers of Mamba: a state [channels, N], each of whose entries decays by itself."""
+    """Returns the numbers of Mamba: a state [channels, N], and a decay for each entry."""
     return 2 * channels * state_size
 
 
 def gathered_traffic(own_bytes: int, world_size: int, without_gradients: int = 0) -> RankTraffic:
-    """Returns what a rank moves and holds to gather as many bytes of every rank.
+    """Returns the bytes that a rank moves and holds to gather equal parts of all ranks.
 
-    In forward each rank sends its part to all others. In backward it sends each of them the gradient of that one's part.
+    In forward each rank sends its part to all other ranks. In backward it sends each rank the gradient of that rank's part.
 
     Args:
         own_bytes: the bytes of a rank's part, and of its gradient.
@@ -66,12 +66,12 @@ def gathered_traffic(own_bytes: int, world_size: int, without_gradients: int = 0
         >>> gathered_traffic(100, world_size=4).forward
         Bytes(sent=300, received=300)
     """
-    others = world_size - 1
-    forward, backward = ([others * size] * 2 for size in (own_bytes + without_gradients, own_bytes))
+    peers = world_size - 1
+    forward, backward = ([peers * size] * 2 for size in (own_bytes + without_gradients, own_bytes))
     return RankTraffic(
         forward=Bytes(*forward),
         backward=Bytes(*backward),
-        buffers=(others and world_size) * (own_bytes + max(own_bytes, without_gradients)),
+        buffers=(peers and world_size) * (own_bytes + max(own_bytes, without_gradients)),
     )
 
 
@@ -83,12 +83,12 @@ def states_traffic(
     accumulated: int,
     kept: bool = False,
 ) -> RankTraffic:
-    """Returns what every rank moves and holds in one layer whose mixer passes states.
+    """Returns the bytes that every rank moves and holds in one layer whose mixer passes states.
 
-    It depends on how many runs the ranks have, not on their lengths. Whole documents on one rank need nothing of others.
+    They depend on the number of runs, not on their lengths. Whole documents on one rank need nothing of other ranks.
 
     Args:
-        documents: those of each batch row.
+        documents: the documents of each batch row.
         itemsize, accumulated, kept: as for `StateNumbers.of_run`.
 
     Example:
@@ -104,7 +104,7 @@ def states_traffic(
 def rows_traffic(
     width: int, batch_size: int, layout: SequenceLayout, itemsize: int, with_positions: bool = False
 ) -> RankTraffic:
-    """Returns what every rank moves and holds in one layer whose mixer gathers rows.
+    """Returns the bytes that every rank moves and holds in one layer whose mixer gathers rows.
 
     Args:
         width: the features of a row.

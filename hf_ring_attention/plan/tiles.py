@@ -2,9 +2,9 @@
 
 A *row* is a token in some storage order (a rank's local index, or the index in the whole sequence); a *run* ties a
 range of rows to consecutive positions. For one branch, one residue of queries and one residue of keys, rows are numbered in
-order, 0, 1, 2, ...; the keys a query sees are then one interval of key numbers whose two ends, as functions of the
-query's number, are made of flat pieces and pieces of slope one. Cutting where either end changes slope leaves
-rectangles, triangles and bands. No other shape exists anywhere in the package.
+order, 0, 1, 2, ... The keys that a query sees are then one interval of key numbers. Its two ends, as functions of the query's
+number, have flat pieces and pieces of slope one. Cutting at every change of slope leaves rectangles, triangles and bands. No
+other shape exists anywhere in the package.
 
 A window of 3 tokens over 6 tokens is two tiles, here a and b:
 
@@ -19,8 +19,8 @@ A window of 3 tokens over 6 tokens is two tiles, here a and b:
 In a branch of dilation r that shows keys of one residue modulo r to queries of every residue, neighbouring queries mostly see
 the same keys: an end that moves with the query meets the next such key once in r positions. The consecutive queries between
 two of these changes are a *fold*. Folds repeat every r positions, so one tile takes many of a kind: its `queries` are the
-first rows of the folds, r rows apart, and `fold_size` is how many rows a fold has. A window of 8 tokens with every 4th key,
-here those at positions 1, 5, 9, ..., has one kind, of 4 queries:
+first rows of the folds, r rows apart, and `fold_size` is the number of rows in a fold. A window of 8 tokens with every 4th
+key, here the keys at positions 1, 5, 9, ..., has one kind of fold, with 4 queries:
 
     queries     9 10 11 12 see the keys 5 9
     queries    13 14 15 16 see the keys 9 13
@@ -36,12 +36,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from .branches import Branch, Segment, Window
+from .branches import Last, Segment, Sink, Window
 from .intervals import Piece, Progression, Region, Run, borders_of, covering, progressions, regions_of
 from .parts import Part, parts_of
 from .patterns import Pattern
 
-#: What query number i of a tile sees: all keys; keys 0 to i; or keys i to i + (number of keys - number of queries).
+#: Query number i of a tile sees all keys; keys 0 to i; or keys i to i + (number of keys - number of queries).
 Shape = Literal["full", "causal", "band"]
 
 
@@ -128,7 +128,7 @@ class _Trapezoid(NamedTuple):
 
 
 def _trapezoids(queries: Progression, keys: Progression, region: Region) -> Iterator[_Trapezoid]:
-    """Yields as few trapezoids as make up what these queries see, without rows that see nothing."""
+    """Yields the keys that these queries see in as few trapezoids as possible, without rows that see nothing."""
     if queries.length == 1:
         (_, position, _), *_ = queries.pieces
         a, b = map(keys.number_below, region.ends(position))
@@ -148,9 +148,9 @@ def _trapezoids(queries: Progression, keys: Progression, region: Region) -> Iter
 
 
 def _may_see(queries: Progression, keys: Progression, region: Region) -> bool:
-    """Returns False only where none of these queries sees any of these keys.
+    """Returns False only if no query sees any of these keys.
 
-    The first query and the last one decide: neither end of what a query sees is less for a later query.
+    The first query and the last one decide: for a later query, neither end of the visible interval is less.
     """
     (_, first_query, _), (_, position, count) = queries.pieces[0], queries.pieces[-1]
     (_, first_key, _), (_, key_position, key_count) = keys.pieces[0], keys.pieces[-1]
@@ -230,15 +230,15 @@ class _Fold(NamedTuple):
 
 
 class _BranchOfPhase:
-    """A branch in the heads of one phase: what is the same for every document, made once for all of them.
+    """A branch in the heads of one phase, made once for all documents.
 
     Attributes:
         number, branch: the number of the branch in its part of the pattern, and among all parts.
         residue: the residue of the keys.
         heads: the heads that have it: query heads if `per_query_head`, else key/value heads.
-        fold_starts: the residues of query positions, ascending, at which folds begin, since an end of what the branch adds
-            moves on to another of the keys there. Empty where every residue begins one. None where there are no folds:
-            only queries of the keys' residue take part, or the dilation is 1.
+        fold_starts: the residues of query positions, ascending, at which folds begin, since an end of the keys that the branch
+            adds moves to another key there. Empty if a fold begins at every residue. None without folds: only queries of the
+            keys' residue take part, or the dilation is 1.
     """
 
     def __init__(
@@ -247,10 +247,10 @@ class _BranchOfPhase:
         pattern, branch = part.pattern, part.pattern.branches[number]
         self.pattern, self.number, self.causal = pattern, number, causal
         self.queries, self.branch = part.queries, part.first_branch + number
-        self.dilation = _dilation(branch)
+        self.dilation = branch.dilation
         self.residue, self.heads, self.per_query_head = residue, heads, per_query_head
         self.fold_starts = None
-        if isinstance(branch, (Segment, Window)) and branch.dilation > 1 and branch.queries == "all":
+        if not isinstance(branch, (Sink, Last)) and branch.dilation > 1 and branch.queries == "all":
             self.fold_starts = self._fold_starts(branch)
         dilated = [cover for cover in covering(pattern, number) if cover.queries == "dilated" and cover.dilation > 1]
         self._residues_differ = pattern.overlap == "once" and bool(dilated)
@@ -260,8 +260,8 @@ class _BranchOfPhase:
         """Returns `fold_starts` for a branch with folds."""
         starts: set[int] = set()
         covers = covering(self.pattern, self.number) if self.pattern.overlap == "once" else []
-        for one in (branch, *covers):
-            for term in itertools.chain(*borders_of(one, self.causal)):
+        for earlier in (branch, *covers):
+            for term in itertools.chain(*borders_of(earlier, self.causal)):
                 if term.kind == "from_query":  # It passes a key at p for the query at p - value + 1.
                     starts.add((self.residue - term.value + 1) % self.dilation)
                 elif term.kind == "block" and term.value % self.dilation:
@@ -270,20 +270,20 @@ class _BranchOfPhase:
                     starts.add(0)
         for cover in covers:
             if cover.queries == "dilated" and cover.dilation > 1:
-                # Queries that took part in it already see what it shows, unlike their neighbours: each is its own fold.
+                # Queries that took part in it already see its keys, unlike their neighbours: each is its own fold.
                 for taking_part in range(self.residue % cover.dilation, self.dilation, cover.dilation):
                     starts |= {taking_part, (taking_part + 1) % self.dilation}
         return sorted(starts) or [0]
 
     def folds(self, queries: Sequence[Run], length: int) -> list[_Fold]:
-        """Returns the query rows that take part, of a document of `length` tokens, as folds; of one row each without folds."""
+        """Returns the query rows that take part, of a document of `length` tokens, as folds; without folds, one row each."""
         queries = self.queries.of_runs(queries, length)
         if self.fold_starts is None:
             return [_Fold(rows, 1) for rows in progressions(queries, self.dilation, self.residue)]
         return list(_folds(queries, self.dilation, self.fold_starts or range(min(self.dilation, length))))
 
     def regions(self, residue: int) -> list[Region]:
-        """Returns what the branch adds to those before it, for queries of a residue."""
+        """Returns the keys that the branch adds to earlier branches, for queries of a residue."""
         residue = residue if self._residues_differ else self.residue
         if residue not in self._regions:
             # `self.residue` stands for any phase that has it: `regions_of` reduces it by dilations that divide this one.
@@ -304,10 +304,10 @@ def _branches_of_phases(
         kv_heads_of.setdefault(pattern.of_kv_head(first_kv_head + kv_head), []).append(kv_head)
     group, branches = num_heads // num_kv_heads, []
     for own, kv_heads in kv_heads_of.items():
-        # Where a key/value head has one query head here, this one has another number among all heads, which share the key.
+        # A key/value head with one query head here may have more query heads among all: the phase is the number among all.
         first = first_head if own.phase_by == "query_head" else first_kv_head
-        for part, number in ((one, i) for one in parts_of(own) for i in range(len(one.pattern.branches))):
-            dilation = _dilation(part.pattern.branches[number])
+        for part, number in ((x, i) for x in parts_of(own) for i in range(len(x.pattern.branches))):
+            dilation = part.pattern.branches[number].dilation
             per_query_head = dilation > 1 and own.phase_by == "query_head" and group > 1
             heads_of: dict[int, list[int]] = {}
             for kv_head in kv_heads:
@@ -346,10 +346,6 @@ def _folds(runs: Sequence[Run], dilation: int, starts: Sequence[int]) -> Iterato
                     yield _Fold(Progression(row + low - position, dilation, 1, (Piece(0, low, 1),)), high - low)
 
 
-def _dilation(branch: Branch) -> int:
-    return branch.dilation if isinstance(branch, (Segment, Window)) else 1
-
-
 def tile_document(
     pattern: Pattern,
     *,
@@ -362,13 +358,13 @@ def tile_document(
     first_head: int = 0,
     first_kv_head: int = 0,
 ) -> list[Tile]:
-    """Returns tiles that cover each pair of these queries and keys as often as `Pattern.multiplicity` says.
+    """Returns tiles that cover each pair of these queries and keys as often as `Pattern.multiplicity` counts it.
 
     Args:
         length: tokens of the document.
         queries: runs of the document's tokens that are queries here, by ascending position; their rows ascend too.
         keys: runs of the tokens that are keys here, in the same order; their rows number another storage.
-        first_head, first_kv_head: as of `Problem`.
+        first_head, first_kv_head: as for `Problem`.
 
     Returns:
         Tiles by ascending branch.

@@ -36,10 +36,10 @@ class RankTraffic(NamedTuple):
 
 
 def ring_traffic(problem: Problem, rank: int, sizes: RowBytes) -> RankTraffic:
-    """Returns what the ring transport moves and holds for `rank`.
+    """Returns the bytes that the ring transport moves and holds for `rank`.
 
-    Each buffer is as large as the largest message. Keys and values take two, and one more where rows are left behind on
-    the way or travel both ways. Gradients take three: those of the payload at hand, those that leave and those that arrive.
+    Each buffer has the size of the largest message. Keys and values take two, and one more if rows are left behind on
+    the way or travel both ways. Gradients take three: of the payload at hand, leaving, and arriving.
     """
     rows, grads = [0, 0], [0, 0]
     largest, largest_grads, left_behind = 0, 0, False
@@ -56,7 +56,7 @@ def ring_traffic(problem: Problem, rank: int, sizes: RowBytes) -> RankTraffic:
             grads[0] += (len(going.carried) if going else 0) + (len(held.finished) if held else 0)
             grads[1] += carried + home
             largest, largest_grads = max(largest, sent, received), max(largest_grads, here, carried + home)
-            # The message to send is then a third buffer; where a second lap starts, the first lap's last payload is still held.
+            # The message to send is then a third buffer. When a second lap starts, the first lap's last payload is still held.
             left_behind |= 0 < sent < here or (step == 0 and sent > 0 and not lap.with_own)
     forward, gradients = ([count * size for count in counts] for counts, size in zip((rows, grads), sizes))
     return RankTraffic(
@@ -76,7 +76,7 @@ def exchanged(problem: Problem) -> tuple[tuple[int, ...], ...]:
 
 
 def collective_traffic(problem: Problem, rank: int, sizes: RowBytes) -> RankTraffic:
-    """Returns what the collective transport moves and holds for `rank`."""
+    """Returns the bytes that the collective transport moves and holds for `rank`."""
     rows = exchanged(problem)
     received, sent = sum(rows[rank]), sum(row[rank] for row in rows)
     both = sizes.row_bytes + sizes.grad_bytes

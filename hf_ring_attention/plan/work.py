@@ -1,4 +1,4 @@
-"""The work of queries in documents, estimated in no time: what divides rows among ranks, and documents among rings."""
+"""The work of queries in documents, estimated in no time: rows are divided among ranks by it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _MOST_SEGMENTS = 128
 class _Pairs:
     """The query-key pairs of the first n tokens of a causal document, whatever follows them, for every n.
 
-    They are counted for some lengths. Between these the mean number of keys that a query sees is taken to be linear, which it
-    is for exact attention.
+    They are counted for some lengths. Between these, the mean number of keys that a query sees is interpolated linearly, which
+    is right for exact attention.
 
     Attributes:
         lengths: the lengths for which pairs are counted, ascending from 0.
@@ -38,7 +38,7 @@ class _Pairs:
     def of_first(self, tokens: int) -> float:
         """Returns the pairs of a document's first tokens."""
         right = bisect.bisect_left(self.lengths, tokens)
-        if right == len(self.lengths):  # Beyond the last one, every query sees as many keys as on average before.
+        if right == len(self.lengths):  # Beyond the last length, every query sees the average number of keys.
             return self.means[-1] * tokens
         if self.lengths[right] == tokens:
             return self.means[right] * tokens
@@ -59,7 +59,7 @@ class Work:
     """The query-key pairs of a head in causal documents, on average over the heads.
 
     Attributes:
-        shares: what is added up; one for all queries, where a document's last queries see no more than others.
+        shares: their sum is the work; one share of all queries, unless a document's last queries see more keys.
     """
 
     shares: tuple[_Share, ...]
@@ -74,8 +74,8 @@ class Work:
         for queries, pairs in self.shares:
             first, beyond = start, stop
             if queries is not ALL:
-                mine = queries.of_document(length)
-                first, beyond = max(start, mine.start), min(stop, mine.stop)
+                positions = queries.of_document(length)
+                first, beyond = max(start, positions.start), min(stop, positions.stop)
             if first < beyond:
                 work += pairs.of_first(beyond) - pairs.of_first(first)
         return work
@@ -83,7 +83,7 @@ class Work:
 
 def work_under(pattern: Pattern, most_tokens: int) -> Work:
     """Returns the work of documents of at most so many tokens under a pattern, for one head."""
-    return _work_up_to(pattern, 1 << (most_tokens - 1).bit_length())  # Rows of many lengths share what was counted.
+    return _work_up_to(pattern, 1 << (most_tokens - 1).bit_length())  # Rows of many lengths share the counts.
 
 
 @lru_cache(maxsize=32)
@@ -101,7 +101,7 @@ def _work_up_to(pattern: Pattern, most_tokens: int) -> Work:
 
 
 def _counted(patterns: tuple[Pattern, ...], heads: int, most_tokens: int) -> _Pairs:
-    """Returns the pairs under these patterns, added up, for one of so many heads."""
+    """Returns the pairs under these patterns, added up and divided by the number of heads."""
     lengths = [0, *range(1, min(16, most_tokens) + 1)]
     while lengths[-1] < most_tokens:
         lengths.append(min(most_tokens, math.ceil(lengths[-1] * _GROWTH)))
@@ -119,7 +119,7 @@ def _counted(patterns: tuple[Pattern, ...], heads: int, most_tokens: int) -> _Pa
 
 
 def _pairs_of_document(patterns: tuple[Pattern, ...], length: int) -> float:
-    """Returns the pairs of a causal document, one head for each pattern, without a plan, which nobody would need again."""
+    """Returns the pairs of a causal document, one head for each pattern, without a plan, since nobody would use it again."""
     rows, heads = [Run(0, 0, length)], len(patterns)
     tiles = tile_document(
         Pattern.by_kv_head(patterns),

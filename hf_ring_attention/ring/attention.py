@@ -17,18 +17,17 @@ from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
 from ..plan.problem import Documents, HeldKeys, Problem, documents_of
 from ..plan.traffic import RowBytes
-from ..transport.agreement import Agreement
 from ..transport.heads import HeadsTransport
 from ..transport.transports import LocalTransport, Transport
-from .engine import HeadsAttention, RingAttention
+from .engine import Execution, HeadsAttention, RingAttention
 from .ring import Ring
 
 _ALONE = Ring.alone()
 
-#: What ranks compare that come to attention, from here or from a model that refuses its part.
+#: The name of a call of attention when ranks compare their calls, here or in a model that refuses its part.
 FORWARD = "a forward pass of attention"
 
-#: The reason why no graph holds this attention; torch.compile shows it where it breaks the graph.
+#: The reason why no graph holds this attention; torch.compile shows it at the graph break.
 UNTRACEABLE = (
     "ring_dilated plans by the content of each batch and talks to other ranks, which no graph can hold: export a model with "
     "attn_implementation='sdpa'; torch.compile takes it with fullgraph=False, and breaks the graph here"
@@ -74,11 +73,11 @@ def ring_attention(
         layout: the division of the sequences; None for `ring.layout_for(n * ring.world_size, pattern)`, without padding.
         causal: whether a query sees only itself and earlier keys.
         scale: factor of the scores, above 0; None for D ** -0.5.
-        documents: for each batch row the (start, stop) of its documents in the whole sequence, ascending; tokens in none
-            are padding. None for one document of `layout.seq_len` tokens in each.
+        documents: for each batch row the (start, stop) of its documents in the whole sequence, ascending; other tokens are
+            padding. None for one document of `layout.seq_len` tokens in each row.
         softcap: scores s become softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118); None leaves them.
         sinks: [H] logits, one for each query head, of one more column of the softmax, whose value is 0 (gpt-oss,
-            arXiv 2508.10925). Their gradient is that of this rank's queries, like a parameter's.
+            arXiv 2508.10925). Like a parameter's, their gradient comes from this rank's queries.
         head_shard: (i, t) if q, k and v have the i-th of t equal parts of the attention's heads (tensor parallelism). Phases
             and patterns by head go by the numbers of the heads among all.
         return_lse: whether to return the log-sum-exp of each query's scores too.
@@ -121,50 +120,50 @@ def ring_attention(
 
 @dataclass(frozen=True, eq=False)
 class CheckedCall:
-    """A call of attention that was checked and planned. It serves all layers whose calls are equal but for their numbers.
+    """A call of attention that was checked and planned. It serves all layers whose calls differ in their numbers only.
 
     Attributes:
-        ring: the ranks that share the sequences; problem: what is computed; kernel, transport: by what.
-        scale: the factor of the scores.
-        values: what all ranks have in common; digest: what stands for it in later comparisons.
+        ring: the ranks that share the sequences.
+        problem: the tiles to compute.
+        execution: the transport, the kernel and the scale.
+        values: the values that all ranks have in common.
+        digest: the number that stands for them when ranks compare later calls.
         recorded: whether a backward pass will come.
     """
 
     ring: Ring
     problem: Problem
-    kernel: Kernel
-    transport: Transport | HeadsTransport
-    scale: float
+    execution: Execution
     values: Mapping[str, Any]
     digest: int
     recorded: bool
 
     def compare(self) -> None:
-        """Compares an equal call of a later layer with those of the other ranks.
+        """Compares an equal call of a later layer with the calls of the other ranks.
 
         Raises:
             ValueError: on every rank, if another rank makes another call.
         """
-        if self.ring.world_size > 1:
-            self.ring.compare(FORWARD, self.values, self.digest)
+        self.ring.calls.compare(FORWARD, self.values, self.digest)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, with_lse: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Returns out [B, H, n, Dv] in q's dtype, and lse [B, H, n], which may be empty without `with_lse`."""
+        execution = self.execution
         if self.problem.held is not None:
             return self._attend_to_cache(q, k, v, sinks)
-        before_backward = self.ring.backward_check() if self.recorded else None
-        call_of_all = q, k, v, sinks, self.transport, self.kernel, self.scale, before_backward
-        if isinstance(self.transport, HeadsTransport):
-            return HeadsAttention.apply(*call_of_all, with_lse)
-        return RingAttention.apply(*call_of_all)
+        if self.recorded:
+            execution = execution._replace(before_backward=self.ring.calls.backward_check())
+        if isinstance(execution.transport, HeadsTransport):
+            return HeadsAttention.apply(q, k, v, sinks, execution, with_lse)
+        return RingAttention.apply(q, k, v, sinks, execution)
 
     def _attend_to_cache(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attends to this rank's part of a cache. All ranks merge all parts in one order, so all go on with the same bits."""
         if self.ring.world_size == 1:
-            return RingAttention.apply(q, k, v, sinks, self.transport, self.kernel, self.scale)
-        out, lse = RingAttention.apply(q, k, v, None, self.transport, self.kernel, self.scale)
+            return RingAttention.apply(q, k, v, sinks, self.execution)
+        out, lse = RingAttention.apply(q, k, v, None, self.execution)
         parts = self.ring.gather(torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1))
         total, total_lse = parts[0][..., :-1].contiguous(), parts[0][..., -1].contiguous()
         for part in parts[1:]:
@@ -191,82 +190,60 @@ def checked_call(
     """Checks a call of `ring_attention` on all ranks, and plans it.
 
     With keys from a cache, the queries are a sequence's last tokens. On a ring every rank then has the same queries and its own
-    part of the keys; the results of the parts are merged, so one row of (out, lse) moves for each query and rank, whatever the
-    length of the cache.
+    part of the keys. Ranks merge their results, so one row of (out, lse) moves for each query and rank, whatever the length of
+    the cache.
 
     Args:
-        held: the tokens of the sequence that the rows of k and v are, if they come from a cache: k [B, Hkv, `held.num_rows`, D]
-            with the m = `held.num_queries` tokens of q [B, H, m, D]. One rank holds each token. `documents` are then those of
-            the sequence of `held.row_len` tokens, and `layout` is not used.
+        held: the tokens whose keys k [B, Hkv, `held.num_rows`, D] and v hold, if they come from a cache, for the
+            m = `held.num_queries` tokens of q [B, H, m, D]. One rank holds each token. `documents` then divide the sequence
+            of `held.row_len` tokens, and `layout` is not used.
 
     Raises:
-        ValueError: as `ring_attention`; or a gradient asked of a cache over a ring.
+        ValueError: as `ring_attention`; or the gradient of a cache over a ring.
     """
     ring = _ALONE if ring is None else ring
     with ring.agreement(FORWARD, by_digest=True) as call:
         pattern = as_pattern(pattern, "ring_attention")
         _check_tensors(q, k, v, softcap, sinks)
+        kernel = choose_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
         recorded = _recorded(q, k, v, sinks)
-        if held is None:
-            problem = _problem(q, k, pattern, ring, layout, causal, documents, head_shard)
-        else:
-            problem = _problem_of_cache(q, k, pattern, held, causal, documents, head_shard)
-            if ring.world_size > 1 and _recorded(q, k, v):
-                raise ValueError("cached_attention: the keys of a sharded cache have no gradient: use torch.no_grad()")
+        problem = _problem(q, k, pattern, ring, layout, causal, documents, head_shard, held)
+        if held is not None and ring.world_size > 1 and _recorded(q, k, v):
+            raise ValueError("cached_attention: the keys of a sharded cache have no gradient: use torch.no_grad()")
         if ring.transport == "heads" and held is None:
             check_heads(problem.num_heads, problem.num_kv_heads, group_size(problem))
-        scale = _scale_of_call(scale, q)
+        if scale is not None and not scale > 0:  # Masks are -inf, which only a factor above 0 leaves as it is.
+            raise ValueError(f"ring_attention: scale must be above 0, or None for D ** -0.5, got {scale!r}")
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
         if ring.world_size > 1:
-            _describe(call, q, v, ring, problem, scale, softcap, sinks is not None, recorded)
-    digest = ring.digest(FORWARD, call.values) if ring.world_size > 1 else 0
-    kernel = choose_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
-    transport: Transport | HeadsTransport
-    if held is None:
-        widths = q.shape[-1] + v.shape[-1]
-        sizes = RowBytes(widths * q.element_size(), widths * accumulation_dtype(q.dtype).itemsize)
-        transport = ring.transport_for(problem, sizes, q.device, kernel.joining)
-    else:
-        transport = LocalTransport(ring.bindings.of(bind_held, problem, q.device, kernel.joining))
-    return CheckedCall(ring, problem, kernel, transport, scale, call.values, digest, recorded)
+            call.values = {
+                "the shape of q, (B, H, n, D)": tuple(q.shape),
+                "the number of key/value heads": problem.num_kv_heads,
+                "the number of the first key/value head": problem.first_kv_head,
+                "the width of v": v.shape[-1],
+                "dtype": q.dtype,
+                "pattern": problem.pattern,
+                "layout": problem.layout,
+                "whether keys come from a cache": held is not None,
+                "transport": ring.transport,
+                "settings of the ring": ring.settings,
+                "causal": problem.causal,
+                "scale": scale,
+                "softcap": softcap,
+                "whether sinks are given": sinks is not None,
+                "whether gradients are recorded": recorded,
+                "documents": problem.documents,
+            }
+    execution = Execution(_transport(ring, problem, q, v, kernel), kernel, scale)
+    return CheckedCall(ring, problem, execution, call.values, ring.calls.digest(FORWARD, call.values), recorded)
 
 
-def _scale_of_call(scale: float | None, q: Tensor) -> float:
-    """Returns the factor of the scores; masks are -inf, which only a factor above 0 leaves as it is."""
-    if scale is not None and not scale > 0:
-        raise ValueError(f"ring_attention: scale must be above 0, or None for D ** -0.5, got {scale!r}")
-    return q.shape[-1] ** -0.5 if scale is None else scale
-
-
-def _describe(
-    call: Agreement,
-    q: Tensor,
-    v: Tensor,
-    ring: Ring,
-    problem: Problem,
-    scale: float,
-    softcap: float | None,
-    with_sinks: bool,
-    recorded: bool,
-) -> None:
-    """Sets the values that must be equal on all ranks in a call of attention."""
-    call.values = {
-        "the shape of q, (B, H, n, D)": tuple(q.shape),
-        "the number of key/value heads": problem.num_kv_heads,
-        "the number of the first key/value head": problem.first_kv_head,
-        "the width of v": v.shape[-1],
-        "dtype": q.dtype,
-        "pattern": problem.pattern,
-        "layout": problem.layout,
-        "whether keys come from a cache": problem.held is not None,
-        "transport": ring.transport,
-        "settings of the ring": ring.settings,
-        "causal": problem.causal,
-        "scale": scale,
-        "softcap": softcap,
-        "whether sinks are given": with_sinks,
-        "whether gradients are recorded": recorded,
-        "documents": problem.documents,
-    }
+def _transport(ring: Ring, problem: Problem, q: Tensor, v: Tensor, kernel: Kernel) -> Transport | HeadsTransport:
+    if problem.held is not None:
+        return LocalTransport(ring.bindings.of(bind_held, problem, q.device, kernel.joining))
+    widths = q.shape[-1] + v.shape[-1]
+    sizes = RowBytes(widths * q.element_size(), widths * accumulation_dtype(q.dtype).itemsize)
+    return ring.planner.transport_for(problem, sizes, q.device, kernel.joining)
 
 
 def _recorded(*tensors: Tensor | None) -> bool:
@@ -289,9 +266,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, sinks
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
         raise ValueError(f"ring_attention: batch and key/value head counts and tokens must be equal, got {shapes}")
     if q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"ring_attention: q and k must have one head size, got {q.shape[3]} and {k.shape[3]}: {shapes}"
-        )
+        sizes = f"{q.shape[3]} and {k.shape[3]}"
+        raise ValueError(f"ring_attention: q and k must have one head size, got {sizes}: {shapes}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"ring_attention: softcap must be above 0, or None, got {softcap!r}")
     if sinks is not None and (not isinstance(sinks, Tensor) or sinks.shape != q.shape[1:2] or sinks.device != q.device):
@@ -299,7 +275,6 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, sinks
         raise ValueError(
             f"ring_attention: sinks must be [{q.shape[1]}], a logit for each query head, on q's device, got {value}"
         )
-    choose_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], softcap)
 
 
 def _problem(
@@ -311,89 +286,58 @@ def _problem(
     causal: bool,
     documents: Sequence[Sequence[tuple[int, int]]] | None,
     head_shard: tuple[int, int],
+    held: HeldKeys | None,
 ) -> Problem:
-    """Checks a call of `ring_attention`, and returns its problem.
+    """Returns the problem of a call.
 
     Raises:
-        ValueError: tokens, layout and documents do not fit each other.
+        ValueError: tokens, layout, documents and held keys that do not fit each other.
     """
-    n = q.shape[2]
-    first_head, first_kv_head = _first_heads(pattern, q, k, head_shard)
-    if n != k.shape[2]:
-        raise ValueError(
-            f"ring_attention: as many query tokens as key tokens are expected, got {n} and {k.shape[2]}: "
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}"
-        )
-    # A layout without documents is the same whatever these are, so that a caller who shards by it finds it here.
-    layout = ring.layout_for(n * ring.world_size, pattern) if layout is None else layout
-    ring.check_layout(layout)
-    if n != layout.local_len:
-        raise ValueError(
-            f"ring_attention: {layout} gives each rank {layout.padded_len} / {layout.world_size} = {layout.local_len} "
-            f"tokens, got {n}: shard whole sequences of {layout.seq_len} tokens with ring.shard(tensor, layout)"
-        )
-    spans = _documents_of_call(documents, layout.seq_len, q.shape[0])
+    shard, shards = head_shard
+    if not 0 <= shard < shards:
+        raise ValueError(f"ring_attention: head_shard must be (i, t) with 0 <= i < t, got {head_shard}")
+    pattern.check_heads(k.shape[1] * shards, "k")
+    n, key_rows = q.shape[2], k.shape[2]
+    if held is not None:
+        layout = held.layout
+        if (n, key_rows) != (held.num_queries, held.num_rows):
+            raise ValueError(
+                f"cached_attention: expected {held.num_queries} queries and {held.num_rows} key rows, got {n} and {key_rows}"
+            )
+    else:
+        if n != key_rows:
+            raise ValueError(
+                f"ring_attention: as many query tokens as key tokens are expected, got {n} and {key_rows}: "
+                f"q {tuple(q.shape)}, k {tuple(k.shape)}"
+            )
+        # This layout does not depend on documents, so a caller who shards by `ring.layout_for` gets the same one.
+        layout = ring.layout_for(n * ring.world_size, pattern) if layout is None else layout
+        ring.check_layout(layout)
+        if n != layout.local_len:
+            raise ValueError(
+                f"ring_attention: {layout} gives each rank {layout.padded_len} / {layout.world_size} = {layout.local_len} "
+                f"tokens, got {n}: shard whole sequences of {layout.seq_len} tokens with ring.shard(tensor, layout)"
+            )
     return Problem(
         pattern=pattern,
         layout=layout,
-        documents=spans,
-        num_heads=q.shape[1],
-        num_kv_heads=k.shape[1],
-        causal=bool(causal),
-        settings=ring.settings,
-        first_head=first_head,
-        first_kv_head=first_kv_head,
-    )
-
-
-def _problem_of_cache(
-    q: Tensor,
-    k: Tensor,
-    pattern: Pattern,
-    held: HeldKeys,
-    causal: bool,
-    documents: Sequence[Sequence[tuple[int, int]]] | None,
-    head_shard: tuple[int, int],
-) -> Problem:
-    """Checks a call with keys from a cache, and returns its problem.
-
-    Raises:
-        ValueError: queries, keys and documents do not fit what the cache holds.
-    """
-    first_head, first_kv_head = _first_heads(pattern, q, k, head_shard)
-    if (q.shape[2], k.shape[2]) != (held.num_queries, held.num_rows):
-        raise ValueError(
-            f"cached_attention: expected {held.num_queries} queries and {held.num_rows} key rows, got "
-            f"{q.shape[2]} and {k.shape[2]}"
-        )
-    return Problem(
-        pattern=pattern,
-        layout=held.layout,
-        documents=_documents_of_call(documents, held.row_len, q.shape[0]),
+        documents=_documents(documents, layout.seq_len, q.shape[0]),
         num_heads=q.shape[1],
         num_kv_heads=k.shape[1],
         causal=bool(causal),
         held=held,
-        first_head=first_head,
-        first_kv_head=first_kv_head,
+        settings=ring.settings,
+        first_head=shard * q.shape[1],
+        first_kv_head=shard * k.shape[1],
     )
 
 
-def _first_heads(pattern: Pattern, q: Tensor, k: Tensor, head_shard: tuple[int, int]) -> tuple[int, int]:
-    """Returns the numbers of the first query head and the first key/value head among all of the attention."""
-    number, size = head_shard
-    if not 0 <= number < size:
-        raise ValueError(f"ring_attention: head_shard must be (i, t) with 0 <= i < t, got {head_shard}")
-    pattern.check_heads(k.shape[1] * size, "k")
-    return number * q.shape[1], number * k.shape[1]
-
-
-def _documents_of_call(documents: Sequence[Sequence[tuple[int, int]]] | None, seq_len: int, batch: int) -> Documents:
-    spans = documents_of(documents, seq_len, "ring_attention")
-    if spans is None:
+def _documents(documents: Sequence[Sequence[tuple[int, int]]] | None, seq_len: int, batch: int) -> Documents:
+    rows = documents_of(documents, seq_len, "ring_attention")
+    if rows is None:
         return (((0, seq_len),),) * batch
-    if len(spans) != batch:
+    if len(rows) != batch:
         raise ValueError(
-            f"ring_attention: documents must have one list for each batch row, got {len(spans)} for {batch} batch rows"
+            f"ring_attention: documents must have one list for each batch row, got {len(rows)} for {batch} batch rows"
         )
-    return spans
+    return rows

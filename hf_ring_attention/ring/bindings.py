@@ -8,23 +8,23 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 Binding = TypeVar("Binding")
 
-#: The rounds (`Bindings.next_round`) after which a binding that was made ahead is taken for one that no call needs.
+#: A binding that was made ahead is dropped if no call needs it for so many rounds (`Bindings.next_round`).
 ROUNDS_TO_WAIT = 4
 
 
 class Turns:
-    """Lets threads that come with equal keys go one after another, and those with other keys side by side."""
+    """Lets threads with equal keys go one after another, and threads with different keys side by side."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: The lock of each key that a thread has come with; it goes with the last of them.
+        #: The lock of each key in use; the last thread with a key drops its lock.
         self._turns: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 
     @contextmanager
@@ -36,115 +36,133 @@ class Turns:
             yield
 
 
-class _Ahead(NamedTuple):
-    """A binding that waits for its first call, its bytes, and the round in which it was made."""
+@dataclasses.dataclass
+class _Kept:
+    """A binding, the bytes of its tensors, and the number of its tensors and data classes.
+
+    Attributes:
+        round: the round in which it was made ahead; None once a call has used it.
+    """
 
     binding: Any
     size: int
-    made: int
+    parts: int
+    round: int | None
 
 
 class Bindings:
-    """The bindings of the calls of one rank; where they take too much memory, the one used longest ago goes first.
+    """The bindings of the calls of one rank. If they take too much memory, the least recently used one goes first.
 
-    Threads that need equal bindings at once make one: the others wait for it. A binding under way keeps nobody else.
+    Threads that need equal bindings at once make one: the others wait for it, and no other thread waits.
 
     Args:
-        max_bytes: the most bytes that their tensors take together; the last binding is kept however large it is. Those
-            that are made ahead may take half as many beside them, so that they push out none that is in use.
-        max_parts: the most tensors, and data classes around them, that they have together. Each takes about 2 KiB of main
-            memory, and rows of other documents in every step need bindings that no step needs again; those of 131072 tokens
-            in 134 documents have 50 to 400.
+        max_bytes: the most bytes of tensors in bindings that calls have used; the last binding is kept however large it is.
+            Bindings that were made ahead may take half as many bytes beside them, so they push out none that is in use.
+        max_parts: the most tensors and data classes in bindings that calls have used. Each takes about 2 KiB of main memory,
+            and packed batches need new bindings at every step: 131072 tokens in 134 documents have 50 to 400 parts.
     """
 
     def __init__(self, max_bytes: int = 256 << 20, max_parts: int = 1 << 14) -> None:
         self.max_bytes, self.max_parts = max_bytes, max_parts
-        #: The bytes of the tensors of all bindings that calls have used, and of those that were made ahead and not yet used.
+        #: The bytes of the tensors in bindings that calls have used, and in bindings that wait for their first call.
         self.nbytes, self.nbytes_ahead = 0, 0
         self._num_parts = 0
-        self._bindings: OrderedDict[Any, tuple[Any, int, int]] = OrderedDict()
-        self._ahead: dict[Any, _Ahead] = {}
         self._round = 0
+        #: The least recently used first.
+        self._bindings: OrderedDict[Any, _Kept] = OrderedDict()
         self._streams: dict[torch.device, Any] = {}
         self._turns = Turns()
         self._lock = threading.Lock()
 
     def of(self, bind: Callable[..., Binding], *call: Any) -> Binding:
-        """Returns bind(*call), made for an equal call before, or ahead of this one, if it is still here.
+        """Returns bind(*call), or the binding that an equal call made before, or that was made ahead of this one.
 
         Args:
-            call: the hashable arguments: a problem, and where it is computed.
+            call: the hashable arguments: a problem, and the rank and device that compute it.
         """
         key = (bind, *call)
-        binding: Binding | None = self._used(key)
-        if binding is not None:
-            return binding
-        with self._turns.of(key):
-            for look in (self._used, self._take):
-                binding = look(key)
-                if binding is not None:
-                    return binding
-            return self._keep(key, bind(*call))
+        kept = self._find(key)
+        if kept is None:
+            with self._turns.of(key):
+                kept = self._find(key) or self._keep(key, bind(*call))
+        binding: Binding = kept.binding
+        return binding
 
     def make_ahead(self, device: torch.device, bind: Callable[..., Any], *call: Any) -> None:
-        """Makes bind(*call) for `of` to find later, in a thread beside the calls; not where too many wait already.
+        """Makes bind(*call) for a later `of`, in a thread beside the calls, unless too many bindings already wait.
 
         Args:
-            device: the one of the binding's tensors.
+            device: the device of the binding's tensors.
             call: as for `of`.
         """
         key = (bind, *call)
         with self._turns.of(key):
             with self._lock:
-                if key in self._bindings or key in self._ahead or 2 * self.nbytes_ahead >= self.max_bytes:
+                if key in self._bindings or 2 * self.nbytes_ahead >= self.max_bytes:
                     return
             with self._beside_calls(device):
                 binding = bind(*call)
-            size = _size_of(binding)
-            with self._lock:
-                self._ahead[key] = _Ahead(binding, size, self._round)
-                self.nbytes_ahead += size
+            self._keep(key, binding, self._round)
 
     def next_round(self) -> None:
-        """Begins a round of calls, and drops what was made ahead rounds ago and has met no call."""
+        """Begins a round of calls, and drops bindings that were made ahead rounds ago and met no call."""
         with self._lock:
             self._round += 1
-            for key in [key for key, x in self._ahead.items() if self._round - x.made > ROUNDS_TO_WAIT]:
-                self.nbytes_ahead -= self._ahead.pop(key).size
+            for key, kept in [*self._bindings.items()]:
+                if kept.round is not None and self._round - kept.round > ROUNDS_TO_WAIT:
+                    self._drop(key)
 
-    def _used(self, key: Any) -> Any:
-        """Returns the binding of a call made before; None if there is none."""
+    @property
+    def waiting(self) -> int:
+        """The number of bindings that were made ahead and wait for their first call."""
+        return sum(kept.round is not None for kept in self._bindings.values())
+
+    def _find(self, key: Any) -> _Kept | None:
         with self._lock:
-            if key not in self._bindings:
+            kept = self._bindings.get(key)
+            if kept is None:
                 return None
             self._bindings.move_to_end(key)
-            return self._bindings[key][0]
+            if kept.round is not None:
+                for x in _parts_of(kept.binding):
+                    if (
+                        isinstance(x, Tensor) and x.is_cuda
+                    ):  # Another stream must not reuse its memory before this one is done.
+                        x.record_stream(torch.cuda.current_stream(x.device))
+                self._drop(key)
+                kept.round = None
+                self._add(key, kept)
+            return kept
 
-    def _take(self, key: Any) -> Any:
-        """Returns the binding that was made ahead, and keeps it like those of calls; None if there is none."""
+    def _keep(self, key: Any, binding: Any, made: int | None = None) -> _Kept:
+        parts = [*_parts_of(binding)]
+        size = sum({id(x): x.numel() * x.element_size() for x in parts if isinstance(x, Tensor)}.values())
         with self._lock:
-            ahead = self._ahead.pop(key, None)
-            if ahead is None:
-                return None
-            self.nbytes_ahead -= ahead.size
-        for x in _tensors_in(ahead.binding):
-            if x.is_cuda:  # Its memory came with another stream, which must not reuse it before this one is done.
-                x.record_stream(torch.cuda.current_stream(x.device))
-        return self._keep(key, ahead.binding)
+            return self._add(key, _Kept(binding, size, len(parts), made))
 
-    def _keep(self, key: Any, binding: Binding) -> Binding:
-        size, parts = _size_of(binding), sum(1 for _ in _parts_of(binding))
-        with self._lock:
-            self._bindings[key] = binding, size, parts
-            self.nbytes, self._num_parts = self.nbytes + size, self._num_parts + parts
-            while (self.nbytes > self.max_bytes or self._num_parts > self.max_parts) and len(self._bindings) > 1:
-                _, (_, size, parts) = self._bindings.popitem(last=False)
-                self.nbytes, self._num_parts = self.nbytes - size, self._num_parts - parts
-        return binding
+    def _add(self, key: Any, kept: _Kept) -> _Kept:
+        """Adds a binding, and drops old ones if there are too many; the lock is held."""
+        self._bindings[key] = kept
+        self._count(kept, 1)
+        while self.nbytes > self.max_bytes or self._num_parts > self.max_parts:
+            oldest = next(key for key, kept in self._bindings.items() if kept.round is None)
+            if self._bindings[oldest] is kept:
+                break
+            self._drop(oldest)
+        return kept
+
+    def _drop(self, key: Any) -> None:
+        self._count(self._bindings.pop(key), -1)
+
+    def _count(self, kept: _Kept, sign: int) -> None:
+        if kept.round is None:
+            self.nbytes, self._num_parts = self.nbytes + sign * kept.size, self._num_parts + sign * kept.parts
+        else:
+            self.nbytes_ahead += sign * kept.size
 
     @contextmanager
     def _beside_calls(self, device: torch.device) -> Iterator[None]:
-        """A context of work that neither waits for what the device computes for calls, nor is seen before it is done."""
+        """A context of work that waits for no call's work on the device, and ends when its own work there is done."""
         if device.type != "cuda":
             yield
             return
@@ -154,14 +172,6 @@ class Bindings:
         with torch.cuda.stream(stream):
             yield
         stream.synchronize()
-
-
-def _size_of(binding: Any) -> int:
-    return sum({id(x): x.numel() * x.element_size() for x in _tensors_in(binding)}.values())
-
-
-def _tensors_in(x: Any) -> Iterator[Tensor]:
-    return (part for part in _parts_of(x) if isinstance(part, Tensor))
 
 
 def _parts_of(x: Any) -> Iterator[Any]:

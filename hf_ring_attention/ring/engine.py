@@ -9,15 +9,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compute.bands import KernelCall
 from ..compute.binding import BoundBatch
-from ..compute.kernels import Kernel
+from ..compute.kernel import Kernel, KernelCall, Saved
 from ..compute.merge import accumulation_dtype, add_sinks, sinks_grad, without_autocast
 from ..transport.heads import HeadsTransport
-from ..transport.transports import BackwardStep, ForwardStep, Transport
+from ..transport.transports import BackwardStep, ForwardStep
 
 #: Tiles whose rows are copied take at most about 1 / PART of the queries at once. Backward holds more tensors than forward.
 FORWARD_PART, BACKWARD_PART = 2, 8
+
+
+class Execution(NamedTuple):
+    """The parts that execute a planned call.
+
+    Attributes:
+        scale: the factor of the scores.
+        before_backward: is called first in backward, and compares the ranks' calls; None for one rank.
+    """
+
+    transport: Any  # a Transport, or a HeadsTransport for HeadsAttention
+    kernel: Kernel
+    scale: float
+    before_backward: Callable[[], None] | None = None
 
 
 class RingAttention(torch.autograd.Function):
@@ -25,25 +38,16 @@ class RingAttention(torch.autograd.Function):
 
     `sinks`, [H] or None, are logits of a column of value 0 in every softmax (`merge.add_sinks`).
     The function saves q, k, v, sinks, out and lse only. The backward of a tile with the merged out and lse is its exact
-    share of the gradient, so tiles are visited once more and nothing of the forward pass is kept for them. lse has no
-    gradient. `before_backward` is called first in backward, where it compares the ranks' calls; None for one rank.
+    share of the gradient, so backward visits the tiles again and needs nothing else from forward. lse has no gradient.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        transport: Transport,
-        kernel: Kernel,
-        scale: float,
-        before_backward: Callable[[], None] | None = None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, execution: Execution
     ) -> tuple[Tensor, Tensor]:
-        saved = forward_pass(q, k, v, sinks, transport, kernel, scale)
+        saved = forward_pass(q, k, v, sinks, execution)
         ctx.save_for_backward(*saved, sinks)
-        ctx.call = (transport, kernel, scale, before_backward)
+        ctx.execution = execution
         ctx.mark_non_differentiable(saved.lse)
         return saved.out, saved.lse
 
@@ -51,52 +55,42 @@ class RingAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         *saved, sinks = ctx.saved_tensors
-        transport, kernel, scale, before_backward = ctx.call
-        if before_backward is not None:
-            before_backward()
-        grads = backward_pass(dout, Pass(*saved), sinks, transport, kernel, scale)
-        return *(grad.to(dout.dtype) for grad in grads[:3]), grads[3], None, None, None, None
+        if ctx.execution.before_backward is not None:
+            ctx.execution.before_backward()
+        *grads, dsinks = backward_pass(dout, Saved(*saved), sinks, ctx.execution)
+        return *(grad.to(dout.dtype) for grad in grads), dsinks, None
 
 
 class HeadsAttention(torch.autograd.Function):
-    """The same by the heads transport: each rank computes some heads of the whole sequence, a piece of them after another.
+    """The same by the heads transport: each rank computes some heads of the whole sequence, one piece of heads after another.
 
-    While a piece is computed, the next one arrives and the one before leaves. The function saves a piece's q, k, v, out and
+    While a piece is computed, the next one arrives and the previous one leaves. The function saves a piece's q, k, v, out and
     lse as they were computed, so that backward moves gradients alone. The lse that it returns is empty without `with_lse`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        transport: HeadsTransport,
-        kernel: Kernel,
-        scale: float,
-        before_backward: Callable[[], None] | None = None,
-        with_lse: bool = False,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, execution: Execution, with_lse: bool = False
     ) -> tuple[Tensor, Tensor]:
+        transport: HeadsTransport = execution.transport
         pieces, passes = transport.binding.pieces, []
         out = q.new_empty(*q.shape[:3], v.shape[-1])
         lse = q.new_empty(q.shape[:3] if with_lse else 0, dtype=accumulation_dtype(q.dtype))
-        coming, leaving = transport.to_heads(pieces[0], [q], [k, v]), None
+        coming, leaving = transport.to_heads(pieces[0], "queries, keys and values", [q], [k, v]), None
         for piece, following in zip(pieces, (*pieces[1:], None)):
-            whole = coming.finish("queries, keys and values")
+            whole = coming.finish()
             if following is not None:
-                coming = transport.to_heads(following, [q], [k, v])
-            of_heads = transport.own_heads(piece, sinks)
-            done = forward_pass(whole[0], whole[1], whole[2], of_heads, transport.of_piece(piece), kernel, scale)
-            passes.append(done)
+                coming = transport.to_heads(following, "queries, keys and values", [q], [k, v])
+            of_piece = execution._replace(transport=transport.of_piece(piece))
+            saved = forward_pass(whole[0], whole[1], whole[2], transport.own_heads(piece, sinks), of_piece)
+            passes.append(saved)
             if leaving is not None:
-                leaving.finish("outputs")
-            leaving = transport.to_tokens(piece, [(done.out, out), (done.lse, lse)][: 1 + with_lse], [])
+                leaving.finish()
+            leaving = transport.to_tokens(piece, "outputs", [(saved.out, out), (saved.lse, lse)][: 1 + with_lse], [])
         assert leaving is not None
-        leaving.finish("outputs")
+        leaving.finish()
         ctx.save_for_backward(sinks, *itertools.chain.from_iterable(passes))
-        ctx.call = (transport, kernel, scale, before_backward)
-        ctx.shapes = q.shape, k.shape, v.shape
+        ctx.execution, ctx.shapes = execution, (q.shape, k.shape, v.shape)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -104,49 +98,39 @@ class HeadsAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         sinks, *saved = ctx.saved_tensors
-        transport, kernel, scale, before_backward = ctx.call
-        if before_backward is not None:
-            before_backward()
-        pieces, size = transport.binding.pieces, len(Pass._fields)
-        passes = [Pass(*saved[start : start + size]) for start in range(0, len(saved), size)]
+        execution: Execution = ctx.execution
+        transport = execution.transport
+        if execution.before_backward is not None:
+            execution.before_backward()
+        pieces = transport.binding.pieces
+        size = len(saved) // len(pieces)
+        passes = [Saved(*saved[start : start + size]) for start in range(0, len(saved), size)]
         dtype = accumulation_dtype(dout.dtype)
         dq = dout.new_empty(ctx.shapes[0])
         dk, dv = (dout.new_zeros(shape, dtype=dtype) for shape in ctx.shapes[1:])
         dsinks = None if sinks is None else torch.zeros_like(sinks)
-        coming, leaving = transport.to_heads(pieces[0], [dout], []), None
-        for piece, following, done in zip(pieces, (*pieces[1:], None), passes):
-            [dout_of_heads] = coming.finish("gradients of outputs")
+        coming, leaving = transport.to_heads(pieces[0], "gradients of outputs", [dout], []), None
+        for piece, following, of_forward in zip(pieces, (*pieces[1:], None), passes):
+            [dout_of_heads] = coming.finish()
             if following is not None:
-                coming = transport.to_heads(following, [dout], [])
-            of_heads = transport.own_heads(piece, sinks)
-            *grads, dsinks_of_heads = backward_pass(
-                dout_of_heads, done, of_heads, transport.of_piece(piece), kernel, scale
-            )
+                coming = transport.to_heads(following, "gradients of outputs", [dout], [])
+            of_piece = execution._replace(transport=transport.of_piece(piece))
+            own_sinks = transport.own_heads(piece, sinks)
+            *grads, dsinks_of_heads = backward_pass(dout_of_heads, of_forward, own_sinks, of_piece)
             if dsinks is not None:
                 transport.own_heads(piece, dsinks).copy_(dsinks_of_heads)
             if leaving is not None:
-                leaving.finish("gradients")
+                leaving.finish()
             own = [grad.to(dout.dtype) for grad in grads]
-            leaving = transport.to_tokens(piece, [(own[0], dq)], [(own[1], dk), (own[2], dv)])
+            leaving = transport.to_tokens(piece, "gradients", [(own[0], dq)], [(own[1], dk), (own[2], dv)])
         assert leaving is not None
-        leaving.finish("gradients")
-        return dq, dk.to(dout.dtype), dv.to(dout.dtype), dsinks, None, None, None, None, None
+        leaving.finish()
+        return dq, dk.to(dout.dtype), dv.to(dout.dtype), dsinks, None, None
 
 
-class Pass(NamedTuple):
-    """What a forward pass leaves for its backward pass: contiguous q, k and v, out and lse."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
-
-
-def forward_pass(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, transport: Transport, kernel: Kernel, scale: float
-) -> Pass:
-    """Returns the attention of all that the transport yields; out has the dtype of q."""
+def forward_pass(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, execution: Execution) -> Saved:
+    """Returns the attention over all steps of the transport; out has the dtype of q."""
+    transport, kernel, scale, _ = execution
     with without_autocast(q):
         whole = transport.whole
         if whole is not None:
@@ -162,25 +146,25 @@ def forward_pass(
             out = total.to(q.dtype)
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)
-        return Pass(q, k, v, out, lse)
+        return Saved(q, k, v, out, lse)
 
 
 def backward_pass(
-    dout: Tensor, done: Pass, sinks: Tensor | None, transport: Transport, kernel: Kernel, scale: float
+    dout: Tensor, saved: Saved, sinks: Tensor | None, execution: Execution
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns dq, dk and dv, in the accumulation dtype or that of q, and the gradient of sinks, if there are any."""
-    q, k, v, out, lse = done
-    with without_autocast(q):
+    """Returns dq, dk and dv, in the accumulation dtype or the dtype of q, and the gradient of sinks, if there are any."""
+    transport, kernel, scale, _ = execution
+    with without_autocast(dout):
         whole = transport.whole
         if whole is not None:
-            dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, KernelCall(whole.shape, scale))
+            dq, dk, dv = kernel.backward(dout, saved, KernelCall(whole.shape, scale))
         else:
-            dout = dout.contiguous()
-            dq, dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(q.dtype)) for x in (q, k, v))
-            for step in transport.backward(k, v, dk, dv):
-                _backward_step(step, dout, q, out, lse, dq, kernel, scale)
+            dout, dtype = dout.contiguous(), accumulation_dtype(dout.dtype)
+            dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in saved[:3])
+            for step in transport.backward(saved.k, saved.v, dk, dv):
+                _backward_step(step, dout, saved, dq, kernel, scale)
                 del step
-        return dq, dk, dv, None if sinks is None else sinks_grad(dout, out, lse, sinks)
+        return dq, dk, dv, None if sinks is None else sinks_grad(dout, saved.out, saved.lse, sinks)
 
 
 def _forward_step(step: ForwardStep, q: Tensor, total: Tensor, lse: Tensor, kernel: Kernel, scale: float) -> None:
@@ -188,34 +172,26 @@ def _forward_step(step: ForwardStep, q: Tensor, total: Tensor, lse: Tensor, kern
         queries, keys = part.queries, part.keys
         views = queries.view(total), queries.view(lse)
         totals = None if views[0] is None or views[1] is None else (views[0], views[1])
-        results = kernel.forward(
-            queries.take(q),
-            keys.take(step.keys),
-            keys.take(step.values),
-            KernelCall(part.shape, scale, part.fold_size, part.lengths),
-            totals,
-        )
+        call = KernelCall(part.shape, scale, part.fold_size, part.lengths)
+        results = kernel.forward(queries.take(q), keys.take(step.keys), keys.take(step.values), call, totals)
         if totals is None:
             queries.merge_(total, lse, *results)
 
 
-def _backward_step(
-    step: BackwardStep, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dq: Tensor, kernel: Kernel, scale: float
-) -> None:
-    for part in _parts(step.batches, q, BACKWARD_PART):
+def _backward_step(step: BackwardStep, dout: Tensor, saved: Saved, dq: Tensor, kernel: Kernel, scale: float) -> None:
+    for part in _parts(step.batches, saved.q, BACKWARD_PART):
         queries, keys = part.queries, part.keys
         views = queries.view(dq), keys.view(step.dkeys), keys.view(step.dvalues)
         sums = None if views[0] is None or views[1] is None or views[2] is None else (views[0], views[1], views[2])
-        tile_dq, tile_dk, tile_dv = kernel.backward(
-            queries.take(dout),
-            queries.take(q),
+        of_tiles = Saved(
+            queries.take(saved.q),
             keys.take(step.keys),
             keys.take(step.values),
-            queries.take(out),
-            queries.take_lse(lse),
-            KernelCall(part.shape, scale, part.fold_size, part.lengths),
-            sums,
+            queries.take(saved.out),
+            queries.take_lse(saved.lse),
         )
+        call = KernelCall(part.shape, scale, part.fold_size, part.lengths)
+        tile_dq, tile_dk, tile_dv = kernel.backward(queries.take(dout), of_tiles, call, sums)
         if sums is None:
             queries.add_(dq, tile_dq)
             keys.add_(step.dkeys, tile_dk)

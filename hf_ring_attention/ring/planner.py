@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
+import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ..plan.choices import Decision, as_decided, decide_transport
+from ..plan.choices import as_decided, decide_transport
 from ..plan.joins import Joining
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, Problem
 from ..plan.traffic import RowBytes
+from ..transport.communicators import Communicator
+from ..transport.heads import HeadsTransport
 from ..transport.table import TRANSPORTS
+from ..transport.transports import Traffic, Transport
 from .bindings import ROUNDS_TO_WAIT, Bindings, Turns
 
+logger = logging.getLogger(__name__)
+
 #: Threads with equal problems, such as ranks that are threads of one process, plan in turn: the first one makes the plans
-#: that they share.
+#: that all share.
 _PLANNING = Turns()
 
 #: The name of the threads that plan ahead.
@@ -32,81 +39,87 @@ _MOST_BATCHES = 64
 
 
 class _BatchRows(NamedTuple):
-    """The rows of a batch: what the calls of a kind differ in."""
+    """The rows of a batch; calls of one kind differ in these alone."""
 
     layout: SequenceLayout
     documents: Documents
 
 
 class _Kind(NamedTuple):
-    """What the calls of a kind have in common; the problem has no rows."""
+    """The common part of the calls of a kind; the problem has no rows."""
 
     problem: Problem
     sizes: RowBytes
     device: torch.device
     joining: Joining | None
-    transport: str
 
 
 @dataclass
 class _Uses:
-    """The rounds in which a kind was called last, and in which it was called last with the rows of an expected batch."""
+    """The last round in which a kind was called, and the last in which it was called with the rows of an expected batch."""
 
     called: int
     expected: int
 
 
 class Planner:
-    """Plans the calls of one rank: `plan` when they come, and those of expected batches before, in a thread of its own.
+    """Plans the calls of one rank: each call when it comes, and calls of expected batches before, in a thread of its own.
 
-    Calls teach it the kinds that there are: all of a problem but its rows. `expect` tells it the rows of a batch to come,
-    which it plans for all kinds of the last few batches. It only makes bindings: nothing that it does changes a result,
-    or talks to other ranks. The thread ends when all is planned, so that none is left between batches.
+    Calls teach it the kinds of calls: all of a problem but its rows. `expect` announces the rows of a coming batch, and the
+    planner plans them for all kinds of the last few batches. It only makes bindings: it changes no result, and talks to no
+    other rank. The thread ends when all is planned, so none is left between batches.
 
     Args:
-        bindings: those of the rank, where its calls find what was made.
+        transport: the transport of the ring, or "auto".
+        communicator: reaches the other ranks; None for a rank alone.
+        bindings: keeps the bindings, for calls to find them.
+        traffic: counts the bytes of the transports and the seconds of planning.
     """
 
-    def __init__(self, rank: int, bindings: Bindings) -> None:
-        self.rank, self.bindings = rank, bindings
-        #: The expected batches whose calls have not passed, in their order, with that of the last call.
+    def __init__(self, transport: str, communicator: Communicator | None, bindings: Bindings, traffic: Traffic) -> None:
+        self.transport, self.bindings = transport, bindings
+        self._communicator, self._traffic = communicator, traffic
+        self._rank = 0 if communicator is None else communicator.rank
+        self._logged: set[str] = set()
+        #: The batch of the last call, and after it the expected batches in their order.
         self._batches: OrderedDict[_BatchRows, None] = OrderedDict()
         self._kinds: dict[_Kind, _Uses] = {}
         self._jobs: deque[tuple[_Kind, _BatchRows]] = deque()
-        #: A round is some batches that were expected together, and then their calls.
+        #: A round is some batches that are expected together, and then their calls.
         self._round, self._called = 0, False
         self._thread: threading.Thread | None = None
         #: Whether the thread will look for jobs again before it ends.
         self._working = False
         self._lock = threading.Lock()
 
-    def plan(
-        self,
-        decide: Callable[[Problem, RowBytes], Decision],
-        problem: Problem,
-        sizes: RowBytes,
-        device: torch.device,
-        joining: Joining | None,
-    ) -> tuple[Decision, Any]:
-        """Returns the decision for a call and its binding; it waits for the thread where that is making the same one."""
-        with _PLANNING.of(problem):
-            decision = decide(problem, sizes)
-            problem = as_decided(problem, decision)
-            return decision, self.bindings.of(TRANSPORTS[decision.choice].bind, problem, self.rank, device, joining)
+    def transport_for(
+        self, problem: Problem, sizes: RowBytes, device: torch.device, joining: Joining | None
+    ) -> Transport | HeadsTransport:
+        """Returns the transport of a call, with the call's row numbers on the device.
 
-    def learn(
-        self, problem: Problem, sizes: RowBytes, device: torch.device, joining: Joining | None, transport: str
-    ) -> None:
-        """Remembers the kind of a call that came, and plans it for the batches that are expected after this one.
-
-        Args:
-            transport: the one asked for, or "auto".
+        If the thread is making the same binding, this waits for it.
         """
+        start = time.perf_counter()
+        with _PLANNING.of(problem):
+            decision = decide_transport(self.transport, problem, sizes)
+            spec, decided = TRANSPORTS[decision.choice], as_decided(problem, decision)
+            binding = self.bindings.of(spec.bind, decided, self._rank, device, joining)
+        self._traffic.planned_seconds += time.perf_counter() - start
+        self._learn(problem, sizes, device, joining)
+        if self._rank == 0 and decision.choice not in self._logged:  # once, whatever the number of layers and calls
+            self._logged.add(decision.choice)
+            ranks = problem.layout.world_size
+            logger.info("ring of %d: transport %s, because %s", ranks, decision.choice, decision.reason)
+        transport: Transport | HeadsTransport = spec.make(binding, self._communicator, self._traffic)
+        return transport
+
+    def _learn(self, problem: Problem, sizes: RowBytes, device: torch.device, joining: Joining | None) -> None:
+        """Remembers the kind of a call that came, and plans it for the batches that are expected after this one."""
         if not self._batches or device.type not in ("cpu", "cuda"):
             return
         rows = _BatchRows(problem.layout, problem.documents)
-        layout = SequenceLayout("contiguous", 1, problem.layout.world_size)  # of no rows, like the documents
-        kind = _Kind(replace(problem, layout=layout, documents=()), sizes, device, joining, transport)
+        no_rows = SequenceLayout("contiguous", 1, problem.layout.world_size)
+        kind = _Kind(replace(problem, layout=no_rows, documents=()), sizes, device, joining)
         with self._lock:
             self._called = True
             expected = rows in self._batches
@@ -122,15 +135,13 @@ class Planner:
                 uses.expected = self._round if expected else uses.expected
 
     def expect(self, layout: SequenceLayout, documents: Documents) -> None:
-        """Plans the calls of a batch to come, of all kinds that came in the last few rounds, and returns at once.
+        """Plans the calls of a coming batch, of all kinds that came in the last few rounds, and returns at once.
 
-        It may be told of a batch several times.
-
-        Kinds whose calls keep coming with other rows than those expected, such as those of a model of images, are not
-        planned: their plans would meet no call.
+        A batch may be announced several times. If calls of a kind keep coming with other rows than the expected ones, as in
+        a model of images, the kind is not planned: its plans would meet no call.
 
         Args:
-            layout, documents: those of the batch's rows.
+            layout, documents: the rows of the batch.
         """
         rows = _BatchRows(layout, documents)
         with self._lock:
@@ -149,22 +160,22 @@ class Planner:
             self._begin([(kind, rows) for kind in fitting])
 
     def wait(self) -> None:
-        """Waits until all that is expected is planned; a process that forks calls this first, so as to fork no thread."""
+        """Waits until all expected batches are planned; call it before a fork, which must not copy a busy thread."""
         thread = self._thread
         if thread is not None:
             thread.join()
 
     def _begin(self, jobs: list[tuple[_Kind, _BatchRows]]) -> None:
-        """Hands jobs to the thread, and starts it if it is at an end; the lock is held."""
+        """Hands jobs to the thread, and starts it if it has ended; the lock is held."""
         self._jobs.extend(jobs)
-        alive = self._thread is not None and self._thread.is_alive()  # a fork has the object of a thread, and no thread
+        alive = self._thread is not None and self._thread.is_alive()  # a fork copies the thread object, not the thread
         if self._jobs and not (self._working and alive):
             self._working = True
             self._thread = threading.Thread(target=_work, args=(weakref.ref(self),), name=THREAD)
             self._thread.start()
 
     def next_job(self) -> Callable[[], None] | None:
-        """Returns what the thread does next, without a reference to the planner; None if it is to end."""
+        """Returns the thread's next job, which holds no reference to the planner; None to end the thread."""
         with self._lock:
             # A process that ends waits for the plan under way, and for no other.
             if not self._jobs or not threading.main_thread().is_alive():
@@ -172,26 +183,26 @@ class Planner:
                 self._working = False
                 return None
             kind, rows = self._jobs.popleft()
-        rank, bindings = self.rank, self.bindings
-        return lambda: _plan_ahead(kind, rows, rank, bindings)
+        transport, rank, bindings = self.transport, self._rank, self.bindings
+        return lambda: _plan_ahead(kind, rows, transport, rank, bindings)
 
 
-def _plan_ahead(kind: _Kind, rows: _BatchRows, rank: int, bindings: Bindings) -> None:
+def _plan_ahead(kind: _Kind, rows: _BatchRows, transport: str, rank: int, bindings: Bindings) -> None:
     problem = replace(kind.problem, layout=rows.layout, documents=rows.documents)
     with _PLANNING.of(problem):
-        decision = decide_transport(kind.transport, problem, kind.sizes)
+        decision = decide_transport(transport, problem, kind.sizes)
         problem = as_decided(problem, decision)
         bindings.make_ahead(kind.device, TRANSPORTS[decision.choice].bind, problem, rank, kind.device, kind.joining)
 
 
 def _work(reference: weakref.ref[Planner]) -> None:
-    """Does the planner's jobs until there are none; it holds the planner only between them, so that a ring can go."""
+    """Does the planner's jobs; it holds the planner only between jobs, so that a ring can be collected."""
     while True:
         planner = reference()
         job = None if planner is None else planner.next_job()
         del planner
         if job is None:
             return
-        # An error is one of the call that is planned here: it plans again when it comes, and raises there.
-        with contextlib.suppress(Exception):
+        # The call that is planned here plans again when it comes, and raises the error there.
+        with contextlib.suppress(ValueError, RuntimeError):
             job()

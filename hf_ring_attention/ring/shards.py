@@ -1,4 +1,4 @@
-"""The parts of tensors that ranks hold, by their layout, and the whole again."""
+"""The parts of tensors that ranks hold by a layout, and whole tensors again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..transport.transports import Traffic
 
 
 def shard_of(tensor: Tensor, layout: SequenceLayout, rank: int, dim: int, fill: float) -> Tensor:
-    """Returns the tokens along `dim` that `rank` holds, with padding of this value.
+    """Returns the tokens along `dim` that `rank` holds, padded with `fill`.
 
     Raises:
         ValueError: a tensor of another length, or of other batch rows than the layout's.
@@ -35,7 +35,7 @@ def shard_of(tensor: Tensor, layout: SequenceLayout, rank: int, dim: int, fill: 
 
 
 def whole_of(shards: Tensor, layout: SequenceLayout, dim: int) -> Tensor:
-    """Returns whole sequences, without padding, of the shards of all ranks, which follow each other along `dim`."""
+    """Returns whole sequences, without padding, from the shards of all ranks, which follow each other along `dim`."""
     if layout.rows:
         ranks = range(layout.world_size)
         orders = [[token for rank in ranks for token in layout.positions(rank, row)] for row in range(len(layout.rows))]
@@ -51,10 +51,10 @@ def whole_of(shards: Tensor, layout: SequenceLayout, dim: int) -> Tensor:
 
 
 def check_shard(local: Tensor, layout: SequenceLayout, dim: int) -> None:
-    """Refuses what is no shard of this layout.
+    """Refuses a tensor that is not a shard of this layout.
 
     Raises:
-        ValueError: a tensor of another length, or of other batch rows than the layout's.
+        ValueError: another length, or other batch rows than the layout's.
     """
     if local.shape[dim] != layout.local_len:
         raise ValueError(
@@ -66,8 +66,8 @@ def check_shard(local: Tensor, layout: SequenceLayout, dim: int) -> None:
 def _check_batch_rows(name: str, tensor: Tensor, layout: SequenceLayout, dim: int) -> None:
     if layout.rows and (dim % tensor.dim() == 0 or tensor.shape[0] != len(layout.rows)):
         raise ValueError(
-            f"{name}: the layout was made for the documents of {len(layout.rows)} batch rows, which are expected along "
-            f"dim 0, got {tuple(tensor.shape)} with tokens along dim {dim}"
+            f"{name}: the layout was made for the documents of {len(layout.rows)} batch rows, expected along dim 0, got "
+            f"{tuple(tensor.shape)} with tokens along dim {dim}"
         )
 
 
@@ -78,7 +78,7 @@ def _rows_at(x: Tensor, places: Tensor, dim: int) -> Tensor:
 
 
 class SideBySide(torch.autograd.Function):
-    """Tensors of all ranks, one behind the other along `dim`; gradients are summed over ranks and taken home."""
+    """Tensors of all ranks, one after the other along `dim`; gradients are summed over ranks and sent to their owners."""
 
     @staticmethod
     def forward(
@@ -95,7 +95,7 @@ class SideBySide(torch.autograd.Function):
         communicator, traffic, dim, before_backward = ctx.call
         if before_backward is not None:
             before_backward()
-        # Each rank gets the gradients of its own part alone, and all add them in the order of the ranks.
+        # Each rank gets the gradients of its own part only, and adds them in the order of the ranks.
         parts = grad.movedim(dim, 0).contiguous()
         counts = [len(parts) // communicator.world_size] * communicator.world_size
         received = torch.empty_like(parts)

@@ -24,9 +24,9 @@ def simulate(
     heads: int | None = None,
     timeout: float = 300.0,
 ) -> list[Ring]:
-    """Returns the rings of all ranks, in this process; each needs a thread of its own, as `run_simulated` gives it.
+    """Returns the rings of all ranks, in this process; each needs a thread of its own, as in `run_simulated`.
 
-    They compute what processes would, on any device that the tensors are on; they are no faster than one rank.
+    They compute the same as processes would, on the device of the tensors; they are no faster than one rank.
 
     Args:
         layout, transport, heads: as for `Ring`.
@@ -63,7 +63,7 @@ def run_simulated(
         world_size, layout, transport, heads, timeout: as for `simulate`.
 
     Raises:
-        Exception: whatever `function` raises on a rank; the other ranks end as well.
+        Exception: the error of `function` on a rank; the other ranks end as well.
 
     Example:
         >>> def attend(ring):
@@ -76,7 +76,7 @@ def run_simulated(
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def run(ring: Ring) -> Result:
-        # Backward runs in the thread that calls it. Else all ranks on a GPU would share one, and wait for each other.
+        # Backward runs in the calling thread. Otherwise all ranks on a GPU would share one thread, and wait for each other.
         with (
             torch.autograd.set_multithreading_enabled(False),
             torch.inference_mode(inference),

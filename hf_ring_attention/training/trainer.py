@@ -108,7 +108,7 @@ class RingTrainerMixin(_Trainer):
         self._told_not_finite = False
         super().__init__(*args, **kwargs)
         error = _wrong_settings(self) or _count_rings_by_name(self, self.ring)
-        self.ring.agree_everywhere("the set-up of a Trainer", {}, error)
+        self.ring.agree("the set-up of a Trainer", {}, error, everywhere=True)
         self._patch_beside()
         check_trl(type(self))
         if hasattr(super(), "_generate_single_turn"):

@@ -1,4 +1,4 @@
-"""Agreement: all ranks come with equal values and without an error, or all raise."""
+"""Agreement: all ranks have equal values and no error, or all raise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .communicators import Communicator, Message
 
 
 def digest(x: Any) -> str:
-    """Returns what ranks compare in place of x: a tensor's shape and checksum, or the checksum of another thing's text."""
+    """Returns a short text that ranks compare in place of x: a tensor's shape and checksum, or the checksum of its repr."""
     if not isinstance(x, Tensor):
         return hashlib.sha256(repr(x).encode()).hexdigest()[:12]
     content = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -22,11 +22,11 @@ def digest(x: Any) -> str:
 
 
 class Agreement:
-    """The values that one rank brings to an agreement, and the messages that it learns from it.
+    """The values that one rank brings to an agreement, and the messages that it gets from it.
 
     Attributes:
-        values: the values that must be equal on all ranks, by the names that an error gives them.
-        message: what this rank tells the others, which may differ from theirs.
+        values: the values that must be equal on all ranks, by their names in an error.
+        message: this rank's message to the others; messages may differ.
         answers: the message of each rank, once all have agreed.
     """
 
@@ -40,13 +40,13 @@ class Agreement:
         self.values[name] = value
 
 
-#: The errors that a wrong call may raise on one rank, and that then end the call on all ranks.
+#: The errors by which one rank may refuse a call; they end the call on all ranks.
 _REFUSALS = (ValueError, TypeError, AttributeError, IndexError, KeyError, RuntimeError, OSError)
 
 
 @contextmanager
 def agreement(settle: Callable[[Mapping[str, Any], Exception | None, Any], list[Any]]) -> Iterator[Agreement]:
-    """Collects an error of this rank, lets all ranks compare what they came with, and raises on every rank or on none.
+    """Collects an error of this rank, lets all ranks compare their values and errors, and raises on every rank or on none.
 
         with ring.agreement("a product") as call:
             check(x)                                # an error here is raised on all ranks
@@ -56,7 +56,7 @@ def agreement(settle: Callable[[Mapping[str, Any], Exception | None, Any], list[
         settle: compares (values, error, message) of all ranks, and returns each rank's `message`, as `agree` does.
 
     Raises:
-        ValueError: on every rank, if one came with an error or the ranks differ; the rank with the error raises that one.
+        ValueError: on every rank, if one has an error or the ranks differ; the rank with the error raises its own.
     """
     call, error = Agreement(), None
     try:
@@ -78,22 +78,22 @@ def agree(
     """Checks in one or two small exchanges that all ranks make the same call with equal values and without an error.
 
     Every agreement begins with the same exchange of 8 bytes, so that ranks in different calls understand each other: unless
-    all come with one digest, all go on and exchange everything.
+    all ranks have one digest, all go on and exchange everything.
 
     Args:
         communicator: None for a process alone.
         who: the word for a rank in errors: "rank" or "process".
-        call: what this rank is about to do.
-        values: the values that must be equal, by the names that an error gives them.
+        call: the name of the call that this rank is about to make.
+        values: the values that must be equal, by their names in an error.
         error: the error of this rank, which is raised on all.
-        tell: what this rank tells the others, which may differ from theirs.
-        digest: stands for the call and its values, and for nothing to tell; 0 to exchange everything.
+        tell: this rank's message to the others; messages may differ.
+        digest: stands for the call and its values, without a message; 0 to exchange everything.
 
     Returns:
-        The message of each rank; none of them where all came with one digest.
+        The message of each rank; an empty list if all have one digest.
 
     Raises:
-        ValueError: on every rank, if one came with an error or the ranks differ; the message says which rank has which value.
+        ValueError: on every rank, if one has an error or the ranks differ; the message lists the values of the ranks.
         RuntimeError: a rank is gone, or too late.
     """
     if communicator is None or communicator.world_size == 1:
@@ -108,7 +108,7 @@ def agree(
         reports = communicator.gather_objects(({"the call": call, **values}, message, tell))
     except RuntimeError as lost:
         all_ranks = "all ranks" if who == "rank" else "all processes"
-        raise RuntimeError(f"comparing what {all_ranks} came with, on {who} {communicator.rank}: {lost}") from lost
+        raise RuntimeError(f"comparing the calls of {all_ranks}, on {who} {communicator.rank}: {lost}") from lost
     if error is not None:
         raise error
     refusals = {rank: message for rank, (_, message, _) in enumerate(reports) if message is not None}
@@ -129,8 +129,8 @@ def agree(
 
 
 def _from_others(communicator: Communicator, number: int) -> list[int]:
-    """Returns the numbers of the other ranks, from each directly, so that an error names a rank that does not come."""
-    others = [rank for rank in range(communicator.world_size) if rank != communicator.rank]
-    own, numbers = torch.tensor([number]), [torch.empty(1, dtype=torch.int64) for _ in others]
-    communicator.exchange([Message(rank, own) for rank in others], [*map(Message, others, numbers)]).wait()
-    return [int(other) for other in numbers]
+    """Returns the numbers of the other ranks, each sent directly, so that an error names a missing rank."""
+    peers = [rank for rank in range(communicator.world_size) if rank != communicator.rank]
+    own, numbers = torch.tensor([number]), [torch.empty(1, dtype=torch.int64) for _ in peers]
+    communicator.exchange([Message(rank, own) for rank in peers], [*map(Message, peers, numbers)]).wait()
+    return [int(x) for x in numbers]

@@ -1,6 +1,6 @@
 """The messages between ranks of a ring, over a torch.distributed process group or inside one process.
 
-Transports and `Ring` send rows by these few operations, and by nothing else of torch.distributed.
+Transports and `Ring` send rows by these few operations of torch.distributed only.
 """
 
 from __future__ import annotations
@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..compute.private import as_bytes, from_bytes
-from .companions import companion_of
+from ..compute.private import as_bytes, default_store, from_bytes, timeout_of
+
+#: Gloo's connections of groups that need one (`companion_of`), as long as the groups live: all rings over a group share it.
+_COMPANIONS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo] = WeakKeyDictionary()
 
 
 class Message(NamedTuple):
@@ -36,7 +39,7 @@ class Pending(Protocol):
 
 
 class Exchanger(Protocol):
-    """The connection of this rank to `world_size` ranks, by their numbers among these, for rows."""
+    """The connection of this rank to `world_size` ranks, numbered from 0, for rows."""
 
     rank: int
     world_size: int
@@ -49,13 +52,13 @@ class Exchanger(Protocol):
 
 
 class Communicator(Exchanger, Protocol):
-    """The connection of this rank to the ranks of its ring, by their numbers there."""
+    """The connection of this rank to the ranks of its ring, by their numbers in the ring."""
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Returns x of all ranks; the shapes are equal."""
 
     def gather_objects(self, x: Any) -> list[Any]:
-        """Returns x of all ranks; it can be anything that pickle takes."""
+        """Returns the picklable x of all ranks."""
 
 
 class PartOfRanks:
@@ -78,12 +81,33 @@ class PartOfRanks:
         )
 
     def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Pending:
-        """As `Communicator.all_to_all`, of neighbours in ascending order: ranks between them would be between the rows."""
+        """As `Communicator.all_to_all`; members must ascend, since rows are in the order of all ranks."""
         counts = [[0] * self.whole.world_size for _ in range(2)]
         for whole, part in zip(counts, (receive_counts, send_counts)):
             for member, count in zip(self.members, part):
                 whole[member] = count
         return self.whole.all_to_all(received, sent, *counts)
+
+
+def companion_of(group: dist.ProcessGroup) -> Any:
+    """Returns gloo's connection of the ranks of a group that takes no CPU tensors, as "nccl"; None for a group that does.
+
+    It numbers ranks as the group does, and has the methods send, recv, allgather and alltoall_base of a process group.
+    All ranks of the group must make it together, and no other rank. `dist.new_group` cannot make it: without the other ranks
+    of the world it names a group by a count that may differ between ranks. The name of `group` is the same on all.
+
+    Raises:
+        RuntimeError: a rank of the group does not come in time.
+    """
+    if "cpu" in (served.partition(":")[0] for served in dist.get_backend_config(group).split(",")):
+        return None
+    companion = _COMPANIONS.get(group)
+    if companion is None:
+        store = dist.PrefixStore(f"hf_ring_attention/{group.group_name}", default_store())
+        # The group's own timeout: who waits longer for a device may wait as long for the comparison before.
+        companion = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout_of(group))
+        _COMPANIONS[group] = companion
+    return companion
 
 
 class _Works:
@@ -102,7 +126,7 @@ class _Works:
 
 
 class ProcessGroupCommunicator:
-    """The ranks of a process group; what is on the CPU travels by gloo where the group's backend serves other devices alone."""
+    """The ranks of a process group. CPU tensors travel by gloo if the group's backend serves other devices only."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -114,9 +138,9 @@ class ProcessGroupCommunicator:
         return companion_of(self.group)
 
     def _beside(self, tensors: Sequence[Tensor]) -> Any:
-        """Returns the companion of the group for tensors that are on the CPU, where the group takes none; else None.
+        """Returns the companion of the group if it takes no CPU tensors, and these tensors are on the CPU; else None.
 
-        All ranks ask for it first in an agreement. A ring that only some of them make waits for nobody.
+        All ranks first need it in an agreement, so a ring that only some ranks make waits for nobody.
         """
         return self._companion if all(x.is_cpu for x in tensors) else None
 

@@ -1,4 +1,4 @@
-"""The exchange of tokens for heads: each rank gives its tokens of all heads for all its group's tokens of some, and back."""
+"""The exchange of tokens for heads: each rank gives its tokens of all heads, and gets all tokens of its group of some heads."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from ..plan.heads import Heads, Place, group_size, pieces_of, place_of, problem_of_heads, rows_of_member
 from ..plan.joins import Joining
 from ..plan.problem import Problem
-from .communicators import Exchanger, PartOfRanks, Pending
+from .communicators import Exchanger, PartOfRanks
 from .schedules import RingBinding, bind_ring
-from .transports import RingTransport, Traffic, size_of, telling, wait_for
+from .transports import Arriving, Link, RingTransport, Traffic
 
 
 @dataclass(frozen=True)
 class HeadsPiece:
-    """Heads that are exchanged and computed together: those of every member of a group, and the steps of this one's ring."""
+    """Heads that are exchanged and computed together: the heads of each member of a group, and the steps of its ring."""
 
     of_ranks: tuple[Heads, ...]
     ring: RingBinding
@@ -30,9 +30,9 @@ class HeadsBinding:
     """The pieces of a rank.
 
     Attributes:
-        place: the rank's group, of those that exchange heads, and its number there.
-        rows: for each member of the group, the runs of rows that its tokens have among those of the group: in each batch
-            row, or once for all where these are divided alike.
+        place: the rank's group, which exchanges heads, and its number there.
+        rows: for each member of the group, the runs of its tokens among the rows of the group: for each batch row, or once
+            if all batch rows are divided alike.
     """
 
     pieces: tuple[HeadsPiece, ...]
@@ -70,26 +70,29 @@ class HeadsTransport:
     """Exchanges tokens for heads, a piece of the heads at a time, all tensors of a piece in one message to each rank."""
 
     def __init__(self, binding: HeadsBinding, communicator: Exchanger, traffic: Traffic) -> None:
-        self.binding = binding
-        self.traffic = traffic
+        self.binding, self.traffic = binding, traffic
         (group, self.rank), size = binding.place, len(binding.rows)
-        #: The group that exchanges heads, and the ring of those that have the same heads in all groups.
-        self.communicator = PartOfRanks(communicator, range(group * size, (group + 1) * size))
+        #: The group that exchanges heads, and the ring of the ranks that have the same heads in all groups.
+        self.group = PartOfRanks(communicator, range(group * size, (group + 1) * size))
         self.ring = PartOfRanks(communicator, range(self.rank, communicator.world_size, size))
+        self.link = Link(self.group, traffic, "attention by heads", communicator.rank)
 
     def of_piece(self, piece: HeadsPiece) -> RingTransport:
         """Returns the transport of a piece's heads, once the tokens of the group are here."""
-        return RingTransport(piece.ring, self.ring, self.traffic, name=self.ring.whole.rank)
+        return RingTransport(piece.ring, self.ring, self.traffic, self.link.rank)
 
     def own_heads(self, piece: HeadsPiece, x: Tensor | None) -> Tensor | None:
         """Returns a view of the numbers that this rank's heads of a piece have in x [H]; None for None."""
         heads = piece.of_ranks[self.rank].query
         return None if x is None else x[heads.start : heads.stop]
 
-    def to_heads(self, piece: HeadsPiece, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> Exchange:
+    def to_heads(self, piece: HeadsPiece, content: str, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> Exchange:
         """Starts to take tensors [B, heads, local tokens, ...] of all heads to [B, heads of the piece, tokens, ...].
 
-        `finish` of what it returns gives those of `queries`, and then those of `keys`, which are of key/value heads.
+        `Exchange.finish` returns the results of `queries`, and then the results of `keys`, which are of key/value heads.
+
+        Args:
+            content: the name of the tensors in errors.
         """
         tensors = [(x, [heads.query for heads in piece.of_ranks]) for x in queries]
         tensors += [(x, [heads.kv for heads in piece.of_ranks]) for x in keys]
@@ -108,16 +111,21 @@ class HeadsTransport:
                 wholes.append(whole)
             return wholes
 
-        return self._start(sent, finish)
+        return self._start(content, sent, finish)
 
     def to_tokens(
-        self, piece: HeadsPiece, queries: Sequence[tuple[Tensor, Tensor]], keys: Sequence[tuple[Tensor, Tensor]]
+        self,
+        piece: HeadsPiece,
+        content: str,
+        queries: Sequence[tuple[Tensor, Tensor]],
+        keys: Sequence[tuple[Tensor, Tensor]],
     ) -> Exchange:
         """Starts to bring tensors [B, heads of the piece, tokens, ...] home, into [B, heads, local tokens, ...] of all heads.
 
         Args:
-            queries: tensors of query heads, each with the one that it is put into.
-            keys: tensors of key/value heads, each with the one that it is added to: several ranks may have had the same head.
+            content: the name of the tensors in errors.
+            queries: tensors of query heads, each with the tensor that takes it.
+            keys: tensors of key/value heads, each with the tensor that it is added to: several ranks may have one head.
         """
         tensors = [x for x, _ in (*queries, *keys)]
 
@@ -132,33 +140,27 @@ class HeadsTransport:
                     target[:, heads.kv.start : heads.kv.stop] += rows
             return []
 
-        return self._start(sent, finish)
+        return self._start(content, sent, finish)
 
     def _start(
-        self, sent: Callable[[int], list[Tensor]], finish: Callable[[list[list[Tensor]]], list[Tensor]]
+        self, content: str, sent: Callable[[int], list[Tensor]], finish: Callable[[list[list[Tensor]]], list[Tensor]]
     ) -> Exchange:
-        """Starts to send `sent(rank)` to each other member, and to receive as much of it; `finish` takes all parts."""
+        """Starts to send `sent(rank)` to each other member, and to receive as much from it; `finish` takes all parts."""
         own, members = sent(self.rank), range(len(self.binding.rows))
         others = [member for member in members if member != self.rank]
-        rows = [x.flatten() for member in others for x in sent(member)] or [own[0].new_empty(0)]
-        message = _cat(rows).contiguous()  # The gradient of a sum is one number for all rows.
-        received, counts = torch.empty_like(message), [0] * len(members)
-        for member in others:
-            counts[member] = message.numel() // len(others)
-        pending = None
-        if others:
-            with telling(f"attention by heads, on rank {self.ring.whole.rank}"):
-                pending = self.communicator.all_to_all(received, message, counts, counts)
-            self.traffic.sent_bytes += size_of(message)
-            self.traffic.received_bytes += size_of(received)
-            self.traffic.hops += 1
+        if not others:
+            return Exchange(None, None, lambda: finish([own]))
+        message = _cat([x.flatten() for member in others for x in sent(member)])
+        message = message.contiguous()  # The gradient of a sum is one number for all rows.
+        counts = [0 if member == self.rank else message.numel() // len(others) for member in members]
+        received, arriving = self.link.all_to_all(content, message, counts, counts)
 
         def arrived() -> list[Tensor]:
             shapes = [x.shape for x in own]
             parts = received.split(counts)
             return finish([own if i == self.rank else _unpacked(part, shapes) for i, part in enumerate(parts)])
 
-        return Exchange(pending, self.traffic, message, arrived, self.ring.whole.rank)
+        return Exchange(arriving, message, arrived)
 
 
 @dataclass(frozen=True)
@@ -166,30 +168,23 @@ class Exchange:
     """An exchange under way.
 
     Attributes:
-        message: what is sent, which has to stay until it has arrived.
-        arrived: what to do then.
-        rank: this rank, for errors.
+        message: the tensor that is sent; it must stay until it has arrived.
+        arrived: makes the results once all messages are here.
     """
 
-    pending: Pending | None
-    traffic: Traffic
-    message: Tensor
+    arriving: Arriving | None
+    message: Tensor | None
     arrived: Callable[[], list[Tensor]]
-    rank: int
 
-    def finish(self, name: str) -> list[Tensor]:
-        """Waits for what the other ranks sent, and returns the tensors that are made of it.
-
-        Args:
-            name: of what was exchanged, for errors.
-        """
-        if self.pending is not None:
-            wait_for(self.pending, self.traffic, f"attention by heads, {name}, on rank {self.rank}")
+    def finish(self) -> list[Tensor]:
+        """Waits for the messages of the other ranks, and returns the tensors that are made of them."""
+        if self.arriving is not None:
+            self.arriving.wait()
         return self.arrived()
 
 
 def _cat(parts: list[Tensor], dim: int = 0) -> Tensor:
-    """Returns the parts one behind the other; a single one as it is, without a copy."""
+    """Returns the parts, one after the other; a single part without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
@@ -200,7 +195,7 @@ def _unpacked(message: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
 
 
 def _by_run(rows: Sequence[Sequence[range]]) -> Iterator[tuple[slice, slice, slice]]:
-    """Yields the batch rows of each run of rows, the run, and the rows that it is of a member's own."""
+    """Yields the batch rows of each run of rows, the run, and the place of the run in the member's own rows."""
     for row, runs in enumerate(rows):
         batch_rows = slice(row, row + 1) if len(rows) > 1 else slice(None)
         starts = itertools.accumulate((len(run) for run in runs), initial=0)

@@ -1,4 +1,4 @@
-"""The search for the process that is gone, when communication fails on the others."""
+"""The search for a lost process, when communication fails on the others."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class LostProcesses(RuntimeError):
 def naming_lost_processes(seconds: float = 5.0) -> Iterator[None]:
     """Names the processes that no longer answer when communication fails inside; it is a context or a decorator.
 
-    A process that meets such an error leaves an entry in the process group's store, and waits for those of the others; a
-    process that was killed, that stalls, or that ended by an error of its own leaves none. Where the process group could not
-    be made there is no such store, and the error says which process was left alone.
+    A process that meets such an error leaves an entry in the process group's store, and waits for the entries of the others.
+    A process that was killed, that stalls, or that ended by an error of its own leaves no entry. If the process group could
+    not be made, there is no store, and the error names this process only.
 
     Args:
         seconds: the time to wait for the others.
 
     Raises:
-        RuntimeError: in place of the error of communication; it names the processes by their rank in the world.
+        RuntimeError: instead of the error of communication; it names the processes by their rank in the world.
 
     Example:
         >>> with ra.naming_lost_processes():
@@ -61,29 +61,28 @@ def naming_lost_processes(seconds: float = 5.0) -> Iterator[None]:
                 raise
             raise LostProcesses(
                 f"process {os.environ.get('RANK', '?')} of {os.environ['WORLD_SIZE']} was not joined by all others when the "
-                f"process group was set up: see in the output of each which did not start, or ended, and start all again: "
-                f"{error}"
+                f"process group was set up: look in each output for a process that ended, and start all again: {error}"
             ) from error
         lost = _silent(seconds)
         if not lost:
             raise
-        # Others may be silent because they still wait for the one that is gone.
+        # Other processes may be silent because they still wait for the lost one.
         which = f"process {lost[0]}" if len(lost) == 1 else f"one or more of the processes {lost}"
         raise LostProcesses(
-            f"lost {which} of {dist.get_world_size()} (killed, stalled, or ended by an error that its own output shows), so "
-            f"process {dist.get_rank()} ends too; see to that one, and start again from the last checkpoint: {error}"
+            f"lost {which} of {dist.get_world_size()} (killed, stalled, or ended by an error in its own output), so process "
+            f"{dist.get_rank()} ends too; start again from the last checkpoint: {error}"
         ) from error
 
 
 def is_of_communication(error: BaseException) -> bool:
-    """Returns whether an error says that communication failed, and so may have its cause in another process."""
+    """Returns whether communication failed, so that the cause may be in another process."""
     return isinstance(error, RuntimeError) and bool(_OF_COMMUNICATION.search(str(error)))
 
 
 def _silent(seconds: float) -> list[int]:
     """Returns the processes that leave no entry within `seconds`."""
     answers: list[list[int]] = []
-    # Where the process that holds the store stalls, the store answers never, whatever timeout it was given.
+    # If the process that holds the store stalls, the store never answers, whatever its timeout.
     search = threading.Thread(target=lambda: answers.append(_without_entry(seconds)), daemon=True)
     search.start()
     search.join(2 * seconds + 1)
@@ -93,7 +92,7 @@ def _silent(seconds: float) -> list[int]:
 
 
 def _without_entry(seconds: float) -> list[int]:
-    """Leaves this process's entry, and returns those that leave none; process 0 where the store went with it."""
+    """Leaves this process's entry, and returns the processes without one; process 0 if the store went with it."""
     store = default_store()
     own, world_size = dist.get_rank(), dist.get_world_size()
     silent = [rank for rank in range(world_size) if rank != own]

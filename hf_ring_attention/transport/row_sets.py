@@ -1,4 +1,4 @@
-"""Sets of rows of a tensor, which are taken out, written into messages, and added to."""
+"""Sets of rows of a tensor: they are taken out, written into messages, and added to."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RowRuns(NamedTuple):
 
 @dataclass(frozen=True)
 class RowSet:
-    """Rows of a tensor by their numbers in x.flatten(0, 2): as runs where they form some, else by an index.
+    """Rows of a tensor by their numbers in x.flatten(0, 2): as equal runs if possible, else by an index.
 
     A set without runs and without an index is all rows, in order.
     """
@@ -105,7 +105,7 @@ class Payload:
         #: The ascending numbers of the rows in a [B, Hkv, n] tensor of the source.
         self.numbers = torch.cat(parts).to(device) if parts else torch.empty(0, dtype=torch.int64, device=device)
         self.shape = (1, 1, len(self.numbers))
-        #: The first row of every head, where all batch rows and heads have the same run of rows.
+        #: The first row of every head, if all batch rows and heads have the same run of rows.
         self.first: int | None = None
         run = rows.run(heads)
         if run is not None:
@@ -113,15 +113,15 @@ class Payload:
             self.shape = (len(problem.documents), len(heads), len(run))
 
     def places(self, numbers: Tensor) -> Tensor:
-        """Returns the places of these rows in the payload, which has them all."""
+        """Returns the places of these rows, which the payload must contain."""
         return torch.searchsorted(self.numbers, numbers)
 
     def row_set(self, part: Payload) -> RowSet:
-        """Returns the rows of another payload, which are a part of this one, as rows of this one."""
+        """Returns the rows of another payload, a part of this one, as rows of this one."""
         return RowSet.of(self.places(part.numbers), len(self.numbers))
 
 
 def _bit_numbers(bits: int) -> Tensor:
-    """Returns the numbers of the bits that are set, ascending."""
+    """Returns the numbers of the set bits, ascending."""
     octets = torch.frombuffer(bytearray(bits.to_bytes(-(-bits.bit_length() // 8), "little")), dtype=torch.uint8)
     return torch.nonzero((octets[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten()).flatten()

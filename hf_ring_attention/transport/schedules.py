@@ -25,7 +25,7 @@ class CollectiveBinding:
         remote: tiles with the keys that arrive.
         used: whether any rank needs rows of another.
         send: this rank's rows to send, in the order of the ranks that need them.
-        send_counts, receive_counts: the number of rows for each rank, and of each.
+        send_counts, receive_counts: the number of rows to each rank, and from each rank.
     """
 
     own: OwnBinding
@@ -41,11 +41,11 @@ class RingStep:
     """One step of a rank in a lap: its tiles, and the rows that arrive for them and leave.
 
     Attributes:
-        number: hops between this rank and the one whose rows it holds; 0 for its own rows.
+        number: hops between this rank and the owner of the rows that it holds; 0 for its own rows.
         of: steps of the lap.
-        source: the rank whose rows these are.
+        source: the owner of the rows.
         following, previous: the neighbours that rows go to and come from.
-        last_user: the rank that holds this rank's rows at this step, and is the last to use those of `home`.
+        last_user: the rank that holds this rank's rows at this step, and is the last to use the rows in `home`.
         shape: the shape of the payload's rows, [B, heads, rows] or [1, 1, rows].
         sent: rows of the payload of the step before that go to `following` while this step's payload arrives.
         carried: rows of the payload whose gradients arrive from `previous` after its part is done.
@@ -76,7 +76,7 @@ class RingStep:
 
 @dataclass(frozen=True)
 class RingBinding:
-    """The steps of all laps, in their order; `whole` is the one tile that is all work of the rank, if there is one."""
+    """The steps of all laps, in their order; `whole` is the tile that is all work of the rank, if there is such a tile."""
 
     steps: tuple[RingStep, ...]
     whole: BoundBatch | None
@@ -85,21 +85,21 @@ class RingBinding:
 def bind_collective(problem: Problem, rank: int, device: torch.device, joining: Joining | None) -> CollectiveBinding:
     """Binds the plan of `rank` for one exchange of the rows that ranks need."""
     binder, layout, heads = Binder(problem, device, joining), problem.layout, range(problem.num_kv_heads)
-    others = [other for other in range(layout.world_size) if other != rank]
+    peers = [peer for peer in range(layout.world_size) if peer != rank]
 
     def payload(reader: int, source: int) -> Tensor:
         return Payload(needed(problem, reader, source), problem, heads, device).numbers
 
-    send = {other: payload(other, rank) for other in others}
-    receive = {other: payload(rank, other) for other in others}
+    send = {peer: payload(peer, rank) for peer in peers}
+    receive = {peer: payload(rank, peer) for peer in peers}
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     send_counts, receive_counts = (
-        [len(rows.get(other, nothing)) for other in range(layout.world_size)] for rows in (send, receive)
+        [len(rows.get(peer, nothing)) for peer in range(layout.world_size)] for rows in (send, receive)
     )
     # Rows arrive by source, and by their number there; tiles number them as in the whole sequence.
     whole = []
-    for other, numbers in receive.items():
-        rows = [layout.positions(other, row) for row in range(len(layout.rows) or 1)]
+    for peer, numbers in receive.items():
+        rows = [layout.positions(peer, row) for row in range(len(layout.rows) or 1)]
         positions, local = torch.tensor(rows, device=device), numbers % layout.local_len
         row_of_head = numbers // layout.local_len
         batch_row = row_of_head // problem.num_kv_heads if layout.rows else torch.zeros_like(local)
@@ -139,7 +139,7 @@ def bind_ring(problem: Problem, rank: int, device: torch.device, joining: Joinin
     """Binds the steps of `rank` round the ring."""
     own, laps = bind_own(problem, rank, device, joining), ring_laps(problem)
     steps = tuple(step for lap in laps for step in _lap_steps(problem, rank, device, joining, lap))
-    # A rank that needs nobody's keys may yet have to send its own.
+    # A rank that needs no keys of others may still have to send its own.
     alone = own.whole and not any(lap.steps for lap in laps)
     return RingBinding(steps, own.batches[0] if alone else None)
 

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, and leave messages for each other in mailboxes."""
+"""Ranks that are threads of one process and leave messages for each other in mailboxes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Room:
     def __init__(self, world_size: int, timeout: float) -> None:
         self.world_size = world_size
         self.timeout = timeout
-        #: The condition of each rank, which is notified of its messages; no other rank waits for it.
+        #: Notifies each rank of its messages; no other rank waits for it.
         self.news = [threading.Condition() for _ in range(world_size)]
         self.boxes: dict[tuple[int, int], deque[Any]] = {
             (source, target): deque() for source in range(world_size) for target in range(world_size)
@@ -52,7 +52,7 @@ class _Room:
 
 
 class _Receiving:
-    """Messages that are taken from their mailboxes when they are waited for."""
+    """Messages that `wait` takes from their mailboxes."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self.wait = finish
@@ -73,7 +73,7 @@ class SimulatedCommunicator:
         return [cls(room, rank) for rank in range(world_size)]
 
     def depart(self, reason: str) -> None:
-        """Ends the waiting of other ranks for this one, which sends no more."""
+        """Ends the waiting of other ranks for this rank, which sends no more."""
         self.room.depart(self.rank, reason)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
@@ -87,7 +87,7 @@ class SimulatedCommunicator:
         return _Receiving(finish)
 
     def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Pending:
-        # A message of nothing would lie before those that others of its ranks exchange meanwhile.
+        # An empty message would be taken in place of the next one from this rank.
         return self.exchange(
             [Message(peer, part) for peer, part in enumerate(sent.split(send_counts)) if len(part)],
             [Message(peer, part) for peer, part in enumerate(received.split(receive_counts)) if len(part)],

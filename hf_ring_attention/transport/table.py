@@ -1,4 +1,4 @@
-"""The transports by their names: what binds a plan for them, and what makes them of a binding."""
+"""The transports by their names: the function that binds a plan, and the class that moves its rows."""
 
 from __future__ import annotations
 

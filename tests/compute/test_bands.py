@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_ring_attention.compute import bands
-from hf_ring_attention.compute.bands import KernelCall
+from hf_ring_attention.compute.kernel import KernelCall, Saved
 from hf_ring_attention.compute.kernels import CpuFlash
 from hf_ring_attention.compute.math_kernel import Math
 from hf_ring_attention.compute.merge import merge_
@@ -31,11 +31,11 @@ def test_every_band_is_what_plain_math_makes_of_it(cut_from, monkeypatch, rng):
         out, lse = Math().forward(q, k, v, KernelCall("band", 0.3, fold_size))
         # In the whole softmax there are other keys, too.
         whole = torch.randn_like(out), lse + torch.rand_like(lse)
-        want = out, lse, *Math().backward(dout, q, k, v, *whole, KernelCall("band", 0.3, fold_size))
+        want = out, lse, *Math().backward(dout, Saved(q, k, v, *whole), KernelCall("band", 0.3, fold_size))
         flash = CpuFlash()
         got = (
             *flash.forward(q, k, v, KernelCall("band", 0.3, fold_size)),
-            *flash.backward(dout, q, k, v, *whole, KernelCall("band", 0.3, fold_size)),
+            *flash.backward(dout, Saved(q, k, v, *whole), KernelCall("band", 0.3, fold_size)),
         )
         for x, y in zip(got, want, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
@@ -47,6 +47,6 @@ def test_every_band_is_what_plain_math_makes_of_it(cut_from, monkeypatch, rng):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
         sums = tuple(torch.randn_like(x) for x in (q, k, v))
         before = [x.clone() for x in sums]
-        assert flash.backward(dout, q, k, v, *whole, KernelCall("band", 0.3, fold_size), sums) is sums
+        assert flash.backward(dout, Saved(q, k, v, *whole), KernelCall("band", 0.3, fold_size), sums) is sums
         for x, start, y in zip(sums, before, want[2:], strict=True):
             torch.testing.assert_close(x, start + y, rtol=1e-12, atol=1e-12)

@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_ring_attention.compute import bands, cuda_kernels
-from hf_ring_attention.compute.bands import KernelCall
 from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash
+from hf_ring_attention.compute.kernel import KernelCall, Saved
 from hf_ring_attention.compute.math_kernel import Math
 from hf_ring_attention.compute.merge import accumulation_dtype
 from hf_ring_attention.compute.rows import Packed
@@ -134,7 +134,7 @@ def check(kernel, dtype, shape, sizes, fold_size, widths, layout=packed):
     dout = layout(*row_sizes, value_width, dtype=dtype)
     if layout is not packed:  # of a larger softmax, and so not from the kernel itself
         merged = layout(*row_sizes, value_width, dtype=dtype), layout(*row_sizes, 1, dtype=lse.dtype).squeeze(-1)
-    grads = kernel.backward(dout, q, k, v, *merged, KernelCall(shape, 0.3, fold_size))
+    grads = kernel.backward(dout, Saved(q, k, v, *merged), KernelCall(shape, 0.3, fold_size))
     for grad, x in zip(grads, (q, k, v), strict=True):
         assert (grad.shape, grad.dtype) == (x.shape, dtype)
     assert {x.device.type for x in (out, lse, *grads)} == {"cuda"}
@@ -250,7 +250,7 @@ def test_packed_tiles(dtype, shape, operators, rng):
         out, lse = CudaFlash().forward(q, k, v, KernelCall(shape, 0.3, lengths=lengths))
         assert (out.shape, out.dtype) == (dout.shape, dtype)
         assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
-        grads = CudaFlash().backward(dout, q, k, v, out, lse, KernelCall(shape, 0.3, lengths=lengths))
+        grads = CudaFlash().backward(dout, Saved(q, k, v, out, lse), KernelCall(shape, 0.3, lengths=lengths))
         for grad, x in zip(grads, (q, k, v), strict=True):
             assert (grad.shape, grad.dtype, grad.device) == (x.shape, dtype, x.device)
     assert len(checked.calls) == 2 * len(WIDTHS)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_ring_attention.compute import cuda_kernels
-from hf_ring_attention.compute.bands import KernelCall
 from hf_ring_attention.compute.cuda_kernels import CudaFlash
+from hf_ring_attention.compute.kernel import KernelCall, Saved
 from hf_ring_attention.compute.math_kernel import Math
 from tests.support.cuda_operators import CheckedOperators, FlashAttention2, scores_of
 
@@ -48,11 +48,11 @@ def test_cuda_flash_is_what_plain_math_makes_of_it(shape, monkeypatch, rng, gene
         out, lse = Math().forward(q, k, v, KernelCall(shape, 0.3, fold_size))
         # In the whole softmax there are other keys, too.
         whole = drawn(generator, *out.shape), lse + torch.rand(lse.shape, dtype=lse.dtype, generator=generator)
-        want = out, lse, *Math().backward(dout, q, k, v, *whole, KernelCall(shape, 0.3, fold_size))
+        want = out, lse, *Math().backward(dout, Saved(q, k, v, *whole), KernelCall(shape, 0.3, fold_size))
         flash = CudaFlash()
         got = (
             *flash.forward(q, k, v, KernelCall(shape, 0.3, fold_size)),
-            *flash.backward(dout, q, k, v, *whole, KernelCall(shape, 0.3, fold_size)),
+            *flash.backward(dout, Saved(q, k, v, *whole), KernelCall(shape, 0.3, fold_size)),
         )
         for x, y in zip(got, want, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)

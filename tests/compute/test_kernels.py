@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_ring_attention.compute.bands import KernelCall
 from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash
+from hf_ring_attention.compute.kernel import KernelCall, Saved
 from hf_ring_attention.compute.kernels import CpuFlash, choose_kernel
 from hf_ring_attention.compute.math_kernel import Math
 from hf_ring_attention.compute.merge import accumulation_dtype, merge_
@@ -130,13 +130,13 @@ def check(kernel, q, k, v, dout, shape, scale=None, between=lambda out, lse: (ou
     dtype, inputs = q.dtype, (q, k, v, dout)
     before = [x.clone() for x in inputs]
     out, lse = kernel.forward(q, k, v, KernelCall(shape, scale))
-    grads = kernel.backward(dout, q, k, v, *between(out, lse), KernelCall(shape, scale))
+    grads = kernel.backward(dout, Saved(q, k, v, *between(out, lse)), KernelCall(shape, scale))
     assert all(torch.equal(x, x_before) for x, x_before in zip(inputs, before, strict=True)), "an input was changed"
     assert out.shape == (*q.shape[:3], v.shape[-1])
     assert lse.shape == q.shape[:3]
     assert (out.dtype, lse.dtype) == (dtype, accumulation_dtype(dtype))
     sums = tuple(torch.ones_like(x, dtype=accumulation_dtype(dtype)) for x in (q, k, v))
-    assert kernel.backward(dout, q, k, v, *between(out, lse), KernelCall(shape, scale, 1), sums) is sums
+    assert kernel.backward(dout, Saved(q, k, v, *between(out, lse)), KernelCall(shape, scale, 1), sums) is sums
     for total, grad in zip(sums, grads, strict=True):
         difference, size = largest(total.double() - 1 - grad.double()), largest(grad.double())
         assert difference <= 8 * torch.finfo(dtype).eps * (size + 1)
@@ -207,12 +207,12 @@ def test_folds_are_rows_that_see_the_same_keys(kernel, device, dtypes, shape, ge
 
     q, k, v, dout = make((2, 2, 2, queries * folds, keys, 8, 5), dtypes[0], generator, device)
     out, lse = kernel.forward(q, k, v, KernelCall(shape, 0.4, folds))
-    got = out, lse, *kernel.backward(dout, q, k, v, out, lse, KernelCall(shape, 0.4, folds))
+    got = out, lse, *kernel.backward(dout, Saved(q, k, v, out, lse), KernelCall(shape, 0.4, folds))
     got = [*map(as_heads, got[:3]), *got[3:]]
     math = Math()
     q, k, v, dout = (x.cpu().double() for x in (q, k, v, dout))
     want = math.forward(as_heads(q), k, v, KernelCall(shape, 0.4))
-    want += math.backward(as_heads(dout), as_heads(q), k, v, *want, KernelCall(shape, 0.4))
+    want += math.backward(as_heads(dout), Saved(as_heads(q), k, v, *want), KernelCall(shape, 0.4))
     for x, y in zip(got, want, strict=True):
         error = 16 * torch.finfo(dtypes[0]).eps * largest(y)
         assert largest(x.cpu().double() - y) <= error
@@ -255,7 +255,9 @@ def test_tiles_of_one_softmax_have_their_exact_shares(kernel, device, dtypes, dt
     lse = torch.full(out.shape[:3], -torch.inf, dtype=accumulation, device=device)
     for keys, values, shape in tiles:
         merge_(out, lse, *kernel.forward(q, keys, values, KernelCall(shape, scale)))
-    shares = [kernel.backward(dout, q, *kv, out.to(dtype), lse, KernelCall(shape, scale)) for *kv, shape in tiles]
+    shares = [
+        kernel.backward(dout, Saved(q, *kv, out.to(dtype), lse), KernelCall(shape, scale)) for *kv, shape in tiles
+    ]
 
     def shares_in(dtype):
         q_, k_, v_, dout_ = (x.cpu().to(dtype) for x in (q, k, v, dout))
@@ -303,7 +305,7 @@ def test_math_gives_the_same_in_slices(shape, rows_at_once, generator):
 
     def both(kernel):
         out, lse = kernel.forward(q, k, v, KernelCall(shape, 0.5))
-        return out, lse, *kernel.backward(dout, q, k, v, out, lse, KernelCall(shape, 0.5))
+        return out, lse, *kernel.backward(dout, Saved(q, k, v, out, lse), KernelCall(shape, 0.5))
 
     sliced = Math()
     sliced.budget = heads * group * n * rows_at_once
@@ -418,10 +420,10 @@ def test_the_efficient_kernel_serves_groups_without_repeating_keys(monkeypatch, 
     q, dout = (torch.randn(3, 6, queries, 8, dtype=torch.float64) for _ in range(2))
     k, v = (torch.randn(3, 2, 5, 8, dtype=torch.float64) for _ in range(2))
     want = Math().forward(q, k, v, KernelCall(shape, 0.3))
-    want += Math().backward(dout, q, k, v, *want, KernelCall(shape, 0.3))
+    want += Math().backward(dout, Saved(q, k, v, *want), KernelCall(shape, 0.3))
     with monkeypatch.context() as patched:
         patched.setattr("hf_ring_attention.compute.cuda_kernels.aten", EfficientOperators)
         got = CudaEfficient().forward(q, k, v, KernelCall(shape, 0.3))
-        got += CudaEfficient().backward(dout, q, k, v, *got, KernelCall(shape, 0.3))
+        got += CudaEfficient().backward(dout, Saved(q, k, v, *got), KernelCall(shape, 0.3))
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)

@@ -47,7 +47,7 @@ def test_what_it_says_happens(name, kind, transport, monkeypatch):
     )
     assert said.decision.choice == transport
     held = threading.local()
-    take = transports._Pool.take
+    take = transports.MessagePool.take
 
     def counted(pool, *shapes):
         free = len(pool.free)
@@ -56,7 +56,7 @@ def test_what_it_says_happens(name, kind, transport, monkeypatch):
             held.bytes += rows[0].buffer.nbytes
         return rows
 
-    monkeypatch.setattr(transports._Pool, "take", counted)
+    monkeypatch.setattr(transports.MessagePool, "take", counted)
 
     def run(ring):
         layout = ring.layout_for(TOKENS * p - 1, pattern)

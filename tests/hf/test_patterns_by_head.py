@@ -44,7 +44,7 @@ def test_a_layer_computes_what_the_oracle_says(monkeypatch):
     assert len(calls) == model.config.num_hidden_layers
     for q, k, v, call, out in calls:
         assert call.problem.pattern.num_kv_heads == k.shape[1] > 1
-        right, _ = reference_attention(q, k, v, pattern=call.problem.pattern, scale=call.scale)
+        right, _ = reference_attention(q, k, v, pattern=call.problem.pattern, scale=call.execution.scale)
         assert float((out - right).abs().max()) <= EXACT
 
 

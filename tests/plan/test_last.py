@@ -126,8 +126,8 @@ def test_pieces_that_are_longer_than_the_last_queries_are_refused():
     for row_len, new in ((20, 1), (20, 3), (20, 20), (4, 4)):
         call(row_len, new)
     said = (
-        "shows every key to the last 3 queries of a document, and 4 queries came behind 16 tokens in a cache, .* pass at most "
-        "3 tokens at a time behind it, or give Last at least 4 tokens"
+        "shows every key to the last 3 queries of a document, got 4 queries behind 16 tokens in a cache: .* pass at most 3 "
+        "tokens at a time"
     )
     with pytest.raises(ValueError, match=said):
         call(20, 4)
@@ -135,12 +135,11 @@ def test_pieces_that_are_longer_than_the_last_queries_are_refused():
 
 def test_the_length_is_asked_for():
     with pytest.raises(
-        ValueError, match=r"^Last\(tokens=3\): document_length, the tokens of the document, was expected"
+        ValueError,
+        match=r"^Last\(tokens=3\): the last queries depend on the length of the document: pass document_length",
     ):
         TRIANGLE.multiplicity(2, 1, **ONE_HEAD)
-    with pytest.raises(
-        ValueError, match="positions below the document_length of 4 tokens were expected, got query 4 and key 1"
-    ):
+    with pytest.raises(ValueError, match="expected positions below document_length=4, got query 4 and key 1"):
         TRIANGLE.multiplicity(4, 1, **ONE_HEAD, document_length=4)
     for tokens in (0, -1, True, 2.0, "2", None):
         with pytest.raises(ValueError, match=r"^Last: tokens must be an integer of at least 1, got"):

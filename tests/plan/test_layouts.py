@@ -126,7 +126,7 @@ def test_pieces_of_documents():
     ],
 )
 def test_refused_pieces(rows):
-    with pytest.raises(ValueError, match="must be all of its 6 tokens, 3 on each of 2 ranks, got"):
+    with pytest.raises(ValueError, match="must cover its 6 tokens, 3 on each of 2 ranks, got"):
         SequenceLayout("documents", 5, 2, rows)
 
 

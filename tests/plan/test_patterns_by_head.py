@@ -93,7 +93,7 @@ def test_another_number_of_heads_is_refused():
         ValueError, match=r"Pattern\.by_kv_head: a pattern for each key/value head was expected, got none"
     ):
         ra.Pattern.by_kv_head([])
-    with pytest.raises(ValueError, match="with kv_heads, the patterns of the heads have the branches"):
+    with pytest.raises(ValueError, match="with kv_heads, each head's pattern has the branches"):
         ra.Pattern((ra.Window(4),), kv_heads=(ra.Pattern.exact(),))
     with pytest.raises(ValueError, match="must be patterns with branches"):
         ra.Pattern.by_kv_head([pattern, "exact"])

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hf_ring_attention as ra
 from hf_ring_attention.cli.checks import machine
-from hf_ring_attention.transport.companions import companion_of
+from hf_ring_attention.transport.communicators import companion_of
 from tests.hf.test_sharded_cache import cache_argument, greedy, tokens
 from tests.support.cases import check_cases, random_cases
 from tests.support.ranks import PROMPTLY, run_ranks
@@ -106,7 +106,7 @@ def one_for_all_rings(rank, folder):
         assert ring.agree("a call", {}, tell=rank) == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert companion_of(mesh["ring"].get_group()) is not companion_of(dist.group.WORLD)
         dist.new_group()  # Groups of the world that are made afterwards are made by all.
-        assert first.agree_everywhere("another call", {}, tell=rank) == [0, 1, 2, 3]
+        assert first.agree("another call", {}, tell=rank, everywhere=True) == [0, 1, 2, 3]
     dist.destroy_process_group()
     dist.init_process_group("gloo", f"file://{folder}/end", rank=rank, world_size=4)
     assert companion_of(dist.group.WORLD) is None
@@ -127,9 +127,7 @@ def timeouts(rank):
 
 def test_a_rank_that_does_not_come_is_awaited_as_long_as_the_group_says():
     (error, seconds), _ = run_ranks(timeouts, 2)
-    assert error is not None and error.startswith("RuntimeError: comparing what all ranks came with, on rank 0: "), (
-        error
-    )
+    assert error is not None and error.startswith("RuntimeError: comparing the calls of all ranks, on rank 0: "), error
     assert 4 < seconds < PROMPTLY
 
 

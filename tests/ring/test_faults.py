@@ -35,7 +35,7 @@ DOING = {
     "backward hop": "comparing|ring attention, backward pass, step",
     "all-to-all of rows": "comparing|collective attention, (forward|backward) pass",
     "all-to-all of heads": "comparing|attention by heads, .*, on rank",
-    "agreement": "comparing what all ranks came with, on rank",
+    "agreement": "comparing the calls of all ranks, on rank",
     "save": "",  # a barrier of torch.distributed's, or comparing
 }
 

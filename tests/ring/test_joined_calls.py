@@ -29,11 +29,11 @@ class JoinedCalls:
         self.with_lengths = self.padded = 0
 
     def forward(self, *tensors_and_tiles):
-        self.with_lengths += tensors_and_tiles[-1] is not None
+        self.with_lengths += tensors_and_tiles[3].lengths is not None
         return self.kernel.forward(*tensors_and_tiles)
 
     def backward(self, *tensors_and_tiles):
-        self.padded += bool(torch.isinf(tensors_and_tiles[5]).any())
+        self.padded += bool(torch.isinf(tensors_and_tiles[1].lse).any())
         return self.kernel.backward(*tensors_and_tiles)
 
 

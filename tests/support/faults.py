@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import hf_ring_attention as ra
-from hf_ring_attention.transport import communicators, heads, transports
+from hf_ring_attention.transport import communicators, transports
 from tests.support.ranks import CONTEXT, TIMEOUT, begin_as_a_program, free_ports
 
 KINDS = ("killed", "stalled", "raising")
@@ -133,10 +133,7 @@ class FaultyRank:
         ]
         awaited = f"{awaited}, backward pass" if backward else awaited
         q, k, v = (torch.ones(1, 3, 4, 8, requires_grad=True) for _ in range(3))
-        with (
-            self.inside(phase, transports, "wait_for", lambda args: args[2].startswith(awaited)),
-            self.inside(phase, heads, "wait_for", lambda args: args[2].startswith(awaited)),
-        ):
+        with self.inside(phase, transports.Arriving, "wait", lambda args: args[0].where.startswith(awaited)):
             if not backward:
                 self.reach(phase, "before")
             out = ra.ring_attention(q, k, v, pattern="exact", ring=ring, causal=False)

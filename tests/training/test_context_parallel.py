@@ -231,7 +231,7 @@ ERRORS = {
     "mesh on some": "disagree on the accelerator's device mesh",
     "outer": "not neighbours in the world",
     "tensor": "tp is neither cp nor one of dp, dp_replicate, dp_shard",
-    "part": "it has 2 processes of 4",
+    "part": "the device mesh has 2 of 4 processes",
     "no cp": "cp_size=2, and its device mesh has no dimension cp",
     "tp_size": "tp_size=2",
     "sp_size": "sp_size=2",

@@ -1,0 +1,110 @@
+"""The interface of kernels: attention of a batch of tiles, forward and backward, with the log-sum-exp of each row.
+
+Every kernel takes q [T, H, Lq, D], k [T, Hkv, Lk, D], v [T, Hkv, Lk, Dv] (query head h reads key/value head
+h // (H / Hkv)) and a `KernelCall`, which names the shape of the tiles: query i sees all keys ("full"), keys 0 to i
+("causal", Lq = Lk), or keys i to i + Lk - Lq ("band"). If a tile has folds (`plan/tiles.py`), each of these Lq queries stands
+for the `fold_size` rows of a fold, which follow one another in q and see the same keys.
+`backward` takes the out and lse of the *whole* softmax: with those, a tile's gradients are its exact share
+(FlashAttention, arXiv 2205.14135, appendix B).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..plan.joins import Joining
+from ..plan.tiles import Shape
+from .merge import merge_
+from .rows import Lengths
+
+#: The output and the log-sum-exp.
+Results = tuple[Tensor, Tensor]
+#: The gradients of queries, keys and values.
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class KernelCall(NamedTuple):
+    """The attention that a kernel computes for a batch of tiles.
+
+    Attributes:
+        shape: which keys the queries of a tile see.
+        scale: the factor of the scores.
+        fold_size: the rows of a fold.
+        lengths: the lengths of tiles that differ, as `Kernel.joining` describes: padding of keys, or the ends of packed tiles.
+            Padding of queries has an lse of +inf in backward, so that its gradients are 0.
+    """
+
+    shape: Shape
+    scale: float
+    fold_size: int = 1
+    lengths: Lengths | None = None
+
+
+class Saved(NamedTuple):
+    """The inputs and results of a forward pass that its backward pass needs."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+class Kernel(Protocol):
+    """An implementation of attention for a batch of tiles.
+
+    Attributes:
+        joining: how it takes tiles of unequal lengths in one call; None if it does not.
+    """
+
+    name: str
+    joining: Joining | None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
+        """Returns out [T, H, Lq, Dv] in q's dtype and lse [T, H, Lq] in the accumulation dtype.
+
+        Args:
+            totals: out and lse in the accumulation dtype; the results are merged into them, and they are returned.
+        """
+
+    def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
+        """Returns dq, dk and dv, in the shapes of q, k and v.
+
+        Args:
+            sums: tensors of these shapes in the accumulation dtype; the gradients are added to them, and they are returned.
+        """
+
+
+def merged(results: Results, totals: Results | None) -> Results:
+    """Merges results into totals and returns these, or the results if there are no totals."""
+    if totals is None:
+        return results
+    merge_(*totals, *results)
+    return totals
+
+
+def added(gradients: Gradients, sums: Gradients | None) -> Gradients:
+    """Adds gradients to sums and returns these, or the gradients if there are no sums."""
+    if sums is None:
+        return gradients
+    for total, gradient in zip(sums, gradients):
+        total.add_(gradient)
+    return sums
+
+
+def widened(x: Tensor, width: int) -> Tensor:
+    """Returns x with zero columns up to `width`: they change no score, and outputs there are dropped."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def unfolded(x: Tensor, fold_size: int) -> Tensor:
+    """Returns the rows of x [T, H, Lq * fold_size, ...] as rows of more heads, [T, H * fold_size, Lq, ...]."""
+    return x.unflatten(2, (-1, fold_size)).transpose(2, 3).flatten(1, 2)
+
+
+def folded(x: Tensor, fold_size: int) -> Tensor:
+    """Returns the rows of x [T, H * fold_size, Lq, ...] as [T, H, Lq * fold_size, ...]."""
+    return x.unflatten(1, (-1, fold_size)).transpose(2, 3).flatten(2, 3)
