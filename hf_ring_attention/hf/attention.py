@@ -20,8 +20,8 @@ from ..ring.attention import FORWARD, UNTRACEABLE, CheckedCall, check_not_traced
 from .calls import sharded_without_documents
 from .config import layer_pattern, patterns_of_layers, unpatched_pattern
 from .exact import attends_exactly
-from .forward_pass import ForwardPass, forward_pass_of
-from .masks import Tokens, number_of, padding_first, tokens_of
+from .forward_pass import ForwardPass, forward_pass_of, number_of
+from .masks import Tokens, padding_first, tokens_of
 from .positions import at_its_place_in_the_row
 from .rings import attached_ring
 from .tensor_parallel import head_shard

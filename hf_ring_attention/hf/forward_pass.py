@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ..plan.layouts import SequenceLayout
@@ -188,6 +189,12 @@ def forward_pass_of(config: Any) -> ForwardPass | None:
     """
     now = _RUNNING.get().forward_pass
     return now if now is not None and now.config is config else None
+
+
+def number_of(mask: Tensor | None) -> int | None:
+    """Returns the number in a mask that `ring_dilated_mask` made, or in a copy; None for other masks."""
+    own = mask is not None and mask.dim() == 4 and mask.numel() == 1 and mask.dtype == torch.int64
+    return int(mask) if own else None  # type: ignore[arg-type]
 
 
 def with_forward_pass(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, HeldKeys
 from ..ring.attention import UNTRACEABLE, check_not_traced
 from .documents import documents_from_mask, has_padding_inside
-from .forward_pass import drop_broken_passes, forward_pass_of
+from .forward_pass import drop_broken_passes, forward_pass_of, number_of
 from .hybrid_types import MIXERS
 from .support import check_config, class_name
 
@@ -192,12 +192,6 @@ def _mask_parts(mask_function: Callable[..., Any] | None) -> Iterable[tuple[str,
 
 def _closure(function: Callable[..., Any], name: str) -> Any:
     return inspect.getclosurevars(function).nonlocals[name]
-
-
-def number_of(mask: Tensor | None) -> int | None:
-    """Returns the number in a mask that `ring_dilated_mask` made, or in a copy; None for other masks."""
-    own = mask is not None and mask.dim() == 4 and mask.numel() == 1 and mask.dtype == torch.int64
-    return int(mask) if own else None  # type: ignore[arg-type]
 
 
 def tokens_of(mask: Tensor | None) -> Tokens:

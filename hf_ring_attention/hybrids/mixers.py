@@ -20,8 +20,8 @@ from transformers.cache_utils import Cache
 
 from ..hf.cache import ShardedCache, cache_in, cache_names
 from ..hf.documents import documents_from_mask
-from ..hf.forward_pass import ForwardPass, forward_pass_of, running, running_with
-from ..hf.masks import number_of, tokens_of
+from ..hf.forward_pass import ForwardPass, forward_pass_of, number_of, running, running_with
+from ..hf.masks import tokens_of
 from ..hf.rings import attached_ring
 from ..hf.wrappers import class_of_transformers
 from ..plan.layouts import SequenceLayout
