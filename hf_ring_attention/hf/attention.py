@@ -97,7 +97,7 @@ def ring_dilated_attention(
     layer = None if now is None else now.calls.get(_kind_of_call(module, now, *key_of_call, kwargs))
     if layer is None:
         layer = _layer_call(module, now, *key_of_call, kwargs)
-        if now is not None and layer.tokens.causal is not None:  # Its mask, and not the layer, says what it sees.
+        if now is not None and layer.tokens.causal is not None:  # Its mask alone decides the keys that it sees.
             now.calls[_kind_of_call(module, now, *key_of_call, kwargs)] = layer
     else:
         layer.call.compare()
@@ -246,7 +246,7 @@ def _reordered(x: Tensor, order: Tensor) -> Tensor:
 def _branch_of_model(module: nn.Module, tokens: Tokens, sliding_window: int | None) -> Branch | None:
     """Returns the window or the chunks that a layer has in the model itself."""
     window, chunk = tokens.window, tokens.chunk
-    if tokens.causal is None:  # The mask does not say.
+    if tokens.causal is None:  # A plain mask.
         config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
         types = getattr(config, "layer_types", None) or ()
         chunked = layer is not None and layer < len(types) and types[layer] == "chunked_attention"

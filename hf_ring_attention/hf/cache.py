@@ -66,7 +66,7 @@ class ShardedLayer(DynamicLayer):
 
 
 class ShardedCache(Cache):
-    """The cache that `prefill` returns. Its length is that of the whole sequence; `crop` goes back to it.
+    """The cache that `prefill` returns. Its length is the length of the whole sequence; `crop` goes back to it.
 
     Attributes:
         layout: the layout of the prefilled row.

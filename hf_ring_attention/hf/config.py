@@ -1,4 +1,4 @@
-"""Patterns in a model's config, where they are saved and loaded with it."""
+"""Patterns in a model's config, which saves and loads them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 #: takes it out of the config that it loads, so it has to be written again before the config is saved.
 _IMPLEMENTATION = "attn_implementation"
 
-#: It is saved beside a pattern: where this package is not imported, Transformers' error names the implementation alone.
+#: It is saved beside a pattern: without this package, the error of Transformers names only the implementation.
 _HINT = (
     "patterns of attention: `import hf_ring_attention` before from_pretrained; attn_implementation='sdpa' loads the model "
     "without them"
@@ -50,7 +50,7 @@ class PatternsOfLayers(Protocol):
 
 @dataclass(frozen=True)
 class _Patterns:
-    """The patterns in a config's `ring_dilated`: one for all layers, if there is one, and those of single layers."""
+    """The patterns in a config's `ring_dilated`: one for all layers, if there is one, and the patterns of single layers."""
 
     pattern: Pattern | None
     layers: Mapping[int, Pattern]
@@ -113,7 +113,7 @@ def _patterns(config: Any) -> _Patterns:
 
 
 def _parsed(settings: Any, num_layers: int | None) -> _Patterns:
-    """Parses every key: a key that was ignored would mean exact attention where a pattern was asked for."""
+    """Parses every key: an ignored key would mean exact attention instead of a pattern."""
     try:
         keys = {*settings} - {"hint"} if isinstance(settings, Mapping) else set()
         if not keys or not keys <= {"pattern", "layers"}:
@@ -163,7 +163,7 @@ def implementation_argument(config: PretrainedConfig) -> Any:
 def keep_implementation(config: PretrainedConfig) -> None:
     """Makes a config write that its model computes with "ring_dilated", so that a saved model loads as it was.
 
-    Without the package, such a model does not load: Transformers says that it does not know the implementation.
+    Without the package, such a model does not load: Transformers does not know the implementation.
     """
     setattr(config, _IMPLEMENTATION, _Implementation(config))
 
@@ -171,7 +171,7 @@ def keep_implementation(config: PretrainedConfig) -> None:
 def check_made(config: PretrainedConfig, name: str) -> None:
     """Checks the config of a model that is being made, since it may have been saved or written by hand.
 
-    A pattern under another implementation has no effect, which is logged once. One under "ring_dilated" stays so when
+    A pattern does nothing under another implementation; this is logged once. One under "ring_dilated" stays so when
     the model is saved again.
 
     Args:
@@ -192,7 +192,7 @@ def check_made(config: PretrainedConfig, name: str) -> None:
 
 
 def has_only_exact_attention(config: PretrainedConfig) -> bool:
-    """Returns whether a text model computes what it does without this package, so that it is saved as any other model."""
+    """Returns whether a text model computes the same without this package, so that it is saved as any other model."""
     try:
         patterns = _patterns(config)
     except ValueError:
@@ -263,15 +263,15 @@ def patch_config(
     pattern: Pattern | str | PatternsOfLayers,
     layers: Iterable[int] | None = None,
 ) -> PretrainedConfig:
-    """Stores a pattern in a config, where it is saved and loaded with it, and makes "ring_dilated" its implementation.
+    """Stores a pattern in a config, which saves and loads it, and makes "ring_dilated" its implementation.
 
     A model that has this config computes the pattern from its next forward pass on, whatever implementation it was
-    loaded with; so does a model that is loaded from where this one was saved, unless another implementation is asked for.
+    loaded with; so does a saved copy, unless it is loaded with another implementation.
 
     Args:
         pattern: what the layers compute, as a `Pattern` or its text; or a `Calibration`, which replaces the patterns of all
             layers by those that it has for each.
-        layers: the numbers of the layers, of which others keep their patterns; None for every layer without a window or chunks
+        layers: the numbers of the layers, while others keep their patterns; None for every layer without a window or chunks
             of its own, whatever patterns layers had before.
 
     Returns:

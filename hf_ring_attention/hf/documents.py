@@ -54,7 +54,7 @@ def documents_of_rows(
     """Returns the documents of packed rows, and whether a collator describes them; None if the mask alone describes the rows.
 
     Args:
-        positions: [B, n], or [1, n] for all rows; a document begins where they restart. Others than these are ignored.
+        positions: [B, n], or [1, n] for all rows; a document begins where they restart. Other positions are ignored.
         mask: [B, n], 0 for padding.
         first: the position id of a document's first token.
         cu_seq_lens: [documents + 1] 0 and the ends of the documents of one batch row (`DataCollatorWithFlattening`).

@@ -29,8 +29,8 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
     of that call are these tokens and at least one more. Afterwards
     `cache.crop(document.shape[1] - cache.get_seq_length())` makes the cache ready for another question.
 
-    Where layers show every key to the last tokens of a document (`Last`), these are the last ones of `input_ids` here, and
-    each token that comes later is the last of its row; so such a question has at most as many tokens as `Last` says.
+    Layers with a `Last` branch show every key to the last tokens of a document: first to the last tokens of `input_ids`, and
+    later to each new token. So a question may have at most the number of tokens in `Last`.
 
     Args:
         model: a model with the ring of `patch_model(model, ring=ring)`; without a ring, this process computes whole sequences.

@@ -1,4 +1,4 @@
-"""The heads of language models: forms only a few logits in a call of the model, and finds what it does to them.
+"""The heads of language models: forms a few logits in a call of the model, and finds the change that the model makes to them.
 
 A head makes logits [B, n, vocabulary], which are often the largest tensor of all. So a call may be watched: its output
 layer gets one or two tokens of each batch row, the hidden states of all tokens are stored, and the watcher forms the logits
@@ -77,7 +77,7 @@ class HeadCall:
                 handle.remove()
 
     def keep(self, hidden: Tensor) -> Tensor:
-        """Stores all hidden states, and returns those of the few tokens that the model goes on with."""
+        """Stores all hidden states, and returns the hidden states of a few tokens, with which the model goes on."""
         if hidden is self._probe:  # Another thread has hooked the output layer too.
             return hidden
         if self.hidden is not None or self.unsuited is not None:
@@ -166,7 +166,7 @@ def _after_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None
 def _probe_of(hidden: Tensor) -> Tensor:
     """Returns [B, 1 or 2, width]: of hidden states [B, n, width], the two largest of each batch row.
 
-    Hidden states of padding may be 0, of which every head makes the same. Two tokens show whether all have one scale.
+    Hidden states of padding may be 0, and every head gives them the same logits. Two tokens show whether all have one scale.
     """
     hidden = hidden.detach()
     largest = hidden.norm(dim=-1).topk(min(2, hidden.shape[1]), dim=1).indices

@@ -19,7 +19,7 @@ Join = Callable[[Tensor], Tensor]
 def whole_rows(local: Tensor, rows: WholeRows, ring: Ring, dim: int = 1) -> Tensor:
     """Returns whole rows on every rank; the ranks have agreed on the call already. It is differentiable.
 
-    The gradient of a rank's part is the sum of the gradients that all ranks have for it. So where all ranks compute the same
+    The gradient of a rank's part is the sum of the gradients that all ranks have for it. So if all ranks compute the same
     loss from whole rows, the mean of their gradients is the gradient of that loss.
     """
     layout = rows.layout
@@ -50,7 +50,7 @@ def joined_output(output: Any, join_hidden: Join, rows: WholeRows, ring: Ring) -
     """Returns the output of a decoder with whole rows in place of parts.
 
     Args:
-        join_hidden: what is done to the last hidden states.
+        join_hidden: joins the last hidden states.
     """
     layout = rows.layout
     assert layout is not None

@@ -102,7 +102,7 @@ class LossInSlices(HeadCall):
 
         Args:
             logits: what the model made of the output layer's result for two tokens.
-            items: the number of labels by which the sum is divided; None for those of the call.
+            items: the number of labels by which the sum is divided; None for all labels of the call.
         """
         if self._total is None or self.unsuited is not None:
             return logits.new_zeros(())  # The call is made again, with all logits.
@@ -115,7 +115,7 @@ class LossInSlices(HeadCall):
         total = self.ring.side_by_side(total[None], 0).sum()
         items = (self.labels != IGNORED).sum() if items is None else items
         self.result = total / (items.to(total.device) if isinstance(items, Tensor) else items)
-        # The model's logits are those of two tokens: a model that computes more of them must get no usable numbers.
+        # These are the logits of two tokens. A model that computes more with them must get no usable numbers.
         logits.detach().fill_(torch.nan)
         return self.result
 

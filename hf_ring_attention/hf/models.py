@@ -17,11 +17,11 @@ class ModelSupport:
     Attributes:
         model_type: the type, as config.json names it.
         model_class: the name of its class for causal language modelling.
-        status: "supported": outputs and gradients were those of eager attention; "refused": with an error, before
+        status: "supported": outputs and gradients were equal to eager attention's; "refused": with an error, before
             anything is computed; "untested": no tiny model of it could be made.
         ring: whether its rows can be sharded over a ring, with the results of one device.
-        packed: whether rows may hold several documents, told by position_ids.
-        reason: why it is refused or untested, or why a supported type cannot be sharded; "" where nothing is missing.
+        packed: whether rows may hold several documents, described by position_ids.
+        reason: why it is refused or untested, or why a supported type cannot be sharded; else "".
 
     Example:
         >>> mamba = next(model for model in ra.supported_models() if model.model_type == "mamba")

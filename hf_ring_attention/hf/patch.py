@@ -38,7 +38,7 @@ def patch_model(
 ) -> Model:
     """Makes a loaded model compute with "ring_dilated".
 
-    In a model that also sees or hears, the text model is patched. Where PEFT or torch.compile has wrapped a model, the
+    In a model that also sees or hears, the text model is patched. If PEFT or torch.compile has wrapped a model, the
     model inside is patched. Models that share one config object share its pattern.
 
     Args:

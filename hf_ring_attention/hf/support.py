@@ -27,7 +27,7 @@ _STATE = "it passes a state from token to token, which neither patterns nor shar
 #: The types of layers with mixers.
 _MIXER_LAYERS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid")
 
-#: Why models with states that are no hybrids of `hybrid_types` are not computed, where it is not the states alone.
+#: Why models with states outside of `hybrid_types` are refused, if their states are not the only reason.
 _RECURRENT = (
     "it has recurrent layers alone, and none that attends: there are no keys that a pattern could choose or a ring pass"
 )
@@ -104,7 +104,7 @@ def check_config(config: PretrainedConfig, name: str | None = None) -> None:
 
 
 def class_name(config: PretrainedConfig | None) -> str:
-    """Returns the name of a config's model: that of its class, as far as the config tells."""
+    """Returns the name of the class of a config's model, or of the config itself if the class is unknown."""
     if config is None:
         return "the model"
     names = getattr(config, "architectures", None)
@@ -134,7 +134,7 @@ def check_class(model_class: type[Any], name: str) -> None:
 
 
 def check_model(model: PreTrainedModel, sharded: bool) -> None:
-    """Refuses a model that ring_dilated does not compute, or does not compute on shards where rows are sharded."""
+    """Refuses a model that ring_dilated does not compute, or, if rows are sharded, does not compute on shards."""
     name, config = type(model).__name__, model.config.get_text_config()
     text_model = decoder_of(model)
     check_class(type(text_model), name)
