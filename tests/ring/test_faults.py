@@ -68,12 +68,12 @@ def check(fault, folder):
         assert outcome.statuses[rank] == 1, told
         if fault.alone_at_start:
             assert f"process {rank} of {WORLD_SIZE} was not joined by all others" in error, told
-            assert "see in the output of each which did not start, or ended, and start all again" in error, told
+            assert "look in each output for a process that ended, and start all again" in error, told
             continue
         # Another one may still wait while this one says who does not answer; and when process 0, whose end takes the store
         # with it, did not wait for this one, its end is all that this one knows.
         assert fault.rank in lost(error) or (lost(error) == [0] and fault.rank in lost(outcome.errors[0])), told
-        assert f"process {rank} ends too; see to that one, and start again from the last checkpoint" in error, told
+        assert f"process {rank} ends too; start again from the last checkpoint" in error, told
         assert re.search(DOING[fault.phase], error), told
     if fault.phase == "save":
         run = folder / "run"

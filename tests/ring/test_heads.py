@@ -182,11 +182,11 @@ def test_pieces_are_all_heads_once(rng):
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "world_size", "groups_of", "said"),
     [
-        (6, 6, 4, None, r"each of 4 ranks as many query heads, and 6 / 4 = 1\.50"),
-        (8, 2, 3, None, r"each of 3 ranks as many query heads, and 8 / 3 = 2\.67"),
-        (12, 6, 4, None, "each of 4 ranks as many key/value heads, or several ranks one: 6 of them and 4 ranks"),
-        (6, 3, 8, 4, r"each of 4 ranks as many query heads, and 6 / 4 = 1\.50"),
-        (12, 3, 4, 2, "each of 2 ranks as many key/value heads, or several ranks one: 3 of them and 2 ranks"),
+        (6, 6, 4, None, r"equal query heads on 4 ranks, got 6 / 4 = 1\.50"),
+        (8, 2, 3, None, r"equal query heads on 3 ranks, got 8 / 3 = 2\.67"),
+        (12, 6, 4, None, "6 key/value heads and 4 ranks divide neither way"),
+        (6, 3, 8, 4, r"equal query heads on 4 ranks, got 6 / 4 = 1\.50"),
+        (12, 3, 4, 2, "3 key/value heads and 2 ranks divide neither way"),
     ],
 )
 def test_heads_that_do_not_divide_are_refused_on_every_rank(heads, kv_heads, world_size, groups_of, said):
@@ -242,9 +242,9 @@ def test_errors_of_groups_name_ranks_by_their_number_in_the_ring(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"transport": "heads", "heads": 3}, "a number of ranks that divides the ring's 4, got 3"),
-        ({"transport": "heads", "heads": 0}, "a number of ranks that divides the ring's 4, got 0"),
-        ({"transport": "heads", "heads": "2"}, "a number of ranks that divides the ring's 4, got '2'"),
+        ({"transport": "heads", "heads": 3}, "a divisor of the ring's 4 ranks, got 3"),
+        ({"transport": "heads", "heads": 0}, "a divisor of the ring's 4 ranks, got 0"),
+        ({"transport": "heads", "heads": "2"}, "a divisor of the ring's 4 ranks, got '2'"),
         ({"transport": "ring", "heads": 2}, "heads=2 needs transport='heads', got 'ring'"),
     ],
 )
