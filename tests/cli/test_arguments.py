@@ -45,7 +45,7 @@ REFUSED = [
     (f"{EXPLAIN} --ring-heads 2", "--ring-heads: heads=2 needs transport='heads', got 'auto'"),
     (
         f"{EXPLAIN} --transport heads --ring-heads 3",
-        "--ring-heads: heads must be a number of ranks that divides the ring's",
+        "--ring-heads: heads must be a divisor of the ring's",
     ),
     (f"{EXPLAIN} --transport local", "transport='local' serves 1 rank, got 8"),
     (f"{EXPLAIN} --pattern window:x", "pattern 'window:x' cannot be read: a number was expected, got 'x'"),

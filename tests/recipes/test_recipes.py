@@ -291,7 +291,7 @@ def test_several_processes_must_be_told_their_ring(folder, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--ring-transport", "heads", "--ring-heads", 3), "heads must be a number of ranks that divides"),
+        (("--ring-transport", "heads", "--ring-heads", 3), "heads must be a divisor of the ring"),
         (("--ring-heads", 2), "heads=2 needs transport='heads', got 'auto'"),
     ],
 )
