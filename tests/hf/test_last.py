@@ -141,7 +141,7 @@ def test_a_prompt_in_pieces_is_refused(chunk, cache):
 
 
 def test_longer_pieces_behind_a_cache_are_refused():
-    row, said = drawn_ids(20), r"shows every key to the last 4 queries of a document, and 6 queries came behind"
+    row, said = drawn_ids(20), r"shows every key to the last 4 queries of a document, got 6 queries behind"
 
     def work(ring):
         model = with_last(ring)

@@ -105,7 +105,5 @@ def test_keys_of_a_prefilled_cache_are_those_of_each_head():
 
 def test_a_pattern_for_other_heads_is_refused():
     model = tiny_model("llama", "ring_dilated")
-    with pytest.raises(
-        ValueError, match=r"is for 3 key/value heads, and LlamaModel has 2: give one pattern for each"
-    ):
+    with pytest.raises(ValueError, match=r"is for 3 key/value heads, and LlamaModel has 2: give one pattern for each"):
         ra.patch_model(model, "kv0-1=exact;kv2=window:4")

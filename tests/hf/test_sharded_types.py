@@ -144,7 +144,7 @@ def test_generated_tokens_of_one_device(name):
     ("heads", "kv_heads", "groups_of", "message"),
     [
         (6, 2, None, r"6 / 4 = 1\.50"),
-        (12, 3, None, "3 of them and 4 ranks divide neither way"),
+        (12, 3, None, "3 key/value heads and 4 ranks divide neither way"),
         (3, 1, 2, r"3 / 2 = 1\.50"),
     ],
 )
@@ -155,7 +155,7 @@ def test_a_model_whose_heads_do_not_divide_is_refused_by_name_on_every_rank(head
 
     def refused(ring):
         model = ra.patch_model(models[ring.rank], ring=ring)
-        message_of_layer = rf"LlamaAttention: layer 0: transport='heads' .*{message}"
+        message_of_layer = rf"LlamaAttention: layer 0: transport='heads'.*{message}"
         with pytest.raises(ValueError, match=message_of_layer):
             model(row, use_cache=False)
         with pytest.raises(ValueError, match=message_of_layer):

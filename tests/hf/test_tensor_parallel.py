@@ -163,9 +163,7 @@ def refused(rank, folder):
     whole = r"patch_model: tensor parallelism divides LlamaForCausalLM among ranks \[0, 1\], which cannot share a ring: use ra"
     tried(whole, lambda: ra.patch_model(loaded(folder, tp_size=2), "exact", ring=ra.Ring()))
     texts = {"texts": [torch.arange(1, 65)], "retrieval": 0, "progress": False}
-    tried(
-        "tensor parallelism divides the heads among 2 ranks", lambda: ra.calibrate(loaded(folder, tp_size=2), **texts)
-    )
+    tried("tensor parallelism divides them among 2 ranks", lambda: ra.calibrate(loaded(folder, tp_size=2), **texts))
     # Earlier releases of Transformers divide models along a mesh without a name too.
     mesh, ring = init_device_mesh("cpu", (2,)), ra.Ring()
     queries = ra.patch_model(divided_by_torch(folder, mesh, "q"), "exact")

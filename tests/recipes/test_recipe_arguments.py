@@ -28,7 +28,11 @@ REFUSED = [
     ("finetune", "--warmup 5 --steps 5", "--warmup: the learning rate would rise for 5 of 5 steps and never be --lr"),
     ("finetune", "--held-out 1", "--held-out: the first token of a text is not predicted"),
     ("finetune", "--json none/f.json", "--json: there is no folder 'none'"),
-    ("finetune", "--pattern window:0", "pattern 'window:0' cannot be made"),
+    (
+        "finetune",
+        "--pattern window:0",
+        "pattern 'window:0' cannot be read: Window: length must be an integer of at least 1",
+    ),
     ("finetune", "--pattern none.json", "--pattern: [Errno 2] No such file or directory: 'none.json'"),
     ("finetune", "--pattern {calibration}", "--pattern: expected a calibration that Calibration.to_dict wrote"),
     ("finetune", "--text nofile.txt", "--text: there is no file 'nofile.txt'"),
