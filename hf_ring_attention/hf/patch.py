@@ -26,9 +26,10 @@ from .config import (
 from .hooks import attach_ring, before_model
 from .hybrid_types import hybrids_of
 from .registration import IMPLEMENTATION
+from .rings import attached_ring, is_patched
 from .support import check_model
 from .tensor_parallel import check_ring
-from .wrappers import inner_model
+from .wrappers import runner_of, inner_model
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -101,7 +102,8 @@ def check_made_model(model: PreTrainedModel) -> None:
     """
     check_made(model.config, type(model).__name__)
     remove_hooks(model, lambda hook: hook is _first_call)
-    model.register_forward_pre_hook(_first_call, with_kwargs=True)
+    if not is_patched(model):  # A patched model may get another module, such as larger embeddings.
+        model.register_forward_pre_hook(_first_call, with_kwargs=True)
 
 
 @torch.compiler.disable(reason=UNTRACEABLE)
@@ -110,7 +112,7 @@ def _first_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     config = model.config.get_text_config()
     if implementation_of(config) != IMPLEMENTATION:
         return None
-    patch_model(model)
+    patch_model(model, ring=attached_ring(runner_of(model)))  # The decoder may have been patched before.
     if settings_of(config) is None:
         warn_of_no_pattern()
     return before_model(model, args, kwargs)

@@ -4,9 +4,11 @@ import copy
 import json
 
 import pytest
+import torch
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    LlamaForSequenceClassification,
 )
 
 import hf_ring_attention as ra
@@ -30,7 +32,8 @@ from tests.support.probe import (
     over_ring,
 )
 from tests.support.ranks import TIMEOUT, run_simulated
-from tests.support.tiny_models import tiny_config
+from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
+from tests.support.tolerance import EXACT
 
 pytestmark = pytest.mark.usefixtures("calls")
 
@@ -130,3 +133,41 @@ def test_saved_and_loaded(tmp_path, ring):
         other = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=implementation).eval()
         assert other.config._attn_implementation == implementation
         assert distance(logits_of(other, *rows), exact) <= LOGITS
+
+
+@torch.no_grad()
+def test_a_patched_model_keeps_its_ring_with_larger_embeddings():
+    ids, models = torch.randint(3, VOCAB, (1, 20)), [tiny_model("llama", "eager") for _ in range(2)]
+    expected = ra.patch_model(tiny_model("llama", "eager"), "window:4+2")(ids).logits
+
+    def work(ring):
+        model = ra.patch_model(models[ring.rank], "window:4+2", ring=ring)
+        model.resize_token_embeddings(model.config.vocab_size + 8, mean_resizing=False)
+        with torch.no_grad():
+            return model(ids).logits, ring.traffic().sent_bytes
+
+    for logits, sent in run_simulated(work, 2):
+        assert distance(logits[..., : expected.shape[-1]], expected) <= EXACT
+        assert sent > 0
+
+
+@torch.no_grad()
+def test_a_model_around_a_patched_decoder_takes_its_ring():
+    ids, models = torch.randint(3, VOCAB, (1, 20)), [tiny_model("llama", "eager") for _ in range(2)]
+
+    def classifier(decoder):
+        model = LlamaForSequenceClassification(decoder.config).eval()
+        model.model = decoder
+        model.score.weight.copy_(torch.arange(model.score.weight.numel()).view_as(model.score.weight).cos())
+        return model
+
+    expected = classifier(ra.patch_model(tiny_model("llama", "eager"), "window:4+2").model)(ids).logits
+
+    def work(ring):
+        with torch.no_grad():
+            model = classifier(ra.patch_model(models[ring.rank], "window:4+2", ring=ring).model)
+            return model(ids).logits, ring.traffic().sent_bytes
+
+    for logits, sent in run_simulated(work, 2):
+        assert distance(logits, expected) <= EXACT
+        assert sent > 0
