@@ -29,7 +29,7 @@ from .registration import IMPLEMENTATION
 from .rings import attached_ring, is_patched
 from .support import check_model
 from .tensor_parallel import check_ring
-from .wrappers import runner_of, inner_model
+from .wrappers import inner_model, runner_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
