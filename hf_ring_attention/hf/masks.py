@@ -106,6 +106,54 @@ def ring_dilated_mask(
             f"{class_name(config)}: ring_dilated cannot apply or_mask_function and and_mask_function, which only a square "
             f"mask could express: use 'eager' or 'sdpa'"
         )
+    causal, window, chunk, packed = _read_mask_function(mask_function, config)
+    drop_broken_passes()  # generate makes masks before it calls the model.
+    now = forward_pass_of(config)
+    if now is None and config is not None and config.model_type in MIXERS:
+        raise ValueError(
+            f"{class_name(config)} has recurrent layers, whose states ring_dilated keeps within documents only in a call of a "
+            f"patched model: call ra.patch_model(model) after set_attn_implementation"
+        )
+    layout, held = (None, None) if now is None else (now.layout, now.held)
+    # Causal queries are the last tokens that are written.
+    written, valid = (int(q_offset) + q_length - kv_offset if causal else kv_length), None
+    known = None if now is None or held is not None else now.documents
+    # Without a mask, Transformers reads documents from positions by a rule of its own (`packed`). It wins over the forward
+    # pass's reading of positions, since the model computes it under any other implementation.
+    rows = None if now is None else now.rows
+    if packed is not None and layout is None and not (rows is not None and rows.from_collator):
+        known = None
+    if known is not None:
+        documents = known
+    elif attention_mask is not None:
+        documents, valid = _documents_and_padding(_numbers_of(attention_mask, kv_offset, kv_length)[:, :written])
+    elif packed is not None and layout is None:
+        documents = documents_from_mask((packed + 1).expand(batch_size, -1))
+    else:
+        documents = (((0, written),),) * batch_size
+    missing: tuple[int, ...] = ()
+    if chunk is not None and kv_offset:
+        missing = (kv_offset,) * batch_size
+        if attention_mask is not None:
+            missing = tuple((attention_mask[:, :kv_offset] != 0).sum(1).tolist())
+    tokens = Tokens(documents, kv_length, written, causal, window, chunk, kv_offset > 0, missing, layout, held, valid)
+    if now is not None:
+        now.tokens.append(tokens)
+    number = next(_NUMBERS)
+    _BY_NUMBER[number] = tokens
+    mask = torch.tensor([[[[number]]]])
+    setattr(mask, _TOKENS, tokens)
+    return mask
+
+
+def _read_mask_function(
+    mask_function: Callable[..., Any] | None, config: Any
+) -> tuple[bool, int | None, int | None, Tensor | None]:
+    """Returns causality, the window, the chunk length, and the numbers of packed documents of a mask function.
+
+    Raises:
+        ValueError: a mask that only a square could express.
+    """
     causal, window, chunk, packed = True, None, None, None
     for kind, part in _mask_parts(mask_function):
         if kind == "packed_sequence_mask_function":
@@ -123,50 +171,15 @@ def ring_dilated_mask(
                 f"{class_name(config)}: ring_dilated cannot express this mask ({kind}), only causal and two-sided attention, "
                 f"windows, chunks, padding and packing: use 'eager' or 'sdpa'"
             )
-    drop_broken_passes()  # generate makes masks before it calls the model.
-    now = forward_pass_of(config)
-    layout, held = (None, None) if now is None else (now.layout, now.held)
-    # Causal queries are the last tokens that are written.
-    written, valid = (int(q_offset) + q_length - kv_offset if causal else kv_length), None
-    # For some models without a mask, Transformers reads documents from positions by a rule of its own (`packed`). It wins
-    # over documents that the forward pass read from them, since the model computes it under any other implementation.
-    known = None if now is None or held is not None else now.documents
-    if (
-        packed is not None
-        and layout is None
-        and not (now is not None and now.rows is not None and now.rows.from_collator)
-    ):
-        known = None
-    if known is not None:
-        documents = known
-    elif attention_mask is not None:
-        numbers = _numbers_of(attention_mask, kv_offset, kv_length)[:, :written]
-        if has_padding_inside(numbers):
-            valid = numbers != 0
-            numbers = numbers.gather(1, padding_first(valid))
-        documents = documents_from_mask(numbers)
-    elif packed is not None and layout is None:
-        documents = documents_from_mask((packed + 1).expand(batch_size, -1))
-    else:
-        documents = (((0, written),),) * batch_size
-    if now is None and config is not None and config.model_type in MIXERS:
-        raise ValueError(
-            f"{class_name(config)} has recurrent layers, whose states ring_dilated keeps within documents only in a call of a "
-            f"patched model: call ra.patch_model(model) after set_attn_implementation"
-        )
-    missing: tuple[int, ...] = ()
-    if chunk is not None and kv_offset:
-        missing = (kv_offset,) * batch_size
-        if attention_mask is not None:
-            missing = tuple((attention_mask[:, :kv_offset] != 0).sum(1).tolist())
-    tokens = Tokens(documents, kv_length, written, causal, window, chunk, kv_offset > 0, missing, layout, held, valid)
-    if now is not None:
-        now.tokens.append(tokens)
-    number = next(_NUMBERS)
-    _BY_NUMBER[number] = tokens
-    mask = torch.tensor([[[[number]]]])
-    setattr(mask, _TOKENS, tokens)
-    return mask
+    return causal, window, chunk, packed
+
+
+def _documents_and_padding(numbers: Tensor) -> tuple[Documents, Tensor | None]:
+    """Returns `documents` and `valid` of the `Tokens` whose documents have these numbers [B, n], 0 for padding."""
+    if not has_padding_inside(numbers):
+        return documents_from_mask(numbers), None
+    valid = numbers != 0
+    return documents_from_mask(numbers.gather(1, padding_first(valid))), valid
 
 
 def _numbers_of(attention_mask: Tensor, kv_offset: int, kv_length: int) -> Tensor:
@@ -211,11 +224,9 @@ def tokens_of(mask: Tensor | None) -> Tokens:
                 "this mask belongs to a forward pass that is over: call the model again with its own masks"
             )
         return tokens
-    numbers, valid = (mask != 0 if mask.is_floating_point() else mask).to(torch.int64).cpu(), None
-    if has_padding_inside(numbers):
-        valid = numbers != 0
-        numbers = numbers.gather(1, padding_first(valid))
-    return Tokens(documents_from_mask(numbers), numbers.shape[1], numbers.shape[1], valid=valid)
+    numbers = (mask != 0 if mask.is_floating_point() else mask).to(torch.int64).cpu()
+    documents, valid = _documents_and_padding(numbers)
+    return Tokens(documents, numbers.shape[1], numbers.shape[1], valid=valid)
 
 
 def padding_first(valid: Tensor) -> Tensor:
