@@ -83,6 +83,20 @@ def rng():
 
 
 @pytest.fixture
+def saved_figures(monkeypatch):
+    """The figures that were saved."""
+    figure_class = pytest.importorskip("matplotlib.figure").Figure
+    figures, save = [], figure_class.savefig
+
+    def remember(figure, *args, **kwargs):
+        figures.append(figure)
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(figure_class, "savefig", remember)
+    return figures
+
+
+@pytest.fixture
 def places(tmp_path, monkeypatch):
     """A file, one in JSON that is no calibration, and an empty folder, by name; the current folder is an empty one too."""
     (tmp_path / "file").write_text("text")

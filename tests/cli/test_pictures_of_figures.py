@@ -6,21 +6,7 @@ from hf_ring_attention.cli.plots import plot_patterns, plot_quality
 from hf_ring_attention.plan.patterns import Pattern
 
 
-@pytest.fixture
-def saved(monkeypatch):
-    """The figures that were saved."""
-    figure_class = pytest.importorskip("matplotlib.figure").Figure
-    figures, save = [], figure_class.savefig
-
-    def remember(figure, *args, **kwargs):
-        figures.append(figure)
-        save(figure, *args, **kwargs)
-
-    monkeypatch.setattr(figure_class, "savefig", remember)
-    return figures
-
-
-def test_each_pattern_has_its_cost_and_its_perplexity(tmp_path, saved):
+def test_each_pattern_has_its_cost_and_its_perplexity(tmp_path, saved_figures):
     rows = [
         {"pattern": "exact", "perplexity": 10.8, "share_of_exact_flops": 1.0},
         {"pattern": "longnet:512/1,2048/4,all/8", "perplexity": 15.7, "share_of_exact_flops": 0.2},
@@ -29,7 +15,7 @@ def test_each_pattern_has_its_cost_and_its_perplexity(tmp_path, saved):
     ]
     plot_quality(rows, tmp_path / "quality.png")
     assert (tmp_path / "quality.png").stat().st_size > 5000
-    (axis,) = saved[0].axes
+    (axis,) = saved_figures[0].axes
     points = [tuple(map(float, points.get_offsets()[0])) for points in axis.collections]
     assert points == [(row["share_of_exact_flops"], row["perplexity"]) for row in rows]
     assert [text.get_text() for text in axis.texts] == [row["pattern"] for row in rows]
@@ -39,9 +25,9 @@ def test_each_pattern_has_its_cost_and_its_perplexity(tmp_path, saved):
 
 
 @pytest.mark.parametrize("panels", [1, 2])
-def test_the_legend_of_patterns_is_in_the_picture(panels, tmp_path, saved):
+def test_the_legend_of_patterns_is_in_the_picture(panels, tmp_path, saved_figures):
     patterns = dict.fromkeys(["window:512+4", "other"][:panels], Pattern.parse("window:512+4"))
     plot_patterns(patterns, 4096, tmp_path / "patterns.png")
-    (legend,) = saved[0].legends
+    (legend,) = saved_figures[0].legends
     box = legend.get_window_extent()
-    assert 0 <= box.x0 < box.x1 <= saved[0].bbox.width
+    assert 0 <= box.x0 < box.x1 <= saved_figures[0].bbox.width
