@@ -5,6 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
@@ -48,7 +49,9 @@ def documents(count, shortest, longest, seed, prompt=0):
 
 
 def process_environment(rank, world_size):
-    """What a launcher would set, for Accelerate to find the process group that is there."""
+    """What a launcher would set, for Accelerate to find the process group that is there; and nothing of an earlier run."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # It keeps the mixed precision of the first accelerator.
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # TrainingArguments may have set it.
     os.environ["ACCELERATE_USE_CPU"] = "true"
     if world_size > 1:  # of one process Accelerate would make a group, on a port that others may have
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
