@@ -1,81 +1,88 @@
-"""Shows the whole package on real input: a pretrained model gets patterns for its heads, is evaluated, and learns them.
+"""Shows the package on a real model and a real text, in about four minutes on 2 CPU cores.
 
     python recipes/demo.py            (or: make demo)
 
-It writes demo/demo.json with every figure; demo/calibration.json, which other recipes take as --pattern, and its picture
-demo/layers.png; demo/retrieval.png (pass keys found by depth and length), demo/patterns.png (who attends to whom),
-demo/quality.png (perplexity against FLOPs) and demo/losses.png (loss along the document); in about 8 minutes on 2 CPU cores.
+1. One layer on a long row: torch's attention, a window, and both over a ring of two processes.
+2. Perplexity with exact attention, from one process and from two.
+3. Perplexity under patterns that skip most of the row.
+4. Pass keys: hidden numbers that the model finds again.
+5. Fine-tuning with a pattern, beside exact attention.
+6. A short calibration, which chooses a pattern for each head, if there is time.
+
+It writes every figure to demo/demo.json; pictures to demo/patterns.png (who attends to whom), demo/quality.png (perplexity
+against FLOPs), demo/losses.png (loss along the text) and demo/retrieval.png (pass keys); and from part 6
+demo/calibration.json, which other recipes take as --pattern, with its picture demo/layers.png.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
+import tempfile
+import textwrap
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import checkpoints
 import common
 import documents
 import perplexity
 import torch
-from arguments import at_least, missing_extra
+from arguments import at_least, missing_extra, positive
 from pictures import plot_losses, plot_quality
 
 import hf_ring_attention as ra
 
-PATTERNS = ["exact", "window:512+4", "pyramid:512,3", "longnet:512/1,2048/4,all/8"]
+WINDOW, PYRAMID, LONGNET = "window:512+4", "pyramid:512,3", "longnet:512/1,2048/4,all/8"
+#: The pattern that learns: its window is so small that the model needs to.
+LEARNED = "window:64+4"
+#: The share of exact attention's FLOPs that the calibration may spend.
 BUDGET = 0.25
-#: The tokens of the manual before each row that calibration reads: behind the tokens that perplexity reads.
-CALIBRATED_AT = (40_000, 80_000)
-PICTURES = ("patterns", "layers", "quality", "losses", "retrieval")
 HERE = Path(__file__).parent
-COMMAND = [sys.executable, "-m", "hf_ring_attention"]
 
 
-def launch(*program: str, processes: int = 2, stdout: int | None = None) -> str | None:
-    """Runs a recipe, or -m and a module, with `accelerate launch`, on one GPU for each process or on the CPU.
-
-    Returns its standard output if `stdout` is subprocess.PIPE.
-    """
-    environment = dict(os.environ)
-    if torch.cuda.device_count() < processes:
-        environment["ACCELERATE_USE_CPU"] = "true"
-        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or processes) // processes))
-    settings = ["--multi_gpu", "--num_processes", str(processes), "--num_machines", "1"]
-    settings += ["--mixed_precision", "no", "--dynamo_backend", "no"]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *settings, *program]
-    return subprocess.run(command, check=True, env=environment, stdout=stdout, text=True).stdout
+def say(text: str) -> None:
+    """Prints a paragraph that fits a terminal."""
+    print(textwrap.fill(text, 80, break_on_hyphens=False, break_long_words=False), flush=True)
 
 
-def by_length(text: str, lengths: list[int], patterns: list[str], output: Path) -> list[dict]:
-    """Returns the rows of `hf-ring-attention perplexity --lengths` on two processes, which share each window."""
-    manual = output / "manual.txt"
-    manual.write_text(text, encoding="utf-8")
-    words = ["perplexity", str(common.installed_model(common.BUNDLED)), str(manual), "--json"]
-    words += ["--lengths", ",".join(map(str, lengths)), *(word for one in patterns for word in ("--pattern", one))]
-    rows = json.loads(launch("-m", "hf_ring_attention", *words, stdout=subprocess.PIPE))["rows"]
-    manual.unlink()
-    return rows
+def run(*program: str, processes: int = 1) -> dict[str, Any] | list[dict[str, Any]]:
+    """Runs a recipe, with `accelerate launch` if `processes` share its rows, and returns the figures of its --json."""
+    environment, command = dict(os.environ), [sys.executable]
+    if processes > 1:
+        if torch.cuda.device_count() < processes:
+            environment["ACCELERATE_USE_CPU"] = "true"
+            environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or processes) // processes))
+        command += ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)]
+        command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    with tempfile.TemporaryDirectory() as folder:
+        figures = Path(folder, "figures.json")
+        words = [str(HERE / program[0]), *program[1:], "--json", str(figures)]
+        subprocess.run([*command, *words], check=True, env=environment)
+        return json.loads(figures.read_text())
 
 
-def named(figures: list[dict], calibration_file: Path) -> list[dict]:
-    """Returns figures of patterns, in which a calibration has a name in place of its file."""
-    return [row | {"pattern": row["pattern"].replace(str(calibration_file), "calibrated")} for row in figures]
+def draw(*words: str, output: Path) -> None:
+    """Draws a picture by the command line."""
+    command = [sys.executable, "-m", "hf_ring_attention", "plot", *words, "--output", str(output)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-def parse_args(argv=None) -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, rows = parser.add_argument, "tokens of each of the two rows that calibration reads"
-    add("--tokens", type=at_least(2), default=4096, help="tokens of the document that are read")
-    add("--calibrate", type=at_least(64), default=2048, help=rows)
-    add("--steps", type=at_least(1), default=20, help="fine-tuning steps")
-    add("--seq-len", type=at_least(2), default=1024, help="tokens of a fine-tuning sequence")
-    add("--held-out", type=at_least(2), default=2048, help="tokens kept for perplexity before and after")
+    add = parser.add_argument
+    add("--layer-tokens", type=at_least(1024), default=32768, help="tokens of the row of part 1 (default 32768)")
+    add("--tokens", type=at_least(64), default=2048, help="tokens of the text, in parts 2 to 4 (default 2048)")
+    add("--steps", type=at_least(1), default=6, help="steps of fine-tuning (default 6)")
+    add("--seq-len", type=at_least(64), default=256, help="tokens of its rows (default 256)")
+    add("--minutes", type=positive, default=4, help="calibrate if it may end before so many minutes (default 4)")
     add("--output", type=Path, default=Path("demo"), help="folder for figures and pictures (default demo)")
     args = parser.parse_args(argv)
     missing = missing_extra("matplotlib", "rich") or common.obstacle(common.BUNDLED)
@@ -84,94 +91,132 @@ def parse_args(argv=None) -> argparse.Namespace:
     return args
 
 
+class Demo:
+    """The parts of the demo: each tells what it shows, shows it, and keeps its figures."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.start, self.figures = args, time.perf_counter(), {"version": ra.__version__}
+        args.output.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.start
+
+    def part(self, number: int, name: str, text: str) -> None:
+        """Begins a part."""
+        print(f"\n== {number}. {name} ({self.seconds:.0f} s so far)", flush=True)
+        say(text)
+
+    def layer(self) -> None:
+        tokens = self.args.layer_tokens
+        self.part(
+            1,
+            "One layer on a long row",
+            f"Attention of {tokens} tokens, forward and backward. sdpa is torch's own exact attention. A window reads 512 "
+            "tokens and 4 sinks, so it is far faster. In a ring, each process holds half of the row: memory is halved, and "
+            "the result is the same.",
+        )
+        words = ("layer.py", "--tokens", str(tokens), "--pattern", WINDOW)
+        self.figures["layer"] = [*run(*words), *run(*words, processes=2)]
+
+    def perplexities(self) -> None:
+        tokens, output = self.args.tokens, self.args.output
+        self.part(
+            2,
+            "Exact perplexity, from one process and from two",
+            f"SmolLM2-135M reads {tokens} tokens of Python's manual: alone, then in a ring of two that share them. The ring "
+            "computes the same attention, so the perplexities agree to rounding.",
+        )
+        tokenizer, model = common.load_tokenizer(), common.load_model()
+        self.ids = common.tokenize(tokenizer, documents.whole_text(documents.Sources()), tokens)
+        print("perplexity    FLOPs       time  pattern")
+        (exact,) = rows = list(perplexity.measure(model, self.ids, ["exact"]))
+        print(perplexity.line(exact), flush=True)
+        words = ("perplexity.py", "--tokens", str(tokens), "--patterns", "exact")
+        two = run(*words, processes=2)["figures"][0]
+        difference = two["perplexity"] / exact["perplexity"] - 1
+        print(f"two processes against one: {difference:+.1e}")
+        self.part(
+            3,
+            "Perplexity under patterns",
+            "The same text with patterns that leave most of attention out. The model was not trained for them; a window "
+            "with sinks costs it little.",
+        )
+        for row in perplexity.measure(model, self.ids, [WINDOW, PYRAMID, LONGNET]):
+            print(perplexity.line(row), flush=True)
+            rows.append(row)
+        plot_quality(rows, output / "quality.png")
+        plot_losses({row["pattern"]: row.pop("token_nll") for row in rows}, output / "losses.png")
+        config, shown = model.config, ["exact", WINDOW, PYRAMID, LONGNET]
+        heads = [f"--heads={config.num_attention_heads}", f"--kv-heads={config.num_key_value_heads}"]
+        draw("pattern", *shown, "--tokens", str(tokens), *heads, output=output / "patterns.png")
+        self.figures |= {"perplexity": rows, "two_processes": difference, "tokens": tokens}
+        self.model = model
+
+    def pass_keys(self) -> None:
+        length = "512"
+        self.part(
+            4,
+            "Pass keys",
+            f"A number is hidden in {length} tokens of noise. The model rates eight numbers; by chance the right one would "
+            "be first in 1 of 8. A window of 128 tokens forgets what lies before it.",
+        )
+        words = ["--tasks", "passkey", "--lengths", length, "--patterns", "exact", "window:128+4"]
+        self.figures["pass_keys"] = run("retrieval.py", *words, "--plot", str(self.args.output / "retrieval.png"))[
+            "rows"
+        ]
+
+    def fine_tuning(self) -> None:
+        steps = self.args.steps
+        self.part(
+            5,
+            "Fine-tuning",
+            f"{steps} steps over a ring of two, with exact attention and with a window of 64 tokens. The window starts far "
+            "worse and learns what it is missing.",
+        )
+        self.figures["fine_tuning"] = {}
+        for pattern in ("exact", LEARNED):
+            folder = self.args.output / f"finetuned-{pattern.partition(':')[0]}"
+            words = ["--pattern", pattern, "--steps", str(steps), "--seq-len", str(self.args.seq_len)]
+            words += ["--held-out", str(2 * self.args.seq_len), "--ring-size", "2", "--output", str(folder)]
+            self.figures["fine_tuning"][pattern] = run("finetune.py", *words, processes=2)
+
+    def calibration(self) -> None:
+        output = self.args.output
+        self.part(
+            6,
+            "Calibration",
+            f"Each head gets the cheapest pattern that it can bear, at {BUDGET:.0%} of exact attention's FLOPs for rows of "
+            f"{self.args.tokens} tokens. One row of text and no second passes: a real one reads more.",
+        )
+        rows = [self.ids[0, : self.args.tokens // 2]]
+        chosen = ra.calibrate(self.model, rows, budget=BUDGET, seq_len=self.args.tokens, refinements=0)
+        chosen.save(output / "calibration.json")
+        counts = Counter(str(pattern) for heads in chosen.of_heads().values() for pattern in heads)
+        for pattern, count in counts.most_common():
+            print(f"{count:>4} groups of heads: {pattern}")
+        draw("calibration", str(output / "calibration.json"), output=output / "layers.png")
+
+
 def main() -> None:
     args = parse_args()
-    start, minutes, output = time.perf_counter(), {}, args.output
-    output.mkdir(parents=True, exist_ok=True)
-
-    def done(step: str) -> None:
-        minutes[step] = (time.perf_counter() - start) / 60
-        print(f"-- {minutes[step]:.1f} minutes so far\n", flush=True)
-
-    print(f"== 1. calibrate: a pattern for each head, at {BUDGET:.0%} of exact attention's FLOPs", flush=True)
-    tokenizer, model = common.load_tokenizer(), common.load_model()
-    text = documents.whole_text(documents.Sources())
-    ids = common.tokenize(tokenizer, text, max(CALIBRATED_AT) + args.calibrate)
-    rows = [ids[0, first : first + args.calibrate] for first in CALIBRATED_AT]
-    # Second passes would take nearly as long again.
-    calibration = ra.calibrate(model, rows, budget=BUDGET, seq_len=args.tokens, refinements=0)
-    calibration_file = output / "calibration.json"
-    calibration.save(calibration_file)
-    counts = Counter(str(pattern) for heads in calibration.of_heads().values() for pattern in heads)
-    for pattern, count in counts.most_common():
-        print(f"{count:>4} groups of heads: {pattern}")
-    done("calibrate")
-
-    print(f"== 2. evaluate: perplexity of {args.tokens} other tokens, one process", flush=True)
-    print("perplexity    FLOPs       time  pattern")
-    one = []
-    for row in perplexity.measure(model, ids[:, : args.tokens], [*PATTERNS, str(calibration_file)]):
-        one += named([row], calibration_file)
-        print(perplexity.line(one[-1]), flush=True)
-    heads = [f"--heads={model.config.num_attention_heads}", f"--kv-heads={model.config.num_key_value_heads}"]
-    del model
-    done("perplexity")
-
-    print("== 3. perplexity by context length, from two processes that share each window", flush=True)
-    lengths = [max(2, args.tokens // 4), args.tokens]
-    two = named(by_length(text, lengths, ["exact", str(calibration_file)], output), calibration_file)
-    by_pattern = {row["pattern"]: row["perplexity"] for row in one}
-    for row in two:
-        text_of_row = f"{row['pattern']:<10} {row['length']:>6} tokens: perplexity {row['perplexity']:.3f}"
-        if row["length"] == args.tokens:
-            row["difference"] = row["perplexity"] / by_pattern[row["pattern"]] - 1
-            text_of_row += f", {row['difference']:+.1e} from one process"
-        print(text_of_row)
-    done("two processes")
-
-    print("== 4. questions about long prompts: pass keys to be found again", flush=True)
-    found_file = output / "found.json"
-    words = ["--tasks", "passkey", "--lengths", "1024", "2048", "--patterns", "exact", "window:512+4"]
-    words += [str(calibration_file), "--json", str(found_file), "--plot", str(output / "retrieval.png")]
-    subprocess.run([sys.executable, str(HERE / "retrieval.py"), *words], check=True)
-    found = named(json.loads(found_file.read_text())["rows"], calibration_file)
-    found_file.unlink()
-    done("questions")
-
-    print(f"== 5. fine-tune: {args.steps} steps with the calibrated pattern, rows shared by two processes", flush=True)
-    tuning_file = output / "finetune.json"
-    launch(
-        str(HERE / "finetune.py"),
-        *("--ring-size", "2", "--pattern", str(calibration_file), "--steps", str(args.steps)),
-        *("--seq-len", str(args.seq_len), "--held-out", str(args.held_out)),
-        *("--output", str(output / "finetuned"), "--json", str(tuning_file)),
+    demo = Demo(args)
+    demo.layer()
+    demo.perplexities()
+    demo.pass_keys()
+    demo.fine_tuning()
+    if demo.seconds < 60 * (args.minutes - 1):  # Calibration takes nearly a minute.
+        demo.calibration()
+    else:
+        print(f"\nno time for part 6, a calibration: it runs with --minutes {math.ceil(2 * args.minutes)}")
+    checkpoints.write_text(args.output / "demo.json", json.dumps(demo.figures | {"seconds": demo.seconds}, indent=1))
+    print(f"\n== done in {demo.seconds / 60:.1f} minutes; figures and pictures are in {args.output}")
+    say(
+        "A ring computes what one process does, with a part of the memory on each. A pattern trades a little quality for most "
+        "of the time; a few steps of training, or a calibration, win quality back. Your own texts and checkpoints run the "
+        "same way; next, for example:"
     )
-    tuning = json.loads(tuning_file.read_text())
-    tuning_file.unlink()
-    done("fine-tune")
-
-    drawn = ["pattern", *PATTERNS, "--tokens", str(args.tokens), *heads]
-    for words in (
-        [*drawn, "--output", str(output / "patterns.png")],
-        ["calibration", str(calibration_file), "--output", str(output / "layers.png")],
-    ):
-        subprocess.run([*COMMAND, "plot", *words], check=True, stdout=subprocess.DEVNULL)
-    plot_quality(one, output / "quality.png")
-    plot_losses({row["pattern"]: row.pop("token_nll") for row in one}, output / "losses.png")
-    figures = {
-        "version": ra.__version__,
-        "tokens": args.tokens,
-        "one_process": one,
-        "two_processes": two,
-        "pass_keys": found,
-        "finetune": tuning,
-        "minutes_at_the_end_of": minutes,
-        "seconds": time.perf_counter() - start,
-    }
-    checkpoints.write_text(output / "demo.json", json.dumps(figures, indent=1))
-    print(f"== done in {figures['seconds'] / 60:.1f} minutes")
-    for name in ("demo.json", "calibration.json", *(f"{name}.png" for name in PICTURES)):
-        print(output / name)
+    print(f"\n    hf-ring-attention perplexity HuggingFaceTB/SmolLM2-135M book.txt --pattern exact --pattern {WINDOW}")
 
 
 if __name__ == "__main__":

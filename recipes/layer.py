@@ -1,0 +1,93 @@
+"""One layer of attention on a long row, forward and backward: torch's, a window, and both over a ring. No Transformers.
+
+One process:   python recipes/layer.py
+A ring of 2:   torchrun --nproc-per-node 2 recipes/layer.py
+Eight GPUs:    torchrun --nproc-per-node 8 recipes/layer.py --tokens 262144 --heads 32 --kv-heads 8 --head-dim 128
+
+Each process of a ring holds its own tokens of the row and nothing else. The memory is a process's peak beside what it held
+before its tokens were made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from pathlib import Path
+
+import common
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from arguments import at_least, new_file, pattern_source
+
+import hf_ring_attention as ra
+
+
+def reset_peak(device: torch.device) -> int:
+    """Resets the peak of this process's memory, and returns the bytes that it holds now."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif (peak := Path("/proc/self/clear_refs")).exists():
+        peak.write_text("5")
+    return common.peak_memory(device)
+
+
+def measure(name: str, ring: ra.Ring, tokens: int, args: argparse.Namespace, device: torch.device) -> dict[str, float]:
+    """Returns the seconds and the peak memory of a pattern, or of "sdpa", on this process."""
+    held = reset_peak(device)
+    layout = ring.layout_for(tokens, "exact" if name == "sdpa" else name)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def rows(heads: int) -> torch.Tensor:
+        shape = 1, heads, layout.local_len, args.head_dim
+        return torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
+
+    q, k, v = rows(args.heads), rows(args.kv_heads), rows(args.kv_heads)
+    dout = torch.randn(q.shape, dtype=dtype, device=device)
+    start = time.perf_counter()
+    if name == "sdpa":
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=args.heads != args.kv_heads)
+    else:
+        out = ra.ring_attention(q, k, v, pattern=name, ring=ring, layout=layout)
+    out.backward(dout)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return {"seconds": time.perf_counter() - start, "bytes": common.peak_memory(device) - held}
+
+
+def parse_args(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--tokens", type=at_least(2), default=32768, help="tokens of the row (default 32768)")
+    add("--pattern", type=pattern_source, default="window:512+4", help="beside exact (default window:512+4)")
+    add("--heads", type=at_least(1), default=2, help="query heads (default 2)")
+    add("--kv-heads", type=at_least(1), default=1, help="key/value heads (default 1)")
+    add("--head-dim", type=at_least(1), default=64, help="size of a head (default 64)")
+    add("--json", type=new_file, help="file for the figures of the first process")
+    args = parser.parse_args(argv)
+    if args.heads % args.kv_heads:
+        parser.error(f"argument --heads: {args.heads} does not divide by the {args.kv_heads} of --kv-heads")
+    return args
+
+
+def main() -> None:
+    args, accelerator, figures = parse_args(), Accelerator(), []
+    ring, device = ra.Ring(), accelerator.device
+    measure(args.pattern, ring, min(args.tokens, 1024), args, device)  # Connections and kernels are made.
+    for name in ["sdpa" if ring.world_size == 1 else "exact", args.pattern]:
+        row = {"attention": name, "processes": ring.world_size, **measure(name, ring, args.tokens, args, device)}
+        where = "1 process" if ring.world_size == 1 else f"ring of {ring.world_size}"
+        text = f"{name:<14}{where:<12}{row['seconds']:>7.2f} s{row['bytes'] / 2**20:>7.0f} MiB a process"
+        accelerator.print(text, flush=True)
+        figures.append(row)
+    if args.json and accelerator.is_main_process:
+        args.json.write_text(json.dumps(figures))
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    with ra.naming_lost_processes():
+        main()
