@@ -50,7 +50,7 @@ def check_command(args: Namespace) -> int:
       accelerate launch --config_file FILE -m hf_ring_attention check
     """
     from .checks.catalogue import check_launch
-    from .checks.runner import CheckOptions, end_at_once, told_to_end
+    from .checks.runner import end_at_once, told_to_end
 
     start, console = time.monotonic(), terminal()
     verdicts: dict[str, Verdict] = {}
@@ -62,8 +62,7 @@ def check_command(args: Namespace) -> int:
 
     with told_to_end() as told:
         with stdout_left_alone(args.json):
-            options = CheckOptions(args.ring_size, args.model, args.pattern, args.timeout)
-            status, all_answer = check_launch(options, tell, told)
+            status, all_answer = check_launch(args, tell, told)
         if verdicts and args.json:
             print_json([{"check": name, **asdict(verdict)} for name, verdict in verdicts.items()])
         elif verdicts:
