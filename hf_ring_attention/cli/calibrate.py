@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import sys
 from argparse import Namespace
 from collections import Counter
@@ -15,15 +14,11 @@ from .._version import __version__
 from .options import (
     Parser,
     Refusal,
-    add_checkpoint,
-    add_choice,
-    add_json,
     at_least,
     checked,
     existing_file,
     missing_extra,
     new_folder,
-    pattern_text,
     read_text,
     token_count,
 )
@@ -34,15 +29,6 @@ if TYPE_CHECKING:
 
     from ..evaluation.calibration.result import Calibration
 
-EXAMPLES_OF_CALIBRATE = """\
-Examples:
-  hf-ring-attention calibrate --model HuggingFaceTB/SmolLM2-135M \\
-      --text book.txt --text manual.txt --budget 0.25 --seq-len 8192
-  hf-ring-attention calibrate --model ./folder --text book.txt --rows 4 \\
-      --output calibrated --plot
-  torchrun --nproc-per-node 8 -m hf_ring_attention calibrate \\
-      --model ./folder --text book.txt --seq-len 128k --output calibrated
-"""
 #: The files in the folder of a calibration, and the folder of its measurements.
 CALIBRATION, REPORT, PICTURE, MEASURED = "calibration.json", "report.md", "layers.png", "measurements"
 _BUDGETS = {"flops": "the FLOPs", "cache_reads": "the reads of the cache", "bytes": "the bytes of the ring"}
@@ -56,14 +42,14 @@ def add_calibrate(parser: Parser) -> None:
     add("--text", metavar="FILE", type=existing_file, action="append", required=True, help=text)
     text = "Share of exact attention's cost, up to 1 (default 0.25)."
     add("--budget", metavar="SHARE", type=float, default=0.25, help=text)
-    add_choice(parser, "--budget-of", tuple(_BUDGETS), "The cost that is counted", "flops")
+    parser.add_choice("--budget-of", tuple(_BUDGETS), "The cost that is counted", "flops")
     text = "Ranks of the ring whose bytes are counted (default: the processes)."
     add("--ranks", metavar="N", type=at_least(2), help=text)
     add("--seq-len", metavar="N", type=token_count(2), default="4k", help="Tokens of a row of text (default 4k).")
     text = "Rows taken of each text, spread evenly over it (default 1)."
     add("--rows", metavar="N", type=at_least(1), default=1, help=text)
     text = "A pattern to choose among; repeatable. Default: windows with few and with many sinks, and exact."
-    add("--menu", metavar="TEXT", type=pattern_text, action="append", help=text)
+    parser.add_pattern(text, "--menu", action="append")
     add("--retrieval", metavar="WEIGHT", type=float, help="Weight of finding tokens again; 0 for none.")
     add("--refinements", metavar="N", type=at_least(0), default=1, help="Passes around the choice (default 1).")
     text = "Number that random tokens follow from (default 0)."
@@ -71,9 +57,8 @@ def add_calibrate(parser: Parser) -> None:
     text = "Folder for results and measurements; an interrupted run continues there."
     add("--output", metavar="FOLDER", type=new_folder, help=text)
     add("--plot", action="store_true", help=f"Draw {PICTURE} into the folder of --output.")
-    add("--ring-size", metavar="N", type=at_least(1), help="Processes that share each sequence (default: all).")
-    add_checkpoint(parser)
-    add_json(parser)
+    parser.add_checkpoint()
+    parser.add_json()
 
 
 def calibrate_command(args: Namespace) -> None:
@@ -81,12 +66,27 @@ def calibrate_command(args: Namespace) -> None:
 
     Passes of the texts measure what each pattern would do to the predictions of this checkpoint; nothing is trained.
     `hf-ring-attention perplexity` measures the result on other texts.
+
+    Examples:
+      hf-ring-attention calibrate --model HuggingFaceTB/SmolLM2-135M \\
+          --text book.txt --text manual.txt --budget 0.25 --seq-len 8192
+      hf-ring-attention calibrate --model ./folder --text book.txt --rows 4 \\
+          --output calibrated --plot
+      torchrun --nproc-per-node 8 -m hf_ring_attention calibrate \\
+          --model ./folder --text book.txt --seq-len 128k --output calibrated
     """
     from .loading import check_positions, read_config  # It loads Transformers, which takes seconds.
 
     config = checked("--model", read_config, args.model, args.trust_remote_code)
     checked("--seq-len", check_positions, config, args.seq_len)
-    _check_options(args)
+    if not 0 < args.budget <= 1:
+        message = "a share of exact attention's cost, above 0 and at most 1, was expected"
+        raise Refusal(f"{message}, got {args.budget:g}", "--budget")
+    if args.plot and args.output is None:
+        raise Refusal(f"the picture is {PICTURE} in the folder of --output: name one", "--plot")
+    missing = missing_extra("a picture", "matplotlib") if args.plot else None
+    if missing:
+        raise Refusal(missing, "--plot")
     contents = {str(path): read_text(path, "--text") for path in args.text}
     with stdout_left_alone(args.json):
         try:
@@ -105,24 +105,6 @@ def calibrate_command(args: Namespace) -> None:
         print_sheet(sheet)
     if args.output is not None:
         print(f"written to {args.output}: {CALIBRATION}, config.json, {REPORT}{', ' + PICTURE if args.plot else ''}")
-
-
-def _check_options(args: Namespace) -> None:
-    if not 0 < args.budget <= 1:
-        message = "a share of exact attention's cost, above 0 and at most 1, was expected"
-        raise Refusal(f"{message}, got {args.budget:g}", "--budget")
-    if args.plot and args.output is None:
-        raise Refusal(f"the picture is {PICTURE} in the folder of --output: name one", "--plot")
-    missing = missing_extra("a picture", "matplotlib") if args.plot else None
-    if missing:
-        raise Refusal(missing, "--plot")
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if args.ring_size not in (None, processes):
-        raise Refusal(
-            f"{args.ring_size} processes are to share each text, and {processes} were started: start them with torchrun "
-            f"--nproc-per-node {args.ring_size}",
-            "--ring-size",
-        )
 
 
 def _calibrated(args: Namespace, contents: dict[str, str]) -> tuple[Calibration, bool, list[str]]:

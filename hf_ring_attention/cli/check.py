@@ -8,20 +8,12 @@ from argparse import Namespace
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from .options import Parser, add_json, at_least, pattern_text, positive
+from .options import Parser, at_least, positive
 from .output import print_json, stdout_left_alone, terminal
 
 if TYPE_CHECKING:
     from .checks.runner import Verdict
 
-EXAMPLES_OF_CHECK = """\
-Examples:
-  hf-ring-attention check --model ./folder
-  torchrun --nproc-per-node 8 -m hf_ring_attention check --model ./folder
-  torchrun --nproc-per-node 8 -m hf_ring_attention check --ring-size 4 \\
-      --model Qwen/Qwen3-8B --pattern pyramid:512,3
-  accelerate launch --config_file FILE -m hf_ring_attention check
-"""
 
 #: The verdicts as they are shown, with their styles in a terminal.
 _SHOWN = {
@@ -39,9 +31,9 @@ def add_check(parser: Parser) -> None:
     add, text = parser.add_argument, "The job's model, or its config.json; no weights are loaded."
     add("--ring-size", metavar="N", type=at_least(1), help="Processes that share each sequence (default: all).")
     add("--model", metavar="ID_OR_FOLDER", help=text)
-    add("--pattern", metavar="TEXT", type=pattern_text, help="The job's pattern; default: the model's, else exact.")
+    parser.add_pattern("The job's pattern; default: the model's, else exact.")
     add("--timeout", metavar="SECONDS", type=positive, default=30.0, help="The longest for each check (default 30).")
-    add_json(parser)
+    parser.add_json()
 
 
 def check_command(args: Namespace) -> int:
@@ -49,9 +41,16 @@ def check_command(args: Namespace) -> int:
 
     One verdict a line, and what to do about each failure. The exit status is 0 if nothing failed. Attention, a training step
     and generation are compared with one process, at small sizes.
+
+    Examples:
+      hf-ring-attention check --model ./folder
+      torchrun --nproc-per-node 8 -m hf_ring_attention check --model ./folder
+      torchrun --nproc-per-node 8 -m hf_ring_attention check --ring-size 4 \\
+          --model Qwen/Qwen3-8B --pattern pyramid:512,3
+      accelerate launch --config_file FILE -m hf_ring_attention check
     """
     from .checks.catalogue import check_launch
-    from .checks.runner import CheckOptions, end_at_once, told_to_end
+    from .checks.runner import end_at_once, told_to_end
 
     start, console = time.monotonic(), terminal()
     verdicts: dict[str, Verdict] = {}
@@ -63,14 +62,14 @@ def check_command(args: Namespace) -> int:
 
     with told_to_end() as told:
         with stdout_left_alone(args.json):
-            outcome = check_launch(CheckOptions(args.ring_size, args.model, args.pattern, args.timeout), tell, told)
+            status, all_answer = check_launch(args, tell, told)
         if verdicts and args.json:
             print_json([{"check": name, **asdict(verdict)} for name, verdict in verdicts.items()])
         elif verdicts:
             console.print(_summary(verdicts, time.monotonic() - start))
-        if not outcome.all_answer:
-            end_at_once(outcome.status)
-    return outcome.status
+        if not all_answer:
+            end_at_once(status)
+    return status
 
 
 def _print_verdict(name: str, verdict: Verdict, console: Any) -> None:

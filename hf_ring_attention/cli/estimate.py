@@ -8,75 +8,54 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..cost.parts import NUMBER_BYTES, PARALLELS
-from .options import (
-    MOST_TOKENS,
-    Parser,
-    Refusal,
-    add_choice,
-    add_json,
-    add_layout,
-    add_model_of_config,
-    add_transport,
-    at_least,
-    memory_size,
-    pattern_text,
-    picture_file,
-    token_count,
-)
+from .options import MOST_TOKENS, Parser, Refusal, at_least, memory_size, token_count
 from .output import Sheet, print_json, print_sheet, short_bytes, short_count, spinner
 
 if TYPE_CHECKING:
     from ..cost.estimate import Estimate
 
-EXAMPLES_OF_ESTIMATE = """\
-Examples:
-  hf-ring-attention estimate --model ./folder --seq-len 1M --devices 8 \\
-      --memory 80GB --offload
-  hf-ring-attention estimate --model ID --seq-len 1M --devices 64 \\
-      --memory 80GB --ring-size 16 --plot estimate.png
-"""
-
 
 def add_estimate(parser: Parser) -> None:
     """Adds the options of `estimate`."""
-    add_model_of_config(parser, "A folder with a config.json, or a hub id.", required=True)
+    parser.add_model_of_config("A folder with a config.json, or a hub id.", required=True)
     add, dtypes = parser.add_argument, tuple(NUMBER_BYTES)
     add("--seq-len", metavar="N", type=token_count(), required=True, help="Tokens of a sequence: 4096, 128k, 1M.")
     add("--devices", metavar="N", type=at_least(1, 2**20), default=1, help="All devices (default 1).")
     add("--memory", metavar="SIZE", type=memory_size, help="What a device has, such as 80GB.")
     add("--ring-size", metavar="N", type=at_least(1), help="Devices that share a sequence (default: all).")
-    add("--pattern", metavar="TEXT", type=pattern_text, help="Default: the model's, else exact.")
-    add_choice(parser, "--parallel", PARALLELS, "How parameters are divided", "fsdp2")
+    parser.add_pattern("Default: the model's, else exact.")
+    parser.add_choice("--parallel", PARALLELS, "How parameters are divided", "fsdp2")
     text = "Compute activations again in backward, or not (default yes)."
     add("--checkpointing", action=BooleanOptionalAction, default=True, help=text)
     add("--offload", action="store_true", help="Saved activations wait in host memory.")
     text = "The optimizer is in host memory, as DeepSpeed can have it."
     add("--offload-optimizer", action="store_true", help=text)
     add("--accumulate", action="store_true", help="Gradients stay from batch to batch of a step.")
-    add(
-        "--batch-size",
-        metavar="N",
-        type=at_least(1),
-        default=1,
-        help="Sequences that a ring reads at once (default 1).",
-    )
-    add_choice(parser, "--dtype", dtypes, "Activations", "bfloat16")
-    add_choice(parser, "--master-dtype", dtypes, "Weights, gradients, moments", "float32")
+    text = "Sequences that a ring reads at once (default 1)."
+    add("--batch-size", metavar="N", type=at_least(1), default=1, help=text)
+    parser.add_choice("--dtype", dtypes, "Activations", "bfloat16")
+    parser.add_choice("--master-dtype", dtypes, "Weights, gradients, moments", "float32")
     text = "Tokens of an MLP in slices, by another library; 0: all (default)."
     add("--mlp-tokens", metavar="N", type=at_least(0, MOST_TOKENS), default=0, help=text)
-    add_layout(parser)
-    add_transport(parser)
-    add_choice(parser, "--device", ("cuda", "cpu"), "Kind of device", "cuda")
+    parser.add_layout()
+    parser.add_transport()
+    parser.add_choice("--device", ("cuda", "cpu"), "Kind of device", "cuda")
     text = "What a process holds before the model is made, as you measured it: 500MB; default: not counted."
     add("--overhead", metavar="SIZE", type=memory_size, default=0, help=text)
-    add("--plot", metavar="FILE.png", type=picture_file, help="Draw memory by length.")
-    add_json(parser)
+    parser.add_picture("--plot", "Draw memory by length.")
+    parser.add_json()
 
 
 def estimate_command(args: Namespace) -> None:
     """Show what a training step would hold on each device, by part, and what fits.
 
     Nothing runs and no weights are loaded. Each line has its formula; with --json also its source.
+
+    Examples:
+      hf-ring-attention estimate --model ./folder --seq-len 1M --devices 8 \\
+          --memory 80GB --offload
+      hf-ring-attention estimate --model ID --seq-len 1M --devices 64 \\
+          --memory 80GB --ring-size 16 --plot estimate.png
     """
     from ..cost.estimate import estimate  # It loads Transformers, which takes seconds.
     from ..cost.models import load_config

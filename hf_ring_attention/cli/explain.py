@@ -2,110 +2,75 @@
 
 from __future__ import annotations
 
+import itertools
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
-from ..cost.attention import ModelAttention, ModelMixers
-from ..cost.explain import Explanation, busiest_traffic, explain, number_bytes
-from ..plan.branches import Segment
-from ..plan.choices import check_choices
+from ..cost.attention import ModelAttention
+from ..cost.layers import explain_layers
+from ..plan.choices import TransportKind, check_choices
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents
-from ..plan.state_runs import linked_runs, runs_of
-from ..plan.state_traffic import rows_traffic, states_traffic
-from ..plan.traffic import RankTraffic
 from .models import support_of
-from .options import (
-    Parser,
-    Refusal,
-    add_choice,
-    add_heads,
-    add_json,
-    add_layout,
-    add_model_of_config,
-    add_row,
-    add_transport,
-    at_least,
-    checked,
-    documents_of_lengths,
-    key_value_heads,
-    pattern_text,
-)
+from .options import Parser, Refusal, at_least, checked
 from .output import Sheet, layer_numbers, print_json, print_sheet, short_bytes, short_count, spinner, terminal
-
-#: The floating point operations of backward over those of forward: five products of matrices against two.
-BACKWARD = 2.5
-
-EXAMPLES_OF_EXPLAIN = """\
-Examples:
-  hf-ring-attention explain --tokens 128k --ranks 8 --model Qwen/Qwen3-8B
-  hf-ring-attention explain --tokens 1M --ranks 8 --pattern pyramid:512,3 \\
-      --heads 32 --kv-heads 8 --head-dim 128
-  hf-ring-attention explain --tokens 1M --ranks 16 --model ./folder \\
-      --transport heads --ring-heads 8
-  hf-ring-attention explain --tokens 32k --ranks 4 --model ./folder --json
-"""
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """Layers that do the same work: their numbers, and the work of one of them."""
-
-    name: str
-    layers: tuple[int, ...]
-    explanation: Explanation
-    share_of_exact: float
-
-    @property
-    def flops(self) -> list[int]:
-        """The floating point operations of a forward pass on each rank."""
-        return [share.forward_flops for share in self.explanation.ranks]
-
-    @property
-    def transport(self) -> str:
-        """The transport that the call takes; on one rank, one that moves nothing."""
-        choice = self.explanation.decision.choice
-        return "collective" if choice == "local" else choice
 
 
 def add_explain(parser: Parser) -> None:
     """Adds the options of `explain`."""
-    add_row(parser)
-    add, text = (
-        parser.add_argument,
-        "Pattern of layers without a window of their own; default: the model's, else exact.",
-    )
-    add("--pattern", metavar="TEXT", type=pattern_text, help=text)
-    add_model_of_config(parser, "Take heads and layers from its config.json.")
-    add_heads(parser)
+    parser.add_row()
+    parser.add_pattern("Pattern of layers without a window of their own; default: the model's, else exact.")
+    parser.add_model_of_config("Take heads and layers from its config.json.")
+    parser.add_heads()
+    add = parser.add_argument
     add("--layers", metavar="N", type=at_least(1), default=1, help="Layers, without --model (default 1).")
-    add_choice(parser, "--dtype", ("float32", "bfloat16", "float16", "float64"), "Type of numbers", "bfloat16")
+    parser.add_choice("--dtype", ("float32", "bfloat16", "float16", "float64"), "Type of numbers", "bfloat16")
     add("--batch-size", metavar="N", type=at_least(1), default=1, help="Rows at once (default 1).")
     add("--bidirectional", action="store_true", help="Queries also see keys after them.")
-    add_layout(parser)
-    add_transport(parser)
-    add_json(parser)
+    parser.add_transport()
+    parser.add_json()
 
 
 def explain_command(args: Namespace) -> None:
     """Show what attention over a ring would do: layout, transport, FLOPs and bytes.
 
     Nothing is computed and no weights are loaded.
+
+    Examples:
+      hf-ring-attention explain --tokens 128k --ranks 8 --model Qwen/Qwen3-8B
+      hf-ring-attention explain --tokens 1M --ranks 8 --pattern pyramid:512,3 \\
+          --heads 32 --kv-heads 8 --head-dim 128
+      hf-ring-attention explain --tokens 1M --ranks 16 --model ./folder \\
+          --transport heads --ring-heads 8
+      hf-ring-attention explain --tokens 32k --ranks 4 --model ./folder --json
     """
     if args.ring_heads is not None:
         checked("--ring-heads", check_choices, args.layout, args.transport, args.ranks, args.ring_heads)
     attention = attention_of(args)
     rows = documents_of_lengths(args.documents, args.tokens)
-    documents = (rows or (((0, args.tokens),),)) * args.batch_size
+    call = {name: getattr(args, name) for name in ("layout", "transport", "dtype", "batch_size")}
+    call |= {"seq_len": args.tokens, "world_size": args.ranks, "heads": args.ring_heads}
+    call |= {"causal": not args.bidirectional, "documents": None if rows is None else rows * args.batch_size}
     with spinner(f"planning {args.tokens} tokens over {args.ranks} ranks"):
-        kinds = _kinds_of_layers(args, attention, None if rows is None else documents)
-        answer = _answer(args, attention, kinds, documents)
+        try:
+            figures = explain_layers(attention, **call)
+        except ValueError as error:
+            raise Refusal(str(error)) from None
+    answer = {
+        "model": attention.name or None,
+        "model_type": attention.model_type or None,
+        **{name: getattr(args, name) for name in ("tokens", "ranks", "dtype", "batch_size", "ring_heads")},
+        "causal": not args.bidirectional,
+        "heads": attention.num_heads,
+        "kv_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "value_dim": attention.value_dim,
+        **figures,
+    }
     if args.json:
         print_json(answer)
     else:
-        _print_answer(attention, kinds[0].explanation, answer)
+        _print_answer(answer)
 
 
 def attention_of(args: Namespace) -> ModelAttention:
@@ -120,7 +85,7 @@ def attention_of(args: Namespace) -> ModelAttention:
         name="",
         model_type="",
         num_heads=args.heads,
-        num_kv_heads=checked("--kv-heads", key_value_heads, args.heads, args.kv_heads),
+        num_kv_heads=key_value_heads(args.heads, args.kv_heads),
         head_dim=args.head_dim,
         value_dim=args.head_dim,
         base=pattern,
@@ -150,150 +115,36 @@ def attention_of_config(args: Namespace, pattern: Pattern | None) -> ModelAttent
     return attention
 
 
-def _kinds_of_layers(args: Namespace, attention: ModelAttention, documents: Documents | None) -> list[LayerKind]:
-    """Returns the layers by their pattern, the base pattern first; all have its layout, as in a model."""
-    call: dict[str, Any] = {"seq_len": args.tokens, "world_size": args.ranks, "causal": not args.bidirectional}
-    call |= {name: getattr(attention, name) for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim")}
-    call |= {name: getattr(args, name) for name in ("dtype", "batch_size", "transport")}
-    call |= {"documents": documents, "heads": args.ring_heads}
-    try:
-        base = explain(attention.base, layout=args.layout, **call)
-        numbers: dict[tuple[Pattern, bool], list[int]] = {(attention.base, False): []}
-        for number, pattern, has_window in zip(attention.numbers, attention.layers, attention.sliding):
-            numbers.setdefault((pattern, has_window), []).append(number)
-        lengths = args.documents or [args.tokens]
-        pairs = sum(n * n if args.bidirectional else n * (n + 1) // 2 for n in lengths)
-        exact = 2 * (attention.head_dim + attention.value_dim) * attention.num_heads * args.batch_size * pairs
-        kinds = []
-        for (pattern, has_window), layers in numbers.items():
-            answer = base if pattern == attention.base else explain(pattern, layout=base.layout, **call)
-            chunked = isinstance(pattern.branches[0], Segment)
-            name = "full" if not has_window else "chunked" if chunked else "sliding"
-            share = sum(rank.forward_flops for rank in answer.ranks) / exact
-            kinds.append(LayerKind(name, tuple(layers), answer, share))
-    except ValueError as error:
-        raise Refusal(str(error)) from None
-    return kinds
+def documents_of_lengths(lengths: list[int] | None, tokens: int) -> Documents | None:
+    """Returns one row of documents of these lengths, one behind the other; None for None."""
+    if lengths is None:
+        return None
+    ends = list(itertools.accumulate(lengths, initial=0))
+    if ends[-1] > tokens:
+        numbers = " + ".join(map(str, lengths))
+        raise Refusal(f"a row has {tokens} tokens, and the documents {numbers} = {ends[-1]}", "--documents")
+    return (tuple(itertools.pairwise(ends)),)
 
 
-def _answer(
-    args: Namespace, attention: ModelAttention, kinds: Sequence[LayerKind], documents: Documents
-) -> dict[str, Any]:
-    """Returns all figures, as JSON has them: bytes and FLOPs of the busiest rank, unless a name differs."""
-    base, used = kinds[0].explanation, [kind for kind in kinds if kind.layers]
-    mixers = None if attention.mixers is None else _figures_of_mixers(attention.mixers, base, args.dtype, documents)
-    flops = [sum(len(kind.layers) * kind.flops[rank] for kind in used) for rank in range(args.ranks)]
-    moved = [_bytes_of_step(used, mixers, rank) for rank in range(args.ranks)]
-    sizes = {name: max(of_rank[name] for of_rank in moved) for name in moved[0]}
-    # Layers that do the same share their row numbers.
-    sizes["row_numbers"] = sum(kind.explanation.row_numbers[kind.transport] for kind in used)
-    layers = len(attention.layers)
-    return {
-        "model": attention.name or None,
-        "model_type": attention.model_type or None,
-        "tokens": args.tokens,
-        "ranks": args.ranks,
-        "tokens_of_a_rank": base.layout.local_len,
-        "padding": base.layout.padded_len - base.layout.seq_len,
-        "heads": attention.num_heads,
-        "kv_heads": attention.num_kv_heads,
-        "head_dim": attention.head_dim,
-        "value_dim": attention.value_dim,
-        "dtype": args.dtype,
-        "batch_size": args.batch_size,
-        "causal": not args.bidirectional,
-        "ring_heads": args.ring_heads,
-        "layout": base.layout.kind,
-        "layout_reason": base.layout_decision.reason,
-        "imbalance_of_layouts": base.layouts,
-        "layer_kinds": list(map(_figures_of_kind, used)),
-        "mixers": mixers,
-        "step": {
-            "layers": layers,
-            "share_of_exact_flops": sum(len(kind.layers) * kind.share_of_exact for kind in used) / layers,
-            "imbalance": max(flops) * len(flops) / (sum(flops) or 1),
-            **_figures_of_flops(flops),
-            "bytes": sizes,
-        },
-    }
+def key_value_heads(heads: int, kv_heads: int | None) -> int:
+    """Returns the number of key/value heads, which must divide the query heads; None for as many."""
+    if kv_heads is not None and heads % kv_heads:
+        fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        raise Refusal(
+            f"the number of query heads must be a multiple of the number of key/value heads, got {heads} and {kv_heads}: "
+            f"{heads} = {heads // kv_heads} * {kv_heads} + {heads % kv_heads}; take one of {fitting}",
+            "--kv-heads",
+        )
+    return kv_heads or heads
 
 
-def _figures_of_kind(kind: LayerKind) -> dict[str, Any]:
-    call = kind.explanation
-    return {
-        "kind": kind.name,
-        "layers": list(kind.layers),
-        "pattern": str(call.pattern),
-        "share_of_exact_flops": kind.share_of_exact,
-        "transport": call.decision.choice,
-        "transport_reason": call.decision.reason,
-        "imbalance": call.imbalance,
-        **_figures_of_flops(kind.flops),
-        "groups_that_exchange_heads": {
-            str(size): _sizes(busiest_traffic(traffic)) | {"imbalance": balance}
-            for size, (balance, traffic) in call.groups.items()
-        },
-        **{
-            f"{name}_bytes": _sizes(call.busiest(name)) | {"row_numbers": numbers, "imbalance": call.balance[name]}
-            for name, numbers in call.row_numbers.items()
-        },
-    }
-
-
-def _figures_of_flops(flops: Sequence[int]) -> dict[str, float]:
-    return {
-        "forward_flops": max(flops),
-        "backward_flops": BACKWARD * max(flops),
-        "forward_flops_of_all_ranks": sum(flops),
-    }
-
-
-def _figures_of_mixers(mixers: ModelMixers, base: Explanation, dtype: str, documents: Documents) -> dict[str, Any]:
-    """Returns the work of a hybrid's mixers over a ring, in the layout that its attention decides."""
-    layout, (itemsize, accumulated) = base.layout, number_bytes(dtype)
-    if mixers.numbers is None:
-        traffic = rows_traffic(mixers.width, len(documents), layout, itemsize, mixers.with_positions)
-    else:
-        traffic = states_traffic(mixers.numbers, documents, layout, itemsize, accumulated)
-    return {
-        "layers": list(mixers.layers),
-        "gathers": "rows" if mixers.numbers is None else "states",
-        "runs_of_a_rank": linked_runs(runs_of(documents, layout))[1],
-        "most_work": layout.world_size if mixers.numbers is None else 1,
-        "bytes": _sizes(traffic),
-    }
-
-
-def _sizes(traffic: RankTraffic) -> dict[str, int]:
-    """Returns bytes by the names that JSON has."""
-    ways = {"forward": traffic.forward, "backward": traffic.backward}
-    moved = {f"{way}_{name}": getattr(size, name) for way, size in ways.items() for name in ("sent", "received")}
-    return moved | {"buffers": traffic.buffers}
-
-
-def _bytes_of_step(kinds: Sequence[LayerKind], mixers: dict[str, Any] | None, rank: int) -> dict[str, int]:
-    """Returns the bytes of a rank in all layers, by the chosen transports; one layer at a time has buffers."""
-    parts = [(len(kind.layers), _sizes(getattr(kind.explanation.ranks[rank], kind.transport))) for kind in kinds]
-    if mixers is not None:
-        parts.append((len(mixers["layers"]), mixers["bytes"]))
-    return {
-        name: max(sizes[name] for _, sizes in parts)
-        if name == "buffers"
-        else sum(count * sizes[name] for count, sizes in parts)
-        for name in parts[0][1]
-    }
-
-
-# ---- tables
-
-
-def _print_answer(attention: ModelAttention, base: Explanation, answer: dict[str, Any]) -> None:
+def _print_answer(answer: dict[str, Any]) -> None:
     """Prints facts and reasons, FLOPs, and the bytes of each transport."""
     from rich.table import Table
     from rich.text import Text
 
     grid = Table.grid(padding=(0, 2))
-    for name, text in _facts(attention, base, answer):
+    for name, text in _facts(answer):
         grid.add_row(Text(name, style="bold"), Text(text))
     terminal().print(grid, "")
     kinds, step, mixers = answer["layer_kinds"], answer["step"], answer["mixers"]
@@ -306,9 +157,10 @@ def _print_answer(attention: ModelAttention, base: Explanation, answer: dict[str
     print_sheet(Sheet("TFLOP of one layer" + " and of all" * several, headings, rows, notes, left=2))
     rows = []
     for row in kinds:
-        for name in base.row_numbers:
-            mark = " *" * (name == row["transport"])
-            rows.append((row["kind"], name + mark, *_byte_cells(row[f"{name}_bytes"])))
+        for name in get_args(TransportKind):
+            if f"{name}_bytes" in row:
+                mark = " *" * (name == row["transport"])
+                rows.append((row["kind"], name + mark, *_byte_cells(row[f"{name}_bytes"])))
         for size, group in row["groups_that_exchange_heads"].items():
             rows.append((row["kind"], f"heads {size} x ring {answer['ranks'] // int(size)}", *_byte_cells(group)))
     if mixers:
@@ -324,27 +176,28 @@ def _print_answer(attention: ModelAttention, base: Explanation, answer: dict[str
     print_sheet(Sheet(title, headings, rows, notes, left=2))
 
 
-def _facts(attention: ModelAttention, base: Explanation, answer: dict[str, Any]) -> list[tuple[str, str]]:
+def _facts(answer: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns the lines above the tables, each with its name."""
-    layout, kinds, mixers = base.layout, answer["layer_kinds"], answer["mixers"]
+    ranks, kinds, mixers = answer["ranks"], answer["layer_kinds"], answer["mixers"]
     padding = f", {answer['padding']} of padding" if answer["padding"] else ""
-    shape = f"{attention.num_heads}/{attention.num_kv_heads} heads x {attention.head_dim}"
-    if attention.value_dim != attention.head_dim:
-        shape += f" (values {attention.value_dim})"
-    facts = [("model", f"{attention.name} ({attention.model_type})")] if attention.name else []
-    spread = f"over {layout.world_size} ranks: {layout.local_len} each{padding}"
-    facts.append(("sequence", f"{short_count(layout.seq_len)} tokens {spread}"))
+    shape = f"{answer['heads']}/{answer['kv_heads']} heads x {answer['head_dim']}"
+    if answer["value_dim"] != answer["head_dim"]:
+        shape += f" (values {answer['value_dim']})"
+    facts = [("model", f"{answer['model']} ({answer['model_type']})")] if answer["model"] else []
+    spread = f"over {ranks} ranks: {answer['tokens_of_a_rank']} each{padding}"
+    facts.append(("sequence", f"{short_count(answer['tokens'])} tokens {spread}"))
     settings = f"{answer['dtype']}, batch size {answer['batch_size']}"
     facts.append(("attention", f"{answer['step']['layers']} layer(s), {shape}, {settings}"))
     if len(kinds) > 1 or mixers:
         facts += [(f"layers, {row['kind']}", layer_numbers(row["layers"])) for row in kinds]
     if mixers:
-        facts.append(("mixers", _mixers_in_words(mixers, layout.world_size)))
-    facts.append(("layout", f"{layout.kind}: {answer['layout_reason']}"))
-    facts.append(("imbalance", ", ".join(f"{kind} {of_kind:.2f}" for kind, of_kind in base.layouts.items())))
+        facts.append(("mixers", _mixers_in_words(mixers, ranks)))
+    facts.append(("layout", f"{answer['layout']}: {answer['layout_reason']}"))
+    balances = answer["imbalance_of_layouts"].items()
+    facts.append(("imbalance", ", ".join(f"{kind} {imbalance:.2f}" for kind, imbalance in balances)))
     facts += [(f"transport, {row['kind']}", f"{row['transport']}: {row['transport_reason']}") for row in kinds]
     if answer["ring_heads"]:
-        groups = f"rings between groups: {layout.world_size // answer['ring_heads']} ranks"
+        groups = f"rings between groups: {ranks // answer['ring_heads']} ranks"
         facts.append(("heads", f"exchanged by {answer['ring_heads']} neighbours each; {groups}"))
     return facts
 

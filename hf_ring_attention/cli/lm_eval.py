@@ -7,21 +7,6 @@ import sys
 
 from .options import Parser, Refusal, missing_extra
 
-EXAMPLES_OF_LM_EVAL = """\
-Examples:
-  hf-ring-attention lm-eval --model ring_dilated --tasks lambada_openai \\
-      --model_args pretrained=HuggingFaceTB/SmolLM2-135M,pattern=window:512+4
-  hf-ring-attention lm-eval --model ring_dilated --tasks hellaswag,wikitext \\
-      --model_args '{"pretrained": "./folder", "pattern": "pyramid:512,3"}'
-  torchrun --nproc-per-node 8 -m hf_ring_attention lm-eval --batch_size 1 \\
-      --model ring_dilated --tasks scrolls_qasper \\
-      --model_args pretrained=./folder,ring_size=4,max_length=131072
-  hf-ring-attention lm-eval --model ring_dilated --tasks ruler \\
-      --metadata '{"max_seq_lengths": [4096, 16384]}' \\
-      --model_args pretrained=./folder,pattern=window:512+4,max_length=16384
-  hf-ring-attention lm-eval ls tasks
-"""
-
 
 def add_lm_eval(parser: Parser) -> None:
     """Adds what --help shows of the harness's options."""
@@ -35,6 +20,19 @@ def lm_eval_command(words: list[str]) -> None:
     The model takes the --model_args of hf, and pattern, ring_size, ring_layout, ring_transport, ring_heads and
     logits_at_once. With several processes, ring_size of them share each sequence, and rings answer different requests.
     Write a pattern with a comma in JSON.
+
+    Examples:
+      hf-ring-attention lm-eval --model ring_dilated --tasks lambada_openai \\
+          --model_args pretrained=HuggingFaceTB/SmolLM2-135M,pattern=window:512+4
+      hf-ring-attention lm-eval --model ring_dilated --tasks hellaswag,wikitext \\
+          --model_args '{"pretrained": "./folder", "pattern": "pyramid:512,3"}'
+      torchrun --nproc-per-node 8 -m hf_ring_attention lm-eval --batch_size 1 \\
+          --model ring_dilated --tasks scrolls_qasper \\
+          --model_args pretrained=./folder,ring_size=4,max_length=131072
+      hf-ring-attention lm-eval --model ring_dilated --tasks ruler \\
+          --metadata '{"max_seq_lengths": [4096, 16384]}' \\
+          --model_args pretrained=./folder,pattern=window:512+4,max_length=16384
+      hf-ring-attention lm-eval ls tasks
     """
     missing = missing_extra("lm-evaluation-harness", "lm_eval")
     if missing:

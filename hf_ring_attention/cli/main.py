@@ -14,30 +14,27 @@ from . import calibrate, check, estimate, explain, lm_eval, models, perplexity, 
 from .options import Parser, Refusal, missing_extra
 
 PROGRAM = "hf-ring-attention"
-#: For each command the function that adds its options, the command, whose docstring is its help, and examples.
+#: For each command the function that adds its options, the command, whose docstring is its help with examples, and what its
+#: usage shows besides options.
 COMMANDS: dict[str, tuple[Callable[[Parser], None], Callable[[Any], Any], str]] = {
-    "explain": (explain.add_explain, explain.explain_command, explain.EXAMPLES_OF_EXPLAIN),
-    "estimate": (estimate.add_estimate, estimate.estimate_command, estimate.EXAMPLES_OF_ESTIMATE),
-    "plot pattern": (plot.add_plot_pattern, plot.plot_pattern_command, plot.EXAMPLES_OF_PLOT),
-    "plot layout": (plot.add_plot_layout, plot.plot_layout_command, plot.EXAMPLES_OF_PLOT),
-    "plot ring": (plot.add_plot_ring, plot.plot_ring_command, plot.EXAMPLES_OF_PLOT),
-    "plot calibration": (plot.add_plot_calibration, plot.plot_calibration_command, plot.EXAMPLES_OF_PLOT),
-    "models": (models.add_models, models.models_command, models.EXAMPLES_OF_MODELS),
-    "perplexity": (perplexity.add_perplexity, perplexity.perplexity_command, perplexity.EXAMPLES_OF_PERPLEXITY),
-    "calibrate": (calibrate.add_calibrate, calibrate.calibrate_command, calibrate.EXAMPLES_OF_CALIBRATE),
-    "check": (check.add_check, check.check_command, check.EXAMPLES_OF_CHECK),
-    "lm-eval": (lm_eval.add_lm_eval, lm_eval.lm_eval_command, lm_eval.EXAMPLES_OF_LM_EVAL),
-    "recipes": (recipes.add_recipes, recipes.recipes_command, recipes.EXAMPLES_OF_RECIPES),
+    "explain": (explain.add_explain, explain.explain_command, ""),
+    "estimate": (estimate.add_estimate, estimate.estimate_command, ""),
+    "plot pattern": (plot.add_plot_pattern, plot.plot_pattern_command, "[PATTERN ...] "),
+    "plot layout": (plot.add_plot_layout, plot.plot_layout_command, ""),
+    "plot ring": (plot.add_plot_ring, plot.plot_ring_command, ""),
+    "plot calibration": (plot.add_plot_calibration, plot.plot_calibration_command, "FILE "),
+    "models": (models.add_models, models.models_command, "[TYPE ...] "),
+    "perplexity": (perplexity.add_perplexity, perplexity.perplexity_command, "MODEL TEXT_FILE ... "),
+    "calibrate": (calibrate.add_calibrate, calibrate.calibrate_command, ""),
+    "check": (check.add_check, check.check_command, ""),
+    "lm-eval": (lm_eval.add_lm_eval, lm_eval.lm_eval_command, "[OPTION OF LM_EVAL ...] "),
+    "recipes": (recipes.add_recipes, recipes.recipes_command, "FOLDER "),
 }
-#: The arguments of commands that are not options, as their help shows them.
-POSITIONALS = {
-    "plot pattern": "[PATTERN ...] ",
-    "plot calibration": "FILE ",
-    "models": "[TYPE ...] ",
-    "perplexity": "MODEL TEXT_FILE ... ",
-    "lm-eval": "[OPTION OF LM_EVAL ...] ",
-    "recipes": "FOLDER ",
-}
+_OF_PLOTS = """\
+Examples:
+  hf-ring-attention plot pattern pyramid:512,3 window:512+4 --tokens 8k
+  hf-ring-attention plot ring --help
+"""
 
 
 def command_parser() -> Parser:
@@ -45,14 +42,16 @@ def command_parser() -> Parser:
     parser = Parser(prog=PROGRAM, description="Exact and dilated ring attention: its cost, pictures, and measurements.")
     parser.add_argument("--version", action="version", version=__version__)
     top = parser.add_subparsers(metavar="COMMAND", required=True)
-    plots = top.add_parser("plot", help="Draw patterns, layouts, rings and calibrations.", epilog=plot.EXAMPLES_OF_PLOT)
+    plots = top.add_parser("plot", help="Draw patterns, layouts, rings and calibrations.", epilog=_OF_PLOTS)
     below = plots.add_subparsers(metavar="PICTURE", required=True)
-    for name, (add_options, command, examples) in COMMANDS.items():
-        text = inspect.getdoc(command) or ""
-        description = "\n\n".join(textwrap.fill(part, 80) for part in text.split("\n\n"))
+    for name, (add_options, command, positionals) in COMMANDS.items():
+        text, mark, examples = (inspect.getdoc(command) or "").partition("Examples:")
+        description = "\n\n".join(textwrap.fill(part, 80) for part in text.strip().split("\n\n"))
         parent = below if name.startswith("plot ") else top
-        own = parent.add_parser(name.split()[-1], help=text.split("\n")[0], description=description, epilog=examples)
-        own.usage = f"{own.prog} {POSITIONALS.get(name, '')}[option ...]"
+        own = parent.add_parser(
+            name.split()[-1], help=text.split("\n")[0], description=description, epilog=mark + examples
+        )
+        own.usage = f"{own.prog} {positionals}[option ...]"
         add_options(own)
         own.set_defaults(command=command, prog=own.prog)
     return parser

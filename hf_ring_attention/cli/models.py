@@ -10,15 +10,9 @@ from dataclasses import asdict
 from importlib.metadata import version
 
 from ..hf.models import ModelSupport, release_of_table, supported_models
-from .options import Parser, Refusal, add_json
+from .options import Parser, Refusal
 from .output import Sheet, print_json, print_sheet, terminal
 
-EXAMPLES_OF_MODELS = """\
-Examples:
-  hf-ring-attention models
-  hf-ring-attention models llama qwen3 bloom
-  hf-ring-attention models --refused
-"""
 #: A reason begins with the name of a model's class, which may stand before a colon; AutoModelForCausalLM is another name.
 _CLASS = re.compile(r"^(?!Auto)[A-Za-z]\w*(For[A-Z]\w+|Model|LMHeadModel)(?=[ :]):? ?")
 #: The layers that a reason lists, such as "layer 0 is of type 'conv' (of this or another such type are layers [0, 2]): ".
@@ -30,13 +24,18 @@ def add_models(parser: Parser) -> None:
     add, text = parser.add_argument, "Model types, as config.json names them; default: all."
     add("types", nargs="*", metavar="TYPE", help=text)
     add("--refused", action="store_true", help="Show only what does not work, by reason.")
-    add_json(parser)
+    parser.add_json()
 
 
 def models_command(args: Namespace) -> None:
     """Show which model types work, on one device, over a ring and with packed rows.
 
     The answers come from running a tiny model of each type.
+
+    Examples:
+      hf-ring-attention models
+      hf-ring-attention models llama qwen3 bloom
+      hf-ring-attention models --refused
     """
     by_type = {model.model_type: model for model in supported_models()}
     models = [by_type[name] for name in args.types or by_type if name in by_type]

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from ..plan.branches import LARGEST
 from ..plan.choices import TransportKind
 from ..plan.layouts import LayoutKind
 from ..plan.patterns import Pattern
-from ..plan.problem import Documents
 
 Value = TypeVar("Value")
 
@@ -40,7 +37,7 @@ class Refusal(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose help has 80 columns, and whose errors are `Refusal`s."""
+    """A parser whose help has 80 columns, whose errors are `Refusal`s, and which adds options that several commands share."""
 
     def __init__(self, **settings: Any) -> None:
         def formatter(prog: str) -> argparse.HelpFormatter:
@@ -52,49 +49,97 @@ class Parser(argparse.ArgumentParser):
         """Raises a `Refusal` that names the help."""
         raise Refusal(f"{message} (see {self.prog} --help)")
 
+    def add_choice(self, name: str, choices: Sequence[str], text: str, default: str) -> None:
+        """Adds an option that takes one of several names."""
+        text = f"{text}: {', '.join(choices)} (default {default})."
+        self.add_argument(name, choices=choices, metavar="NAME", default=default, help=text)
+
+    def add_json(self) -> None:
+        """Adds --json."""
+        self.add_argument("--json", action="store_true", help="Write JSON to stdout, and nothing else there.")
+
+    def add_pattern(self, text: str, name: str = "--pattern", **settings: Any) -> None:
+        """Adds a pattern, or several, as texts."""
+        self.add_argument(name, metavar="TEXT", type=pattern_text, help=text, **settings)
+
+    def add_picture(self, name: str, text: str, required: bool = False) -> None:
+        """Adds the file of a picture."""
+        self.add_argument(name, metavar="FILE.png", type=picture_file, required=required, help=text)
+
+    def add_model_of_config(self, text: str, required: bool = False) -> None:
+        """Adds --model for commands that read the config alone, and the permission to run its code."""
+        self.add_argument("--model", metavar="ID_OR_FOLDER", required=required, help=text)
+        self.add_trust()
+
+    def add_trust(self) -> None:
+        """Adds --trust-remote-code."""
+        text = "Run the Python code that the model brings; read it first."
+        self.add_argument("--trust-remote-code", action="store_true", help=text)
+
+    def add_checkpoint(self) -> None:
+        """Adds the options for loading a checkpoint."""
+        self.add_trust()
+        self.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers", "float32")
+        self.add_argument("--device", type=device, metavar="NAME", help="cpu or cuda; default: cuda if there is one.")
+
+    def add_row(self) -> None:
+        """Adds the options for one row over a ring: its tokens, its documents, the ranks, and the layout."""
+        text = "Lengths of the documents that are packed into the row; default: one."
+        add, tokens = self.add_argument, "Tokens of the whole row: 4096, 128k, 1M."
+        add("--tokens", type=token_count(), metavar="N", required=True, help=tokens)
+        add("--ranks", type=at_least(1), metavar="N", required=True, help="Ranks of the ring.")
+        add("--documents", type=comma_list(token_count()), metavar="N,N,...", help=text)
+        self.add_layout()
+
+    def add_heads(self) -> None:
+        """Adds the heads of attention, for commands that take a model instead."""
+        add, fewer = self.add_argument, "Key/value heads, without --model; default: as --heads."
+        add("--heads", type=at_least(1), metavar="N", help="Query heads, without --model.")
+        add("--kv-heads", type=at_least(1), metavar="N", help=fewer)
+        add("--head-dim", type=at_least(1), metavar="N", help="Size of a head, without --model.")
+
+    def add_layout(self) -> None:
+        """Adds --layout."""
+        self.add_choice("--layout", ("auto", *get_args(LayoutKind)), "How the row is divided among the ranks", "auto")
+
+    def add_transport(self) -> None:
+        """Adds --transport and --ring-heads."""
+        self.add_choice("--transport", get_args(TransportKind), "How keys travel", "auto")
+        text = "With --transport heads: neighbours that exchange heads; default: all ranks."
+        self.add_argument("--ring-heads", type=at_least(1), metavar="N", help=text)
+
 
 def checked(option: str, function: Callable[..., Value], *values: Any) -> Value:
     """Returns what a function makes of values; refuses its errors in the name of an option."""
     try:
         return function(*values)
-    except (argparse.ArgumentTypeError, ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError) as error:
         raise Refusal(str(error), option) from None
 
 
-# ---- types
-
-
-def at_least(least: int, most: int = MOST) -> Callable[[str], int]:
-    """Returns the type of whole numbers from `least` to `most`."""
+def at_least(least: int, most: int = MOST, tokens: bool = False) -> Callable[[str], int]:
+    """Returns the type of whole numbers from `least` to `most`; numbers of tokens may end in k (* 1024) or M (* 1024^2)."""
 
     def number(text: str) -> int:
-        if not re.fullmatch(r"[+-]?[0-9]+", text.strip()):
-            raise argparse.ArgumentTypeError(f"a whole number of at least {least} was expected, got {text!r:.40}")
-        digits = len(text.strip().lstrip("+-0"))
-        if digits > len(str(LARGEST)):  # Python refuses to read thousands of digits.
+        match = re.fullmatch(r"([+-]?[0-9]+)([kKmM]?)" if tokens else r"([+-]?[0-9]+)()", text.strip())
+        if match is None:
+            kind = "number of tokens such as 4096, 128k or 1M" if tokens else f"whole number of at least {least}"
+            raise argparse.ArgumentTypeError(f"a {kind} was expected, got {text!r:.40}")
+        digits = len(match[1].lstrip("+-0"))
+        if digits > 20:  # Python refuses to read thousands of digits.
             raise argparse.ArgumentTypeError(f"a whole number of at most {most} was expected, got {digits} digits")
-        if not least <= int(text) <= most:
-            bound = f"least {least}" if int(text) < least else f"most {most}"
-            raise argparse.ArgumentTypeError(f"a whole number of at {bound} was expected, got {int(text)}")
-        return int(text)
+        value = int(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()]
+        if not least <= value <= most:
+            bound = f"least {least}" if value < least else f"most {most}"
+            raise argparse.ArgumentTypeError(f"a whole number of at {bound} was expected, got {value}")
+        return value
 
     return number
 
 
 def token_count(least: int = 1) -> Callable[[str], int]:
-    """Returns the type of numbers of tokens: 4096, 128k (128 * 1024) or 1M (1024 * 1024)."""
-    number = at_least(least, MOST_TOKENS)
-
-    def count(text: str) -> int:
-        match = re.fullmatch(r"([+-]?[0-9]+)([kKmM]?)", text.strip())
-        if match is None:
-            raise argparse.ArgumentTypeError(
-                f"a number of tokens such as 4096, 128k or 1M was expected, got {text!r:.40}"
-            )
-        unit = {"": 1, "k": 1024, "m": 1024**2}[match.group(2).lower()]
-        return number(match.group(1)) if unit == 1 else number(str(at_least(0, LARGEST)(match.group(1)) * unit))
-
-    return count
+    """Returns the type of numbers of tokens: 4096, 128k or 1M."""
+    return at_least(least, MOST_TOKENS, tokens=True)
 
 
 def positive(text: str) -> float:
@@ -122,17 +167,6 @@ def memory_size(text: str) -> int:
 def comma_list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     """Returns the type of one or several values with commas between them."""
     return lambda text: [kind(part) for part in text.split(",")]
-
-
-def one_of(*names: str) -> Callable[[str], str]:
-    """Returns the type of a choice among names."""
-
-    def name(text: str) -> str:
-        if text not in names:
-            raise argparse.ArgumentTypeError(f"one of {', '.join(names)} was expected, got {text!r}")
-        return text
-
-    return name
 
 
 def pattern_text(text: str) -> str:
@@ -191,89 +225,6 @@ def missing_extra(purpose: str, module: str) -> str | None:
     if importlib.util.find_spec(module) is not None:
         return None
     return f"{purpose} needs {module}, which is not installed: pip install '{EXTRAS[module]}'"
-
-
-# ---- options that several commands share
-
-
-def add_choice(parser: Parser, name: str, choices: Sequence[str], text: str, default: str) -> None:
-    """Adds an option that takes one of several names."""
-    text = f"{text}: {', '.join(choices)} (default {default})."
-    parser.add_argument(name, type=one_of(*choices), metavar="NAME", default=default, help=text)
-
-
-def add_json(parser: Parser) -> None:
-    """Adds --json."""
-    parser.add_argument("--json", action="store_true", help="Write JSON to stdout, and nothing else there.")
-
-
-def add_model_of_config(parser: Parser, text: str, required: bool = False) -> None:
-    """Adds --model for commands that read the config alone, and the permission to run its code."""
-    parser.add_argument("--model", metavar="ID_OR_FOLDER", required=required, help=text)
-    add_trust(parser)
-
-
-def add_trust(parser: Parser) -> None:
-    """Adds --trust-remote-code."""
-    text = "Run the Python code that the model brings; read it first."
-    parser.add_argument("--trust-remote-code", action="store_true", help=text)
-
-
-def add_checkpoint(parser: Parser) -> None:
-    """Adds the options for loading a checkpoint."""
-    add_trust(parser)
-    add_choice(parser, "--dtype", ("float32", "bfloat16", "float16"), "Type of numbers", "float32")
-    parser.add_argument("--device", type=device, metavar="NAME", help="cpu or cuda; default: cuda if there is one.")
-
-
-def add_row(parser: Parser) -> None:
-    """Adds the options for one row over a ring: its tokens, its documents, and the ranks."""
-    add, lengths = parser.add_argument, "Lengths of the documents that are packed into the row; default: one."
-    add("--tokens", type=token_count(), metavar="N", required=True, help="Tokens of the whole row: 4096, 128k, 1M.")
-    add("--ranks", type=at_least(1), metavar="N", required=True, help="Ranks of the ring.")
-    add("--documents", type=comma_list(token_count()), metavar="N,N,...", help=lengths)
-
-
-def add_heads(parser: Parser) -> None:
-    """Adds the heads of attention, for commands that take a model instead."""
-    add, fewer = parser.add_argument, "Key/value heads, without --model; default: as --heads."
-    add("--heads", type=at_least(1), metavar="N", help="Query heads, without --model.")
-    add("--kv-heads", type=at_least(1), metavar="N", help=fewer)
-    add("--head-dim", type=at_least(1), metavar="N", help="Size of a head, without --model.")
-
-
-def add_layout(parser: Parser) -> None:
-    """Adds --layout."""
-    add_choice(parser, "--layout", ("auto", *get_args(LayoutKind)), "How the row is divided among the ranks", "auto")
-
-
-def add_transport(parser: Parser) -> None:
-    """Adds --transport and --ring-heads."""
-    add_choice(parser, "--transport", get_args(TransportKind), "How keys travel", "auto")
-    text = "With --transport heads: neighbours that exchange heads; default: all ranks."
-    parser.add_argument("--ring-heads", type=at_least(1), metavar="N", help=text)
-
-
-def documents_of_lengths(lengths: list[int] | None, tokens: int) -> Documents | None:
-    """Returns one row of documents of these lengths, one behind the other; None for None."""
-    if lengths is None:
-        return None
-    ends = list(itertools.accumulate(lengths, initial=0))
-    if ends[-1] > tokens:
-        numbers = " + ".join(map(str, lengths))
-        raise Refusal(f"a row has {tokens} tokens, and the documents {numbers} = {ends[-1]}", "--documents")
-    return (tuple(itertools.pairwise(ends)),)
-
-
-def key_value_heads(heads: int, kv_heads: int | None) -> int:
-    """Returns the number of key/value heads, which must divide the query heads; None for as many."""
-    if kv_heads is not None and heads % kv_heads:
-        fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
-        raise argparse.ArgumentTypeError(
-            f"the number of query heads must be a multiple of the number of key/value heads, got {heads} and {kv_heads}: "
-            f"{heads} = {heads // kv_heads} * {kv_heads} + {heads % kv_heads}; take one of {fitting}"
-        )
-    return kv_heads or heads
 
 
 def read_text(path: Path, option: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -56,29 +57,24 @@ def print_sheet(sheet: Sheet) -> None:
     console = terminal()
     if sheet.title:
         console.print(Text(sheet.title, style="bold"))
-    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    cells = [[str(row[i]) for row in sheet.rows] for i in range(len(sheet.headings))]
-    narrow = [_unbroken(heading, column) for heading, column in zip(sheet.headings, cells)]
-    wide = [max(map(len, (heading, *column))) for heading, column in zip(sheet.headings, cells)]
-    seams = 2 * len(narrow)
+    columns = [[str(row[number]) for row in sheet.rows] for number in range(len(sheet.headings))]
+    narrow = [_unbroken(heading, column) for heading, column in zip(sheet.headings, columns)]
+    wide = [max(map(len, (heading, *column))) for heading, column in zip(sheet.headings, columns)]
+    room = console.width - 2 * len(columns)
     # If the lines are too long, break headings first, and words only if that is not enough.
-    broken = sum(wide) + seams > console.width >= sum(narrow) + seams
-    for number, (heading, column) in enumerate(zip(sheet.headings, cells)):
-        short = max(map(len, column), default=0) <= LONGEST_UNBROKEN
-        shown.add_column(
-            heading,
-            justify="left" if number < sheet.left else "right",
-            overflow="fold",
-            width=narrow[number] if broken and short else None,
-        )
-    for row in zip(*cells):
+    broken = sum(wide) > room >= sum(narrow)
+    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    for number, (heading, column) in enumerate(zip(sheet.headings, columns)):
+        justify: Any = "left" if number < sheet.left else "right"
+        is_short = max(map(len, column), default=0) <= LONGEST_UNBROKEN
+        width = narrow[number] if broken and is_short else None
+        shown.add_column(heading, justify=justify, overflow="fold", width=width)
+    for row in zip(*columns):
         shown.add_row(*map(Text, row))
     console.print(shown)
     console.print()
-    for note in sheet.notes:
-        console.print(Text(note))
     if sheet.notes:
-        console.print()
+        console.print(Text("\n".join((*sheet.notes, ""))))
 
 
 def _unbroken(heading: str, cells: Sequence[str]) -> int:
@@ -133,20 +129,20 @@ def short_bytes(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
+def unit_of_seconds(seconds: float) -> tuple[float, str]:
+    """Returns the seconds of the unit that suits a time, and its name."""
+    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+    return next(((size, unit) for size, unit in units if seconds >= size), (1e-9, "ns"))
+
+
 def short_seconds(seconds: float) -> str:
     """Returns a time in the unit that suits it."""
-    for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
+    size, unit = unit_of_seconds(seconds)
+    return f"{seconds / size:.3g} {unit}"
 
 
 def layer_numbers(numbers: Sequence[int]) -> str:
     """Returns layer numbers as ranges: 0-4, 6-10."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    ends = [(run[0][1], run[-1][1]) for run in (list(pairs) for _, pairs in runs)]
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)

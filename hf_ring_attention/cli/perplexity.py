@@ -3,35 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from .options import (
-    Parser,
-    Refusal,
-    add_checkpoint,
-    add_json,
-    checked,
-    comma_list,
-    existing_file,
-    pattern_text,
-    picture_file,
-    read_text,
-    token_count,
-)
+from .options import Parser, Refusal, checked, comma_list, existing_file, pattern_text, read_text, token_count
 from .output import Sheet, print_json, print_sheet, short_count, stdout_left_alone
 
-EXAMPLES_OF_PERPLEXITY = """\
-Examples:
-  hf-ring-attention perplexity HuggingFaceTB/SmolLM2-135M book.txt
-  hf-ring-attention perplexity ./folder *.txt --lengths 1k,4k,16k \\
-      --pattern exact --pattern window:512+4 --pattern calibration.json
-  hf-ring-attention perplexity ./folder book.txt --lengths 4k --stride 512 \\
-      --tokens 64k --json
-  torchrun --nproc-per-node 8 -m hf_ring_attention perplexity ./folder \\
-      book.txt --lengths 32k,128k
-"""
 #: In place of a pattern's text: the pattern in the model's config.
 OWN = "own"
 #: The patterns of a command that names none, and the tokens that it reads of each text.
@@ -66,10 +45,9 @@ def add_perplexity(parser: Parser) -> None:
     add("--lengths", metavar="N,N,...", type=comma_list(token_count(2)), help=text)
     text = "With --lengths: windows overlap, and advance by so many tokens."
     add("--stride", metavar="N", type=token_count(), help=text)
-    text = "Draw perplexity against attention FLOPs, at the greatest length."
-    add("--plot", metavar="FILE.png", type=picture_file, help=text)
-    add_checkpoint(parser)
-    add_json(parser)
+    parser.add_picture("--plot", "Draw perplexity against attention FLOPs, at the greatest length.")
+    parser.add_checkpoint()
+    parser.add_json()
 
 
 def perplexity_command(args: Namespace) -> None:
@@ -77,6 +55,15 @@ def perplexity_command(args: Namespace) -> None:
 
     Nothing is trained: the figures show what a pattern costs a checkpoint as it is. Several processes, started by torchrun
     or accelerate launch, share each window, and print the figures of one.
+
+    Examples:
+      hf-ring-attention perplexity HuggingFaceTB/SmolLM2-135M book.txt
+      hf-ring-attention perplexity ./folder *.txt --lengths 1k,4k,16k \\
+          --pattern exact --pattern window:512+4 --pattern calibration.json
+      hf-ring-attention perplexity ./folder book.txt --lengths 4k --stride 512 \\
+          --tokens 64k --json
+      torchrun --nproc-per-node 8 -m hf_ring_attention perplexity ./folder \\
+          book.txt --lengths 32k,128k
     """
     from .loading import check_positions, load_model, load_tokenizer, read_config, ring_of_processes  # It loads torch.
 
@@ -103,9 +90,8 @@ def perplexity_command(args: Namespace) -> None:
     if args.plot is not None:
         from .plots import plot_quality
 
-        plot_quality(
-            [row for row in rows if (row["text"], row["length"]) == (rows[-1]["text"], max(lengths))], args.plot
-        )
+        last = rows[-1]["text"], max(lengths)
+        plot_quality([row for row in rows if (row["text"], row["length"]) == last], args.plot)
     if args.json:
         print_json({"model": args.model, "dtype": args.dtype, "processes": ring.world_size, "rows": rows})
         return
@@ -120,7 +106,7 @@ def _measured(
     """Returns a row for each text, length and pattern, and for several texts also rows of all their tokens."""
     from ..cost.models import attention_of_model
     from ..evaluation.calibration.result import load_pattern
-    from ..evaluation.lengths import LengthFigures, figures_by_length, sum_of_texts
+    from ..evaluation.lengths import figures_by_length, sum_of_texts
     from ..evaluation.progress import progress_bar
     from ..hf.config import patch_config
     from ..hf.registration import IMPLEMENTATION
@@ -140,23 +126,15 @@ def _measured(
     except (ValueError, NotImplementedError) as error:
         raise Refusal(str(error)) from None
     attention = {name: attention_of_model(own, args.model, pattern) for name, pattern in patterns.items()}
-
-    def share(one: LengthFigures) -> float:
-        return attention[one.pattern].flop_share(min(one.length, len(texts[one.text].ids)))
-
-    rows = [_row(one, share(one)) for one in figures]
-    for name in names if len(texts) > 1 else ():
-        for length in lengths:
-            group = [one for one in figures if (one.pattern, one.length) == (name, length)]
-            whole = sum_of_texts("all", group)
-            rows.append(_row(whole, sum(share(one) * one.tokens for one in group) / whole.tokens))
-    order = [*texts, "all"]
-    return sorted(rows, key=lambda row: (order.index(row["text"]), lengths.index(row["length"])))
-
-
-def _row(one: Any, share: float) -> dict[str, Any]:
-    names = ("text", "length", "pattern", "perplexity", "bits_per_byte", "nll", "tokens")
-    return {name: getattr(one, name) for name in names} | {"share_of_exact_flops": share, "seconds": one.seconds}
+    rows = []
+    for text, length, name in itertools.product([*texts, *["all"] * (len(texts) > 1)], lengths, names):
+        group = [one for one in figures if (one.length, one.pattern) == (length, name) and text in (one.text, "all")]
+        shares = [attention[name].flop_share(min(length, len(texts[one.text].ids))) * one.tokens for one in group]
+        whole = sum_of_texts(text, group)
+        columns = ("text", "length", "pattern", "perplexity", "bits_per_byte", "nll", "tokens", "seconds")
+        rows.append({column: getattr(whole, column) for column in columns})
+        rows[-1]["share_of_exact_flops"] = sum(shares) / whole.tokens
+    return rows
 
 
 def _print_rows(rows: Sequence[dict[str, Any]], title: str, by_length: bool) -> None:

@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib import colormaps
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Polygon, Rectangle
 
 from ..cost.timeline import Timeline
+from ..evaluation.whole_files import whole_file
 from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern
-from .output import short_bytes, short_count
+from .output import short_bytes, short_count, unit_of_seconds
 from .text_plots import shares_seen, timeline_summary
 from .visible import visible_pairs
 
@@ -32,22 +37,23 @@ MOST_HEADS_WITH_TEXT = 12
 
 def _new_figure(width: float, height: float) -> Any:
     """Returns an empty figure of this size in inches."""
-    from matplotlib.figure import Figure
-
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def save_figure(figure: Any, path: Path) -> None:
-    """Writes a figure to a file, whole or not at all, in the format that the end of its name selects."""
-    from ..evaluation.whole_files import whole_file
+def _legend_below(figure: Any, handles: Sequence[Patch], columns: int, fontsize: int = 9) -> None:
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=fontsize, frameon=False)
 
+
+def _save(figure: Any, path: Path) -> None:
+    """Writes a figure to a file, whole or not at all, in the format that the end of its name selects."""
     with whole_file(path) as part:
         figure.savefig(part, dpi=120, format=path.suffix.removeprefix("."))
 
 
-def _token_ticks(length: int) -> list[int]:
-    """Returns the ticks of a document: its quarters if they are whole numbers, else its ends."""
-    return [length * i // 4 for i in range(5)] if length % 4 == 0 else [0, length]
+def _ticks(length: int) -> tuple[list[int], list[str]]:
+    """Returns the ticks of a document, and their texts: its quarters if they are whole numbers, else its ends."""
+    ticks = [length * i // 4 for i in range(5)] if length % 4 == 0 else [0, length]
+    return ticks, [short_count(tick) for tick in ticks]
 
 
 def plot_patterns(
@@ -66,48 +72,37 @@ def plot_patterns(
         bins: squares along a side.
         head: the head whose keys are drawn; None for the keys that any of the heads sees.
     """
-    panels = len(patterns)
     shape: dict[str, Any] = {"head": head, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    figure = _new_figure(1.6 + 3.6 * panels, 4.9)
-    from matplotlib.colors import LinearSegmentedColormap, LogNorm
-    from matplotlib.patches import Patch, Polygon, Rectangle
-
+    figure = _new_figure(1.6 + 3.6 * len(patterns), 4.9)
+    axes = figure.subplots(1, len(patterns), squeeze=False)[0]
     colours = LinearSegmentedColormap.from_list("seen", ["#5b2a86", "#b5367a", "#f1605d", "#feb078", "#fcfdbf"])
-    axes = figure.subplots(1, panels, squeeze=False)[0]
-    image, any_sinks = None, False
+    handles = [Patch(color=UNSEEN, label="not seen"), Patch(color=FUTURE, label="the future")]
+    images = []
     for axis, (name, pattern) in zip(axes, patterns.items()):
         visible = visible_pairs(pattern, length, bins, **shape)
         share = visible.share / np.where(visible.possible > 0, visible.possible, 1)
+        shown = np.where(share > 0, np.clip(share, FAINTEST, 1), np.nan)
+        place: dict[str, Any] = {"extent": (0, length, length, 0), "interpolation": "nearest", "zorder": 2}
+        images.append(axis.imshow(shown, norm=LogNorm(FAINTEST, 1), cmap=colours, **place))
         axis.set_facecolor(UNSEEN)
         axis.add_patch(Polygon([(0, 0), (length, 0), (length, length)], color=FUTURE, linewidth=0))
-        image = axis.imshow(
-            np.where(share > 0, np.clip(share, FAINTEST, 1), np.nan),
-            norm=LogNorm(FAINTEST, 1),
-            cmap=colours,
-            extent=(0, length, length, 0),
-            interpolation="nearest",
-            zorder=2,
-        )
         if visible.sinks:
-            any_sinks = True
             width = max(visible.sinks, length / 120)  # Sinks are a few pixels wide, however long the document is.
             axis.add_patch(Rectangle((0, 0), width, length, color=SINKS, linewidth=0, zorder=3))
+            if len(handles) == 2:
+                handles.insert(0, Patch(color=SINKS, label="sinks, seen by all (drawn wide enough to see)"))
         axis.set_title(f"{name}\n{shares_seen(pattern, visible, **shape)}", fontsize=9)
-        ticks = _token_ticks(length)
-        for one in (axis.xaxis, axis.yaxis):
-            one.set_ticks(ticks, [short_count(tick) for tick in ticks])
+        axis.xaxis.set_ticks(*_ticks(length))
+        axis.yaxis.set_ticks(*_ticks(length))
         axis.set_xlabel("key position")
     axes[0].set_ylabel("query position")
     seen_by = f"any of {num_heads} heads sees" if head is None else f"head {head} of {num_heads} sees"
-    bar = figure.colorbar(image, ax=list(axes), shrink=0.8, label=f"share of pairs that {seen_by}")
+    bar = figure.colorbar(images[-1], ax=list(axes), shrink=0.8, label=f"share of pairs that {seen_by}")
     bar.set_ticks([1 / 64, 1 / 16, 1 / 4, 1], labels=["1/64 or less", "1/16", "1/4", "all"])
     bar.minorticks_off()
-    handles = [Patch(color=UNSEEN, label="not seen"), Patch(color=FUTURE, label="the future")]
-    if any_sinks:
-        handles.insert(0, Patch(color=SINKS, label="sinks, seen by all (drawn wide enough to see)"))
-    columns = len(handles) if panels > 1 else 1  # A single panel is narrower than the entries side by side.
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
-    save_figure(figure, path)
+    # A single panel is narrower than the entries side by side.
+    _legend_below(figure, handles, len(handles) if len(patterns) > 1 else 1)
+    _save(figure, path)
 
 
 def plot_layout(layout: SequenceLayout, work: Sequence[float], pattern: Pattern, path: Path) -> None:
@@ -119,8 +114,6 @@ def plot_layout(layout: SequenceLayout, work: Sequence[float], pattern: Pattern,
     p = layout.world_size
     figure = _new_figure(9, 1.6 + 0.36 * min(p, 24))
     left, right = figure.subplots(1, 2, width_ratios=[3, 1], sharey=True)
-    from matplotlib import colormaps
-
     for rank, colour in enumerate(colormaps["viridis"](np.linspace(0.1, 0.9, p))):
         pieces = [(piece.start, len(piece)) for piece in layout.pieces(rank)]
         left.broken_barh(pieces, (rank - 0.4, 0.8), color=colour)
@@ -128,28 +121,21 @@ def plot_layout(layout: SequenceLayout, work: Sequence[float], pattern: Pattern,
     if layout.padded_len > layout.seq_len:
         left.axvspan(layout.seq_len, layout.padded_len, color="#bbbbbb", alpha=0.7, label="padding")
         figure.legend(loc="outside lower center", frameon=False)
-    ticks = _token_ticks(layout.seq_len)
-    left.set_xlim(0, layout.padded_len)
-    left.set_xticks(ticks, [short_count(tick) for tick in ticks])
+    left.set(xlim=(0, layout.padded_len), ylim=(p - 0.4, -0.6), yticks=range(p), ylabel="rank")
+    left.set_xticks(*_ticks(layout.seq_len))
     left.set_xlabel("position in the row (tokens)")
-    left.set_ylim(p - 0.4, -0.6)
-    left.set_yticks(range(p))
-    left.set_ylabel("rank")
     left.set_title(f"{layout.kind}: {short_count(layout.seq_len)} tokens over {p} ranks", fontsize=10)
     right.axvline(1, color="black", linewidth=0.8, linestyle=":")
     right.set_xlabel("work over the mean")
     right.set_title(f"{pattern}: busiest {max(work):.2f}", fontsize=10)
-    save_figure(figure, path)
+    _save(figure, path)
 
 
 def plot_ring(timeline: Timeline, title: str, path: Path) -> None:
     """Draws a ring's forward pass as a Gantt chart: when each rank computes, sends and waits."""
     figure = _new_figure(10, 1.8 + 0.5 * min(timeline.ranks, 24))
     axis, p = figure.subplots(), timeline.ranks
-    from matplotlib.patches import Patch
-
-    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-    unit, name = next(((size, unit) for size, unit in units if timeline.seconds >= size), (1e-9, "ns"))
+    unit, name = unit_of_seconds(timeline.seconds)
     waiting: dict[str, Any] = {"hatch": "///", "facecolor": "white", "edgecolor": WAIT}
     for span in timeline.spans:
         low, height = (0.12, 0.26) if span.kind == "send" else (-0.42, 0.5)
@@ -157,19 +143,12 @@ def plot_ring(timeline: Timeline, title: str, path: Path) -> None:
         style = waiting if span.kind == "wait" else {"color": colour}
         bar = [(span.start / unit, (span.stop - span.start) / unit)]
         axis.broken_barh(bar, (span.rank + low, height), linewidth=0.4, **style)
-    axis.set_ylim(p - 0.45, -0.6)
-    axis.set_yticks(range(p))
-    axis.set_ylabel("rank")
-    axis.set_xlim(0, timeline.seconds / unit or 1)
-    axis.set_xlabel(f"time ({name})")
+    axis.set(ylim=(p - 0.45, -0.6), yticks=range(p), ylabel="rank")
+    axis.set(xlim=(0, timeline.seconds / unit or 1), xlabel=f"time ({name})")
     axis.set_title(f"{title}\n{timeline_summary(timeline)}", fontsize=10)
-    handles = [
-        Patch(color=COMPUTE[0], label="compute"),
-        Patch(color=SEND, label="send"),
-        Patch(**waiting, label="wait"),
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
-    save_figure(figure, path)
+    filled = [Patch(color=COMPUTE[0], label="compute"), Patch(color=SEND, label="send")]
+    _legend_below(figure, [*filled, Patch(**waiting, label="wait")], 3)
+    _save(figure, path)
 
 
 def plot_quality(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -184,14 +163,12 @@ def plot_quality(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         point = (row["share_of_exact_flops"], row["perplexity"])
         axis.scatter(*zip(point), color="C0", zorder=2)
         axis.annotate(row["pattern"], point, xytext=(5, 5), textcoords="offset points", fontsize=8)
-    axis.set_xscale("log")
+    axis.set(xscale="log", xlabel="attention FLOPs, as a share of exact attention's", ylabel="perplexity")
     # Names stand inside the frame: a letter takes at most 8 of its 800 pixels.
     room = min(0.3, (12 + 8 * max(len(row["pattern"]) for row in rows)) / 800)
     axis.margins(x=room / (1 - 2 * room), y=0.16)
-    axis.set_xlabel("attention FLOPs, as a share of exact attention's")
-    axis.set_ylabel("perplexity")
     axis.grid(alpha=0.3)
-    save_figure(figure, path)
+    _save(figure, path)
 
 
 def plot_calibration(calibration: Calibration, path: Path) -> None:
@@ -202,10 +179,6 @@ def plot_calibration(calibration: Calibration, path: Path) -> None:
     shares = {str(pattern): calibration.share_of(pattern) for pattern in calibration.menu}
     width = 0.085 * max(map(len, counts)) if most <= MOST_HEADS_WITH_TEXT else 0.36
     figure = _new_figure(max(4.8, 1.9 + most * max(0.36, width)), 2.4 + 0.24 * len(layers))
-    from matplotlib import colormaps
-    from matplotlib.colors import LogNorm
-    from matplotlib.patches import Patch
-
     norm, colours, axis = LogNorm(min(shares.values()), 1), colormaps["YlGnBu"], figure.subplots()
     values = np.full((len(layers), most), np.nan)
     for row, layer in enumerate(layers):
@@ -215,11 +188,9 @@ def plot_calibration(calibration: Calibration, path: Path) -> None:
                 colour = "white" if norm(shares[pattern]) > 0.55 else "black"
                 axis.text(head, row, pattern, ha="center", va="center", fontsize=7, color=colour)
     axis.imshow(values, norm=norm, cmap=colours, aspect="auto", interpolation="nearest")
-    axis.set_xticks(range(most))
+    axis.set(xticks=range(most), xlabel="key/value head", ylabel="layer")
     axis.set_yticks(range(len(layers)), layers)
     axis.tick_params(length=0, labelsize=8)
-    axis.set_xlabel("key/value head")
-    axis.set_ylabel("layer")
     tokens = short_count(calibration.seq_len)
     axis.set_title(f"{calibration.flop_share:.1%} of exact attention's FLOPs at {tokens} tokens", fontsize=10)
     handles = [
@@ -227,9 +198,8 @@ def plot_calibration(calibration: Calibration, path: Path) -> None:
         for text, share in sorted(shares.items(), key=lambda item: item[1])
         if counts[text]
     ]
-    columns = max(1, int(figure.get_figwidth() / 3.6))
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
-    save_figure(figure, path)
+    _legend_below(figure, handles, max(1, int(figure.get_figwidth() / 3.6)), 8)
+    _save(figure, path)
 
 
 def plot_estimate(answer: Estimate, path: Path) -> None:
@@ -251,11 +221,10 @@ def plot_estimate(answer: Estimate, path: Path) -> None:
         label = f"{short_bytes(answer.memory)} of a device"
         axis.axhline(answer.memory / 2**30, color="black", linestyle="--", linewidth=1, label=label)
     axis.set_xticks(range(len(lengths)), [short_count(length) for length in lengths])
-    axis.set_xlabel("tokens of a sequence")
-    axis.set_ylabel("GiB of a device at the peak")
+    axis.set(xlabel="tokens of a sequence", ylabel="GiB of a device at the peak")
     model = f"{answer.shape.model_type}, {answer.shape.parameters / 1e9:.2f} billion parameters"
     rings = f"ring of {setting.ring_size} of {setting.devices} devices, {setting.parallel}"
     axis.set_title(f"{model}, {rings}", fontsize=10)
     axis.grid(axis="y", alpha=0.3)
     axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    save_figure(figure, path)
+    _save(figure, path)

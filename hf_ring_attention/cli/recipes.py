@@ -6,30 +6,26 @@ import shutil
 from argparse import Namespace
 from pathlib import Path
 
-from .options import Parser, Refusal, add_json, new_folder
-from .output import print_json
+from .options import Parser, Refusal, new_folder
 
-EXAMPLES_OF_RECIPES = """\
-Examples:
-  hf-ring-attention recipes my_recipes
-  python my_recipes/finetune.py --help
-"""
 #: The folders of the recipes in an installed package, and in a checkout.
 RECIPE_FOLDERS = (Path(__file__).parents[1] / "recipes", Path(__file__).parents[2] / "recipes")
 
 
 def add_recipes(parser: Parser) -> None:
     """Adds the options of `recipes`."""
-    parser.add_argument(
-        "folder", metavar="FOLDER", type=new_folder, help="The folder to copy to; the command makes it."
-    )
-    add_json(parser)
+    text = "The folder to copy to; the command makes it."
+    parser.add_argument("folder", metavar="FOLDER", type=new_folder, help=text)
 
 
 def recipes_command(args: Namespace) -> None:
     """Copy the recipes into a folder of your own, to start from.
 
     They fine-tune a model with Accelerate or with Trainer, and measure perplexity and retrieval. Nothing is overwritten.
+
+    Examples:
+      hf-ring-attention recipes my_recipes
+      python my_recipes/finetune.py --help
     """
     files = recipe_files()
     existing = [name for name in files if (args.folder / name).exists()]
@@ -41,10 +37,7 @@ def recipes_command(args: Namespace) -> None:
             shutil.copyfile(source, args.folder / name)
     except OSError as error:
         raise Refusal(str(error), "FOLDER") from None
-    if args.json:
-        print_json([str(args.folder / name) for name in files])
-    else:
-        print(f"{len(files)} files are in {args.folder}; begin with: python {args.folder / 'finetune.py'} --help")
+    print(f"{len(files)} files are in {args.folder}; begin with: python {args.folder / 'finetune.py'} --help")
 
 
 def recipe_files() -> dict[str, Path]:

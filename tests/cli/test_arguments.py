@@ -17,15 +17,11 @@ ESTIMATE = "estimate --model {empty} --seq-len 64"
 #: The arguments, and the error.
 REFUSED = [
     (f"{EXPLAIN} --tokens 1e30", "--tokens: a number of tokens such as 4096, 128k or 1M was expected, got '1e30'"),
-    (f"{EXPLAIN} --tokens 4kb", "--tokens: a number of tokens such as 4096, 128k or 1M was expected, got '4kb'"),
     (f"{EXPLAIN} --tokens 0", "--tokens: a whole number of at least 1 was expected, got 0"),
     (f"{EXPLAIN} --tokens {10**13}", "--tokens: a whole number of at most 1099511627776 was expected, got 1000000"),
-    (f"{EXPLAIN} --tokens {10**17}M", "--tokens: a whole number of at most 1099511627776 was expected, got 24 digits"),
     (f"{EXPLAIN} --tokens {'1' * 5000}", "--tokens: a whole number of at most 1099511627776 was expected, got 5000"),
     (f"{EXPLAIN} --ranks {10**12}", "--ranks: a whole number of at most 65536 was expected, got 1000000000000"),
-    (f"{EXPLAIN} --heads {'1' * 5000}", "--heads: a whole number of at most 65536 was expected, got 5000 digits"),
     (f"{EXPLAIN} --heads 1.5", "--heads: a whole number of at least 1 was expected, got '1.5'"),
-    (f"{EXPLAIN} --layers {10**12}", "--layers: a whole number of at most 65536 was expected"),
     (f"{EXPLAIN} --batch-size -1", "--batch-size: a whole number of at least 1 was expected, got -1"),
     (f"{EXPLAIN} --pattern kv0-{10**9}=exact", "at most 65536 key/value heads were expected"),
     (
@@ -34,19 +30,13 @@ REFUSED = [
     ),
     (f"{EXPLAIN} --kv-heads 3", f"--kv-heads: {HEADS} of 1, 2, 4, 8"),
     ("explain --tokens 64 --ranks 8 --heads 8", "needed are --heads and --head-dim"),
-    (
-        "explain --ranks 8 --heads 8 --head-dim 64",
-        "the following arguments are required: --tokens (see hf-ring-attention explain --help)",
-    ),
+    ("explain --ranks 8 --heads 8 --head-dim 64", "are required: --tokens (see hf-ring-attention explain --help)"),
     (f"{EXPLAIN} --model {{empty}}", "--heads: --model has it already: leave one of them out"),
     ("explain --tokens 64 --ranks 8 --model {empty}", "--model: the folder '{empty}' has no config.json"),
     ("explain --tokens 64 --ranks 8 --model {file}", "is not a valid JSON file"),
-    (f"{EXPLAIN} --dtype int8", "--dtype: one of float32, bfloat16, float16, float64 was expected, got 'int8'"),
+    (f"{EXPLAIN} --dtype int8", "--dtype: invalid choice: 'int8' (choose from "),
     (f"{EXPLAIN} --ring-heads 2", "--ring-heads: heads=2 needs transport='heads', got 'auto'"),
-    (
-        f"{EXPLAIN} --transport heads --ring-heads 3",
-        "--ring-heads: heads must be a divisor of the ring's",
-    ),
+    (f"{EXPLAIN} --transport heads --ring-heads 3", "--ring-heads: heads must be a divisor of the ring's"),
     (f"{EXPLAIN} --transport local", "transport='local' serves 1 rank, got 8"),
     (f"{EXPLAIN} --pattern window:x", "pattern 'window:x' cannot be read: a number was expected, got 'x'"),
     (f"{EXPLAIN} --pattern longnet:64/2", "cannot be made: Pattern: no branch of dilation 1"),
@@ -57,7 +47,6 @@ REFUSED = [
     ("models lama", "TYPE: 'lama' is not a model type of Transformers"),
     ("perplexity {empty} {file} --device tpu", "--device: 'cpu' or 'cuda' was expected, got 'tpu'"),
     (f"{ESTIMATE} --memory 80", "--memory: a size of memory such as 80GB or 80GiB was expected, got '80'"),
-    (f"{ESTIMATE} --memory 0GB", "--memory: a size of memory such as 80GB or 80GiB was expected, got '0GB'"),
     (f"{ESTIMATE} --memory {'9' * 400}GB", "--memory: a size of memory such as 80GB or 80GiB was expected, got '999"),
     (f"{ESTIMATE} --plot {{file}}", "--plot: a file that ends in one of .png, .svg, .pdf was expected, got '{file}'"),
     (f"{ESTIMATE} --plot none/a.png", "--plot: there is no folder 'none' for 'a.png': make it first"),
@@ -72,7 +61,7 @@ def test_bad_arguments_are_refused_while_they_are_read(words, message, places, c
         raise AssertionError("something is loaded or started")
 
     if "--transport local" not in words:  # `explain` itself refuses it.
-        monkeypatch.setattr(explain, "explain", never)
+        monkeypatch.setattr(explain, "explain_layers", never)
     with pytest.raises(SystemExit) as end:
         main.main([word.format(**places) for word in words.split()])
     assert end.value.code == 2
@@ -107,10 +96,14 @@ def test_types_take_what_they_say(kind, text, value):
             kind(bad)
 
 
-def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch, places, refusal):
-    without(monkeypatch, "matplotlib")
-    error = refusal("plot pattern exact --output a.png")
-    assert "a picture needs matplotlib, which is not installed: pip install 'matplotlib>=3.8'" in error
+@pytest.mark.parametrize(
+    ("package", "words", "purpose"),
+    [("rich", "--version", "the command line"), ("matplotlib", "plot pattern exact --output a.png", "a picture")],
+)
+def test_a_missing_package_is_named_with_its_pip_command(package, words, purpose, monkeypatch, places, refusal):
+    without(monkeypatch, package)
+    error = refusal(words)
+    assert f"{purpose} needs {package}, which is not installed: pip install '{options.EXTRAS[package]}'" in error
 
 
 def test_versions_of_extras_are_those_of_the_project():

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,9 @@ from transformers import CONFIG_MAPPING
 
 from hf_ring_attention.cli import main as cli
 from hf_ring_attention.cli.checks import model as checks_of_model
-from hf_ring_attention.cli.checks.board import Board
 from hf_ring_attention.cli.checks.catalogue import all_checks
 from hf_ring_attention.cli.checks.machine import NEWEST_TESTED
-from hf_ring_attention.cli.checks.runner import CheckOptions, CheckRun
+from hf_ring_attention.cli.checks.runner import CheckRun
 from hf_ring_attention.compute.kernels import CpuFlash
 from tests.support.programs import run_program
 from tests.support.ranks import TIMEOUT
@@ -32,7 +32,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CP
 
 
 def verdicts(printed):
-    """(the verdict, what is said) by the names of checks, and the last line."""
+    """(the verdict, its text) by the names of checks, and the last line."""
     # gloo of torch 2.9 writes lines of its own to stdout.
     *lines, last = (line for line in printed.splitlines() if not line.startswith("[Gloo]"))
     rows = [re.match(r"(ok|warning|FAILED|-) +(\S+(?: \S+)*)  +(.*)", line) for line in lines]
@@ -40,7 +40,7 @@ def verdicts(printed):
 
 
 def remedy_of(printed, name):
-    """What is said to do about a failed check."""
+    """What to do about a failed check."""
     return re.search(rf"^FAILED +{name} .*\n +What to do: (.*)$", printed, re.MULTILINE).group(1)
 
 
@@ -66,37 +66,26 @@ def test_one_process(capsys):
     found, last = verdicts(printed)
     assert status == 0, printed
     assert list(found) == [check.name for check in all_checks(1)]
-    assert {name for name, (verdict, _) in found.items() if verdict == "-"} == {
-        "latency", "bandwidth", "timeouts",
-    }  # fmt: skip
+    assert {name for name, (verdict, _) in found.items() if verdict == "-"} == {"latency", "bandwidth", "timeouts"}
     installed = {name: Version(importlib.metadata.version(name)) for name in NEWEST_TESTED}
     newer = any(installed[name].release[:2] > Version(tested).release[:2] for name, tested in NEWEST_TESTED.items())
     assert re.fullmatch(rf"all 8 checks are ok{' but for warnings of versions' * newer}, in \d+ s", last)
-    assert re.fullmatch(
-        r"tiny llama: 3 tokens after a prefill, with logits \S+ from one process's", found["generation"][1]
-    )
+    far = r"tiny llama: 3 tokens after a prefill, with logits \S+ from one process's"
+    assert re.fullmatch(far, found["generation"][1])
     assert "pattern window:4+2" in found["model"][1]
     assert re.search(r"float64 \S+e-1\d of 1.0e-12, float32 \S+e-0\d of \S+e-0\d", found["oracle local"][1])
 
 
 def test_two_processes_of_torchrun(tmp_path):
     """With a model, in JSON: every check, its figures, and nothing else on stdout."""
-    config = {
-        "model_type": "qwen3",
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "hidden_size": 64,
-    }
+    config = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config |= {"hidden_size": 64, "num_hidden_layers": 3, "dtype": "bfloat16", "architectures": ["Qwen3ForCausalLM"]}
     file = tmp_path / "config.json"
-    file.write_text(
-        json.dumps({**config, "num_hidden_layers": 3, "dtype": "bfloat16", "architectures": ["Qwen3ForCausalLM"]})
-    )
+    file.write_text(json.dumps(config))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "hf_ring_attention", "check", "--model", str(file), "--json", *PATIENT]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, **ENVIRONMENT}, timeout=TIMEOUT, capture_output=True, text=True
-    )
+    environment = {**os.environ, **ENVIRONMENT}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, timeout=TIMEOUT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout
     found = {line["check"]: line for line in json.loads(done.stdout)}
     assert list(found) == [check.name for check in all_checks(2)]
@@ -115,126 +104,8 @@ def test_two_processes_of_torchrun(tmp_path):
     assert len(found["generation"]["figures"]["tokens"][0]) == 3
 
 
-# ---- something is not
-
-
-def test_a_version_that_differs():
-    status, printed = two("version")
-    found, last = verdicts(printed)
-    assert status == 1
-    assert re.fullmatch(r"transformers is 99\.0 on process 1 and \S+ on process 0", found["versions"][1])
-    assert remedy_of(printed, "versions").startswith("Install the same transformers on all hosts")
-    assert found["train step"][0] == "-"
-    assert re.fullmatch(r"failed, after \d+ s: versions", last)
-
-
-def test_a_kernel_that_is_wrong_on_one_process():
-    status, printed = two("wrong")
-    found, _ = verdicts(printed)
-    assert status == 1
-    for transport in ("ring", "collective"):
-        assert re.match(
-            r"process 1: out is \S+ from the definition, of 1.0e-12, in contiguous", found[f"oracle {transport}"][1]
-        )
-    assert "run `make test` on that host" in remedy_of(printed, "oracle ring")
-    assert found["train step"] == ("-", "it needs 'oracle ring'")
-
-
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [("dies", "process 1 of 2 did not answer"), ("stalls", f"process 1 of 2 did not end within {SECONDS} s")],
-)
-def test_a_process_that_is_lost_in_the_oracle(fault, told):
-    start = time.monotonic()
-    status, printed = two(fault, "--timeout", str(SECONDS))
-    found, last = verdicts(printed)
-    assert status != 0
-    assert found["oracle ring"][0] == "FAILED" and found["oracle ring"][1].startswith(told), printed
-    assert remedy_of(printed, "oracle ring")
-    assert found["train step"] == ("-", "'oracle ring' left the processes out of step")
-    assert last.startswith("failed")
-    assert time.monotonic() - start < TIMEOUT / 4
-
-
-def test_a_ring_size_that_does_not_divide():
-    status, printed = two("none", "--ring-size", "3")
-    found, _ = verdicts(printed)
-    assert status == 1
-    assert found["rings"] == (
-        "FAILED", "processes 0, 1: rings of 3 were asked for, and there are 2 processes: 2 = 0 * 3 + 2",
-    )  # fmt: skip
-    assert remedy_of(printed, "rings") == "Give a --ring-size that divides the number of processes."
-
-
-@pytest.mark.parametrize(
-    ("config", "told"),
-    [(None, "there is no folder"), ({"model_type": "bloom"}, "does not call Transformers' attention interface")],
-)
-def test_a_model_that_is_not_known_or_not_computed(config, told, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    if config is not None:
-        (tmp_path / "config.json").write_text(json.dumps(config))
-    status, printed = alone(["--model", "nobody/nothing" if config is None else str(tmp_path)], capsys)
-    found, _ = verdicts(printed)
-    assert status == 1
-    assert told in found["model"][1]
-    assert "`hf-ring-attention models`" in remedy_of(printed, "model")
-    assert found["train step"][0] == "-"
-
-
-# ---- verdicts that need other machines
-
-
-def judged(name, answers, **facts):
-    """The verdict of a check on what processes answered."""
-    run = CheckRun(CheckOptions(), Board(), None)
-    run.world_size = run.ring_size = len(answers)
-    run.facts.update(facts)
-    return next(check for check in all_checks(len(answers)) if check.name == name).judge(run, answers)
-
-
-MACHINES = [{"host": "a", "device": f"GPU {n}", "type": "cuda", "cores": 8} for n in range(2)]
-
-
-def test_devices_that_are_shared_and_variables_that_differ():
-    settings = {"torch's threads": "1", "NCCL_ALGO": "Ring"}
-    assert judged("environment", [settings, settings], machines=MACHINES).status == "ok"
-    shared = judged("environment", [settings] * 2, machines=[MACHINES[0]] * 2)
-    assert (shared.status, shared.text) == ("failed", "processes 0 and 1 share the device GPU 0 of a")
-    differing = judged("environment", [settings, {**settings, "NCCL_ALGO": "Tree"}], machines=MACHINES)
-    assert (differing.status, differing.text) == ("failed", "NCCL_ALGO is Tree on process 1 and Ring on process 0")
-    crowded = [{**machine, "type": "cpu"} for machine in MACHINES]
-    assert judged("environment", [{"torch's threads": "8"}] * 2, machines=crowded).status == "warning"
-
-
-def test_slow_links():
-    machines = [{**MACHINES[0], "device": f"GPU {n}"} for n in range(4)]
-    slow = judged("latency", [1e-5, 1e-5, 1e-3, 1e-5], machines=machines)
-    assert slow.status == "warning" and "slowest 1 ms from process 2 to 3" in slow.text
-    late = judged("timeouts", [1800.0] * 2, machines=MACHINES, slowest=60.0)
-    assert late.status == "failed" and "InitProcessGroupKwargs" in late.remedy
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_generation_that_is_broken(ranks, capsys, monkeypatch):
-    """By a release of Transformers that renames the argument of the cache, and by a cache that is wrong on one process."""
-    if ranks == 1:
-        monkeypatch.setattr(checks_of_model, "cache_argument", lambda cache: {"tokens_before": cache})
-        status, printed = alone([], capsys)
-    else:
-        status, printed = two("wrong cache")
-    found, last = verdicts(printed)
-    assert status == 1
-    told = r".*`model_kwargs` are not used by the model: \['tokens_before'\].*"
-    told = told if ranks == 1 else r"logits of generated tokens are \S+ from one process's on processes 0, 1"
-    assert found["generation"][0] == "FAILED" and re.fullmatch(told, found["generation"][1]), printed
-    assert remedy_of(printed, "generation").startswith("Generate with no prefill over a ring, or with an older")
-    assert re.fullmatch(r"failed, after \d+ s: generation", last)
-
-
-@pytest.mark.parametrize("pattern", ["exact", "branches:window=4,last=3"])
-def test_generation_under_any_pattern(pattern, capsys):
-    found = verdicts(alone(["--pattern", pattern], capsys)[1])[0]
+def test_generation_where_last_queries_see_every_key(capsys):
+    found = verdicts(alone(["--pattern", "branches:window=4,last=3"], capsys)[1])[0]
     assert found["generation"][0] == "ok"
 
 
@@ -246,7 +117,113 @@ def test_types_that_cannot_be_prefilled_are_skipped(tmp_path, capsys):
     assert found["generation"][0] == "-" and "keeps its state in the model itself" in found["generation"][1]
 
 
-def test_versions_that_are_newer_than_tested():
+# ---- something is not
+
+
+#: The fault of process 1, options, the check that fails with its text and remedy, and one that is then skipped, and why.
+FAILED = [
+    (
+        "version", (), "versions", r"transformers is 99\.0 on process 1 and \S+ on process 0",
+        "Install the same transformers on all hosts", "train step", "it needs 'oracle ring'",
+    ),
+    (
+        "wrong", (), "oracle ring", r"process 1: out is \S+ from the definition, of 1.0e-12, in contiguous.*",
+        "Do not train: run `make test` on that host", "train step", "it needs 'oracle ring'",
+    ),
+    (
+        "none", ("--ring-size", "3"), "rings",
+        "processes 0, 1: rings of 3 were asked for, and there are 2 processes: 2 = 0 \\* 3 \\+ 2",
+        "Give a --ring-size that divides the number of processes.", "latency", "it needs 'rings'",
+    ),
+    (
+        "dies", ("--timeout", str(SECONDS)), "oracle ring", "process 1 of 2 did not answer.*",
+        "Read that process's output", "train step", "'oracle ring' left the processes out of step",
+    ),
+    (
+        "stalls", ("--timeout", str(SECONDS)), "oracle ring", f"process 1 of 2 did not end within {SECONDS} s",
+        "See what that process waits for", "train step", "'oracle ring' left the processes out of step",
+    ),
+    (
+        "wrong cache", (), "generation", r"logits of generated tokens are \S+ from one process's on processes 0, 1",
+        "Generate with no prefill over a ring, or with an older", "oracle heads x ring", "a ring of 2 has no parts.*",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "name", "text", "remedy", "skipped", "reason"), FAILED, ids=[case[0] for case in FAILED]
+)
+def test_a_fault_of_one_process_is_named_with_a_remedy(fault, options, name, text, remedy, skipped, reason):
+    start = time.monotonic()
+    status, printed = two(fault, *options)
+    found, last = verdicts(printed)
+    assert status != 0
+    assert found[name][0] == "FAILED" and re.fullmatch(text, found[name][1]), printed
+    assert remedy_of(printed, name).startswith(remedy)
+    assert found[skipped][0] == "-" and re.fullmatch(reason, found[skipped][1]), printed
+    assert re.match(rf"failed, after \d+ s: {name}", last)
+    if fault == "wrong":
+        assert found["oracle collective"][0] == "FAILED"
+    assert time.monotonic() - start < TIMEOUT / 4 or "--timeout" not in options
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [(None, "there is no folder"), ({"model_type": "bloom"}, "does not call Transformers' attention interface")],
+)
+def test_a_model_that_is_not_known_or_not_computed(config, text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    status, printed = alone(["--model", "nobody/nothing" if config is None else str(tmp_path)], capsys)
+    found, _ = verdicts(printed)
+    assert status == 1
+    assert text in found["model"][1]
+    assert "`hf-ring-attention models`" in remedy_of(printed, "model")
+    assert found["train step"][0] == "-"
+
+
+def test_a_release_that_renames_the_argument_of_the_cache(capsys, monkeypatch):
+    monkeypatch.setattr(checks_of_model, "cache_argument", lambda cache: {"tokens_before": cache})
+    status, printed = alone([], capsys)
+    found, _ = verdicts(printed)
+    assert (status, found["generation"][0]) == (1, "FAILED")
+    assert "`model_kwargs` are not used by the model: ['tokens_before']" in found["generation"][1]
+
+
+# ---- verdicts that need other machines
+
+
+def judged(name, answers, **facts):
+    """The verdict of a check on what processes answered."""
+    run = CheckRun(Namespace(timeout=30.0), None)
+    run.world_size = run.ring_size = len(answers)
+    run.facts.update(facts)
+    return next(check for check in all_checks(len(answers)) if check.name == name).judge(run, answers)
+
+
+MACHINES = [{"host": "a", "device": f"GPU {n}", "type": "cuda", "cores": 8} for n in range(4)]
+
+
+def test_devices_that_are_shared_and_variables_that_differ():
+    settings = {"torch's threads": "1", "NCCL_ALGO": "Ring"}
+    assert judged("environment", [settings, settings], machines=MACHINES[:2]).status == "ok"
+    shared = judged("environment", [settings] * 2, machines=[MACHINES[0]] * 2)
+    assert (shared.status, shared.text) == ("failed", "processes 0 and 1 share the device GPU 0 of a")
+    differing = judged("environment", [settings, {**settings, "NCCL_ALGO": "Tree"}], machines=MACHINES[:2])
+    assert (differing.status, differing.text) == ("failed", "NCCL_ALGO is Tree on process 1 and Ring on process 0")
+    crowded = [{**machine, "type": "cpu"} for machine in MACHINES[:2]]
+    assert judged("environment", [{"torch's threads": "8"}] * 2, machines=crowded).status == "warning"
+
+
+def test_slow_links():
+    slow = judged("latency", [1e-5, 1e-5, 1e-3, 1e-5], machines=MACHINES)
+    assert slow.status == "warning" and "slowest 1 ms from process 2 to 3" in slow.text
+    late = judged("timeouts", [1800.0] * 2, machines=MACHINES[:2], slowest=60.0)
+    assert late.status == "failed" and "InitProcessGroupKwargs" in late.remedy
+
+
+def test_versions_that_are_newer_than_tested_or_not_supported():
     torch_release, transformers = (NEWEST_TESTED[name] for name in ("torch", "transformers"))
     versions = {"python": "3.11.0", "torch": torch_release + ".9", "transformers": transformers + ".dev0"}
     assert judged("versions", [versions] * 2).status == "ok"
@@ -255,15 +232,9 @@ def test_versions_that_are_newer_than_tested():
         assert (newer.status, newer.text) == ("warning", f"newer than tested: {name} {found} is newer than {newest}")
         assert not newer.blocks
     assert f"torch {torch_release}" in (ROOT / "README.md").read_text("utf-8")
-
-
-def test_versions_that_are_not_supported():
-    versions = {"python": "3.11.0", "torch": "2.13.0+cpu"}
-    assert judged("versions", [versions] * 2).status == "ok"
     old = judged("versions", [{**versions, "torch": "2.1.0"}] * 2)
-    assert (old.status, old.text, old.remedy) == (
-        "failed", "torch is 2.1.0, and >=2.9 is supported", "pip install 'torch>=2.9'",
-    )  # fmt: skip
+    assert (old.status, old.text) == ("failed", "torch is 2.1.0, and >=2.9 is supported")
+    assert old.remedy == "pip install 'torch>=2.9'"
 
 
 # ---- the program of two processes

@@ -6,11 +6,11 @@ import os
 import re
 
 import pytest
-import torch
-from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_ring_attention as ra
+from hf_ring_attention.evaluation.lengths import figures_by_length
+from hf_ring_attention.evaluation.texts import tokenized_text
 from tests.support.checkpoints import save_calibration, save_checkpoint_of_words
 from tests.support.programs import run_program
 from tests.support.ranks import TIMEOUT
@@ -23,37 +23,39 @@ def model(tmp_path):
     return save_checkpoint_of_words(tmp_path)
 
 
-def test_figures_are_those_of_the_library(model, command, refusal):
+def test_figures_are_those_of_the_library(model, command):
     words = f"perplexity {model / 'model'} {model / 'fox.txt'} {model / 'dog.txt'} --tokens 300 --pattern exact"
     rows = json.loads(command(f"{words} --pattern window:4+1 --device cpu --json"))["rows"]
     fox, dog = str(model / "fox.txt"), str(model / "dog.txt")
     assert [(row["text"], row["pattern"]) for row in rows] == [
         (text, pattern) for text in (fox, dog, "all") for pattern in ("exact", "window:4+1")
     ]
-    checkpoint = AutoModelForCausalLM.from_pretrained(model / "model")
-    tokenizer = AutoTokenizer.from_pretrained(model / "model")
-    by_pattern = {}
+    checkpoint, tokenizer = (kind.from_pretrained(model / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    sums = {}
     for row in rows[:4]:
         with open(row["text"]) as text:
             ids = tokenizer(text.read(), return_tensors="pt").input_ids[:, :300]
         report = ra.perplexity(ra.patch_model(checkpoint, row["pattern"]), ids)
         assert (row["nll"], row["tokens"]) == (pytest.approx(report.nll), ids.shape[1] - 1)
         assert row["perplexity"] == pytest.approx(report.perplexity)
-        nll, tokens = by_pattern.get(row["pattern"], (0, 0))
-        by_pattern[row["pattern"]] = nll + report.nll, tokens + report.tokens
+        nll, tokens = sums.get(row["pattern"], (0, 0))
+        sums[row["pattern"]] = nll + report.nll, tokens + report.tokens
     for row in rows[4:]:
-        nll, tokens = by_pattern[row["pattern"]]
+        nll, tokens = sums[row["pattern"]]
         assert row["perplexity"] == pytest.approx(math.exp(nll / tokens))
     assert rows[0]["perplexity"] != rows[1]["perplexity"]
     assert rows[1]["share_of_exact_flops"] < rows[0]["share_of_exact_flops"] == 1
 
 
-def test_a_change_is_shown_from_the_first_of_several_patterns(model, command, refusal):
+def test_a_change_is_shown_from_the_first_of_several_patterns_and_a_picture_drawn(model, command):
     words = f"perplexity {model / 'model'} {model / 'fox.txt'} --tokens 90 --device cpu --pattern exact"
     printed = command(words)
     assert "perplexity" in printed and not re.search(r"\bchange\b", printed) and "+0.0%" not in printed
     several = command(f"{words} --pattern window:4")
     assert re.search(r"\bchange\b", several) and several.count("%") == printed.count("%") + 3
+    pytest.importorskip("matplotlib")
+    assert "quality.png" in command(f"{words} --plot {model / 'quality.png'}").replace("\n", "")
+    assert (model / "quality.png").stat().st_size > 5000
 
 
 def test_a_misspelt_model_is_not_answered_with_options_that_there_are_not(model, refusal, monkeypatch):
@@ -78,44 +80,25 @@ def test_what_fails_inside_is_not_answered_with_the_help(model, refusal, monkeyp
     assert error == "hf-ring-attention perplexity: layer 1 is broken"
 
 
-def test_a_pattern_replaces_those_that_layers_were_saved_with(model, command, refusal):
-    """That of a calibration, by its file, too."""
+def test_patterns_replace_the_one_that_a_model_was_saved_with_which_is_own(model, command):
+    """A pattern for each layer, by the file of its calibration."""
     loaded, tokenizer = (kind.from_pretrained(model / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
     file = save_calibration(model / "chosen.json", {0: "window:4+1", 1: "window:2"})
     ra.patch_model(loaded, ra.Calibration.load(file)).save_pretrained(model / "calibrated")
     tokenizer.save_pretrained(model / "calibrated")
     rows = {}
-    for name in ("model", "calibrated"):
-        words = f"perplexity {model / name} {model / 'fox.txt'} --tokens 300 --pattern exact --pattern {file}"
+    for name, more in (("model", ""), ("calibrated", "--pattern own")):
+        words = f"perplexity {model / name} {model / 'fox.txt'} --tokens 300 --pattern exact --pattern {file} {more}"
         rows[name] = [{**row, "seconds": 0} for row in json.loads(command(f"{words} --device cpu --json"))["rows"]]
-    assert rows["model"] == rows["calibrated"]
-    assert rows["model"][0]["nll"] != rows["model"][1]["nll"]
+    *replaced, own = rows["calibrated"]
+    assert rows["model"] == replaced
+    assert own == {**replaced[1], "pattern": "own"}
+    assert own["nll"] != replaced[0]["nll"]
     share = ra.Calibration.load(file).share("flops", 300)
     assert [row["share_of_exact_flops"] for row in rows["model"]] == [1, pytest.approx(share)]
 
 
-def test_texts_open_as_the_tokenizer_writes_them(model, command, refusal):
-    tokenizer = AutoTokenizer.from_pretrained(model / "model")
-    template = TemplateProcessing(single="fox $A", special_tokens=[("fox", tokenizer("fox").input_ids[0])])
-    tokenizer.backend_tokenizer.post_processor = template
-    tokenizer.save_pretrained(model / "model")
-    words = f"perplexity {model / 'model'} {model / 'dog.txt'} --tokens 90 --pattern exact --device cpu --json"
-    (row,) = json.loads(command(words))["rows"]
-    ids = tokenizer((model / "dog.txt").read_text(), return_tensors="pt").input_ids
-    assert ids[0, 0] == tokenizer("fox", add_special_tokens=False).input_ids[0]
-    report = ra.perplexity(AutoModelForCausalLM.from_pretrained(model / "model"), ids[:, :90])
-    assert (row["nll"], row["tokens"]) == (pytest.approx(report.nll), 89)
-
-
-def test_a_picture_of_perplexity_against_flops(model, command, refusal):
-    pytest.importorskip("matplotlib")
-    words = f"perplexity {model / 'model'} {model / 'dog.txt'} {model / 'fox.txt'} --tokens 64 --device cpu"
-    printed = command(f"{words} --pattern exact --pattern window:2 --plot {model / 'quality.png'}")
-    assert "quality.png" in printed.replace("\n", "")
-    assert (model / "quality.png").stat().st_size > 5000
-
-
-def test_rows_beyond_the_positions_are_refused(model, command, refusal):
+def test_rows_beyond_the_positions_are_refused(model, refusal):
     config = model / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 100}))
     words = ["perplexity", model / "model", model / "dog.txt", "--device", "cpu"]
@@ -124,7 +107,7 @@ def test_rows_beyond_the_positions_are_refused(model, command, refusal):
     assert f"argument --lengths: {remedy.format(128)}" in refusal([*words, "--lengths", "64,128"])
 
 
-def test_options_of_lengths_that_do_not_go_together_are_refused(model, command, refusal):
+def test_options_and_texts_that_cannot_be_used_are_refused(model, refusal):
     words = ["perplexity", model / "model", model / "dog.txt", "--device", "cpu"]
     for options, message in (
         ("--stride 9", "argument --stride: it needs --lengths, and may be at most the shortest of them"),
@@ -133,66 +116,38 @@ def test_options_of_lengths_that_do_not_go_together_are_refused(model, command, 
         ("--pattern own", "argument --pattern: own: the model's config has no pattern"),
     ):
         assert message in refusal([*words, *options.split()])
+    (model / "short.txt").write_text("fox")
+    (model / "bytes.txt").write_bytes(b"caf\xe9 au lait")
+    for name, message in (
+        ("short.txt", "has 1 token(s), 2 or more are needed"),
+        ("bytes.txt", "not a text in UTF-8: "),
+    ):
+        assert message in refusal(["perplexity", model / "model", model / name, "--device", "cpu"])
 
 
-def windows_of(ids, length, stride):
-    """The windows of a text, and how many tokens of each are new."""
-    first, before = 0, 0
-    while before < len(ids):
-        stop = min(first + length, len(ids))
-        yield ids[first:stop], stop - before
-        first, before = first + stride, stop
-
-
-def test_lengths_have_rows_of_their_own(model, command, refusal):
-    """Over the first --tokens of each text, by default as many as the greatest length; bytes are those of the text."""
-    checkpoint = AutoModelForCausalLM.from_pretrained(model / "model")
-    content = (model / "dog.txt").read_text()
-    ids = AutoTokenizer.from_pretrained(model / "model")(content).input_ids
-    words = f"perplexity {model / 'model'} {model / 'dog.txt'} --pattern exact --pattern window:4+1 --device cpu --json"
+def test_lengths_have_rows_of_their_own(model, command):
+    """Over the first --tokens of each text, by default as many as the greatest length."""
+    checkpoint, tokenizer = (kind.from_pretrained(model / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    file, names = str(model / "dog.txt"), ("exact", "window:4+1")
+    words = f"perplexity {model / 'model'} {file} --pattern exact --pattern window:4+1 --device cpu"
     for options, tokens, stride in (("--lengths 16,50", 50, None), ("--lengths 16,50 --stride 10 --tokens 93", 93, 10)):
-        rows = json.loads(command(f"{words} {options}"))["rows"]
-        assert [(row["length"], row["pattern"]) for row in rows] == [
-            (length, pattern) for length in (16, 50) for pattern in ("exact", "window:4+1")
-        ]
-        for row in rows:
-            ra.patch_model(checkpoint, row["pattern"])
-            read = tokens if stride else tokens // row["length"] * row["length"]
-            nll, scored, size = 0.0, 0, 0
-            for window, new in windows_of(ids[:read], row["length"], stride or row["length"]):
-                losses = ra.perplexity(checkpoint, torch.tensor(window)).token_nll[0][-new:]
-                losses = losses[~losses.isnan()]
-                nll, scored = nll + float(losses.double().sum()), scored + len(losses)
-            # Nothing predicts the first token, and without a stride the first of each window.
-            size = sum(len(word) + 1 for word in content.split()[:read]) - 1
-            unscored = [0] if stride else range(0, read, row["length"])
-            size -= sum(len(content.split()[token]) + (token > 0) for token in unscored)
-            assert (row["nll"], row["tokens"]) == (pytest.approx(nll, rel=1e-6), scored)
-            assert row["bits_per_byte"] == pytest.approx(nll / math.log(2) / size, rel=1e-6)
+        rows = json.loads(command(f"{words} {options} --json"))["rows"]
+        texts = {file: tokenized_text((model / "dog.txt").read_text(), tokenizer, tokens)}
+        patterns = {name: ra.Pattern.parse(name) for name in names}
+        figures = figures_by_length(checkpoint, texts, patterns, [16, 50], stride)
+        found = {(row["length"], row["pattern"]): row for row in rows}
+        assert list(found) == [(length, name) for length in (16, 50) for name in names]
+        for one in figures:
+            row = found[one.length, one.pattern]
+            assert (row["nll"], row["tokens"]) == (pytest.approx(one.nll, rel=1e-6), one.tokens)
+            assert row["bits_per_byte"] == pytest.approx(one.bits_per_byte, rel=1e-6)
         assert len({row["share_of_exact_flops"] for row in rows}) == 3
-    printed = command(f"{words.removesuffix('--json')} --lengths 16,50")
+    printed = command(f"{words} --lengths 16,50")
     assert re.search(r"^ *text +length +pattern", printed, re.MULTILINE) and printed.count("+0.0%") == 2
 
 
-def test_own_is_the_pattern_that_the_model_was_saved_with(model, command, refusal):
-    loaded, tokenizer = (kind.from_pretrained(model / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
-    ra.patch_config(ra.patch_model(loaded, "window:4+1").config, "window:2", layers=[1])
-    loaded.save_pretrained(model / "own")
-    tokenizer.save_pretrained(model / "own")
-    words = (
-        f"perplexity {model / 'own'} {model / 'dog.txt'} --tokens 90 --pattern window:4+1 --pattern own --device cpu"
-    )
-    window, own = json.loads(command(f"{words} --json"))["rows"]
-    ids = tokenizer((model / "dog.txt").read_text(), return_tensors="pt").input_ids[:, :90]
-    assert own["nll"] == pytest.approx(ra.perplexity(loaded, ids).nll) != window["nll"]
-    assert own["share_of_exact_flops"] < window["share_of_exact_flops"]
-
-
-MAIN = "from hf_ring_attention.cli.main import main\nmain()\n"
-
-
-def test_two_processes_write_the_figures_of_one(model, command, refusal):
-    (model / "program.py").write_text(MAIN)
+def test_two_processes_write_the_figures_of_one(model, command):
+    (model / "program.py").write_text("from hf_ring_attention.cli.main import main\nmain()\n")
     lengths = ["--lengths", "33,64", "--tokens", "100", "--stride", "20"]
     words = ["perplexity", model / "model", model / "dog.txt", *lengths]
     words = [*map(str, words), "--pattern", "exact", "--pattern", "window:4+1", "--device", "cpu", "--json"]
@@ -219,16 +174,6 @@ def test_patterns_of_other_models_are_refused_before_anything_is_measured(model,
         words = ["--device", "cpu", "--pattern", "exact", "--pattern", wrong]
         error = refusal(["perplexity", model / "model", model / "dog.txt", *words])
         assert "argument --pattern: " in error and message in error
-
-
-def test_what_cannot_be_read_is_one_line(model, refusal):
-    (model / "short.txt").write_text("fox")
-    (model / "bytes.txt").write_bytes(b"caf\xe9 au lait")
-    for name, message in (
-        ("short.txt", "has 1 token(s), 2 or more are needed"),
-        ("bytes.txt", "is not a text in UTF-8: "),
-    ):
-        assert message in refusal(["perplexity", model / "model", model / name, "--device", "cpu"])
 
 
 def test_code_that_a_model_brings_runs_only_when_it_is_trusted(tmp_path, monkeypatch, command, refusal):

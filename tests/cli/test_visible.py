@@ -1,7 +1,6 @@
 """What pictures of patterns show, against the definition of a pattern."""
 
 import itertools
-import time
 
 import numpy as np
 import pytest
@@ -70,12 +69,6 @@ def test_a_square_is_the_mean_of_its_pairs():
     away = np.tri(16, k=-3, dtype=bool)  # borders of intervals run through squares of the diagonal
     assert np.allclose(coarse[away], mean[away], atol=1e-12)
     assert abs(coarse - mean).max() < 0.1
-
-
-def test_a_million_tokens_take_seconds():
-    start = time.process_time()
-    visible_pairs(Pattern.parse("pyramid:512,6"), 1 << 20, 256, num_heads=8, num_kv_heads=8)
-    assert time.process_time() - start < 20
 
 
 def test_text_shows_sinks_the_future_and_what_is_not_seen():

@@ -136,7 +136,7 @@ def test_the_check_of_a_job_makes_the_group_that_jobs_make(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: made.append(backend))
     monkeypatch.setattr(dist, "barrier", lambda: None)
     run = SimpleNamespace(
-        rank=0, world_size=2, options=SimpleNamespace(timeout=1), board=SimpleNamespace(store=None, came=0)
+        rank=0, world_size=2, options=SimpleNamespace(timeout=1), store=None
     )
     for name, answer in {
         "is_available": True,
@@ -148,5 +148,5 @@ def test_the_check_of_a_job_makes_the_group_that_jobs_make(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     monkeypatch.setenv("LOCAL_RANK", "0")
-    machine.join_group(run)
+    machine.measure_launch(run)
     assert made == ["nccl"]  # As Accelerate and torchrun's programs do, without a backend for the CPU.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,16 @@ _SLOW = 4
 _SMALL, _LARGE = (8, 30), (4 << 20, 5)
 #: A timeout shorter than the slowest message times this ends a job that is merely slow.
 _MARGIN = 100
+
+
+def measure_latency(run: CheckRun) -> float:
+    """Returns the seconds of a small message to the next process."""
+    return _one_way(run, *_SMALL)
+
+
+def measure_bandwidth(run: CheckRun) -> float:
+    """Returns the seconds of a large message to the next process."""
+    return _one_way(run, *_LARGE)
 
 
 def _one_way(run: CheckRun, size: int, repeats: int) -> float:
@@ -46,48 +56,37 @@ def _one_way(run: CheckRun, size: int, repeats: int) -> float:
     return statistics.median(times[1:])  # The first one also connects.
 
 
-def latency(run: CheckRun) -> float:
-    """Returns the seconds of a small message to the next process."""
-    return _one_way(run, *_SMALL)
-
-
-def bandwidth(run: CheckRun) -> float:
-    """Returns the seconds of a large message to the next process."""
-    return _one_way(run, *_LARGE)
-
-
-def _slowest(run: CheckRun, seconds: list[float]) -> tuple[int, int, bool]:
-    """Returns the ends of the slowest link, and whether other links of its kind (inside hosts, between hosts) are faster."""
-    hosts = [machine["host"] for machine in run.facts["machines"]]
-    ends = [rank // run.ring_size * run.ring_size + (rank + 1) % run.ring_size for rank in range(run.world_size)]
-    slowest = max(range(run.world_size), key=lambda rank: seconds[rank])
-    inside = hosts[slowest] == hosts[ends[slowest]]
-    alike = [t for rank, t in enumerate(seconds) if (hosts[rank] == hosts[ends[rank]]) == inside]
-    return slowest, ends[slowest], seconds[slowest] > _SLOW * statistics.median(alike)
-
-
 def judge_latency(run: CheckRun, answers: list[float]) -> Verdict:
-    start, end, slow = _slowest(run, answers)
-    median, most = statistics.median(answers), max(answers)
-    figures = {"median_seconds": median, "slowest_seconds": most, "slowest_link": [start, end]}
-    link = f"slowest {short_seconds(most)} from process {start} to {end}"
-    text = f"median {short_seconds(median)} of {_SMALL[0]} bytes to the next process, {link}"
-    remedy = "Look for what else uses that link or those cores." if slow else ""
-    return Verdict("warning" if slow else "ok", text, remedy, figures)
+    most, median = max(answers), statistics.median(answers)
+    text = f"median {short_seconds(median)} of {_SMALL[0]} bytes to the next process, slowest {short_seconds(most)}"
+    figures: dict[str, Any] = {"median_seconds": median, "slowest_seconds": most}
+    return _judged_links(run, answers, text, "Look for what else uses that link or those cores.", figures)
 
 
 def judge_bandwidth(run: CheckRun, answers: list[float]) -> Verdict:
-    start, end, slow = _slowest(run, answers)
     run.facts["slowest"] = max(answers)
     median, least = (_LARGE[0] / seconds for seconds in (statistics.median(answers), max(answers)))
-    figures = {"median_bytes_per_second": median, "least_bytes_per_second": least, "slowest_link": [start, end]}
-    link = f"least {short_bytes(least)}/s from process {start} to {end}"
-    text = f"median {short_bytes(median)}/s for {short_bytes(_LARGE[0])} to the next process, {link}"
-    remedy = "Look for the network that this link takes: NCCL_DEBUG=INFO, or GLOO_SOCKET_IFNAME." if slow else ""
-    return Verdict("warning" if slow else "ok", text, remedy, figures)
+    size, speeds = short_bytes(_LARGE[0]), [f"{short_bytes(speed)}/s" for speed in (median, least)]
+    figures: dict[str, Any] = {"median_bytes_per_second": median, "least_bytes_per_second": least}
+    remedy = "Look for the network that this link takes: NCCL_DEBUG=INFO, or GLOO_SOCKET_IFNAME."
+    text = f"median {speeds[0]} for {size} to the next process, least {speeds[1]}"
+    return _judged_links(run, answers, text, remedy, figures)
 
 
-def timeouts(run: CheckRun) -> float:
+def _judged_links(run: CheckRun, seconds: list[float], text: str, remedy: str, figures: dict[str, Any]) -> Verdict:
+    """Returns a warning if the slowest link is much slower than others of its kind, inside hosts or between hosts."""
+    hosts = [machine["host"] for machine in run.facts["machines"]]
+    ends = [rank // run.ring_size * run.ring_size + (rank + 1) % run.ring_size for rank in range(run.world_size)]
+    within = [hosts[rank] == hosts[end] for rank, end in enumerate(ends)]
+    slowest = seconds.index(max(seconds))
+    alike = [time_of_link for time_of_link, inside in zip(seconds, within) if inside == within[slowest]]
+    slow = seconds[slowest] > _SLOW * statistics.median(alike)
+    text += f" from process {slowest} to {ends[slowest]}"
+    figures["slowest_link"] = [slowest, ends[slowest]]
+    return Verdict("warning", text, remedy, figures) if slow else Verdict("ok", text, figures=figures)
+
+
+def measure_timeouts(run: CheckRun) -> float:
     """Returns the seconds that a job's process group waits by default."""
     if run.world_size == 1:
         raise NotApplicable("there is one process")
@@ -98,11 +97,9 @@ def timeouts(run: CheckRun) -> float:
 def judge_timeouts(run: CheckRun, answers: list[float]) -> Verdict:
     seconds, slowest = min(answers), run.facts.get("slowest", 0.0)
     figures = {"default_seconds": seconds, "check_seconds": run.options.timeout}
-    verdict = partial(Verdict, figures=figures)
-    if seconds < _MARGIN * slowest:
-        text = (
-            f"a process waits {seconds:g} s, and a message of {short_bytes(_LARGE[0])} takes {short_seconds(slowest)}"
-        )
-        remedy = "Give the job's process group a longer timeout: InitProcessGroupKwargs(timeout=...), or ddp_timeout=."
-        return verdict("failed", text, remedy)
-    return verdict("ok", f"a process waits {seconds / 60:g} min for a late one; a check {run.options.timeout:g} s")
+    if seconds >= _MARGIN * slowest:
+        text = f"a process waits {seconds / 60:g} min for a late one; a check {run.options.timeout:g} s"
+        return Verdict("ok", text, figures=figures)
+    text = f"a process waits {seconds:g} s, and a message of {short_bytes(_LARGE[0])} takes {short_seconds(slowest)}"
+    remedy = "Give the job's process group a longer timeout: InitProcessGroupKwargs(timeout=...), or ddp_timeout=."
+    return Verdict("failed", text, remedy, figures)

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -35,25 +36,23 @@ _DECISIVE = (
 _OF_A_HOST = ("IFNAME", "_HCA", "DEBUG", "TOPO_FILE")
 
 
-def join_group(run: CheckRun) -> dict[str, Any]:
+def measure_launch(run: CheckRun) -> dict[str, Any]:
     """Makes the process group of all processes, and returns the machine of this one."""
     cuda = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("true", "1", "yes")
-    local_rank = int(os.environ.get("LOCAL_RANK", run.rank if run.world_size > 1 else 0))
+    host, local_rank = socket.gethostname(), int(os.environ.get("LOCAL_RANK", run.rank if run.world_size > 1 else 0))
     if cuda:
         count = torch.cuda.device_count()
         if local_rank >= count:
-            host = socket.gethostname()
             raise ValueError(f"local rank {local_rank} needs {local_rank + 1} GPUs on {host}, it has {count}")
         torch.cuda.set_device(local_rank)
     run.device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     run.backend = "nccl" if cuda else "gloo"  # as jobs do
     if run.world_size > 1:
-        timeout = timedelta(seconds=_communication_timeout(run))
-        store: Any = {"store": run.board.store, "rank": run.rank, "world_size": run.world_size}
-        dist.init_process_group(run.backend, **store, timeout=timeout)
+        ranks: Any = {"store": run.store, "rank": run.rank, "world_size": run.world_size}
+        dist.init_process_group(run.backend, **ranks, timeout=_communication_timeout(run))
         dist.barrier()
     return {
-        "host": socket.gethostname(),
+        "host": host,
         "device": str(torch.cuda.get_device_properties(local_rank).uuid) if cuda else f"process {os.getpid()}",
         "name": torch.cuda.get_device_name(local_rank) if cuda else f"{platform.machine()} CPU",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -61,12 +60,12 @@ def join_group(run: CheckRun) -> dict[str, Any]:
     }
 
 
-def _communication_timeout(run: CheckRun) -> float:
-    """Returns the seconds after which the check's own communication fails.
+def _communication_timeout(run: CheckRun) -> timedelta:
+    """Returns the time after which the check's own communication fails.
 
     gloo fails before the check is over, so the verdict can name who waits and who is late. NCCL would end the process.
     """
-    return 0.75 * run.options.timeout if run.device.type == "cpu" else 2 * run.options.timeout + 60
+    return timedelta(seconds=0.75 * run.options.timeout if run.device.type == "cpu" else 2 * run.options.timeout + 60)
 
 
 def judge_launch(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
@@ -88,7 +87,7 @@ def _number_of(number: int) -> str:
     return "1 process" if number == 1 else f"{number} processes"
 
 
-def versions(run: CheckRun) -> dict[str, str | None]:
+def measure_versions(run: CheckRun) -> dict[str, str | None]:
     """Returns the versions of what computes, None for a package that is missing."""
     installed: dict[str, str | None] = {"python": platform.python_version(), _DISTRIBUTION: __version__}
     for package in _PACKAGES:
@@ -96,8 +95,7 @@ def versions(run: CheckRun) -> dict[str, str | None]:
             installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             installed[package] = None
-    installed["torch"] = str(torch.__version__)  # This one also names the build, such as +cpu.
-    return installed
+    return installed | {"torch": str(torch.__version__)}  # This one also names the build, such as +cpu.
 
 
 def judge_versions(run: CheckRun, answers: list[dict[str, str | None]]) -> Verdict:
@@ -148,13 +146,10 @@ def _difference(answers: Sequence[Mapping[str, Any]], remedy: str) -> Verdict | 
     return None
 
 
-def environment(run: CheckRun) -> dict[str, str]:
+def measure_environment(run: CheckRun) -> dict[str, str]:
     """Returns the environment variables that change results or speed, and torch's number of threads."""
-    own = {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name.startswith(_DECISIVE) and not any(part in name for part in _OF_A_HOST)
-    }
+    names = [name for name in sorted(os.environ) if name.startswith(_DECISIVE)]
+    own = {name: os.environ[name] for name in names if not any(part in name for part in _OF_A_HOST)}
     return own | {"torch's threads": str(torch.get_num_threads())}
 
 
@@ -171,21 +166,19 @@ def judge_environment(run: CheckRun, answers: list[dict[str, str]]) -> Verdict:
         return differing
     threads = int(answers[0]["torch's threads"])
     figures = {"threads": threads, "environment": answers[0]}
-    for host in dict.fromkeys(machine["host"] for machine in machines):
-        there = [machine for machine in machines if machine["host"] == host]
-        cores = there[0]["cores"]
-        if there[0]["type"] == "cpu" and len(there) > 1 and threads * len(there) > cores:
-            text = f"{len(there)} processes of {threads} threads share the {cores} cores of {host}"
-            remedy = f"Set OMP_NUM_THREADS={max(1, cores // len(there))}, or threads wait for each other."
+    for host, count in Counter(machine["host"] for machine in machines if machine["type"] == "cpu").items():
+        cores = next(machine["cores"] for machine in machines if machine["host"] == host)
+        if count > 1 and threads * count > cores:
+            text = f"{count} processes of {threads} threads share the {cores} cores of {host}"
+            remedy = f"Set OMP_NUM_THREADS={max(1, cores // count)}, or threads wait for each other."
             return Verdict("warning", text, remedy, figures)
     own = "a device of its own" if machines[0]["type"] == "cuda" else f"{threads} thread{'s' * (threads > 1)}"
-    everyone = "the process has" if run.world_size == 1 else "each process has"
+    everyone, alike = ("the process has", "") if run.world_size == 1 else ("each process has", "alike: ")
     shown = ", ".join(f"{name}={value}" for name, value in answers[0].items() if name.isupper()) or "no variable set"
-    alike = "" if run.world_size == 1 else "alike: "
     return Verdict("ok", f"{everyone} {own}; environment {alike}{shown}", figures=figures)
 
 
-def make_rings(run: CheckRun) -> None:
+def measure_rings(run: CheckRun) -> None:
     """Makes the process groups of the rings."""
     size = run.world_size if run.options.ring_size is None else run.options.ring_size
     if run.world_size % size:
@@ -193,8 +186,7 @@ def make_rings(run: CheckRun) -> None:
         raise ValueError(f"rings of {size} were asked for, and there are {_number_of(run.world_size)}: {numbers}")
     run.ring_size, run.group = size, None
     if 1 < size < run.world_size:
-        timeout = timedelta(seconds=_communication_timeout(run))
-        run.group, _ = dist.new_subgroups(group_size=size, timeout=timeout)
+        run.group, _ = dist.new_subgroups(group_size=size, timeout=_communication_timeout(run))
 
 
 def judge_rings(run: CheckRun, answers: list[None]) -> Verdict:

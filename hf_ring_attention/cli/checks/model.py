@@ -14,11 +14,11 @@ from ...hf.cache import cache_argument
 from ...hf.config import fewest_last_of
 from ...hf.generation import prefill
 from ...hf.hybrid_types import MIXERS
-from ...hf.models import supported_models
 from ...hf.patch import patch_model
 from ...hf.support import check_config
 from ...plan.patterns import Pattern
 from ...ring.ring import Ring
+from ..models import support_of
 from .runner import CheckRun, NotApplicable, Verdict, processes
 from .tiny_models import VOCAB, model_with_large_weights, shrunk_config
 
@@ -29,18 +29,18 @@ _NEW_TOKENS = 3
 FAR = 1e-4
 
 
-def read_model(run: CheckRun) -> dict[str, Any]:
+def measure_config(run: CheckRun) -> dict[str, Any]:
     """Reads the config of the job's model, and keeps it with its dtype and pattern for later checks."""
     config: PretrainedConfig = LlamaConfig() if run.options.model is None else load_config(run.options.model)
     text = config.get_text_config()
     saved = (getattr(text, "ring_dilated", None) or {}).get("pattern")
     pattern = run.options.pattern or ("exact" if saved is None else str(Pattern.from_dict(saved)))
     check_config(text)
-    support = {model.model_type: model for model in supported_models()}.get(config.model_type)
+    support = support_of(config.model_type)
     if run.ring_size > 1 and support is not None and not support.ring:
         raise NotImplementedError(f"models of type {config.model_type!r} run on one process only: {support.reason}")
     dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
-    run.state.update(config=config, pattern=pattern, dtype=dtype)
+    run.state.update(config=config, type=config.model_type, pattern=pattern, dtype=dtype)
     return {
         "type": config.model_type,
         "layers": getattr(text, "num_hidden_layers", None),
@@ -50,19 +50,17 @@ def read_model(run: CheckRun) -> dict[str, Any]:
     }
 
 
-def judge_model(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
+def judge_config(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
     differing = [rank for rank, answer in enumerate(answers) if answer["digest"] != answers[0]["digest"]]
     if differing:
         text = f"the config of {run.options.model} on {processes(differing)} differs from process 0's"
         return Verdict("failed", text, "Copy the same folder to all hosts, or name the same revision.")
-    own = answers[0]
-    name = f"{run.options.model}: {own['type']} of {own['layers']} layers"
-    if run.options.model is None:
-        name = f"no --model: a tiny {own['type']}"
+    own, model = answers[0], run.options.model
+    name = f"no --model: a tiny {own['type']}" if model is None else f"{model}: {own['type']} of {own['layers']} layers"
     return Verdict("ok", f"{name}, {own['dtype']}, pattern {own['pattern']}", figures=own)
 
 
-def train_step(run: CheckRun) -> dict[str, Any]:
+def measure_train_step(run: CheckRun) -> dict[str, Any]:
     """Takes a step of SGD with the tiny model over the ring, and with the same model on this process alone.
 
     Returns:
@@ -72,36 +70,29 @@ def train_step(run: CheckRun) -> dict[str, Any]:
     mask = torch.ones_like(ids)
     mask[1, -ids.shape[1] // 3 :] = 0
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-    alone = _steps(_tiny(run, Ring.alone()), batch, averaged=False)
     together = _steps(_tiny(run, _ring(run)), batch, averaged=dist.is_initialized())
-    return {"alone": alone, "together": together, "type": run.state["config"].model_type}
+    return {"together": together, "alone": _steps(_tiny(run, Ring.alone()), batch), "type": run.state["type"]}
 
 
-def _steps(model: Any, batch: dict[str, torch.Tensor], averaged: bool) -> tuple[float, float, float]:
+def _steps(model: Any, batch: dict[str, torch.Tensor], averaged: bool = False) -> tuple[float, float, float]:
     """Returns (the loss, the norm of its gradients, the loss after a step) of whole rows.
 
     Args:
         averaged: whether gradients are averaged over all processes, as DDP does.
     """
-    losses: list[float] = []
-    norm = 0.0
-    for _ in range(2):
-        model.zero_grad()
-        loss = model(**batch, use_cache=False).loss
-        loss.backward()
-        for p in model.parameters():  # An expert that no token of this rank went to has no gradient.
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        gradients = [p.grad for p in model.parameters()]
-        for gradient in gradients if averaged else ():
-            dist.all_reduce(gradient)
-            gradient /= dist.get_world_size()
-        if not losses:
-            norm = float(torch.stack([gradient.norm() for gradient in gradients]).norm())
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= _LEARNING_RATE * p.grad
-        losses.append(float(loss.detach()))
-    return losses[0], norm, losses[1]
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    parameters = list(model.parameters())
+    # An expert that no token of this rank went to has no gradient.
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    for gradient in gradients if averaged else ():
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    with torch.no_grad():
+        for parameter, gradient in zip(parameters, gradients):
+            parameter -= _LEARNING_RATE * gradient
+        after = model(**batch, use_cache=False).loss
+    return float(loss.detach()), float(torch.stack([x.norm() for x in gradients]).norm()), float(after)
 
 
 def judge_train_step(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
@@ -121,7 +112,7 @@ def judge_train_step(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
     return Verdict("ok", f"tiny {answers[0]['type']}: {steps}; {far} one process's", figures=figures)
 
 
-def generation(run: CheckRun) -> dict[str, Any]:
+def measure_generation(run: CheckRun) -> dict[str, Any]:
     """Generates tokens with the tiny model after a sharded prefill, and compares their logits with one process.
 
     That process has no cache, so that an error in caches shows. But if the last tokens of a document see every key, a pass over
@@ -135,11 +126,8 @@ def generation(run: CheckRun) -> dict[str, Any]:
     if fewest_last_of(alone.config.get_text_config()) is not None:
         arguments = cache_argument(_prefilled(alone, ids))
     logits, expected = (torch.stack(x.logits, 1) for x in (result, _generated(alone, ids, arguments)))
-    return {
-        "apart": float((logits - expected).abs().max() / expected.abs().max()),
-        "tokens": result.sequences[:, ids.shape[1] :].tolist(),
-        "type": run.state["config"].model_type,
-    }
+    apart = float((logits - expected).abs().max() / expected.abs().max())
+    return {"apart": apart, "tokens": result.sequences[:, ids.shape[1] :].tolist(), "type": run.state["type"]}
 
 
 def _prefilled(model: Any, ids: torch.Tensor) -> Any:
@@ -186,10 +174,9 @@ def _tiny(run: CheckRun, ring: Ring) -> Any:
     Raises:
         NotApplicable: a config that has no small form, or whose small form has no attention.
     """
-    config = run.state["config"]
     try:
-        model = model_with_large_weights(shrunk_config(config), "eager").to(run.device, torch.float64)
+        model = model_with_large_weights(shrunk_config(run.state["config"]), "eager").to(run.device, torch.float64)
         return patch_model(model, run.state["pattern"], ring)
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise NotApplicable(f"there is no tiny model of type {config.model_type!r}: {reason}") from None
+        raise NotApplicable(f"there is no tiny model of type {run.state['type']!r}: {reason}") from None

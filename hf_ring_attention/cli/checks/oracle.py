@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from ...compute.kernels import choose_kernel
 from ...compute.reference import reference_attention
-from ...cost.models import attention_of_model, load_config
+from ...cost.models import attention_of_model
 from ...plan.heads import heads_fit
 from ...plan.layouts import LayoutKind, SequenceLayout
 from ...plan.patterns import Pattern
@@ -30,8 +29,7 @@ _SPARSE = "pyramid:4,2"
 _NAMES = ("out", "dq", "dk", "dv")
 
 
-@dataclass(frozen=True)
-class HeadSizes:
+class HeadSizes(NamedTuple):
     """The model's heads: they decide the kernel, and whether heads divide among ranks."""
 
     query: int
@@ -55,10 +53,10 @@ class AttentionCase:
         pieces = tuple(itertools.pairwise([0, tokens // 3, tokens // 2, tokens - 2]))
         self.documents = (pieces, *whole) if kind == "documents" else whole
         generator = torch.Generator().manual_seed(0)
-        sizes = ((heads.query, heads.width), (heads.key_value, heads.width), (heads.key_value, heads.value_width))
+        keys, values = (heads.key_value, heads.width), (heads.key_value, heads.value_width)
         self.tensors = [
             torch.randn(len(self.documents), count, tokens, width, generator=generator, dtype=torch.float64)
-            for count, width in (*sizes, (heads.query, heads.value_width))
+            for count, width in ((heads.query, heads.width), keys, values, (heads.query, heads.value_width))
         ]
         self.solutions: dict[torch.dtype, tuple[list[Tensor], float]] = {}
         for dtype in dtypes:
@@ -95,43 +93,38 @@ def _largest(errors: dict[str, float]) -> float:
     return float(torch.tensor(list(errors.values())).max())
 
 
-def heads_of(run: CheckRun) -> HeadSizes:
+def _heads(run: CheckRun) -> HeadSizes:
     """Returns the model's heads; without a model, or if its layers differ, some that divide among all ranks."""
     try:
         if run.options.model is not None:
-            attention = attention_of_model(load_config(run.options.model), run.options.model)
+            attention = attention_of_model(run.state["config"], run.options.model)
             return HeadSizes(attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.value_dim)
     except ValueError:
-        pass  # The check "model" has read the config already, so its layers differ.
+        pass  # The layers differ.
     return HeadSizes(2 * run.ring_size, run.ring_size, 16, 16)
 
 
-def _cases(run: CheckRun) -> list[AttentionCase]:
-    """Returns the cases of this run: the job's pattern and a sparse one in each layout; made once."""
-    if "cases" not in run.state:
-        tokens, dtypes = max(50, 2 * run.ring_size + 5), dict.fromkeys((torch.float64, run.state["dtype"]))
-        patterns = dict.fromkeys((Pattern.parse(run.state["pattern"]), Pattern.parse(_SPARSE)))
-        run.state["cases"] = [
-            AttentionCase(heads_of(run), pattern, kind, tokens, dtypes)
-            for pattern in patterns
-            for kind in get_args(LayoutKind)
-        ]
-    cases: list[AttentionCase] = run.state["cases"]
-    return cases
+def _cases(run: CheckRun, heads: HeadSizes) -> list[AttentionCase]:
+    """Returns the job's pattern and a sparse one in each layout, in float64 and in the job's dtype."""
+    tokens, dtypes = max(50, 2 * run.ring_size + 5), dict.fromkeys((torch.float64, run.state["dtype"]))
+    patterns = dict.fromkeys((Pattern.parse(run.state["pattern"]), Pattern.parse(_SPARSE)))
+    kinds: tuple[LayoutKind, ...] = get_args(LayoutKind)
+    return [AttentionCase(heads, pattern, kind, tokens, dtypes) for pattern in patterns for kind in kinds]
 
 
-def check_transport(run: CheckRun, transport: str, neighbours: bool = False) -> dict[str, Any]:
+def measure_transport(run: CheckRun, transport: str, neighbours: bool) -> dict[str, Any]:
     """Compares a transport with the definition, and returns this rank's largest error and its bound by dtype.
 
     Args:
         neighbours: with "heads", whether only neighbours exchange heads, and rings go round the groups of them.
     """
-    heads, size = heads_of(run), None
-    if transport == "heads":
-        size = _group_size(run, heads, neighbours)
+    heads = _heads(run)
+    size = _group_size(run, heads, neighbours) if transport == "heads" else None
+    if "cases" not in run.state:  # All transports have the same.
+        run.state["cases"] = _cases(run, heads)
     worst: dict[str, list[float]] = {}
     beyond: list[tuple[str, str, str, float, float]] = []
-    for case in _cases(run):
+    for case in run.state["cases"]:
         ring = Ring.alone()
         if run.ring_size > 1:
             group: Any = run.group
@@ -153,10 +146,10 @@ def _group_size(run: CheckRun, heads: HeadSizes, neighbours: bool) -> int | None
     Raises:
         NotApplicable: heads that do not divide among them.
     """
-    parts = [n for n in range(2, run.ring_size) if run.ring_size % n == 0]
-    if neighbours and not parts:
+    parts = [n for n in range(2, run.ring_size) if run.ring_size % n == 0] if neighbours else [run.ring_size]
+    if not parts:
         raise NotApplicable(f"a ring of {run.ring_size} has no parts of 2 ranks or more")
-    sizes = [n for n in (parts if neighbours else [run.ring_size]) if heads_fit(heads.query, heads.key_value, n)]
+    sizes = [n for n in parts if heads_fit(heads.query, heads.key_value, n)]
     if not sizes:
         among = f"a part of {run.ring_size}" if neighbours else str(run.ring_size)
         raise NotApplicable(
@@ -169,7 +162,8 @@ def judge_transport(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
     beyond = {rank: answer["beyond"] for rank, answer in enumerate(answers) if answer["beyond"]}
     if beyond:
         # A wrong output makes the gradients of other ranks wrong too, so only ranks with one are named.
-        causes = {rank: found for rank, found in beyond.items() if any(name == "out" for name, *_ in found)} or beyond
+        causes = {rank: errors for rank, errors in beyond.items() if any(name == "out" for name, *_ in errors)}
+        causes = causes or beyond
         name, layout, dtype, error, bound = next(iter(causes.values()))[0]
         where = f"in {layout}, {dtype}"
         text = f"{processes([*causes])}: {name} is {error:.1e} from the definition, of {bound:.1e}, {where}"

@@ -1,70 +1,106 @@
 """Runs checks one after another on all processes of a launch: every process measures, process 0 judges, all hear the verdict.
 
-A measurement runs in a thread of its own while the main thread answers. So process 0 can distinguish a process that hangs
-from one that is gone, and neither keeps the others waiting.
+A measurement runs in a thread of its own. The main thread answers over the store by which the processes found each other,
+which takes no part in the communication that is checked. So process 0 can distinguish a process that hangs from one that is
+gone, and neither keeps the others waiting.
 """
 
 from __future__ import annotations
 
-import argparse
+import importlib
+import json
 import os
 import signal
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from ...transport.lost_processes import is_of_communication
-from .board import Board
 
-#: The seconds that other processes have to answer once one has failed, and again once process 0 has asked for them.
+#: The seconds that a process has to answer once another one has failed, or once the launcher ends them all.
 PATIENCE = 3.0
-#: The seconds between two looks at the board.
+#: The seconds between two looks at the messages.
 _BETWEEN_LOOKS = 0.02
-
-
-@dataclass(frozen=True)
-class CheckOptions:
-    """The options of the command line.
-
-    Attributes:
-        timeout: the seconds that a check may take.
-    """
-
-    ring_size: int | None = None
-    model: str | None = None
-    pattern: str | None = None
-    timeout: float = 30.0
+#: The variables that a launcher sets for each process.
+_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class CheckRun:
     """One run of all checks on this process, and what earlier checks leave for later ones.
 
     Attributes:
+        options: of the command line: ring_size, model, pattern, and the seconds that a check may take, timeout.
         told_to_end: is set when the launcher wants this process to end.
+        store: where the processes found each other; None for a process alone.
         device, backend: set by the check "launch", which makes the process group.
         ring_size, group: set by the check "rings".
         facts: what process 0 learned from all processes, by name.
         state: what this process keeps, by name.
     """
 
-    def __init__(self, options: CheckOptions, board: Board, told_to_end: threading.Event) -> None:
-        self.options, self.board, self.told_to_end = options, board, told_to_end
-        self.rank, self.world_size = board.rank, board.world_size
+    def __init__(
+        self, options: Namespace, told_to_end: threading.Event, rank: int = 0, world_size: int = 1, store: Any = None
+    ) -> None:
+        self.options, self.told_to_end, self.store = options, told_to_end, store
+        self.rank, self.world_size = rank, world_size
         self.ring_size, self.group = 1, None
         self.device: Any = None
         self.backend = ""
         self.facts: dict[str, Any] = {}
         self.state: dict[str, Any] = {}
+        # Messages have a connection of their own: a process group that waits for another one blocks the first.
+        connection = dist.HashStore() if store is None else store.clone()
+        self._messages: Any = dist.PrefixStore("hf_ring_attention/check", connection)
+
+    @classmethod
+    def join(cls, options: Namespace, told_to_end: threading.Event) -> CheckRun:
+        """Meets the processes that the launcher announces in the environment; without a launcher, this process is alone.
+
+        Raises:
+            RuntimeError: processes that do not come in time.
+            ValueError: an environment without the variables of launchers.
+        """
+        world_size = os.environ.get("WORLD_SIZE", "1")
+        if int(world_size) == 1:
+            return cls(options, told_to_end)
+        missing = [name for name in _OF_LAUNCHERS if name not in os.environ]
+        if missing:
+            raise ValueError(
+                f"WORLD_SIZE={world_size} announces several processes, but the launcher did not set {', '.join(missing)}"
+            )
+        store, rank, count = next(rendezvous("env://", timeout=timedelta(seconds=options.timeout)))
+        return cls(options, told_to_end, rank, count, store)
 
     @property
     def first_of_ring(self) -> int:
         """The rank in the world of the first process of this process's ring."""
         return self.rank // self.ring_size * self.ring_size
+
+    def post(self, key: str, message: Any) -> None:
+        """Leaves a message for all processes, which must be one that JSON can hold; tuples arrive as lists."""
+        self._messages.set(key, json.dumps(message))
+
+    def has(self, *keys: str) -> bool:
+        """Returns whether all these messages are there."""
+        return bool(self._messages.check([*keys]))
+
+    def read(self, key: str) -> Any:
+        """Returns a message that is there."""
+        return json.loads(self._messages.get(key))
+
+    def of_all(self, name: str) -> list[str]:
+        """Returns the keys of one message of every process."""
+        return [f"{name}/{rank}" for rank in range(self.world_size)]
 
 
 @dataclass(frozen=True)
@@ -93,27 +129,39 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """A check.
+    """A check by two functions of a module of this folder, such as `measure_launch` and `judge_launch`.
+
+    The modules are imported when the check runs: they import Transformers and most of this package, and if that fails on one
+    process, all hear of it.
 
     Attributes:
-        measure: runs on every process; its answer is one of `Board.post`.
-        judge: runs on process 0 with the answers of all processes.
-        remedy: what to do if `measure` raises, or `judge` fails it without a remedy of its own.
+        functions: the module and the end of their names, such as "machine.launch".
+        remedy: what to do if the measurement raises, or the judge fails it without a remedy of its own.
         needs: the checks that must be ok before this one.
+        arguments: further arguments of the measurement.
     """
 
     name: str
-    measure: Callable[[CheckRun], Any]
-    judge: Callable[[CheckRun, list[Any]], Verdict]
+    functions: str
     remedy: str
     needs: tuple[str, ...] = ()
+    arguments: tuple[Any, ...] = ()
 
+    def measure(self, run: CheckRun) -> Any:
+        """Runs on every process, and returns a message of `CheckRun.post`."""
+        return self._function("measure")(run, *self.arguments)
 
-class Reply(NamedTuple):
-    """The reply of a process: its measurement, why there is nothing to check, its error, or that it still measures."""
+    def judge(self, run: CheckRun, answers: list[Any]) -> Verdict:
+        """Runs on process 0, with the answers of all processes."""
+        verdict: Verdict = self._function("judge")(run, answers)
+        if verdict.status == "failed":
+            verdict = replace(verdict, remedy=verdict.remedy or self.remedy, blocks=True)
+        return verdict
 
-    kind: Literal["measured", "not applicable", "error", "busy"]
-    value: Any = None
+    def _function(self, kind: str) -> Callable[..., Any]:
+        module, _, name = self.functions.partition(".")
+        function: Callable[..., Any] = getattr(importlib.import_module(f".{module}", __package__), f"{kind}_{name}")
+        return function
 
 
 def processes(ranks: Sequence[int]) -> str:
@@ -126,30 +174,26 @@ def run_checks(run: CheckRun, checks: Sequence[Check], tell: Callable[[str, Verd
     """Runs checks in order and returns their verdicts, which are the same on all processes.
 
     Args:
-        tell: hears each verdict on process 0, before the other processes do.
+        tell: hears each verdict on process 0.
 
     Raises:
         RuntimeError: process 0 does not answer another process.
     """
     verdicts: dict[str, Verdict] = {}
-    with _measuring() as worker:
+    worker = ThreadPoolExecutor(1)  # One thread for all measurements: a device is set for a thread.
+    try:
         for check in checks:
-            reason = _obstacle(check, verdicts)
-            if reason:
-                verdicts[check.name] = Verdict("skipped", reason, blocks=True)
-                if run.rank == 0:
-                    tell(check.name, verdicts[check.name])
-                continue
-            future = worker.submit(check.measure, run)
-            deadline = time.monotonic() + run.options.timeout
-            if run.rank == 0:
-                verdict = _verdict(run, check, _collect(run, check.name, future, deadline))
-                tell(check.name, verdict)
-                run.board.post(f"{check.name}/verdict", asdict(verdict))
-            else:
-                verdict = _report(run, check.name, future, deadline)
+            obstacle = _obstacle(check, verdicts)
+            verdict = Verdict("skipped", obstacle, blocks=True) if obstacle else _verdict_of_all(run, check, worker)
             verdicts[check.name] = verdict
-        _take_leave(run)
+            if run.rank == 0:
+                tell(check.name, verdict)
+        # Process 0, which may hold the store, leaves after the others have read the last verdict.
+        run.post(f"bye/{run.rank}", True)
+        if run.rank == 0:
+            _wait(run, "bye", lambda: run.has(*run.of_all("bye")), time.monotonic() + PATIENCE)
+    finally:
+        worker.shutdown(wait=False, cancel_futures=True)  # Its thread may hang.
     return verdicts
 
 
@@ -162,6 +206,87 @@ def _obstacle(check: Check, verdicts: dict[str, Verdict]) -> str | None:
     return f"it needs {unmet[0]!r}" if unmet else None
 
 
+def _verdict_of_all(run: CheckRun, check: Check, worker: ThreadPoolExecutor) -> Verdict:
+    """Measures here, posts the reply, and returns the verdict of process 0 on the replies of all processes."""
+    name, end = check.name, time.monotonic() + run.options.timeout
+    future = worker.submit(check.measure, run)
+    _wait(run, name, future.done, end)
+    reply = _reply_of(future)
+    run.post(f"{name}/{run.rank}", reply)
+    if reply[0] in ("error", "communication"):
+        run.post(f"{name}/failed", True)
+    if run.rank == 0:
+        replies = run.of_all(name)
+        _wait(run, name, lambda: run.has(*replies), end, steps=2)
+        verdict = _judged(run, check, {rank: run.read(key) for rank, key in enumerate(replies) if run.has(key)})
+        run.post(f"{name}/verdict", asdict(verdict))
+        return verdict
+    _wait(run, name, lambda: run.has(f"{name}/verdict"), end, steps=4)
+    if not run.has(f"{name}/verdict"):
+        raise RuntimeError(f"process 0 has not answered in the check {name!r}, so process {run.rank} ends too")
+    return Verdict(**run.read(f"{name}/verdict"))
+
+
+def _wait(run: CheckRun, name: str, is_over: Callable[[], bool], end: float, steps: int = 1) -> None:
+    """Waits until `is_over` or until the end, which comes soon once a process has failed or the launcher ends them all.
+
+    Args:
+        steps: 1 to wait for this process itself; more if others must have waited before they can answer.
+    """
+    end += (steps - 1) * PATIENCE
+    while not is_over() and time.monotonic() < end:
+        if run.told_to_end.is_set() or run.has(f"{name}/failed"):
+            end = min(end, time.monotonic() + steps * PATIENCE)
+        time.sleep(_BETWEEN_LOOKS)
+
+
+def _reply_of(future: Future[Any]) -> tuple[str, Any]:
+    """Returns the kind of a process's reply about its measurement now, and the answer, the reason or the error."""
+    if not future.done():
+        return "busy", None
+    error = future.exception()
+    if error is None:
+        return "measured", future.result()
+    text = " ".join(str(error).split())
+    if isinstance(error, NotApplicable):
+        return "not applicable", text
+    if not isinstance(error, (ValueError, NotImplementedError)):
+        text = f"{type(error).__name__}: {text}"
+    return "communication" if is_of_communication(error) else "error", text
+
+
+def _judged(run: CheckRun, check: Check, replies: dict[int, tuple[str, Any]]) -> Verdict:
+    """Returns the verdict on the replies. Processes that are gone come first, since they cause errors of others."""
+    of_kind: dict[str, dict[int, Any]] = {}
+    for rank, (kind, value) in replies.items():
+        of_kind.setdefault(kind, {})[rank] = value
+    gone = [rank for rank in range(run.world_size) if rank not in replies]
+    busy, errors, broken = (of_kind.get(kind, {}) for kind in ("busy", "error", "communication"))
+    if gone:
+        text = f"{processes(gone)} of {run.world_size} did not answer: killed, stopped, or ended by an error"
+        remedy = "Read that process's output and the launcher's for the cause, then start all again."
+        return _failed(text, remedy, gone)
+    if errors:
+        return replace(_of_errors(errors, check.remedy), out_of_step=len(errors) < run.world_size)
+    if busy:
+        text = f"{processes([*busy])} of {run.world_size} did not end within {run.options.timeout:g} s"
+        return _failed(text, "See what that process waits for or computes, or allow more with --timeout.", busy)
+    if broken:
+        return _of_errors(broken, check.remedy)
+    if "not applicable" in of_kind:
+        return Verdict("skipped", next(iter(of_kind["not applicable"].values())))
+    return check.judge(run, [*of_kind["measured"].values()])
+
+
+def _failed(text: str, remedy: str, ranks: Iterable[int]) -> Verdict:
+    return Verdict("failed", text, remedy, {"processes": [*ranks]}, blocks=True, out_of_step=True)
+
+
+def _of_errors(errors: dict[int, str], remedy: str) -> Verdict:
+    """Returns a verdict with the first error, and with the processes that have one."""
+    return _failed(f"{processes([*errors])}: {next(iter(errors.values()))}", remedy, errors)
+
+
 @contextmanager
 def told_to_end() -> Iterator[threading.Event]:
     """Yields an event that SIGTERM sets: launchers send it once another process has failed.
@@ -169,130 +294,11 @@ def told_to_end() -> Iterator[threading.Event]:
     This process ends by itself soon after, once it has named the other one.
     """
     event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
     before = signal.signal(signal.SIGTERM, lambda *_: event.set())
     try:
         yield event
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _measuring() -> Iterator[ThreadPoolExecutor]:
-    """Yields the one thread of all measurements; it is not waited for, since it may hang."""
-    worker = ThreadPoolExecutor(1)
-    try:
-        yield worker
-    finally:
-        worker.shutdown(wait=False, cancel_futures=True)
-
-
-def _answer_of(future: Future[Any]) -> Reply:
-    """Returns the reply of a process about its measurement now."""
-    if not future.done():
-        return Reply("busy")
-    error = future.exception()
-    if error is None:
-        return Reply("measured", future.result())
-    if isinstance(error, NotApplicable):
-        return Reply("not applicable", str(error))
-    text = " ".join(str(error).split())
-    refused = isinstance(error, (ValueError, NotImplementedError, argparse.ArgumentTypeError))
-    return Reply("error", (text if refused else f"{type(error).__name__}: {text}", is_of_communication(error)))
-
-
-def _collect(run: CheckRun, name: str, future: Future[Any], deadline: float) -> dict[int, Reply]:
-    """Returns, on process 0, the answers that processes give in time; those that are gone give none."""
-    answers: dict[int, Reply] = {}
-    asked = False
-    while True:
-        if 0 not in answers and (asked or future.done()):
-            answers[0] = _answer_of(future)
-        silent = [rank for rank in range(1, run.world_size) if rank not in answers]
-        for rank in silent:
-            if run.board.has(f"{name}/{rank}"):
-                answers[rank] = Reply(*run.board.read(f"{name}/{rank}"))
-        if len(answers) == run.world_size:
-            break
-        now = time.monotonic()
-        if any(answer.kind == "error" for answer in answers.values()) or run.told_to_end.is_set():
-            deadline = min(deadline, now + PATIENCE)
-        if now > deadline:
-            if asked:
-                break
-            asked, deadline = True, now + PATIENCE
-            run.board.post(f"{name}/ask", True)
-        wait([future], _BETWEEN_LOOKS) if 0 not in answers else time.sleep(_BETWEEN_LOOKS)
-    return answers
-
-
-def _report(run: CheckRun, name: str, future: Future[Any], deadline: float) -> Verdict:
-    """Leaves this process's answer for process 0, at the latest when that asks, and returns its verdict."""
-    last = deadline + 4 * PATIENCE
-    while not future.done() and not run.board.has(f"{name}/ask") and time.monotonic() < last:
-        wait([future], 5 * _BETWEEN_LOOKS)
-        last = _sooner(run, last)
-    run.board.post(f"{name}/{run.rank}", tuple(_answer_of(future)))
-    while not run.board.has(f"{name}/verdict"):
-        last = _sooner(run, last)
-        if time.monotonic() > last:
-            raise RuntimeError(f"process 0 has not answered in the check {name!r}, so process {run.rank} ends too")
-        time.sleep(_BETWEEN_LOOKS)
-    return Verdict(**run.board.read(f"{name}/verdict"))
-
-
-def _sooner(run: CheckRun, last: float) -> float:
-    """Returns until when to wait for process 0, which may be the one that is gone if the launcher ends the others."""
-    return min(last, time.monotonic() + 3 * PATIENCE) if run.told_to_end.is_set() else last
-
-
-def _verdict(run: CheckRun, check: Check, answers: dict[int, Reply]) -> Verdict:
-    """Returns the verdict on the answers. Processes that are gone come first, since they cause errors of others."""
-    gone = [rank for rank in range(run.world_size) if rank not in answers]
-    busy = [rank for rank, answer in sorted(answers.items()) if answer.kind == "busy"]
-    errors = {rank: answer.value for rank, answer in sorted(answers.items()) if answer.kind == "error"}
-    own_errors = {rank: text for rank, (text, of_communication) in errors.items() if not of_communication}
-    of_all = f"of {run.world_size}"
-    if gone:
-        text = f"{processes(gone)} {of_all} did not answer: killed, stopped, or ended by an error"
-        remedy = "Read that process's output and the launcher's for the cause, then start all again."
-        return _failed(text, remedy, gone, True)
-    if own_errors:
-        return _failed(_of_errors(own_errors), check.remedy, own_errors, len(own_errors) < run.world_size)
-    if busy:
-        text = f"{processes(busy)} {of_all} did not end within {run.options.timeout:g} s"
-        return _failed(text, "See what that process waits for or computes, or allow more with --timeout.", busy, True)
-    if errors:
-        texts = {rank: text for rank, (text, _) in errors.items()}
-        return _failed(_of_errors(texts), check.remedy, errors, True)
-    reason = next((answer.value for answer in answers.values() if answer.kind == "not applicable"), None)
-    if reason is not None:
-        return Verdict("skipped", reason)
-    verdict = check.judge(run, [answers[rank].value for rank in range(run.world_size)])
-    if verdict.status == "failed":
-        verdict = replace(verdict, remedy=verdict.remedy or check.remedy, blocks=True)
-    return verdict
-
-
-def _failed(text: str, remedy: str, ranks: Iterable[int], out_of_step: bool) -> Verdict:
-    return Verdict("failed", text, remedy, {"processes": [*ranks]}, blocks=True, out_of_step=out_of_step)
-
-
-def _of_errors(errors: dict[int, str]) -> str:
-    """Returns the first error, with the processes that have one."""
-    return f"{processes([*errors])}: {next(iter(errors.values()))}"
-
-
-def _take_leave(run: CheckRun) -> None:
-    """Lets process 0, which may hold the store, leave after the others have read the last verdict."""
-    if run.rank:
-        run.board.post(f"bye/{run.rank}", True)
-        return
-    deadline, byes = time.monotonic() + PATIENCE, [f"bye/{rank}" for rank in range(1, run.world_size)]
-    while time.monotonic() < deadline and not all(map(run.board.has, byes)):
-        time.sleep(_BETWEEN_LOOKS)
 
 
 def end_at_once(status: int) -> None:
