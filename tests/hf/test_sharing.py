@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.config import warn_of_no_pattern
+from hf_ring_attention.hf.config import warn_once
 from tests.hf.test_images import seeing
 from tests.support.ranks import TIMEOUT
 from tests.support.tiny_models import VOCAB, tiny_model
@@ -113,14 +113,14 @@ def warnings_of(caplog):
 
     def run(model):
         caplog.clear()
-        warn_of_no_pattern.cache_clear()
+        warn_once.cache_clear()
         with caplog.at_level(logging.WARNING, LOGGER):
             model(IDS)
             model(IDS)
         return caplog.messages
 
     yield run
-    warn_of_no_pattern.cache_clear()
+    warn_once.cache_clear()
 
 
 def test_a_model_without_a_pattern_says_once_that_it_attends_exactly(warnings_of, tmp_path):
