@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ..ring.attention import FORWARD, UNTRACEABLE, CheckedCall, check_not_traced
 from ..ring.ring import Ring
 from .config import layer_pattern, unpatched_pattern
 from .forward_pass import ForwardPass, forward_pass_of, number_of, running
-from .masks import Tokens, padding_first, tokens_of
+from .masks import OwnBranch, Tokens, padding_first, tokens_of
 from .positions import at_its_place_in_the_row
 from .rings import attached_ring
 from .tensor_parallel import head_shard
@@ -46,11 +46,13 @@ class _LayerCall:
     Attributes:
         call: the call, checked and planned; settings: what else than tensors `ring_attention` would get for it.
         tokens: what the mask describes.
+        of_model: the window or chunks that the layers have in the model itself.
     """
 
     call: CheckedCall
     settings: dict[str, Any]
     tokens: Tokens
+    of_model: Branch | None
 
 
 @torch.compiler.disable(reason=UNTRACEABLE)
@@ -109,7 +111,7 @@ def ring_dilated_attention(
         query, key, value = _reordered(query, queries), _reordered(key, rows), _reordered(value, rows)
     out = layer.call.attend(query, key, value, s_aux)[0]
     # A calibration chooses no pattern for layers with a window or chunks of their own.
-    tap = getattr(module, TAP, None) if layer.tokens.of_model is None and layer.call.problem.held is None else None
+    tap = getattr(module, TAP, None) if layer.of_model is None and layer.call.problem.held is None else None
     if tap is not None:
         out = tap(module, query, key, value, out, {**layer.settings, "sinks": s_aux})
     if valid is not None:
@@ -157,16 +159,16 @@ def _layer_call(
                 f"{type(module).__name__} of a sharded model got no mask of ring_dilated, so its documents are unknown: call "
                 f"the model, not its layers; with a cp_size, make the ring by Ring.from_accelerator before accelerator.prepare"
             )
-        causal = tokens.causal
+        causal, own = tokens.causal, tokens.own
         if causal is None:  # A plain mask.
-            is_causal = kwargs.get("is_causal")
+            is_causal, own = kwargs.get("is_causal"), _own_branch(module, sliding_window)
             causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-            tokens = replace(tokens, of_model=_branch_of_model(module, sliding_window))
-        pattern = _pattern_of(module, tokens.of_model)
+        of_model = None if own is None else own[0](own[1])
+        pattern = _pattern_of(module, of_model)
         held, documents = tokens.held, tokens.documents
         if held is None:
-            held, documents = _held(module, query, key, tokens, causal, pattern)
-            _check_padding_and_pieces(module, tokens, pattern, held)
+            held, documents = _held(module, query, key, tokens, of_model, causal, pattern)
+            _check_padding_and_pieces(module, tokens, of_model, pattern, held)
         heads = head_shard(module, query, key)
     except (ValueError, NotImplementedError) as refused:
         with (ring or Ring.alone()).agreement(FORWARD, by_digest=True):  # The other ranks compare their calls here.
@@ -185,7 +187,7 @@ def _layer_call(
         call = checked_call(query, key, value, held=held, sinks=sinks, **settings)
     except ValueError as refused:
         raise ValueError(f"{_name_of(module)}: {refused}") from None
-    return _LayerCall(call, settings, tokens)
+    return _LayerCall(call, settings, tokens, of_model)
 
 
 def _pattern_of(module: nn.Module, of_model: Branch | None) -> Pattern:
@@ -212,17 +214,23 @@ def _reordered(x: Tensor, order: Tensor) -> Tensor:
     return torch.cat([first.gather(2, order[:, None, :, None].expand_as(first)), others], 2)
 
 
-def _branch_of_model(module: nn.Module, sliding_window: int | None) -> Branch | None:
+def _own_branch(module: nn.Module, sliding_window: int | None) -> OwnBranch | None:
     """Returns the window or the chunks that a layer with a plain mask has in the model itself."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     types, chunk = getattr(config, "layer_types", None) or (), getattr(config, "attention_chunk_size", None)
     if chunk is not None and layer is not None and layer < len(types) and types[layer] == "chunked_attention":
-        return Segment(chunk)
-    return None if sliding_window is None else Window(sliding_window)
+        return Segment, chunk
+    return None if sliding_window is None else (Window, sliding_window)
 
 
 def _held(
-    module: nn.Module, query: Tensor, key: Tensor, tokens: Tokens, causal: bool, pattern: Pattern
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    tokens: Tokens,
+    of_model: Branch | None,
+    causal: bool,
+    pattern: Pattern,
 ) -> tuple[HeldKeys | None, Documents | None]:
     """Returns the tokens that the cache holds, None if each key's token is a query too; and the documents of the row."""
     if tokens.layout is not None:
@@ -240,9 +248,9 @@ def _held(
             f"attention_mask of all tokens so far, those in the cache included"
         )
     branches = [branch for one in pattern.kv_heads or (pattern,) for branch in one.branches]
-    if tokens.dropped and not all(_reaches_kept_keys(branch, tokens.of_model) for branch in branches):
-        own = "chunks have" if isinstance(tokens.of_model, Segment) else "own window has"
-        own += f" {getattr(tokens.of_model, 'length', 'no')}"
+    if tokens.dropped and not all(_reaches_kept_keys(branch, of_model) for branch in branches):
+        own = "chunks have" if isinstance(of_model, Segment) else "own window has"
+        own += f" {getattr(of_model, 'length', 'no')}"
         raise ValueError(
             f"{_name_of(module)} has the pattern {pattern}, and its cache keeps only the last tokens (the layer's {own} "
             f"tokens): pass cache=DynamicCache(), made without the config, which keeps all"
@@ -261,12 +269,14 @@ def _held(
     return held, documents
 
 
-def _check_padding_and_pieces(module: nn.Module, tokens: Tokens, pattern: Pattern, held: HeldKeys | None) -> None:
+def _check_padding_and_pieces(
+    module: nn.Module, tokens: Tokens, of_model: Branch | None, pattern: Pattern, held: HeldKeys | None
+) -> None:
     """Refuses padding inside a document that a layer's own window or chunks would count, and a `Last` for a part of a prompt.
 
     The last queries of a prompt's first piece are not the prompt's; `Problem` refuses later pieces if need be.
     """
-    length = getattr(tokens.of_model, "length", None)
+    length = getattr(of_model, "length", None)
     if tokens.valid is not None and (tokens.dropped or (length is not None and length < tokens.valid.shape[1])):
         raise NotImplementedError(
             f"{_name_of(module)} has a window or chunks of {length} tokens, "

@@ -111,10 +111,8 @@ def _checked_tokens(arguments: Mapping[str, Any]) -> Tensor:
             f"attention_mask must be [{batch}, {length}] like the tokens, got {tuple(mask.shape)}: pass the tokenizer's mask"
         )
     sizes = tuple(positions.shape) if isinstance(positions, Tensor) else ()
-    if positions is not None and (
-        len(sizes) not in (2, 3) or sizes[-2:] not in (shape, (1, length))
-    ):  # or of several axes
-        got = sizes if isinstance(positions, Tensor) else f"a {type(positions).__name__}"
+    if positions is not None and not (len(sizes) in (2, 3) and sizes[-2:] in (shape, (1, length))):
+        got = f"{sizes}" if isinstance(positions, Tensor) else f"a {type(positions).__name__}"
         raise ValueError(f"position_ids must be a tensor [{batch}, {length}] like the tokens, got {got}")
     return tokens
 

@@ -18,10 +18,10 @@ from ..ring.ring import Ring
 from .cache import ShardedCache, cache_in
 from .cut import by_name, cut, tokens_in, whole_positions
 from .forward_pass import ForwardPass, WholeRows, drop_broken_passes, forward_pass_of, running
-from .join import joined_output
+from .join import joined_output, kept
 from .model_call import begin_call, end_call
 from .positions import check_places
-from .rings import attached_ring, remember_patched, set_ring
+from .rings import remember_patched, set_ring
 from .wrappers import decoder_of, runner_of
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -140,12 +140,11 @@ def _without_last_position(module: nn.Module, args: tuple[Any, ...], output: Any
 @torch.compiler.disable(reason="it asks another rank")
 def _with_first_token(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Gives a pooler the first token of the whole sequence; it reads the first token [B, D] of [B, n, D]."""
-    ring, now = attached_ring(module), running().forward_pass
-    assert ring is not None  # This hook is registered on rings only.
-    if now is not None and now.whole:
+    now = running().forward_pass
+    if now is None or now.layout is None:
         return None
-    states: Tensor = args[0]
-    one_token = states.dim() == 2
-    layout = None if now is None else now.layout
-    first = ring.first_token(states.unsqueeze(1) if one_token else states, layout)
+    assert now.rows is not None and now.ring is not None
+    one_token = args[0].dim() == 2
+    states: Tensor = args[0].unsqueeze(1) if one_token else args[0]
+    first = kept(states, now.rows, now.ring, torch.tensor([0]))
     return (first.squeeze(1) if one_token else first, *args[1:])

@@ -71,7 +71,7 @@ CACHE_NOT_FORMED = NotFormed(
 )
 
 
-def whole_rows(local: Tensor, rows: WholeRows, ring: Ring, dim: int = 1) -> Tensor:
+def whole_rows(local: Tensor, rows: WholeRows, ring: Ring) -> Tensor:
     """Returns whole rows on every rank; the ranks have agreed on the call already. It is differentiable.
 
     The gradient of a rank's part is the sum of the gradients that all ranks have for it. So if all ranks compute the same
@@ -79,7 +79,7 @@ def whole_rows(local: Tensor, rows: WholeRows, ring: Ring, dim: int = 1) -> Tens
     """
     layout = rows.layout
     assert layout is not None
-    return whole_of(ring.side_by_side(local, dim), layout, dim)
+    return whole_of(ring.side_by_side(local, 1), layout, 1)
 
 
 def kept(local: Tensor, rows: WholeRows, ring: Ring, tokens: Tensor) -> Tensor:

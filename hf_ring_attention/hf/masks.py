@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan.branches import Branch, Segment, Window
+from ..plan.branches import Segment, Window
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, HeldKeys
 from ..ring.attention import UNTRACEABLE, check_not_traced
@@ -28,6 +28,9 @@ from .support import check_config, class_name
 
 #: Arguments of the mask functions of other implementations, which make squares and may leave them out.
 _OPTIONS_OF_SQUARES = ("allow_is_bidirectional_skip", "allow_is_causal_skip", "dtype", "local_size")
+
+#: A kind of branch, and its length in tokens.
+OwnBranch = tuple[type[Segment] | type[Window], int]
 
 #: The attribute of a mask that keeps its `Tokens` alive; so does the forward pass, for the layers that backward recomputes.
 _TOKENS = "_ring_dilated_tokens"
@@ -42,7 +45,8 @@ class Tokens:
         length: the number of key rows; None without a mask.
         written: the number of key rows that hold a token; a static cache has more rows.
         causal: whether queries see no later keys; None for a plain mask.
-        of_model: the window or chunks that the layer has in the model itself.
+        own: the kind and length of the window or chunks that the layer has in the model itself. Models may make masks with
+            a window of 0 for layers that they do not have.
         dropped: whether the cache has dropped keys before these.
         missing: the number of tokens of each batch row that it has dropped, in a layer with chunks.
         layout: how the sequence is sharded; None if it is whole.
@@ -55,7 +59,7 @@ class Tokens:
     length: int | None = None
     written: int | None = None
     causal: bool | None = None
-    of_model: Branch | None = None
+    own: OwnBranch | None = None
     dropped: bool = False
     missing: tuple[int, ...] = ()
     layout: SequenceLayout | None = None
@@ -105,7 +109,7 @@ def ring_dilated_mask(
             f"{class_name(config)}: ring_dilated cannot apply or_mask_function and and_mask_function, which only a square "
             f"mask could express: use 'eager' or 'sdpa'"
         )
-    causal, of_model, packed = _read_mask_function(mask_function, config)
+    causal, own, packed = _read_mask_function(mask_function, config)
     drop_broken_passes()  # generate makes masks before it calls the model.
     now = forward_pass_of(config)
     if now is None and config is not None and config.model_type in MIXERS:
@@ -124,11 +128,11 @@ def ring_dilated_mask(
     elif documents is None:
         documents = (((0, written),),) * batch_size
     missing: tuple[int, ...] = ()
-    if isinstance(of_model, Segment) and kv_offset:
+    if own is not None and own[0] is Segment and kv_offset:
         missing = (kv_offset,) * batch_size
         if attention_mask is not None:
             missing = tuple((attention_mask[:, :kv_offset] != 0).sum(1).tolist())
-    tokens = Tokens(documents, kv_length, written, causal, of_model, kv_offset > 0, missing, layout, held, valid)
+    tokens = Tokens(documents, kv_length, written, causal, own, kv_offset > 0, missing, layout, held, valid)
     if now is not None:
         now.tokens.append(tokens)
     return _mask_of(tokens)
@@ -157,9 +161,9 @@ def _mask_of(tokens: Tokens) -> Tensor:
 
 def _read_mask_function(
     mask_function: Callable[..., Any] | None, config: Any
-) -> tuple[bool, Branch | None, Tensor | None]:
+) -> tuple[bool, OwnBranch | None, Tensor | None]:
     """Returns causality, the window or chunks, and the numbers of packed documents of a mask function."""
-    of_model: Branch | None = None
+    own: OwnBranch | None = None
     causal, packed = True, None
     for kind, part in _mask_parts(mask_function):
         if kind == "packed_sequence_mask_function":
@@ -167,17 +171,17 @@ def _read_mask_function(
         elif kind == "bidirectional_mask_function":
             causal = False
         elif kind == "sliding_window_overlay":
-            of_model = Window(_closure(part, "sliding_window"))
+            own = Window, _closure(part, "sliding_window")
         elif kind == "sliding_window_bidirectional_overlay":
-            of_model = Window(_closure(part, "sliding_window") + 1)
+            own = Window, _closure(part, "sliding_window") + 1
         elif kind == "chunked_overlay":  # It counts chunks from the first token that is no padding, as documents do.
-            of_model = Segment(_closure(part, "chunk_size"))
+            own = Segment, _closure(part, "chunk_size")
         elif kind != "causal_mask_function":
             raise ValueError(
                 f"{class_name(config)}: ring_dilated cannot express this mask ({kind}), only causal and two-sided attention, "
                 f"windows, chunks, padding and packing: use 'eager' or 'sdpa'"
             )
-    return causal, of_model, packed
+    return causal, own, packed
 
 
 def _documents_and_padding(numbers: Tensor) -> tuple[Documents, Tensor | None]:

@@ -73,7 +73,7 @@ def attach(module: nn.Module, config: Any) -> None:
 
 def check_parameters(path: str, mixer: nn.Module) -> None:
     """Refuses a mixer with an unknown parameter, such as one that a later release of Transformers adds."""
-    parameters = [*_parameters(type(mixer)).values()][1:]  # behind the hidden states
+    parameters = [*_parameters(type(mixer).forward).values()][1:]  # behind the hidden states
     known = (*_NOT_TO_MIXERS, *cache_names(type(mixer).forward), "use_cache")
     unknown = [x.name for x in parameters if x.name not in known and x.kind is not inspect.Parameter.VAR_KEYWORD]
     if unknown:
@@ -84,9 +84,9 @@ def check_parameters(path: str, mixer: nn.Module) -> None:
 
 
 @functools.cache
-def _parameters(mixer_class: Any) -> Mapping[str, inspect.Parameter]:
+def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Returns the parameters of a mixer's forward; the first one takes the hidden states."""
-    _, *parameters = inspect.signature(mixer_class.forward).parameters.items()
+    _, *parameters = inspect.signature(forward).parameters.items()
     return dict(parameters)
 
 
@@ -111,7 +111,7 @@ class _ByDocuments:
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """The parameters of the mixer's forward."""
-        return _parameters(type(self.module))
+        return _parameters(type(self.module).forward)
 
     @torch.compiler.disable(reason=UNTRACEABLE)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

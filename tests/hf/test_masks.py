@@ -45,10 +45,10 @@ def test_masks_say_what_eager_would_read():
     mask[1, :3] = mask[1, -4:] = 0
     said = tokens_of(made(create_causal_mask, mask=mask))
     assert said.documents == (((0, TOKENS),), ((3, TOKENS - 4),))
-    assert (said.causal, said.of_model, said.dropped, said.length, said.written) == (True, None, False, TOKENS, TOKENS)
+    assert (said.causal, said.own, said.dropped, said.length, said.written) == (True, None, False, TOKENS, TOKENS)
     assert tokens_of(made(create_bidirectional_mask)).causal is False
     said = tokens_of(made(create_sliding_window_causal_mask, config_of("mistral"), mask=mask))
-    assert (said.causal, said.of_model) == (True, ra.Window(6))
+    assert (said.causal, said.own) == (True, (ra.Window, 6))
     positions = torch.cat([torch.arange(stop - start) for start, stop in DOCUMENTS[0]])[None]
     assert tokens_of(made(create_causal_mask, positions=positions, rows=1)).documents == DOCUMENTS
 
@@ -72,7 +72,7 @@ def test_plain_masks():
     for dtype in (torch.bool, torch.int64, torch.float32):
         said = tokens_of(torch.tensor([[0, 1, 1], [1, 1, 0]]).to(dtype))
         assert said.documents == (((1, 3),), ((0, 2),))
-        assert said.causal is None and said.of_model is None
+        assert said.causal is None and said.own is None
     assert tokens_of(None).documents is None
 
 
