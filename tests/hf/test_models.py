@@ -13,7 +13,7 @@ from tests.support.tiny_models import tiny_config, tiny_model
 #: Changes of tiny configs, and the window that some layers have then.
 CHANGES = {
     "mistral": {"sliding_window": 5},
-    "qwen2": {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]},
 }
 WINDOWS = {"mistral": {0: "window:5", 1: "window:5"}, "qwen2": {1: "window:4"}}
 

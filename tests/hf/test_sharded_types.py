@@ -34,7 +34,11 @@ CASES = {
     },
     "mistral": {},  # a window in all layers
     "mixtral": {},  # experts
-    "qwen2, windows in some layers": {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]},
+    "qwen2, windows in some layers": {
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
     "qwen3": {},  # norms of queries and keys
     "qwen3_moe": {},
     "gemma": {},  # one key/value head
