@@ -73,11 +73,7 @@ class _Patterns:
 
 
 def layer_pattern(config: Any, layer: int | None, of_model: Branch | None = None) -> Pattern:
-    """Returns the pattern of a layer: what `patch_config` set for it, its own one, or what was set for all layers.
-
-    Args:
-        of_model: the window or the chunks that the layer has in the model itself.
-    """
+    """Returns what `patch_config` set for a layer, else its own window or chunks `of_model`, else what was set for all."""
     patterns = _patterns(config)
     default = unpatched_pattern(of_model) if of_model is not None or patterns.pattern is None else patterns.pattern
     return default if layer is None else patterns.layers.get(layer, default)
@@ -132,12 +128,7 @@ def _parsed(settings: Any, num_layers: int | None) -> _Patterns:
 
 
 class ComputedOnCopy:
-    """A value in a config that is computed when the config is saved: Transformers and PEFT write deep copies of their fields.
-
-    Attributes:
-        config: the config of the model.
-        value: what is written, a function of this config and of further arguments.
-    """
+    """A value that is computed from a model's config when it is saved: Transformers and PEFT write deep copies of fields."""
 
     def __init__(self, config: PretrainedConfig, value: Callable[..., Any], *arguments: Any) -> None:
         self.config, self.value, self.arguments = config, value, arguments
