@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..compute.private import implementation_of
-from .config import check_settings, has_only_exact_attention, settings_of, use_settings, warn_once
+from .config import ComputedOnCopy, check_settings, has_only_exact_attention, settings_of, use_settings, warn_once
 from .registration import IMPLEMENTATION
 from .wrappers import wrapped_modules
 
@@ -17,30 +17,19 @@ from .wrappers import wrapped_modules
 _FIELD = "auto_mapping"
 
 
-class _MappingWithPattern:
-    """The dict that PEFT saves, with the pattern that the model has then; PEFT saves deep copies of a config's fields."""
-
-    def __init__(self, config: PretrainedConfig, mapping: Mapping[str, Any]) -> None:
-        self.config, self.mapping = config, mapping
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any] | None:
-        text_config = self.config.get_text_config()
-        settings = settings_of(text_config)
-        mapping = dict(self.mapping)
-        if settings is not None and implementation_of(text_config) == IMPLEMENTATION:
-            mapping.pop(IMPLEMENTATION, None)
-            if not has_only_exact_attention(text_config):
-                mapping[IMPLEMENTATION] = settings
-        return mapping or None
+def _with_pattern(config: PretrainedConfig, mapping: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the dict that PEFT saves, with the pattern that the model of this config has now."""
+    text_config = config.get_text_config()
+    settings, saved = settings_of(text_config), dict(mapping)
+    if settings is not None and implementation_of(text_config) == IMPLEMENTATION:
+        saved.pop(IMPLEMENTATION, None)
+        if not has_only_exact_attention(text_config):
+            saved[IMPLEMENTATION] = settings
+    return saved or None
 
 
 def check_adapters(adapters: Mapping[str, Any], config: PretrainedConfig) -> None:
-    """Logs adapters that were trained under another pattern than their model computes, and has the pattern saved with them.
-
-    Args:
-        adapters: PEFT's configs, by the names of the adapters.
-        config: the config of the model that has the adapters.
-    """
+    """Logs adapters that were trained under another pattern than their model computes, and has the pattern saved with them."""
     text_config = config.get_text_config()
     implementation, settings = implementation_of(text_config), settings_of(text_config)
     own, remedy = f"attention by {implementation!r}", "model"
@@ -58,14 +47,21 @@ def check_adapters(adapters: Mapping[str, Any], config: PretrainedConfig) -> Non
 def remember_pattern(adapters: Mapping[str, Any], config: PretrainedConfig) -> None:
     """Has the pattern of a model saved with its adapters, whatever it is then."""
     for name, adapter in adapters.items():
-        mapping = getattr(adapter, _FIELD, None) or {}
-        if isinstance(mapping, Mapping) and hasattr(adapter, _FIELD):
-            setattr(adapter, _FIELD, _MappingWithPattern(config, mapping))
+        if hasattr(adapter, _FIELD) and (mapping := _mapping_of(adapter)) is not None:
+            setattr(adapter, _FIELD, ComputedOnCopy(config, _with_pattern, mapping))
         if adapter.task_type is None and not has_only_exact_attention(config.get_text_config()):
             warn_once(
                 f"PEFT saves no pattern with adapter {name!r}, which has no task_type: make it with one, such as "
                 f"LoraConfig(task_type='CAUSAL_LM')"
             )
+
+
+def _mapping_of(adapter: Any) -> Mapping[str, Any] | None:
+    """Returns the dict in an adapter's config, as it was loaded; None if PEFT has something else there."""
+    mapping = getattr(adapter, _FIELD, None) or {}
+    if isinstance(mapping, ComputedOnCopy):
+        mapping = mapping.arguments[0]
+    return mapping if isinstance(mapping, Mapping) else None
 
 
 def use_pattern_of_adapters(model: nn.Module, config: PretrainedConfig) -> None:
@@ -88,9 +84,7 @@ def _saved_in(adapters: Mapping[str, Any], config: PretrainedConfig) -> dict[str
     """Returns the settings that were saved with adapters, and their texts, by the adapters' names."""
     saved = {}
     for name, adapter in adapters.items():
-        mapping = getattr(adapter, _FIELD, None)
-        mapping = mapping.mapping if isinstance(mapping, _MappingWithPattern) else mapping
-        settings = mapping.get(IMPLEMENTATION) if isinstance(mapping, Mapping) else None
+        settings = (_mapping_of(adapter) or {}).get(IMPLEMENTATION)
         if settings is not None:
             saved[name] = settings, check_settings(settings, config, f"adapter {name!r}")
     return saved

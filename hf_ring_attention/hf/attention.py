@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,10 @@ from ..plan.parts import fewest_last
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
 from ..ring.attention import FORWARD, UNTRACEABLE, CheckedCall, check_not_traced, checked_call
-from .calls import sharded_without_documents
-from .config import layer_pattern, patterns_of_layers, unpatched_pattern
-from .exact import attends_exactly
-from .forward_pass import ForwardPass, forward_pass_of, number_of
-from .masks import Tokens, padding_first, tokens_of
+from ..ring.ring import Ring
+from .config import layer_pattern, unpatched_pattern
+from .forward_pass import ForwardPass, forward_pass_of, number_of, running
+from .masks import OwnBranch, Tokens, padding_first, tokens_of
 from .positions import at_its_place_in_the_row
 from .rings import attached_ring
 from .tensor_parallel import head_shard
@@ -29,13 +28,12 @@ from .tensor_parallel import head_shard
 #: Arguments that change the scores or the keys, whoever passes them.
 _REFUSED = ("position_bias", "head_mask", "block_table", "read_index", "write_index")
 
-#: Arguments of layers without effect here: the mask describes documents and causality, and dropout is refused.
-_WITHOUT_EFFECT = (
+#: Arguments of layers without effect here, since the mask describes documents and causality; and those that are read by their
+#: names, or that the call of the model has read.
+_KNOWN = (
     "cu_seq_lens_k", "deterministic", "max_length_k", "max_length_q", "output_attentions", "position_ids",
+    "cu_seq_lens_q", "is_causal", "seq_idx",
 )  # fmt: skip
-
-#: Arguments of layers that are read by their names, or that the call of the model has read.
-_READ = ("cu_seq_lens_q", "is_causal", "seq_idx")
 
 #: The attribute of attention modules that holds a function of a layer's call and its output, which returns that output.
 TAP = "_ring_dilated_tap"
@@ -91,18 +89,21 @@ def ring_dilated_attention(
         NotImplementedError: position biases, head masks, paged caches and cross-attention.
     """
     check_not_traced()
-    query, key, value = _autocast(query, key, value)
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     now = forward_pass_of(getattr(module, "config", None))
-    key_of_call = query, key, value, attention_mask, s_aux, dropout, scaling, sliding_window, softcap
-    layer = None if now is None else now.calls.get(_kind_of_call(module, now, *key_of_call, kwargs))
+    tensors, settings = (query, key, value, s_aux), (dropout, scaling, sliding_window, softcap)
+    kind = None if now is None else _kind_of_call(module, now, tensors, attention_mask, settings, kwargs)
+    layer = None if now is None else now.calls.get(kind)
     if layer is None:
-        layer = _layer_call(module, now, *key_of_call, kwargs)
+        layer = _layer_call(module, now, tensors, attention_mask, settings, kwargs)
         if now is not None and layer.tokens.causal is not None:  # Its mask alone decides the keys that it sees.
-            now.calls[_kind_of_call(module, now, *key_of_call, kwargs)] = layer
+            now.calls[kind] = layer
     else:
         layer.call.compare()
     layout, valid = layer.tokens.layout, layer.tokens.valid
-    if layout is not None and getattr(module, "attn_temperature_tuning", False):
+    if layout is not None:
         query = at_its_place_in_the_row(module, query, layout, layer.call.ring.rank)
     if valid is not None:
         asking = valid[:, -query.shape[2] :].to(query.device)
@@ -121,21 +122,16 @@ def ring_dilated_attention(
 def _kind_of_call(
     module: nn.Module,
     now: ForwardPass,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    tensors: tuple[Tensor | None, ...],
     mask: Tensor | None,
-    sinks: Tensor | None,
-    *arguments: Any,
+    settings: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> Any:
     """Returns what the calls of two layers have in common if one `_LayerCall` serves both; arguments of layers last a pass."""
-    *settings, kwargs = arguments
-    own = None if now.own_patterns is None else now.own_patterns.get(getattr(module, "layer_idx", -1))
+    own = now.own_patterns.get(getattr(module, "layer_idx", -1))
     return (
-        (type(module), now.own_patterns is None, own, number_of(mask), torch.is_grad_enabled(), *settings),
-        (query.shape, query.dtype, query.device, query.requires_grad),
-        (key.shape, key.dtype, key.requires_grad, value.shape, value.dtype, value.requires_grad),
-        None if sinks is None else (sinks.shape, sinks.device, sinks.requires_grad),
+        (type(module), own, number_of(mask), torch.is_grad_enabled(), *settings),
+        *[None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in tensors],
         *[(name, x if isinstance(x, (int, float)) else id(x)) for name, x in kwargs.items() if x is not None],
     )
 
@@ -143,62 +139,40 @@ def _kind_of_call(
 def _layer_call(
     module: nn.Module,
     now: ForwardPass | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    s_aux: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
-    kwargs: dict[str, Any],
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    mask: Tensor | None,
+    numbers: tuple[float, float | None, int | None, float | None],
+    kwargs: Mapping[str, Any],
 ) -> _LayerCall:
-    """Checks a layer's call, decides its pattern, documents and ring, and plans it.
-
-    Raises:
-        ValueError, NotImplementedError: as `ring_dilated_attention`.
-    """
-    config, ring = getattr(module, "config", None), attached_ring(module)
+    """Checks a layer's call, decides its pattern, documents and ring, and plans it."""
+    query, key, value, sinks = tensors
+    dropout, scaling, sliding_window, softcap = numbers
+    ring = attached_ring(module)
     if now is not None:
         now.attended = True
-    if now is not None and now.whole:
-        ring = None  # Every rank computes whole rows by itself.
-    sharded = ring is not None and ring.world_size > 1
+        ring = None if now.whole else ring  # Every rank computes whole rows by itself.
     try:
-        _check_call(module, attention_mask, dropout, kwargs)
-        tokens = tokens_of(attention_mask)
-        if sharded and tokens.layout is None and tokens.held is None:
-            raise ValueError(sharded_without_documents(module))
-        if attention_mask is None and now is not None and now.documents is not None:
+        _check_call(module, now, mask, dropout, kwargs)
+        tokens = tokens_of(mask)
+        if ring is not None and ring.world_size > 1 and tokens.layout is None and tokens.held is None:
             raise ValueError(
-                f"{type(module).__name__} was given packed rows by position_ids, but its model makes its masks itself, and "
-                f"made none for these rows: pass one document a row, padded"
+                f"{type(module).__name__} of a sharded model got no mask of ring_dilated, so its documents are unknown: call "
+                f"the model, not its layers; with a cp_size, make the ring by Ring.from_accelerator before accelerator.prepare"
             )
-        is_causal, causal = kwargs.get("is_causal"), tokens.causal
-        if causal is None:
+        causal, own = tokens.causal, tokens.own
+        if causal is None:  # A plain mask.
+            is_causal, own = kwargs.get("is_causal"), _own_branch(module, sliding_window)
             causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        of_model = _branch_of_model(module, tokens, sliding_window)
-        exact = attends_exactly(config)
-        number = getattr(module, "layer_idx", None)
-        pattern = unpatched_pattern(of_model) if exact else layer_pattern(config, number, of_model)
+        of_model = None if own is None else own[0](own[1])
+        pattern = _pattern_of(module, of_model)
         held, documents = tokens.held, tokens.documents
         if held is None:
-            held, documents = _held(module, query, key, tokens, causal, pattern)
-            _check_padding_inside(module, tokens, of_model)
-            _check_whole(module, pattern, held)
+            held, documents = _held(module, query, key, tokens, of_model, causal, pattern)
+            _check_padding_and_pieces(module, tokens, of_model, pattern, held)
         heads = head_shard(module, query, key)
-        if now is None and (kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None):
-            raise ValueError(
-                f"{type(module).__name__} got cu_seq_lens or seq_idx, which ring_dilated reads in the call of its model: call "
-                f"ra.patch_model(model), and the model rather than its layers"
-            )
     except (ValueError, NotImplementedError) as refused:
-        if sharded:
-            assert ring is not None
-            with ring.agreement(FORWARD, by_digest=True):  # The other ranks compare their calls of attention here.
-                raise refused
-        raise
+        with (ring or Ring.alone()).agreement(FORWARD, by_digest=True):  # The other ranks compare their calls here.
+            raise refused
     settings: dict[str, Any] = {
         "pattern": pattern,
         "ring": ring,
@@ -210,31 +184,28 @@ def _layer_call(
         "head_shard": heads,
     }
     try:
-        call = checked_call(query, key, value, held=held, sinks=s_aux, **settings)
+        call = checked_call(query, key, value, held=held, sinks=sinks, **settings)
     except ValueError as refused:
         raise ValueError(f"{_name_of(module)}: {refused}") from None
-    if now is not None and now.own_patterns is None:
-        now.own_patterns = {} if exact else patterns_of_layers(config)
     return _LayerCall(call, settings, tokens, of_model)
+
+
+def _pattern_of(module: nn.Module, of_model: Branch | None) -> Pattern:
+    """Returns the pattern of a layer in this pass; under `exact_attention`, what the layer computes without patterns."""
+    config = getattr(module, "config", None)
+    if all(other is not config for other in running().exact):
+        return layer_pattern(config, getattr(module, "layer_idx", None), of_model)
+    if torch.is_grad_enabled():
+        raise ValueError(
+            "exact_attention: gradients are recorded, and a backward pass would recompute layers with the model's own pattern: "
+            "compute without gradients, or patch the model with 'exact'"
+        )
+    return unpatched_pattern(of_model)
 
 
 def _name_of(module: nn.Module) -> str:
     """Returns the name of a layer in errors."""
     return f"{type(module).__name__}: layer {getattr(module, 'layer_idx', None)}"
-
-
-def _check_padding_inside(module: nn.Module, tokens: Tokens, of_model: Branch | None) -> None:
-    """Refuses padding inside a document in layers with a window or chunks of their own, which the model counts in rows.
-
-    Raises:
-        NotImplementedError: such a layer, if its window or chunks are shorter than the row.
-    """
-    length = getattr(of_model, "length", None)
-    if tokens.valid is not None and (tokens.dropped or (length is not None and length < tokens.valid.shape[1])):
-        raise NotImplementedError(
-            f"{_name_of(module)} has a window or chunks of {length} tokens, "
-            f"and its row has padding inside a document: take rows of one length, or use 'sdpa'"
-        )
 
 
 def _reordered(x: Tensor, order: Tensor) -> Tensor:
@@ -243,28 +214,25 @@ def _reordered(x: Tensor, order: Tensor) -> Tensor:
     return torch.cat([first.gather(2, order[:, None, :, None].expand_as(first)), others], 2)
 
 
-def _branch_of_model(module: nn.Module, tokens: Tokens, sliding_window: int | None) -> Branch | None:
-    """Returns the window or the chunks that a layer has in the model itself."""
-    window, chunk = tokens.window, tokens.chunk
-    if tokens.causal is None:  # A plain mask.
-        config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
-        types = getattr(config, "layer_types", None) or ()
-        chunked = layer is not None and layer < len(types) and types[layer] == "chunked_attention"
-        window, chunk = sliding_window, getattr(config, "attention_chunk_size", None) if chunked else None
-    if chunk is not None:
-        return Segment(chunk)
-    return None if window is None else Window(window)
+def _own_branch(module: nn.Module, sliding_window: int | None) -> OwnBranch | None:
+    """Returns the window or the chunks that a layer with a plain mask has in the model itself."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    types, chunk = getattr(config, "layer_types", None) or (), getattr(config, "attention_chunk_size", None)
+    if chunk is not None and layer is not None and layer < len(types) and types[layer] == "chunked_attention":
+        return Segment, chunk
+    return None if sliding_window is None else (Window, sliding_window)
 
 
 def _held(
-    module: nn.Module, query: Tensor, key: Tensor, tokens: Tokens, causal: bool, pattern: Pattern
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    tokens: Tokens,
+    of_model: Branch | None,
+    causal: bool,
+    pattern: Pattern,
 ) -> tuple[HeldKeys | None, Documents | None]:
-    """Returns the tokens that the cache holds, None if each key's token is a query too; and the documents of the row.
-
-    Raises:
-        NotImplementedError: queries of one sequence and keys of another.
-        ValueError: a cache that lacks keys which the pattern reaches, or a mask of other tokens.
-    """
+    """Returns the tokens that the cache holds, None if each key's token is a query too; and the documents of the row."""
     if tokens.layout is not None:
         return None, tokens.documents
     name, num_queries, num_rows = type(module).__name__, query.shape[2], key.shape[2]
@@ -280,8 +248,9 @@ def _held(
             f"attention_mask of all tokens so far, those in the cache included"
         )
     branches = [branch for one in pattern.kv_heads or (pattern,) for branch in one.branches]
-    if tokens.dropped and not all(_reaches_kept_keys(branch, tokens) for branch in branches):
-        own = f"chunks have {tokens.chunk}" if tokens.chunk else f"own window has {tokens.window or 'no'}"
+    if tokens.dropped and not all(_reaches_kept_keys(branch, of_model) for branch in branches):
+        own = "chunks have" if isinstance(of_model, Segment) else "own window has"
+        own += f" {getattr(of_model, 'length', 'no')}"
         raise ValueError(
             f"{_name_of(module)} has the pattern {pattern}, and its cache keeps only the last tokens (the layer's {own} "
             f"tokens): pass cache=DynamicCache(), made without the config, which keeps all"
@@ -300,11 +269,19 @@ def _held(
     return held, documents
 
 
-def _check_whole(module: nn.Module, pattern: Pattern, held: HeldKeys | None) -> None:
-    """Refuses the first piece of a prompt under a `Last`: its last queries are not the last of the prompt.
+def _check_padding_and_pieces(
+    module: nn.Module, tokens: Tokens, of_model: Branch | None, pattern: Pattern, held: HeldKeys | None
+) -> None:
+    """Refuses padding inside a document that a layer's own window or chunks would count, and a `Last` for a part of a prompt.
 
-    Pieces behind a cache are refused by `Problem` if not all of their queries see every key.
+    The last queries of a prompt's first piece are not the prompt's; `Problem` refuses later pieces if need be.
     """
+    length = getattr(of_model, "length", None)
+    if tokens.valid is not None and (tokens.dropped or (length is not None and length < tokens.valid.shape[1])):
+        raise NotImplementedError(
+            f"{_name_of(module)} has a window or chunks of {length} tokens, "
+            f"and its row has padding inside a document: take rows of one length, or use 'sdpa'"
+        )
     begins = held is None or held.num_queries == held.row_len
     if begins and fewest_last(pattern) is not None and prompt_is_cut():
         raise ValueError(
@@ -313,25 +290,21 @@ def _check_whole(module: nn.Module, pattern: Pattern, held: HeldKeys | None) -> 
         )
 
 
-def _reaches_kept_keys(branch: Branch, tokens: Tokens) -> bool:
+def _reaches_kept_keys(branch: Branch, of_model: Branch | None) -> bool:
     """Returns whether a branch shows no keys that a cache has dropped, which keeps as many as the layer's own branch shows.
 
     Only in layers with chunks are the positions of those keys known, on which other branches than windows depend.
     """
-    if not isinstance(branch, (Segment, Window)) or branch.length is None:
+    if not isinstance(branch, (Segment, Window)) or not isinstance(of_model, (Segment, Window)):
         return False
-    if tokens.chunk is not None:
-        return branch.length <= tokens.chunk
-    return (
-        isinstance(branch, Window)
-        and branch.dilation == 1
-        and tokens.window is not None
-        and branch.length <= tokens.window
-    )
+    within = branch.length is not None and of_model.length is not None and branch.length <= of_model.length
+    return within and (isinstance(of_model, Segment) or (isinstance(branch, Window) and branch.dilation == 1))
 
 
-def _check_call(module: nn.Module, attention_mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
-    """Refuses dropout, a request for attention weights, and inputs that would change the scores or the keys."""
+def _check_call(
+    module: nn.Module, now: ForwardPass | None, mask: Any, dropout: float, kwargs: Mapping[str, Any]
+) -> None:
+    """Refuses dropout, a request for attention weights, and inputs that would change the scores, the keys or documents."""
     name = type(module).__name__
     if dropout:
         raise ValueError(
@@ -346,18 +319,26 @@ def _check_call(module: nn.Module, attention_mask: Any, dropout: float, kwargs: 
     passed = _strings_of(type(module).forward)
     for argument, present in kwargs.items():
         # Transformers passes every entry of a batch on to here. Only those that the layer's own code names have a meaning.
-        known = argument in _WITHOUT_EFFECT or argument in _READ
-        if present is not None and not known and (argument in passed or argument in _REFUSED):
+        if present is not None and argument not in _KNOWN and (argument in passed or argument in _REFUSED):
             raise NotImplementedError(
                 f"{_name_of(module)} came with {argument}, which would change the scores or the keys and which ring_dilated "
                 f"does not compute: use 'eager' or 'sdpa'"
             )
-    plain = isinstance(attention_mask, Tensor) and (attention_mask.dim() == 2 or number_of(attention_mask) is not None)
-    if attention_mask is not None and not plain:
-        got = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+    if mask is not None and (not isinstance(mask, Tensor) or (mask.dim() != 2 and number_of(mask) is None)):
+        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
             f"{name}: ring_dilated takes padding as a mask [batch, tokens], got {got}: pass the 2-D attention_mask of "
             f"the tokenizer; patterns are set with patch_config"
+        )
+    if mask is None and now is not None and now.layout is None and now.documents is not None:
+        raise ValueError(
+            f"{name} was given packed rows by position_ids, but its model makes its masks itself, and made none for these "
+            f"rows: pass one document a row, padded"
+        )
+    if now is None and (kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None):
+        raise ValueError(
+            f"{name} got cu_seq_lens or seq_idx, which ring_dilated reads in the call of its model: call "
+            f"ra.patch_model(model), and the model rather than its layers"
         )
 
 
@@ -368,10 +349,3 @@ def _strings_of(forward: Callable[..., Any]) -> frozenset[str]:
     constants = () if code is None else code.co_consts
     flat = (x for constant in constants for x in (constant if isinstance(constant, tuple) else (constant,)))
     return frozenset(x for x in flat if isinstance(x, str))
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)

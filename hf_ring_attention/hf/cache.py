@@ -37,8 +37,8 @@ def cache_argument(cache: Cache | None) -> dict[str, Cache | None]:
 class ShardedLayer(DynamicLayer):
     """One layer's keys and values: first a shard of the prefilled row, then all later tokens."""
 
-    def __init__(self, layout: SequenceLayout, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, layout: SequenceLayout) -> None:
+        super().__init__()
         self.layout = layout
 
     @property

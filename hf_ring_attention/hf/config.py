@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from transformers import PretrainedConfig
 
 from ..compute.private import implementation_of, set_implementation
@@ -68,22 +67,16 @@ class _Patterns:
 
     def settings(self) -> dict[str, Any]:
         """Returns what a config holds for them."""
+        pattern = None if self.pattern is None else self.pattern.to_dict()
         layers = {str(number): pattern.to_dict() for number, pattern in self.layers.items()}
-        pattern = {} if self.pattern is None else {"pattern": self.pattern.to_dict()}
-        return {**pattern, **({"layers": layers} if layers else {})}
+        return {name: value for name, value in (("pattern", pattern), ("layers", layers)) if value}
 
 
 def layer_pattern(config: Any, layer: int | None, of_model: Branch | None = None) -> Pattern:
-    """Returns the pattern of a layer: what `patch_config` set for it, its own one, or what was set for all layers.
-
-    Args:
-        of_model: the window or the chunks that the layer has in the model itself.
-    """
+    """Returns what `patch_config` set for a layer, else its own window or chunks `of_model`, else what was set for all."""
     patterns = _patterns(config)
-    own = None if layer is None else patterns.layers.get(layer)
-    if own is not None:
-        return own
-    return patterns.pattern if of_model is None and patterns.pattern is not None else unpatched_pattern(of_model)
+    default = unpatched_pattern(of_model) if of_model is not None or patterns.pattern is None else patterns.pattern
+    return default if layer is None else patterns.layers.get(layer, default)
 
 
 def patterns_of_layers(config: Any) -> Mapping[int, Pattern]:
@@ -134,23 +127,25 @@ def _parsed(settings: Any, num_layers: int | None) -> _Patterns:
         ) from error
 
 
-class _Implementation:
-    """The implementation that a config writes: the one that its model has when it is saved, not when it was patched.
+class ComputedOnCopy:
+    """A value that is computed from a model's config when it is saved: Transformers and PEFT write deep copies of fields."""
 
-    Transformers writes a config as a deep copy of its attributes, without the implementation itself.
-    """
-
-    def __init__(self, config: PretrainedConfig) -> None:
-        self.config = config
+    def __init__(self, config: PretrainedConfig, value: Callable[..., Any], *arguments: Any) -> None:
+        self.config, self.value, self.arguments = config, value, arguments
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         config_copy = memo.get(id(self.config))
-        if config_copy is not None:  # The config itself is copied, and its copy keeps such an attribute.
-            return _Implementation(config_copy)
-        text_config = self.config.get_text_config()
-        if implementation_of(text_config) != IMPLEMENTATION or has_only_exact_attention(text_config):
-            return None  # Whoever loads the config chooses.
-        return implementation_argument(self.config)
+        if config_copy is not None:  # The config itself is copied, and its copy keeps such a value.
+            return ComputedOnCopy(config_copy, self.value, *self.arguments)
+        return self.value(self.config, *self.arguments)
+
+
+def _saved_implementation(config: PretrainedConfig) -> Any:
+    """Returns the implementation that a config writes: the one that its model has now, not when it was patched."""
+    text_config = config.get_text_config()
+    if implementation_of(text_config) != IMPLEMENTATION or has_only_exact_attention(text_config):
+        return None  # Whoever loads the config chooses.
+    return implementation_argument(config)
 
 
 def implementation_argument(config: PretrainedConfig) -> Any:
@@ -161,21 +156,15 @@ def implementation_argument(config: PretrainedConfig) -> Any:
 
 
 def keep_implementation(config: PretrainedConfig) -> None:
-    """Makes a config write that its model computes with "ring_dilated", so that a saved model loads as it was.
-
-    Without the package, such a model does not load: Transformers does not know the implementation.
-    """
-    setattr(config, _IMPLEMENTATION, _Implementation(config))
+    """Makes a config write that its model computes with "ring_dilated": where the package is, it loads as it was."""
+    setattr(config, _IMPLEMENTATION, ComputedOnCopy(config, _saved_implementation))
 
 
 def check_made(config: PretrainedConfig, name: str) -> None:
-    """Checks the config of a model that is being made, since it may have been saved or written by hand.
+    """Checks the config of a model of class `name` that is being made: it may have been saved, or written by hand.
 
     A pattern does nothing under another implementation; this is logged once. One under "ring_dilated" stays so when
     the model is saved again.
-
-    Args:
-        name: the name of the model's class.
     """
     text_config = config.get_text_config()
     if settings_of(text_config) is not None:
@@ -202,11 +191,7 @@ def has_only_exact_attention(config: PretrainedConfig) -> bool:
 
 
 def check_settings(settings: Any, config: PretrainedConfig, owner: str) -> str:
-    """Checks settings that were saved, such as those beside an adapter, for a text model with this config.
-
-    Returns:
-        A text of the patterns, which is equal for equal ones.
-    """
+    """Checks settings that were saved, for a text model with this config, and returns a text that names their patterns."""
     try:
         patterns = _parsed(settings, getattr(config, "num_hidden_layers", None))
         patterns.check(config)
@@ -236,17 +221,6 @@ def warn_once(text: str) -> None:
     logger.warning(text)
 
 
-@lru_cache(maxsize=1)
-def warn_of_no_pattern() -> None:
-    """Logs once, on the first process, that a model computes exact attention because it was given no pattern."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        logger.warning(
-            "a model with attn_implementation=%r has no pattern, so it computes exact attention: call ra.patch_model(model, "
-            "pattern), or load it with config=ra.patch_config(config, pattern); 'exact' is a pattern too",
-            IMPLEMENTATION,
-        )
-
-
 def model_pattern(model: Any) -> Pattern:
     """Returns the pattern that decides the layout of a model's rows: the one that was set for all its layers."""
     return layer_pattern(model.config.get_text_config(), None)
@@ -259,9 +233,7 @@ def fewest_last_of(config: Any) -> int | None:
 
 
 def patch_config(
-    config: PretrainedConfig,
-    pattern: Pattern | str | PatternsOfLayers,
-    layers: Iterable[int] | None = None,
+    config: PretrainedConfig, pattern: Pattern | str | PatternsOfLayers, layers: Iterable[int] | None = None
 ) -> PretrainedConfig:
     """Stores a pattern in a config, which saves and loads it, and makes "ring_dilated" its implementation.
 
@@ -297,38 +269,39 @@ def patch_config(
             raise ValueError("patch_config: a calibration has patterns for layers of its own: leave layers out")
         _check_calibration(pattern, text_config)
         patterns = _Patterns(None, pattern.layers)
+    elif layers is None:
+        patterns = _Patterns(as_pattern(pattern, "patch_config"), {})
     else:
-        pattern = as_pattern(pattern, "patch_config")
-        patterns = _Patterns(pattern, {})
-        if layers is not None:
-            patterns = _Patterns(before.pattern, {**before.layers, **_patterns_by_layer(pattern, layers, text_config)})
+        numbers = _checked_layers(layers, text_config.num_hidden_layers)
+        own = dict.fromkeys(numbers, as_pattern(pattern, "patch_config"))
+        patterns = _Patterns(before.pattern, {**before.layers, **own})
     patterns.check(text_config)
     return use_settings(config, patterns.settings())
 
 
-def _patterns_by_layer(pattern: Pattern, layers: Iterable[int], config: PretrainedConfig) -> dict[int, Pattern]:
-    """Returns a pattern for each of these layers; it reads no further than to a layer that the model does not have."""
-    by_layer, count = {}, config.num_hidden_layers
+def _checked_layers(layers: Iterable[int], count: int) -> list[int]:
+    """Returns the numbers of layers; it reads no further than to a layer that the model does not have."""
+    numbers = []
     for number in layers:
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < count:
             raise ValueError(f"patch_config: layers must be integers among 0..{count - 1}, got {number!r}")
-        by_layer[number] = pattern
-    if not by_layer:
+        numbers.append(number)
+    if not numbers:
         raise ValueError("patch_config: layers is empty: name the layers, or leave it out for all of them")
-    return by_layer
+    return numbers
 
 
 def _check_calibration(calibration: PatternsOfLayers, config: PretrainedConfig) -> None:
     """Refuses a calibration of another model: it has a pattern for each layer without a window or chunks of its own."""
-    name, types = class_name(config), getattr(config, "layer_types", None) or ()
-    if calibration.num_hidden_layers != config.num_hidden_layers:
+    name, count, types = class_name(config), config.num_hidden_layers, getattr(config, "layer_types", None) or ()
+    if calibration.num_hidden_layers != count:
         raise ValueError(
             f"patch_config: the calibration is of a model of {calibration.num_hidden_layers} layers, and {name} has "
-            f"{config.num_hidden_layers}: calibrate this model"
+            f"{count}: calibrate this model"
         )
     needed = {number for number, kind in enumerate(types) if kind == "full_attention"}
     if not types and config.model_type not in MIXERS and not _has_windows(config):
-        needed = {*range(config.num_hidden_layers)}
+        needed = {*range(count)}
     windows = {number for number, kind in enumerate(types) if kind in _WINDOWS}
     if needed - {*calibration.layers} or windows & {*calibration.layers}:
         raise ValueError(

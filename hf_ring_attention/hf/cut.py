@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..plan.layouts import SequenceLayout
@@ -19,18 +20,17 @@ from ..ring.ring import Ring
 from .config import model_pattern
 from .documents import documents_from_mask, documents_of_rows, positions_of_documents
 from .forward_pass import WholeRows
-from .positions import first_position, own_positions
+from .positions import first_position
 
 #: Arguments that describe the documents of whole rows; the parts of rows do without them.
 _DESCRIPTIONS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
+#: Types whose decoders count positions by the mask, from its first token on.
+_COUNT_BY_MASK = ("biogpt", "opt")
+
 
 def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a call of a model by their names, also if its class passes them on as *args.
-
-    Raises:
-        TypeError: more arguments than the model takes.
-    """
+    """Returns the arguments of a call of a model by their names, also if its class passes them on as *args."""
     if not args:
         return dict(kwargs)
     forwards = [inspect.signature(vars(x)["forward"]).parameters for x in type(module).__mro__ if "forward" in vars(x)]
@@ -48,14 +48,7 @@ def tokens_in(arguments: Mapping[str, Any]) -> Tensor | None:
 
 
 def rows_of_call(runner: nn.Module, tokens: Tensor, arguments: Mapping[str, Any]) -> WholeRows:
-    """Returns the rows of a call without a cache; their documents are None if the mask alone describes them.
-
-    Args:
-        runner: the decoder; its first position id marks the beginning of a document.
-
-    Raises:
-        ValueError: descriptions of documents that contradict each other.
-    """
+    """Returns the rows of a call without a cache; their documents are None if the mask alone describes them."""
     batch, length = tokens.shape[:2]
     mask, positions = arguments.get("attention_mask"), _text_positions(arguments.get("position_ids"))
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
@@ -92,21 +85,9 @@ def rows_to_cut(
         ValueError: no tokens, a mask or positions of other rows, positions that may mean several documents, or padding inside
             a document.
     """
-    tokens = tokens_in(arguments)
-    if tokens is None or tokens.dim() < 2 or 0 in tokens.shape[:2]:
-        got = "neither input_ids nor inputs_embeds" if tokens is None else f"{tuple(tokens.shape)}"
-        raise ValueError(f"a ring cuts rows of tokens [batch, tokens], got {got}: pass input_ids or inputs_embeds")
+    tokens = _checked_tokens(arguments)
     batch, length = tokens.shape[:2]
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-    if isinstance(mask, Tensor) and mask.dim() == 2 and tuple(mask.shape) != (batch, length):
-        raise ValueError(f"attention_mask must be [{batch}, {length}] like the tokens, got {tuple(mask.shape)}")
-    if isinstance(mask, Tensor) and mask.dim() > 2:
-        raise ValueError(
-            f"attention_mask is {tuple(mask.shape)}, and a ring takes padding as [{batch}, {length}]: pass the tokenizer's mask"
-        )
-    if positions is not None and not _are_positions(positions, batch, length):
-        got = f"{tuple(positions.shape)}" if isinstance(positions, Tensor) else f"a {type(positions).__name__}"
-        raise ValueError(f"position_ids must be a tensor [{batch}, {length}] like the tokens, got {got}")
     rows = rows_of_call(runner, tokens, arguments)
     documents = rows.documents
     if documents is None:
@@ -118,12 +99,26 @@ def rows_to_cut(
     return replace(rows, documents=documents, layout=layout)
 
 
-def _check_gaps(positions: Tensor | None, documents: Documents) -> None:
-    """Refuses positions that skip or repeat inside a document without a mask: some models would begin another document there.
+def _checked_tokens(arguments: Mapping[str, Any]) -> Tensor:
+    """Returns the tokens or embeddings of a call; refuses a call without them, and a mask or positions of other rows."""
+    tokens, mask, positions = tokens_in(arguments), arguments.get("attention_mask"), arguments.get("position_ids")
+    if tokens is None or tokens.dim() < 2 or 0 in tokens.shape[:2]:
+        got = "neither input_ids nor inputs_embeds" if tokens is None else f"{tuple(tokens.shape)}"
+        raise ValueError(f"a ring cuts rows of tokens [batch, tokens], got {got}: pass input_ids or inputs_embeds")
+    shape = (batch, length) = tuple(tokens.shape[:2])
+    if isinstance(mask, Tensor) and mask.dim() >= 2 and tuple(mask.shape) != shape:
+        raise ValueError(
+            f"attention_mask must be [{batch}, {length}] like the tokens, got {tuple(mask.shape)}: pass the tokenizer's mask"
+        )
+    sizes = tuple(positions.shape) if isinstance(positions, Tensor) else ()
+    if positions is not None and not (len(sizes) in (2, 3) and sizes[-2:] in (shape, (1, length))):
+        got = f"{sizes}" if isinstance(positions, Tensor) else f"a {type(positions).__name__}"
+        raise ValueError(f"position_ids must be a tensor [{batch}, {length}] like the tokens, got {got}")
+    return tokens
 
-    Raises:
-        ValueError: such positions.
-    """
+
+def _check_gaps(positions: Tensor | None, documents: Documents) -> None:
+    """Refuses positions that skip or repeat inside a document without a mask: some models begin another document there."""
     if positions is None or positions.shape[1] < 2:
         return
     for row, token in (positions.diff(dim=1) != 1).nonzero().tolist():
@@ -135,23 +130,23 @@ def _check_gaps(positions: Tensor | None, documents: Documents) -> None:
             )
 
 
-def _are_positions(positions: Any, batch: int, length: int) -> bool:
-    """Returns whether these are positions [B or 1, n], or [axes, B or 1, n]."""
-    rows = (1, length), (batch, length)
-    return isinstance(positions, Tensor) and positions.dim() in (2, 3) and positions.shape[-2:] in rows
-
-
 def whole_positions(runner: nn.Module, rows: WholeRows, arguments: Mapping[str, Any]) -> Tensor:
-    """Returns the positions of whole rows: the caller's, or those that the decoder would count itself."""
-    positions: Tensor | None = arguments.get("position_ids")
-    tokens = tokens_in(arguments)
+    """Returns the positions [B or 1, n] of whole rows: the caller's, or those that the decoder would count itself."""
+    positions, tokens = arguments.get("position_ids"), tokens_in(arguments)
     assert tokens is not None
-    if positions is not None:
+    if isinstance(positions, Tensor):
         return positions
+    ids, mask, first = arguments.get("input_ids"), arguments.get("attention_mask"), first_position(runner)
     if rows.from_collator and rows.packed:
         assert rows.documents is not None
-        return positions_of_documents(rows.documents, rows.length, first_position(runner)).to(tokens.device)
-    return own_positions(runner, arguments.get("input_ids"), arguments.get("attention_mask"), tokens)
+        return positions_of_documents(rows.documents, rows.length, first).to(tokens.device)
+    if first and ids is not None:  # RoBERTa and its relatives count the tokens that are not padding, by their ids.
+        valid = (ids != first - 1).long()
+        return valid.cumsum(1) * valid + first - 1
+    if getattr(runner.config, "model_type", None) in _COUNT_BY_MASK and isinstance(mask, Tensor) and mask.dim() == 2:
+        valid = mask.long()
+        return valid.cumsum(1) * valid - 1
+    return torch.arange(first, first + rows.length, device=tokens.device)[None]
 
 
 def cut(arguments: Mapping[str, Any], rows: WholeRows, ring: Ring) -> dict[str, Any]:
@@ -176,10 +171,9 @@ def cut(arguments: Mapping[str, Any], rows: WholeRows, ring: Ring) -> dict[str, 
 
 
 def _cut_tensor(name: str, x: Tensor, rows: WholeRows, ring: Ring) -> Tensor:
-    shape = tuple(x.shape)
     assert rows.layout is not None
-    if name == "position_ids" and len(shape) == 3:
+    if name == "position_ids" and x.dim() == 3:
         return ring.shard(x.movedim(0, -1).expand(rows.batch, -1, -1), rows.layout).movedim(-1, 0)
-    if len(shape) < 2 or shape[1] != rows.length or shape[0] not in (1, rows.batch):
+    if x.dim() < 2 or x.shape[1] != rows.length or x.shape[0] not in (1, rows.batch):
         return x
-    return ring.shard(x.expand(rows.batch, *shape[1:]), rows.layout)
+    return ring.shard(x.expand(rows.batch, *x.shape[1:]), rows.layout)

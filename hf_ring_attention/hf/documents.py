@@ -12,13 +12,10 @@ from ..plan.problem import Documents
 
 
 def documents_from_mask(mask: Tensor) -> Documents:
-    """Returns the (start, stop) of the documents of each batch row.
+    """Returns the (start, stop) of the documents of each batch row; refuses padding inside a document.
 
     Args:
         mask: [B, n]: 0 for padding, otherwise the number of the token's document (a padding mask has 1 everywhere else).
-
-    Raises:
-        ValueError: padding inside a document.
     """
     documents = []
     for row, numbers in enumerate(mask.to(torch.int64).cpu()):
@@ -33,13 +30,6 @@ def documents_from_mask(mask: Tensor) -> Documents:
             )
         documents.append(tuple(runs))
     return tuple(documents)
-
-
-def has_padding_inside(numbers: Tensor) -> bool:
-    """Returns whether a row of one document has padding between its tokens, by the numbers [B, n] of its tokens' documents."""
-    valid = numbers != 0
-    inside = ~valid & (valid.cumsum(1) > 0) & (valid.flip(1).cumsum(1).flip(1) > 0)
-    return bool(inside.any()) and bool((numbers == numbers.amax(1, keepdim=True))[valid].all())
 
 
 def documents_of_rows(
@@ -119,11 +109,8 @@ def _documents_of_positions(batch: int, positions: Tensor | None, mask: Tensor |
     if positions is None or positions.dim() != 2:
         return None
     positions = positions.cpu().to(torch.int64).expand(batch, -1)
-    if mask is None:
-        valid = torch.ones_like(positions)
-    elif tuple(mask.shape) == tuple(positions.shape):
-        valid = (mask != 0).cpu().to(torch.int64)
-    else:
+    valid = torch.ones_like(positions) if mask is None else (mask != 0).cpu().to(torch.int64)
+    if valid.shape != positions.shape:
         return None  # The mask also covers a cache, or is not one of tokens.
     before, after = positions[:, :-1], positions[:, 1:]
     restarts = torch.zeros_like(positions)
@@ -136,12 +123,8 @@ def _documents_of_positions(batch: int, positions: Tensor | None, mask: Tensor |
 
 def _merged(documents: Documents) -> Documents:
     """Returns documents, with those that follow each other without padding between them joined into one."""
-    rows = []
-    for row in documents:
-        stops = {stop for _, stop in row}
-        starts = {start for start, _ in row}
-        rows.append(tuple(zip(sorted(starts - stops), sorted(stops - starts))))
-    return tuple(rows)
+    borders = [({start for start, _ in row}, {stop for _, stop in row}) for row in documents]
+    return tuple(tuple(zip(sorted(starts - stops), sorted(stops - starts))) for starts, stops in borders)
 
 
 def positions_of_documents(documents: Documents, length: int, first: int) -> Tensor:

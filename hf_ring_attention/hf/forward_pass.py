@@ -1,4 +1,4 @@
-"""The running call of a patched model, for its masks, layers and head to look up."""
+"""The running call of a patched model, for its masks, layers and head to look up; and calls without its pattern."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
+from ..ring.ring import Ring
+from .wrappers import inner_model
 
 #: A function of hidden states [..., width] that gives logits [..., vocabulary].
 Head = Callable[[Tensor], Tensor]
@@ -68,20 +70,14 @@ class WholeRows:
         return self.documents is not None and any(len(row) > 1 for row in self.documents)
 
 
-class HeadOnParts(Protocol):
-    """A head that computes with this rank's part of the rows."""
-
-    def joined_result(self, output: Any) -> Any:
-        """Returns the output of the call as of whole rows; None if the call must be made again with a head on whole rows."""
-
-
 @dataclass
 class ForwardPass:
     """The facts about a call of a patched model that are known before its decoder runs.
 
     Attributes:
-        config: the config of the decoder; the masks of other models are not concerned.
+        runner: the decoder, whose config the masks and layers of this pass have.
         module: the module that was called: a model with its head, its base model, or the decoder of this.
+        ring: the ring that `patch_model` gave to the model.
         call: what the caller added to the arguments of the model.
         rows: the whole rows, and how they are cut; None in a step of generation.
         held: the keys in the cache of this rank, in a step of generation against a sharded cache.
@@ -89,8 +85,10 @@ class ForwardPass:
         last_position: the greatest position id of whole rows that are cut.
         parts: whether the decoder's last hidden states stay parts: the head or the caller computes with them.
         keep: [k] the tokens whose hidden states the head needs; None for all.
-        head: what the head computes from parts; None if it computes with whole rows.
-        own_patterns: the patterns of layers that have their own; None before the first layer.
+        head: the watched call of a head that computes a loss from parts; None if it computes with whole rows.
+        join_result: returns the output of the call for whole rows, or None if the call must be made again with a head on whole
+            rows; None for outputs that the decoder's hook has joined.
+        own_patterns: the patterns of layers that have their own, by the layers' numbers.
         calls: the calls of attention so far, by the kind of layer.
         tokens: the facts of the masks made so far, which must last as long as the pass.
         attended: whether a layer has attended by ring_dilated.
@@ -98,17 +96,19 @@ class ForwardPass:
         frame: the call of the module that makes this pass, while it runs; None afterwards.
     """
 
-    config: Any
-    module: Any = None
-    call: Call | None = None
+    runner: Any
+    module: Any
+    ring: Ring | None
+    call: Call
     rows: WholeRows | None = None
     held: HeldKeys | None = None
     whole: bool = False
     last_position: int | None = None
     parts: bool = False
     keep: Tensor | None = None
-    head: HeadOnParts | None = None
-    own_patterns: Mapping[int, Pattern] | None = None
+    head: Any = None
+    join_result: Callable[[Any], Any] | None = None
+    own_patterns: Mapping[int, Pattern] = field(default_factory=dict)
     calls: dict[Any, Any] = field(default_factory=dict)
     tokens: list[Any] = field(default_factory=list)
     attended: bool = False
@@ -183,12 +183,9 @@ def drop_broken_passes() -> None:
 
 
 def forward_pass_of(config: Any) -> ForwardPass | None:
-    """Returns the running forward pass if its model has this config; else None.
-
-    An error may leave its pass behind, which must not serve the next model.
-    """
+    """Returns the running forward pass if its model has this config: an error may have left another one behind."""
     now = _RUNNING.get().forward_pass
-    return now if now is not None and now.config is config else None
+    return now if now is not None and now.runner.config is config else None
 
 
 def number_of(mask: Tensor | None) -> int | None:
@@ -197,12 +194,27 @@ def number_of(mask: Tensor | None) -> int | None:
     return int(mask) if own else None  # type: ignore[arg-type]
 
 
-def with_forward_pass(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that runs in the forward pass that runs now, whenever and in whichever thread it is called."""
-    now = running().forward_pass
+@contextmanager
+def exact_attention(model: nn.Module) -> Iterator[None]:
+    """A context in which a patched model attends as it did before it had patterns: exactly, and by its layers' own windows.
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with running_with(forward_pass=now):
-            return function(*args, **kwargs)
+    Other threads, and other tasks of asyncio, are not affected. Shards of a ring keep the layout of the model's own pattern.
+    Gradients are not recorded, because a backward pass recomputes layers (gradient checkpointing) outside of the context.
 
-    return run
+    Args:
+        model: a Transformers model, bare or wrapped by DDP, FSDP, DeepSpeed, PEFT or torch.compile.
+
+    Raises:
+        ValueError: no Transformers model; or, in a forward pass, gradients that are recorded all the same.
+
+    Example:
+        >>> model, ids = ra.patch_model(tiny_llama(), "window:4+2"), torch.arange(1, 33)[None]
+        >>> sparse = model(ids).logits
+        >>> with ra.exact_attention(model):
+        ...     exact = model(ids).logits
+        >>> torch.equal(exact, sparse), torch.allclose(exact, tiny_llama()(ids).logits, atol=1e-5)
+        (False, True)
+    """
+    config = inner_model(model, "exact_attention").config.get_text_config()
+    with running_with(exact=(*running().exact, config)), torch.no_grad():
+        yield

@@ -61,16 +61,7 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
     with ring.agreement("prefill") as call:
         if hybrids is not None:
             hybrids.check_prefill(inner)
-        if input_ids.dim() != 2 or 0 in input_ids.shape:
-            raise ValueError(f"prefill: input_ids must be [batch, tokens], got {tuple(input_ids.shape)}")
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        if mask.shape != input_ids.shape:
-            raise ValueError(f"prefill: input_ids are {tuple(input_ids.shape)}, and the mask {tuple(mask.shape)}")
-        if not bool(mask.all()) and "position_ids" not in inspect.signature(inner.forward).parameters:
-            name = type(model).__name__
-            raise ValueError(
-                f"prefill: {name} takes no position_ids, so its generate would number padded rows differently"
-            )
+        mask = _checked_mask(inner, input_ids, attention_mask)
         call.same("the shape of input_ids", tuple(input_ids.shape))
         call.same("a checksum of input_ids", digest(input_ids))
         call.same("whether attention_mask is given", attention_mask is not None)
@@ -96,3 +87,16 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
             f"this cache of {layout.seq_len} tokens, and every rank computes whole rows: prefill more than {longest} tokens"
         )
     return cache
+
+
+def _checked_mask(model: PreTrainedModel, ids: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns the mask [B, n] of tokens; refuses rows that `generate` would not go on from."""
+    if ids.dim() != 2 or 0 in ids.shape:
+        raise ValueError(f"prefill: input_ids must be [batch, tokens], got {tuple(ids.shape)}")
+    mask = torch.ones_like(ids) if mask is None else mask
+    if mask.shape != ids.shape:
+        raise ValueError(f"prefill: input_ids are {tuple(ids.shape)}, and the mask {tuple(mask.shape)}")
+    if not bool(mask.all()) and "position_ids" not in inspect.signature(model.forward).parameters:
+        name = type(model).__name__
+        raise ValueError(f"prefill: {name} takes no position_ids, so its generate would number padded rows differently")
+    return mask

@@ -30,7 +30,6 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 #: The types that multiply by what others divide by.
 _MULTIPLYING = ("hyperclovax",)
 
-
 #: torch gives hooks numbers, and two threads at a time could get the same one.
 _HOOKING = threading.Lock()
 
@@ -103,12 +102,7 @@ class HeadCall:
         return self.plain is not None and version_of(self.plain) == self._version
 
     def head(self, logits: Tensor, config: PretrainedConfig) -> Head | None:
-        """Returns the function that makes the model's logits of hidden states; None if the config does not name it.
-
-        Args:
-            logits: the logits that the model returned for its few tokens.
-            config: the config of the model.
-        """
+        """Returns the function that makes logits of hidden states, by the logits of the few tokens; None if it is not known."""
         output, plain = self.output, self.plain
         if output is None or plain is None or self.unsuited is not None or not self.plain_is_intact:
             return None
@@ -126,11 +120,7 @@ class HeadCall:
 
 @contextmanager
 def watched(output: nn.Module | None) -> Iterator[HeadCall]:
-    """A context for one call of a model, which leaves its hidden states in the `HeadCall` that the context yields.
-
-    Args:
-        output: the model's output layer.
-    """
+    """A context for one call of a model, whose output layer leaves its hidden states in the `HeadCall` that is yielded."""
     call = HeadCall(output)
     call.watch()
     try:
@@ -202,7 +192,7 @@ def fitting_change(config: PretrainedConfig, plain: Tensor, logits: Tensor) -> H
     vocabulary. A compiled model rounds elsewhere, so a few logits may be off by their last bit.
 
     Args:
-        plain: [..., rows of the output layer] what that returned; logits: [..., vocabulary] the model's own.
+        plain: [..., rows of the output layer]; logits: [..., vocabulary] the model's own.
     """
     plain, logits = plain.detach(), logits.detach()
     width, dtype, named = logits.shape[-1], logits.dtype, named_change(config)
@@ -216,9 +206,7 @@ def fitting_change(config: PretrainedConfig, plain: Tensor, logits: Tensor) -> H
             return named(x[..., :width].to(inner)).to(dtype)
 
         changed = change(plain)
-        same = (changed == logits) | (changed.isnan() & logits.isnan())
-        error = (changed.double() - logits.double()).abs() / logits.double().abs().clamp_min(1e-30)
-        error = error.masked_fill(same, 0)
-        if bool(((error <= max(1.01 * eps, rounding)).all()) & ((error <= rounding).double().mean() > 0.9)):
+        close = partial(torch.isclose, changed.double(), logits.double(), atol=0, equal_nan=True)
+        if bool(close(rtol=max(1.01 * eps, rounding)).all() & (close(rtol=rounding).double().mean() > 0.9)):
             return change
     return None

@@ -6,7 +6,6 @@ Further hooks correct the few modules that would take a rank's part for a row.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,14 +15,13 @@ from transformers import PreTrainedModel
 from ..compute.private import remove_hooks
 from ..ring.attention import UNTRACEABLE, check_not_traced
 from ..ring.ring import Ring
-from .cache import ShardedCache, cache_in, cache_names
-from .calls import check_places
+from .cache import ShardedCache, cache_in
 from .cut import by_name, cut, tokens_in, whole_positions
-from .forward_pass import ForwardPass, WholeRows, drop_broken_passes, running
-from .join import joined_output, kept, whole_rows
+from .forward_pass import ForwardPass, WholeRows, drop_broken_passes, forward_pass_of, running
+from .join import joined_output, kept
 from .model_call import begin_call, end_call
-from .not_formed import cache_not_formed
-from .rings import attached_ring, serve, set_ring
+from .positions import check_places
+from .rings import remember_patched, set_ring
 from .wrappers import decoder_of, runner_of
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -31,16 +29,13 @@ _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
     """Makes this the ring of the model's attention layers; None makes its rows whole ones again."""
-    runner = runner_of(model)
-    serve(ring, model)
+    remember_patched(model)
+    of_ring = {model, *decoder_of(model).modules()}
     for module in model.modules():
         remove_hooks(module, _is_own)
-        set_ring(module, None)
-    for module in decoder_of(model).modules():
-        set_ring(module, ring)
-    set_ring(model, ring)
+        set_ring(module, ring if module in of_ring else None)
     # Any of these may be the one that is called: a model with its head, its base model, and the decoder of this.
-    for called in {id(x): x for x in (model, model.base_model, runner)}.values():
+    for called in dict.fromkeys((model, model.base_model, runner_of(model))):
         called.register_forward_pre_hook(before_model, with_kwargs=True)
         called.register_forward_hook(_after_model, with_kwargs=True, always_call=True)
     if ring is None or ring.world_size == 1:
@@ -67,43 +62,29 @@ def _depends_on_length(module: nn.Module) -> bool:
 
 @torch.compiler.disable(reason=UNTRACEABLE)
 def before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Begins the call of a model, and gives its decoder this rank's part of the rows.
-
-    Raises:
-        ValueError, NotImplementedError: as `begin_call`, and as `_of_decoder`.
-    """
+    """Begins the call of a model, and gives its decoder this rank's part of the rows."""
     check_not_traced()
     drop_broken_passes()
-    runner, now = runner_of(module), running().forward_pass
-    inside = now is not None and now.config is runner.config
+    runner = runner_of(module)
+    now = forward_pass_of(runner.config)
     # TRL puts a function of the model in place of its forward, which calls the model with tokens.
-    if (inside and module is not runner) or any(isinstance(x, nn.Module) for x in args):
+    if (now is not None and module is not runner) or any(isinstance(x, nn.Module) for x in args):
         return None
     kwargs = by_name(module, args, kwargs)
-    if not inside:
-        now = begin_call(module, runner, kwargs)
-    assert now is not None
-    if module is runner and now.rows is not None:
-        kwargs = _of_decoder(now, now.rows, runner, kwargs)
-    return (), kwargs
+    now = now or begin_call(module, runner, kwargs)
+    return (), kwargs if module is not runner or now.rows is None else _of_decoder(now, now.rows, kwargs)
 
 
-def _of_decoder(now: ForwardPass, rows: WholeRows, runner: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of the decoder: this rank's part of the rows, and positions that count each packed document.
-
-    Raises:
-        NotImplementedError: a model that changes the number of tokens before its decoder.
-        ValueError: positions beyond a table.
-    """
-    ring, tokens = attached_ring(runner), tokens_in(kwargs)
+def _of_decoder(now: ForwardPass, rows: WholeRows, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of the decoder: this rank's part of the rows, and positions that count each packed document."""
+    runner, tokens = now.runner, tokens_in(kwargs)
     if rows.layout is None:
         if not (rows.from_collator and rows.packed and kwargs.get("position_ids") is None):
             return kwargs
         return {**kwargs, "position_ids": whole_positions(runner, rows, kwargs)}
-    assert ring is not None and tokens is not None
-    if now.call is not None and now.call.rows is not None:  # A loader has cut them.
-        parts = dict(kwargs)
-        now.last_position = rows.last_position
+    assert now.ring is not None and tokens is not None
+    if now.call.rows is not None:  # A loader has cut them.
+        parts, now.last_position = dict(kwargs), rows.last_position
     else:
         if tuple(tokens.shape[:2]) != (rows.batch, rows.length):
             raise NotImplementedError(
@@ -112,7 +93,7 @@ def _of_decoder(now: ForwardPass, rows: WholeRows, runner: PreTrainedModel, kwar
             )
         positions = whole_positions(runner, rows, kwargs)
         now.last_position = int(positions.max())
-        parts = cut({**kwargs, "position_ids": positions}, rows, ring)
+        parts = cut({**kwargs, "position_ids": positions}, rows, now.ring)
     check_places(runner, now.last_position)
     if not isinstance(cache_in(kwargs), ShardedCache) and "use_cache" in inspect.signature(runner.forward).parameters:
         parts["use_cache"] = False
@@ -122,50 +103,23 @@ def _of_decoder(now: ForwardPass, rows: WholeRows, runner: PreTrainedModel, kwar
 @torch.compiler.disable(reason="it belongs to before_model")
 def _after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Joins the results of the decoder, and ends the call of a model."""
-    now, runner = running().forward_pass, runner_of(module)
-    if now is None or now.config is not runner.config:
+    runner = runner_of(module)
+    now = forward_pass_of(runner.config)
+    if now is None:
         return None
     if module is runner and now.layout is not None and output is not None:
-        output = _joined(now, runner, output)
-    return end_call(now, runner, kwargs, output) if now.module is module else output
-
-
-def _joined(now: ForwardPass, runner: PreTrainedModel, output: Any) -> Any:
-    """Returns the decoder's results of whole rows, but for last hidden states that the head takes in parts."""
-    rows, ring = now.rows, attached_ring(runner)
-    assert ring is not None and rows is not None
-
-    def join_hidden(x: Tensor) -> Tensor:
-        if now.parts:
-            return x
-        return whole_rows(x, rows, ring) if now.keep is None else kept(x, rows, ring, now.keep)
-
-    output = joined_output(output, join_hidden, rows, ring)
-    if isinstance(output, Mapping) and not runner.training and getattr(runner.config, "use_cache", False):
-        for name in cache_names(type(runner).forward):
-            if name in output_fields(output) and output.get(name) is None:
-                output[name] = cache_not_formed()  # type: ignore[index]
-    return output
-
-
-def output_fields(output: Any) -> list[str]:
-    """Returns the names that an output of Transformers may have."""
-    return list(getattr(type(output), "__dataclass_fields__", {}))
+        output = joined_output(now, output)
+    return end_call(now, kwargs, output) if now.module is module else output
 
 
 # ---- modules that take a part for a row
 
 
-@torch.compiler.disable(reason="it reads what _before_decoder found")
+@torch.compiler.disable(reason="it reads what before_model found")
 def _with_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gives RoPE that depends on the row's length one more column, with the row's last position."""
     now = running().forward_pass
-    if now is None:
-        raise RuntimeError(
-            f"{type(module).__name__} depends on the length of the whole sequence, and was called outside the forward pass of "
-            f"the sharded model: call the model, not its parts"
-        )
-    if now.last_position is None:
+    if now is None or now.last_position is None:
         return None  # Whole rows, or a step after a prefill, in which all ranks have all positions.
     positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
     column = torch.full_like(positions[..., :1], now.last_position)
@@ -186,12 +140,11 @@ def _without_last_position(module: nn.Module, args: tuple[Any, ...], output: Any
 @torch.compiler.disable(reason="it asks another rank")
 def _with_first_token(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Gives a pooler the first token of the whole sequence; it reads the first token [B, D] of [B, n, D]."""
-    ring, now = attached_ring(module), running().forward_pass
-    assert ring is not None  # This hook is registered on rings only.
-    if now is not None and now.whole:
+    now = running().forward_pass
+    if now is None or now.layout is None:
         return None
-    states: Tensor = args[0]
-    one_token = states.dim() == 2
-    layout = None if now is None else now.layout
-    first = ring.first_token(states.unsqueeze(1) if one_token else states, layout)
+    assert now.rows is not None and now.ring is not None
+    one_token = args[0].dim() == 2
+    states: Tensor = args[0].unsqueeze(1) if one_token else args[0]
+    first = kept(states, now.rows, now.ring, torch.tensor([0]))
     return (first.squeeze(1) if one_token else first, *args[1:])

@@ -1,4 +1,4 @@
-"""Joins what a decoder returns for each rank's part of the rows into what one device would return."""
+"""Joins what a decoder returns for each rank's part of the rows into what one device would return; what is missing says so."""
 
 from __future__ import annotations
 
@@ -10,13 +10,68 @@ from torch import Tensor
 
 from ..ring.ring import Ring
 from ..ring.shards import whole_of
-from .forward_pass import WholeRows
+from .cache import cache_names
+from .forward_pass import ForwardPass, WholeRows
 
 #: A function that makes a value of whole rows from this rank's part of it.
 Join = Callable[[Tensor], Tensor]
 
 
-def whole_rows(local: Tensor, rows: WholeRows, ring: Ring, dim: int = 1) -> Tensor:
+class NotFormedError(RuntimeError, AttributeError):
+    """A result was used that its call did not form.
+
+    It is an AttributeError too, so that libraries which look for the methods of a tensor find none.
+    """
+
+
+class NotFormed:
+    """A stand-in for a result that was not formed: any use raises an error with the reason.
+
+    It is no tensor, so that libraries that cast, gather or copy the tensors of an output leave it as it is.
+    """
+
+    def __init__(self, what: str, remedy: str) -> None:
+        self._what, self._remedy = what, remedy
+
+    def __repr__(self) -> str:
+        return f"NotFormed({self._what}: {self._remedy})"
+
+    def __reduce__(self) -> Any:
+        return NotFormed, (self._what, self._remedy)
+
+    def __getattr__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotFormedError(f"this output has no {self._what}: {self._remedy}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, NotFormed)).__getattr__()
+
+
+#: Python looks these up in the class, and not by `__getattr__`.
+_OPERATORS = (
+    "eq ne lt le gt ge neg pos abs invert bool int float complex index len iter getitem setitem delitem contains array "
+    "array_ufunc array_function and or xor rand ror rxor add sub mul truediv floordiv mod pow matmul radd rsub rmul "
+    "rtruediv rfloordiv rmod rpow rmatmul iadd isub imul itruediv"
+)
+for _operator in _OPERATORS.split():
+    setattr(NotFormed, f"__{_operator}__", NotFormed.__getattr__)
+
+#: The logits of a call whose loss was computed in slices.
+LOGITS_NOT_FORMED = NotFormed(
+    "logits",
+    "its loss was computed in slices of tokens, so the logits of all tokens never existed at once: call the model without "
+    "labels, which returns logits, and compute the loss from them",
+)
+
+#: The cache of a call over a ring.
+CACHE_NOT_FORMED = NotFormed(
+    "cache",
+    "each rank of a ring computed a part of its rows: pass use_cache=True to compute whole rows with a cache on every rank, or "
+    "fill a sharded cache with ra.prefill",
+)
+
+
+def whole_rows(local: Tensor, rows: WholeRows, ring: Ring) -> Tensor:
     """Returns whole rows on every rank; the ranks have agreed on the call already. It is differentiable.
 
     The gradient of a rank's part is the sum of the gradients that all ranks have for it. So if all ranks compute the same
@@ -24,7 +79,7 @@ def whole_rows(local: Tensor, rows: WholeRows, ring: Ring, dim: int = 1) -> Tens
     """
     layout = rows.layout
     assert layout is not None
-    return whole_of(ring.side_by_side(local, dim), layout, dim)
+    return whole_of(ring.side_by_side(local, 1), layout, 1)
 
 
 def kept(local: Tensor, rows: WholeRows, ring: Ring, tokens: Tensor) -> Tensor:
@@ -46,42 +101,36 @@ def kept(local: Tensor, rows: WholeRows, ring: Ring, tokens: Tensor) -> Tensor:
     return ring.side_by_side(picked[None], 0).sum(0)
 
 
-def joined_output(output: Any, join_hidden: Join, rows: WholeRows, ring: Ring) -> Any:
-    """Returns the output of a decoder with whole rows in place of parts.
-
-    Args:
-        join_hidden: joins the last hidden states.
-    """
-    layout = rows.layout
-    assert layout is not None
+def joined_output(now: ForwardPass, output: Any) -> Any:
+    """Returns the output of a decoder with whole rows in place of parts, but for hidden states that the head takes in parts."""
+    rows, ring, layout = now.rows, now.ring, now.layout
+    assert rows is not None and ring is not None and layout is not None
     part = (rows.batch, layout.local_len)
-
-    def whole(x: Any, join: Join) -> Any:
-        if isinstance(x, (tuple, list)):
-            return type(x)(whole(entry, join) for entry in x)
-        if isinstance(x, Tensor) and tuple(x.shape[:2]) == part:
-            return join(x)
-        return x
 
     def join_rows(x: Tensor) -> Tensor:
         return whole_rows(x, rows, ring)
 
+    def join_last(x: Tensor) -> Tensor:
+        if now.parts:
+            return x
+        return join_rows(x) if now.keep is None else kept(x, rows, ring, now.keep)
+
+    def whole(x: Any, join: Join, flat: bool = False) -> Any:
+        if isinstance(x, (tuple, list)):
+            return type(x)(whole(entry, join, flat) for entry in x)
+        if isinstance(x, Tensor) and tuple(x.shape[:2]) == part:
+            return join(x)
+        if isinstance(x, Tensor) and x.dim() > 1 and flat and x.shape[0] == part[0] * part[1]:
+            return join(x.unflatten(0, part)).flatten(0, 1)
+        return x
+
     if not isinstance(output, MutableMapping):
-        return (whole(output[0], join_hidden), *(whole(x, join_rows) for x in output[1:]))
+        return (whole(output[0], join_last), *(whole(x, join_rows) for x in output[1:]))
     for name, x in output.items():
-        if "router" in name:
-            output[name] = _whole_routers(x, part, join_rows)
-        else:
-            output[name] = whole(x, join_hidden if name == "last_hidden_state" else join_rows)
+        # Models form the logits of routers for the tokens of all rows, one row after the other.
+        output[name] = whole(x, join_last if name == "last_hidden_state" else join_rows, flat="router" in name)
+    if not now.runner.training and getattr(now.runner.config, "use_cache", False):
+        for name in cache_names(type(now.runner).forward):
+            if name in getattr(type(output), "__dataclass_fields__", ()) and output.get(name) is None:
+                output[name] = CACHE_NOT_FORMED
     return output
-
-
-def _whole_routers(x: Any, part: tuple[int, int], join: Join) -> Any:
-    """Returns the logits of routers, which models form for the tokens of all rows, one row after the other."""
-    if isinstance(x, (tuple, list)):
-        return type(x)(_whole_routers(entry, part, join) for entry in x)
-    if isinstance(x, Tensor) and x.dim() > 1 and tuple(x.shape[:2]) == part:
-        return join(x)
-    if isinstance(x, Tensor) and x.dim() > 1 and x.shape[0] == part[0] * part[1]:
-        return join(x.unflatten(0, part)).flatten(0, 1)
-    return x

@@ -8,8 +8,7 @@ formed once (torchtitan's chunked loss does so): backward only scales them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -24,9 +23,8 @@ from ..ring.ring import Ring
 from .config import warn_once
 from .forward_pass import Head, SliceLoss, WholeRows, running
 from .heads import HeadCall, named_change
-from .join import whole_rows
+from .join import LOGITS_NOT_FORMED, whole_rows
 from .loss_bytes import BYTES_AT_ONCE
-from .not_formed import logits_not_formed
 from .support import calls_loss_function
 
 #: The label of a token that is not predicted, as in Transformers.
@@ -52,8 +50,6 @@ class LossInSlices(HeadCall):
     Attributes:
         model: the model that was called; its output layer is watched.
         labels: [B, n] labels of next tokens, -100 for none, of whole rows.
-        rows: the whole rows, and how the ranks of the ring divide them, if they do.
-        of_slice: the loss of a slice.
         result: the mean loss of whole rows; None before it is computed.
     """
 
@@ -101,8 +97,7 @@ class LossInSlices(HeadCall):
         """Returns the mean loss of whole rows; 0 if the model makes its logits in another way than its config names.
 
         Args:
-            logits: what the model made of the output layer's result for two tokens.
-            items: the number of labels by which the sum is divided; None for all labels of the call.
+            logits: the model's logits of two tokens; items: the divisor of the sum, None for the number of labels.
         """
         if self._total is None or self.unsuited is not None:
             return logits.new_zeros(())  # The call is made again, with all logits.
@@ -133,7 +128,6 @@ class LossInSlices(HeadCall):
 
         Terms that the model adds to its loss stay, but for terms of its logits, which are NaN.
         """
-        self.unwatch()
         reason = None
         if self.result is None:
             reason = self.unsuited or "computes no loss by its loss_function"
@@ -152,7 +146,7 @@ class LossInSlices(HeadCall):
         def are_logits(x: Any) -> bool:
             return isinstance(x, Tensor) and x.dim() == 3 and x.shape[:2] == plain.shape[:2]
 
-        instead: Any = logits_not_formed() if torch.is_grad_enabled() else _LogitsOnUse.of(self)
+        instead: Any = LOGITS_NOT_FORMED if torch.is_grad_enabled() else _LogitsOnUse.of(self)
         if isinstance(output, MutableMapping):
             for name in [name for name, x in output.items() if name == "logits" or are_logits(x)]:
                 output[name] = instead
@@ -225,11 +219,7 @@ def loss_in_slices(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def way_of_loss(model: PreTrainedModel, arguments: Mapping[str, Any], shape: tuple[int, int]) -> Decision:
-    """Decides how a call with labels computes its loss: "slices" on each rank's part, or by a "whole" head, with the reason.
-
-    Args:
-        shape: the batch rows and tokens of the call.
-    """
+    """Decides how a call of [rows, tokens] computes its loss: "slices" on each rank's part, or by a "whole" head."""
     labels = next((arguments[x] for x in ("shift_labels", "labels") if isinstance(arguments.get(x), Tensor)), None)
     name, keep = type(model).__name__, arguments.get("logits_to_keep")
     if labels is None:
@@ -283,46 +273,33 @@ class _LogitsOnUse(Tensor):
 # ---- the fields of TRL's fused head
 
 
-@dataclass(frozen=True)
-class Fields:
-    """A call with `fused_lm_head=True`, whose head gets labels that are shifted and cut.
-
-    Attributes:
-        items: the number by which the head divides the sum of its losses.
-        shifted: whether the caller's labels were shifted already, so that fields have a value for the last token too.
-    """
-
-    items: Tensor | int
-    shifted: bool
-    rows: WholeRows
-    ring: Ring
-
-    def joined_result(self, output: Any) -> Any:
-        """Returns the output with the fields [B, n - 1] of whole rows, or [B, n] for shifted labels, and their loss."""
-        rows, layout = self.rows, self.rows.layout
-        assert layout is not None
-        part = (rows.batch, layout.local_len)
-        # What a head adds to the loss, such as the loss of routers, was computed from whole rows.
-        added = output["loss"] + output["log_probs"].sum() / self.items
-        stop = rows.length if self.shifted else rows.length - 1
-        for name, x in output.items():
-            if isinstance(x, Tensor) and tuple(x.shape) == part:
-                output[name] = whole_rows(x, rows, self.ring)[:, :stop]
-        output["loss"] = added - output["log_probs"].sum() / self.items
-        return output
-
-
-def fields_of(rows: WholeRows, ring: Ring, kwargs: dict[str, Any]) -> Fields:
-    """Replaces the labels of a call by the labels of this rank's tokens, and returns what its fields are joined by.
+def join_of_fields(rows: WholeRows, ring: Ring, kwargs: dict[str, Any]) -> Callable[[Any], Any]:
+    """Replaces the labels of a call with `fused_lm_head=True` by the labels of this rank's tokens.
 
     Args:
         kwargs: the arguments of the call, with labels.
+
+    Returns:
+        A function that joins the output of the call: its fields [B, n - 1] of whole rows, or [B, n] for labels that the caller
+        has shifted, and their loss.
     """
-    labels, given = kwargs["labels"], kwargs.get("shift_labels")
-    whole = shifted(labels) if given is None else given
-    items = kwargs.get("num_items_in_batch")
-    items = (whole != IGNORED).sum().clamp(min=1) if items is None else items
-    assert rows.layout is not None
-    kwargs["shift_labels"] = ring.shard(whole, rows.layout, fill=IGNORED)
+    layout, shifted_labels, items = rows.layout, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
+    assert layout is not None
+    part, stop = (rows.batch, layout.local_len), rows.length
+    if shifted_labels is None:
+        shifted_labels, stop = shifted(kwargs["labels"]), rows.length - 1
+    if items is None:
+        items = (shifted_labels != IGNORED).sum().clamp(min=1)
+    kwargs["shift_labels"] = ring.shard(shifted_labels, layout, fill=IGNORED)
     kwargs["num_items_in_batch"] = items
-    return Fields(items, given is not None, rows, ring)
+
+    def joined(output: Any) -> Any:
+        # What a head adds to the loss, such as the loss of routers, was computed from whole rows.
+        added = output["loss"] + output["log_probs"].sum() / items
+        for name, x in output.items():
+            if isinstance(x, Tensor) and tuple(x.shape) == part:
+                output[name] = whole_rows(x, rows, ring)[:, :stop]
+        output["loss"] = added - output["log_probs"].sum() / items
+        return output
+
+    return joined

@@ -17,16 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..plan.branches import Segment, Window
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, HeldKeys
 from ..ring.attention import UNTRACEABLE, check_not_traced
-from .documents import documents_from_mask, has_padding_inside
-from .forward_pass import drop_broken_passes, forward_pass_of, number_of
+from .documents import documents_from_mask
+from .forward_pass import ForwardPass, drop_broken_passes, forward_pass_of, number_of
 from .hybrid_types import MIXERS
 from .support import check_config, class_name
 
 #: Arguments of the mask functions of other implementations, which make squares and may leave them out.
 _OPTIONS_OF_SQUARES = ("allow_is_bidirectional_skip", "allow_is_causal_skip", "dtype", "local_size")
+
+#: A kind of branch, and its length in tokens.
+OwnBranch = tuple[type[Segment] | type[Window], int]
 
 #: The attribute of a mask that keeps its `Tokens` alive; so does the forward pass, for the layers that backward recomputes.
 _TOKENS = "_ring_dilated_tokens"
@@ -41,8 +45,8 @@ class Tokens:
         length: the number of key rows; None without a mask.
         written: the number of key rows that hold a token; a static cache has more rows.
         causal: whether queries see no later keys; None for a plain mask.
-        window: the window of the layer, in tokens, as `Window` counts them.
-        chunk: the length of the layer's chunks, in tokens, as `Segment` counts them.
+        own: the kind and length of the window or chunks that the layer has in the model itself. Models may make masks with
+            a window of 0 for layers that they do not have.
         dropped: whether the cache has dropped keys before these.
         missing: the number of tokens of each batch row that it has dropped, in a layer with chunks.
         layout: how the sequence is sharded; None if it is whole.
@@ -55,8 +59,7 @@ class Tokens:
     length: int | None = None
     written: int | None = None
     causal: bool | None = None
-    window: int | None = None
-    chunk: int | None = None
+    own: OwnBranch | None = None
     dropped: bool = False
     missing: tuple[int, ...] = ()
     layout: SequenceLayout | None = None
@@ -106,7 +109,7 @@ def ring_dilated_mask(
             f"{class_name(config)}: ring_dilated cannot apply or_mask_function and and_mask_function, which only a square "
             f"mask could express: use 'eager' or 'sdpa'"
         )
-    causal, window, chunk, packed = _read_mask_function(mask_function, config)
+    causal, own, packed = _read_mask_function(mask_function, config)
     drop_broken_passes()  # generate makes masks before it calls the model.
     now = forward_pass_of(config)
     if now is None and config is not None and config.model_type in MIXERS:
@@ -116,29 +119,39 @@ def ring_dilated_mask(
         )
     layout, held = (None, None) if now is None else (now.layout, now.held)
     # Causal queries are the last tokens that are written.
-    written, valid = (int(q_offset) + q_length - kv_offset if causal else kv_length), None
-    known = None if now is None or held is not None else now.documents
-    # Without a mask, Transformers reads documents from positions by a rule of its own (`packed`). It wins over the forward
-    # pass's reading of positions, since the model computes it under any other implementation.
-    rows = None if now is None else now.rows
-    if packed is not None and layout is None and not (rows is not None and rows.from_collator):
-        known = None
-    if known is not None:
-        documents = known
-    elif attention_mask is not None:
+    written = int(q_offset) + q_length - kv_offset if causal else kv_length
+    documents, valid = _known_documents(now, packed), None
+    if documents is None and attention_mask is not None:
         documents, valid = _documents_and_padding(_numbers_of(attention_mask, kv_offset, kv_length)[:, :written])
-    elif packed is not None and layout is None:
+    elif documents is None and packed is not None and layout is None:
         documents = documents_from_mask((packed + 1).expand(batch_size, -1))
-    else:
+    elif documents is None:
         documents = (((0, written),),) * batch_size
     missing: tuple[int, ...] = ()
-    if chunk is not None and kv_offset:
+    if own is not None and own[0] is Segment and kv_offset:
         missing = (kv_offset,) * batch_size
         if attention_mask is not None:
             missing = tuple((attention_mask[:, :kv_offset] != 0).sum(1).tolist())
-    tokens = Tokens(documents, kv_length, written, causal, window, chunk, kv_offset > 0, missing, layout, held, valid)
+    tokens = Tokens(documents, kv_length, written, causal, own, kv_offset > 0, missing, layout, held, valid)
     if now is not None:
         now.tokens.append(tokens)
+    return _mask_of(tokens)
+
+
+def _known_documents(now: ForwardPass | None, packed: Tensor | None) -> Documents | None:
+    """Returns the documents that the running forward pass has found; None if masks describe them.
+
+    Without a mask, Transformers reads documents from positions by a rule of its own (`packed`). It wins over the forward pass's
+    reading of positions, since the model computes it under any other implementation.
+    """
+    if now is None or now.rows is None or now.held is not None:
+        return None
+    by_transformers = packed is not None and now.layout is None and not now.rows.from_collator
+    return None if by_transformers else now.documents
+
+
+def _mask_of(tokens: Tokens) -> Tensor:
+    """Returns a mask [1, 1, 1, 1] that `tokens_of` reads."""
     number = next(_NUMBERS)
     _BY_NUMBER[number] = tokens
     mask = torch.tensor([[[[number]]]])
@@ -148,37 +161,35 @@ def ring_dilated_mask(
 
 def _read_mask_function(
     mask_function: Callable[..., Any] | None, config: Any
-) -> tuple[bool, int | None, int | None, Tensor | None]:
-    """Returns causality, the window, the chunk length, and the numbers of packed documents of a mask function.
-
-    Raises:
-        ValueError: a mask that only a square could express.
-    """
-    causal, window, chunk, packed = True, None, None, None
+) -> tuple[bool, OwnBranch | None, Tensor | None]:
+    """Returns causality, the window or chunks, and the numbers of packed documents of a mask function."""
+    own: OwnBranch | None = None
+    causal, packed = True, None
     for kind, part in _mask_parts(mask_function):
         if kind == "packed_sequence_mask_function":
             packed = _closure(part, "packed_sequence_mask")
         elif kind == "bidirectional_mask_function":
             causal = False
         elif kind == "sliding_window_overlay":
-            window = _closure(part, "sliding_window")
+            own = Window, _closure(part, "sliding_window")
         elif kind == "sliding_window_bidirectional_overlay":
-            window = _closure(part, "sliding_window") + 1
+            own = Window, _closure(part, "sliding_window") + 1
         elif kind == "chunked_overlay":  # It counts chunks from the first token that is no padding, as documents do.
-            chunk = _closure(part, "chunk_size")
+            own = Segment, _closure(part, "chunk_size")
         elif kind != "causal_mask_function":
             raise ValueError(
                 f"{class_name(config)}: ring_dilated cannot express this mask ({kind}), only causal and two-sided attention, "
                 f"windows, chunks, padding and packing: use 'eager' or 'sdpa'"
             )
-    return causal, window, chunk, packed
+    return causal, own, packed
 
 
 def _documents_and_padding(numbers: Tensor) -> tuple[Documents, Tensor | None]:
     """Returns `documents` and `valid` of the `Tokens` whose documents have these numbers [B, n], 0 for padding."""
-    if not has_padding_inside(numbers):
-        return documents_from_mask(numbers), None
     valid = numbers != 0
+    inside = ~valid & (valid.cumsum(1) > 0) & (valid.flip(1).cumsum(1).flip(1) > 0)
+    if not inside.any() or not (numbers == numbers.amax(1, keepdim=True))[valid].all():  # or a row of several documents
+        return documents_from_mask(numbers), None
     return documents_from_mask(numbers.gather(1, padding_first(valid))), valid
 
 
@@ -208,12 +219,7 @@ def _closure(function: Callable[..., Any], name: str) -> Any:
 
 
 def tokens_of(mask: Tensor | None) -> Tokens:
-    """Reads a mask that `ring_dilated_mask` made, or a plain one [B, n] with 0 for padding and 1 for tokens.
-
-    Raises:
-        ValueError: padding inside one of several documents.
-        RuntimeError: a mask of a forward pass that is over.
-    """
+    """Reads a mask that `ring_dilated_mask` made, or a plain one [B, n] with 0 for padding and 1 for tokens."""
     if mask is None:
         return Tokens()
     number = number_of(mask)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -21,7 +22,7 @@ from .config import (
     layer_pattern,
     patch_config,
     settings_of,
-    warn_of_no_pattern,
+    warn_once,
 )
 from .hooks import attach_ring, before_model
 from .hybrid_types import hybrids_of
@@ -95,11 +96,7 @@ def patch_model(
 
 
 def check_made_model(model: PreTrainedModel) -> None:
-    """Checks the config of a model that is being made, and has its first call patch it if it is made for "ring_dilated".
-
-    Raises:
-        ValueError: a `ring_dilated` in the config that is not understood.
-    """
+    """Checks the config of a model that is being made, and has its first call patch it if it is made for "ring_dilated"."""
     check_made(model.config, type(model).__name__)
     remove_hooks(model, lambda hook: hook is _first_call)
     if not is_patched(model):  # A patched model may get another module, such as larger embeddings.
@@ -113,6 +110,9 @@ def _first_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     if implementation_of(config) != IMPLEMENTATION:
         return None
     patch_model(model, ring=attached_ring(runner_of(model)))  # The decoder may have been patched before.
-    if settings_of(config) is None:
-        warn_of_no_pattern()
+    if settings_of(config) is None and not (dist.is_initialized() and dist.get_rank()):
+        warn_once(
+            f"a model with attn_implementation={IMPLEMENTATION!r} has no pattern, so it computes exact attention: call "
+            f"ra.patch_model(model, pattern), or load it with config=ra.patch_config(config, pattern); 'exact' is a pattern too"
+        )
     return before_model(model, args, kwargs)

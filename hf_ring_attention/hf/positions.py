@@ -23,28 +23,6 @@ def first_position(module: nn.Module) -> int:
     return 0
 
 
-#: Types whose decoders count positions by the mask, from its first token on.
-_COUNT_BY_MASK = ("biogpt", "opt")
-
-
-def own_positions(runner: nn.Module, ids: Tensor | None, mask: Any, tokens: Tensor) -> Tensor:
-    """Returns the positions [B or 1, n] that a decoder counts itself if the caller passes none.
-
-    Args:
-        ids: [B, n]; None if the caller passes embeddings.
-        mask: the attention_mask, if there is one.
-        tokens: what has the rows' shape and device, [B, n, ...].
-    """
-    first = first_position(runner)
-    if first and ids is not None:  # RoBERTa and its relatives count the tokens that are not padding, by their ids.
-        valid = (ids != first - 1).long()
-        return valid.cumsum(1) * valid + first - 1
-    if getattr(runner.config, "model_type", None) in _COUNT_BY_MASK and isinstance(mask, Tensor) and mask.dim() == 2:
-        valid = mask.long()
-        return (valid.cumsum(1) * valid - 1).long()
-    return torch.arange(first, first + tokens.shape[1], device=tokens.device)[None]
-
-
 def places_of(runner: nn.Module) -> int | None:
     """Returns how many tokens of a row a model has positions for, if it looks them up in a table; else None."""
     tables = [
@@ -55,14 +33,21 @@ def places_of(runner: nn.Module) -> int | None:
     return min(tables, default=None)
 
 
+def check_places(runner: nn.Module, last_position: int) -> None:
+    """Refuses a position beyond a table of positions, on which one rank alone would fail."""
+    places, first = places_of(runner), first_position(runner)
+    if places is not None and last_position - first >= places:
+        raise ValueError(
+            f"{type(runner).__name__} has learned positions for {places} tokens, and a row has a token at position "
+            f"{last_position}, counted from {first}: cut rows, or take a model with rotary positions"
+        )
+
+
 def at_its_place_in_the_row(module: nn.Module, query: Tensor, layout: SequenceLayout, rank: int) -> Tensor:
-    """Returns the queries of a shard, scaled by their places in the row instead of their places in the shard.
+    """Returns the queries [B, H, n, D] of a shard, scaled by their places in the row instead of their places in the shard.
 
     Llama 4 scales the queries of layers without RoPE by their places in the row (arXiv 2501.19399), which it counts itself,
     padding and packed documents included. All other layers' queries are returned as they are.
-
-    Args:
-        query: [B, H, n, D], this rank's tokens.
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query

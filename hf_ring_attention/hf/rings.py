@@ -11,8 +11,8 @@ from ..ring.ring import Ring
 
 #: The attribute of a model's modules that holds their ring.
 _RING = "_ring_dilated_ring"
-#: The models of each ring; it keeps neither of them alive.
-_MODELS: weakref.WeakKeyDictionary[Ring, weakref.WeakSet[PreTrainedModel]] = weakref.WeakKeyDictionary()
+#: The models that `patch_model` was called for; it keeps none of them alive.
+_PATCHED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 def attached_ring(module: nn.Module) -> Ring | None:
@@ -30,15 +30,11 @@ def set_ring(module: nn.Module, ring: Ring | None) -> None:
     setattr(module, _RING, ring)
 
 
-def serve(ring: Ring | None, model: PreTrainedModel) -> None:
-    """Makes this the ring that divides the model's rows in place of the attached one; None for rows that stay whole."""
-    before = attached_ring(model)
-    if before is not None and before in _MODELS:
-        _MODELS[before].discard(model)
-    if ring is not None:
-        _MODELS.setdefault(ring, weakref.WeakSet()).add(model)
+def remember_patched(model: PreTrainedModel) -> None:
+    """Has `models_of` find a model by its ring."""
+    _PATCHED.add(model)
 
 
 def models_of(ring: Ring) -> list[PreTrainedModel]:
     """Returns the models that were patched with this ring and still exist."""
-    return list(_MODELS.get(ring, ()))
+    return [model for model in _PATCHED if attached_ring(model) is ring]

@@ -27,25 +27,22 @@ _STATE = "it passes a state from token to token, which neither patterns nor shar
 #: The types of layers with mixers.
 _MIXER_LAYERS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid")
 
-#: Why models with states outside of `hybrid_types` are refused, if their states are not the only reason.
 _RECURRENT = (
     "it has recurrent layers alone, and none that attends: there are no keys that a pattern could choose or a ring pass"
 )
-_STATEFUL = {
+
+#: Model types whose attention or positions depend on more than the interface is given, as running them showed.
+_BEYOND_THE_INTERFACE = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "xlstm"), _RECURRENT),
     **dict.fromkeys(
         ("qwen4_exp", "qwen4_exp_text"), "an indexer of its own selects keys, which no branch of a pattern is"
     ),
-    "deepseek_v4": "it attends to compressed keys of several tokens, which it selects by a rule of its own",
-    "zaya": "convolutions inside its attention mix queries and keys of several tokens, which shards cut apart",
-}
-
-#: Model types whose attention or positions depend on more than the interface is given, as running them showed.
-_BEYOND_THE_INTERFACE = {
-    "doge": "it adds a learned mask of its own to the square mask, and so chooses keys that no pattern knows",
     "blt": "it attends from bytes to patches and back, which is cross-attention",
-    "git": "it lets image features see each other in both directions",
+    "deepseek_v4": "it attends to compressed keys of several tokens, which it selects by a rule of its own",
+    "doge": "it adds a learned mask of its own to the square mask, and so chooses keys that no pattern knows",
     "fnet": "it mixes all tokens by Fourier transforms, and has no attention",
+    "git": "it lets image features see each other in both directions",
+    "zaya": "convolutions inside its attention mix queries and keys of several tokens, which shards cut apart",
 }
 
 #: Model types that mix the tokens of a row outside of attention.
@@ -65,11 +62,7 @@ _passed: set[tuple[Any, ...]] = set()
 
 
 def check_config(config: PretrainedConfig, name: str | None = None) -> None:
-    """Refuses the config of a model that ring_dilated does not compute.
-
-    Args:
-        name: the name of the model's class; None to take it from the config.
-    """
+    """Refuses the config of a model, of a class with this `name`, that ring_dilated does not compute."""
     layer_types = tuple(getattr(config, "layer_types", None) or ())
     crossing = bool(config.is_encoder_decoder or getattr(config, "add_cross_attention", False))
     indexed = not layer_types and bool(getattr(config, "index_topk", None))
@@ -77,8 +70,10 @@ def check_config(config: PretrainedConfig, name: str | None = None) -> None:
     if key in _passed:
         return
     model_class, name = _model_class(config), name or class_name(config)
+    if config.model_type in _BEYOND_THE_INTERFACE:
+        raise NotImplementedError(f"{name}: {_BEYOND_THE_INTERFACE[config.model_type]}: use 'sdpa' or 'eager'")
     if model_class is not None and config.get_text_config() is config:  # Elsewhere, the text model is checked.
-        check_class(model_class, name)
+        _check_class(model_class, name)
     if crossing:
         raise NotImplementedError(
             f"{name} attends from a decoder to an encoder (is_encoder_decoder or add_cross_attention), and some of its "
@@ -98,8 +93,6 @@ def check_config(config: PretrainedConfig, name: str | None = None) -> None:
         raise NotImplementedError(
             f"{name} selects keys by an indexer, which no branch of a pattern is: use 'sdpa' or 'eager'"
         )
-    if config.model_type in _BEYOND_THE_INTERFACE:
-        raise NotImplementedError(f"{name}: {_BEYOND_THE_INTERFACE[config.model_type]}: use 'sdpa' or 'eager'")
     _passed.add(key)
 
 
@@ -120,26 +113,27 @@ def _model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     return None
 
 
-def check_class(model_class: type[Any], name: str) -> None:
+def _check_class(model_class: type[Any], name: str) -> None:
     """Refuses a class that computes attention without the interface, in all layers or in some."""
     if not calls_the_interface(model_class):
         raise ValueError(
             f"{name} does not call Transformers' attention interface, so it would ignore ring_dilated and compute "
             f"attention of its own: use it with 'eager', or a model class that calls the interface"
         )
-    model_type = getattr(model_class.config_class, "model_type", None)
-    if is_stateful(model_class) and model_type not in MIXERS:
-        reason = f"it has recurrent, linear-attention or convolutional layers; of such a layer, {_STATE}"
-        raise NotImplementedError(f"{name}: {_STATEFUL.get(str(model_type), reason)}: use 'sdpa' or 'eager'")
+    if is_stateful(model_class) and getattr(model_class.config_class, "model_type", None) not in MIXERS:
+        raise NotImplementedError(
+            f"{name}: it has recurrent, linear-attention or convolutional layers; of such a layer, {_STATE}: use 'sdpa' or "
+            f"'eager'"
+        )
 
 
 def check_model(model: PreTrainedModel, sharded: bool) -> None:
     """Refuses a model that ring_dilated does not compute, or, if rows are sharded, does not compute on shards."""
     name, config = type(model).__name__, model.config.get_text_config()
     text_model = decoder_of(model)
-    check_class(type(text_model), name)
     check_config(model.config, name)
     check_config(config, name)
+    _check_class(type(text_model), name)
     hybrids = hybrids_of(config)
     mixers = () if hybrids is None else tuple(f"{path}." for path in hybrids.checked_mixers(model))
     for path, module in text_model.named_modules():
@@ -176,10 +170,7 @@ def check_predicts_next(model: PreTrainedModel, caller: str) -> None:
 
 
 def calls_loss_function(model_class: type[Any]) -> bool:
-    """Returns whether a class, or a base class of it, computes its loss by `loss_function`.
-
-    Decoders of encoder-decoder models do not: they neither shift labels nor take shifted ones.
-    """
+    """Returns whether a class, or a base class of it, computes its loss by `loss_function`, which shifts labels."""
     forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in model_class.__mro__ if "forward" in vars(kind)]
     codes = (getattr(forward, "__code__", None) for forward in forwards)
     return any("loss_function" in getattr(code, "co_names", ()) for code in codes)

@@ -22,8 +22,8 @@ def head_shard(module: nn.Module, query: Tensor, key: Tensor) -> tuple[int, int]
     Args:
         query: [B, H, m, D]; key: [B, Hkv, n, D]: the heads of this rank.
     """
-    weights = _dtensors(module)
-    if not weights:
+    meshes = _meshes_of(module)
+    if not meshes:
         return 0, 1
     config, heads, kv_heads = getattr(module, "config", None), query.shape[1], key.shape[1]
     # A layer counts all heads, whatever this rank has. In a few types it has another number of them than the config.
@@ -31,7 +31,7 @@ def head_shard(module: nn.Module, query: Tensor, key: Tensor) -> tuple[int, int]
     total = next((count for owner, name in names if isinstance(count := getattr(owner, name, None), int)), heads)
     if total == heads:
         return 0, 1
-    mesh = _tensor_mesh(weights, unnamed=True)
+    mesh = _tensor_mesh(meshes, unnamed=True)
     size = 1 if mesh is None else mesh.size()
     if mesh is None or total != heads * size or heads != kv_heads * getattr(module, "num_key_value_groups", 1):
         raise ValueError(
@@ -44,7 +44,7 @@ def head_shard(module: nn.Module, query: Tensor, key: Tensor) -> tuple[int, int]
 def tensor_parallel_mesh(model: nn.Module) -> DeviceMesh | None:
     """Returns the mesh of the ranks among which tensor parallelism divides a model; None if it does not."""
     # Earlier releases of Transformers give this mesh no name, and neither has the usual mesh of FSDP.
-    return _tensor_mesh(_dtensors(model), unnamed=(getattr(model, "tp_size", None) or 1) > 1)
+    return _tensor_mesh(_meshes_of(model), unnamed=(getattr(model, "tp_size", None) or 1) > 1)
 
 
 def check_ring(model: nn.Module, ring: Ring) -> None:
@@ -58,19 +58,15 @@ def check_ring(model: nn.Module, ring: Ring) -> None:
         )
 
 
-def _dtensors(module: nn.Module) -> list[DTensor]:
+def _meshes_of(module: nn.Module) -> list[DeviceMesh]:
+    """Returns the mesh along which each weight of a module is divided."""
     if not dist.is_available() or not dist.is_initialized():
         return []
-    return [weight for weight in module.parameters() if isinstance(weight, DTensor)]
+    return [weight.device_mesh for weight in module.parameters() if isinstance(weight, DTensor)]
 
 
-def _tensor_mesh(weights: list[DTensor], unnamed: bool) -> DeviceMesh | None:
-    """Returns the mesh of one dimension along which tensor parallelism divides these weights.
-
-    Args:
-        unnamed: whether it may be a mesh without names.
-    """
-    meshes = [weight.device_mesh for weight in weights]
+def _tensor_mesh(meshes: list[DeviceMesh], unnamed: bool) -> DeviceMesh | None:
+    """Returns the mesh of one dimension along which tensor parallelism divides weights; `unnamed` if it may have no name."""
     named = (mesh for mesh in meshes if _NAME in (mesh.mesh_dim_names or ()))
     others = (mesh for mesh in meshes if unnamed and mesh.ndim == 1 and mesh.mesh_dim_names is None)
     mesh = next(named, next(others, None))

@@ -31,7 +31,7 @@ def wrapped_modules(model: Any) -> list[Any]:
 
 
 def unwrapped(model: Any) -> Any:
-    """Returns the Transformers model inside what torch.compile, PEFT, DDP, FSDP and DeepSpeed put around it."""
+    """Returns the innermost of the `wrapped_modules`: the Transformers model."""
     return wrapped_modules(model)[-1]
 
 

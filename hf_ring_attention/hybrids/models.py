@@ -30,12 +30,7 @@ def mixers_of(model: nn.Module, config: PretrainedConfig) -> list[tuple[str, nn.
 
 
 def checked_mixers(model: PreTrainedModel) -> tuple[str, ...]:
-    """Returns the paths of a model's mixers in its text model.
-
-    Raises:
-        NotImplementedError: an earlier release of Transformers, no mixers of the known class, or mixers with a parameter that
-            is not known.
-    """
+    """Returns the paths of a model's mixers in its text model; refuses releases of Transformers with other mixers."""
     config = model.config.get_text_config()
     if TorchVersion(transformers.__version__) < TorchVersion(MIXERS_SINCE):
         raise NotImplementedError(
@@ -61,11 +56,7 @@ def attach_mixers(model: PreTrainedModel) -> None:
 
 
 def check_prefill(model: nn.Module) -> None:
-    """Refuses a model whose mixers keep their state in themselves.
-
-    Raises:
-        NotImplementedError: such a model.
-    """
+    """Refuses a model whose mixers keep their state in themselves."""
     inside = next((name for module in model.modules() if (name := type(module).__name__) in STATES_INSIDE), None)
     if inside is not None:
         raise NotImplementedError(
@@ -111,9 +102,6 @@ class ShardedHybridCache(ShardedCache):
         """Removes the last `-tokens_to_remove` tokens, which are all tokens after the prefilled row, or none.
 
         A positive number is the length to keep, as in earlier releases of Transformers.
-
-        Raises:
-            ValueError: another number of tokens.
         """
         length = self.get_seq_length()
         remaining = length + tokens_to_remove if tokens_to_remove <= 0 else min(length, tokens_to_remove)
@@ -160,15 +148,13 @@ class _LinearStates(ShardedHybridCache):
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
         """Returns the state of a layer; None for an empty one."""
-        layer: Any = self.layers[layer_idx]
-        state: Tensor | None = layer.recurrent_states[0]
+        state: Tensor | None = self.layers[layer_idx].recurrent_states[0]  # type: ignore[union-attr]
         return state
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
         """Keeps the state of a layer."""
         self.update_recurrent_state(linear_cache, layer_idx)
-        layer: Any = self.layers[layer_idx]
-        layer.has_previous_state[0] = True  # Only convolutions set it.
+        self.layers[layer_idx].has_previous_state[0] = True  # type: ignore[union-attr]  # Only convolutions set it.
 
 
 def sharded_hybrid_cache(layout: SequenceLayout, config: PretrainedConfig) -> ShardedHybridCache:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -50,10 +51,9 @@ class StatesBehind:
         self._states: list[tuple[Tensor, int, dict[str, Any]]] = []
 
     def get_conv_state(self, *args: Any, **kwargs: Any) -> None:
-        """Returns no inputs, as an empty cache does."""
+        """Returns no inputs, and no state, as an empty cache does."""
 
-    def get_recurrent_state(self, *args: Any, **kwargs: Any) -> None:
-        """Returns no state, as an empty cache does."""
+    get_recurrent_state = get_conv_state
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, **kwargs: Any) -> Tensor:
         """Returns the inputs of a convolution, as an empty cache does."""
@@ -102,22 +102,17 @@ class Chain:
         lengths = [self.runs[number].stop - self.runs[number].start for number in self.own]
         return lengths + [0] * (self.most - len(lengths))
 
-    def gathered(self, x: Tensor) -> dict[int, Tensor]:
+    def gathered(self, x: Tensor) -> list[Tensor]:
         """Returns the value of each run, from this rank's x [most, ...] in the order of its batch."""
         whole = self.ring.side_by_side(x, 0)
         self.touched = self.touched + whole[:0].sum()
-        places: dict[int, Tensor] = {}
-        counts = [0] * self.ring.world_size
-        for number, run in enumerate(self.runs):
-            places[number] = whole[run.rank * self.most + counts[run.rank]]
-            counts[run.rank] += 1
-        return places
+        places = [itertools.count(rank * self.most) for rank in range(self.ring.world_size)]
+        return [whole[next(places[run.rank])] for run in self.runs]
 
-    def own_of(self, by_run: dict[int, Tensor], empty: Tensor) -> Tensor:
+    def own_of(self, by_run: list[Tensor], empty: Tensor) -> Tensor:
         """Returns the values of this rank's runs in the order of its batch, and `empty` for rows that fill it up."""
-        return (
-            torch.stack([by_run[number] for number in self.own] + [empty] * (self.most - len(self.own))) + self.touched
-        )
+        rows = [by_run[number] for number in self.own] + [empty] * (self.most - len(self.own))
+        return torch.stack(rows) + self.touched
 
     def mask(self, device: torch.device) -> Tensor:
         """Returns [most, longest] bool: True for tokens, which stand behind their padding."""
@@ -136,7 +131,7 @@ def chain_of(ring: Ring, runs: Sequence[StateRun], rows: int, behind: StatesBehi
 
 
 def _along(
-    chain: Chain, steps: dict[int, Any], behind: Callable[[Any, Tensor], Tensor], empty: Tensor
+    chain: Chain, steps: Sequence[Any], behind: Callable[[Any, Tensor], Tensor], empty: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the states before each run of this rank's batch, and the states behind each batch row if `chain.behind` is set.
 
@@ -145,9 +140,9 @@ def _along(
         behind: (step, state before) -> the state behind.
         empty: the state at the beginning of a document.
     """
-    states: dict[int, Tensor] = {}
-    for number, run in enumerate(chain.runs):
-        states[number] = empty if run.before < 0 else behind(steps[run.before], states[run.before])
+    states: list[Tensor] = []
+    for run in chain.runs:
+        states.append(empty if run.before < 0 else behind(steps[run.before], states[run.before]))
     if chain.behind is None:
         return chain.own_of(states, empty), None
     last = {run.row: number for number, run in enumerate(chain.runs)}
@@ -167,7 +162,7 @@ def _convolution(
         length = min(chain.runs[number].stop - chain.runs[number].start, reach)
         return torch.cat([state[..., length:], tails[number][..., reach - length :]], -1)
 
-    before, rows_behind = _along(chain, {number: number for number in tails}, behind, x.new_zeros(x.shape[1], reach))
+    before, rows_behind = _along(chain, range(len(tails)), behind, x.new_zeros(x.shape[1], reach))
     if chain.behind is not None and rows_behind is not None:
         chain.behind.inputs.append(rows_behind)
     rows = []
@@ -221,7 +216,7 @@ def _along_decays(chain: Chain, final: Tensor, decay: Tensor) -> tuple[Tensor, T
         decay: [runs, ...] that broadcasts to `final`: the factor by which a run multiplies the state before it.
     """
     finals, decays = chain.gathered(final), chain.gathered(decay)
-    steps = {number: (decays[number], finals[number]) for number in finals}
+    steps = list(zip(decays, finals))
     return _along(chain, steps, lambda step, state: step[0] * state + step[1], torch.zeros_like(final[0]))
 
 
@@ -269,11 +264,8 @@ def _selective(
     The kernel of mamba-ssm returns the state without its gradient. So N more tokens stand behind the run. They take no time and
     add nothing, and each reads one entry: their outputs are the state, with its gradient.
     """
-    tokens, entries, dtype = (
-        chain.mask(dt.device)[:, None, :],
-        A.shape[-1],
-        torch.promote_types(dt.dtype, torch.float32),
-    )
+    tokens, entries = chain.mask(dt.device)[:, None, :], A.shape[-1]
+    dtype = torch.promote_types(dt.dtype, torch.float32)
     softplus, bias, z = kwargs.get("delta_softplus", False), kwargs.get("delta_bias"), kwargs.pop("z", None)
     readers = torch.eye(entries, dtype=C.dtype, device=C.device).expand(len(C), -1, -1)
     out, final = function(
@@ -303,10 +295,8 @@ def _read_by_entries(A: Tensor, before: Tensor, time: Tensor, C: Tensor) -> Tens
     All entries of all these tokens exist at once, here and in backward, which computes them again.
 
     Args:
-        A: [channels, N].
-        before: [runs, channels, N].
+        A: [channels, N]; before: [runs, channels, N]; C: [runs, N, n].
         time: [runs, channels, n], since the beginning of the run.
-        C: [runs, N, n].
 
     Returns:
         [runs, channels, n]
@@ -340,16 +330,12 @@ _PASSERS: dict[str, Callable[..., Any]] = {
 #: Mixers that update their states without a function that they call by name; ranks gather rows for them.
 _NOT_PASSED = ("MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock")
 
-
 #: The endings of the class names of mixers that are a convolution without another state.
 _CONVOLUTIONS_ALONE = ("ShortConv",)
 
 
 def can_pass(mixer: nn.Module) -> bool:
-    """Returns whether a mixer's states can pass from rank to rank.
-
-    They cannot in earlier releases of Transformers, where mixers keep the functions that take states in attributes.
-    """
+    """Returns whether a mixer's states can pass from rank to rank."""
     return passing_forward(class_of_transformers(mixer)) is not None
 
 
@@ -361,7 +347,8 @@ def passing_forward(mixer_class: type) -> Callable[..., Any] | None:
     other names are looked up in the namespace of Transformers, which stays unchanged.
     """
     forward = inspect.unwrap(vars(mixer_class)["forward"])
-    names, space = _called_by_name(forward) & _PASSERS.keys(), forward.__globals__
+    called = {step.argval for step in dis.get_instructions(forward) if step.opname == "LOAD_GLOBAL"}
+    names, space = called & _PASSERS.keys(), forward.__globals__
     if mixer_class.__name__ in _NOT_PASSED or not all(callable(space.get(name)) for name in names):
         return None
     states = {name for name in names if _PASSERS[name] not in (_convolution, _left_out)}
@@ -371,11 +358,6 @@ def passing_forward(mixer_class: type) -> Callable[..., Any] | None:
     clone = FunctionType(forward.__code__, own, forward.__name__, forward.__defaults__, forward.__closure__)
     clone.__kwdefaults__ = forward.__kwdefaults__
     return clone
-
-
-def _called_by_name(function: Any) -> set[str]:
-    """Returns the names that a function looks up in its module when it runs."""
-    return {str(step.argval) for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"}
 
 
 class _Namespace(dict[str, Any]):

@@ -240,21 +240,6 @@ class Ring:
             _describe(call, local, dim)
         return whole_of(self.side_by_side(local, dim), layout, dim % local.dim())
 
-    def first_token(self, local: Tensor, layout: SequenceLayout | None = None) -> Tensor:
-        """Returns the first token of whole sequences, [B, 1, ...], from shards [B, n, ...]; it is differentiable.
-
-        Args:
-            layout: the layout of the shards; None if rank 0 holds the first token of every row.
-        """
-        first = local[:, :1]
-        with self.agreement("first_token", by_digest=True) as call:
-            _describe(call, first, 1)
-        of_ranks = self.side_by_side(first, 1)
-        if layout is None or not layout.rows:
-            return of_ranks[:, :1]
-        holders = [next((r for r, own in enumerate(row) if own[0].start == 0), 0) for row in layout.rows]
-        return torch.stack([of_ranks[row, rank] for row, rank in enumerate(holders)]).unsqueeze(1)
-
     def side_by_side(self, local: Tensor, dim: int) -> Tensor:
         """Returns the tensors of all ranks along `dim`, once the ranks have agreed; it is differentiable."""
         if self.world_size == 1:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..hf.config import warn_once
-from ..hf.exact import exact_attention
-from ..hf.forward_pass import CALL, Call, Head
+from ..hf.forward_pass import CALL, Call, Head, exact_attention
 from ..hf.heads import watched
 from ..hf.lm_loss import IGNORED
 from ..hf.rings import is_patched

@@ -13,19 +13,19 @@ from hf_ring_attention.hf.cache import cache_argument
 from hf_ring_attention.hf.config import warn_once
 from hf_ring_attention.hf.documents import documents_from_mask
 from hf_ring_attention.hf.masks import ring_dilated_mask, tokens_of
+from tests.hf.test_generation import generate, prompt, same
 from tests.support.probe import TOKENS, alone, batch, distance, errors, logits_and_gradients, over_ring
-from tests.support.ranks import run_simulated
+from tests.support.ranks import on_ranks
 from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
-from tests.support.tolerance import EXACT, assert_exact, float64
+from tests.support.tolerance import EXACT
 
 #: Temperatures change every 3 tokens.
 TUNED = {"floor_scale": 3}
 UNTUNED = {"attn_temperature_tuning": False}
-PROMPT, NEW = 17, 6
 
 
 def llama4(implementation="eager", **changes):
-    return tiny_model("llama4_text", implementation, **changes).double().eval()
+    return tiny_model("llama4_text", implementation, **changes)
 
 
 def packed(*lengths):
@@ -43,7 +43,6 @@ def check(found, expected):
     assert apart.logits <= EXACT and apart.gradients <= EXACT, apart
 
 
-@float64()
 @pytest.mark.parametrize("chunk", [1, 4, 7, 40])
 @pytest.mark.parametrize("kind", ["plain", "left", "right"])
 def test_one_device_equals_eager(kind, chunk):
@@ -53,7 +52,6 @@ def test_one_device_equals_eager(kind, chunk):
     check(logits_and_gradients(ra.patch_model(llama4(**changes)), inputs, labels), expected)
 
 
-@float64()
 def test_chunks_of_a_packed_document_begin_with_it():
     inputs, labels = packed(7, 9, 4)
     check(
@@ -62,7 +60,6 @@ def test_chunks_of_a_packed_document_begin_with_it():
     )
 
 
-@float64()
 @pytest.mark.parametrize("changes", [TUNED, UNTUNED])
 def test_packed_rows_equal_eager_where_its_chunks_begin_with_documents(changes):
     """Transformers counts the chunks of packed rows from the row's first token: here these are of 6."""
@@ -76,52 +73,28 @@ def test_packed_rows_equal_eager_where_its_chunks_begin_with_documents(changes):
 def test_a_ring_equals_one_device(kind, layout):
     """Temperatures are those of places in the whole row, also where it is packed."""
     inputs, labels = packed(7, 9, 4) if kind == "packed" else batch(kind)
-    with float64():
-        expected = logits_and_gradients(ra.patch_model(llama4(**TUNED)), inputs, labels)
-    models = [llama4(**TUNED) for _ in range(3)]
-
-    def work(ring):
-        with float64():
-            return errors(over_ring(ra.patch_model(models[ring.rank], ring=ring), ring, inputs, labels), expected)
-
+    expected = logits_and_gradients(ra.patch_model(llama4(**TUNED)), inputs, labels)
     for ranks in (2, 3):
-        for apart in run_simulated(work, ranks, layout=layout):
-            assert apart.logits <= EXACT and apart.gradients <= EXACT, (ranks, apart)
+        for found in on_ranks(
+            lambda ring, model: over_ring(model, ring, inputs, labels), lambda: llama4(**TUNED), ranks, layout=layout
+        ):
+            check(found, expected)
 
 
-def error_of_a_process(rank, inputs, labels, answer):
-    ring = ra.Ring(layout="zigzag")
-    model = ra.patch_model(llama4(**TUNED), ring=ring)
-    apart = errors(over_ring(model, ring, inputs, labels), answer)
-    return apart.logits, apart.gradients
-
-
-def test_two_processes_equal_one(ranks):
-    with float64():
-        inputs, labels = batch("left")
-        expected = logits_and_gradients(llama4(**TUNED), inputs, labels)
-        for apart in ranks.run(error_of_a_process, 2, inputs, labels, tuple(expected)):
-            assert max(apart) <= EXACT
-
-
-@float64()
 def test_a_layout_made_for_documents_has_places_of_its_own():
     """Other pieces in each batch row, each with the places of its tokens in its row."""
     inputs, _ = batch("right")
     expected = llama4(**TUNED)(**inputs, use_cache=False).logits.detach()
-    models = [llama4(**TUNED) for _ in range(2)]
 
     documents = documents_from_mask(inputs["attention_mask"] > 0)
 
-    @float64()
-    def work(ring):
-        model = ra.patch_model(models[ring.rank], ring=ring)
+    def work(ring, model):
         layout = ring.layout_for(TOKENS, ra.Pattern.exact(), documents)
         assert layout.kind == "documents" and layout.rows[0] != layout.rows[1]
         with torch.no_grad():
             return model(**inputs, use_cache=False).logits
 
-    for logits in run_simulated(work, 2, layout="documents"):
+    for logits in on_ranks(work, lambda: llama4(**TUNED), 2, layout="documents"):
         assert distance(logits[inputs["attention_mask"] > 0], expected[inputs["attention_mask"] > 0]) <= EXACT
 
 
@@ -134,19 +107,8 @@ WAYS = {
 }
 
 
-@float64()
 def greedy(model, ids, mask, **ways):
-    lengths = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
-    out = model.generate(ids, attention_mask=mask, **lengths, return_dict_in_generate=True, output_logits=True, **ways)
-    return out.sequences, torch.stack(out.logits)
-
-
-def prompt(rows=3):
-    ids = torch.randint(3, VOCAB, (rows, PROMPT))
-    mask = torch.ones_like(ids)
-    if rows > 1:
-        mask[1, :5], mask[2, : PROMPT - 1] = 0, 0
-    return ids, mask
+    return generate(model, ids, mask, do_sample=False, **ways)
 
 
 @pytest.mark.parametrize("chunk", [2, 6, 17])
@@ -158,27 +120,20 @@ def test_generation_is_that_of_eager(way, chunk):
             "this release of Transformers fails to make chunked masks for static caches, whatever the implementation"
         )
     changes = {**TUNED, "attention_chunk_size": chunk}
-    ids, mask = prompt(rows=1 if way == "candidates" else 3)
+    ids, mask = (x[:1] if way == "candidates" else x for x in prompt())
     expected = greedy(llama4(**changes), ids, mask, **WAYS[way])
-    found = greedy(llama4("ring_dilated", **changes), ids, mask, **WAYS[way])
-    assert torch.equal(found[0], expected[0])
-    assert_exact(found[1], expected[1], "logits of generated tokens")
+    assert same(greedy(llama4("ring_dilated", **changes), ids, mask, **WAYS[way]), expected)
 
 
 def test_a_sharded_cache_has_all_keys_of_a_chunk():
-    ids, mask = prompt(rows=1)
+    ids = prompt()[0][:1]
     row = torch.cat([ids, torch.randint(3, VOCAB, (1, 3))], 1)
     expected = greedy(llama4(**TUNED), row, torch.ones_like(row))
-    models = [llama4(**TUNED) for _ in range(2)]
 
-    @float64()
-    def work(ring):
-        model = ra.patch_model(models[ring.rank], ring=ring)
-        return greedy(model, row, torch.ones_like(row), **cache_argument(ra.prefill(model, ids, mask)))
+    def work(ring, model):
+        return greedy(model, row, torch.ones_like(row), **cache_argument(ra.prefill(model, ids)))
 
-    for sequences, logits in run_simulated(work, 2):
-        assert torch.equal(sequences, expected[0])
-        assert_exact(logits, expected[1], "logits on a ring")
+    assert all(same(found, expected) for found in on_ranks(work, lambda: llama4(**TUNED)))
 
 
 def test_a_pattern_of_the_layer_itself():
@@ -188,8 +143,7 @@ def test_a_pattern_of_the_layer_itself():
         model = ra.patch_model(llama4(**TUNED))
         ra.patch_config(model.config, text, layers=[0])
         kept, dropped = (greedy(model, ids, mask, **cache) for cache in (cache_argument(DynamicCache()), {}))
-        assert torch.equal(kept[0], dropped[0])
-        assert_exact(dropped[1], kept[1], f"logits under {text}")
+        assert same(dropped, kept), text
     ra.patch_config(model.config, "window:5+1", layers=[0])
     said = r"layer 0 has the pattern window:5\+1, and its cache keeps only the last tokens \(the layer's chunks have 6 tokens\)"
     with pytest.raises(ValueError, match=said):
@@ -218,7 +172,7 @@ def test_a_copied_mask_still_says_what_the_cache_has_dropped():
     attention_mask[1, :3], attention_mask[2, :10] = 0, 0
     mask = mask_of_step(attention_mask, 8, 6, 3)
     tokens = tokens_of(mask.clone())
-    assert (tokens.chunk, tokens.window, tokens.dropped) == (6, None, True)
+    assert (tokens.own, tokens.dropped) == ((ra.Segment, 6), True)
     assert tokens.missing == (8, 5, 0)
     assert tokens.documents == (((0, 6),), ((0, 6),), ((2, 6),))
     whole = mask_of_step(None, 8, 6)

@@ -3,7 +3,6 @@
 import copy
 import json
 import logging
-import os
 import pickle
 import subprocess
 import sys
@@ -44,6 +43,7 @@ def test_a_saved_pattern_is_computed_by_the_model_that_is_loaded(saved, caplog):
     ids = tokens()
     again = AutoModelForCausalLM.from_pretrained(folder / "first").eval()
     assert again.config._attn_implementation == "ring_dilated"
+    assert again.state_dict().keys() == tiny_model("llama", "sdpa").state_dict().keys()
     assert torch.equal(logits(again, ids), logits(model, ids))
     # What was loaded and saved without a forward pass in between is the same.
     AutoModelForCausalLM.from_pretrained(folder / "first").save_pretrained(folder / "second")
@@ -88,23 +88,6 @@ def test_another_implementation_that_is_asked_for_is_used_and_said(saved, caplog
     assert not torch.allclose(logits(exact, ids), logits(model, ids), rtol=1e-2)
 
 
-def test_a_saved_pattern_does_not_load_without_the_package(saved):
-    program = "import sys; from transformers import AutoModelForCausalLM as A; A.from_pretrained(sys.argv[1])"
-    command = [sys.executable, "-c", program, str(saved[1] / "first")]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT, env={**os.environ, "HF_HUB_OFFLINE": "1"}
-    )
-    assert done.returncode != 0 and 'attn_implementation="ring_dilated"` is not supported' in done.stderr
-
-
-def test_a_pattern_alone_in_a_config_is_said_when_the_model_is_made(caplog):
-    model = tiny_model("llama", "sdpa")
-    config = type(model.config)(**{**model.config.to_dict(), "ring_dilated": {"pattern": PATTERN.to_dict()}})
-    with caplog.at_level(logging.WARNING, LOGGER):
-        type(model)._from_config(config, attn_implementation="sdpa")
-    assert "load it with attn_implementation='ring_dilated'" in caplog.text
-
-
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_pattern_set_on_a_loaded_model_is_computed(implementation):
     model = tiny_model("llama", implementation).eval()
@@ -140,18 +123,15 @@ def test_patch_config_refuses_models_that_it_cannot_make_compute_a_pattern():
     ("settings", "said"),
     [
         (PATTERN.to_dict(), r"'pattern' or 'layers', got keys \['branches', 'overlap', 'phase_by'\]"),
-        ({"segment_lengths": [4, None], "dilation_rates": [1, 2]}, "got keys"),
         ({"layers": {0: PATTERN.to_dict()}}, "layer number, written as text"),
         ({"layers": {"2": PATTERN.to_dict()}}, r"a config with 2 layers, got \['2'\]"),
         ({"layers": [PATTERN.to_dict()]}, "'layers' must be a dict"),
-        ({"layers": {"0": {}}}, r"missing keys \['branches'\]"),
         ({"pattern": {}}, r"missing keys \['branches'\]"),
         ({"pattern": None}, "expected a dict, got None"),
         ({"layers": {"²": PATTERN.to_dict()}}, "layer number, written as text"),
         ({"layers": {"1" * 5000: PATTERN.to_dict()}}, "layer number, written as text"),
         ({"pattern": {"branches": [{"type": "window", "length": 2**63}]}}, "length must be at most"),
         ({"pattern": PATTERN.to_dict(), "layer": {}}, r"got keys \['layer', 'pattern'\]"),
-        ({"pattern": "pyramid:4,2"}, "expected a dict"),
         ({"hint": "import hf_ring_attention"}, r"got keys \[\]"),
         ({}, r"got keys \[\]"),
         ([PATTERN.to_dict()], "a dict with 'pattern' or 'layers'"),

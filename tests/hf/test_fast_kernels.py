@@ -15,7 +15,6 @@ from transformers.integrations import hub_kernels
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.forward_pass import running
-from hf_ring_attention.hybrids import states
 from hf_ring_attention.hybrids.models import mixers_of
 
 from ..support.probe import GRADIENTS, LOGITS, alone, batch, errors, logits_and_gradients, over_ring
@@ -184,16 +183,3 @@ def test_installed_kernels_are_used_and_give_the_same_results(model_type, kernel
             assert error.logits <= LOGITS and error.gradients <= GRADIENTS
         assert used(calls) == alone_calls
         calls.clear()
-
-
-def test_the_stand_in_of_mamba_has_no_gradient_of_its_state(kernels):
-    """So a state that is taken from it as it is would have wrong gradients."""
-    model = tiny_model("jamba", "eager")
-    kernels(model)
-    scan = vars(sys.modules[type(model).__module__])["mamba_selective_scan"]
-    x, dt = (torch.randn(1, 3, 5, requires_grad=True) for _ in range(2))
-    A, B, C = -torch.rand(3, 2), torch.randn(1, 2, 5), torch.randn(1, 2, 5)
-    _, state = scan(x, dt, A, B, C, delta_softplus=True, return_last_state=True)
-    state.sum().backward()
-    assert float(x.grad.abs().max()) == 0
-    assert states.can_pass(mixers_of(model, model.config)[0][1])

@@ -16,7 +16,7 @@ from hf_ring_attention.ring import engine
 from tests.support.cached import cached_attention
 
 from ..support.probe import distance
-from ..support.ranks import run_simulated
+from ..support.ranks import on_ranks
 from ..support.tiny_models import VOCAB, tiny_model
 from ..support.tolerance import EXACT
 
@@ -292,11 +292,9 @@ def test_sharded_keys_of_odd_types(model_type):
     whole = torch.cat([ids, ids[:, :4] + 1], 1)
     rows = torch.nn.functional.pad(mask, (0, 4), value=1)
     expected = generate(ra.patch_model(tiny_model(model_type, "eager")), whole, rows, do_sample=False)
-    models = [tiny_model(model_type, "eager") for _ in range(2)]
 
-    def work(ring):
-        model = ra.patch_model(models[ring.rank], ring=ring).train()
-        model.base_model.eval()
+    def work(ring, model):
+        model.train().base_model.eval()
         with torch.no_grad():
             cache = ra.prefill(model, ids, mask)
             assert model.training and not model.base_model.training
@@ -316,4 +314,4 @@ def test_sharded_keys_of_odd_types(model_type):
         with pytest.raises(ValueError, match=r"padding inside a document|refused the call"):
             model(whole[:, PROMPT:], attention_mask=hole, **cache_argument(cache))
 
-    run_simulated(work, 2)
+    on_ranks(work, lambda: tiny_model(model_type, "eager"))

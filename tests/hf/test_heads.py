@@ -3,8 +3,6 @@
 import pytest
 import torch
 from transformers import (
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     CLIPTextConfig,
     CLIPTextModel,
     EsmConfig,
@@ -15,42 +13,12 @@ from transformers import (
 )
 
 import hf_ring_attention as ra
-from tests.support.neighbours import ENCODER, built, check
-from tests.support.probe import (
-    LOGITS,
-    batch,
-    distance,
-    logits_and_gradients,
-)
-from tests.support.ranks import run_simulated
+from tests.support.probe import LOGITS, batch, distance
+from tests.support.ranks import on_ranks
 from tests.support.tiny_models import VOCAB, draw, tiny_config
 from tests.support.tolerance import largest
 
 pytestmark = pytest.mark.usefixtures("calls")
-
-
-CLASSIFIED = [
-    (model_type, head, kind)
-    for model_type in ("llama", "bert")
-    for head in (AutoModelForSequenceClassification, AutoModelForTokenClassification)
-    for kind in ("plain", "left", "right")
-    # There bert would classify by a padding token, of which ring_dilated computes nothing.
-    if (model_type, head, kind) != ("bert", AutoModelForSequenceClassification, "left")
-]
-
-
-@pytest.mark.parametrize(("model_type", "head", "kind"), CLASSIFIED)
-def test_classification(model_type, head, kind):
-    """Of tokens; or of a row by one of its tokens: in llama the last one that is no padding, in bert the first one."""
-    inputs, labels = batch(kind)
-    if head is AutoModelForSequenceClassification:
-        inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs.get("attention_mask", torch.tensor(1)) == 0, 0)
-        labels = torch.tensor([1, 4])
-    else:
-        labels = labels.where(labels == -100, labels % 5)
-    config = tiny_config(model_type, num_labels=5, **(ENCODER if model_type == "bert" else {}))
-    expected = logits_and_gradients(built(head, config), inputs, labels)
-    check(logits_and_gradients(ra.patch_model(built(head, config)), inputs, labels), expected)
 
 
 SIZES = {
@@ -89,13 +57,8 @@ def test_outputs_that_mix_the_tokens_of_a_row(name):
     with torch.no_grad():
         expected = make()(**inputs)[output]
         assert distance(ra.patch_model(make())(**inputs)[output], expected) <= LOGITS
-    made = [make() for _ in range(2)]
-
-    def work(ring):
-        return ra.patch_model(made[ring.rank], ring=ring)(**inputs)[output].detach()
-
     try:
-        found = run_simulated(work, 2)
+        found = on_ranks(lambda ring, model: model(**inputs)[output].detach(), make)
     except NotImplementedError as refused:
         if model_class.__name__ in str(refused) and "ring=None" in str(refused):
             return

@@ -2,49 +2,38 @@
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForImageTextToText,
-)
+from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_ring_attention as ra
+from tests.hf.test_whole_rows import check_over_ring
 from tests.support.neighbours import PYRAMID, built, check, logits_of
-from tests.support.probe import (
-    LOGITS,
-    batch,
-    distance,
-    logits_and_gradients,
-)
-from tests.support.ranks import run_simulated
-from tests.support.tiny_models import tiny
+from tests.support.probe import LOGITS, distance, logits_and_gradients
+from tests.support.ranks import on_ranks
+from tests.support.tiny_models import VOCAB, tiny
 
 pytestmark = pytest.mark.usefixtures("calls")
 
 
 IMAGE, IMAGE_START, IMAGE_END = 5, 6, 7
-#: What makes the vision tower tiny, the tokens of an image, and the shape of two images' pixels.
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+MARKS = {"vision_start_token_id": IMAGE_START, "vision_end_token_id": IMAGE_END}
+QWEN3_VISION = {
+    "depth": 2, "patch_size": 2, "out_hidden_size": 32, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16,
+    "temporal_patch_size": 2,
+}  # fmt: skip
+QWEN2_5_VISION = {
+    "depth": 2, "patch_size": 2, "fullatt_block_indexes": [1], "window_size": 8, "out_hidden_size": 32,
+}  # fmt: skip
+QWEN2_VISION = {"depth": 2, "embed_dim": 32, "patch_size": 2}
+GEMMA3 = {"mm_tokens_per_image": 4, "boi_token_index": IMAGE_START, "eoi_token_index": IMAGE_END}
+#: What makes the vision tower tiny, the tokens of an image, and the shape of its pixels.
 SEEING = {
-    "llava": ({"vision_config": {"image_size": 12, "patch_size": 4}}, 9, (2, 3, 12, 12)),
-    "qwen2_vl": (
-        {
-            "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
-            "vision_config": {"depth": 2, "embed_dim": 32, "patch_size": 2},
-            "vision_start_token_id": IMAGE_START,
-            "vision_end_token_id": IMAGE_END,
-        },
-        4,
-        (2 * 4 * 4, 3 * 2 * 2 * 2),
-    ),
-    "gemma3": (
-        {
-            "vision_config": {"image_size": 16, "patch_size": 4},
-            "mm_tokens_per_image": 4,
-            "boi_token_index": IMAGE_START,
-            "eoi_token_index": IMAGE_END,
-        },
-        4,
-        (2, 3, 16, 16),
-    ),
+    "llava": ({"vision_config": {"image_size": 12, "patch_size": 4}}, 9, (1, 3, 12, 12)),
+    "qwen2_vl": ({"text_config": ROPE, "vision_config": QWEN2_VISION, **MARKS}, 4, (4 * 4, 3 * 2 * 2 * 2)),
+    "qwen2_5_vl": ({"text_config": ROPE, "vision_config": QWEN2_5_VISION, **MARKS}, 4, (4 * 4, 3 * 2 * 2 * 2)),
+    "qwen3_vl": ({"text_config": ROPE, "vision_config": QWEN3_VISION, **MARKS}, 4, (4 * 4, 3 * 2 * 2 * 2)),
+    "gemma3": ({"vision_config": {"image_size": 16, "patch_size": 4}, **GEMMA3}, 4, (1, 3, 16, 16)),
 }
 IMPLEMENTATIONS = {"text": {"text_config": "ring_dilated"}, "all": "ring_dilated", "patched": None}
 
@@ -57,22 +46,24 @@ def seeing(model_type, implementation="eager"):
     return model if implementation else ra.patch_model(model)
 
 
-def seen(model_type, images=True):
-    """Inputs and labels of two rows, the second padded on the left, with an image each."""
+def seen(model_type, images=1):
+    """Inputs and labels of two rows, the second padded on the left, with so many images each."""
     _, length, pixels = SEEING[model_type]
-    inputs, labels = batch("left")
-    del inputs["position_ids"]
-    ids = inputs["input_ids"].clamp_min(8)
+    ids = torch.randint(8, VOCAB, (2, 12 + images * (length + 2)))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    for first in range(6, 6 + images * (length + 3), length + 3):
+        ids[:, first], ids[:, first + 1 + length] = IMAGE_START, IMAGE_END
+        ids[:, first + 1 : first + 1 + length] = IMAGE
+    inputs = {"input_ids": ids, "attention_mask": mask}
     if images:
-        ids[:, 8] = IMAGE_START
-        ids[:, 9 : 9 + length] = IMAGE
-        ids[:, 9 + length] = IMAGE_END
-        inputs["pixel_values"] = torch.randn(pixels, generator=torch.Generator().manual_seed(2))
-        if model_type == "qwen2_vl":
-            inputs |= {"image_grid_thw": torch.tensor([[1, 4, 4]] * 2), "mm_token_type_ids": (ids == IMAGE).int()}
+        inputs["pixel_values"] = torch.randn(2 * images * pixels[0], *pixels[1:])
+        if "qwen" in model_type:
+            inputs["image_grid_thw"] = torch.tensor([[1, 4, 4]] * 2 * images)
+            inputs["mm_token_type_ids"] = (ids == IMAGE).int()
         elif model_type == "gemma3":
             inputs["token_type_ids"] = (ids == IMAGE).long()
-    return {**inputs, "input_ids": ids}, labels
+    return inputs, ids.masked_fill((mask == 0) | (ids == IMAGE), -100)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -99,19 +90,22 @@ def test_images(calls, model_type, implementation):
     assert distance(found, logits_of(ra.patch_model(seeing(model_type), PYRAMID), inputs, labels)) <= LOGITS
 
 
-def test_a_seeing_model_is_saved_with_its_pattern(tmp_path):
-    rows = seen("llava")
-    model = ra.patch_model(seeing("llava"), PYRAMID)
-    model.save_pretrained(tmp_path)
-    for implementation in (IMPLEMENTATIONS["text"], IMPLEMENTATIONS["all"]):
-        again = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation=implementation).eval()
-        assert distance(logits_of(again, *rows), logits_of(model, *rows)) <= LOGITS
+@pytest.mark.parametrize("images", [0, 1, 2])
+@pytest.mark.parametrize("model_type", ["llava", "qwen2_5_vl", "qwen3_vl"])
+def test_images_over_a_ring(model_type, images):
+    inputs, labels = seen(model_type, images)
+
+    def make(ring):
+        return ra.patch_model(seeing(model_type), "window:6+2", ring=ring)
+
+    check_over_ring(make, lambda model: model(**inputs, labels=labels, use_cache=False), world_size=2)
+    check_over_ring(make, lambda model: model(**inputs, use_cache=False), world_size=3, valid=inputs["attention_mask"])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_images_whose_tokens_see_each_other_are_refused(calls, implementation):
     model = seeing("gemma3", IMPLEMENTATIONS[implementation])
-    inputs, labels = seen("gemma3", images=False)
+    inputs, labels = seen("gemma3", images=0)
     assert distance(logits_of(model, inputs, labels), logits_of(seeing("gemma3"), inputs, labels)) <= LOGITS
     calls.clear()
     with pytest.raises(ValueError, match=r"Gemma3.*cannot express this mask .*use 'eager' or 'sdpa'"):
@@ -121,15 +115,13 @@ def test_images_whose_tokens_see_each_other_are_refused(calls, implementation):
 
 
 def test_such_images_are_refused_on_every_rank_of_a_ring():
-    models = [seeing("gemma3") for _ in range(2)]
-    inputs, labels = seen("gemma3", images=False)
+    (inputs, labels), (with_images, _) = seen("gemma3", images=0), seen("gemma3")
     expected = logits_of(seeing("gemma3"), inputs, labels)
 
-    def work(ring):
-        model = ra.patch_model(models[ring.rank], ring=ring)
+    def work(ring, model):
         with pytest.raises(ValueError, match=r"Gemma3.*cannot express this mask .*use 'eager' or 'sdpa'"):
-            model(**seen("gemma3")[0])
+            model(**with_images)
         return logits_of(model, inputs, labels)
 
-    for found in run_simulated(work, 2):
+    for found in on_ranks(work, lambda: seeing("gemma3"), 2):
         assert distance(found, expected) <= LOGITS

@@ -5,10 +5,11 @@ import torch
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.cache import cache_argument, cache_in
+from tests.hf.test_generation import generate, same
 from tests.support.dense import DENSE
 from tests.support.ranks import run_simulated
 from tests.support.tiny_models import VOCAB, tiny_model
-from tests.support.tolerance import assert_exact, float64
+from tests.support.tolerance import assert_exact
 
 #: The layer of TriangleMix, and one whose heads differ.
 LAST = 4
@@ -16,7 +17,7 @@ LAYERS = ("branches:sink=1,window=3,last=4", "kv0=exact;kv1=branches:window=2,la
 
 
 def with_last(ring=None):
-    model = ra.patch_model(tiny_model("llama", "eager").double().eval(), ring=ring)
+    model = ra.patch_model(tiny_model("llama", "eager"), ring=ring)
     for layer, text in enumerate(LAYERS):
         ra.patch_config(model.config, text, layers=[layer])
     return model
@@ -24,7 +25,7 @@ def with_last(ring=None):
 
 def dense():
     """The same weights, and attention by the definition with matrices."""
-    model = tiny_model("llama", DENSE).double().eval()
+    model = tiny_model("llama", DENSE)
     setattr(model.config, DENSE, {layer: ra.Pattern.parse(text) for layer, text in enumerate(LAYERS)})
     return model
 
@@ -33,7 +34,6 @@ def drawn_ids(tokens, rows=1):
     return torch.randint(3, VOCAB, (rows, tokens))
 
 
-@float64()
 def logits(model, ids, **kwargs):
     with torch.no_grad():
         return model(ids, **kwargs).logits
@@ -46,7 +46,7 @@ def test_a_row_is_what_the_definition_says():
 
 
 def model_differs(ids):
-    window = ra.patch_model(tiny_model("llama", "eager").double().eval(), "branches:sink=1,window=3")
+    window = ra.patch_model(tiny_model("llama", "eager"), "branches:sink=1,window=3")
     return float((logits(window, ids) - logits(with_last(), ids)).abs().max()) > 1e-3
 
 
@@ -78,19 +78,8 @@ def test_packed_documents_each_have_their_last_queries(ranks):
         assert_exact(found, expected, f"logits on {ranks} ranks")
 
 
-GREEDY = {
-    "do_sample": False,
-    "max_new_tokens": 5,
-    "min_new_tokens": 5,
-    "return_dict_in_generate": True,
-    "output_logits": True,
-}
-
-
-@float64()
 def greedy(model, ids, **kwargs):
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY, **kwargs)
-    return out.sequences, torch.stack(out.logits)
+    return generate(model, ids, torch.ones_like(ids), do_sample=False, **kwargs)
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
@@ -98,9 +87,7 @@ def test_each_new_token_sees_every_key(cache):
     """The definition, with the row as long as it has grown; its cache holds what earlier steps computed."""
     ids = drawn_ids(17, rows=2)
     found = greedy(with_last(), ids, **({} if cache is None else {"cache_implementation": cache}))
-    expected = greedy(dense(), ids)
-    assert torch.equal(found[0], expected[0])
-    assert_exact(found[1], expected[1], "logits of generated tokens")
+    assert same(found, greedy(dense(), ids))
 
 
 def test_a_question_behind_a_sharded_document_sees_all_of_it():
@@ -108,7 +95,6 @@ def test_a_question_behind_a_sharded_document_sees_all_of_it():
     row = drawn_ids(23)
     document = row[:, : 23 - LAST]
 
-    @float64()
     def filled(model):
         with torch.no_grad():
             return cache_in(model(document, use_cache=True))
@@ -116,14 +102,11 @@ def test_a_question_behind_a_sharded_document_sees_all_of_it():
     one = dense()
     expected = greedy(one, row, **cache_argument(filled(one)))
 
-    @float64()
     def work(ring):
         model = with_last(ring)
         return greedy(model, row, **cache_argument(ra.prefill(model, document)))
 
-    for sequences, scores in run_simulated(work, 2):
-        assert torch.equal(sequences, expected[0])
-        assert_exact(scores, expected[1], "logits on a ring")
+    assert all(same(found, expected) for found in run_simulated(work, 2))
 
 
 @pytest.mark.parametrize("chunk", [1, LAST, 6, 19])
@@ -134,10 +117,7 @@ def test_a_prompt_in_pieces_is_refused(chunk, cache):
     said = "shows every key to a document's last queries, and prefill_chunk_size cuts the prompt before them: leave it out, or"
     with pytest.raises(ValueError, match=said):
         greedy(with_last(), row, prefill_chunk_size=chunk, **options)
-    tokens, scores = greedy(with_last(), row, prefill_chunk_size=20, **options)
-    expected = greedy(dense(), row)
-    assert torch.equal(tokens, expected[0])
-    assert_exact(scores, expected[1], "logits of a prompt in one piece")
+    assert same(greedy(with_last(), row, prefill_chunk_size=20, **options), greedy(dense(), row))
 
 
 def test_longer_pieces_behind_a_cache_are_refused():
@@ -154,16 +134,9 @@ def test_longer_pieces_behind_a_cache_are_refused():
 
 
 def test_a_cache_that_drops_keys_is_refused():
-    model = ra.patch_model(tiny_model("mistral", "eager").double().eval())
+    model = ra.patch_model(tiny_model("mistral", "eager"))
     ra.patch_config(model.config, LAYERS[0], layers=[0])
     with pytest.raises(
         ValueError, match=r"layer 0 has the pattern branches:sink=1,window=3,last=4, and its cache keeps only"
     ):
         greedy(model, drawn_ids(12))
-
-
-def test_it_is_saved_with_the_config(tmp_path):
-    model, ids = with_last(), drawn_ids(11)
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path).double().eval()
-    assert_exact(logits(loaded, ids), logits(model, ids), "logits of the loaded model")

@@ -5,15 +5,10 @@ import torch
 from accelerate import cpu_offload
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import (
-    AutoModel,
-    PreTrainedTokenizerFast,
-    pipeline,
-)
+from transformers import AutoModel, PreTrainedTokenizerFast, pipeline
 
 import hf_ring_attention as ra
 from tests.support.neighbours import (
-    ENCODER,
     LONGNET,
     PYRAMID,
     built,
@@ -24,15 +19,8 @@ from tests.support.neighbours import (
     on_two_ranks,
     with_lora,
 )
-from tests.support.probe import (
-    LOGITS,
-    alone,
-    batch,
-    distance,
-    logits_and_gradients,
-    over_ring,
-)
-from tests.support.ranks import run_simulated
+from tests.support.probe import LOGITS, alone, batch, distance, logits_and_gradients, over_ring
+from tests.support.ranks import on_ranks, run_simulated
 from tests.support.threads import forget_modes
 from tests.support.tiny_models import VOCAB, tiny_config
 
@@ -93,25 +81,6 @@ def test_text_generation_pipeline(pattern):
     same = ra.patch_model(llama(), pattern) if pattern else llama()
     assert found == generated(same, 1 if pattern else 3)
     assert pattern is None or found != generated(llama(), 3), "the pattern leaves nothing out"
-
-
-@pytest.mark.parametrize("pattern", [None, PYRAMID], ids=["exact", "pyramid"])
-@pytest.mark.parametrize(("model_type", "side"), [("llama", "left"), ("llama", "right"), ("bert", "right")])
-def test_feature_extraction_pipeline(model_type, side, pattern):
-    """A text's features do not depend on those beside it."""
-    config = tiny_config(model_type, **(ENCODER if model_type == "bert" else {}))
-
-    def features(model, batch_size):
-        extract = pipeline("feature-extraction", model=model, tokenizer=tokenizer(side), device="cpu")
-        found = extract(TEXTS, batch_size=batch_size, return_tensors=True)
-        lengths = [len(text.split()) for text in TEXTS]
-        return torch.cat([one[0, -n:] if side == "left" else one[0, :n] for one, n in zip(found, lengths)])
-
-    found = features(ra.patch_model(built(AutoModel, config), pattern), 3)
-    same = ra.patch_model(built(AutoModel, config), pattern) if pattern else built(AutoModel, config)
-    assert distance(found, features(same, 1 if pattern else 3)) <= LOGITS
-    if pattern:
-        assert distance(found, features(built(AutoModel, config), 3)) > 1e-2, "the pattern leaves nothing out"
 
 
 def norm_error(found, expected):
@@ -207,14 +176,12 @@ def test_arguments_by_position(ranks):
     inputs, labels = batch("left")
     config = tiny_config("llama")
     expected = built(AutoModel, config)(**inputs).last_hidden_state.detach()[labels != -100]
-    made = [built(AutoModel, config) for _ in range(ranks)]
 
-    def work(ring):
-        model = ra.patch_model(made[ring.rank], ring=ring)
+    def work(ring, model):
         rows = (inputs[name] for name in ("input_ids", "attention_mask", "position_ids"))
         return model(*rows).last_hidden_state.detach()[labels != -100]
 
-    for found in run_simulated(work, ranks):
+    for found in on_ranks(work, lambda: built(AutoModel, config), ranks):
         assert distance(found, expected) <= LOGITS
 
 

@@ -8,7 +8,7 @@ from hf_ring_attention.hf.positions import first_position
 from hf_ring_attention.hf.rings import models_of
 from hf_ring_attention.hf.wrappers import runner_of
 from tests.support.probe import distance
-from tests.support.ranks import run_simulated
+from tests.support.ranks import on_ranks
 from tests.support.tiny_models import POSITIONS, VOCAB, tiny_model
 from tests.support.tolerance import EXACT
 
@@ -75,17 +75,15 @@ def test_a_gap_or_a_repeat_on_a_ring(numbered):
     row, inputs = ids(), {"position_ids": torch.tensor([NUMBERED[numbered]])}
     mask = torch.ones_like(row)
     expected = logits(ra.patch_model(tiny_model("llama", "eager")), row, **inputs, attention_mask=mask)
-    models = [tiny_model("llama", "eager") for _ in range(2)]
 
-    def work(ring):
-        model = ra.patch_model(models[ring.rank], ring=ring)
+    def work(ring, model):
         with pytest.raises(
             ValueError, match=r"position_ids of row 0 go from \d+ to \d+ at token \d+: pass an attention"
         ):
             logits(model, row, **inputs)
         return logits(model, row, **inputs, attention_mask=mask)
 
-    for found in run_simulated(work, 2):
+    for found in on_ranks(work, lambda: tiny_model("llama", "eager"), 2):
         assert distance(found, expected) <= EXACT
 
 
@@ -106,12 +104,9 @@ def test_documents_that_are_told_without_positions_are_counted_one_by_one(model_
     for start, stop in DOCUMENTS:
         alone = logits(tiny_model(model_type, "eager"), row[:, start:stop])
         assert distance(found[:, start:stop], alone) <= EXACT
-    models = [tiny_model(model_type, "eager") for _ in range(2)]
-
-    def sharded(ring):
-        return logits(ra.patch_model(models[ring.rank], ring=ring), row, **TOLD[told])
-
-    for whole in run_simulated(sharded, 2):
+    for whole in on_ranks(
+        lambda ring, model: logits(model, row, **TOLD[told]), lambda: tiny_model(model_type, "eager")
+    ):
         assert distance(whole, found) <= EXACT
 
 
@@ -157,16 +152,14 @@ def test_models_that_make_masks_around_their_text_model(model_type):
 @pytest.mark.parametrize("model_type", ["gpt2", "opt", "roberta"])
 def test_a_row_beyond_the_table_of_positions_is_refused_on_every_rank(model_type):
     """Only the last rank would look its positions up in vain, and the others would wait."""
-    models = [tiny_model(model_type, "eager") for _ in range(2)]
     row = torch.randint(3, VOCAB, (1, POSITIONS + 2))
 
-    def work(ring):
-        model = ra.patch_model(models[ring.rank], ring=ring)
+    def work(ring, model):
         logits(model, row[:, : POSITIONS - 2 * first_position(runner_of(model))])
         with pytest.raises(ValueError, match=r"has learned positions for \d+ tokens, and a row has a token at"):
             logits(model, row)
 
-    run_simulated(work, 2, layout="contiguous")
+    on_ranks(work, lambda: tiny_model(model_type, "eager"), 2, layout="contiguous")
 
 
 def test_a_model_is_divided_by_the_ring_it_was_patched_with_last():

@@ -16,10 +16,8 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
-from transformers.masking_utils import blockwise_overlay, create_causal_mask
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.cache import cache_argument
 from hf_ring_attention.hf.masks import ring_dilated_mask
 
 SIZES = {"vocab_size": 97, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -100,29 +98,6 @@ def test_arguments_that_a_later_transformers_could_pass():
     model.model.layers[1].self_attn.__class__ = Later
     with pytest.raises(NotImplementedError, match=r"Later: layer 1 came with temperatures, which would change"):
         model(input_ids=IDS)
-
-
-def test_a_mask_that_tiles_do_not_know():
-    config = llama_config()
-    config._attn_implementation = "ring_dilated"
-    with pytest.raises(ValueError, match=r"cannot express this mask \(blockwise_overlay\).*'eager' or 'sdpa'"):
-        ring_dilated_mask(2, 10, 10, mask_function=blockwise_overlay(torch.zeros(2, 10)), config=config)
-
-
-@pytest.mark.parametrize("kind", ["or_mask_function", "and_mask_function"])
-@pytest.mark.parametrize("padded", [False, True])
-def test_mask_functions_of_the_caller(kind, padded):
-    config = llama_config()
-    config._attn_implementation = "ring_dilated"
-    with pytest.raises(ValueError, match=f"cannot apply .*{kind}.*'eager' or 'sdpa'"):
-        create_causal_mask(
-            config=config,
-            inputs_embeds=torch.zeros(2, 10, 32),
-            attention_mask=torch.ones(2, 10, dtype=torch.long) if padded else None,
-            **cache_argument(None),
-            position_ids=torch.arange(10)[None],
-            **{kind: lambda batch, head, query, key: key < 3},
-        )
 
 
 def test_mask_function_of_an_unknown_kind():

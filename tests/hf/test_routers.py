@@ -10,7 +10,7 @@ import hf_ring_attention as ra
 from hf_ring_attention.hf.cache import cache_argument, cache_in
 
 from ..support.probe import batch
-from ..support.ranks import run_simulated
+from ..support.ranks import on_ranks
 from ..support.releases import at_least, needs, what_lacks
 from ..support.tiny_models import VOCAB, tiny_model
 from ..support.tolerance import EXACT
@@ -53,7 +53,6 @@ def with_routers(model_type):
 @pytest.mark.parametrize("model_type", TYPES)
 def test_losses_and_gradients_are_those_of_one_process(model_type):
     inputs, labels = batch("left" if TYPES.index(model_type) % 2 else "packed")
-    models = [with_routers(model_type) for _ in range(3)]
 
     def step(model):
         loss = model(**inputs, labels=labels).loss
@@ -65,7 +64,7 @@ def test_losses_and_gradients_are_those_of_one_process(model_type):
     without.config.output_router_logits = False
     assert abs(loss - step(without)[0]) > 0.05, "the loss of routers is too small to be seen"
     largest = max(float(x.abs().max()) for x in gradients.values())
-    found = run_simulated(lambda ring: step(ra.patch_model(models[ring.rank], ring=ring)), 3)
+    found = on_ranks(lambda ring, model: step(model), lambda: with_routers(model_type), 3)
     for own, _ in found:
         assert abs(own - loss) <= EXACT * abs(loss)
     for name, gradient in gradients.items():
@@ -74,16 +73,14 @@ def test_losses_and_gradients_are_those_of_one_process(model_type):
 
 
 def test_steps_after_a_prefill_have_all_of_it():
-    models = [with_routers("mixtral") for _ in range(2)]
     one = ra.patch_model(with_routers("mixtral"))
     ids = torch.randint(3, VOCAB, (1, 16))
     with torch.no_grad():
         step = one(ids[:, :1], **cache_argument(cache_in(one(ids, use_cache=True)))).aux_loss
 
-    def work(ring):
-        model = ra.patch_model(models[ring.rank], ring=ring)
+    def work(ring, model):
         with torch.no_grad():
             cache = ra.prefill(model, ids)
             return model(ids[:, :1], position_ids=torch.tensor([[16]]), **cache_argument(cache)).aux_loss
 
-    assert all(abs(found - step) <= EXACT for found in run_simulated(work, 2))
+    assert all(abs(found - step) <= EXACT for found in on_ranks(work, lambda: with_routers("mixtral"), 2))

@@ -7,7 +7,7 @@ import hf_ring_attention as ra
 from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.transport.agreement import digest
 from tests.support.probe import distance
-from tests.support.ranks import run_simulated
+from tests.support.ranks import on_ranks
 from tests.support.tiny_models import VOCAB, tiny_model
 from tests.support.tolerance import EXACT
 
@@ -32,10 +32,8 @@ def greedy(model, ids, **options):
     return model.generate(ids, do_sample=False, **options)
 
 
-def on_two(work, model_type="llama", changes=None):
-    """`work(ring, model)` on each of two ranks."""
-    models = [tiny_model(model_type, "eager", **(changes or {})) for _ in range(2)]
-    return run_simulated(lambda ring: work(ring, ra.patch_model(models[ring.rank], ring=ring)), 2)
+def llama():
+    return tiny_model("llama", "eager")
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16])
@@ -62,7 +60,7 @@ def test_strided_tokens_are_prefilled_and_stepped():
             found.append(greedy(model, row, **cache_argument(cache), **options))
         return found
 
-    for found in on_two(work):
+    for found in on_ranks(work, llama):
         assert all(torch.equal(x, expected) for x in found)
 
 
@@ -80,7 +78,7 @@ def test_steps_of_a_batch_are_columns_of_its_tokens():
             )
         return torch.cat(logits, 1)
 
-    for logits in on_two(work):
+    for logits in on_ranks(work, llama):
         assert distance(logits, expected) <= EXACT
 
 
@@ -94,7 +92,7 @@ def test_a_question_without_its_document_is_refused():
         with pytest.raises(ValueError, match=r"an attention_mask has 17 \+ 4 = 21, not 4"):
             model(question, attention_mask=torch.ones_like(question), **cache_argument(cache))
 
-    on_two(work)
+    on_ranks(work, llama)
 
 
 def test_a_generation_that_gives_up_its_cache_goes_on_with_whole_rows(caplog):
@@ -111,5 +109,5 @@ def test_a_generation_that_gives_up_its_cache_goes_on_with_whole_rows(caplog):
         cache = ra.prefill(model, longer[:, :25])
         assert torch.equal(greedy(model, longer, **cache_argument(cache)), expected[1])
 
-    on_two(work, "phi3", LONGROPE)
+    on_ranks(work, lambda: tiny_model("phi3", "eager", **LONGROPE))
     assert caplog.text.count("in rows of more than 20 tokens: there generate gives up this cache of 15 tokens") == 1

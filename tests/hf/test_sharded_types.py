@@ -11,7 +11,7 @@ from hf_ring_attention.hf.positions import first_position
 from hf_ring_attention.hf.wrappers import runner_of
 
 from ..support.probe import BATCHES, GRADIENTS, LOGITS, batch, distance, errors, logits_and_gradients, over_ring
-from ..support.ranks import run_simulated
+from ..support.ranks import on_ranks
 from ..support.tiny_models import VOCAB, tiny_model
 from ..support.tolerance import EXACT
 
@@ -34,7 +34,11 @@ CASES = {
     },
     "mistral": {},  # a window in all layers
     "mixtral": {},  # experts
-    "qwen2, windows in some layers": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen2, windows in some layers": {
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
     "qwen3": {},  # norms of queries and keys
     "qwen3_moe": {},
     "gemma": {},  # one key/value head
@@ -70,16 +74,23 @@ TRANSPORTS = {
 @functools.lru_cache(maxsize=1)  # for the ring of 2, and then for the ring of 4
 def expected_answers(name):
     """What one device answers to each kind of batch."""
-    model = case_model(name)
+    model, pattern = case_model(name), pattern_of(name)
     answers = {}
     for kind in BATCHES:
-        logits, gradients = logits_and_gradients(ra.patch_model(model), *batch(kind, first_position(runner_of(model))))
+        logits, gradients = logits_and_gradients(
+            ra.patch_model(model, pattern), *batch(kind, first_position(runner_of(model)))
+        )
         answers[kind] = logits, {parameter: gradient.clone() for parameter, gradient in gradients.items()}
     return answers
 
 
 def case_model(name):
     return tiny_model(name.split(",")[0], "eager", **CASES[name])
+
+
+def pattern_of(name):
+    """Every second case has a pattern in the layers without a window."""
+    return ("exact", "pyramid:3,3")[[*CASES].index(name) % 2]
 
 
 def errors_of_a_rank(rank, name, answers, turn):
@@ -92,7 +103,7 @@ def errors_of_a_rank(rank, name, answers, turn):
         layout = LAYOUTS[(number + turn // 4) % 2]
         inputs, labels = batch(kind, first_position(runner_of(model)))
         ring = ra.Ring(layout=layout, **TRANSPORTS[transport](torch.distributed.get_world_size()))
-        answer = over_ring(ra.patch_model(model, ring=ring), ring, inputs, labels)
+        answer = over_ring(ra.patch_model(model, pattern_of(name), ring), ring, inputs, labels)
         by_way[kind, layout, transport] = errors(answer, answers[kind])
     return by_way
 
@@ -129,13 +140,11 @@ def test_generated_tokens_of_one_device(name):
     with torch.no_grad():
         cache = cache_in(one(row[:, :document], position_ids=torch.arange(document)[None], use_cache=True))
     sequences, logits = generated(one, row, cache)
-    models = [case_model(name) for _ in range(4)]
 
-    def answers(ring):
-        model = ra.patch_model(models[ring.rank], ring=ring)
+    def answers(ring, model):
         return generated(model, row, ra.prefill(model, row[:, :document]))
 
-    for sequences_of_rank, logits_of_rank in run_simulated(answers, 4, **TRANSPORTS[transport](4)):
+    for sequences_of_rank, logits_of_rank in on_ranks(answers, lambda: case_model(name), 4, **TRANSPORTS[transport](4)):
         assert torch.equal(sequences_of_rank, sequences)
         assert distance(logits_of_rank, logits) <= EXACT
 
@@ -150,11 +159,9 @@ def test_generated_tokens_of_one_device(name):
 )
 def test_a_model_whose_heads_do_not_divide_is_refused_by_name_on_every_rank(heads, kv_heads, groups_of, message):
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 8 * heads}
-    models = [tiny_model("llama", "eager", **sizes) for _ in range(4)]
     row = torch.randint(3, VOCAB, (1, 16))
 
-    def refused(ring):
-        model = ra.patch_model(models[ring.rank], ring=ring)
+    def refused(ring, model):
         message_of_layer = rf"LlamaAttention: layer 0: transport='heads'.*{message}"
         with pytest.raises(ValueError, match=message_of_layer):
             model(row, use_cache=False)
@@ -162,4 +169,7 @@ def test_a_model_whose_heads_do_not_divide_is_refused_by_name_on_every_rank(head
             ra.prefill(model, row)
         return ring.traffic().hops
 
-    assert run_simulated(refused, 4, transport="heads", heads=groups_of) == [0] * 4
+    assert (
+        on_ranks(refused, lambda: tiny_model("llama", "eager", **sizes), 4, transport="heads", heads=groups_of)
+        == [0] * 4
+    )

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.config import warn_of_no_pattern
+from hf_ring_attention.hf.config import warn_once
 from tests.hf.test_images import seeing
 from tests.support.ranks import TIMEOUT
 from tests.support.tiny_models import VOCAB, tiny_model
@@ -30,30 +30,37 @@ print(model.config._attn_implementation, logits.double().square().sum().item())
 """
 
 
-def loaded_elsewhere(folder, first=""):
-    """A process that loads a model after these lines."""
-    program = [sys.executable, "-c", first + LOAD, str(folder), str(VOCAB)]
-    settings = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(program, capture_output=True, text=True, timeout=TIMEOUT, env=settings, check=False)
+#: Any import of the package fails then.
+WITHOUT = "import sys; sys.modules['hf_ring_attention'] = None"
 
 
-def sum_of_squares(model):
-    with torch.no_grad():
-        return model(IDS, use_cache=False).logits.double().square().sum().item()
-
-
-def test_a_saved_pattern_says_what_loads_it(tmp_path):
-    model = ra.patch_model(tiny_model("llama", "sdpa"), "window:4+2").eval()
+@pytest.mark.parametrize(
+    ("pattern", "first", "implementation"),
+    [
+        ("window:4+2", "import hf_ring_attention", "ring_dilated"),
+        ("window:4+2", WITHOUT, None),
+        ("exact", WITHOUT, "sdpa"),
+    ],
+)
+def test_a_saved_model_in_another_program(pattern, first, implementation, tmp_path):
+    """Exact attention loads without the package, and a pattern does not; its config says what loads it."""
+    model = ra.patch_model(tiny_model("llama", "sdpa"), pattern)
     model.save_pretrained(tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())
-    assert written["ring_dilated"]["hint"].startswith(
-        "patterns of attention: `import hf_ring_attention` before from_pre"
-    )
-    done = loaded_elsewhere(tmp_path, "import hf_ring_attention")
+    program = [sys.executable, "-c", first + LOAD, str(tmp_path), str(VOCAB)]
+    settings = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(program, capture_output=True, text=True, timeout=TIMEOUT, env=settings, check=False)
+    if implementation is None:
+        assert done.returncode != 0 and 'attn_implementation="ring_dilated"` is not supported' in done.stderr
+        written = json.loads((tmp_path / "config.json").read_text())
+        assert written["ring_dilated"]["hint"].startswith(
+            "patterns of attention: `import hf_ring_attention` before from_pre"
+        )
+        return
     assert done.returncode == 0, done.stderr[-2000:]
-    implementation, squares = done.stdout.split()
-    assert implementation == "ring_dilated"
-    assert float(squares) == pytest.approx(sum_of_squares(model), rel=1e-5)
+    found, squares = done.stdout.split()
+    with torch.no_grad():
+        expected = model(IDS, use_cache=False).logits.double().square().sum().item()
+    assert found == implementation and float(squares) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -75,16 +82,6 @@ def test_exact_attention_in_all_layers_is_saved_as_any_other_model(patch, tmp_pa
     with caplog.at_level(logging.WARNING, LOGGER):
         again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert not caplog.records and again.config._attn_implementation == "sdpa"
-
-
-def test_exact_attention_loads_where_the_package_is_not_installed(tmp_path):
-    model = ra.patch_model(tiny_model("llama", "sdpa"), "exact").eval()
-    model.save_pretrained(tmp_path)
-    done = loaded_elsewhere(tmp_path, "import sys; sys.modules['hf_ring_attention'] = None  # any import of it fails")
-    assert done.returncode == 0, done.stderr[-2000:]
-    implementation, squares = done.stdout.split()
-    assert implementation == "sdpa"
-    assert float(squares) == pytest.approx(sum_of_squares(model), rel=1e-5)
 
 
 def written_implementation(config):
@@ -113,14 +110,14 @@ def warnings_of(caplog):
 
     def run(model):
         caplog.clear()
-        warn_of_no_pattern.cache_clear()
+        warn_once.cache_clear()
         with caplog.at_level(logging.WARNING, LOGGER):
             model(IDS)
             model(IDS)
         return caplog.messages
 
     yield run
-    warn_of_no_pattern.cache_clear()
+    warn_once.cache_clear()
 
 
 def test_a_model_without_a_pattern_says_once_that_it_attends_exactly(warnings_of, tmp_path):

@@ -15,9 +15,9 @@ from hf_ring_attention.plan.problem import Problem
 from hf_ring_attention.plan.state_traffic import rows_traffic, states_traffic
 from hf_ring_attention.plan.traffic import RowBytes, collective_traffic, ring_traffic
 
-from ..support.ranks import run_simulated
+from ..support.ranks import on_ranks
 from ..support.releases import needs_mixers
-from ..support.tiny_models import VOCAB, tiny_model
+from ..support.tiny_models import VOCAB, tiny_config, tiny_model
 
 pytestmark = needs_mixers
 
@@ -82,12 +82,11 @@ def logits_of_a_part(model, ids, positions):
 )
 def test_bytes_are_those_that_the_config_tells(model_type, world_size, layout):
     """Of whole models, with their attention, in forward and in backward, at two lengths."""
-    models = [tiny_model(model_type, "eager") for _ in range(world_size)]
-    attention = attention_of_model(models[0].config, model_type)
+    attention = attention_of_model(tiny_config(model_type), model_type)
     assert attention.mixers is not None and attention.mixers.layers and attention.numbers
 
-    def work(ring):
-        model, by_call = ra.patch_model(models[ring.rank], ring=ring), []
+    def work(ring, model):
+        by_call = []
         for length in (12, 24):
             for ids, positions, documents in rows(length):
                 layout = ring.layout_for(length, "exact", documents)
@@ -103,7 +102,7 @@ def test_bytes_are_those_that_the_config_tells(model_type, world_size, layout):
                 by_call.append(mixed[0])
         return by_call
 
-    for by_call in run_simulated(work, world_size, layout=layout):
+    for by_call in on_ranks(work, lambda: tiny_model(model_type, "eager"), world_size, layout=layout):
         whole, _, whole_longer, _ = by_call
         if attention.mixers.numbers is None:
             assert whole_longer.forward.sent == 2 * whole.forward.sent
@@ -113,18 +112,17 @@ def test_bytes_are_those_that_the_config_tells(model_type, world_size, layout):
 
 @pytest.mark.parametrize("model_type", ["lfm2", "qwen3_next", "bamba", "jamba"])
 def test_a_prefill_keeps_one_input_more(model_type):
-    models = [tiny_model(model_type, "eager") for _ in range(2)]
-    attention = attention_of_model(models[0].config, model_type)
+    attention = attention_of_model(tiny_config(model_type), model_type)
     ids = torch.randint(3, VOCAB, (1, 24))
 
-    def work(ring):
-        model, documents = ra.patch_model(models[ring.rank], ring=ring), (((0, 24),),)
+    def work(ring, model):
+        documents = (((0, 24),),)
         ring.reset_traffic()
         layout = ra.prefill(model, ids).layout
         mixed = of_mixers(attention.mixers, documents, layout, kept=True)
         assert moved(ring) == added(x.forward for x in [*of_attention(attention, documents, layout, ring), *mixed])
 
-    run_simulated(work, 2)
+    on_ranks(work, lambda: tiny_model(model_type, "eager"))
 
 
 def bytes_of_a_process(rank, model_type):

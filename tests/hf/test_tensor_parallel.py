@@ -116,7 +116,6 @@ def each_pattern(rank, folder):
         compare(folder / name, pattern, *works)
 
 
-@float64()
 def test_every_pattern_is_that_of_one_process(folder):
     run_ranks(each_pattern, 2, folder)
 
@@ -150,7 +149,6 @@ def other_ways(rank, folder):
     compare(llama, BY_HEAD, with_labels)
 
 
-@float64()
 def test_padding_encoders_saved_patterns_caches_and_losses(folder):
     run_ranks(other_ways, 2, folder)
 
@@ -175,7 +173,6 @@ def refused(rank, folder):
     )
 
 
-@float64()
 def test_what_cannot_be_right_is_refused_on_every_rank(folder):
     run_ranks(refused, 2, folder / "llama")
 
@@ -212,7 +209,6 @@ def beside_a_ring(rank, folder):
         assert_alike(over_ring(folder / name, pattern, mesh, transport), expected, f"{name}, {pattern}, {transport}")
 
 
-@float64()
 @needs("transformers", "5.24", "FSDP beside tensor parallelism")
 def test_a_ring_beside_it_is_that_of_one_process(folder):
     run_ranks(beside_a_ring, 4, folder)
@@ -228,6 +224,5 @@ def generated_beside_a_ring(rank, folder):
         assert_alike(found, expected, f"generation beside a ring under {pattern}")
 
 
-@float64()
 def test_generation_beside_a_ring_is_that_of_one_process(folder):
     run_ranks(generated_beside_a_ring, 4, folder / "llama")

@@ -7,21 +7,18 @@ import torch
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.private import checkpoint_activations
 from hf_ring_attention.hf.heads import watched
 
-from ..support.neighbours import built
-from ..support.ranks import run_simulated
-from ..support.tiny_models import VOCAB, draw, tiny, tiny_config
+from ..support.ranks import on_ranks
+from ..support.tiny_models import VOCAB, draw, tiny_config
 from ..support.tolerance import EXACT, distance
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -79,15 +76,13 @@ def results(model, call):
 def check_over_ring(make, call, world_size=3, valid=None, bound=EXACT, **settings):
     """Compares all tensors of a call, and the mean of the ranks' gradients, with those of one device."""
     expected, gradients = results(make(None), call)
-    models = [make(None) for _ in range(world_size)]
 
-    def work(ring):
-        model = ra.patch_model(models[ring.rank], ring=ring)
+    def work(ring, model):
         found, own = results(model, call)
         return found, {name: torch.stack(ring.gather(x)).mean(0) for name, x in own.items()}
 
     largest_of_all = max([float(x.abs().max()) for x in gradients.values()], default=0.0)
-    for found, mean in run_simulated(work, world_size, **settings):
+    for found, mean in on_ranks(work, lambda: make(None), world_size, **settings):
         assert {*found} <= {*expected}, ({*found}, {*expected})
         assert {*expected} - {*found} <= {"logits"}, ({*found}, {*expected})
         for name, x in found.items():
@@ -168,25 +163,6 @@ def test_labels_that_are_shifted_and_counted_by_the_caller():
         )
 
 
-def test_rows_told_by_collators():
-    ids = torch.randint(8, VOCAB, (1, TOKENS))
-    told = ({"cu_seq_lens_q": torch.tensor([0, 5, 6, TOKENS])}, {"seq_idx": torch.tensor([[0] * 5 + [1] + [2] * 15])})
-    for description in told:
-        check_over_ring(
-            lambda ring: model_of(AutoModelForCausalLM, "llama", "window:6+2", ring),
-            lambda model, told=description: model(ids, **told, labels=ids, use_cache=False),
-        )
-
-
-def test_embeddings_as_input():
-    model = model_of(AutoModelForCausalLM, "llama")
-    embeddings = model.get_input_embeddings()(torch.randint(8, VOCAB, (2, TOKENS))).detach()
-    check_over_ring(
-        lambda ring: model_of(AutoModelForCausalLM, "llama", "window:6+2", ring),
-        lambda model: model(inputs_embeds=embeddings, use_cache=False),
-    )
-
-
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 8])
 def test_short_rows(length):
     """Some ranks have nothing but padding."""
@@ -213,195 +189,85 @@ def test_other_causal_models(model_type):
     )
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "olmoe"])
-def test_router_losses(model_type):
-    inputs, mask = rows("right")
-    labels = inputs["input_ids"].masked_fill(mask == 0, -100)
-    check_over_ring(
-        lambda ring: model_of(AutoModelForCausalLM, model_type, "window:6+2", ring),
-        lambda model: model(**inputs, labels=labels, output_router_logits=True, use_cache=False),
-        world_size=2,
-    )
-
-
-@pytest.mark.parametrize("kind", ["plain", "left", "right", "packed"])
-@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "lfm2", "jamba"])
-def test_hybrids(model_type, kind):
-    inputs, mask = rows(kind)
-    labels = inputs["input_ids"].masked_fill(mask == 0, -100)
-    check_over_ring(
-        lambda ring: model_of(AutoModelForCausalLM, model_type, "window:6+2", ring),
-        lambda model: model(**inputs, labels=labels, use_cache=False),
-        world_size=2,
-    )
-
-
 # ---- other heads
 
 
-@pytest.mark.parametrize("kind", ["plain", "left", "right"])
-def test_sequence_classification(kind):
-    """Of decoders, whose head reads the last token that is no padding, and of encoders, which read the first one."""
-    inputs, mask = rows(kind)
-    inputs["input_ids"] = inputs["input_ids"].masked_fill(mask == 0, 0)
-    for model_type, labels in (("llama", torch.tensor([0, 1])), ("bert", torch.tensor([1, 0]))):
-        check_over_ring(
-            functools.partial(classifier, model_type),
-            lambda model, labels=labels: model(**inputs, labels=labels),
-        )
-
-
-def classifier(model_type, ring):
-    return model_of(AutoModelForSequenceClassification, model_type, "window:6+2", ring, is_decoder=False)
-
-
-def test_a_reward_head():
-    inputs, mask = rows("right")
-    inputs["input_ids"] = inputs["input_ids"].masked_fill(mask == 0, 0)
-    check_over_ring(
-        lambda ring: model_of(AutoModelForSequenceClassification, "qwen3", "window:6+2", ring, num_labels=1),
-        lambda model: model(**inputs, labels=torch.tensor([0.5, -1.0])),
-    )
-
-
-@pytest.mark.parametrize("model_type", ["llama", "bert", "modernbert"])
-def test_token_classification(model_type):
-    inputs, mask = rows("right")
-    labels = (inputs["input_ids"] % 2).masked_fill(mask == 0, -100)
-    check_over_ring(
-        lambda ring: model_of(AutoModelForTokenClassification, model_type, None, ring, is_decoder=False),
-        lambda model: model(**inputs, labels=labels),
-        valid=mask,
-    )
-
-
-@pytest.mark.parametrize("model_type", ["llama", "bert"])
-def test_question_answering(model_type):
-    inputs, mask = rows("right")
-    ends = {"start_positions": torch.tensor([2, 5]), "end_positions": torch.tensor([4, 9])}
-    check_over_ring(
-        lambda ring: model_of(AutoModelForQuestionAnswering, model_type, "window:6+2", ring, is_decoder=False),
-        lambda model: model(**inputs, **ends),
-        valid=mask,
-    )
-
-
-@pytest.mark.parametrize("model_type", ["modernbert", "roberta", "bert"])
-def test_masked_language_models(model_type):
-    inputs, mask = rows("right")
-    labels = inputs["input_ids"].masked_fill((mask == 0) | (torch.rand(mask.shape) < 0.5), -100)
-    check_over_ring(
-        lambda ring: model_of(AutoModelForMaskedLM, model_type, None, ring, is_decoder=False),
-        lambda model: model(**inputs, labels=labels),
-        valid=mask,
-    )
-
-
-def test_a_base_model_and_a_pooler():
-    inputs, mask = rows("right")
-    for model_type in ("llama", "bert"):
-        check_over_ring(
-            lambda ring, kind=model_type: model_of(AutoModel, kind, "window:6+2", ring, is_decoder=False),
-            lambda model: model(**inputs, output_hidden_states=True),
-            valid=mask,
-        )
-
-
-# ---- images
-
-
-START, IMAGE, END = 6, 5, 7
-ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-GRID = {"vision_start_token_id": START, "vision_end_token_id": END, "image_token_id": IMAGE}
-#: The changes that make a vision tower tiny, the tokens of an image, and the shape of the pixels of one.
-SEEING = {
-    "llava": ({"vision_config": {"image_size": 12, "patch_size": 4}, "image_token_id": IMAGE}, 9, (1, 3, 12, 12)),
-    "qwen2_5_vl": (
-        {
-            "text_config": {"rope_parameters": ROPE},
-            "vision_config": {
-                "depth": 2, "patch_size": 2, "fullatt_block_indexes": [1], "window_size": 8, "out_hidden_size": 32,
-            },
-            **GRID,
-        },
-        4,
-        (4 * 4, 3 * 2 * 2 * 2),
+#: The classes of models, their types, changes of their configs, and the arguments of a call by its ids and mask.
+HEADS = {
+    # Decoders classify by the last token that is no padding, and encoders by the first one.
+    "sequences": (
+        AutoModelForSequenceClassification, ("llama", "bert"), {}, lambda ids, mask: {"labels": torch.tensor([0, 1])},
     ),
-    "qwen3_vl": (
-        {
-            "text_config": {"rope_parameters": ROPE},
-            "vision_config": {
-                "depth": 2, "patch_size": 2, "out_hidden_size": 32, "deepstack_visual_indexes": [0, 1],
-                "num_position_embeddings": 16, "temporal_patch_size": 2,
-            },
-            **GRID,
-        },
-        4,
-        (4 * 4, 3 * 2 * 2 * 2),
+    "rewards": (
+        AutoModelForSequenceClassification, ("qwen3",), {"num_labels": 1},
+        lambda ids, mask: {"labels": torch.tensor([0.5, -1.0])},
     ),
+    "tokens": (
+        AutoModelForTokenClassification, ("llama", "bert", "modernbert"), {},
+        lambda ids, mask: {"labels": (ids % 2).masked_fill(mask == 0, -100)},
+    ),
+    "answers": (
+        AutoModelForQuestionAnswering, ("llama", "bert"), {},
+        lambda ids, mask: {"start_positions": torch.tensor([2, 5]), "end_positions": torch.tensor([4, 9])},
+    ),
+    "masked tokens": (
+        AutoModelForMaskedLM, ("modernbert", "roberta", "bert"), {},
+        lambda ids, mask: {"labels": ids.masked_fill((mask == 0) | (torch.rand(mask.shape) < 0.5), -100)},
+    ),
+    "none, and a pooler": (AutoModel, ("llama", "bert"), {}, lambda ids, mask: {"output_hidden_states": True}),
 }  # fmt: skip
 
 
-def seen(model_type, images):
-    """Two rows, the second padded on the left, with so many images each, and their labels."""
-    _, length, pixels = SEEING[model_type]
-    tokens = 12 + images * (length + 2)
-    ids = torch.randint(8, VOCAB, (2, tokens))
-    mask = torch.ones_like(ids)
-    mask[1, :4] = 0
-    for number in range(images):
-        first = 6 + number * (length + 3)
-        ids[:, first] = START
-        ids[:, first + 1 : first + 1 + length] = IMAGE
-        ids[:, first + 1 + length] = END
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    if images:
-        inputs["pixel_values"] = torch.randn(2 * images * pixels[0], *pixels[1:])
-        if model_type != "llava":
-            inputs["image_grid_thw"] = torch.tensor([[1, 4, 4]] * 2 * images)
-            inputs["mm_token_type_ids"] = (ids == IMAGE).int()
-    return inputs, ids.masked_fill((mask == 0) | (ids == IMAGE), -100)
-
-
-@pytest.mark.parametrize("images", [0, 1, 2])
-@pytest.mark.parametrize("model_type", SEEING)
-def test_images(model_type, images):
-    inputs, labels = seen(model_type, images)
-
-    def make(ring):
-        config = tiny(CONFIG_MAPPING[model_type](), SEEING[model_type][0])
-        return ra.patch_model(built(AutoModelForImageTextToText, config), "window:6+2", ring=ring)
-
-    check_over_ring(make, lambda model: model(**inputs, labels=labels, use_cache=False), world_size=2)
-    check_over_ring(make, lambda model: model(**inputs, use_cache=False), world_size=3, valid=inputs["attention_mask"])
+@pytest.mark.parametrize(
+    ("head", "model_type", "kind"),
+    [
+        (head, model_type, kind)
+        for head, (_, types, _, _) in HEADS.items()
+        for model_type in types
+        for kind in ("plain", "left", "right")
+        if head == "sequences" or kind == "right"
+    ],
+)
+def test_other_heads(head, model_type, kind):
+    auto, _, changes, arguments = HEADS[head]
+    inputs, mask = rows(kind)
+    inputs["input_ids"] = inputs["input_ids"].masked_fill(mask == 0, 0)
+    options = arguments(inputs["input_ids"], mask)
+    check_over_ring(
+        lambda ring: model_of(auto, model_type, "window:6+2", ring, is_decoder=False, **changes),
+        lambda model: model(**inputs, **options),
+        valid=mask,
+    )
 
 
 # ---- several passes
 
 
-@pytest.mark.parametrize("kind", ["left", "packed"])
-def test_checkpointed_layers(kind):
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("settings", [(3, {}), (2, {"transport": "heads"}), (4, {"transport": "heads", "heads": 2})])
+@pytest.mark.parametrize(("model_type", "kind"), [("llama", "left"), ("llama", "packed"), ("gpt2", "left")])
+def test_checkpointed_layers(model_type, kind, settings, use_reentrant):
+    """GPT-2 hands the mask to its layers by position, and torch's reentrant checkpoint repeats them with a copy of it."""
     inputs, mask = rows(kind)
     labels = inputs["input_ids"].masked_fill(mask == 0, -100)
 
     def make(ring):
-        model = model_of(AutoModelForCausalLM, "llama", "window:6+2", ring)
-        checkpoint_activations(model)
+        model = model_of(AutoModelForCausalLM, model_type, "window:6+2", ring)
+        checkpoint_activations(model, {"use_reentrant": use_reentrant})
         return model.train()
 
-    check_over_ring(make, lambda model: model(**inputs, labels=labels))
+    check_over_ring(make, lambda model: model(**inputs, labels=labels), settings[0], **settings[1])
 
 
 def test_generation_computes_whole_rows_on_every_rank():
     inputs, _ = rows("left")
     settings = {"max_new_tokens": 5, "do_sample": False}
     expected = model_of(AutoModelForCausalLM, "llama", "window:6+2").generate(**inputs, **settings)
-    models = [model_of(AutoModelForCausalLM, "llama", "window:6+2") for _ in range(2)]
-
-    def work(ring):
-        return ra.patch_model(models[ring.rank], ring=ring).generate(**inputs, **settings)
-
-    assert all(torch.equal(found, expected) for found in run_simulated(work, 2))
+    tokens = on_ranks(
+        lambda ring, model: model.generate(**inputs, **settings),
+        lambda: model_of(AutoModelForCausalLM, "llama", "window:6+2"),
+    )
+    assert all(torch.equal(found, expected) for found in tokens)
 
 
 def test_logits_of_an_evaluation_are_formed_when_they_are_used():
@@ -409,10 +275,8 @@ def test_logits_of_an_evaluation_are_formed_when_they_are_used():
     labels = inputs["input_ids"].masked_fill(mask == 0, -100)
     with torch.no_grad():
         expected = model_of(AutoModelForCausalLM, "llama", "window:6+2")(**inputs, use_cache=False).logits
-    models = [model_of(AutoModelForCausalLM, "llama", "window:6+2") for _ in range(2)]
 
-    def work(ring):
-        model = ra.patch_model(models[ring.rank], ring=ring)
+    def work(ring, model):
         with torch.no_grad():
             output = model(**inputs, labels=labels)
             ring.reset_traffic()
@@ -420,24 +284,22 @@ def test_logits_of_an_evaluation_are_formed_when_they_are_used():
             assert ring.traffic().sent_bytes == 0
             return output.logits.argmax(-1), output.logits.detach() + 0
 
-    for best, logits in run_simulated(work, 2):
+    for best, logits in on_ranks(work, lambda: model_of(AutoModelForCausalLM, "llama", "window:6+2"), 2):
         assert distance(logits[mask != 0], expected[mask != 0]) <= EXACT
         assert torch.equal(best, logits.argmax(-1))
 
 
 def test_logits_and_caches_that_were_not_formed_say_so_when_they_are_used():
     inputs, _ = rows("plain")
-    models = [model_of(AutoModelForCausalLM, "llama", "window:6+2") for _ in range(2)]
 
-    def work(ring):
-        model = ra.patch_model(models[ring.rank], ring=ring)
+    def work(ring, model):
         output = model(**inputs, labels=inputs["input_ids"])
         with pytest.raises(RuntimeError, match=r"this output has no logits: .* call the model without labels"):
             output.logits.argmax(-1)
         with pytest.raises(RuntimeError, match=r"this output has no cache: .*use_cache=True"):
             model(inputs["input_ids"][:, :1], cache=model(**inputs).cache)
 
-    run_simulated(work, 2)
+    on_ranks(work, lambda: model_of(AutoModelForCausalLM, "llama", "window:6+2"), 2)
 
 
 # ---- calls that differ
@@ -455,16 +317,15 @@ def test_logits_and_caches_that_were_not_formed_say_so_when_they_are_used():
 )
 def test_ranks_with_different_rows_are_told_what_differs(change, message):
     inputs, _ = rows("right")
-    models = [model_of(AutoModelForCausalLM, "llama") for _ in range(2)]
 
-    def work(ring):
+    def work(ring, model):
         own = {name: x.clone() for name, x in inputs.items()}
         if ring.rank == 1:
             change(own)
         with pytest.raises(ValueError, match=message):
-            ra.patch_model(models[ring.rank], ring=ring)(**own)
+            model(**own)
 
-    run_simulated(work, 2)
+    on_ranks(work, lambda: model_of(AutoModelForCausalLM, "llama"))
 
 
 # ---- what is exchanged
@@ -483,15 +344,13 @@ def test_bytes_of_joining_are_those_of_their_formulas(world_size):
     """Per rank: p - 1 parts of hidden states, of a few tokens, or of fields; p - 1 sums of losses; and no objects."""
     inputs, mask = rows("right")
     labels = inputs["input_ids"].masked_fill(mask == 0, -100)
-    models = [model_of(AutoModelForCausalLM, "llama", "window:6+2").eval() for _ in range(world_size)]
     pytest.importorskip("trl")
     from trl.trainer.utils import add_fused_lm_head
 
     def refuse(*args, **kwargs):
         raise AssertionError("objects were gathered in a forward pass")
 
-    def work(ring):
-        model = ra.patch_model(models[ring.rank], ring=ring)
+    def work(ring, model):
         add_fused_lm_head(model, outputs=("log_probs", "entropy"))
         ring._communicator.gather_objects = refuse
         layout = ring.layout_for(TOKENS, "window:6+2", [[(0, TOKENS - 6)], [(0, TOKENS)]])
@@ -513,5 +372,7 @@ def test_bytes_of_joining_are_those_of_their_formulas(world_size):
             "fields": others * 2 * local * (2 * 8 + 1),
         }
 
-    for found, expected in run_simulated(work, world_size, layout="zigzag"):
+    for found, expected in on_ranks(
+        work, lambda: model_of(AutoModelForCausalLM, "llama", "window:6+2").eval(), world_size, layout="zigzag"
+    ):
         assert found == expected

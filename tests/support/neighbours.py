@@ -21,7 +21,6 @@ DYNAMIC_ROPE = {
     "max_position_embeddings": 8,
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
 }
-ENCODER = {"is_decoder": False}
 
 
 def llama(implementation="eager", **changes):

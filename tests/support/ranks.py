@@ -113,6 +113,12 @@ def run_simulated(function, world_size, *, timeout=TIMEOUT, **settings):
     return ra.run_simulated(run, world_size, timeout=timeout, **settings)
 
 
+def on_ranks(work, make, world_size=2, **settings):
+    """[work(ring, model)] of simulated ranks; each has a model of its own, from make(), which is patched with its ring."""
+    models = [make() for _ in range(world_size)]
+    return run_simulated(lambda ring: work(ring, ra.patch_model(models[ring.rank], ring=ring)), world_size, **settings)
+
+
 def free_ports(count):
     """Ports at which nobody listens, below those that the system gives to connections, which it could give away meanwhile."""
     ports, any_of = [], random.SystemRandom()  # whichever: nothing that is computed depends on it
