@@ -185,8 +185,6 @@ def _answer(
     flops = [sum(len(kind.layers) * kind.flops[rank] for kind in used) for rank in range(args.ranks)]
     moved = [_bytes_of_step(used, mixers, rank) for rank in range(args.ranks)]
     sizes = {name: max(of_rank[name] for of_rank in moved) for name in moved[0]}
-    # Layers that do the same share their row numbers.
-    sizes["row_numbers"] = sum(kind.explanation.row_numbers[kind.transport] for kind in used)
     layers = len(attention.layers)
     return {
         "model": attention.name or None,
@@ -234,8 +232,8 @@ def _figures_of_kind(kind: LayerKind) -> dict[str, Any]:
             for size, (balance, traffic) in call.groups.items()
         },
         **{
-            f"{name}_bytes": _sizes(call.busiest(name)) | {"row_numbers": numbers, "imbalance": call.balance[name]}
-            for name, numbers in call.row_numbers.items()
+            f"{name}_bytes": _sizes(call.busiest(name)) | {"imbalance": balance}
+            for name, balance in call.balance.items()
         },
     }
 
@@ -306,7 +304,7 @@ def _print_answer(attention: ModelAttention, base: Explanation, answer: dict[str
     print_sheet(Sheet("TFLOP of one layer" + " and of all" * several, headings, rows, notes, left=2))
     rows = []
     for row in kinds:
-        for name in base.row_numbers:
+        for name in base.balance:
             mark = " *" * (name == row["transport"])
             rows.append((row["kind"], name + mark, *_byte_cells(row[f"{name}_bytes"])))
         for size, group in row["groups_that_exchange_heads"].items():
@@ -315,11 +313,8 @@ def _print_answer(attention: ModelAttention, base: Explanation, answer: dict[str
         rows.append(("mixers", f"{mixers['gathers']} *", *_byte_cells(mixers["bytes"])))
     if several or mixers:
         rows.append(("a step", "as chosen *", *_byte_cells(step["bytes"])))
-    headings = ("layers", "transport", "forward", "backward", "buffers", "row numbers", "of mean")
-    notes = [
-        "* marks the chosen transport; of mean: the work of the busiest rank over the mean; row numbers are kept for equal "
-        "calls, 256 MiB of them at most"
-    ]
+    headings = ("layers", "transport", "forward", "backward", "buffers", "of mean")
+    notes = ["* marks the chosen transport; of mean: the work of the busiest rank over the mean"]
     title = "Bytes that the busiest rank receives in one layer" + " and in all" * (several or bool(mixers))
     print_sheet(Sheet(title, headings, rows, notes, left=2))
 
@@ -369,6 +364,5 @@ def _flop_cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _byte_cells(figures: dict[str, Any]) -> tuple[str, ...]:
-    names = ("forward_received", "backward_received", "buffers", "row_numbers")
-    sizes = (short_bytes(figures[name]) if name in figures else "" for name in names)
+    sizes = (short_bytes(figures[name]) for name in ("forward_received", "backward_received", "buffers"))
     return (*sizes, f"{figures['imbalance']:.2f}" if "imbalance" in figures else "")

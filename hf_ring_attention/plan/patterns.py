@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from . import notation
@@ -323,9 +323,8 @@ class Pattern:
             if not isinstance(kind_name, str) or kind_name not in BRANCHES:
                 raise ValueError(f"{where} must be a dict whose 'type' is one of {sorted(BRANCHES)}, got {entry!r}")
             kind = BRANCHES[kind_name]
-            names = tuple(field.name for field in fields(kind))
-            required = tuple(name for name in names if kind is not Segment and name in ("length", "tokens"))
-            _check_keys(where, entry, ("type", *required), names)
+            required = [field.name for field in fields(kind) if field.default is MISSING]
+            _check_keys(where, entry, ("type", *required), tuple(field.name for field in fields(kind)))
             branches.append(kind(**{name: value for name, value in entry.items() if name != "type"}))
         return cls(tuple(branches), **{name: d[name] for name in ("overlap", "phase_by") if name in d})
 

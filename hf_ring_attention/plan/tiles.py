@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from .branches import Last, Segment, Sink, Window
+from .branches import Branch
 from .intervals import Piece, Progression, Region, Run, borders_of, covering, progressions, regions_of
 from .parts import Part, parts_of
 from .patterns import Pattern
@@ -250,13 +250,13 @@ class _BranchOfPhase:
         self.dilation = branch.dilation
         self.residue, self.heads, self.per_query_head = residue, heads, per_query_head
         self.fold_starts = None
-        if not isinstance(branch, (Sink, Last)) and branch.dilation > 1 and branch.queries == "all":
+        if branch.dilation > 1 and branch.queries == "all":
             self.fold_starts = self._fold_starts(branch)
         dilated = [cover for cover in covering(pattern, number) if cover.queries == "dilated" and cover.dilation > 1]
         self._residues_differ = pattern.overlap == "once" and bool(dilated)
         self._regions: dict[int, list[Region]] = {}
 
-    def _fold_starts(self, branch: Segment | Window) -> list[int]:
+    def _fold_starts(self, branch: Branch) -> list[int]:
         """Returns `fold_starts` for a branch with folds."""
         starts: set[int] = set()
         covers = covering(self.pattern, self.number) if self.pattern.overlap == "once" else []

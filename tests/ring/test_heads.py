@@ -203,7 +203,7 @@ def test_heads_that_do_not_divide_are_refused_on_every_rank(heads, kv_heads, wor
     if groups_of is None:  # What is not asked for is not shown.
         said_of_others = ra.explain("exact", **call)
         assert {share.heads for share in said_of_others.ranks} == {None}
-        assert "heads" not in said_of_others.row_numbers
+        assert "heads" not in said_of_others.balance
 
 
 def test_a_rank_that_fails_ends_the_others():
