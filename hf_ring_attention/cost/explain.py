@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..plan.balance import balanced_layout, estimated_imbalance
@@ -254,7 +254,7 @@ def _groups(problem: Problem, sizes: RowBytes) -> dict[int, tuple[float, tuple[R
     for size in range(2, len(ranks)):
         fits = len(ranks) % size == 0 and heads_fit(problem.num_heads, problem.num_kv_heads, size)
         if fits and size != problem.settings.heads:
-            grouped = replace(problem, settings=replace(problem.settings, heads=size))
+            grouped = problem.in_groups(size)
             traffic = tuple(heads_traffic(grouped, rank, sizes) for rank in ranks)
             groups[size] = busiest_over_mean([heads_pairs(grouped, rank) for rank in ranks]), traffic
     return groups

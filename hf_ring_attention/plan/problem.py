@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, lru_cache
 from operator import index
 
@@ -184,6 +184,10 @@ class Problem:
             pieces = self.layout.rows[batch_row] if self.layout.rows else ()
             rows_of.setdefault((documents, pieces), []).append(batch_row)
         return tuple((documents, tuple(rows)) for (documents, _), rows in rows_of.items())
+
+    def in_groups(self, size: int) -> Problem:
+        """Returns the problem with groups of so many neighbours that exchange heads."""
+        return replace(self, settings=replace(self.settings, heads=size))
 
     @property
     def group(self) -> int:

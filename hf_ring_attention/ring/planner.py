@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..plan.choices import as_decided, decide_transport
+from ..plan.choices import decide_call
 from ..plan.joins import Joining
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, Problem
@@ -101,8 +101,8 @@ class Planner:
         """
         start = time.perf_counter()
         with _PLANNING.of(problem):
-            decision = decide_transport(self.transport, problem, sizes)
-            spec, decided = TRANSPORTS[decision.choice], as_decided(problem, decision)
+            decided, decision = decide_call(self.transport, problem, sizes)
+            spec = TRANSPORTS[decision.choice]
             binding = self.bindings.of(spec.bind, decided, self._rank, device, joining)
         self._traffic.planned_seconds += time.perf_counter() - start
         self._learn(problem, sizes, device, joining)
@@ -190,8 +190,7 @@ class Planner:
 def _plan_ahead(kind: _Kind, rows: _BatchRows, transport: str, rank: int, bindings: Bindings) -> None:
     problem = replace(kind.problem, layout=rows.layout, documents=rows.documents)
     with _PLANNING.of(problem):
-        decision = decide_transport(transport, problem, kind.sizes)
-        problem = as_decided(problem, decision)
+        problem, decision = decide_call(transport, problem, kind.sizes)
         bindings.make_ahead(kind.device, TRANSPORTS[decision.choice].bind, problem, rank, kind.device, kind.joining)
 
 

@@ -164,8 +164,8 @@ def test_nothing_waits_for_all_ranks_or_for_the_device(module):
 
 def test_seconds_in_which_a_call_waits_for_its_plan_are_counted(monkeypatch):
     ring = ra.Ring.alone()
-    decide, q = planner.decide_transport, torch.randn(1, 2, 12, 4)
-    monkeypatch.setattr(planner, "decide_transport", lambda *call: time.sleep(0.05) or decide(*call))
+    decide, q = planner.decide_call, torch.randn(1, 2, 12, 4)
+    monkeypatch.setattr(planner, "decide_call", lambda *call: time.sleep(0.05) or decide(*call))
     assert ring.traffic().planned_seconds == 0
     for number in (1, 2):
         ra.ring_attention(q, q, q, pattern="window:4", ring=ring, documents=[[(0, 5), (5, 12)]])
