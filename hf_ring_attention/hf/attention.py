@@ -16,7 +16,7 @@ from ..plan.branches import Branch, Segment, Window
 from ..plan.parts import fewest_last
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
-from ..ring.attention import FORWARD, UNTRACEABLE, CheckedCall, check_not_traced, checked_call
+from ..ring.attention import FORWARD, UNTRACEABLE, CheckedCall, Options, check_not_traced, checked_call
 from .calls import sharded_without_documents
 from .config import layer_pattern, patterns_of_layers, unpatched_pattern
 from .exact import attends_exactly
@@ -210,7 +210,7 @@ def _layer_call(
         "head_shard": heads,
     }
     try:
-        call = checked_call(query, key, value, held=held, sinks=s_aux, **settings)
+        call = checked_call(query, key, value, s_aux, Options(**settings, held=held))
     except ValueError as refused:
         raise ValueError(f"{_name_of(module)}: {refused}") from None
     if now is not None and now.own_patterns is None:

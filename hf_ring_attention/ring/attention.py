@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,22 +100,29 @@ def ring_attention(
         True
     """
     check_not_traced()
-    call = checked_call(
-        q,
-        k,
-        v,
-        pattern=pattern,
-        ring=ring,
-        layout=layout,
-        causal=causal,
-        scale=scale,
-        documents=documents,
-        softcap=softcap,
-        sinks=sinks,
-        head_shard=head_shard,
-    )
-    out, lse = call.attend(q, k, v, sinks, return_lse)
+    options = Options(pattern, ring, layout, causal, scale, documents, softcap, head_shard)
+    out, lse = checked_call(q, k, v, sinks, options).attend(q, k, v, sinks, return_lse)
     return (out, lse) if return_lse else out
+
+
+class Options(NamedTuple):
+    """The arguments of `ring_attention` beside tensors.
+
+    Attributes:
+        held: the tokens whose keys k [B, Hkv, `held.num_rows`, D] and v hold, if they come from a cache, for the
+            m = `held.num_queries` tokens of q [B, H, m, D]. One rank holds each token. `documents` then divide the sequence
+            of `held.row_len` tokens, and `layout` is not used.
+    """
+
+    pattern: Pattern | str
+    ring: Ring | None = None
+    layout: SequenceLayout | None = None
+    causal: bool = True
+    scale: float | None = None
+    documents: Sequence[Sequence[tuple[int, int]]] | None = None
+    softcap: float | None = None
+    head_shard: tuple[int, int] = (0, 1)
+    held: HeldKeys | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,43 +178,23 @@ class CheckedCall:
         return (total if sinks is None else add_sinks(total, total_lse, sinks)[0]).to(q.dtype), total_lse
 
 
-def checked_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    pattern: Pattern | str,
-    ring: Ring | None = None,
-    layout: SequenceLayout | None = None,
-    causal: bool = True,
-    scale: float | None = None,
-    documents: Sequence[Sequence[tuple[int, int]]] | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    head_shard: tuple[int, int] = (0, 1),
-    held: HeldKeys | None = None,
-) -> CheckedCall:
+def checked_call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Options) -> CheckedCall:
     """Checks a call of `ring_attention` on all ranks, and plans it.
 
     With keys from a cache, the queries are a sequence's last tokens. On a ring every rank then has the same queries and its own
     part of the keys. Ranks merge their results, so one row of (out, lse) moves for each query and rank, whatever the length of
     the cache.
 
-    Args:
-        held: the tokens whose keys k [B, Hkv, `held.num_rows`, D] and v hold, if they come from a cache, for the
-            m = `held.num_queries` tokens of q [B, H, m, D]. One rank holds each token. `documents` then divide the sequence
-            of `held.row_len` tokens, and `layout` is not used.
-
     Raises:
         ValueError: as `ring_attention`; or the gradient of a cache over a ring.
     """
-    ring = _ALONE if ring is None else ring
+    ring, held, scale, softcap = options.ring or _ALONE, options.held, options.scale, options.softcap
     with ring.agreement(FORWARD, by_digest=True) as call:
-        pattern = as_pattern(pattern, "ring_attention")
+        pattern = as_pattern(options.pattern, "ring_attention")
         _check_tensors(q, k, v, softcap, sinks)
         kernel = choose_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
         recorded = _recorded(q, k, v, sinks)
-        problem = _problem(q, k, pattern, ring, layout, causal, documents, head_shard, held)
+        problem = _problem(q, k, pattern, ring, options)
         if held is not None and ring.world_size > 1 and _recorded(q, k, v):
             raise ValueError("cached_attention: the keys of a sharded cache have no gradient: use torch.no_grad()")
         if ring.transport == "heads" and held is None:
@@ -277,25 +264,15 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, sinks
         )
 
 
-def _problem(
-    q: Tensor,
-    k: Tensor,
-    pattern: Pattern,
-    ring: Ring,
-    layout: SequenceLayout | None,
-    causal: bool,
-    documents: Sequence[Sequence[tuple[int, int]]] | None,
-    head_shard: tuple[int, int],
-    held: HeldKeys | None,
-) -> Problem:
+def _problem(q: Tensor, k: Tensor, pattern: Pattern, ring: Ring, options: Options) -> Problem:
     """Returns the problem of a call.
 
     Raises:
         ValueError: tokens, layout, documents and held keys that do not fit each other.
     """
-    shard, shards = head_shard
+    held, (shard, shards) = options.held, options.head_shard
     if not 0 <= shard < shards:
-        raise ValueError(f"ring_attention: head_shard must be (i, t) with 0 <= i < t, got {head_shard}")
+        raise ValueError(f"ring_attention: head_shard must be (i, t) with 0 <= i < t, got {options.head_shard}")
     pattern.check_heads(k.shape[1] * shards, "k")
     n, key_rows = q.shape[2], k.shape[2]
     if held is not None:
@@ -311,6 +288,7 @@ def _problem(
                 f"q {tuple(q.shape)}, k {tuple(k.shape)}"
             )
         # This layout does not depend on documents, so a caller who shards by `ring.layout_for` gets the same one.
+        layout = options.layout
         layout = ring.layout_for(n * ring.world_size, pattern) if layout is None else layout
         ring.check_layout(layout)
         if n != layout.local_len:
@@ -321,10 +299,10 @@ def _problem(
     return Problem(
         pattern=pattern,
         layout=layout,
-        documents=_documents(documents, layout.seq_len, q.shape[0]),
+        documents=_documents(options.documents, layout.seq_len, q.shape[0]),
         num_heads=q.shape[1],
         num_kv_heads=k.shape[1],
-        causal=bool(causal),
+        causal=bool(options.causal),
         held=held,
         settings=ring.settings,
         first_head=shard * q.shape[1],

@@ -289,19 +289,10 @@ class Ring:
         *,
         everywhere: bool = False,
     ) -> list[Any]:
-        """Checks that all ranks make the same call with equal values and without an error.
+        """Returns the messages of all ranks if they agree, as `transport.agreement.agree`.
 
         Args:
-            call: the name of the call that this rank is about to make.
-            values: the values that must be equal, by their names in an error.
-            tell: this rank's message to the others; messages may differ.
             everywhere: whether all processes that train together agree, not only the ranks of this ring.
-
-        Returns:
-            The message of each rank; the ranks of a ring are neighbours.
-
-        Raises:
-            ValueError: on every rank, if one has an error or the ranks differ; the message lists the values of the ranks.
         """
         communicator, who = (self._everyone, "process") if everywhere else (self._communicator, "rank")
         return agree(communicator, who, call, values, error, tell)
