@@ -5,8 +5,8 @@ Transports and `Ring` send rows by these few operations of torch.distributed onl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -27,15 +27,15 @@ class Message(NamedTuple):
     tensor: Tensor
 
 
-class Pending(Protocol):
-    """Messages under way."""
+class Pending:
+    """Messages under way.
 
-    def wait(self) -> None:
-        """Waits until all are there; it is called once.
+    Args:
+        wait: waits until all are there, and is called once; its RuntimeError names a peer that is gone or too late.
+    """
 
-        Raises:
-            RuntimeError: a peer is gone, or too late; the message names it and the messages that were awaited.
-        """
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.wait = wait
 
 
 class Exchanger(Protocol):
@@ -110,19 +110,14 @@ def companion_of(group: dist.ProcessGroup) -> Any:
     return companion
 
 
-class _Works:
-    """Works of torch.distributed, each with its name for an error, and each waited for once."""
-
-    def __init__(self, works: list[tuple[dist.Work, str]]) -> None:
-        self.works = works
-
-    def wait(self) -> None:
-        works, self.works = self.works, []
-        for work, name in works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise RuntimeError(f"{name} did not end: {error}") from error
+def _wait(works: list[tuple[dist.Work, str]]) -> None:
+    """Waits for each work of torch.distributed, and drops it; each has its name for an error."""
+    while works:
+        work, name = works.pop(0)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"{name} did not end: {error}") from error
 
 
 class ProcessGroupCommunicator:
@@ -160,7 +155,7 @@ class ProcessGroupCommunicator:
             raise RuntimeError(f"{' and '.join(names)} did not begin: {error}") from error
         if len(works) != len(names):  # NCCL returns one work for all of them.
             names = [" and ".join(names)] * len(works)
-        return _Works(list(zip(works, names)))
+        return Pending(partial(_wait, list(zip(works, names))))
 
     def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Pending:
         name = f"the exchange with ranks {[r for r in range(self.world_size) if receive_counts[r] or send_counts[r]]}"
@@ -172,7 +167,7 @@ class ProcessGroupCommunicator:
                 work = beside.alltoall_base(received, sent, *counts)
         except RuntimeError as error:
             raise RuntimeError(f"{name} did not begin: {error}") from error
-        return _Works([(work, name)])
+        return Pending(partial(_wait, [(work, name)]))
 
     def gather(self, x: Tensor) -> list[Tensor]:
         parts, beside = [torch.empty_like(x) for _ in range(self.world_size)], self._beside([x])
