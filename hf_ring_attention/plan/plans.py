@@ -109,9 +109,7 @@ class EqualTiles(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The tiles of one rank.
-
-    Query rows are local indices.
+    """The tiles of one rank; query rows are local indices.
 
     Attributes:
         own: tiles with keys of the rank itself; key rows are local indices.
@@ -123,10 +121,6 @@ class RankPlan:
     own: tuple[TileBatch, ...]
     remote: tuple[TileBatch, ...]
     pairs: int
-
-    def flops(self, head_dim: int, value_dim: int | None = None) -> int:
-        """Returns the floating point operations of the forward pass: 2 (D + Dv) for each pair."""
-        return 2 * (head_dim + (value_dim or head_dim)) * self.pairs
 
 
 @lru_cache(maxsize=256)
@@ -170,14 +164,14 @@ def held_tiles(problem: Problem) -> tuple[TileBatch, ...]:
 
 def of_heads(batches: tuple[TileBatch, ...], kv_heads: range, group: int) -> tuple[TileBatch, ...]:
     """Returns the batches without tiles of other key/value heads; each has `group` query heads."""
-
-    def with_these_heads(batch: TileBatch) -> TileBatch:
+    some = []
+    for batch in batches:
         size = group if batch.per_query_head else 1
         heads_of_items = [tuple(head for head in item.heads if head // size in kv_heads) for item in batch.items]
-        items = (item._replace(heads=heads) for item, heads in zip(batch.items, heads_of_items) if heads)
-        return batch._replace(items=tuple(items))
-
-    return tuple(batch for batch in map(with_these_heads, batches) if batch.items)
+        items = tuple(item._replace(heads=heads) for item, heads in zip(batch.items, heads_of_items) if heads)
+        if items:
+            some.append(batch._replace(items=items))
+    return tuple(some)
 
 
 #: Pieces of a sequence, each with the row of its first token in a tensor.

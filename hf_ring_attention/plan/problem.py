@@ -97,10 +97,7 @@ def _check_order(layout: SequenceLayout, documents: Documents) -> None:
 
 
 def _check_piece(pattern: Pattern, held: HeldKeys) -> None:
-    """Refuses a piece of a row, behind keys of a cache, if some of its queries do not see every key under a `Last`.
-
-    If all of them see every key, the result does not depend on how the row is cut. For a longer piece it would.
-    """
+    """Refuses a piece of a row behind a cache that is longer than a `Last`: its result would depend on how the row is cut."""
     tokens = fewest_last(pattern)
     if tokens is not None and tokens < held.num_queries < held.row_len:
         raise ValueError(

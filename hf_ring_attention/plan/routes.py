@@ -204,9 +204,7 @@ def _route(needs: list[KeyRows]) -> tuple[Hop, ...]:
     """Returns the hops that take rows to readers 1, 2, ... steps away."""
     hops: list[Hop] = []
     nothing = needs[0] - needs[0]
-    before = list(
-        itertools.accumulate(needs[:-1], or_, initial=nothing)
-    )  # For each reader, the needs of earlier readers.
+    before = list(itertools.accumulate(needs[:-1], or_, initial=nothing))  # for each reader, the needs of earlier ones
     later = nothing
     for used, earlier in zip(reversed(needs), reversed(before)):
         rows = used | later

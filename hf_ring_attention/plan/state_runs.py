@@ -82,11 +82,7 @@ def linked_runs(runs: Sequence[StateRun], all_of_them: bool = False) -> tuple[li
 
 
 def _evened(runs: list[StateRun], most: int) -> list[StateRun]:
-    """Cuts the longest runs of ranks with fewer than `most` runs in two, until they have `most`.
-
-    A rank computes its runs in a batch of `most` rows, each as long as its longest run: an empty or short row takes as much
-    time as the longest.
-    """
+    """Cuts the longest runs of a rank in two until it has `most` runs: its batch has so many rows, all as long as the longest."""
     pieces = [[run] for run in runs]
     for rank in {run.rank for run in runs}:
         own = [parts for parts in pieces if parts[0].rank == rank]

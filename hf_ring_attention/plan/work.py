@@ -22,14 +22,10 @@ _MOST_SEGMENTS = 128
 
 @dataclass(frozen=True)
 class _Pairs:
-    """The query-key pairs of the first n tokens of a causal document, whatever follows them, for every n.
+    """The query-key pairs of the first n tokens of a causal document, for every n.
 
-    They are counted for some lengths. Between these, the mean number of keys that a query sees is interpolated linearly, which
-    is right for exact attention.
-
-    Attributes:
-        lengths: the lengths for which pairs are counted, ascending from 0.
-        means: the pairs of each, divided by the length.
+    `means` are the keys of a query, counted for some lengths, ascending from 0. Between these they are interpolated linearly,
+    which is right for exact attention.
     """
 
     lengths: tuple[int, ...]

@@ -87,8 +87,6 @@ def check(problem):
             assert not any(key in mine[row] for row, *_, key in elsewhere), "a rank's own keys are asked of others"
             of_rank += elsewhere
         assert plan.pairs == of_rank.total(), (problem, rank)
-        assert plan.flops(8) == 2 * (8 + 8) * plan.pairs
-        assert plan.flops(8, 5) == 2 * (8 + 5) * plan.pairs
         total += of_rank
     assert total == expected(problem), problem
 
