@@ -154,11 +154,7 @@ def timeout_of(group: Any) -> timedelta:
 
 
 def check_transformers(model_class: Any, config_class: Any) -> None:
-    """Raises ImportError if this release of Transformers lacks a private name that is used here.
-
-    Args:
-        model_class, config_class: PreTrainedModel and PretrainedConfig.
-    """
+    """Raises ImportError if this release of Transformers lacks a private name that is used here."""
     import transformers
     from transformers.utils import output_capturing
 
@@ -297,9 +293,5 @@ without_numbers: Any = Tensor._make_wrapper_subclass
 
 
 def check_lm_eval(model_class: Any, version: str) -> None:
-    """Raises ImportError if this release of the harness lacks a private name that `evaluation/lm_harness.py` overrides.
-
-    Args:
-        model_class: HFLM.
-    """
+    """Raises ImportError if this release of the harness lacks a private name that `evaluation/lm_harness.py` overrides."""
     _check_found("lm_eval", version, {"HFLM": model_class})

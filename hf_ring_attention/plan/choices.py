@@ -220,11 +220,7 @@ def _imbalance_of_heads(problem: Problem, size: int) -> float:
 
 
 def decide_call(transport: str, problem: Problem, sizes: RowBytes) -> tuple[Problem, Decision]:
-    """Returns the problem as it is computed, and its transport: the one asked for, or with "auto" by `choose_transport`.
-
-    Raises:
-        ValueError: heads that do not divide among the ranks that exchange them.
-    """
+    """Returns the problem as it is computed, and its transport: the one asked for, or with "auto" by `choose_transport`."""
     if transport == "heads":
         check_heads(problem.num_heads, problem.num_kv_heads, group_size(problem))
     decision = choose_transport(problem, sizes) if transport == "auto" else Decision(transport, _ASKED_FOR)

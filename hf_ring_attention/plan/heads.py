@@ -45,11 +45,7 @@ def heads_fit(num_heads: int, num_kv_heads: int, world_size: int) -> bool:
 
 
 def check_heads(num_heads: int, num_kv_heads: int, world_size: int) -> None:
-    """Refuses numbers of heads that do not divide among the ranks.
-
-    Raises:
-        ValueError: the message has the arithmetic.
-    """
+    """Refuses numbers of heads that do not divide among the ranks."""
     if num_heads % world_size:
         raise ValueError(
             f"transport='heads' needs equal query heads on {world_size} ranks, got {num_heads} / {world_size} = "

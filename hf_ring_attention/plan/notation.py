@@ -60,11 +60,7 @@ class PatternText(NamedTuple):
 
 
 def read(text: str) -> PatternText:
-    """Reads the text of a pattern.
-
-    Raises:
-        ValueError: a text that has none of the forms, or wrong numbers.
-    """
+    """Reads the text of a pattern."""
     if not isinstance(text, str):
         raise ValueError(f"a pattern or its text was expected, got {shown(text)}. A text is one of: {FORMS}")
     body, *words = text.strip().split("@")
@@ -87,11 +83,7 @@ def read(text: str) -> PatternText:
 
 
 def read_heads(text: str) -> list[str] | None:
-    """Returns the text of each key/value head's pattern, by the heads' numbers; None for a text that heads share.
-
-    Raises:
-        ValueError: heads that are named twice or not at all.
-    """
+    """Returns the text of each key/value head's pattern, by the heads' numbers; None for a text that heads share."""
     if not isinstance(text, str) or not text.strip().startswith("kv"):
         return None
     texts: dict[int, str] = {}

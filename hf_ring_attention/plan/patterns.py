@@ -152,14 +152,7 @@ class Pattern:
         return self.kv_heads[kv_head] if self.kv_heads else self
 
     def check_heads(self, num_kv_heads: int, whose: str) -> None:
-        """Refuses another number of key/value heads than the pattern has.
-
-        Args:
-            whose: the owner of the heads, for the message.
-
-        Raises:
-            ValueError: another number.
-        """
+        """Refuses another number of key/value heads than the pattern has."""
         if self.kv_heads and len(self.kv_heads) != num_kv_heads:
             raise ValueError(
                 f"the pattern {self} is for {len(self.kv_heads)} key/value heads, and {whose} has {num_kv_heads}: give one "

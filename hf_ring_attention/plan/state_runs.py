@@ -82,7 +82,7 @@ def linked_runs(runs: Sequence[StateRun], all_of_them: bool = False) -> tuple[li
 
 
 def _evened(runs: list[StateRun], most: int) -> list[StateRun]:
-    """Cuts the longest runs of a rank in two until it has `most` runs: its batch has so many rows, all as long as the longest."""
+    """Cuts the longest runs of a rank in two until it has `most` runs, which take no longer: they are rows of one batch."""
     pieces = [[run] for run in runs]
     for rank in {run.rank for run in runs}:
         own = [parts for parts in pieces if parts[0].rank == rank]

@@ -35,11 +35,7 @@ UNTRACEABLE = (
 
 
 def check_not_traced() -> None:
-    """Refuses torch.export and torch.jit.trace, which would record one batch's plan for all.
-
-    Raises:
-        NotImplementedError: one of them is under way.
-    """
+    """Refuses torch.export and torch.jit.trace, which would record one batch's plan for all."""
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         raise NotImplementedError(f"torch.export or torch.jit.trace was asked for: {UNTRACEABLE}")
 
@@ -146,11 +142,7 @@ class CheckedCall:
     recorded: bool
 
     def compare(self) -> None:
-        """Compares an equal call of a later layer with the calls of the other ranks.
-
-        Raises:
-            ValueError: on every rank, if another rank makes another call.
-        """
+        """Compares an equal call of a later layer with the calls of the other ranks."""
         self.ring.calls.compare(FORWARD, self.values, self.digest)
 
     def attend(
@@ -265,11 +257,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, sinks
 
 
 def _problem(q: Tensor, k: Tensor, pattern: Pattern, ring: Ring, options: Options) -> Problem:
-    """Returns the problem of a call.
-
-    Raises:
-        ValueError: tokens, layout, documents and held keys that do not fit each other.
-    """
+    """Returns the problem of a call."""
     held, (shard, shards) = options.held, options.head_shard
     if not 0 <= shard < shards:
         raise ValueError(f"ring_attention: head_shard must be (i, t) with 0 <= i < t, got {options.head_shard}")

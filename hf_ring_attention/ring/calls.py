@@ -35,11 +35,7 @@ class Calls:
         self._count = 0
 
     def agree(self, call: str, values: Mapping[str, Any], error: Exception | None) -> list[Any]:
-        """Checks that all ranks make this call with equal values and without an error.
-
-        Raises:
-            ValueError: on every rank, if one has an error or the ranks differ.
-        """
+        """Checks that all ranks make this call with equal values and without an error."""
         return agree(self._communicator, "rank", call, values, error, digest=self.digest(call, values))
 
     def digest(self, call: str, values: Mapping[str, Any]) -> int:
@@ -56,11 +52,7 @@ class Calls:
         return digest
 
     def compare(self, call: str, values: Mapping[str, Any], digest: int) -> None:
-        """Checks that all ranks make this call, whose digest is known.
-
-        Raises:
-            ValueError: on every rank, if the ranks differ.
-        """
+        """Checks that all ranks make this call, whose digest is known."""
         if not self._alone:
             agree(self._communicator, "rank", call, values, None, digest=digest)
 

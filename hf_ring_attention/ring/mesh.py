@@ -89,11 +89,7 @@ def without_cp(config: Any) -> Any:
 
 
 def communicator_of(group: dist.ProcessGroup | DeviceMesh | None) -> ProcessGroupCommunicator | None:
-    """Returns the communicator of a ring over a group, over a device mesh, or over the world; None for a process alone.
-
-    Raises:
-        ValueError: for the reasons that `Ring` lists.
-    """
+    """Returns the communicator of a ring over a group, over a device mesh, or over the world; None for a process alone."""
     if isinstance(group, DeviceMesh):
         if group.get_coordinate() is None:
             raise ValueError(f"Ring: rank {dist.get_rank()} of the world is not on the device mesh it was given")
@@ -115,11 +111,7 @@ def communicator_of(group: dist.ProcessGroup | DeviceMesh | None) -> ProcessGrou
 
 
 def check_alone(caller: str, remedy: str) -> None:
-    """Refuses a ring of one if a launcher has started several processes: each would read everything by itself.
-
-    Raises:
-        ValueError: the environment's WORLD_SIZE is above 1.
-    """
+    """Refuses a ring of one if a launcher has started several processes: each would read everything by itself."""
     started = os.environ.get("WORLD_SIZE", "1")
     if started.isdigit() and int(started) > 1:
         raise ValueError(

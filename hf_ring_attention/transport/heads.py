@@ -41,11 +41,7 @@ class HeadsBinding:
 
 
 def bind_heads(problem: Problem, rank: int, device: torch.device, joining: Joining | None) -> HeadsBinding:
-    """Binds the plan of `rank` for the heads transport.
-
-    Raises:
-        ValueError: numbers of heads that do not divide among the ranks.
-    """
+    """Binds the plan of `rank` for the heads transport."""
     place, members = place_of(problem, rank), range(group_size(problem))
     pieces = zip(*(pieces_of(problem, member) for member in members))
     return HeadsBinding(
