@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from .branches import check_choice, check_count
+
 LayoutKind = Literal["contiguous", "zigzag", "documents"]
 
 #: The pieces of each rank in one batch row.
@@ -44,12 +46,9 @@ class SequenceLayout:
     rows: tuple[RowPieces, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(LayoutKind):
-            raise ValueError(f"SequenceLayout: kind must be one of {get_args(LayoutKind)}, got {self.kind!r}")
-        for name in ("seq_len", "world_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"SequenceLayout: {name} must be an integer of at least 1, got {value!r}")
+        check_choice("SequenceLayout", "kind", self.kind, get_args(LayoutKind))
+        check_count("SequenceLayout", "seq_len", self.seq_len)
+        check_count("SequenceLayout", "world_size", self.world_size)
         if (self.kind == "documents") != bool(self.rows):
             raise ValueError(
                 f"SequenceLayout: {self.kind!r} {'needs' if not self.rows else 'has no'} pieces of rows: make a layout of "

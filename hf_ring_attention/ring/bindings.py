@@ -38,16 +38,12 @@ class Turns:
 
 @dataclasses.dataclass
 class _Kept:
-    """A binding, the bytes of its tensors, and the number of its tensors and data classes.
-
-    Attributes:
-        round: the round in which it was made ahead; None once a call has used it.
-    """
+    """A binding, the bytes of its tensors, the number of its tensors and data classes, and the round it was made ahead in."""
 
     binding: Any
     size: int
     parts: int
-    round: int | None
+    round: int | None  # None once a call has used it
 
 
 class Bindings:
@@ -75,11 +71,7 @@ class Bindings:
         self._lock = threading.Lock()
 
     def of(self, bind: Callable[..., Binding], *call: Any) -> Binding:
-        """Returns bind(*call), or the binding that an equal call made before, or that was made ahead of this one.
-
-        Args:
-            call: the hashable arguments: a problem, and the rank and device that compute it.
-        """
+        """Returns bind(*call), or the binding that an equal call made before, or that was made ahead of this one."""
         key = (bind, *call)
         kept = self._find(key)
         if kept is None:
@@ -89,12 +81,7 @@ class Bindings:
         return binding
 
     def make_ahead(self, device: torch.device, bind: Callable[..., Any], *call: Any) -> None:
-        """Makes bind(*call) for a later `of`, in a thread beside the calls, unless too many bindings already wait.
-
-        Args:
-            device: the device of the binding's tensors.
-            call: as for `of`.
-        """
+        """Makes bind(*call) on a device for a later `of`, in a thread beside the calls, unless too many bindings wait."""
         key = (bind, *call)
         with self._turns.of(key):
             with self._lock:
@@ -112,11 +99,6 @@ class Bindings:
                 if kept.round is not None and self._round - kept.round > ROUNDS_TO_WAIT:
                     self._drop(key)
 
-    @property
-    def waiting(self) -> int:
-        """The number of bindings that were made ahead and wait for their first call."""
-        return sum(kept.round is not None for kept in self._bindings.values())
-
     def _find(self, key: Any) -> _Kept | None:
         with self._lock:
             kept = self._bindings.get(key)
@@ -124,10 +106,8 @@ class Bindings:
                 return None
             self._bindings.move_to_end(key)
             if kept.round is not None:
-                for x in _parts_of(kept.binding):
-                    if (
-                        isinstance(x, Tensor) and x.is_cuda
-                    ):  # Another stream must not reuse its memory before this one is done.
+                for x in _parts_of(kept.binding):  # Another stream must not reuse its memory before this one is done.
+                    if isinstance(x, Tensor) and x.is_cuda:
                         x.record_stream(torch.cuda.current_stream(x.device))
                 self._drop(key)
                 kept.round = None

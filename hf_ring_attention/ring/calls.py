@@ -16,14 +16,11 @@ _MOST_REMEMBERED = 256
 
 
 class Calls:
-    """The calls of one rank so far, and their comparison with the calls of the other ranks.
+    """The calls of one rank so far, and their comparison with the calls of the other ranks; a rank alone compares nothing.
 
     Before every call, each rank compares 8 bytes with each other rank. This holds for repeated calls too: another rank may
     refuse this one or do something else, and would leave this rank waiting for rows that never come. The bytes travel between
     CPUs (`ProcessGroupCommunicator`), so nobody waits for a device.
-
-    Args:
-        communicator: reaches the other ranks; None for a rank alone, which compares nothing.
     """
 
     def __init__(self, communicator: Communicator | None) -> None:

@@ -82,8 +82,7 @@ def _ring_dimension(device_mesh: DeviceMesh) -> DeviceMesh | None:
 def without_cp(config: Any) -> Any:
     """Returns a ParallelismConfig by which Accelerate shards models alike, over cp and dp_shard, but no sequences.
 
-    With cp_size above 1, `Accelerator.prepare` would hook the layers of a model and drop their masks, and Trainer would cut
-    each row a second time.
+    With cp_size above 1, Accelerate would drop the masks of layers, and Trainer would cut each row a second time.
     """
     return replace(config, dp_shard_size=config.dp_shard_size * config.cp_size, cp_size=1, cp_handler=None)
 
@@ -133,11 +132,7 @@ def _wrong_size(size: Any, world_size: int) -> str | None:
 
 
 def _wrong_accelerator(accelerator: Any, size: int | None, rings: DeviceMesh | None) -> str | None:
-    """Returns the error of an accelerator that cannot have rings of `size` ranks; None for one that can.
-
-    Args:
-        rings: the dimension for rings of the accelerator's own device mesh, if any.
-    """
+    """Returns the error of an accelerator that cannot have rings of `size` ranks, such as its own mesh has; None if it can."""
     config, mesh, loading = accelerator.parallelism_config, accelerator.torch_device_mesh, accelerator.dataloader_config
     sp_size, tp_size, cp_size = (getattr(config, name, 1) for name in ("sp_size", "tp_size", "cp_size"))
     if sp_size > 1:

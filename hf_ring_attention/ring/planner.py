@@ -68,12 +68,6 @@ class Planner:
     Calls teach it the kinds of calls: all of a problem but its rows. `expect` announces the rows of a coming batch, and the
     planner plans them for all kinds of the last few batches. It only makes bindings: it changes no result, and talks to no
     other rank. The thread ends when all is planned, so none is left between batches.
-
-    Args:
-        transport: the transport of the ring, or "auto".
-        communicator: reaches the other ranks; None for a rank alone.
-        bindings: keeps the bindings, for calls to find them.
-        traffic: counts the bytes of the transports and the seconds of planning.
     """
 
     def __init__(self, transport: str, communicator: Communicator | None, bindings: Bindings, traffic: Traffic) -> None:
@@ -139,9 +133,6 @@ class Planner:
 
         A batch may be announced several times. If calls of a kind keep coming with other rows than the expected ones, as in
         a model of images, the kind is not planned: its plans would meet no call.
-
-        Args:
-            layout, documents: the rows of the batch.
         """
         rows = _BatchRows(layout, documents)
         with self._lock:

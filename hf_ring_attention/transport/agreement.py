@@ -54,9 +54,6 @@ def agreement(settle: Callable[[Mapping[str, Any], Exception | None, Any], list[
 
     Args:
         settle: compares (values, error, message) of all ranks, and returns each rank's `message`, as `agree` does.
-
-    Raises:
-        ValueError: on every rank, if one has an error or the ranks differ; the rank with the error raises its own.
     """
     call, error = Agreement(), None
     try:
@@ -83,7 +80,6 @@ def agree(
     Args:
         communicator: None for a process alone.
         who: the word for a rank in errors: "rank" or "process".
-        call: the name of the call that this rank is about to make.
         values: the values that must be equal, by their names in an error.
         error: the error of this rank, which is raised on all.
         tell: this rank's message to the others; messages may differ.

@@ -74,14 +74,14 @@ class PartOfRanks:
         self.world_size = len(self.members)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """As `Communicator.exchange`."""
+        """As `Exchanger.exchange`."""
         return self.whole.exchange(
             [Message(self.members[peer], tensor) for peer, tensor in sends],
             [Message(self.members[peer], tensor) for peer, tensor in receives],
         )
 
     def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Pending:
-        """As `Communicator.all_to_all`; members must ascend, since rows are in the order of all ranks."""
+        """As `Exchanger.all_to_all`; members must ascend, since rows are in the order of all ranks."""
         counts = [[0] * self.whole.world_size for _ in range(2)]
         for whole, part in zip(counts, (receive_counts, send_counts)):
             for member, count in zip(self.members, part):
@@ -92,12 +92,8 @@ class PartOfRanks:
 def companion_of(group: dist.ProcessGroup) -> Any:
     """Returns gloo's connection of the ranks of a group that takes no CPU tensors, as "nccl"; None for a group that does.
 
-    It numbers ranks as the group does, and has the methods send, recv, allgather and alltoall_base of a process group.
     All ranks of the group must make it together, and no other rank. `dist.new_group` cannot make it: without the other ranks
     of the world it names a group by a count that may differ between ranks. The name of `group` is the same on all.
-
-    Raises:
-        RuntimeError: a rank of the group does not come in time.
     """
     if "cpu" in (served.partition(":")[0] for served in dist.get_backend_config(group).split(",")):
         return None
@@ -133,10 +129,7 @@ class ProcessGroupCommunicator:
         return companion_of(self.group)
 
     def _beside(self, tensors: Sequence[Tensor]) -> Any:
-        """Returns the companion of the group if it takes no CPU tensors, and these tensors are on the CPU; else None.
-
-        All ranks first need it in an agreement, so a ring that only some ranks make waits for nobody.
-        """
+        """Returns the companion if the group needs it for these tensors; an agreement of all ranks needs it first."""
         return self._companion if all(x.is_cpu for x in tensors) else None
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:

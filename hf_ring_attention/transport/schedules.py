@@ -18,11 +18,9 @@ from .row_sets import Payload, RowSet
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveBinding:
-    """The work of a rank around one exchange of rows.
+    """The work of a rank around one exchange of rows: tiles with its own keys, and tiles with the keys that arrive.
 
     Attributes:
-        own: tiles with keys of the rank itself.
-        remote: tiles with the keys that arrive.
         used: whether any rank needs rows of another.
         send: this rank's rows to send, in the order of the ranks that need them.
         send_counts, receive_counts: the number of rows to each rank, and from each rank.

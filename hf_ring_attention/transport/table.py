@@ -12,14 +12,11 @@ from .transports import CollectiveTransport, LocalTransport, RingTransport
 
 
 class Spec(NamedTuple):
-    """A kind of transport.
+    """A kind of transport."""
 
-    Attributes:
-        bind: (problem, rank, device, joining) -> the rows of tensors for its plan.
-        make: (binding, communicator, traffic) -> the transport.
-    """
-
+    #: (problem, rank, device, joining) -> the rows of tensors for its plan.
     bind: Callable[..., Any]
+    #: (binding, communicator, traffic) -> the transport.
     make: Callable[..., Any]
 
 

@@ -118,9 +118,7 @@ class Arriving:
 class Link:
     """The exchanges of one call with other ranks. It counts their bytes; their errors name the call, the step and this rank.
 
-    Args:
-        call: the name of the call in errors.
-        rank: the number of this rank in errors; None for its number in `ranks`.
+    In errors, `rank` is the number of this rank; None for its number in `ranks`.
     """
 
     def __init__(self, ranks: Exchanger, traffic: Traffic, call: str, rank: int | None = None) -> None:
@@ -240,9 +238,6 @@ class RingTransport:
     While the caller computes with one payload, the next is under way: two payloads are held, whatever the number of
     ranks. K and V travel in one message. In backward they travel again; the gradients of a payload's rows follow one
     computation behind, in the accumulation dtype, and the last rank to use a row sends its gradient to the row's owner.
-
-    Args:
-        rank: the number of this rank in errors; None for its number in `communicator`.
     """
 
     def __init__(
@@ -254,11 +249,6 @@ class RingTransport:
     @property
     def whole(self) -> BoundBatch | None:
         return self.binding.whole
-
-    def _start(
-        self, name: str, step: RingStep, content: str, sends: list[Message], receives: list[Message]
-    ) -> Arriving:
-        return self.link.exchange(f"{name} pass, step {step.number} of {step.of}, {content}", sends, receives)
 
     def _travel(self, k: Tensor, v: Tensor, name: str) -> Iterator[tuple[RingStep, RingStep | None, Tensor, Tensor]]:
         """Yields each step, the next one, and the step's keys and values, while the keys of the next step are under way."""
@@ -274,10 +264,8 @@ class RingTransport:
                 continue
             (coming,) = pool.take(following.shape)
             (going,) = pool.pack(own if following.number == 1 else held, following.sent)
-            arriving = self._start(
-                name,
-                following,
-                "keys and values",
+            arriving = self.link.exchange(
+                f"{name} pass, step {following.number} of {following.of}, keys and values",
                 [Message(following.following, going.message)],
                 [Message(following.previous, coming.message)],
             )
@@ -320,10 +308,8 @@ class RingTransport:
         goes_on, finished = pool.pack(grads, step.goes_on, step.finished)
         if goes_on.buffer is not grads.buffer:
             pool.give(grads)
-        arriving = self._start(
-            "backward",
-            step,
-            "gradients",
+        arriving = self.link.exchange(
+            f"backward pass, step {step.number} of {step.of}, gradients",
             [Message(step.following, goes_on.message), Message(step.source, finished.message)],
             [Message(step.previous, onward.message), Message(step.last_user, home.message)],
         )

@@ -81,7 +81,7 @@ def test_frozen_and_hashable():
 def test_refused_kinds(kind):
     with pytest.raises(
         ValueError,
-        match=re.escape(f"SequenceLayout: kind must be one of ('contiguous', 'zigzag', 'documents'), got {kind!r}"),
+        match=re.escape(f"SequenceLayout: kind must be one of 'contiguous', 'zigzag', 'documents', got {kind!r}"),
     ):
         SequenceLayout(kind, 8, 2)
 
