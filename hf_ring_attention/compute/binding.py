@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,12 +19,7 @@ from .rows import IndexRows, KeyLengths, Lengths, Packed, PaddedRows, Rows, View
 
 @dataclass(frozen=True)
 class BoundBatch:
-    """The rows of one kernel call, and their shape.
-
-    Attributes:
-        shape, fold_size: the tiles' shape, and the rows of a fold (`plan/tiles.py`).
-        lengths: the lengths of tiles, if they differ and the kernel needs them.
-    """
+    """The rows of one kernel call, its shape and folds (`plan/tiles.py`), and lengths of tiles that differ if it needs them."""
 
     queries: Rows
     keys: Rows
@@ -42,22 +38,14 @@ class BoundBatch:
 
 @dataclass(frozen=True)
 class OwnBinding:
-    """A rank's tiles with its own keys.
-
-    Attributes:
-        whole: whether one tile is all work of the rank, with every query once.
-    """
+    """A rank's tiles with its own keys, and whether one tile is all its work (`whole`), with every query once."""
 
     batches: tuple[BoundBatch, ...]
     whole: bool
 
 
 class Binder:
-    """Turns tiles of one problem into rows of tensors on a device.
-
-    Args:
-        joining: how the kernel takes tiles of unequal lengths in one call; None if it does not.
-    """
+    """Turns tiles of one problem into rows of tensors on a device, by `Kernel.joining` of the kernel."""
 
     def __init__(self, problem: Problem, device: torch.device, joining: Joining | None) -> None:
         self.problem = problem
@@ -76,12 +64,7 @@ class Binder:
         view: Callable[[TileBatch], BoundBatch | None],
         keys: Callable[[TileBatch], IndexRows],
     ) -> tuple[BoundBatch, ...]:
-        """Returns the kernel calls of these tiles.
-
-        Args:
-            view: returns the rows of a batch as views; None if views cannot have them.
-            keys: returns the key rows of a batch.
-        """
+        """Returns the kernel calls of these tiles; `view` returns the rows of a batch as views or None, `keys` its key rows."""
         calls = []
         for call in joined(batches, self.group, self.joining, lambda batch: view(batch) is not None):
             if len(call) > 1:
@@ -160,28 +143,12 @@ class Binder:
         tiles = batch.as_one(self.batch, heads)
         if tiles is None:
             return None
+        rows = partial(ViewRows, batch=self.batch, copies=tiles.copies, advance=tiles.advance)
         first_head, num_heads = heads.start * self.group, len(heads) * self.group
-        return BoundBatch(
-            ViewRows(
-                batch=self.batch,
-                heads=num_heads,
-                start=tiles.query_row,
-                length=batch.num_queries,
-                copies=tiles.copies,
-                advance=tiles.advance,
-                first_head=first_head,
-            ),
-            ViewRows(
-                batch=self.batch,
-                heads=len(heads),
-                start=tiles.key_row - first_key,
-                length=batch.num_keys,
-                copies=tiles.copies,
-                advance=tiles.advance,
-                first_head=first_key_head,
-            ),
-            batch.shape,
-        )
+        queries = rows(heads=num_heads, first_head=first_head, start=tiles.query_row, length=batch.num_queries)
+        first_row = tiles.key_row - first_key
+        keys = rows(heads=len(heads), first_head=first_key_head, start=first_row, length=batch.num_keys)
+        return BoundBatch(queries, keys, batch.shape)
 
     def _first_rows(self, batch: TileBatch, length: int, side: str) -> Tensor:
         """Returns the first row, [tiles, heads of a tile], as its number in a [B, H, length] tensor of queries or keys."""

@@ -1,8 +1,7 @@
 """Every private name of other libraries that this package uses, except operators in kernels; each in one function.
 
-Other libraries may rename these in any release; the releases that pyproject.toml allows have them all. A probe looks for each
-name before its first use, and for the names of torch and Transformers when the package is loaded: an error lists missing names
-and the library's version.
+Other libraries may rename these in any release. A probe looks for each name before its first use, and for the names of torch
+and Transformers when the package is loaded; an error lists the missing names and the library's version.
 """
 
 from __future__ import annotations
@@ -135,8 +134,7 @@ def default_store() -> Any:
 
 def as_bytes(x: Any, group: Any) -> Tensor:
     """Returns a picklable object as bytes, as torch sends objects through a process group."""
-    content: Tensor = dist.distributed_c10d._object_to_tensor(x, torch.device("cpu"), group)[0]
-    return content
+    return dist.distributed_c10d._object_to_tensor(x, torch.device("cpu"), group)[0]
 
 
 def from_bytes(content: Tensor, size: int, group: Any) -> Any:
@@ -146,8 +144,7 @@ def from_bytes(content: Tensor, size: int, group: Any) -> Any:
 
 def timeout_of(group: Any) -> timedelta:
     """Returns how long the ranks of a process group wait for each other."""
-    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
-    return timeout
+    return group._get_backend(group._device_types[0]).options._timeout
 
 
 # ---- Transformers
@@ -176,8 +173,7 @@ def check_trainer(trainer_class: Any) -> None:
 
 def implementation_of(config: Any) -> str | None:
     """Returns the attention implementation of a config, and so of a model that has this config."""
-    name: str | None = getattr(config, "_attn_implementation", None)
-    return name
+    return getattr(config, "_attn_implementation", None)
 
 
 def set_implementation(config: Any, name: str) -> None:

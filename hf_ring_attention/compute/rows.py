@@ -183,9 +183,7 @@ class IndexRows(Rows):
 class PaddedRows(Rows):
     """Rows of tiles of unequal lengths: the last row of a tile is repeated up to the length of the longest tile.
 
-    Attributes:
-        padded: all rows, with padding.
-        kept: the numbers, in a head's [tiles * L] rows, of rows that are not padding.
+    `kept` are the numbers, in a head's [tiles * L] rows, of rows that are not padding.
     """
 
     padded: IndexRows
