@@ -48,12 +48,6 @@ def test_layout_of_one_rank():
     assert choose_layout(1000, 1, Pattern.exact()).choice == "contiguous"
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8, 16])
-def test_zigzag_balances_exact_attention(world_size):
-    assert imbalance(problem(Pattern.exact(), 131072, world_size, "zigzag")) <= 1.02
-    assert imbalance(problem(Pattern.exact(), 131072, world_size)) > 1.3
-
-
 @pytest.mark.parametrize(
     ("name", "case", "choice", "reason"),
     [
