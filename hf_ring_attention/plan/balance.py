@@ -83,17 +83,12 @@ def mean_keys(pattern: Pattern, documents: Documents) -> float:
 
 
 class _Span(NamedTuple):
-    """Tokens [start, stop) of a row.
-
-    Attributes:
-        document: the tokens of their document; None for padding, which is no work.
-        ascending: whether ranks take its first tokens first, not its last tokens.
-    """
+    """Tokens [start, stop) of a row."""
 
     start: int
     stop: int
-    document: range | None
-    ascending: bool = False
+    document: range | None  # the tokens of their document; None for padding, which is no work
+    ascending: bool = False  # whether ranks take its first tokens first, not its last tokens
 
     @property
     def size(self) -> int:
@@ -114,6 +109,12 @@ class _Span(NamedTuple):
     def taken(self, count: int) -> _Span:
         """Returns the tokens that are taken when so many are left."""
         return self._replace(stop=self.stop - count) if self.ascending else self._replace(start=self.start + count)
+
+    def keys_between(self, count: int) -> int:
+        """Returns how many keys the two parts of the span may need of each other if so many tokens are left."""
+        if self.document is None or count in (0, self.size):
+            return 0
+        return min(self.left(count).stop, self.taken(count).stop) - self.document.start
 
 
 def _spans_of_row(documents: Sequence[tuple[int, int]], length: int) -> list[_Span]:
@@ -188,11 +189,7 @@ class _Division(NamedTuple):
 
 
 class _Order:
-    """The rest of a row, heavy spans first; a rank takes tokens from both ends.
-
-    Args:
-        local_len: tokens of a rank.
-    """
+    """The rest of a row, heavy spans first; a rank takes `local_len` tokens from both ends."""
 
     def __init__(self, spans: list[_Span], local_len: int, work: Work) -> None:
         self.spans, self.local_len, self.work = spans, local_len, work
@@ -201,11 +198,7 @@ class _Order:
         self.works = list(itertools.accumulate((span.work(work) for span in spans), initial=0.0))
 
     def by_whole_documents(self, wanted: float, tolerance: float) -> _Division | None:
-        """Returns a share of whole spans, with the rest of its tokens from the light end.
-
-        Returns:
-            None if no such share with the first span has about the work wanted; the first span goes first.
-        """
+        """Returns a share of the first span and other whole spans, filled from the light end; None if its work is not near."""
         taken: set[int] = set()
         room, work = self.local_len, 0.0
         for number, span in enumerate(self.spans):
@@ -227,10 +220,7 @@ class _Order:
         return _Division([self.spans[number] for number in taken] + light.share, light.left, work + light.work)
 
     def by_few_keys(self, least: float, most: float) -> _Division:
-        """Returns a share of at least and at most so much work, or near it, whose cuts move the fewest keys.
-
-        If a rank does less than its share, it leaves more of a long document to other ranks, and more ranks need its keys.
-        """
+        """Returns a share of at least and at most so much work, or near it, whose cuts move the fewest keys."""
         wanted = (least + most) / 2
         best = self._heavy_for(wanted)
         candidates = {best}
@@ -246,13 +236,9 @@ class _Order:
         return self.division(heavy)
 
     def _filled_by_whole_documents(self, heavy: int, least: float, most: float) -> tuple[int, _Division | None]:
-        """Returns the share of at least and at most so much work that cuts one span, after about so many heavy tokens.
+        """Returns the share that cuts one span, after about so many heavy tokens, and is filled by whole light spans.
 
-        Whole light spans fill the rest of the share's room.
-
-        Returns:
-            The share with the fewest keys that the parts of the cut span may need of each other, behind the number of these
-            keys; None if no spans fill the room.
+        Of shares in these bounds, it is the one whose cut separates the fewest keys, behind their number; None without any.
         """
         cut, needed = self._at(heavy), self.local_len - heavy
         fills = _Sums(self.local_len)
@@ -275,7 +261,7 @@ class _Order:
             work = self.works[cut] + span.taken(count).work(self.work)
             work += sum(self.works[number + 1] - self.works[number] for number in chosen)
             if least <= work <= most:
-                option = self._keys_between(span, count), abs(work - wanted), count, chosen
+                option = span.keys_between(count), abs(work - wanted), count, chosen
                 best = option if best is None else min(best, option)
         if best is None:
             return 0, None
@@ -295,11 +281,10 @@ class _Order:
 
     def division(self, heavy: int) -> _Division:
         """Returns the share with so many tokens from the heavy end, and the rest from the light end."""
-        counts = [self._left_of(number, heavy) for number in range(len(self.spans))]
-        share = [span.taken(count) for span, count in zip(self.spans, counts) if count < span.size]
-        return _Division(
-            share, [span.left(count) for span, count in zip(self.spans, counts) if count], self.work_of(heavy)
-        )
+        parts = [(span, self._left_of(number, heavy)) for number, span in enumerate(self.spans)]
+        share = [span.taken(count) for span, count in parts if count < span.size]
+        left = [span.left(count) for span, count in parts if count]
+        return _Division(share, left, self.work_of(heavy))
 
     def work_of(self, heavy: int) -> float:
         """Returns the work of a rank that takes so many tokens from the heavy end."""
@@ -318,17 +303,8 @@ class _Order:
 
     def _keys_at_cuts(self, heavy: int) -> int:
         """Returns how many keys the parts of cut documents may need of each other."""
-        keys = 0
-        for number in set(self._at_cuts(heavy)):
-            keys += self._keys_between(self.spans[number], self._left_of(number, heavy))
-        return keys
-
-    @staticmethod
-    def _keys_between(span: _Span, count: int) -> int:
-        """Returns how many keys the two parts of a span may need of each other if so many tokens are left."""
-        if span.document is None or count in (0, span.size):
-            return 0
-        return min(span.left(count).stop, span.taken(count).stop) - span.document.start
+        numbers = {*self._at_cuts(heavy)}
+        return sum(self.spans[number].keys_between(self._left_of(number, heavy)) for number in numbers)
 
     def _at_cuts(self, heavy: int) -> tuple[int, int]:
         return self._at(heavy), self._at(self.tokens[-1] - self.local_len + heavy)

@@ -69,14 +69,7 @@ def busiest_over_mean(work: Sequence[float]) -> float:
 
 
 def check_choices(layout: str, transport: str, world_size: int, heads: int | None = None) -> None:
-    """Refuses unknown layouts and transports, and transports that cannot serve this many ranks.
-
-    Args:
-        heads: how many neighbouring ranks exchange heads; None for all, or for another transport.
-
-    Raises:
-        ValueError: the message names the known values.
-    """
+    """Refuses unknown layouts and transports, and transports or groups (`heads`) that cannot serve this many ranks."""
     check_choice("Ring", "layout", layout, ("auto", *get_args(LayoutKind)))
     check_choice("Ring", "transport", transport, get_args(TransportKind))
     if transport == "local" and world_size > 1:

@@ -12,16 +12,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from . import notation
-from .branches import (
-    BRANCH_TYPES,
-    BRANCHES,
-    Branch,
-    Segment,
-    Window,
-    check_choice,
-    longnet_branches,
-    pyramid_branches,
-)
+from .branches import BRANCH_TYPES, BRANCHES, Branch, Segment, Window, check_choice, longnet_branches, pyramid_branches
 
 Overlap = Literal["count", "once"]
 
@@ -333,14 +324,7 @@ def _check_keys(where: str, d: object, required: tuple[str, ...], optional: tupl
 
 
 def as_pattern(pattern: Pattern | str, caller: str) -> Pattern:
-    """Returns a pattern from a `Pattern` or its text.
-
-    Args:
-        caller: the name that an error message begins with.
-
-    Raises:
-        ValueError: neither a pattern nor a text, or a text that names no pattern.
-    """
+    """Returns a pattern from a `Pattern` or its text; errors begin with the name of the caller."""
     if isinstance(pattern, Pattern):
         return pattern
     if isinstance(pattern, str):

@@ -19,12 +19,10 @@ from .tiles import Shape, pairs_of_tile, tile_document
 
 
 class Item(NamedTuple):
-    """Tiles of a batch: one in each of these batch rows and heads, or `copies` of them.
+    """Tiles of a batch: `copies` in each of these batch rows and heads.
 
-    Attributes:
-        query_row, key_row: the first row of queries, and of keys, in the first copy.
-        copies: the number of tiles in each batch row and head. All copies have the same keys; the query rows of a copy lie
-            one row after the query rows of the copy before.
+    The first copy begins with query row `query_row` and key row `key_row`; the next copy has the same keys, and its query rows
+    lie one row later.
     """
 
     batch_rows: tuple[int, ...]

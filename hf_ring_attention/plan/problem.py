@@ -45,15 +45,7 @@ Documents = tuple[tuple[tuple[int, int], ...], ...]
 
 
 def documents_of(documents: Sequence[Sequence[tuple[int, int]]] | None, seq_len: int, who: str) -> Documents | None:
-    """Returns the documents of batch rows as tuples; None for None.
-
-    Args:
-        who: the caller, for errors.
-
-    Raises:
-        ValueError: anything but a list of (start, stop) for each batch row, or documents that are empty, overlap or leave the
-            sequence.
-    """
+    """Returns the documents of batch rows as tuples, and None for None; errors name the caller (`who`)."""
     if documents is None:
         return None
     try:
@@ -138,8 +130,7 @@ class Problem:
             attention, if these are some of them; phases depend on the numbers.
 
     Raises:
-        ValueError: head counts that do not divide, documents that are empty, overlap or leave the sequence, or more queries
-            behind the keys of a cache than a `Last` of the pattern has tokens.
+        ValueError: values that do not fit each other.
     """
 
     pattern: Pattern

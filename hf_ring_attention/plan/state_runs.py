@@ -64,14 +64,9 @@ def runs_of(documents: Documents, layout: SequenceLayout) -> list[StateRun]:
 
 
 def linked_runs(runs: Sequence[StateRun], all_of_them: bool = False) -> tuple[list[StateRun], int]:
-    """Returns the runs among which states pass, and the largest number of them on a rank.
+    """Returns the runs among which states pass, with `before` as an index of this list, and the rows of each rank's batch.
 
-    Args:
-        runs: all runs, as `runs_of` returns them.
-        all_of_them: whether whole documents count too, for a cache that takes the states behind the rows.
-
-    Returns:
-        The runs in their order, with `before` as an index of this list; and the number of rows of each rank's batch.
+    Whole documents count too (`all_of_them`) for a cache that takes the states behind the rows.
     """
     numbers = [number for number, run in enumerate(runs) if all_of_them or not run.alone]
     places = {number: place for place, number in enumerate(numbers)}

@@ -38,9 +38,6 @@ def mesh_of(accelerator: Any, size: int | None) -> Mesh:
     """Returns this process's place on a mesh of rings of `size` ranks, which are neighbours in the world.
 
     If the accelerator's own mesh has a dimension for rings, this is the mesh; otherwise a new one is made.
-
-    Raises:
-        ValueError: on every process, for the reasons that `Ring.from_accelerator` lists.
     """
     world_size = accelerator.state.num_processes
     if world_size == 1:

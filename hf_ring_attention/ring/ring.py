@@ -122,7 +122,7 @@ class Ring:
     def _set_up(self, communicator: Communicator | None, layout: str, transport: str, heads: int | None) -> None:
         self.rank, self.world_size = (0, 1) if communicator is None else (communicator.rank, communicator.world_size)
         check_choices(layout, transport, self.world_size, heads)
-        if transport in ("ring", "collective", "heads") and communicator is None:
+        if transport not in ("auto", "local") and communicator is None:
             raise ValueError(f"transport={transport!r} needs torch.distributed to be initialized")
         self.dp_rank, self.dp_size = 0, 1
         self.layout, self.transport, self.settings = layout, transport, RingSettings(heads=heads)
