@@ -45,15 +45,6 @@ CASES += [(sizes, "causal") for sizes in SHAPES if sizes[3] == sizes[4]]
 CASES += [(sizes, "band") for sizes in SHAPES if sizes[3] <= sizes[4]]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors are small here: threads would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def visible(queries, keys, shape):
     everything = torch.ones(queries, keys, dtype=torch.bool)
     if shape == "band":
