@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from ..transport.agreement import agree
 from ..transport.communicators import Communicator
-
-#: The values that a rank remembers: all layers of a step, and some batches.
-_MOST_REMEMBERED = 256
 
 
 class Calls:
@@ -26,8 +22,6 @@ class Calls:
     def __init__(self, communicator: Communicator | None) -> None:
         self._communicator = communicator
         self._alone = communicator is None or communicator.world_size == 1
-        #: The digests of calls and their values, the least recently used first.
-        self._digests: OrderedDict[Any, int] = OrderedDict()
         #: The number of calls whose gradients were recorded; it is equal on all ranks, since they compare their calls.
         self._count = 0
 
@@ -37,16 +31,7 @@ class Calls:
 
     def digest(self, call: str, values: Mapping[str, Any]) -> int:
         """Returns the number that stands for a call and its values; 0 for a rank alone."""
-        if self._alone:
-            return 0
-        key = (call, *values.items())
-        digest = self._digests.pop(key, None)
-        if digest is None:  # Most calls repeat an earlier layer, or the step before.
-            digest = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little", signed=True)
-        self._digests[key] = digest
-        if len(self._digests) > _MOST_REMEMBERED:  # Packed sequences differ from batch to batch.
-            self._digests.popitem(last=False)
-        return digest
+        return 0 if self._alone else _digest((call, *values.items()))
 
     def compare(self, call: str, values: Mapping[str, Any], digest: int) -> None:
         """Checks that all ranks make this call, whose digest is known."""
@@ -63,3 +48,8 @@ class Calls:
         self._count += 1
         call = f"the backward pass of call {self._count}, of those that recorded gradients"
         return partial(self.compare, call, {}, self._count)
+
+
+@lru_cache(maxsize=256)  # all layers of a step, and some batches: packed sequences differ from batch to batch
+def _digest(call: tuple[Any, ...]) -> int:
+    return int.from_bytes(hashlib.sha256(repr(call).encode()).digest()[:8], "little", signed=True)
