@@ -38,10 +38,10 @@ class BoundBatch:
 
 @dataclass(frozen=True)
 class OwnBinding:
-    """A rank's tiles with its own keys, and whether one tile is all its work (`whole`), with every query once."""
+    """A rank's tiles with its own keys, and the tile that is all its work (`whole`), with every query once, if there is one."""
 
     batches: tuple[BoundBatch, ...]
-    whole: bool
+    whole: BoundBatch | None
 
 
 class Binder:
@@ -121,13 +121,14 @@ class Binder:
         every = itertools.chain.from_iterable([length] * tiles for length, tiles in lengths)
         return torch.tensor(list(itertools.accumulate(every, initial=0)), dtype=torch.int32, device=self.device)
 
-    def whole(self, batches: tuple[BoundBatch, ...]) -> bool:
-        """Returns whether one tile, of views, is all queries with all keys."""
+    def whole(self, batches: tuple[BoundBatch, ...]) -> BoundBatch | None:
+        """Returns the tile, of views, that is all queries with all keys; None without such a tile."""
         if len(batches) != 1 or not isinstance(batches[0].queries, ViewRows):
-            return False
+            return None
         rows = batches[0].queries.rows_per_unit, batches[0].keys.rows_per_unit
         per_key_head = self.batch * self.problem.num_kv_heads
-        return rows == (per_key_head * self.group * self.query_rows, per_key_head * self.key_rows)
+        everything = per_key_head * self.group * self.query_rows, per_key_head * self.key_rows
+        return batches[0] if rows == everything else None
 
     def _queries(self, batch: TileBatch) -> IndexRows:
         first = self._first_rows(batch, self.query_rows, "queries")
@@ -188,7 +189,7 @@ def bind_own(problem: Problem, rank: int, device: torch.device, joining: Joining
     """Binds the tiles of `rank` with its own keys."""
     binder, plan = Binder(problem, device, joining), plan_rank(problem, rank)
     batches = binder.own(plan.own, range(problem.num_kv_heads))
-    return OwnBinding(batches, not plan.remote and binder.whole(batches))
+    return OwnBinding(batches, None if plan.remote else binder.whole(batches))
 
 
 def bind_held(problem: Problem, device: torch.device, joining: Joining | None) -> OwnBinding:

@@ -138,8 +138,7 @@ def bind_ring(problem: Problem, rank: int, device: torch.device, joining: Joinin
     own, laps = bind_own(problem, rank, device, joining), ring_laps(problem)
     steps = tuple(step for lap in laps for step in _lap_steps(problem, rank, device, joining, lap))
     # A rank that needs no keys of others may still have to send its own.
-    alone = own.whole and not any(lap.steps for lap in laps)
-    return RingBinding(steps, own.batches[0] if alone else None)
+    return RingBinding(steps, None if any(lap.steps for lap in laps) else own.whole)
 
 
 def _lap_steps(problem: Problem, rank: int, device: torch.device, joining: Joining | None, lap: Lap) -> list[RingStep]:

@@ -88,9 +88,8 @@ class BackwardStep(NamedTuple):
 class Transport(Protocol):
     """The movement of the rows of one call, by its binding."""
 
-    @property
-    def whole(self) -> BoundBatch | None:
-        """The tile that is all work of the rank, with every query once and no key of another rank; None if there is no such."""
+    #: The tile that is all work of the rank, with every query once and no key of another rank; None if there is no such.
+    whole: BoundBatch | None
 
     def forward(self, k: Tensor, v: Tensor) -> Iterator[ForwardStep]:
         """Yields the steps of the forward pass; k and v are this rank's, [B, Hkv, n, ...] and contiguous."""
@@ -167,11 +166,7 @@ class LocalTransport:
     """The transport of a rank that needs no other: nothing moves."""
 
     def __init__(self, binding: OwnBinding) -> None:
-        self.binding = binding
-
-    @property
-    def whole(self) -> BoundBatch | None:
-        return self.binding.batches[0] if self.binding.whole else None
+        self.binding, self.whole = binding, binding.whole
 
     def forward(self, k: Tensor, v: Tensor) -> Iterator[ForwardStep]:
         yield ForwardStep(k, v, self.binding.batches)
@@ -188,12 +183,8 @@ class CollectiveTransport:
     """
 
     def __init__(self, binding: CollectiveBinding, communicator: Exchanger, traffic: Traffic) -> None:
-        self.binding = binding
+        self.binding, self.whole = binding, None if binding.used else binding.own.whole
         self.link = Link(communicator, traffic, "collective attention")
-
-    @property
-    def whole(self) -> BoundBatch | None:
-        return self.binding.own.batches[0] if self.binding.own.whole and not self.binding.used else None
 
     def _start_keys(self, name: str, k: Tensor, v: Tensor) -> tuple[Tensor, Arriving]:
         binding = self.binding
@@ -243,12 +234,8 @@ class RingTransport:
     def __init__(
         self, binding: RingBinding, communicator: Exchanger, traffic: Traffic, rank: int | None = None
     ) -> None:
-        self.binding = binding
+        self.binding, self.whole = binding, binding.whole
         self.link = Link(communicator, traffic, "ring attention", rank)
-
-    @property
-    def whole(self) -> BoundBatch | None:
-        return self.binding.whole
 
     def _travel(self, k: Tensor, v: Tensor, name: str) -> Iterator[tuple[RingStep, RingStep | None, Tensor, Tensor]]:
         """Yields each step, the next one, and the step's keys and values, while the keys of the next step are under way."""
