@@ -183,7 +183,8 @@ class CollectiveTransport:
     """
 
     def __init__(self, binding: CollectiveBinding, communicator: Exchanger, traffic: Traffic) -> None:
-        self.binding, self.whole = binding, None if binding.used else binding.own.whole
+        self.binding = binding
+        self.whole: BoundBatch | None = None
         self.link = Link(communicator, traffic, "collective attention")
 
     def _start_keys(self, name: str, k: Tensor, v: Tensor) -> tuple[Tensor, Arriving]:
@@ -193,9 +194,6 @@ class CollectiveTransport:
 
     def forward(self, k: Tensor, v: Tensor) -> Iterator[ForwardStep]:
         binding = self.binding
-        if not binding.used:
-            yield ForwardStep(k, v, binding.own.batches)
-            return
         received, arriving = self._start_keys("forward", k, v)
         yield ForwardStep(k, v, binding.own.batches)
         arriving.wait()
@@ -203,14 +201,10 @@ class CollectiveTransport:
         yield ForwardStep(keys, values, binding.remote)
 
     def backward(self, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> Iterator[BackwardStep]:
-        binding = self.binding
-        if not binding.used:
-            yield BackwardStep(k, v, dk, dv, binding.own.batches)
-            return
+        binding, widths = self.binding, [k.shape[-1], v.shape[-1]]
         received, arriving = self._start_keys("backward", k, v)
         yield BackwardStep(k, v, dk, dv, binding.own.batches)
         arriving.wait()
-        widths = [k.shape[-1], v.shape[-1]]
         grads = torch.zeros_like(received, dtype=accumulation_dtype(k.dtype))
         keys, values = received[None, None].split(widths, dim=-1)
         dkeys, dvalues = grads[None, None].split(widths, dim=-1)
