@@ -292,7 +292,8 @@ class _Order:
             return 0.0
         first, last = self._at_cuts(heavy)
         between = max(0.0, self.works[last] - self.works[first + 1])
-        return self.works[-1] - between - sum(self._work_left_of(number, heavy) for number in {first, last})
+        left = (self.spans[number].left(self._left_of(number, heavy)) for number in {first, last})
+        return self.works[-1] - between - sum(span.work(self.work) for span in left)
 
     def _work_behind(self, count: int) -> float:
         """Returns the work of so many tokens from the light end."""
@@ -317,9 +318,6 @@ class _Order:
         """Returns how many tokens of a span are left if a rank takes so many tokens from the heavy end."""
         stop = self.tokens[-1] - self.local_len + heavy
         return max(0, min(stop, self.tokens[number + 1]) - max(heavy, self.tokens[number]))
-
-    def _work_left_of(self, number: int, heavy: int) -> float:
-        return self.spans[number].left(self._left_of(number, heavy)).work(self.work)
 
 
 class _Sums:

@@ -115,7 +115,6 @@ class RankPlan:
         pairs: query-key pairs over all batch rows and query heads.
     """
 
-    rank: int
     own: tuple[TileBatch, ...]
     remote: tuple[TileBatch, ...]
     pairs: int
@@ -125,7 +124,7 @@ class RankPlan:
 def plan_rank(problem: Problem, rank: int) -> RankPlan:
     """Returns the tiles of `rank`; plans are cached by value."""
     own, remote = tiles_from(problem, rank, rank), remote_tiles(problem, rank)
-    return RankPlan(rank, own, remote, sum(batch.pairs(problem.group) for batch in own + remote))
+    return RankPlan(own, remote, sum(batch.pairs(problem.group) for batch in own + remote))
 
 
 def pairs_by_tokens(problem: Problem, rank: int) -> int:

@@ -214,22 +214,15 @@ def _route(needs: list[KeyRows]) -> tuple[Hop, ...]:
     return tuple(reversed(hops))
 
 
-def _lap(problem: Problem, way: _Way, with_own: bool) -> Lap:
-    """Returns the lap of all heads in one direction."""
+def _lap(problem: Problem, direction: int, reach: int, with_own: bool) -> Lap:
+    """Returns the lap of all heads in one direction round the ring, up to the rank `reach` steps away."""
     p = problem.layout.world_size
-    readers = range(way.direction, (way.reach + 1) * way.direction, way.direction)
+    readers = range(direction, (reach + 1) * direction, direction)
     routes = [
         _route([needed(problem, (source + step) % p, source) for step in readers]) if readers else ()
         for source in range(p)
     ]
-    return Lap(range(problem.num_kv_heads), way.direction, with_own, tuple(routes))
-
-
-class _Way(NamedTuple):
-    """A direction round the ring, up to the rank `reach` steps away."""
-
-    direction: int
-    reach: int
+    return Lap(range(problem.num_kv_heads), direction, with_own, tuple(routes))
 
 
 def _row_hops(laps: Sequence[Lap]) -> int:
@@ -248,10 +241,9 @@ def ring_laps(problem: Problem) -> tuple[Lap, ...]:
     p, heads = layout.world_size, range(problem.num_kv_heads)
     if p == 1:
         return (Lap(heads, 1, True, ((),)),)
-    laps = [_lap(problem, _Way(1, p - 1), True)]
+    laps = [_lap(problem, 1, p - 1, True)]
     if p > 2:
-        both_ways = [_Way(1, p // 2), _Way(-1, (p - 1) // 2)]
-        both = [_lap(problem, way, i == 0) for i, way in enumerate(both_ways)]
+        both = [_lap(problem, 1, p // 2, True), _lap(problem, -1, (p - 1) // 2, False)]
         if _row_hops(both) <= problem.settings.both_ways_below * _row_hops(laps):
             laps = both
 

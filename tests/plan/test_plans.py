@@ -77,7 +77,6 @@ def check(problem):
     total = Counter()
     for rank in range(layout.world_size):
         plan = plan_rank(problem, rank)
-        assert plan.rank == rank
         mine = [layout.positions(rank, row) for row in range(len(problem.documents))]
         of_rank = Counter()
         for batch in plan.own:
