@@ -19,7 +19,7 @@ from torch import Tensor
 from ..compute.binding import BoundBatch, OwnBinding
 from ..compute.merge import accumulation_dtype
 from .communicators import Exchanger, Message, Pending
-from .message_pool import MessagePool, MessageRows
+from .row_sets import MessagePool, MessageRows
 from .schedules import CollectiveBinding, RingBinding, RingStep
 
 
