@@ -29,20 +29,6 @@ def fitting_cases(rng, world_size, count, dtype=torch.float64):
     return cases
 
 
-@pytest.mark.drawn
-@pytest.mark.parametrize("pieces", SETTINGS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("world_size", "count"), [(1, 3), (2, 4), (3, 3), (4, 2), (8, 1)])
-def test_simulated(world_size, count, layout, pieces, rng):
-    cases = [case for dtype in (torch.float64, torch.float32) for case in fitting_cases(rng, world_size, count, dtype)]
-
-    def check(ring):
-        ring.settings = SETTINGS[pieces]
-        check_cases(ring, cases)
-
-    run_simulated(check, world_size, layout=layout, transport="heads")
-
-
 #: Every kind of pattern, and of rows; ranks, and how many of them exchange heads.
 PATTERNS = ("exact", "window:7", "window:7+3", "pyramid:3,3,2,2", "longnet:6/1,12/2,all/4@once", "count")
 ROWS = ("one document", "packed", "padded")
