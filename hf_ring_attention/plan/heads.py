@@ -71,7 +71,6 @@ def place_of(problem: Problem, rank: int) -> Place:
 def pieces_of(problem: Problem, member: int) -> tuple[Heads, ...]:
     """Returns the heads of a member of each group, in pieces; the pieces of all members have equal sizes."""
     size = group_size(problem)
-    check_heads(problem.num_heads, problem.num_kv_heads, size)
     share, kv_share = problem.num_heads // size, max(1, problem.num_kv_heads // size)
     first, first_kv = member * share, member * problem.num_kv_heads // size
     if problem.num_kv_heads <= size:

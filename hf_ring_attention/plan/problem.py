@@ -45,7 +45,10 @@ Documents = tuple[tuple[tuple[int, int], ...], ...]
 
 
 def documents_of(documents: Sequence[Sequence[tuple[int, int]]] | None, seq_len: int, who: str) -> Documents | None:
-    """Returns the documents of batch rows as tuples, and None for None; errors name the caller (`who`)."""
+    """Returns the documents of batch rows as tuples if they ascend within the sequence, and None for None.
+
+    Errors name the caller (`who`).
+    """
     if documents is None:
         return None
     try:
@@ -54,20 +57,16 @@ def documents_of(documents: Sequence[Sequence[tuple[int, int]]] | None, seq_len:
         raise ValueError(
             f"{who}: documents must be a list of (start, stop) for each batch row, got {documents!r}"
         ) from None
-    _check_documents(spans, seq_len)
-    return spans
-
-
-def _check_documents(documents: Documents, seq_len: int) -> None:
-    for row, spans in enumerate(documents):
+    for row, spans_of_row in enumerate(spans):
         end = 0
-        for start, stop in spans:
+        for start, stop in spans_of_row:
             if not end <= start < stop <= seq_len:
                 raise ValueError(
                     f"documents of batch row {row} must be ascending, apart, not empty and within the sequence of "
                     f"{seq_len} tokens, got (start, stop) = ({start}, {stop}) after {end} tokens"
                 )
             end = stop
+    return spans
 
 
 @lru_cache(maxsize=64)
@@ -158,7 +157,6 @@ class Problem:
                 f"the layout was made for the documents of {len(self.layout.rows)} batch rows, and there are "
                 f"{len(self.documents)}: make it by ring.layout_for(seq_len, pattern, documents=...) for this batch"
             )
-        _check_documents(self.documents, self.layout.seq_len)
         if self.held is not None:
             _check_piece(self.pattern, self.held)
         if self.layout.rows:
