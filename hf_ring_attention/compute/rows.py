@@ -240,16 +240,11 @@ class KeyLengths(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Tiles whose rows follow each other in one tile of tensors.
+    """Tiles whose rows follow each other in one tile of tensors."""
 
-    Attributes:
-        query_ends, key_ends: [tiles + 1], int32: 0, and the end of each tile's rows.
-        most_queries, most_keys: the rows of the longest tile.
-    """
-
-    query_ends: Tensor
+    query_ends: Tensor  # [tiles + 1], int32: 0, and the end of each tile's rows
     key_ends: Tensor
-    most_queries: int
+    most_queries: int  # the rows of the longest tile
     most_keys: int
 
 

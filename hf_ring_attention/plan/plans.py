@@ -33,24 +33,15 @@ class Item(NamedTuple):
 
 
 class TileBatch(NamedTuple):
-    """Tiles of one shape; no two of them share a query row of a head.
+    """Tiles of one shape; no two of them share a query row of a head."""
 
-    Attributes:
-        visit: no two tiles of one visit and shape share a query row of a head, even in different batches.
-        per_query_head: whether items name query heads, not key/value heads with their groups.
-        num_queries: the query rows of a tile; with folds, the first rows of folds.
-        fold_size: the rows of a fold (`plan/tiles.py`); a tile has `num_queries` * `fold_size` query rows.
-        num_keys: the key rows of a tile.
-        query_stride, key_stride: the distance from one of these rows to the next.
-    """
-
-    visit: tuple[int, int]
-    per_query_head: bool
+    visit: tuple[int, int]  # no two tiles of one visit and shape share a query row of a head, even in different batches
+    per_query_head: bool  # whether items name query heads, not key/value heads with their groups
     shape: Shape
-    num_queries: int
-    fold_size: int
+    num_queries: int  # the query rows of a tile; with folds, the first rows of folds
+    fold_size: int  # the rows of a fold (`plan/tiles.py`); a tile has `num_queries` * `fold_size` query rows
     num_keys: int
-    query_stride: int
+    query_stride: int  # the distance from one of the query rows to the next
     key_stride: int
     items: tuple[Item, ...] = ()
 
@@ -107,17 +98,11 @@ class EqualTiles(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The tiles of one rank; query rows are local indices.
+    """The tiles of one rank; query rows are local indices."""
 
-    Attributes:
-        own: tiles with keys of the rank itself; key rows are local indices.
-        remote: tiles with keys of other ranks; key rows are indices in the whole sequence.
-        pairs: query-key pairs over all batch rows and query heads.
-    """
-
-    own: tuple[TileBatch, ...]
-    remote: tuple[TileBatch, ...]
-    pairs: int
+    own: tuple[TileBatch, ...]  # tiles with keys of the rank itself; key rows are local indices
+    remote: tuple[TileBatch, ...]  # tiles with keys of other ranks; key rows are indices in the whole sequence
+    pairs: int  # query-key pairs over all batch rows and query heads
 
 
 @lru_cache(maxsize=256)

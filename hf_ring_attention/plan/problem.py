@@ -15,19 +15,12 @@ from .patterns import Pattern
 
 @dataclass(frozen=True)
 class HeldKeys:
-    """The keys of a sequence that a rank holds in a cache, for queries that are the sequence's last tokens on every rank.
+    """The keys of a sequence that a rank holds in a cache, for queries that are the sequence's last tokens on every rank."""
 
-    Attributes:
-        row_len: tokens of the sequence so far.
-        num_queries: number of its last tokens that are queries.
-        num_rows: rows of the key tensor.
-        keys: runs of the sequence's tokens: (first row in the key tensor, start, stop).
-    """
-
-    row_len: int
-    num_queries: int
-    num_rows: int
-    keys: tuple[tuple[int, int, int], ...]
+    row_len: int  # tokens of the sequence so far
+    num_queries: int  # the number of its last tokens that are queries
+    num_rows: int  # rows of the key tensor
+    keys: tuple[tuple[int, int, int], ...]  # runs of its tokens: (first row in the key tensor, start, stop)
 
     @classmethod
     def whole(cls, row_len: int, num_queries: int, num_rows: int) -> HeldKeys:

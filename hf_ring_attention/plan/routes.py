@@ -32,16 +32,11 @@ from .problem import Problem
 
 @dataclass(frozen=True)
 class KeyRows:
-    """Rows of key/value heads.
-
-    Attributes:
-        weights: the number of batch rows that each set stands for.
-        sets: the rows of each class of batch rows and each head in it, as bits of an integer.
-    """
+    """Rows of key/value heads."""
 
     num_kv_heads: int
-    weights: tuple[int, ...]
-    sets: tuple[int, ...]
+    weights: tuple[int, ...]  # the number of batch rows that each set stands for
+    sets: tuple[int, ...]  # the rows of each class of batch rows and each head in it, as bits of an integer
 
     def __len__(self) -> int:
         """Returns the number of rows over all batch rows and heads."""
@@ -83,34 +78,21 @@ class KeyRows:
 
 
 class Hop(NamedTuple):
-    """The rows that go from one rank to the next.
+    """The rows that go from one rank to the next."""
 
-    Attributes:
-        rows: keys and values that the next rank or a later one needs.
-        carried: rows that a rank before this hop has used: in backward, their gradients go along.
-        finished: rows that the rank at the end of the hop is the last to use: in backward, it sends their gradients home.
-    """
-
-    rows: KeyRows
-    carried: KeyRows
-    finished: KeyRows
+    rows: KeyRows  # keys and values that the next rank or a later one needs
+    carried: KeyRows  # rows that a rank before this hop has used: in backward, their gradients go along
+    finished: KeyRows  # rows that the next rank is the last to use: in backward, it sends their gradients home
 
 
 @dataclass(frozen=True)
 class Lap:
-    """One way round the ring, in one direction, for the rows of some heads.
-
-    Attributes:
-        heads: key/value heads.
-        direction: 1 if rank i sends to rank i + 1, -1 if it sends to rank i - 1.
-        with_own: whether ranks compute with their own keys of these heads in this lap.
-        routes: for each source rank the hops that its rows make; they end at the last rank that needs one.
-    """
+    """One way round the ring, in one direction, for the rows of some key/value heads."""
 
     heads: range
-    direction: int
-    with_own: bool
-    routes: tuple[tuple[Hop, ...], ...]
+    direction: int  # 1 if rank i sends to rank i + 1, -1 if it sends to rank i - 1
+    with_own: bool  # whether ranks compute with their own keys of these heads in this lap
+    routes: tuple[tuple[Hop, ...], ...]  # for each source rank the hops of its rows, up to the last rank that needs one
 
     def of_heads(self, heads: range) -> Lap:
         """Returns the lap with the rows of these heads alone."""

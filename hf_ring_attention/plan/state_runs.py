@@ -10,23 +10,15 @@ from .problem import Documents
 
 
 class StateRun(NamedTuple):
-    """A stretch of a document on one rank.
-
-    Attributes:
-        row: its batch row.
-        start, stop: its tokens in the whole row.
-        place: the index of its first token among the rank's tokens.
-        before: the number of the previous run of its document, in the list of all runs; -1 for the first run.
-        alone: whether it is a whole document.
-    """
+    """A stretch of a document on one rank: tokens [start, stop) of a batch row."""
 
     row: int
     start: int
     stop: int
-    place: int
+    place: int  # the index of its first token among the rank's tokens
     rank: int
-    before: int
-    alone: bool
+    before: int  # the number of the previous run of its document, in the list of all runs; -1 for the first run
+    alone: bool  # whether it is a whole document
 
     @property
     def held(self) -> tuple[int, int, int]:

@@ -11,17 +11,11 @@ from .traffic import Bytes, RankTraffic
 
 
 class StateNumbers(NamedTuple):
-    """The numbers that a mixer gathers for one run.
+    """The numbers that a mixer gathers for one run."""
 
-    Attributes:
-        channels: the channels of its convolution; 0 without a convolution.
-        kernel: the tokens that an output of the convolution sees.
-        sums: the numbers of its state, and of the factor of the state before the run; 0 without a state.
-    """
-
-    channels: int
-    kernel: int
-    sums: int
+    channels: int  # of its convolution; 0 without a convolution
+    kernel: int  # the tokens that an output of the convolution sees
+    sums: int  # the numbers of its state, and of the factor of the state before the run; 0 without a state
 
     def of_run(self, itemsize: int, accumulated: int, kept: bool = False) -> int:
         """Returns the bytes that one run adds: numbers of the model have `itemsize` bytes, and numbers of sums `accumulated`.

@@ -123,23 +123,14 @@ class Options(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CheckedCall:
-    """A call of attention that was checked and planned. It serves all layers whose calls differ in their numbers only.
-
-    Attributes:
-        ring: the ranks that share the sequences.
-        problem: the tiles to compute.
-        execution: the transport, the kernel and the scale.
-        values: the values that all ranks have in common.
-        digest: the number that stands for them when ranks compare later calls.
-        recorded: whether a backward pass will come.
-    """
+    """A call of attention that was checked and planned. It serves all layers whose calls differ in their numbers only."""
 
     ring: Ring
     problem: Problem
     execution: Execution
-    values: Mapping[str, Any]
-    digest: int
-    recorded: bool
+    values: Mapping[str, Any]  # the values that all ranks have in common
+    digest: int  # stands for them when ranks compare later calls
+    recorded: bool  # whether a backward pass will come
 
     def compare(self) -> None:
         """Compares an equal call of a later layer with the calls of the other ranks."""

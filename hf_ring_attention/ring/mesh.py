@@ -20,18 +20,12 @@ _DATA_NAMES = ("dp", "dp_replicate", "dp_shard")
 
 
 class Mesh(NamedTuple):
-    """The place of this process on the mesh.
+    """The place of this process on the mesh."""
 
-    Attributes:
-        group: the process group of its ring; None for a process alone.
-        everyone: the communicator of all processes that train together; None for a process alone.
-        dp_rank, dp_size: the number of its ring, and the number of rings.
-    """
-
-    group: dist.ProcessGroup | None
-    everyone: ProcessGroupCommunicator | None
-    dp_rank: int
-    dp_size: int
+    group: dist.ProcessGroup | None  # of its ring; None for a process alone
+    everyone: ProcessGroupCommunicator | None  # reaches all processes that train together; None for a process alone
+    dp_rank: int  # the number of its ring
+    dp_size: int  # the number of rings
 
 
 def mesh_of(accelerator: Any, size: int | None) -> Mesh:
