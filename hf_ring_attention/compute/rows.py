@@ -114,21 +114,13 @@ class ViewRows(Rows):
 
 @dataclass(frozen=True)
 class IndexRows(Rows):
-    """Rows by their numbers in x.flatten(0, 2).
+    """Rows by their numbers in x.flatten(0, 2): all of them, or the first ones of tiles."""
 
-    Attributes:
-        length: rows of a tile and head, L, including the rows of all folds.
-        first: [tiles, heads], the first row of each; None if `rows` has all rows.
-        stride: the distance between the first rows of neighbouring folds.
-        fold_size: the rows of a fold, which follow each other: with `stride` 4 and `fold_size` 2, rows 0, 1, 4, 5, 8, 9, ...
-        rows: [tiles, heads, L], all row numbers; None if `first` has the first rows.
-    """
-
-    length: int
-    first: Tensor | None = None
-    stride: int = 1
-    fold_size: int = 1
-    rows: Tensor | None = None
+    length: int  # rows of a tile and head, L, including the rows of all folds
+    first: Tensor | None = None  # [tiles, heads], the first row of each; None if `rows` has all rows
+    stride: int = 1  # the distance between the first rows of neighbouring folds
+    fold_size: int = 1  # the rows of a fold: with `stride` 4 and `fold_size` 2, rows are 0, 1, 4, 5, 8, 9, ...
+    rows: Tensor | None = None  # [tiles, heads, L], all row numbers; None if `first` has the first rows
 
     @property
     def _shape(self) -> tuple[int, int]:

@@ -93,22 +93,17 @@ def _check_piece(pattern: Pattern, held: HeldKeys) -> None:
 
 @dataclass(frozen=True)
 class RingSettings:
-    """How rows travel round a ring; the defaults were measured, and all ranks must have the same.
+    """How rows travel round a ring; the defaults were measured, and all ranks must have the same."""
 
-    Attributes:
-        large_payload: a payload with a key or value row for this many query rows, or fewer, is large: it is sent head group
-            by head group.
-        rows_of_a_head_group: the fewest query rows of a head group, over heads and batch rows; kernels are slower with
-            fewer.
-        head_groups: the most head groups; each has p - 1 hops of its own.
-        both_ways_below: rows travel both ways round the ring if that takes at most this share of the bytes of one way.
-        heads: how many neighbouring ranks exchange heads in the heads transport; None for all ranks.
-    """
-
+    #: A payload with a key or value row for this many query rows, or fewer, is large: it is sent head group by head group.
     large_payload: int = 8
+    #: The fewest query rows of a head group, over heads and batch rows: kernels are slower with fewer.
     rows_of_a_head_group: int = 1 << 12
+    #: The most head groups; each has p - 1 hops of its own.
     head_groups: int = 8
+    #: Rows travel both ways round the ring if that takes at most this share of the bytes of one way.
     both_ways_below: float = 0.75
+    #: The number of neighbouring ranks that exchange heads in the heads transport; None for all ranks.
     heads: int | None = None
 
 
@@ -116,10 +111,7 @@ class RingSettings:
 class Problem:
     """One attention call as all ranks see it: the values that decide the tiles, and nothing else.
 
-    Attributes:
-        held: the keys of a cache that a rank holds; None if queries and keys are the same tokens, sharded alike.
-        first_head, first_kv_head: the numbers of the first query head and the first key/value head among all heads of the
-            attention, if these are some of them; phases depend on the numbers.
+    If these heads are some of the attention's, their first ones have numbers among all heads, since phases depend on them.
 
     Raises:
         ValueError: values that do not fit each other.
@@ -132,7 +124,7 @@ class Problem:
     num_heads: int
     num_kv_heads: int
     causal: bool = True
-    held: HeldKeys | None = None
+    held: HeldKeys | None = None  # keys of a cache; None if queries and keys are the same tokens, sharded alike
     settings: RingSettings = RingSettings()
     first_head: int = 0
     first_kv_head: int = 0

@@ -53,12 +53,10 @@ class Tile:
     Ranges may run backwards: a triangle that opens the other way is a lower one with both ranges reversed.
     """
 
-    #: A number of the branch that made it.
-    branch: int
+    branch: int  # a number of the branch that made it
     #: Tiles of one branch and part that have the same shape, and rows in the same order, share no query row of a head.
     part: int
-    #: Key/value heads, each with its whole group of query heads; query heads if `per_query_head`.
-    heads: tuple[int, ...]
+    heads: tuple[int, ...]  # key/value heads, each with its whole group of query heads; query heads if `per_query_head`
     per_query_head: bool
     queries: range
     #: The rows of a fold: each row of `queries` and the `fold_size` - 1 rows after it see the same keys. 1 without folds.

@@ -27,15 +27,12 @@ class HeadsPiece:
 
 @dataclass(frozen=True)
 class HeadsBinding:
-    """The pieces of a rank, and its place.
-
-    Attributes:
-        rows: for each member of the group, the runs of its tokens among the rows of the group: for each batch row, or once
-            if all batch rows are divided alike.
-    """
+    """The pieces of a rank, and its place."""
 
     pieces: tuple[HeadsPiece, ...]
     place: Place
+    #: For each member of the group, the runs of its tokens among the rows of the group: for each batch row, or once if all
+    #: batch rows are divided alike.
     rows: tuple[tuple[tuple[range, ...], ...], ...]
 
 
@@ -151,16 +148,11 @@ class HeadsTransport:
 
 @dataclass(frozen=True)
 class Exchange:
-    """An exchange under way.
-
-    Attributes:
-        message: the tensor that is sent; it must stay until it has arrived.
-        arrived: makes the results once all messages are here.
-    """
+    """An exchange under way."""
 
     arriving: Arriving | None
-    message: Tensor | None
-    arrived: Callable[[], list[Tensor]]
+    message: Tensor | None  # is sent, and must stay until it has arrived
+    arrived: Callable[[], list[Tensor]]  # makes the results once all messages are here
 
     def finish(self) -> list[Tensor]:
         """Waits for the messages of the other ranks, and returns the tensors that are made of them."""
