@@ -27,15 +27,9 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """Merges (new_out, new_lse) into (out, lse), in place.
+    """Merges (new_out, new_lse) of any dtype into out [..., L, D] and lse [..., L], float32 or float64, in place.
 
     Rows without a key have lse = -inf and out = 0, and add nothing: two such rows make another such row, never NaN.
-
-    Args:
-        out: [..., L, D], float32 or float64.
-        lse: [..., L], same dtype.
-        new_out: [..., L, D], any floating dtype.
-        new_lse: [..., L].
     """
     new_lse = new_lse.to(lse.dtype)
     weight = torch.sigmoid(new_lse - lse)

@@ -44,11 +44,7 @@ _MOVES, _PIECES = 4, (1, 4, 16, 64)
 
 @lru_cache(maxsize=64)
 def balanced_layout(seq_len: int, world_size: int, pattern: Pattern, documents: Documents) -> SequenceLayout:
-    """Returns the layout "documents" of a batch: for each row, pieces by which all ranks have equal tokens and even work.
-
-    Args:
-        documents: of each batch row; the work of all rows together is balanced.
-    """
+    """Returns the layout "documents" of a batch: ranks have equal tokens of each row, and even work in all rows together."""
     work, local_len = work_under(pattern, seq_len), -(-seq_len // world_size)
     loads, rows = [0.0] * world_size, []
     for documents_of_row in documents:

@@ -119,9 +119,7 @@ def decide_layout(
 ) -> tuple[SequenceLayout, Decision]:
     """Returns the layout of a batch, and its kind with the reason: the kind asked for, or with "auto" a balanced one.
 
-    Args:
-        documents: the documents of each batch row; None for one document a row, which needs no layout of documents.
-        transport, heads: the settings of the ring; if all ranks exchange heads, they have equal work in every layout.
+    Documents are None for one document a row. If all ranks exchange heads, they have equal work in every layout.
     """
     if kind == "documents" and documents is not None:
         return balanced_layout(seq_len, world_size, pattern, documents), Decision(kind, _ASKED_FOR)

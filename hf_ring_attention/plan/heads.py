@@ -131,12 +131,10 @@ def heads_pairs(problem: Problem, rank: int) -> int:
 
 
 def heads_traffic(problem: Problem, rank: int, sizes: RowBytes) -> RankTraffic:
-    """Returns the bytes that the heads transport moves and holds for `rank`.
+    """Returns the bytes that the heads transport moves and holds for `rank`, with the rings between groups.
 
-    A query row and its output row together have the bytes of a key row and a value row. Their gradients travel in the dtype
-    of the rows. At most two exchanges are under way at once: the next piece's queries, keys and values, and the last piece's
-    outputs. Each holds the sent and the arriving rows. With several groups, the rings between them add their bytes for each
-    piece.
+    A query row and its output row together have the bytes of a key row and a value row; gradients have the dtype of the rows.
+    At most two exchanges are under way at once, the next piece's and the last piece's, each with sent and arriving rows.
     """
     (group, member), size = place_of(problem, rank), group_size(problem)
     pieces = pieces_of(problem, member)

@@ -77,10 +77,8 @@ class Region(NamedTuple):
 
     first: list[Border]
     beyond: list[Border]
-    #: A key must lie before the maximum of every group.
-    before_all: list[list[Border]]
-    #: A key must lie at or beyond the minimum of every group.
-    after_all: list[list[Border]]
+    before_all: list[list[Border]]  # a key must lie before the maximum of every group
+    after_all: list[list[Border]]  # a key must lie at or beyond the minimum of every group
 
     @property
     def terms(self) -> list[Border]:
@@ -111,11 +109,8 @@ def covering(pattern: Pattern, number: int) -> list[Segment | Window]:
 def regions_of(pattern: Pattern, number: int, residue: int, phase: int, causal: bool) -> list[Region]:
     """Returns the keys that branch `number` adds to earlier branches, for queries of this residue modulo its dilation.
 
-    If each key counts once, this relies on the interval of every segment and window holding the query itself: two such
-    intervals together are one interval.
-
-    Args:
-        phase: the phase of the head, or its residue modulo the branch's dilation.
+    `phase` is the head's, or its residue modulo the dilation. If each key counts once, this relies on every segment and window
+    holding the query itself: two such intervals together are one.
     """
     branch = pattern.branches[number]
     first, beyond = borders_of(branch, causal)

@@ -15,7 +15,7 @@ from .intervals import Run
 from .layouts import SequenceLayout
 from .patterns import Pattern
 from .problem import Problem
-from .tiles import Shape, pairs_of_tile, tile_document
+from .tiles import Shape, branches_of, pairs_of_tile, tile_document
 
 
 class Item(NamedTuple):
@@ -174,6 +174,8 @@ def _batches(
     problem: Problem, queries: Callable[[int], _Pieces], keys: Callable[[int], _Pieces]
 ) -> tuple[TileBatch, ...]:
     """Returns the tiles of the queries against the keys; both are pieces of a batch row."""
+    heads = problem.num_heads, problem.num_kv_heads
+    branches = branches_of(problem.pattern, *heads, problem.causal, problem.first_head, problem.first_kv_head)
     items: dict[TileBatch, list[Item]] = {}  # by their batch without items
     for documents, batch_rows in problem.row_classes:
         query_pieces, key_pieces = queries(batch_rows[0]), keys(batch_rows[0])
@@ -181,17 +183,7 @@ def _batches(
             query_runs, key_runs = tuple(_runs(query_pieces, start, stop)), tuple(_runs(key_pieces, start, stop))
             if not query_runs or not key_runs:
                 continue
-            for tile in tile_document(
-                problem.pattern,
-                length=stop - start,
-                queries=query_runs,
-                keys=key_runs,
-                num_heads=problem.num_heads,
-                num_kv_heads=problem.num_kv_heads,
-                causal=problem.causal,
-                first_head=problem.first_head,
-                first_kv_head=problem.first_kv_head,
-            ):
+            for tile in tile_document(branches, stop - start, query_runs, key_runs):
                 # A single fold of n rows is written as n tiles of one row, so that single folds of any size have one shape.
                 single = len(tile.queries) == 1
                 batch = TileBatch(

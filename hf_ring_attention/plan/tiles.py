@@ -207,7 +207,7 @@ def _slice(progression: Progression, numbers: range) -> range:
 _Folds = tuple[Progression, int]
 
 
-class _BranchOfPhase:
+class BranchOfPhase:
     """A branch in the heads of one phase, made once for all documents.
 
     Attributes:
@@ -267,9 +267,9 @@ class _BranchOfPhase:
 
 
 @lru_cache(maxsize=64)
-def _branches_of_phases(
-    pattern: Pattern, num_heads: int, num_kv_heads: int, causal: bool, first_head: int, first_kv_head: int
-) -> tuple[_BranchOfPhase, ...]:
+def branches_of(
+    pattern: Pattern, num_heads: int, num_kv_heads: int, causal: bool, first_head: int = 0, first_kv_head: int = 0
+) -> tuple[BranchOfPhase, ...]:
     """Returns the branches in their order, each for every phase that a head has.
 
     Branches of heads with different patterns have the same numbers, so that their tiles of one shape make one batch.
@@ -289,7 +289,7 @@ def _branches_of_phases(
                 for head in range(kv_head * group, (kv_head + 1) * group) if per_query_head else [kv_head]:
                     heads_of.setdefault((first + head) % dilation, []).append(head)
             branches += [
-                _BranchOfPhase(part, number, residue, tuple(heads), per_query_head, causal)
+                BranchOfPhase(part, number, residue, tuple(heads), per_query_head, causal)
                 for residue, heads in heads_of.items()
             ]
     return tuple(sorted(branches, key=lambda branch: branch.branch))
@@ -322,30 +322,18 @@ def _folds(runs: Sequence[Run], dilation: int, starts: Sequence[int]) -> Iterato
 
 
 def tile_document(
-    pattern: Pattern,
-    *,
-    length: int,
-    queries: Sequence[Run],
-    keys: Sequence[Run],
-    num_heads: int,
-    num_kv_heads: int,
-    causal: bool,
-    first_head: int = 0,
-    first_kv_head: int = 0,
+    branches: Sequence[BranchOfPhase], length: int, queries: Sequence[Run], keys: Sequence[Run]
 ) -> list[Tile]:
     """Returns tiles that cover each pair of these queries and keys as often as `Pattern.multiplicity` counts it.
 
     Args:
+        branches: by `branches_of`; tiles are in their order.
         length: tokens of the document.
         queries: runs of the document's tokens that are queries here, by ascending position; their rows ascend too.
         keys: runs of the tokens that are keys here, in the same order; their rows number another storage.
-        first_head, first_kv_head: as for `Problem`.
-
-    Returns:
-        Tiles by ascending branch.
     """
     tiles: list[Tile] = []
-    for branch in _branches_of_phases(pattern, num_heads, num_kv_heads, causal, first_head, first_kv_head):
+    for branch in branches:
         key_groups = progressions(keys, branch.dilation, branch.residue)
         if not key_groups:
             continue

@@ -12,7 +12,7 @@ from .branches import Segment
 from .intervals import Run
 from .parts import ALL, QueryRange, parts_of
 from .patterns import Pattern
-from .tiles import pairs_of_tile, tile_document
+from .tiles import branches_of, pairs_of_tile, tile_document
 
 #: Work is counted for documents of these lengths, each longer than the last one by this factor, and estimated between them.
 _GROWTH = 1.12
@@ -117,13 +117,5 @@ def _counted(patterns: tuple[Pattern, ...], heads: int, most_tokens: int) -> _Pa
 def _pairs_of_document(patterns: tuple[Pattern, ...], length: int) -> float:
     """Returns the pairs of a causal document, one head for each pattern, without a plan, since nobody would use it again."""
     rows, heads = [Run(0, 0, length)], len(patterns)
-    tiles = tile_document(
-        Pattern.by_kv_head(patterns),
-        length=length,
-        queries=rows,
-        keys=rows,
-        num_heads=heads,
-        num_kv_heads=heads,
-        causal=True,
-    )
+    tiles = tile_document(branches_of(Pattern.by_kv_head(patterns), heads, heads, causal=True), length, rows, rows)
     return sum(pairs_of_tile(t.shape, len(t.queries), len(t.keys)) * t.fold_size * len(t.heads) for t in tiles)

@@ -241,11 +241,7 @@ class Ring:
         return whole_of(self.side_by_side(local, dim), layout, dim % local.dim())
 
     def first_token(self, local: Tensor, layout: SequenceLayout | None = None) -> Tensor:
-        """Returns the first token of whole sequences, [B, 1, ...], from shards [B, n, ...]; it is differentiable.
-
-        Args:
-            layout: the layout of the shards; None if rank 0 holds the first token of every row.
-        """
+        """Returns the first token of whole sequences, [B, 1, ...], from shards [B, n, ...]; it is differentiable."""
         first = local[:, :1]
         with self.agreement("first_token", by_digest=True) as call:
             _describe(call, first, 1)
@@ -302,11 +298,7 @@ class Ring:
     ) -> AbstractContextManager[Agreement]:
         """Returns a context in which this rank checks its part of a call: all ranks go on with equal values, or all raise.
 
-        `transport.agreement.agreement` has an example.
-
-        Args:
-            call, everywhere: as for `agree`.
-            by_digest: whether equal ranks exchange 8 bytes and no messages, for calls that every layer makes.
+        `transport.agreement.agreement` has an example. By digests, equal ranks exchange 8 bytes and no messages.
         """
         if by_digest:
             return agreement(lambda values, error, _: self.calls.agree(call, values, error))

@@ -22,18 +22,12 @@ def digest(x: Any) -> str:
 
 
 class Agreement:
-    """The values that one rank brings to an agreement, and the messages that it gets from it.
-
-    Attributes:
-        values: the values that must be equal on all ranks, by their names in an error.
-        message: this rank's message to the others; messages may differ.
-        answers: the message of each rank, once all have agreed.
-    """
+    """The values that one rank brings to an agreement, and the messages that it gets from it."""
 
     def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-        self.message: Any = None
-        self.answers: list[Any] = []
+        self.values: dict[str, Any] = {}  # must be equal on all ranks, by their names in an error
+        self.message: Any = None  # to the other ranks; messages may differ
+        self.answers: list[Any] = []  # the message of each rank, once all have agreed
 
     def same(self, name: str, value: Any) -> None:
         """Requires all ranks to have this value."""
