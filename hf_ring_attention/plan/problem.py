@@ -112,9 +112,6 @@ class Problem:
     """One attention call as all ranks see it: the values that decide the tiles, and nothing else.
 
     If these heads are some of the attention's, their first ones have numbers among all heads, since phases depend on them.
-
-    Raises:
-        ValueError: values that do not fit each other.
     """
 
     pattern: Pattern

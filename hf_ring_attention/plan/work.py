@@ -52,13 +52,9 @@ class _Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """The query-key pairs of a head in causal documents, on average over the heads.
+    """The query-key pairs of a head in causal documents, on average over the heads."""
 
-    Attributes:
-        shares: their sum is the work; one share of all queries, unless a document's last queries see more keys.
-    """
-
-    shares: tuple[_Share, ...]
+    shares: tuple[_Share, ...]  # add up to the work: one of all queries, unless a document's last queries see more keys
 
     def of_document(self, tokens: int) -> float:
         """Returns the pairs of a document of so many tokens."""

@@ -167,9 +167,6 @@ def checked_call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options:
     With keys from a cache, the queries are a sequence's last tokens. On a ring every rank then has the same queries and its own
     part of the keys. Ranks merge their results, so one row of (out, lse) moves for each query and rank, whatever the length of
     the cache.
-
-    Raises:
-        ValueError: as `ring_attention`; or the gradient of a cache over a ring.
     """
     ring, held, scale, softcap = options.ring or _ALONE, options.held, options.scale, options.softcap
     with ring.agreement(FORWARD, by_digest=True) as call:

@@ -40,14 +40,11 @@ _REFUSALS = (ValueError, TypeError, AttributeError, IndexError, KeyError, Runtim
 
 @contextmanager
 def agreement(settle: Callable[[Mapping[str, Any], Exception | None, Any], list[Any]]) -> Iterator[Agreement]:
-    """Collects an error of this rank, lets all ranks compare their values and errors, and raises on every rank or on none.
+    """Collects an error of this rank, has `settle` compare the values and errors of all ranks, and raises on all or on none.
 
-        with ring.agreement("a product") as call:
-            check(x)                                # an error here is raised on all ranks
-            call.same("the shape of x", x.shape)    # and so is one for a difference
-
-    Args:
-        settle: compares (values, error, message) of all ranks, and returns each rank's `message`, as `agree` does.
+    with ring.agreement("a product") as call:
+        check(x)                                # an error here is raised on all ranks
+        call.same("the shape of x", x.shape)    # and so is one for a difference
     """
     call, error = Agreement(), None
     try:
