@@ -14,7 +14,7 @@ from ..plan.joins import Joining, joined
 from ..plan.plans import TileBatch, held_tiles, plan_rank
 from ..plan.problem import Problem
 from ..plan.tiles import Shape
-from .rows import IndexRows, KeyLengths, Lengths, Packed, PaddedRows, Rows, ViewRows
+from .rows import IndexRows, KeyLengths, Lengths, Packed, Rows, ViewRows
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,18 @@ class BoundBatch:
     fold_size: int = 1
     lengths: Lengths | None = None
 
+    @property
+    def is_joined(self) -> bool:
+        """Whether tiles of unequal lengths share the call."""
+        return self.lengths is not None or (isinstance(self.queries, IndexRows) and self.queries.kept is not None)
+
     def parts(self, max_rows: int) -> list[BoundBatch]:
-        """Returns the batch in parts of about `max_rows` query and key rows, so that one call holds little memory."""
+        """Returns the batch in parts of about `max_rows` query and key rows, so that one call holds little memory.
+
+        Tiles of unequal lengths share a call as they are, since few rows do (`Joining.most_rows`).
+        """
         size = max(1, max_rows // (self.queries.rows_per_unit + self.keys.rows_per_unit))
-        if size >= self.queries.units:
+        if self.is_joined or size >= self.queries.units:
             return [self]
         parts = zip(self.queries.split(size), self.keys.split(size))
         return [BoundBatch(queries, keys, self.shape, self.fold_size) for queries, keys in parts]
@@ -114,7 +122,7 @@ class Binder:
         rows = torch.cat([_padded(x, longest) for x in queries])
         lengths_of_tiles = torch.tensor([x.shape[-1] for x in queries for _ in range(x.shape[0])])
         kept = torch.nonzero((torch.arange(longest) < lengths_of_tiles[:, None]).flatten()).flatten().to(self.device)
-        return BoundBatch(PaddedRows(IndexRows(longest, rows=rows), kept), padded_keys, first.shape, first.fold_size)
+        return BoundBatch(IndexRows(longest, rows=rows, kept=kept), padded_keys, first.shape, first.fold_size)
 
     def _ends(self, lengths: list[tuple[int, int]]) -> Tensor:
         """Returns the ends of tiles whose rows follow each other, from pairs of a length and the number of tiles."""
