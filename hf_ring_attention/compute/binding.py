@@ -27,19 +27,12 @@ class BoundBatch:
     fold_size: int = 1
     lengths: Lengths | None = None
 
-    @property
-    def is_joined(self) -> bool:
-        """Whether tiles of unequal lengths share the call."""
-        return self.lengths is not None or (isinstance(self.queries, IndexRows) and self.queries.kept is not None)
-
     def parts(self, max_rows: int) -> list[BoundBatch]:
-        """Returns the batch in parts of about `max_rows` query and key rows, so that one call holds little memory.
-
-        Tiles of unequal lengths share a call as they are, since few rows do (`Joining.most_rows`).
-        """
+        """Returns the batch in parts of about `max_rows` query and key rows, so that one call holds little memory."""
         size = max(1, max_rows // (self.queries.rows_per_unit + self.keys.rows_per_unit))
-        if self.is_joined or size >= self.queries.units:
+        if size >= self.queries.units:
             return [self]
+        assert self.lengths is None, "tiles that share a call have few rows (`Joining.most_rows`)"
         parts = zip(self.queries.split(size), self.keys.split(size))
         return [BoundBatch(queries, keys, self.shape, self.fold_size) for queries, keys in parts]
 

@@ -12,7 +12,7 @@ class Joining(NamedTuple):
     """How a kernel takes tiles of unequal lengths in one call: padded to the longest, or packed one after the other.
 
     A call costs as much time as copying `rows` query and key rows, in forward and backward, or as computing `pairs`
-    query-key pairs. At most `most_rows` rows share a call, since they are copied all at once.
+    query-key pairs. At most `most_rows` rows, with padding, share a call, since they are copied all at once.
     """
 
     kind: Literal["padded", "packed"]
@@ -67,13 +67,14 @@ def _is_cheaper(
     call: list[TileBatch], batch: TileBatch, group: int, joining: Joining, is_view: Callable[[TileBatch], bool]
 ) -> bool:
     """Returns whether adding a batch to a call is cheaper than a call of its own; the first batch of a call is the longest."""
-    longest = call[0]
-    if sum(x.rows(group) for x in (*call, batch)) > joining.most_rows:
+    longest, together = call[0], [*call, batch]
+    if joining.kind == "padded":
+        together = [x.like(longest) for x in together]
+    if sum(x.rows(group) for x in together) > joining.most_rows:
         return False
     copied = [x for x in ((longest, batch) if len(call) == 1 else (batch,)) if is_view(x)]
     rows, pairs = sum(x.rows(group) for x in copied), 0
     if joining.kind == "padded":
-        padded = batch.like(longest)
-        rows += padded.rows(group) - batch.rows(group)
-        pairs = padded.pairs(group) - batch.pairs(group)
+        rows += together[-1].rows(group) - batch.rows(group)
+        pairs = together[-1].pairs(group) - batch.pairs(group)
     return rows / joining.rows + pairs / joining.pairs < 1
