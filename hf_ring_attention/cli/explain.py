@@ -313,10 +313,10 @@ def _print_answer(attention: ModelAttention, base: Explanation, answer: dict[str
         rows.append(("mixers", f"{mixers['gathers']} *", *_byte_cells(mixers["bytes"])))
     if several or mixers:
         rows.append(("a step", "as chosen *", *_byte_cells(step["bytes"])))
-    headings = ("layers", "transport", "forward", "backward", "buffers", "of mean")
+    columns = ("layers", "transport", "forward", "backward", "buffers", "of mean")
     notes = ["* marks the chosen transport; of mean: the work of the busiest rank over the mean"]
     title = "Bytes that the busiest rank receives in one layer" + " and in all" * (several or bool(mixers))
-    print_sheet(Sheet(title, headings, rows, notes, left=2))
+    print_sheet(Sheet(title, columns, rows, notes, left=2))
 
 
 def _facts(attention: ModelAttention, base: Explanation, answer: dict[str, Any]) -> list[tuple[str, str]]:

@@ -201,7 +201,7 @@ def prompt_is_cut() -> bool:
     import transformers
 
     check("transformers.generate")
-    prefill: Any = inspect.unwrap(transformers.GenerationMixin._prefill)  # type: ignore[arg-type]
+    prefill: Any = inspect.unwrap(transformers.GenerationMixin._prefill)
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not prefill.__code__:
         frame = frame.f_back

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +18,14 @@ from ..plan.patterns import Pattern
 @lru_cache(maxsize=64)
 def multiplicity_matrix(pattern: Pattern, length: int, num_heads: int, num_kv_heads: int, causal: bool) -> Tensor:
     """Returns `Pattern.multiplicity` of every head, query position and key position: [H, length, length] float64."""
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    group = num_heads // num_kv_heads
+    heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    group, positions = num_heads // num_kv_heads, range(length)
     matrices = {}
     kinds = [(pattern.of_kv_head(head // group), pattern.phase(head, **heads)) for head in range(num_heads)]
     for head, kind in enumerate(kinds):
         if kind not in matrices:
             times = partial(pattern.multiplicity, head=head, causal=causal, document_length=length, **heads)
-            matrices[kind] = [[times(query, key) for key in range(length)] for query in range(length)]
+            matrices[kind] = [[times(query, key) for key in positions] for query in positions]
     return torch.tensor([matrices[kind] for kind in kinds], dtype=torch.float64)
 
 

@@ -3,8 +3,7 @@
 Like a zigzag, these layouts give each rank a piece of much work and a piece of little, from both ends of a sequence. The
 documents of a row are put in the order of their work: documents whose queries see most keys come first. Each rank in turn
 fills its room with tokens from both ends of the rest, with just enough from the heavy end to make its work the mean. If whole
-documents make up its work, it takes them, and fills the rest of its room from the light end, where a cut moves few keys. If it
-cuts a long document, whole light documents fill the rest of its room, if their tokens add up to it.
+documents make up its work, it takes them, and fills the rest of its room from the light end, where a cut moves few keys.
 
 Neighbouring ranks share a long document, as many as its work is worth. The last rank takes first, and takes the last tokens of
 each document, so that keys travel round the ring in its direction, from one rank of a document to the next. If both ends are
@@ -34,9 +33,6 @@ _MOST_OVER, _MOST_OVER_OF_MANY = 0.085, 0.1
 _NEAR_ENOUGH = 0.25
 #: So many ends of documents on either side of a cut are tried in its place.
 _ENDS_NEAR = 4
-#: Whole documents that fill the rest of a rank's room are chosen among this many from the light end, or fewer with this many
-#: times the tokens needed; this many sums of their tokens are tried, the nearest to the number needed first.
-_FILLS, _FILLS_TOKENS, _SUMS = 32, 3, 80
 #: Without an even share, documents change their places in the order so often. After that they are put in order in pieces of a
 #: rank's tokens divided by these numbers.
 _MOVES, _PIECES = 4, (1, 4, 16, 64)
@@ -226,46 +222,7 @@ class _Order:
         works = {heavy: self.work_of(heavy) for heavy in candidates if 0 <= heavy <= self.local_len}
         fitting = [heavy for heavy, work in works.items() if least <= work <= most]
         heavy = min(fitting, key=lambda heavy: (self._keys_at_cuts(heavy), abs(works[heavy] - wanted)), default=best)
-        keys, filled = self._filled_by_whole_documents(best, least, most)
-        if filled is not None and (not fitting or keys < self._keys_at_cuts(heavy)):
-            return filled
         return self.division(heavy)
-
-    def _filled_by_whole_documents(self, heavy: int, least: float, most: float) -> tuple[int, _Division | None]:
-        """Returns the share that cuts one span, after about so many heavy tokens, and is filled by whole light spans.
-
-        Of shares in these bounds, it is the one whose cut separates the fewest keys, behind their number; None without any.
-        """
-        cut, needed = self._at(heavy), self.local_len - heavy
-        fills = _Sums(self.local_len)
-        for number in range(len(self.spans) - 1, cut, -1):
-            span = self.spans[number]
-            if span.document is None:  # Cutting padding costs nothing.
-                return 0, None
-            if span.size <= self.local_len:
-                fills.add(number, span.size)
-            if len(fills) == _FILLS or fills.total >= _FILLS_TOKENS * needed + self.local_len // 8:
-                break
-        best: tuple[int, float, int, list[int]] | None = None
-        start, wanted = self.tokens[cut], (least + most) / 2
-        span = self.spans[cut]
-        for total in fills.nearest(needed, _SUMS):
-            count = start + span.size - (self.local_len - total)  # the tokens left of the span
-            if not 0 <= count < span.size:
-                continue
-            chosen = fills.chosen(total)
-            work = self.works[cut] + span.taken(count).work(self.work)
-            work += sum(self.works[number + 1] - self.works[number] for number in chosen)
-            if least <= work <= most:
-                option = span.keys_between(count), abs(work - wanted), count, chosen
-                best = option if best is None else min(best, option)
-        if best is None:
-            return 0, None
-        keys, _, count, chosen = best
-        share = [*self.spans[:cut], span.taken(count), *(self.spans[number] for number in chosen)]
-        rest = (self.spans[number] for number in range(cut + 1, len(self.spans)) if number not in set(chosen))
-        left = [span.left(count), *rest] if count else [*rest]
-        return keys, _Division(share, left, sum(part.work(self.work) for part in share))
 
     def _heavy_for(self, wanted: float) -> int:
         """Returns how many tokens from the heavy end make about this work."""
@@ -314,46 +271,3 @@ class _Order:
         """Returns how many tokens of a span are left if a rank takes so many tokens from the heavy end."""
         stop = self.tokens[-1] - self.local_len + heavy
         return max(0, min(stop, self.tokens[number + 1]) - max(heavy, self.tokens[number]))
-
-
-class _Sums:
-    """The sums of subsets of a few sizes, up to a largest sum, as bits of an integer."""
-
-    def __init__(self, largest: int) -> None:
-        self.total = 0
-        self._mask = (1 << (largest + 1)) - 1
-        self._names: list[int] = []
-        self._sizes: list[int] = []
-        #: The sums of the first sizes, by their number.
-        self._sums = [1]
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def add(self, name: int, size: int) -> None:
-        """Adds a size by its name."""
-        self._names.append(name)
-        self._sizes.append(size)
-        self._sums.append((self._sums[-1] | self._sums[-1] << size) & self._mask)
-        self.total += size
-
-    def nearest(self, wanted: int, count: int) -> list[int]:
-        """Returns about so many sums, the nearest to a number first."""
-        sums, window = self._sums[-1], 4 * count
-        while True:
-            first = max(0, wanted - window)
-            bits = (sums >> first) & ((1 << (wanted + window + 1 - first)) - 1)
-            if bits.bit_count() >= count or window > max(wanted, self.total):
-                break
-            window *= 4
-        totals = (first + place for place, bit in enumerate(reversed(f"{bits:b}")) if bit == "1")
-        return sorted(totals, key=lambda total: abs(total - wanted))[:count]
-
-    def chosen(self, total: int) -> list[int]:
-        """Returns the names of sizes that make a sum; it prefers the first sizes."""
-        names = []
-        for number in range(len(self) - 1, -1, -1):
-            if not self._sums[number] >> total & 1:
-                names.append(self._names[number])
-                total -= self._sizes[number]
-        return names

@@ -264,8 +264,7 @@ def _problem(q: Tensor, k: Tensor, pattern: Pattern, ring: Ring, options: Option
                 f"q {tuple(q.shape)}, k {tuple(k.shape)}"
             )
         # This layout does not depend on documents, so a caller who shards by `ring.layout_for` gets the same one.
-        layout = options.layout
-        layout = ring.layout_for(n * ring.world_size, pattern) if layout is None else layout
+        layout = options.layout or ring.layout_for(n * ring.world_size, pattern)
         ring.check_layout(layout)
         if n != layout.local_len:
             raise ValueError(
