@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .kernel import Gradients, KernelCall, Results, Saved, added, folded, merged, unfolded
 from .merge import accumulation_dtype, merge_
-from .rows import KeyLengths, Lengths
+from .rows import Lengths, hidden_keys
 
 #: A stretch has width / FORWARD_SHARE rows in forward and width / BACKWARD_SHARE in backward, within these bounds, as a
 #: multiple of ROWS_OF_A_BLOCK, the rows that torch's kernel for CPUs takes at once.
@@ -79,8 +79,7 @@ def _mask_of_keys(lengths: Lengths | None, k: Tensor) -> Tensor | None:
     """Returns a mask [T, 1, 1, Lk] that hides the padding of keys [T, H, Lk, D]; None without padding."""
     if lengths is None:
         return None
-    assert isinstance(lengths, KeyLengths)
-    return torch.zeros((), dtype=k.dtype, device=k.device).masked_fill(lengths.hidden(k.shape[2]), -torch.inf)
+    return torch.zeros((), dtype=k.dtype, device=k.device).masked_fill(hidden_keys(lengths, k.shape[2]), -torch.inf)
 
 
 class _Part(NamedTuple):

@@ -14,7 +14,7 @@ from ..plan.joins import Joining, joined
 from ..plan.plans import TileBatch, held_tiles, plan_rank
 from ..plan.problem import Problem
 from ..plan.tiles import Shape
-from .rows import IndexRows, KeyLengths, Lengths, Packed, Rows, ViewRows
+from .rows import IndexRows, Lengths, Packed, Rows, ViewRows
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Binder:
         padded_keys = IndexRows(longest, rows=torch.cat([_padded(x, longest) for x in keys]))
         if first.shape == "full":
             counts = [batch.num_keys for batch in call for _ in range(batch.num_tiles)]
-            rows, key_lengths = torch.cat(queries), KeyLengths(torch.tensor(counts, device=self.device))
+            rows, key_lengths = torch.cat(queries), torch.tensor(counts, device=self.device)
             return BoundBatch(IndexRows(rows.shape[-1], rows=rows), padded_keys, "full", first.fold_size, key_lengths)
         longest = max(x.shape[-1] for x in queries)
         rows = torch.cat([_padded(x, longest) for x in queries])

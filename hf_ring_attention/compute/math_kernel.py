@@ -10,7 +10,7 @@ from torch import Tensor
 from ..plan.joins import PADDED, Joining
 from .kernel import Gradients, KernelCall, Results, Saved, added, merged
 from .merge import accumulation_dtype
-from .rows import KeyLengths
+from .rows import hidden_keys
 
 
 class Math:
@@ -53,8 +53,7 @@ class Math:
             hidden = key > query if call.shape == "causal" else (key < query) | (key >= query + width)
             scores = scores.masked_fill(hidden, -torch.inf)
         if call.lengths is not None:
-            assert isinstance(call.lengths, KeyLengths)
-            scores = scores.masked_fill(call.lengths.hidden(k.shape[2])[:, None], -torch.inf)
+            scores = scores.masked_fill(hidden_keys(call.lengths, k.shape[2])[:, None], -torch.inf)
         return scores, tanh
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:

@@ -191,14 +191,10 @@ class IndexRows(Rows):
             )
 
 
-class KeyLengths(NamedTuple):
-    """The number of keys of each tile, [tiles]; later keys are padding, which no query sees."""
-
-    keys: Tensor
-
-    def hidden(self, length: int) -> Tensor:
-        """Returns which keys are padding, [tiles, 1, 1, length]."""
-        return torch.arange(length, device=self.keys.device) >= self.keys[:, None, None, None]
+def hidden_keys(lengths: Lengths, length: int) -> Tensor:
+    """Returns which keys are padding, [tiles, 1, 1, length], by the number of keys of each tile."""
+    assert isinstance(lengths, Tensor)
+    return torch.arange(length, device=lengths.device) >= lengths[:, None, None, None]
 
 
 class Packed(NamedTuple):
@@ -210,5 +206,5 @@ class Packed(NamedTuple):
     most_keys: int
 
 
-#: The lengths of tiles that share a call.
-Lengths = KeyLengths | Packed
+#: The lengths of tiles that share a call: the number of keys of each tile, [tiles], or the ends of packed tiles.
+Lengths = Tensor | Packed

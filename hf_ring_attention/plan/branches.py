@@ -230,12 +230,7 @@ class Last:
 Branch = Segment | Window | Sink | Last
 
 #: By the names that a pattern's dict and text have for them.
-BRANCHES: dict[str, type[Segment] | type[Window] | type[Sink] | type[Last]] = {
-    "segment": Segment,
-    "window": Window,
-    "sink": Sink,
-    "last": Last,
-}
+BRANCHES: dict[str, type[Branch]] = {"segment": Segment, "window": Window, "sink": Sink, "last": Last}
 
 BRANCH_TYPES = tuple(BRANCHES.values())
 

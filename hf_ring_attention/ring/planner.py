@@ -38,11 +38,8 @@ THREAD = "ring-planner"
 _MOST_BATCHES = 64
 
 
-class _BatchRows(NamedTuple):
-    """The rows of a batch; calls of one kind differ in these alone."""
-
-    layout: SequenceLayout
-    documents: Documents
+#: The rows of a batch; calls of one kind differ in these alone.
+_BatchRows = tuple[SequenceLayout, Documents]
 
 
 class _Kind(NamedTuple):
@@ -111,7 +108,7 @@ class Planner:
         """Remembers the kind of a call that came, and plans it for the batches that are expected after this one."""
         if not self._batches or device.type not in ("cpu", "cuda"):
             return
-        rows = _BatchRows(problem.layout, problem.documents)
+        rows = problem.layout, problem.documents
         no_rows = SequenceLayout("contiguous", 1, problem.layout.world_size)
         kind = _Kind(replace(problem, layout=no_rows, documents=()), sizes, device, joining)
         with self._lock:
@@ -134,7 +131,7 @@ class Planner:
         A batch may be announced several times. If calls of a kind keep coming with other rows than the expected ones, as in
         a model of images, the kind is not planned: its plans would meet no call.
         """
-        rows = _BatchRows(layout, documents)
+        rows = layout, documents
         with self._lock:
             if self._called:
                 self._called = False
@@ -179,7 +176,7 @@ class Planner:
 
 
 def _plan_ahead(kind: _Kind, rows: _BatchRows, transport: str, rank: int, bindings: Bindings) -> None:
-    problem = replace(kind.problem, layout=rows.layout, documents=rows.documents)
+    problem = replace(kind.problem, layout=rows[0], documents=rows[1])
     with _PLANNING.of(problem):
         problem, decision = decide_call(transport, problem, kind.sizes)
         bindings.make_ahead(kind.device, TRANSPORTS[decision.choice].bind, problem, rank, kind.device, kind.joining)
