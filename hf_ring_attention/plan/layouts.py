@@ -59,7 +59,14 @@ class SequenceLayout:
 
     def _check_pieces(self, row: RowPieces) -> None:
         sizes = [sum(map(len, pieces)) for pieces in row]
-        ends = [0, *(end for piece in sorted(itertools.chain(*row), key=_start) for end in (piece.start, piece.stop))]
+        ends = [
+            0,
+            *(
+                end
+                for piece in sorted(itertools.chain(*row), key=lambda piece: piece.start)
+                for end in (piece.start, piece.stop)
+            ),
+        ]
         tokens = self.padded_len
         if sizes != [self.local_len] * self.world_size or ends[::2] != [*ends[1::2], tokens]:
             raise ValueError(
@@ -105,14 +112,10 @@ class SequenceLayout:
         return [index for piece in self.pieces(rank, row) for index in piece]
 
 
-def _start(piece: range) -> int:
-    return piece.start
-
-
 def merged_pieces(pieces: Iterable[range]) -> tuple[range, ...]:
     """Returns pieces in ascending order; neighbouring pieces become one."""
     merged: list[range] = []
-    for piece in sorted(pieces, key=_start):
+    for piece in sorted(pieces, key=lambda piece: piece.start):
         if merged and merged[-1].stop == piece.start:
             merged[-1] = range(merged[-1].start, piece.stop)
         else:

@@ -22,7 +22,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from .branches import BRANCHES, Branch, Segment, Sink, Window, longnet_branches, pyramid_branches
 
@@ -52,15 +52,8 @@ _MOST_DIGITS = 19
 _LONGEST_SHOWN = 200
 
 
-class PatternText(NamedTuple):
-    """The branches of a text, and the values of `Pattern` that it sets."""
-
-    branches: tuple[Branch, ...]
-    settings: dict[str, Any]
-
-
-def read(text: str) -> PatternText:
-    """Reads the text of a pattern."""
+def read(text: str) -> tuple[tuple[Branch, ...], dict[str, Any]]:
+    """Returns the branches of a text, and the values of `Pattern` that it sets."""
     if not isinstance(text, str):
         raise ValueError(f"a pattern or its text was expected, got {shown(text)}. A text is one of: {FORMS}")
     body, *words = text.strip().split("@")
@@ -77,7 +70,7 @@ def read(text: str) -> PatternText:
         if name == "exact" and colon:
             raise ValueError(f"'exact' takes nothing after it, got {shown(rest)}")
         usual = {"overlap": "count"} if name == "longnet" else {}
-        return PatternText((Segment(),) if name == "exact" else readers[name](rest), usual | _settings(words))
+        return (Segment(),) if name == "exact" else readers[name](rest), usual | _settings(words)
     except ValueError as error:
         raise ValueError(f"pattern {shown(text)} cannot be read: {error}. Its form is {_FORMS[name]}") from None
 

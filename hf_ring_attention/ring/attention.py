@@ -20,7 +20,7 @@ from ..plan.traffic import RowBytes
 from ..transport.heads import HeadsTransport
 from ..transport.transports import LocalTransport, Transport
 from .engine import Execution, HeadsAttention, RingAttention
-from .ring import Ring
+from .ring import Ring, is_recorded
 
 _ALONE = Ring.alone()
 
@@ -173,9 +173,9 @@ def checked_call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options:
         pattern = as_pattern(options.pattern, "ring_attention")
         _check_tensors(q, k, v, softcap, sinks)
         kernel = choose_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
-        recorded = _recorded(q, k, v, sinks)
+        recorded = is_recorded(q, k, v, sinks)
         problem = _problem(q, k, pattern, ring, options)
-        if held is not None and ring.world_size > 1 and _recorded(q, k, v):
+        if held is not None and ring.world_size > 1 and is_recorded(q, k, v):
             raise ValueError("cached_attention: the keys of a sharded cache have no gradient: use torch.no_grad()")
         if ring.transport == "heads" and held is None:
             check_heads(problem.num_heads, problem.num_kv_heads, group_size(problem))
@@ -211,11 +211,6 @@ def _transport(ring: Ring, problem: Problem, q: Tensor, v: Tensor, kernel: Kerne
     widths = q.shape[-1] + v.shape[-1]
     sizes = RowBytes(widths * q.element_size(), widths * accumulation_dtype(q.dtype).itemsize)
     return ring.planner.transport_for(problem, sizes, q.device, kernel.joining)
-
-
-def _recorded(*tensors: Tensor | None) -> bool:
-    """Returns whether a backward pass will come, in which all ranks take part or none."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, sinks: Tensor | None) -> None:

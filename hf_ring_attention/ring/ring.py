@@ -255,7 +255,7 @@ class Ring:
         """Returns the tensors of all ranks along `dim`, once the ranks have agreed; it is differentiable."""
         if self.world_size == 1:
             return local
-        before_backward = self.calls.backward_check() if _is_recorded(local) else None
+        before_backward = self.calls.backward_check() if is_recorded(local) else None
         whole: Tensor = SideBySide.apply(local, self._communicator, self._traffic, dim % local.dim(), before_backward)
         return whole
 
@@ -305,8 +305,9 @@ class Ring:
         return agreement(partial(self.agree, call, everywhere=everywhere))
 
 
-def _is_recorded(x: Tensor) -> bool:
-    return torch.is_grad_enabled() and x.requires_grad
+def is_recorded(*tensors: Tensor | None) -> bool:
+    """Returns whether a backward pass will come, in which all ranks take part or none."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _describe(call: Agreement, local: Tensor, dim: int) -> None:
@@ -315,5 +316,5 @@ def _describe(call: Agreement, local: Tensor, dim: int) -> None:
         "the shape of a rank's tensor": tuple(local.shape),
         "dtype": local.dtype,
         "dim": dim,
-        "whether gradients are recorded": _is_recorded(local),
+        "whether gradients are recorded": is_recorded(local),
     }
