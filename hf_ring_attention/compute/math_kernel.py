@@ -16,8 +16,7 @@ from .rows import hidden_keys
 class Math:
     """Plain matrix products, a slice of query rows at a time, for every dtype, device and width.
 
-    Args:
-        softcap: scores s become softcap * tanh(s / softcap), as in Gemma 2 (arXiv 2408.00118).
+    Scores s become softcap * tanh(s / softcap), as in Gemma 2 (arXiv 2408.00118), if there is a softcap.
     """
 
     name = "math"

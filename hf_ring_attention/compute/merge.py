@@ -42,9 +42,7 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 def add_sinks(out: Tensor, lse: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) with one more column of value 0 in the softmax (gpt-oss, arXiv 2508.10925), in rows with a key.
 
-    Args:
-        out: [B, H, L, D]; lse: [B, H, L].
-        logits: [H], the score of each head's column.
+    For out [B, H, L, D] and lse [B, H, L], `logits` [H] are the scores of the column.
     """
     logits = logits.to(lse.dtype)[None, :, None]
     weight = torch.sigmoid(lse - logits)  # 0 where lse = -inf

@@ -66,18 +66,13 @@ def agree(
     """Checks in one or two small exchanges that all ranks make the same call with equal values and without an error.
 
     Every agreement begins with the same exchange of 8 bytes, so that ranks in different calls understand each other: unless
-    all ranks have one digest, all go on and exchange everything.
+    all ranks have one digest, all go on and exchange everything. Returns the message of each rank, or nothing by one digest.
 
     Args:
-        communicator: None for a process alone.
         who: the word for a rank in errors: "rank" or "process".
         values: the values that must be equal, by their names in an error.
-        error: the error of this rank, which is raised on all.
         tell: this rank's message to the others; messages may differ.
         digest: stands for the call and its values, without a message; 0 to exchange everything.
-
-    Returns:
-        The message of each rank; an empty list if all have one digest.
 
     Raises:
         ValueError: on every rank, if one has an error or the ranks differ; the message lists the values of the ranks.

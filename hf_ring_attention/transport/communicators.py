@@ -28,11 +28,7 @@ class Message(NamedTuple):
 
 
 class Pending:
-    """Messages under way.
-
-    Args:
-        wait: waits until all are there, and is called once; its RuntimeError names a peer that is gone or too late.
-    """
+    """Messages under way; `wait` is called once, and its RuntimeError names a peer that is gone or too late."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self.wait = wait
