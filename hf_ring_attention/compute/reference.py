@@ -6,7 +6,7 @@ Tests and `hf-ring-attention check` use it; the engine never imports it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,13 +19,13 @@ from ..plan.patterns import Pattern
 def multiplicity_matrix(pattern: Pattern, length: int, num_heads: int, num_kv_heads: int, causal: bool) -> Tensor:
     """Returns `Pattern.multiplicity` of every head, query position and key position: [H, length, length] float64."""
     heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    group, positions = num_heads // num_kv_heads, range(length)
-    matrices = {}
+    group = num_heads // num_kv_heads
+    matrices: dict[Any, list[list[int]]] = {}
     kinds = [(pattern.of_kv_head(head // group), pattern.phase(head, **heads)) for head in range(num_heads)]
     for head, kind in enumerate(kinds):
         if kind not in matrices:
-            times = partial(pattern.multiplicity, head=head, causal=causal, document_length=length, **heads)
-            matrices[kind] = [[times(query, key) for key in positions] for query in positions]
+            options = {"head": head, "causal": causal, "document_length": length, **heads}
+            matrices[kind] = [[pattern.multiplicity(q, k, **options) for k in range(length)] for q in range(length)]
     return torch.tensor([matrices[kind] for kind in kinds], dtype=torch.float64)
 
 

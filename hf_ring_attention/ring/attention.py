@@ -15,7 +15,7 @@ from ..compute.merge import accumulation_dtype, add_sinks, merge_
 from ..plan.heads import check_heads, group_size
 from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
-from ..plan.problem import Documents, HeldKeys, Problem, documents_of
+from ..plan.problem import HeldKeys, Problem, documents_of
 from ..plan.traffic import RowBytes
 from ..transport.heads import HeadsTransport
 from ..transport.transports import LocalTransport, Transport
@@ -266,10 +266,15 @@ def _problem(q: Tensor, k: Tensor, pattern: Pattern, ring: Ring, options: Option
                 f"ring_attention: {layout} gives each rank {layout.padded_len} / {layout.world_size} = {layout.local_len} "
                 f"tokens, got {n}: shard whole sequences of {layout.seq_len} tokens with ring.shard(tensor, layout)"
             )
+    documents = documents_of(options.documents, layout.seq_len, "ring_attention")
+    if documents is not None and len(documents) != q.shape[0]:
+        raise ValueError(
+            f"ring_attention: documents must have one list for each batch row, got {len(documents)} for {q.shape[0]} batch rows"
+        )
     return Problem(
         pattern=pattern,
         layout=layout,
-        documents=_documents(options.documents, layout.seq_len, q.shape[0]),
+        documents=(((0, layout.seq_len),),) * q.shape[0] if documents is None else documents,
         num_heads=q.shape[1],
         num_kv_heads=k.shape[1],
         causal=bool(options.causal),
@@ -278,14 +283,3 @@ def _problem(q: Tensor, k: Tensor, pattern: Pattern, ring: Ring, options: Option
         first_head=shard * q.shape[1],
         first_kv_head=shard * k.shape[1],
     )
-
-
-def _documents(documents: Sequence[Sequence[tuple[int, int]]] | None, seq_len: int, batch: int) -> Documents:
-    rows = documents_of(documents, seq_len, "ring_attention")
-    if rows is None:
-        return (((0, seq_len),),) * batch
-    if len(rows) != batch:
-        raise ValueError(
-            f"ring_attention: documents must have one list for each batch row, got {len(rows)} for {batch} batch rows"
-        )
-    return rows

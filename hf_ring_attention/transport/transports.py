@@ -270,15 +270,15 @@ class RingTransport:
         for step, following, keys, values in self._travel(k, v, "backward"):
             if not step.number:
                 yield BackwardStep(keys, values, dk, dv, step.batches)
-                self._finish_gradients(flight, pool, dk, dv)
+                self._finish_gradients(flight, pool, (dk, dv))
                 flight = None
                 continue
             (grads,) = pool.take(step.shape)
             grads.message.zero_()
             yield BackwardStep(keys, values, grads.first, grads.second, step.batches)
-            self._finish_gradients(flight, pool, dk, dv, step, grads)
+            self._finish_gradients(flight, pool, (dk, dv), (step, grads))
             flight = self._start_gradients(step, following, pool, grads)
-        self._finish_gradients(flight, pool, dk, dv)
+        self._finish_gradients(flight, pool, (dk, dv))
 
     def _start_gradients(
         self, step: RingStep, following: RingStep | None, pool: MessagePool, grads: MessageRows
@@ -300,21 +300,21 @@ class RingTransport:
         self,
         flight: _InFlight | None,
         pool: MessagePool,
-        dk: Tensor,
-        dv: Tensor,
-        step: RingStep | None = None,
-        grads: MessageRows | None = None,
+        own: tuple[Tensor, Tensor],
+        payload: tuple[RingStep, MessageRows] | None = None,
     ) -> None:
-        """Adds the gradients that came: for own rows to dk and dv, for the rows of `step` to `grads`."""
+        """Adds the gradients that came: for own rows to dk and dv, and for the rows of a step's payload to its gradients."""
         if flight is None:
             return
         flight.arriving.wait()
-        if flight.step.home.count:
-            flight.step.home.add_(dk, flight.home.first.flatten(0, 2))
-            flight.step.home.add_(dv, flight.home.second.flatten(0, 2))
-        if step is not None and grads is not None and step.carried.count:
-            step.carried.add_(grads.first, flight.onward.first.flatten(0, 2))
-            step.carried.add_(grads.second, flight.onward.second.flatten(0, 2))
+        came = [(flight.step.home, own, flight.home)]
+        if payload is not None:
+            step, grads = payload
+            came.append((step.carried, (grads.first, grads.second), flight.onward))
+        for rows, sums, arrived in came:
+            if rows.count:
+                rows.add_(sums[0], arrived.first.flatten(0, 2))
+                rows.add_(sums[1], arrived.second.flatten(0, 2))
         pool.give(flight.onward)
         pool.give(flight.sent)
 
