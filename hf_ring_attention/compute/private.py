@@ -45,11 +45,7 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
     "torch.gloo": {"torch.distributed.ProcessGroupGloo.Options": ("_timeout",)},
     "torch.compile": {"OptimizedModule": ("_orig_mod",)},
     "transformers": {
-        "transformers.modeling_utils.PreTrainedModel": (
-            "_can_set_attn_implementation",
-            "_is_stateful",
-            "_set_gradient_checkpointing",
-        ),
+        "transformers.modeling_utils.PreTrainedModel": ("_can_set_attn_implementation", "_is_stateful"),
         "transformers.modeling_utils.PreTrainedModel._set_gradient_checkpointing": ("_gradient_checkpointing_func",),
         "transformers.configuration_utils.PretrainedConfig": ("_attn_implementation",),
         "transformers.utils.output_capturing": ("_active_collector",),
