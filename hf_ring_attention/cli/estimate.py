@@ -103,10 +103,10 @@ def _figures_of(answer: Estimate) -> dict[str, Any]:
                 "transport": call.decision.choice,
                 "reason": call.decision.reason,
                 "layout": call.layout.kind,
-                "buffers": {name: call.busiest(name).buffers for name in call.row_numbers},
+                "buffers": {name: call.busiest(name).buffers for name in call.balance},
                 "received": {
                     name: [call.busiest(name).forward.received, call.busiest(name).backward.received]
-                    for name in call.row_numbers
+                    for name in call.balance
                 },
             }
             for pattern, call in answer.exchanges.items()

@@ -167,13 +167,10 @@ def _print_answer(answer: dict[str, Any]) -> None:
         rows.append(("mixers", f"{mixers['gathers']} *", *_byte_cells(mixers["bytes"])))
     if several or mixers:
         rows.append(("a step", "as chosen *", *_byte_cells(step["bytes"])))
-    headings = ("layers", "transport", "forward", "backward", "buffers", "row numbers", "of mean")
-    notes = [
-        "* marks the chosen transport; of mean: the work of the busiest rank over the mean; row numbers are kept for equal "
-        "calls, 256 MiB of them at most"
-    ]
+    columns = ("layers", "transport", "forward", "backward", "buffers", "of mean")
+    notes = ["* marks the chosen transport; of mean: the work of the busiest rank over the mean"]
     title = "Bytes that the busiest rank receives in one layer" + " and in all" * (several or bool(mixers))
-    print_sheet(Sheet(title, headings, rows, notes, left=2))
+    print_sheet(Sheet(title, columns, rows, notes, left=2))
 
 
 def _facts(answer: dict[str, Any]) -> list[tuple[str, str]]:
@@ -222,6 +219,5 @@ def _flop_cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _byte_cells(figures: dict[str, Any]) -> tuple[str, ...]:
-    names = ("forward_received", "backward_received", "buffers", "row_numbers")
-    sizes = (short_bytes(figures[name]) if name in figures else "" for name in names)
+    sizes = (short_bytes(figures[name]) for name in ("forward_received", "backward_received", "buffers"))
     return (*sizes, f"{figures['imbalance']:.2f}" if "imbalance" in figures else "")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .kernel import Gradients, KernelCall, Results, Saved, added, folded, merged, unfolded
 from .merge import accumulation_dtype, merge_
-from .rows import KeyLengths, Lengths
+from .rows import Lengths, hidden_keys
 
 #: A stretch has width / FORWARD_SHARE rows in forward and width / BACKWARD_SHARE in backward, within these bounds, as a
 #: multiple of ROWS_OF_A_BLOCK, the rows that torch's kernel for CPUs takes at once.
@@ -48,24 +48,22 @@ class MaskedKernel(ABC):
     """A kernel that knows rectangles, lower triangles and masks, and so takes bands as stretches."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
-        causal = call.shape == "causal"
-        if call.shape == "band":
-            return band_forward(self, q, k, v, call, totals)
-        if causal and call.fold_size > 1:
-            out, lse = self.forward_masked(unfolded(q, call.fold_size), k, v, Masked(True, call.scale))
+        if _folds_are_heads(q, k, call):
+            out, lse = self.forward(unfolded(q, call.fold_size), k, v, call._replace(fold_size=1))
             return merged((folded(out, call.fold_size), folded(lse, call.fold_size)), totals)
-        masked = Masked(causal, call.scale, _mask_of_keys(call.lengths, k))
+        if call.shape == "band":
+            return _band_forward(self, q, k, v, call, totals)
+        masked = Masked(call.shape == "causal", call.scale, _mask_of_keys(call.lengths, k))
         return merged(self.forward_masked(q, k, v, masked), totals)
 
     def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
-        causal = call.shape == "causal"
-        if call.shape == "band":
-            return band_backward(self, dout, saved, call, sums)
-        if causal and call.fold_size > 1:
-            dout, saved = unfolded_queries(dout, saved, call.fold_size)
-            dq, dk, dv = self.backward_masked(dout, saved, Masked(True, call.scale))
+        if _folds_are_heads(saved.q, saved.k, call):
+            of_heads = unfolded_queries(dout, saved, call.fold_size)
+            dq, dk, dv = self.backward(*of_heads, call._replace(fold_size=1))
             return added((folded(dq, call.fold_size), dk, dv), sums)
-        masked = Masked(causal, call.scale, _mask_of_keys(call.lengths, saved.k))
+        if call.shape == "band":
+            return _band_backward(self, dout, saved, call, sums)
+        masked = Masked(call.shape == "causal", call.scale, _mask_of_keys(call.lengths, saved.k))
         return added(self.backward_masked(dout, saved, masked), sums)
 
     @abstractmethod
@@ -81,16 +79,11 @@ def _mask_of_keys(lengths: Lengths | None, k: Tensor) -> Tensor | None:
     """Returns a mask [T, 1, 1, Lk] that hides the padding of keys [T, H, Lk, D]; None without padding."""
     if lengths is None:
         return None
-    assert isinstance(lengths, KeyLengths)
-    return torch.zeros((), dtype=k.dtype, device=k.device).masked_fill(lengths.hidden(k.shape[2]), -torch.inf)
+    return torch.zeros((), dtype=k.dtype, device=k.device).masked_fill(hidden_keys(lengths, k.shape[2]), -torch.inf)
 
 
 class _Part(NamedTuple):
-    """`length` keys of every stretch, from key `first` on, and which of them its queries see.
-
-    Kinds: "masked" for the keys that a mask shows, "full" for all, "causal" for a lower triangle, "reversed" for a triangle
-    that opens the other way.
-    """
+    """`length` keys of every stretch, from key `first` on; in the kind "reversed", a triangle opens the other way."""
 
     first: int
     length: int
@@ -168,9 +161,12 @@ def _cut(num_queries: int, num_keys: int, fold_size: int, share: int) -> Iterato
         yield _Stretches(number * rows, 1, rest, fold_size), _parts_of_keys(rest, width)
 
 
-def _are_heads(fold_size: int, width: int) -> bool:
-    """Returns whether the rows of folds become heads of their own: if keys are cut, or the mask would be large."""
-    return fold_size > 1 and (width >= CUT_FROM or FEWEST_ROWS * fold_size * width > LARGEST_MASK)
+def _folds_are_heads(q: Tensor, k: Tensor, call: KernelCall) -> bool:
+    """Returns whether rows of folds become heads of their own: in triangles, and in bands with cut keys or a large mask."""
+    if call.fold_size == 1 or call.shape == "full":
+        return False
+    width = k.shape[2] - q.shape[2] // call.fold_size + 1
+    return call.shape == "causal" or width >= CUT_FROM or FEWEST_ROWS * call.fold_size * width > LARGEST_MASK
 
 
 def _parts_of_keys(rows: int, width: int) -> list[_Part]:
@@ -191,19 +187,14 @@ def _mask_of_stretch(stretches: _Stretches, parts: list[_Part], width: int, q: T
     return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
 
 
-def band_forward(
-    kernel: MaskedKernel, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None
+def _band_forward(
+    kernel: MaskedKernel, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None
 ) -> Results:
     """Returns out and lse of a band, in the shapes of `Kernel.forward`, or `totals` with these merged into them."""
     scale, fold_size = call.scale, call.fold_size
     rows = q.shape[2] // fold_size
     width, dtype = k.shape[2] - rows + 1, accumulation_dtype(q.dtype)
-    if _are_heads(fold_size, width):
-        out, lse = band_forward(kernel, unfolded(q, fold_size), k, v, KernelCall("band", scale))
-        return merged((folded(out, fold_size), folded(lse, fold_size)), totals)
-    results = (
-        (q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=dtype)) if totals is None else totals
-    )
+    results = totals or (q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=dtype))
     for all_stretches, parts in _cut(rows, k.shape[2], fold_size, FORWARD_SHARE):
         mask = _mask_of_stretch(all_stretches, parts, width, q)
         for stretches in all_stretches.split(max(RESULTS_AT_ONCE // all_stretches.query_rows(q), 1)):
@@ -228,17 +219,14 @@ def band_forward(
     return results
 
 
-def band_backward(
-    kernel: MaskedKernel, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None
+def _band_backward(
+    kernel: MaskedKernel, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None
 ) -> Gradients:
     """Returns dq, dk and dv of a band, in the shapes of `Kernel.backward`; adds them to `sums` and returns these if given."""
     q, k, v, out, lse = saved
     scale, fold_size = call.scale, call.fold_size
     dtype, rows = accumulation_dtype(q.dtype), q.shape[2] // fold_size
     width = k.shape[2] - rows + 1
-    if _are_heads(fold_size, width):
-        dq, dk, dv = band_backward(kernel, *unfolded_queries(dout, saved, fold_size), KernelCall("band", scale))
-        return added((folded(dq, fold_size), dk, dv), sums)
     dk, dv = (torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)) if sums is None else sums[1:]
     dq = torch.empty_like(q, memory_format=torch.contiguous_format) if sums is None else sums[0]
     for all_stretches, parts in _cut(rows, k.shape[2], fold_size, BACKWARD_SHARE):

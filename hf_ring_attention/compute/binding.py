@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,17 +14,12 @@ from ..plan.joins import Joining, joined
 from ..plan.plans import TileBatch, held_tiles, plan_rank
 from ..plan.problem import Problem
 from ..plan.tiles import Shape
-from .rows import IndexRows, KeyLengths, Lengths, Packed, PaddedRows, Rows, ViewRows
+from .rows import IndexRows, Lengths, Packed, Rows, ViewRows
 
 
 @dataclass(frozen=True)
 class BoundBatch:
-    """The rows of one kernel call, and their shape.
-
-    Attributes:
-        shape, fold_size: the tiles' shape, and the rows of a fold (`plan/tiles.py`).
-        lengths: the lengths of tiles, if they differ and the kernel needs them.
-    """
+    """The rows of one kernel call, its shape and folds (`plan/tiles.py`), and lengths of tiles that differ if it needs them."""
 
     queries: Rows
     keys: Rows
@@ -36,28 +32,21 @@ class BoundBatch:
         size = max(1, max_rows // (self.queries.rows_per_unit + self.keys.rows_per_unit))
         if size >= self.queries.units:
             return [self]
+        assert self.lengths is None, "tiles that share a call have few rows (`Joining.most_rows`)"
         parts = zip(self.queries.split(size), self.keys.split(size))
         return [BoundBatch(queries, keys, self.shape, self.fold_size) for queries, keys in parts]
 
 
 @dataclass(frozen=True)
 class OwnBinding:
-    """A rank's tiles with its own keys.
-
-    Attributes:
-        whole: whether one tile is all work of the rank, with every query once.
-    """
+    """A rank's tiles with its own keys, and the tile that is all its work (`whole`), with every query once, if there is one."""
 
     batches: tuple[BoundBatch, ...]
-    whole: bool
+    whole: BoundBatch | None
 
 
 class Binder:
-    """Turns tiles of one problem into rows of tensors on a device.
-
-    Args:
-        joining: how the kernel takes tiles of unequal lengths in one call; None if it does not.
-    """
+    """Turns tiles of one problem into rows of tensors on a device, by `Kernel.joining` of the kernel."""
 
     def __init__(self, problem: Problem, device: torch.device, joining: Joining | None) -> None:
         self.problem = problem
@@ -76,12 +65,7 @@ class Binder:
         view: Callable[[TileBatch], BoundBatch | None],
         keys: Callable[[TileBatch], IndexRows],
     ) -> tuple[BoundBatch, ...]:
-        """Returns the kernel calls of these tiles.
-
-        Args:
-            view: returns the rows of a batch as views; None if views cannot have them.
-            keys: returns the key rows of a batch.
-        """
+        """Returns the kernel calls of these tiles; `view` returns the rows of a batch as views or None, `keys` its key rows."""
         calls = []
         for call in joined(batches, self.group, self.joining, lambda batch: view(batch) is not None):
             if len(call) > 1:
@@ -125,26 +109,27 @@ class Binder:
         padded_keys = IndexRows(longest, rows=torch.cat([_padded(x, longest) for x in keys]))
         if first.shape == "full":
             counts = [batch.num_keys for batch in call for _ in range(batch.num_tiles)]
-            rows, key_lengths = torch.cat(queries), KeyLengths(torch.tensor(counts, device=self.device))
+            rows, key_lengths = torch.cat(queries), torch.tensor(counts, device=self.device)
             return BoundBatch(IndexRows(rows.shape[-1], rows=rows), padded_keys, "full", first.fold_size, key_lengths)
         longest = max(x.shape[-1] for x in queries)
         rows = torch.cat([_padded(x, longest) for x in queries])
         lengths_of_tiles = torch.tensor([x.shape[-1] for x in queries for _ in range(x.shape[0])])
         kept = torch.nonzero((torch.arange(longest) < lengths_of_tiles[:, None]).flatten()).flatten().to(self.device)
-        return BoundBatch(PaddedRows(IndexRows(longest, rows=rows), kept), padded_keys, first.shape, first.fold_size)
+        return BoundBatch(IndexRows(longest, rows=rows, kept=kept), padded_keys, first.shape, first.fold_size)
 
     def _ends(self, lengths: list[tuple[int, int]]) -> Tensor:
         """Returns the ends of tiles whose rows follow each other, from pairs of a length and the number of tiles."""
         every = itertools.chain.from_iterable([length] * tiles for length, tiles in lengths)
         return torch.tensor(list(itertools.accumulate(every, initial=0)), dtype=torch.int32, device=self.device)
 
-    def whole(self, batches: tuple[BoundBatch, ...]) -> bool:
-        """Returns whether one tile, of views, is all queries with all keys."""
+    def whole(self, batches: tuple[BoundBatch, ...]) -> BoundBatch | None:
+        """Returns the tile, of views, that is all queries with all keys; None without such a tile."""
         if len(batches) != 1 or not isinstance(batches[0].queries, ViewRows):
-            return False
+            return None
         rows = batches[0].queries.rows_per_unit, batches[0].keys.rows_per_unit
         per_key_head = self.batch * self.problem.num_kv_heads
-        return rows == (per_key_head * self.group * self.query_rows, per_key_head * self.key_rows)
+        everything = per_key_head * self.group * self.query_rows, per_key_head * self.key_rows
+        return batches[0] if rows == everything else None
 
     def _queries(self, batch: TileBatch) -> IndexRows:
         first = self._first_rows(batch, self.query_rows, "queries")
@@ -160,28 +145,12 @@ class Binder:
         tiles = batch.as_one(self.batch, heads)
         if tiles is None:
             return None
+        rows = partial(ViewRows, batch=self.batch, copies=tiles.copies, advance=tiles.advance)
         first_head, num_heads = heads.start * self.group, len(heads) * self.group
-        return BoundBatch(
-            ViewRows(
-                batch=self.batch,
-                heads=num_heads,
-                start=tiles.query_row,
-                length=batch.num_queries,
-                copies=tiles.copies,
-                advance=tiles.advance,
-                first_head=first_head,
-            ),
-            ViewRows(
-                batch=self.batch,
-                heads=len(heads),
-                start=tiles.key_row - first_key,
-                length=batch.num_keys,
-                copies=tiles.copies,
-                advance=tiles.advance,
-                first_head=first_key_head,
-            ),
-            batch.shape,
-        )
+        queries = rows(heads=num_heads, first_head=first_head, start=tiles.query_row, length=batch.num_queries)
+        first_row = tiles.key_row - first_key
+        keys = rows(heads=len(heads), first_head=first_key_head, start=first_row, length=batch.num_keys)
+        return BoundBatch(queries, keys, batch.shape)
 
     def _first_rows(self, batch: TileBatch, length: int, side: str) -> Tensor:
         """Returns the first row, [tiles, heads of a tile], as its number in a [B, H, length] tensor of queries or keys."""
@@ -221,7 +190,7 @@ def bind_own(problem: Problem, rank: int, device: torch.device, joining: Joining
     """Binds the tiles of `rank` with its own keys."""
     binder, plan = Binder(problem, device, joining), plan_rank(problem, rank)
     batches = binder.own(plan.own, range(problem.num_kv_heads))
-    return OwnBinding(batches, not plan.remote and binder.whole(batches))
+    return OwnBinding(batches, None if plan.remote else binder.whole(batches))
 
 
 def bind_held(problem: Problem, device: torch.device, joining: Joining | None) -> OwnBinding:

@@ -10,7 +10,7 @@ from ..plan.joins import PACKED, Joining
 from ..plan.tiles import Shape
 from .bands import Masked, MaskedKernel, unfolded_queries
 from .kernel import Gradients, KernelCall, Results, Saved, added, folded, merged, unfolded, widened
-from .rows import KeyLengths, Lengths, Packed
+from .rows import Lengths, Packed
 
 aten = torch.ops.aten
 
@@ -58,7 +58,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _as_packed(lengths: Lengths | None) -> Packed | None:
-    assert not isinstance(lengths, KeyLengths)
+    assert not isinstance(lengths, Tensor)
     return lengths
 
 

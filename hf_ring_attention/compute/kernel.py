@@ -29,18 +29,13 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 class KernelCall(NamedTuple):
     """The attention that a kernel computes for a batch of tiles.
 
-    Attributes:
-        shape: which keys the queries of a tile see.
-        scale: the factor of the scores.
-        fold_size: the rows of a fold.
-        lengths: the lengths of tiles that differ, as `Kernel.joining` describes: padding of keys, or the ends of packed tiles.
-            Padding of queries has an lse of +inf in backward, so that its gradients are 0.
+    Padding of queries has an lse of +inf in backward, so that its gradients are 0.
     """
 
-    shape: Shape
-    scale: float
-    fold_size: int = 1
-    lengths: Lengths | None = None
+    shape: Shape  # the keys that the queries of a tile see
+    scale: float  # the factor of the scores
+    fold_size: int = 1  # the rows of a fold
+    lengths: Lengths | None = None  # of tiles that differ: padding of keys, or the ends of packed tiles
 
 
 class Saved(NamedTuple):
@@ -54,27 +49,21 @@ class Saved(NamedTuple):
 
 
 class Kernel(Protocol):
-    """An implementation of attention for a batch of tiles.
-
-    Attributes:
-        joining: how it takes tiles of unequal lengths in one call; None if it does not.
-    """
+    """An implementation of attention for a batch of tiles."""
 
     name: str
-    joining: Joining | None
+    joining: Joining | None  # how it takes tiles of unequal lengths in one call; None if it does not
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:
         """Returns out [T, H, Lq, Dv] in q's dtype and lse [T, H, Lq] in the accumulation dtype.
 
-        Args:
-            totals: out and lse in the accumulation dtype; the results are merged into them, and they are returned.
+        If there are `totals`, out and lse in the accumulation dtype, results are merged into them, and they are returned.
         """
 
     def backward(self, dout: Tensor, saved: Saved, call: KernelCall, sums: Gradients | None = None) -> Gradients:
         """Returns dq, dk and dv, in the shapes of q, k and v.
 
-        Args:
-            sums: tensors of these shapes in the accumulation dtype; the gradients are added to them, and they are returned.
+        If there are `sums` of these shapes in the accumulation dtype, gradients are added to them, and they are returned.
         """
 
 

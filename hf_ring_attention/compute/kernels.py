@@ -55,11 +55,7 @@ def _rows(x: Tensor) -> Tensor:
 def choose_kernel(
     device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: float | None = None
 ) -> KernelChoice:
-    """Returns the fastest kernel that computes this, with the reason.
-
-    Raises:
-        ValueError: a dtype other than float64, float32, bfloat16 and float16.
-    """
+    """Returns the fastest kernel that computes this, with the reason."""
     if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
             f"attention needs floating point tensors, got {dtype}: use float64, float32, bfloat16 or float16"

@@ -10,14 +10,13 @@ from torch import Tensor
 from ..plan.joins import PADDED, Joining
 from .kernel import Gradients, KernelCall, Results, Saved, added, merged
 from .merge import accumulation_dtype
-from .rows import KeyLengths
+from .rows import hidden_keys
 
 
 class Math:
     """Plain matrix products, a slice of query rows at a time, for every dtype, device and width.
 
-    Args:
-        softcap: scores s become softcap * tanh(s / softcap), as in Gemma 2 (arXiv 2408.00118).
+    Scores s become softcap * tanh(s / softcap), as in Gemma 2 (arXiv 2408.00118), if there is a softcap.
     """
 
     name = "math"
@@ -53,8 +52,7 @@ class Math:
             hidden = key > query if call.shape == "causal" else (key < query) | (key >= query + width)
             scores = scores.masked_fill(hidden, -torch.inf)
         if call.lengths is not None:
-            assert isinstance(call.lengths, KeyLengths)
-            scores = scores.masked_fill(call.lengths.hidden(k.shape[2])[:, None], -torch.inf)
+            scores = scores.masked_fill(hidden_keys(call.lengths, k.shape[2])[:, None], -torch.inf)
         return scores, tanh
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, totals: Results | None = None) -> Results:

@@ -27,15 +27,9 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """Merges (new_out, new_lse) into (out, lse), in place.
+    """Merges (new_out, new_lse) of any dtype into out [..., L, D] and lse [..., L], float32 or float64, in place.
 
     Rows without a key have lse = -inf and out = 0, and add nothing: two such rows make another such row, never NaN.
-
-    Args:
-        out: [..., L, D], float32 or float64.
-        lse: [..., L], same dtype.
-        new_out: [..., L, D], any floating dtype.
-        new_lse: [..., L].
     """
     new_lse = new_lse.to(lse.dtype)
     weight = torch.sigmoid(new_lse - lse)
@@ -48,9 +42,7 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 def add_sinks(out: Tensor, lse: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) with one more column of value 0 in the softmax (gpt-oss, arXiv 2508.10925), in rows with a key.
 
-    Args:
-        out: [B, H, L, D]; lse: [B, H, L].
-        logits: [H], the score of each head's column.
+    For out [B, H, L, D] and lse [B, H, L], `logits` [H] are the scores of the column.
     """
     logits = logits.to(lse.dtype)[None, :, None]
     weight = torch.sigmoid(lse - logits)  # 0 where lse = -inf

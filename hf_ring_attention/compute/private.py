@@ -1,8 +1,7 @@
 """Every private name of other libraries that this package uses, except operators in kernels; each in one function.
 
-Other libraries may rename these in any release; the releases that pyproject.toml allows have them all. A probe looks for each
-name before its first use, and for the names of torch and Transformers when the package is loaded: an error lists missing names
-and the library's version.
+Other libraries may rename these in any release. A probe looks for each name before its first use, and for the names of torch
+and Transformers when the package is loaded; an error lists the missing names and the library's version.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import lru_cache
 from importlib.metadata import version as installed_version
+from pkgutil import resolve_name
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -22,15 +21,13 @@ from torch import Tensor, nn
 _HOOKS_BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 _HOOKS_AFTER = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
-#: The private names, by library and place. A place may be a function: the name is then its variable, or an attribute that it
-#: reads or sets.
+#: The private names, by library and place. A place is found by its name, unless `check` is given it. It may be a function:
+#: the name is then its variable, or an attribute that it reads or sets.
 PROBED: dict[str, dict[str, tuple[str, ...]]] = {
     "torch": {
-        "torch.nn.Module()": ("_call_impl", *_HOOKS_BEFORE, *_HOOKS_AFTER),
+        "torch.nn.Module": ("_call_impl",),
+        "torch.nn.Module.__init__": (*_HOOKS_BEFORE, *_HOOKS_AFTER),
         "torch.Tensor": ("_make_wrapper_subclass", "_version"),
-        "torch.distributed.distributed_c10d": ("_get_default_store", "_object_to_tensor", "_tensor_to_object"),
-        "torch.distributed.ProcessGroup": ("_get_backend", "_device_types"),
-        "torch.distributed.ProcessGroupGloo.Options": ("_timeout",),
         "torch.utils": ("_python_dispatch", "_pytree"),
         "torch.ops.aten": (
             "_scaled_dot_product_flash_attention_for_cpu",
@@ -41,19 +38,27 @@ PROBED: dict[str, dict[str, tuple[str, ...]]] = {
             "_flash_attention_backward",
         ),
     },
+    "torch.distributed": {
+        "torch.distributed.distributed_c10d": ("_get_default_store", "_object_to_tensor", "_tensor_to_object"),
+        "torch.distributed.ProcessGroup": ("_get_backend", "_device_types"),
+    },
+    "torch.gloo": {"torch.distributed.ProcessGroupGloo.Options": ("_timeout",)},
     "torch.compile": {"OptimizedModule": ("_orig_mod",)},
     "transformers": {
-        "PreTrainedModel": ("_can_set_attn_implementation", "_is_stateful", "_set_gradient_checkpointing"),
-        "PreTrainedModel._set_gradient_checkpointing": ("_gradient_checkpointing_func",),
-        "PretrainedConfig": ("_attn_implementation",),
+        "transformers.modeling_utils.PreTrainedModel": ("_can_set_attn_implementation", "_is_stateful"),
+        "transformers.modeling_utils.PreTrainedModel._set_gradient_checkpointing": ("_gradient_checkpointing_func",),
+        "transformers.configuration_utils.PretrainedConfig": ("_attn_implementation",),
         "transformers.utils.output_capturing": ("_active_collector",),
     },
-    "transformers.generate": {"GenerationMixin": ("_prefill",), "GenerationMixin._prefill": ("input_chunks",)},
-    "transformers.Trainer": {"Trainer": ("_get_dataloader", "_get_grad_norm")},
+    "transformers.generate": {
+        "transformers.GenerationMixin": ("_prefill",),
+        "transformers.GenerationMixin._prefill": ("input_chunks",),
+    },
+    "transformers.Trainer": {"transformers.Trainer": ("_get_dataloader", "_get_grad_norm")},
     "accelerate": {
-        "Accelerator": ("_prepare_deepspeed", "_prepare_device_mesh"),
-        "Accelerator.__init__": ("_models",),
-        "Accelerator.prepare_data_loader": ("_is_accelerate_prepared",),
+        "accelerate.Accelerator": ("_prepare_deepspeed", "_prepare_device_mesh"),
+        "accelerate.Accelerator.__init__": ("_models",),
+        "accelerate.Accelerator.prepare_data_loader": ("_is_accelerate_prepared",),
     },
     "trl": {"GRPOTrainer": ("_generate_single_turn",)},
     "lm_eval": {"HFLM": ("_loglikelihood_tokens", "_model_call", "_model_generate")},
@@ -68,34 +73,28 @@ def _has(place: Any, name: str) -> bool:
     return hasattr(place, name)
 
 
-def _check_found(library: str, version: str, places: Mapping[str, Any]) -> None:
-    """Raises ImportError for the names in `PROBED` that the objects of `places` lack."""
+def _at(place: str) -> Any:
+    """Returns the object of this name; None if there is none."""
+    try:
+        return resolve_name(place)
+    except (ImportError, AttributeError):
+        return None
+
+
+def check(library: str, found: Mapping[str, Any] | None = None) -> None:
+    """Raises ImportError for the names in `PROBED` that a library lacks; `found` has places that no name leads to."""
+    places = {place: _at(place) for place in PROBED[library]} if found is None else found
     expected = PROBED[library]
     missing = [f"{place}.{name}" for place in places for name in expected[place] if not _has(places[place], name)]
     if missing:
+        root = library.partition(".")[0]
         raise ImportError(
-            f"hf_ring_attention uses {', '.join(missing)}, which {library.partition('.')[0]} {version} does not have: install "
+            f"hf_ring_attention uses {', '.join(missing)}, which {root} {installed_version(root)} does not have: install "
             f"a release that pyproject.toml of hf_ring_attention allows"
         )
 
 
 # ---- torch
-
-
-def check_torch() -> None:
-    """Raises ImportError if this release of torch lacks a private name that is used here."""
-    places = {
-        "torch.nn.Module()": nn.Module(),
-        "torch.Tensor": torch.Tensor,
-        "torch.utils": torch.utils,
-        "torch.ops.aten": torch.ops.aten,
-    }
-    if dist.is_available():
-        places["torch.distributed.distributed_c10d"] = dist.distributed_c10d
-        places["torch.distributed.ProcessGroup"] = dist.ProcessGroup
-        if dist.is_gloo_available():
-            places["torch.distributed.ProcessGroupGloo.Options"] = dist.ProcessGroupGloo.Options
-    _check_found("torch", torch.__version__, places)
 
 
 def version_of(x: Tensor) -> int:
@@ -124,7 +123,7 @@ def remove_hooks(module: nn.Module, unwanted: Callable[[Any], bool]) -> None:
 def compiled_module(model: Any) -> Any:
     """Returns the module inside a result of torch.compile; None for other modules."""
     if type(model).__name__ == "OptimizedModule":
-        _check_found("torch.compile", torch.__version__, {"OptimizedModule": model})
+        check("torch.compile", {"OptimizedModule": model})
     return getattr(model, "_orig_mod", None)
 
 
@@ -135,8 +134,7 @@ def default_store() -> Any:
 
 def as_bytes(x: Any, group: Any) -> Tensor:
     """Returns a picklable object as bytes, as torch sends objects through a process group."""
-    content: Tensor = dist.distributed_c10d._object_to_tensor(x, torch.device("cpu"), group)[0]
-    return content
+    return dist.distributed_c10d._object_to_tensor(x, torch.device("cpu"), group)[0]
 
 
 def from_bytes(content: Tensor, size: int, group: Any) -> Any:
@@ -146,42 +144,15 @@ def from_bytes(content: Tensor, size: int, group: Any) -> Any:
 
 def timeout_of(group: Any) -> timedelta:
     """Returns how long the ranks of a process group wait for each other."""
-    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
-    return timeout
+    return group._get_backend(group._device_types[0]).options._timeout
 
 
 # ---- Transformers
 
 
-def check_transformers(model_class: Any, config_class: Any) -> None:
-    """Raises ImportError if this release of Transformers lacks a private name that is used here.
-
-    Args:
-        model_class, config_class: PreTrainedModel and PretrainedConfig.
-    """
-    import transformers
-    from transformers.utils import output_capturing
-
-    places = {
-        "PreTrainedModel": model_class,
-        "PreTrainedModel._set_gradient_checkpointing": getattr(model_class, "_set_gradient_checkpointing", None),
-        "PretrainedConfig": config_class,
-        "transformers.utils.output_capturing": output_capturing,
-    }
-    _check_found("transformers", transformers.__version__, places)
-
-
-def check_trainer(trainer_class: Any) -> None:
-    """Raises ImportError if this release's Trainer lacks a private name that `training/trainer.py` overrides or calls."""
-    import transformers
-
-    _check_found("transformers.Trainer", transformers.__version__, {"Trainer": trainer_class})
-
-
 def implementation_of(config: Any) -> str | None:
     """Returns the attention implementation of a config, and so of a model that has this config."""
-    name: str | None = getattr(config, "_attn_implementation", None)
-    return name
+    return getattr(config, "_attn_implementation", None)
 
 
 def set_implementation(config: Any, name: str) -> None:
@@ -225,12 +196,10 @@ def prompt_is_cut() -> bool:
     """
     import transformers
 
-    generates = transformers.GenerationMixin
-    prefill: Any = getattr(generates, "_prefill", None)
-    places = {"GenerationMixin": generates, "GenerationMixin._prefill": prefill}
-    _check_found("transformers.generate", transformers.__version__, places)
+    check("transformers.generate")
+    prefill: Any = inspect.unwrap(transformers.GenerationMixin._prefill)
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not inspect.unwrap(prefill).__code__:
+    while frame is not None and frame.f_code is not prefill.__code__:
         frame = frame.f_back
     return frame is not None and len(frame.f_locals.get("input_chunks", ())) > 1
 
@@ -245,29 +214,15 @@ def attentions_are_collected() -> bool:
 # ---- Accelerate
 
 
-@lru_cache
-def check_accelerate() -> None:
-    """Raises ImportError if this release of Accelerate lacks a private name that is used here."""
-    import accelerate
-    from accelerate import Accelerator
-
-    places = {
-        "Accelerator": Accelerator,
-        "Accelerator.__init__": Accelerator.__init__,
-        "Accelerator.prepare_data_loader": Accelerator.prepare_data_loader,
-    }
-    _check_found("accelerate", accelerate.__version__, places)
-
-
 def prepared_models(accelerator: Any) -> list[Any]:
     """Returns the models that an accelerator has prepared."""
-    check_accelerate()
+    check("accelerate")
     return list(accelerator._models)
 
 
 def is_prepared(loader: Any) -> bool:
     """Returns whether Accelerate has prepared a data loader, or treats it as prepared."""
-    check_accelerate()
+    check("accelerate")
     return bool(getattr(loader, "_is_accelerate_prepared", False))
 
 
@@ -278,28 +233,20 @@ def check_trl(trainer_class: Any) -> None:
     """Raises ImportError if a Trainer of TRL that generates lacks a private name that `training/trainer.py` overrides."""
     for kind in trainer_class.__mro__:
         if kind.__name__ in ("GRPOTrainer", "RLOOTrainer"):
-            _check_found("trl", installed_version("trl"), {"GRPOTrainer": kind})
+            check("trl", {"GRPOTrainer": kind})
 
 
 # ---- names of torch that other modules use as they are
 
 
-check_torch()
+check("torch")
+if dist.is_available():
+    check("torch.distributed")
+if dist.is_available() and dist.is_gloo_available():
+    check("torch.gloo")
 #: The base class of modes that see every operation; torch documents it, but keeps it in a private module.
 TorchDispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
 #: Applies a function to each value inside lists, tuples and dicts.
 tree_map: Any = torch.utils._pytree.tree_map
 #: Makes a tensor of a class, a shape, a dtype and a device without numbers.
 without_numbers: Any = Tensor._make_wrapper_subclass
-
-
-# ---- lm-evaluation-harness
-
-
-def check_lm_eval(model_class: Any, version: str) -> None:
-    """Raises ImportError if this release of the harness lacks a private name that `evaluation/lm_harness.py` overrides.
-
-    Args:
-        model_class: HFLM.
-    """
-    _check_found("lm_eval", version, {"HFLM": model_class})

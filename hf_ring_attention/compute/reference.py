@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,32 +18,15 @@ from ..plan.patterns import Pattern
 @lru_cache(maxsize=64)
 def multiplicity_matrix(pattern: Pattern, length: int, num_heads: int, num_kv_heads: int, causal: bool) -> Tensor:
     """Returns `Pattern.multiplicity` of every head, query position and key position: [H, length, length] float64."""
-    by_kind = {}
-    kinds = [
-        (
-            pattern.of_kv_head(head // (num_heads // num_kv_heads)),
-            pattern.phase(head, num_heads=num_heads, num_kv_heads=num_kv_heads),
-        )
-        for head in range(num_heads)
-    ]
+    heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    group = num_heads // num_kv_heads
+    matrices: dict[Any, list[list[int]]] = {}
+    kinds = [(pattern.of_kv_head(head // group), pattern.phase(head, **heads)) for head in range(num_heads)]
     for head, kind in enumerate(kinds):
-        if kind not in by_kind:
-            by_kind[kind] = [
-                [
-                    pattern.multiplicity(
-                        query,
-                        key,
-                        head=head,
-                        num_heads=num_heads,
-                        num_kv_heads=num_kv_heads,
-                        causal=causal,
-                        document_length=length,
-                    )
-                    for key in range(length)
-                ]
-                for query in range(length)
-            ]
-    return torch.tensor([by_kind[kind] for kind in kinds], dtype=torch.float64)
+        if kind not in matrices:
+            options = {"head": head, "causal": causal, "document_length": length, **heads}
+            matrices[kind] = [[pattern.multiplicity(q, k, **options) for k in range(length)] for q in range(length)]
+    return torch.tensor([matrices[kind] for kind in kinds], dtype=torch.float64)
 
 
 def reference_attention(

@@ -114,21 +114,17 @@ class ViewRows(Rows):
 
 @dataclass(frozen=True)
 class IndexRows(Rows):
-    """Rows by their numbers in x.flatten(0, 2).
+    """Rows by their numbers in x.flatten(0, 2): all of them, or the first ones of tiles.
 
-    Attributes:
-        length: rows of a tile and head, L, including the rows of all folds.
-        first: [tiles, heads], the first row of each; None if `rows` has all rows.
-        stride: the distance between the first rows of neighbouring folds.
-        fold_size: the rows of a fold, which follow each other: with `stride` 4 and `fold_size` 2, rows 0, 1, 4, 5, 8, 9, ...
-        rows: [tiles, heads, L], all row numbers; None if `first` has the first rows.
+    Of tiles of unequal lengths, the last row is repeated up to the length of the longest tile.
     """
 
-    length: int
-    first: Tensor | None = None
-    stride: int = 1
-    fold_size: int = 1
-    rows: Tensor | None = None
+    length: int  # rows of a tile and head, L, including the rows of all folds
+    first: Tensor | None = None  # [tiles, heads], the first row of each; None if `rows` has all rows
+    stride: int = 1  # the distance between the first rows of neighbouring folds
+    fold_size: int = 1  # the rows of a fold: with `stride` 4 and `fold_size` 2, rows are 0, 1, 4, 5, 8, 9, ...
+    rows: Tensor | None = None  # [tiles, heads, L], all row numbers; None if `first` has the first rows
+    kept: Tensor | None = None  # the places of rows that are no padding, in a head's [tiles * L]; None without padding
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -156,20 +152,36 @@ class IndexRows(Rows):
             number = number * self.stride
         return self.first.unsqueeze(-1) + number
 
-    def index(self) -> Tensor:
-        """Returns the row numbers, [tiles * heads * L]."""
-        return self.numbers().flatten()
-
     def take(self, x: Tensor) -> Tensor:
-        return x.flatten(0, 2).index_select(0, self.index()).unflatten(0, (*self._shape, self.length))
+        return x.flatten(0, 2).index_select(0, self.numbers().flatten()).unflatten(0, (*self._shape, self.length))
+
+    def take_lse(self, lse: Tensor) -> Tensor:
+        rows = self.take(lse)
+        if self.kept is None:
+            return rows
+        tiles, _, length = rows.shape
+        is_padding = torch.ones(tiles * length, dtype=torch.bool, device=lse.device).index_fill_(0, self.kept, False)
+        return rows.masked_fill_(is_padding.view(tiles, 1, length), torch.inf)
 
     def add_(self, x: Tensor, values: Tensor) -> None:
-        x.flatten(0, 2).index_add_(0, self.index(), values.to(x.dtype).flatten(0, 2))
+        x.flatten(0, 2).index_add_(0, self.numbers().flatten(), values.to(x.dtype).flatten(0, 2))
 
     def merge_(self, out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-        _merge_rows(out, lse, new_out.flatten(0, 2), new_lse.flatten(0, 2), self.index())
+        index, new_out, new_lse = map(self._without_padding, (self.numbers(), new_out, new_lse))
+        out, lse = out.flatten(0, 2), lse.flatten(0, 2)
+        out_rows, lse_rows = out.index_select(0, index), lse.index_select(0, index)
+        merge.merge_(out_rows, lse_rows, new_out, new_lse)
+        out.index_copy_(0, index, out_rows)
+        lse.index_copy_(0, index, lse_rows)
+
+    def _without_padding(self, x: Tensor) -> Tensor:
+        """Returns the rows of x [tiles, heads, L, ...] that are no padding, [rows, ...]."""
+        if self.kept is None:
+            return x.flatten(0, 2)
+        return x.transpose(0, 1).flatten(1, 2).index_select(1, self.kept).flatten(0, 1)
 
     def split(self, size: int) -> Iterator[IndexRows]:
+        assert self.kept is None, "tiles that share a call are not split"
         for first in range(0, self.units, size):
             part = slice(first, first + size)
             yield replace(
@@ -179,81 +191,20 @@ class IndexRows(Rows):
             )
 
 
-@dataclass(frozen=True)
-class PaddedRows(Rows):
-    """Rows of tiles of unequal lengths: the last row of a tile is repeated up to the length of the longest tile.
-
-    Attributes:
-        padded: all rows, with padding.
-        kept: the numbers, in a head's [tiles * L] rows, of rows that are not padding.
-    """
-
-    padded: IndexRows
-    kept: Tensor
-
-    @property
-    def units(self) -> int:
-        return 1
-
-    @property
-    def rows_per_unit(self) -> int:
-        return self.padded.units * self.padded.rows_per_unit
-
-    def take(self, x: Tensor) -> Tensor:
-        return self.padded.take(x)
-
-    def take_lse(self, lse: Tensor) -> Tensor:
-        rows = self.take(lse)
-        tiles, _, length = rows.shape
-        is_padding = torch.ones(tiles * length, dtype=torch.bool, device=lse.device).index_fill_(0, self.kept, False)
-        return rows.masked_fill_(is_padding.view(tiles, 1, length), torch.inf)
-
-    def add_(self, x: Tensor, values: Tensor) -> None:
-        self.padded.add_(x, values)
-
-    def merge_(self, out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-        kept = [
-            x.transpose(0, 1).flatten(1, 2).index_select(1, self.kept).flatten(0, 1)
-            for x in (self.padded.numbers(), new_out, new_lse)
-        ]
-        _merge_rows(out, lse, kept[1], kept[2], kept[0])
-
-    def split(self, size: int) -> Iterator[PaddedRows]:
-        yield self
-
-
-def _merge_rows(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor, index: Tensor) -> None:
-    """Merges [rows, ...] into the rows of out and lse [B, H, n, ...] that have these numbers in x.flatten(0, 2)."""
-    out, lse = out.flatten(0, 2), lse.flatten(0, 2)
-    out_rows, lse_rows = out.index_select(0, index), lse.index_select(0, index)
-    merge.merge_(out_rows, lse_rows, new_out, new_lse)
-    out.index_copy_(0, index, out_rows)
-    lse.index_copy_(0, index, lse_rows)
-
-
-class KeyLengths(NamedTuple):
-    """The number of keys of each tile, [tiles]; later keys are padding, which no query sees."""
-
-    keys: Tensor
-
-    def hidden(self, length: int) -> Tensor:
-        """Returns which keys are padding, [tiles, 1, 1, length]."""
-        return torch.arange(length, device=self.keys.device) >= self.keys[:, None, None, None]
+def hidden_keys(lengths: Lengths, length: int) -> Tensor:
+    """Returns which keys are padding, [tiles, 1, 1, length], by the number of keys of each tile."""
+    assert isinstance(lengths, Tensor)
+    return torch.arange(length, device=lengths.device) >= lengths[:, None, None, None]
 
 
 class Packed(NamedTuple):
-    """Tiles whose rows follow each other in one tile of tensors.
+    """Tiles whose rows follow each other in one tile of tensors."""
 
-    Attributes:
-        query_ends, key_ends: [tiles + 1], int32: 0, and the end of each tile's rows.
-        most_queries, most_keys: the rows of the longest tile.
-    """
-
-    query_ends: Tensor
+    query_ends: Tensor  # [tiles + 1], int32: 0, and the end of each tile's rows
     key_ends: Tensor
-    most_queries: int
+    most_queries: int  # the rows of the longest tile
     most_keys: int
 
 
-#: The lengths of tiles that share a call.
-Lengths = KeyLengths | Packed
+#: The lengths of tiles that share a call: the number of keys of each tile, [tiles], or the ends of packed tiles.
+Lengths = Tensor | Packed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..plan.balance import balanced_layout, estimated_imbalance
@@ -17,17 +17,14 @@ from ..plan.choices import (
     decide_layout,
 )
 from ..plan.heads import group_size, heads_fit, heads_pairs, heads_traffic
-from ..plan.joins import PACKED, PADDED
 from ..plan.layouts import LayoutKind, SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
 from ..plan.plans import pairs_by_tokens
 from ..plan.problem import Problem, RingSettings, documents_of
-from ..plan.row_numbers import collective_numbers, heads_numbers, ring_numbers
 from ..plan.traffic import Bytes, RankTraffic, RowBytes, collective_traffic, ring_traffic
 
 #: The bytes of a number, and of a number of its sums (`compute.merge.accumulation_dtype`), by the name of the dtype.
 _BYTES = {"float16": (2, 4), "bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}
-_ROW_NUMBERS = {"ring": ring_numbers, "collective": collective_numbers, "heads": heads_numbers}
 #: Groups that exchange heads are shown up to this many ranks, because the rings of each kind of group must be planned.
 MOST_RANKS_OF_GROUPS = 16
 
@@ -77,8 +74,6 @@ class Explanation:
         layouts: by kind of layout, the work of the busiest rank divided by the mean, estimated.
         balance: the same by transport, in the chosen layout.
         groups: by the size of groups of neighbours that exchange heads: the balance, and the bytes of each rank.
-        row_numbers: by transport, the bytes of row numbers on the rank with the most work. Tiles and messages that are not
-            views of a tensor need them; they are kept for equal calls, such as in other layers.
 
     Example:
         >>> call = ra.explain("window:512+4", seq_len=65536, world_size=4, num_heads=32, num_kv_heads=8, head_dim=128)
@@ -97,7 +92,6 @@ class Explanation:
     layouts: dict[str, float]
     balance: dict[str, float]
     groups: dict[int, tuple[float, tuple[RankTraffic, ...]]]
-    row_numbers: dict[str, int]
 
     def busiest(self, transport: str) -> RankTraffic:
         """Returns the most bytes of any rank by a transport; "local" moves nothing."""
@@ -119,13 +113,13 @@ class Explanation:
             f"busiest / mean {self.imbalance:.3f}",
             "",
             "| MiB of the busiest rank | forward received | forward sent | backward received | backward sent | buffers | "
-            "row numbers | busiest / mean |",
-            "|---|---:|---:|---:|---:|---:|---:|---:|",
+            "busiest / mean |",
+            "|---|---:|---:|---:|---:|---:|---:|",
         ]
-        for name, numbers in self.row_numbers.items():
-            lines.append(_row_of_table(name, self.busiest(name), f"{numbers / 2**20:.1f}", self.balance[name]))
+        for name, balance in self.balance.items():
+            lines.append(_row_of_table(name, self.busiest(name), balance))
         for size, (balance, of_ranks) in self.groups.items():
-            lines.append(_row_of_table(f"heads {size} x ring {p // size}", busiest_traffic(of_ranks), "", balance))
+            lines.append(_row_of_table(f"heads {size} x ring {p // size}", busiest_traffic(of_ranks), balance))
         return "\n".join(lines)
 
 
@@ -138,10 +132,10 @@ def busiest_traffic(traffic: Sequence[RankTraffic]) -> RankTraffic:
     return RankTraffic(forward, backward, max(rank.buffers for rank in traffic))
 
 
-def _row_of_table(name: str, busiest: RankTraffic, numbers: str, balance: float) -> str:
+def _row_of_table(name: str, busiest: RankTraffic, balance: float) -> str:
     forward, backward = busiest.forward, busiest.backward
     sizes = (forward.received, forward.sent, backward.received, backward.sent, busiest.buffers)
-    cells = [name, *(f"{size / 2**20:.1f}" for size in sizes), numbers, f"{balance:.2f}"]
+    cells = [name, *(f"{size / 2**20:.1f}" for size in sizes), f"{balance:.2f}"]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -226,7 +220,6 @@ def explain(
         for rank in range(world_size)
     )
     flops = [share.forward_flops for share in shares]
-    busiest = flops.index(max(flops))
     by_tokens = [pairs_by_tokens(problem, rank) for rank in range(world_size)]
     balance = dict.fromkeys(("ring", "collective"), busiest_over_mean(by_tokens))
     if by_heads:
@@ -241,11 +234,6 @@ def explain(
         layouts=_balance_of_layouts(problem),
         balance=balance,
         groups=_groups(problem, sizes),
-        row_numbers={
-            name: max(numbers_of(problem, busiest, joining) for joining in (PADDED, PACKED))
-            for name, numbers_of in _ROW_NUMBERS.items()
-            if name in balance
-        },
     )
 
 
@@ -266,7 +254,7 @@ def _groups(problem: Problem, sizes: RowBytes) -> dict[int, tuple[float, tuple[R
     for size in range(2, len(ranks)):
         fits = len(ranks) % size == 0 and heads_fit(problem.num_heads, problem.num_kv_heads, size)
         if fits and size != problem.settings.heads:
-            grouped = replace(problem, settings=replace(problem.settings, heads=size))
+            grouped = problem.in_groups(size)
             traffic = tuple(heads_traffic(grouped, rank, sizes) for rank in ranks)
             groups[size] = busiest_over_mean([heads_pairs(grouped, rank) for rank in ranks]), traffic
     return groups

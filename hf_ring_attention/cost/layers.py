@@ -83,8 +83,6 @@ def _figures_of_step(kinds: Sequence[LayerKind], mixers: dict[str, Any] | None, 
         moved.append((len(mixers["layers"]), [mixers["bytes"] for _ in ranks]))
     sizes = {name: max(sum(count * of[rank][name] for count, of in moved) for rank in ranks) for name in moved[0][1][0]}
     sizes["buffers"] = max(of[rank]["buffers"] for _, of in moved for rank in ranks)  # One layer at a time has some.
-    # Layers that do the same share their row numbers.
-    sizes["row_numbers"] = sum(kind.call.row_numbers[kind.transport] for kind in kinds)
     layers = sum(len(kind.layers) for kind in kinds)
     return {"layers": layers, **_figures_of_flops(flops, layers * exact), "bytes": sizes}
 
@@ -103,8 +101,8 @@ def _figures_of_kind(kind: LayerKind, exact: int) -> dict[str, Any]:
             for size, (balance, traffic) in call.groups.items()
         },
         **{
-            f"{name}_bytes": _sizes(call.busiest(name)) | {"row_numbers": numbers, "imbalance": call.balance[name]}
-            for name, numbers in call.row_numbers.items()
+            f"{name}_bytes": _sizes(call.busiest(name)) | {"imbalance": balance}
+            for name, balance in call.balance.items()
         },
     }
 

@@ -7,7 +7,6 @@ continued.
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 from collections.abc import Mapping
 from datetime import timedelta
@@ -21,7 +20,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
-from ..compute.private import check_lm_eval
+from ..compute.private import check
 from ..hf.cache import cache_argument
 from ..hf.config import fewest_last_of, layer_pattern, warn_once
 from ..hf.generation import prefill
@@ -38,7 +37,7 @@ from .logits import label_nll
 _TIMEOUT = timedelta(days=7)
 
 
-check_lm_eval(HFLM, importlib.metadata.version("lm_eval"))
+check("lm_eval", {"HFLM": HFLM})
 
 
 @register_model("ring_dilated")

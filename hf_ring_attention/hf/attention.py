@@ -16,7 +16,7 @@ from ..plan.branches import Branch, Segment, Window
 from ..plan.parts import fewest_last
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents, HeldKeys
-from ..ring.attention import FORWARD, UNTRACEABLE, CheckedCall, check_not_traced, checked_call
+from ..ring.attention import FORWARD, UNTRACEABLE, CheckedCall, Options, check_not_traced, checked_call
 from ..ring.ring import Ring
 from .config import layer_pattern, unpatched_pattern
 from .forward_pass import ForwardPass, forward_pass_of, number_of, running
@@ -184,7 +184,7 @@ def _layer_call(
         "head_shard": heads,
     }
     try:
-        call = checked_call(query, key, value, held=held, sinks=sinks, **settings)
+        call = checked_call(query, key, value, sinks, Options(**settings, held=held))
     except ValueError as refused:
         raise ValueError(f"{_name_of(module)}: {refused}") from None
     return _LayerCall(call, settings, tokens, of_model)

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from transformers.configuration_utils import PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
-from ..compute.private import check_transformers, implementation_of
+from ..compute.private import check, implementation_of
 from ..ring.attention import UNTRACEABLE
 
 #: The name of the attention implementation, and of the config's attribute that holds the patterns.
@@ -23,7 +22,7 @@ IMPLEMENTATION = "ring_dilated"
 
 def register() -> None:
     """Registers the attention, the mask, and a check of the config of every new model; it runs once, on import."""
-    check_transformers(PreTrainedModel, PretrainedConfig)
+    check("transformers")
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _mask)
     # Transformers calls nothing before a model loads, and a saved pattern that is not computed must not go unnoticed.

@@ -3,8 +3,7 @@
 Like a zigzag, these layouts give each rank a piece of much work and a piece of little, from both ends of a sequence. The
 documents of a row are put in the order of their work: documents whose queries see most keys come first. Each rank in turn
 fills its room with tokens from both ends of the rest, with just enough from the heavy end to make its work the mean. If whole
-documents make up its work, it takes them, and fills the rest of its room from the light end, where a cut moves few keys. If it
-cuts a long document, whole light documents fill the rest of its room, if their tokens add up to it.
+documents make up its work, it takes them, and fills the rest of its room from the light end, where a cut moves few keys.
 
 Neighbouring ranks share a long document, as many as its work is worth. The last rank takes first, and takes the last tokens of
 each document, so that keys travel round the ring in its direction, from one rank of a document to the next. If both ends are
@@ -34,9 +33,6 @@ _MOST_OVER, _MOST_OVER_OF_MANY = 0.085, 0.1
 _NEAR_ENOUGH = 0.25
 #: So many ends of documents on either side of a cut are tried in its place.
 _ENDS_NEAR = 4
-#: Whole documents that fill the rest of a rank's room are chosen among this many from the light end, or fewer with this many
-#: times the tokens needed; this many sums of their tokens are tried, the nearest to the number needed first.
-_FILLS, _FILLS_TOKENS, _SUMS = 32, 3, 80
 #: Without an even share, documents change their places in the order so often. After that they are put in order in pieces of a
 #: rank's tokens divided by these numbers.
 _MOVES, _PIECES = 4, (1, 4, 16, 64)
@@ -44,11 +40,7 @@ _MOVES, _PIECES = 4, (1, 4, 16, 64)
 
 @lru_cache(maxsize=64)
 def balanced_layout(seq_len: int, world_size: int, pattern: Pattern, documents: Documents) -> SequenceLayout:
-    """Returns the layout "documents" of a batch: for each row, pieces by which all ranks have equal tokens and even work.
-
-    Args:
-        documents: of each batch row; the work of all rows together is balanced.
-    """
+    """Returns the layout "documents" of a batch: ranks have equal tokens of each row, and even work in all rows together."""
     work, local_len = work_under(pattern, seq_len), -(-seq_len // world_size)
     loads, rows = [0.0] * world_size, []
     for documents_of_row in documents:
@@ -83,17 +75,12 @@ def mean_keys(pattern: Pattern, documents: Documents) -> float:
 
 
 class _Span(NamedTuple):
-    """Tokens [start, stop) of a row.
-
-    Attributes:
-        document: the tokens of their document; None for padding, which is no work.
-        ascending: whether ranks take its first tokens first, not its last tokens.
-    """
+    """Tokens [start, stop) of a row."""
 
     start: int
     stop: int
-    document: range | None
-    ascending: bool = False
+    document: range | None  # the tokens of their document; None for padding, which is no work
+    ascending: bool = False  # whether ranks take its first tokens first, not its last tokens
 
     @property
     def size(self) -> int:
@@ -114,6 +101,12 @@ class _Span(NamedTuple):
     def taken(self, count: int) -> _Span:
         """Returns the tokens that are taken when so many are left."""
         return self._replace(stop=self.stop - count) if self.ascending else self._replace(start=self.start + count)
+
+    def keys_between(self, count: int) -> int:
+        """Returns how many keys the two parts of the span may need of each other if so many tokens are left."""
+        if self.document is None or count in (0, self.size):
+            return 0
+        return min(self.left(count).stop, self.taken(count).stop) - self.document.start
 
 
 def _spans_of_row(documents: Sequence[tuple[int, int]], length: int) -> list[_Span]:
@@ -188,11 +181,7 @@ class _Division(NamedTuple):
 
 
 class _Order:
-    """The rest of a row, heavy spans first; a rank takes tokens from both ends.
-
-    Args:
-        local_len: tokens of a rank.
-    """
+    """The rest of a row, heavy spans first; a rank takes `local_len` tokens from both ends."""
 
     def __init__(self, spans: list[_Span], local_len: int, work: Work) -> None:
         self.spans, self.local_len, self.work = spans, local_len, work
@@ -201,11 +190,7 @@ class _Order:
         self.works = list(itertools.accumulate((span.work(work) for span in spans), initial=0.0))
 
     def by_whole_documents(self, wanted: float, tolerance: float) -> _Division | None:
-        """Returns a share of whole spans, with the rest of its tokens from the light end.
-
-        Returns:
-            None if no such share with the first span has about the work wanted; the first span goes first.
-        """
+        """Returns a share of the first span and other whole spans, filled from the light end; None if its work is not near."""
         taken: set[int] = set()
         room, work = self.local_len, 0.0
         for number, span in enumerate(self.spans):
@@ -227,10 +212,7 @@ class _Order:
         return _Division([self.spans[number] for number in taken] + light.share, light.left, work + light.work)
 
     def by_few_keys(self, least: float, most: float) -> _Division:
-        """Returns a share of at least and at most so much work, or near it, whose cuts move the fewest keys.
-
-        If a rank does less than its share, it leaves more of a long document to other ranks, and more ranks need its keys.
-        """
+        """Returns a share of at least and at most so much work, or near it, whose cuts move the fewest keys."""
         wanted = (least + most) / 2
         best = self._heavy_for(wanted)
         candidates = {best}
@@ -240,50 +222,7 @@ class _Order:
         works = {heavy: self.work_of(heavy) for heavy in candidates if 0 <= heavy <= self.local_len}
         fitting = [heavy for heavy, work in works.items() if least <= work <= most]
         heavy = min(fitting, key=lambda heavy: (self._keys_at_cuts(heavy), abs(works[heavy] - wanted)), default=best)
-        keys, filled = self._filled_by_whole_documents(best, least, most)
-        if filled is not None and (not fitting or keys < self._keys_at_cuts(heavy)):
-            return filled
         return self.division(heavy)
-
-    def _filled_by_whole_documents(self, heavy: int, least: float, most: float) -> tuple[int, _Division | None]:
-        """Returns the share of at least and at most so much work that cuts one span, after about so many heavy tokens.
-
-        Whole light spans fill the rest of the share's room.
-
-        Returns:
-            The share with the fewest keys that the parts of the cut span may need of each other, behind the number of these
-            keys; None if no spans fill the room.
-        """
-        cut, needed = self._at(heavy), self.local_len - heavy
-        fills = _Sums(self.local_len)
-        for number in range(len(self.spans) - 1, cut, -1):
-            span = self.spans[number]
-            if span.document is None:  # Cutting padding costs nothing.
-                return 0, None
-            if span.size <= self.local_len:
-                fills.add(number, span.size)
-            if len(fills) == _FILLS or fills.total >= _FILLS_TOKENS * needed + self.local_len // 8:
-                break
-        best: tuple[int, float, int, list[int]] | None = None
-        start, wanted = self.tokens[cut], (least + most) / 2
-        span = self.spans[cut]
-        for total in fills.nearest(needed, _SUMS):
-            count = start + span.size - (self.local_len - total)  # the tokens left of the span
-            if not 0 <= count < span.size:
-                continue
-            chosen = fills.chosen(total)
-            work = self.works[cut] + span.taken(count).work(self.work)
-            work += sum(self.works[number + 1] - self.works[number] for number in chosen)
-            if least <= work <= most:
-                option = self._keys_between(span, count), abs(work - wanted), count, chosen
-                best = option if best is None else min(best, option)
-        if best is None:
-            return 0, None
-        keys, _, count, chosen = best
-        share = [*self.spans[:cut], span.taken(count), *(self.spans[number] for number in chosen)]
-        rest = (self.spans[number] for number in range(cut + 1, len(self.spans)) if number not in set(chosen))
-        left = [span.left(count), *rest] if count else [*rest]
-        return keys, _Division(share, left, sum(part.work(self.work) for part in share))
 
     def _heavy_for(self, wanted: float) -> int:
         """Returns how many tokens from the heavy end make about this work."""
@@ -295,11 +234,10 @@ class _Order:
 
     def division(self, heavy: int) -> _Division:
         """Returns the share with so many tokens from the heavy end, and the rest from the light end."""
-        counts = [self._left_of(number, heavy) for number in range(len(self.spans))]
-        share = [span.taken(count) for span, count in zip(self.spans, counts) if count < span.size]
-        return _Division(
-            share, [span.left(count) for span, count in zip(self.spans, counts) if count], self.work_of(heavy)
-        )
+        parts = [(span, self._left_of(number, heavy)) for number, span in enumerate(self.spans)]
+        share = [span.taken(count) for span, count in parts if count < span.size]
+        left = [span.left(count) for span, count in parts if count]
+        return _Division(share, left, self.work_of(heavy))
 
     def work_of(self, heavy: int) -> float:
         """Returns the work of a rank that takes so many tokens from the heavy end."""
@@ -307,7 +245,8 @@ class _Order:
             return 0.0
         first, last = self._at_cuts(heavy)
         between = max(0.0, self.works[last] - self.works[first + 1])
-        return self.works[-1] - between - sum(self._work_left_of(number, heavy) for number in {first, last})
+        left = (self.spans[number].left(self._left_of(number, heavy)) for number in {first, last})
+        return self.works[-1] - between - sum(span.work(self.work) for span in left)
 
     def _work_behind(self, count: int) -> float:
         """Returns the work of so many tokens from the light end."""
@@ -318,17 +257,8 @@ class _Order:
 
     def _keys_at_cuts(self, heavy: int) -> int:
         """Returns how many keys the parts of cut documents may need of each other."""
-        keys = 0
-        for number in set(self._at_cuts(heavy)):
-            keys += self._keys_between(self.spans[number], self._left_of(number, heavy))
-        return keys
-
-    @staticmethod
-    def _keys_between(span: _Span, count: int) -> int:
-        """Returns how many keys the two parts of a span may need of each other if so many tokens are left."""
-        if span.document is None or count in (0, span.size):
-            return 0
-        return min(span.left(count).stop, span.taken(count).stop) - span.document.start
+        numbers = {*self._at_cuts(heavy)}
+        return sum(self.spans[number].keys_between(self._left_of(number, heavy)) for number in numbers)
 
     def _at_cuts(self, heavy: int) -> tuple[int, int]:
         return self._at(heavy), self._at(self.tokens[-1] - self.local_len + heavy)
@@ -341,49 +271,3 @@ class _Order:
         """Returns how many tokens of a span are left if a rank takes so many tokens from the heavy end."""
         stop = self.tokens[-1] - self.local_len + heavy
         return max(0, min(stop, self.tokens[number + 1]) - max(heavy, self.tokens[number]))
-
-    def _work_left_of(self, number: int, heavy: int) -> float:
-        return self.spans[number].left(self._left_of(number, heavy)).work(self.work)
-
-
-class _Sums:
-    """The sums of subsets of a few sizes, up to a largest sum, as bits of an integer."""
-
-    def __init__(self, largest: int) -> None:
-        self.total = 0
-        self._mask = (1 << (largest + 1)) - 1
-        self._names: list[int] = []
-        self._sizes: list[int] = []
-        #: The sums of the first sizes, by their number.
-        self._sums = [1]
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def add(self, name: int, size: int) -> None:
-        """Adds a size by its name."""
-        self._names.append(name)
-        self._sizes.append(size)
-        self._sums.append((self._sums[-1] | self._sums[-1] << size) & self._mask)
-        self.total += size
-
-    def nearest(self, wanted: int, count: int) -> list[int]:
-        """Returns about so many sums, the nearest to a number first."""
-        sums, window = self._sums[-1], 4 * count
-        while True:
-            first = max(0, wanted - window)
-            bits = (sums >> first) & ((1 << (wanted + window + 1 - first)) - 1)
-            if bits.bit_count() >= count or window > max(wanted, self.total):
-                break
-            window *= 4
-        totals = (first + place for place, bit in enumerate(reversed(f"{bits:b}")) if bit == "1")
-        return sorted(totals, key=lambda total: abs(total - wanted))[:count]
-
-    def chosen(self, total: int) -> list[int]:
-        """Returns the names of sizes that make a sum; it prefers the first sizes."""
-        names = []
-        for number in range(len(self) - 1, -1, -1):
-            if not self._sums[number] >> total & 1:
-                names.append(self._names[number])
-                total -= self._sizes[number]
-        return names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 Queries = Literal["dilated", "all"]
 
@@ -28,20 +28,57 @@ def check_choice(owner: str, name: str, value: object, choices: tuple[str, ...])
         raise ValueError(f"{owner}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-def _check_dilated(owner: str, length: int | None, dilation: int, queries: str) -> None:
-    check_count(owner, "dilation", dilation)
-    if length is not None:
-        check_count(owner, "length", length)
-        if length % dilation:
-            raise ValueError(
-                f"{owner}: length must be a multiple of dilation, got {length} = {length // dilation} * {dilation} + "
-                f"{length % dilation}; use length={length - length % dilation or dilation}"
-            )
-    check_choice(owner, "queries", queries, ("dilated", "all"))
+class Border(NamedTuple):
+    """An end of the keys of query q: position c ("at", c), q + c ("from_query", c) or (q // w + e) * w ("block", w, e)."""
+
+    kind: Literal["at", "from_query", "block"]
+    value: int
+    blocks: int = 0
+
+    def position(self, query: int) -> int:
+        """Returns the position for query q."""
+        if self.kind == "from_query":
+            return query + self.value
+        if self.kind == "block":
+            return (query // self.value + self.blocks) * self.value
+        return self.value
+
+
+#: The first position that a query sees, and the first position beyond.
+Borders = tuple[Border, Border]
+
+#: From the first key to the last: the second end is beyond every document.
+_EVERY_KEY = Border("at", 0), Border("at", 1 << 62)
+
+
+class _Dilated:
+    """The checks and residues that segments and windows share."""
+
+    length: int | None
+    dilation: int
+    queries: Queries
+
+    def __post_init__(self) -> None:
+        owner, length, dilation = type(self).__name__, self.length, self.dilation
+        check_count(owner, "dilation", dilation)
+        if length is not None:
+            check_count(owner, "length", length)
+            if length % dilation:
+                raise ValueError(
+                    f"{owner}: length must be a multiple of dilation, got {length} = {length // dilation} * {dilation} + "
+                    f"{length % dilation}; use length={length - length % dilation or dilation}"
+                )
+        check_choice(owner, "queries", self.queries, ("dilated", "all"))
+
+    def _shows_residue(self, query: int, key: int, phase: int) -> bool:
+        """Returns whether the residues of a query and a key modulo the dilation let the query see the key."""
+        residue = phase % self.dilation
+        takes_part = self.queries == "all" or query % self.dilation == residue
+        return takes_part and key % self.dilation == residue
 
 
 @dataclass(frozen=True)
-class Segment:
+class Segment(_Dilated):
     """Blocks of `length` tokens that attend inside themselves, every `dilation`-th token (LongNet, arXiv 2307.02486, 2.2).
 
     A query sees a key of its own block (`query // length == key // length`) whose position has the head's phase modulo
@@ -62,17 +99,20 @@ class Segment:
     dilation: int = 1
     queries: Queries = "dilated"
 
-    def __post_init__(self) -> None:
-        _check_dilated("Segment", self.length, self.dilation, self.queries)
-
     def shows(self, query: int, key: int, phase: int, document_length: int | None = None) -> bool:
         """Whether `query` sees `key` in a head of this phase, causality aside."""
         same_block = self.length is None or query // self.length == key // self.length
-        return same_block and _shows_residue(self, query, key, phase)
+        return same_block and self._shows_residue(query, key, phase)
+
+    def borders(self) -> Borders:
+        """Returns the ends of a query's block."""
+        if self.length is None:
+            return _EVERY_KEY
+        return Border("block", self.length, 0), Border("block", self.length, 1)
 
 
 @dataclass(frozen=True)
-class Window:
+class Window(_Dilated):
     """A sliding window: keys nearer than `length` tokens (`abs(query - key) < length`), every `dilation`-th of them.
 
     Keys have the head's phase modulo `dilation`; with `queries="dilated"` the queries that take part have it too.
@@ -94,18 +134,15 @@ class Window:
 
     def __post_init__(self) -> None:
         check_count("Window", "length", self.length)
-        _check_dilated("Window", self.length, self.dilation, self.queries)
+        super().__post_init__()
 
     def shows(self, query: int, key: int, phase: int, document_length: int | None = None) -> bool:
         """Whether `query` sees `key` in a head of this phase, causality aside."""
-        return abs(query - key) < self.length and _shows_residue(self, query, key, phase)
+        return abs(query - key) < self.length and self._shows_residue(query, key, phase)
 
-
-def _shows_residue(branch: Segment | Window, query: int, key: int, phase: int) -> bool:
-    """Returns whether the residues of a query and a key modulo the dilation let the query see the key."""
-    residue = phase % branch.dilation
-    takes_part = branch.queries == "all" or query % branch.dilation == residue
-    return takes_part and key % branch.dilation == residue
+    def borders(self) -> Borders:
+        """Returns the ends of the window around a query."""
+        return Border("from_query", 1 - self.length), Border("from_query", self.length)
 
 
 @dataclass(frozen=True)
@@ -124,6 +161,7 @@ class Sink:
 
     tokens: int
     dilation: ClassVar[int] = 1
+    queries: ClassVar[Queries] = "all"
 
     def __post_init__(self) -> None:
         check_count("Sink", "tokens", self.tokens)
@@ -131,6 +169,10 @@ class Sink:
     def shows(self, query: int, key: int, phase: int, document_length: int | None = None) -> bool:
         """Whether `query` sees `key`, causality aside."""
         return key < self.tokens
+
+    def borders(self) -> Borders:
+        """Returns the ends of the first tokens."""
+        return Border("at", 0), Border("at", self.tokens)
 
 
 @dataclass(frozen=True)
@@ -161,6 +203,7 @@ class Last:
 
     tokens: int
     dilation: ClassVar[int] = 1
+    queries: ClassVar[Queries] = "all"
 
     def __post_init__(self) -> None:
         check_count("Last", "tokens", self.tokens)
@@ -179,16 +222,15 @@ class Last:
             )
         return query >= document_length - self.tokens
 
+    def borders(self) -> Borders:
+        """Returns the ends of the document, for its last queries."""
+        return _EVERY_KEY
+
 
 Branch = Segment | Window | Sink | Last
 
 #: By the names that a pattern's dict and text have for them.
-BRANCHES: dict[str, type[Segment] | type[Window] | type[Sink] | type[Last]] = {
-    "segment": Segment,
-    "window": Window,
-    "sink": Sink,
-    "last": Last,
-}
+BRANCHES: dict[str, type[Branch]] = {"segment": Segment, "window": Window, "sink": Sink, "last": Last}
 
 BRANCH_TYPES = tuple(BRANCHES.values())
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, get_args
 
 from .balance import balanced_layout, estimated_imbalance, mean_keys
+from .branches import check_choice
 from .heads import check_heads, group_size, heads_fit, layout_of_groups
 from .layouts import LayoutKind, SequenceLayout
 from .patterns import Pattern
@@ -32,6 +33,8 @@ COLLECTIVE_BYTES = 8 << 20
 HEADS_AS_KEYS = 1024
 #: Heads are exchanged if waiting for the busiest rank would take at least so many times as long.
 WORTH_AN_EXCHANGE = 1.05
+
+_ASKED_FOR = "it was asked for"
 
 #: If a rank's remote keys are at most this share of its own keys, the collective holds little, whatever the length.
 COLLECTIVE_SHARE = 0.25
@@ -66,18 +69,9 @@ def busiest_over_mean(work: Sequence[float]) -> float:
 
 
 def check_choices(layout: str, transport: str, world_size: int, heads: int | None = None) -> None:
-    """Refuses unknown layouts and transports, and transports that cannot serve this many ranks.
-
-    Args:
-        heads: how many neighbouring ranks exchange heads; None for all, or for another transport.
-
-    Raises:
-        ValueError: the message names the known values.
-    """
-    if layout != "auto" and layout not in get_args(LayoutKind):
-        raise ValueError(f"layout must be 'auto', 'contiguous', 'zigzag' or 'documents', got {layout!r}")
-    if transport not in get_args(TransportKind):
-        raise ValueError(f"transport must be 'auto', 'ring', 'collective', 'heads' or 'local', got {transport!r}")
+    """Refuses unknown layouts and transports, and transports or groups (`heads`) that cannot serve this many ranks."""
+    check_choice("Ring", "layout", layout, ("auto", *get_args(LayoutKind)))
+    check_choice("Ring", "transport", transport, get_args(TransportKind))
     if transport == "local" and world_size > 1:
         raise ValueError(f"transport='local' serves 1 rank, got {world_size}: use 'auto', 'ring' or 'collective'")
     if heads is None:
@@ -125,24 +119,20 @@ def decide_layout(
 ) -> tuple[SequenceLayout, Decision]:
     """Returns the layout of a batch, and its kind with the reason: the kind asked for, or with "auto" a balanced one.
 
-    Args:
-        documents: the documents of each batch row; None for one document a row, which needs no layout of documents.
-        transport, heads: the settings of the ring; if all ranks exchange heads, they have equal work in every layout.
+    Documents are None for one document a row. If all ranks exchange heads, they have equal work in every layout.
     """
-    decision, by_heads = Decision(kind, "it was asked for"), transport == "heads" and heads in (None, world_size)
-    if kind == "auto" or (kind == "documents" and documents is None):
-        decision = choose_layout(seq_len, world_size, pattern)
-    if decision.choice != "documents":
-        layout = SequenceLayout(decision.choice, seq_len, world_size)  # type: ignore[arg-type]
-        if kind != "auto" or documents is None or world_size == 1 or by_heads:
-            return layout, decision
-        busiest = estimated_imbalance(layout, pattern, documents)
-        if busiest <= IMBALANCE_WORTH_PIECES:
-            return layout, decision
-    assert documents is not None
+    if kind == "documents" and documents is not None:
+        return balanced_layout(seq_len, world_size, pattern, documents), Decision(kind, _ASKED_FOR)
+    unasked = kind in ("auto", "documents")
+    decision = choose_layout(seq_len, world_size, pattern) if unasked else Decision(kind, _ASKED_FOR)
+    layout = SequenceLayout(decision.choice, seq_len, world_size)  # type: ignore[arg-type]
+    by_heads = transport == "heads" and heads in (None, world_size)
+    if kind != "auto" or documents is None or world_size == 1 or by_heads:
+        return layout, decision
+    busiest = estimated_imbalance(layout, pattern, documents)
+    if busiest <= IMBALANCE_WORTH_PIECES:
+        return layout, decision
     balanced = balanced_layout(seq_len, world_size, pattern, documents)
-    if kind == "documents":
-        return balanced, decision
     balance = estimated_imbalance(balanced, pattern, documents)
     reason = f"with these documents the busiest rank does {busiest:.2f} times the mean work in {layout.kind} pieces"
     if balance >= busiest:
@@ -195,8 +185,7 @@ def _choose_heads(problem: Problem) -> Decision | None:
         return None
 
     def in_groups(size: int) -> float:
-        groups = layout_of_groups(replace(problem, settings=replace(problem.settings, heads=size)))
-        busiest = estimated_imbalance(groups, problem.pattern, problem.documents)
+        busiest = estimated_imbalance(layout_of_groups(problem.in_groups(size)), problem.pattern, problem.documents)
         return busiest * _imbalance_of_heads(problem, size) + cost
 
     size = min(sizes, key=in_groups)
@@ -221,28 +210,12 @@ def _imbalance_of_heads(problem: Problem, size: int) -> float:
     return busiest_over_mean([sum(work[first : first + share]) for first in range(0, heads, share)])
 
 
-def as_decided(problem: Problem, decision: Decision) -> Problem:
-    """Returns the problem with the number of ranks that exchange heads, if a decision has one."""
-    if decision.heads is None:
-        return problem
-    return replace(problem, settings=replace(problem.settings, heads=decision.heads))
-
-
 def decide_call(transport: str, problem: Problem, sizes: RowBytes) -> tuple[Problem, Decision]:
-    """Returns the problem as it is computed, and its transport with the reason.
-
-    Raises:
-        ValueError: heads that do not divide among the ranks that exchange them.
-    """
+    """Returns the problem as it is computed, and its transport: the one asked for, or with "auto" by `choose_transport`."""
     if transport == "heads":
         check_heads(problem.num_heads, problem.num_kv_heads, group_size(problem))
-    decision = decide_transport(transport, problem, sizes)
-    return as_decided(problem, decision), decision
-
-
-def decide_transport(transport: str, problem: Problem, sizes: RowBytes) -> Decision:
-    """Returns the transport of a call, with the reason: the one asked for, or with "auto" a choice by `choose_transport`."""
-    return choose_transport(problem, sizes) if transport == "auto" else Decision(transport, "it was asked for")
+    decision = choose_transport(problem, sizes) if transport == "auto" else Decision(transport, _ASKED_FOR)
+    return problem if decision.heads is None else problem.in_groups(decision.heads), decision
 
 
 def _mib(size: int) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from .branches import Branch, Segment, Sink, Window
+from .branches import Border, Branch, Segment, Sink, Window
 from .patterns import Pattern
 
 
@@ -64,45 +64,12 @@ def progressions(runs: Sequence[Run], stride: int, residue: int) -> list[Progres
     return ranges
 
 
-class Border(NamedTuple):
-    """A term of an end of the interval that query q sees.
-
-    The first visible key is the maximum of some terms, and the first key beyond the interval the minimum of other terms.
-    A term ("at", c) is position c, ("from_query", c) is q + c, and ("block", w, e) is (q // w + e) * w.
-    """
-
-    kind: Literal["at", "from_query", "block"]
-    value: int
-    blocks: int = 0
-
-    def position(self, query: int) -> int:
-        """Returns the position for query q."""
-        if self.kind == "from_query":
-            return query + self.value
-        if self.kind == "block":
-            return (query // self.value + self.blocks) * self.value
-        return self.value
-
-
-#: An end beyond every document: the visible keys end with the document.
-_BEYOND_ALL = Border("at", 1 << 62)
-
-
 def borders_of(branch: Branch, causal: bool) -> tuple[list[Border], list[Border]]:
-    """Returns the terms of the first visible position (their maximum) and of the first position beyond (their minimum).
-
-    No branch is a `Last` here: `parts_of` has made exact attention of it.
-    """
-    first, beyond = [Border("at", 0)], [_BEYOND_ALL]
-    if isinstance(branch, Segment) and branch.length is not None:
-        first, beyond = [Border("block", branch.length, 0)], [Border("block", branch.length, 1)]
-    elif isinstance(branch, Window):
-        first, beyond = [Border("from_query", 1 - branch.length)], [Border("from_query", branch.length)]
-    elif isinstance(branch, Sink):
-        beyond = [Border("at", branch.tokens)]
-    if causal:
-        beyond = [term for term in beyond if term.kind != "from_query"] + [Border("from_query", 1)]
-    return first, beyond
+    """Returns the terms of the first visible position (their maximum) and of the first position beyond (their minimum)."""
+    first, beyond = branch.borders()
+    if not causal:
+        return [first], [beyond]
+    return [first], [*([beyond] if beyond.kind != "from_query" else []), Border("from_query", 1)]
 
 
 class Region(NamedTuple):
@@ -110,10 +77,8 @@ class Region(NamedTuple):
 
     first: list[Border]
     beyond: list[Border]
-    #: A key must lie before the maximum of every group.
-    before_all: list[list[Border]]
-    #: A key must lie at or beyond the minimum of every group.
-    after_all: list[list[Border]]
+    before_all: list[list[Border]]  # a key must lie before the maximum of every group
+    after_all: list[list[Border]]  # a key must lie at or beyond the minimum of every group
 
     @property
     def terms(self) -> list[Border]:
@@ -144,11 +109,8 @@ def covering(pattern: Pattern, number: int) -> list[Segment | Window]:
 def regions_of(pattern: Pattern, number: int, residue: int, phase: int, causal: bool) -> list[Region]:
     """Returns the keys that branch `number` adds to earlier branches, for queries of this residue modulo its dilation.
 
-    If each key counts once, this relies on the interval of every segment and window holding the query itself: two such
-    intervals together are one interval.
-
-    Args:
-        phase: the phase of the head, or its residue modulo the branch's dilation.
+    `phase` is the head's, or its residue modulo the dilation. If each key counts once, this relies on every segment and window
+    holding the query itself: two such intervals together are one.
     """
     branch = pattern.branches[number]
     first, beyond = borders_of(branch, causal)

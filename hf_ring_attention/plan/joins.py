@@ -9,13 +9,10 @@ from .plans import TileBatch
 
 
 class Joining(NamedTuple):
-    """How a kernel takes tiles of unequal lengths in one call, and what a call costs.
+    """How a kernel takes tiles of unequal lengths in one call: padded to the longest, or packed one after the other.
 
-    Attributes:
-        kind: "padded" to the longest of them, or "packed", one after the other.
-        rows: a call takes as long as copying so many query and key rows, in forward and backward.
-        pairs: a call takes as long as computing so many query-key pairs.
-        most_rows: the most rows of tiles that share a call, since they are copied all at once.
+    A call costs as much time as copying `rows` query and key rows, in forward and backward, or as computing `pairs`
+    query-key pairs. At most `most_rows` rows, with padding, share a call, since they are copied all at once.
     """
 
     kind: Literal["padded", "packed"]
@@ -38,9 +35,7 @@ def joined(
 ) -> Iterator[list[TileBatch]]:
     """Yields the batches of each call: several if copies and padding of rows cost less than another call.
 
-    Args:
-        group: the number of query heads that share a key/value head.
-        is_view: whether the rows of a batch need no copies in a call of its own.
+    A batch for which `is_view` holds needs no copies in a call of its own.
     """
     if joining is None:
         yield from ([batch] for batch in batches)
@@ -69,20 +64,17 @@ def _kind(batch: TileBatch, joining: Literal["padded", "packed"]) -> tuple[objec
 
 
 def _is_cheaper(
-    call: list[TileBatch],
-    batch: TileBatch,
-    group: int,
-    joining: Joining,
-    is_view: Callable[[TileBatch], bool],
+    call: list[TileBatch], batch: TileBatch, group: int, joining: Joining, is_view: Callable[[TileBatch], bool]
 ) -> bool:
     """Returns whether adding a batch to a call is cheaper than a call of its own; the first batch of a call is the longest."""
-    longest = call[0]
-    if sum(x.rows(group) for x in (*call, batch)) > joining.most_rows:
+    longest, together = call[0], [*call, batch]
+    if joining.kind == "padded":
+        together = [x.like(longest) for x in together]
+    if sum(x.rows(group) for x in together) > joining.most_rows:
         return False
     copied = [x for x in ((longest, batch) if len(call) == 1 else (batch,)) if is_view(x)]
     rows, pairs = sum(x.rows(group) for x in copied), 0
     if joining.kind == "padded":
-        padded = batch.like(longest)
-        rows += padded.rows(group) - batch.rows(group)
-        pairs = padded.pairs(group) - batch.pairs(group)
+        rows += together[-1].rows(group) - batch.rows(group)
+        pairs = together[-1].pairs(group) - batch.pairs(group)
     return rows / joining.rows + pairs / joining.pairs < 1

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from .branches import check_choice, check_count
+
 LayoutKind = Literal["contiguous", "zigzag", "documents"]
 
 #: The pieces of each rank in one batch row.
@@ -44,12 +46,9 @@ class SequenceLayout:
     rows: tuple[RowPieces, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(LayoutKind):
-            raise ValueError(f"SequenceLayout: kind must be one of {get_args(LayoutKind)}, got {self.kind!r}")
-        for name in ("seq_len", "world_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"SequenceLayout: {name} must be an integer of at least 1, got {value!r}")
+        check_choice("SequenceLayout", "kind", self.kind, get_args(LayoutKind))
+        check_count("SequenceLayout", "seq_len", self.seq_len)
+        check_count("SequenceLayout", "world_size", self.world_size)
         if (self.kind == "documents") != bool(self.rows):
             raise ValueError(
                 f"SequenceLayout: {self.kind!r} {'needs' if not self.rows else 'has no'} pieces of rows: make a layout of "
@@ -60,7 +59,14 @@ class SequenceLayout:
 
     def _check_pieces(self, row: RowPieces) -> None:
         sizes = [sum(map(len, pieces)) for pieces in row]
-        ends = [0, *(end for piece in sorted(itertools.chain(*row), key=_start) for end in (piece.start, piece.stop))]
+        ends = [
+            0,
+            *(
+                end
+                for piece in sorted(itertools.chain(*row), key=lambda piece: piece.start)
+                for end in (piece.start, piece.stop)
+            ),
+        ]
         tokens = self.padded_len
         if sizes != [self.local_len] * self.world_size or ends[::2] != [*ends[1::2], tokens]:
             raise ValueError(
@@ -106,14 +112,10 @@ class SequenceLayout:
         return [index for piece in self.pieces(rank, row) for index in piece]
 
 
-def _start(piece: range) -> int:
-    return piece.start
-
-
 def merged_pieces(pieces: Iterable[range]) -> tuple[range, ...]:
     """Returns pieces in ascending order; neighbouring pieces become one."""
     merged: list[range] = []
-    for piece in sorted(pieces, key=_start):
+    for piece in sorted(pieces, key=lambda piece: piece.start):
         if merged and merged[-1].stop == piece.start:
             merged[-1] = range(merged[-1].start, piece.stop)
         else:

@@ -21,9 +21,10 @@ import difflib
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import fields
+from typing import Any
 
-from .branches import BRANCHES, Branch, Last, Segment, Sink, Window, longnet_branches, pyramid_branches
+from .branches import BRANCHES, Branch, Segment, Sink, Window, longnet_branches, pyramid_branches
 
 _BRANCH_FORMS = (
     "sink=TOKENS, window=LENGTH[/DILATION][:QUERIES], segment=LENGTH[/DILATION][:QUERIES] or last=TOKENS, with commas"
@@ -43,7 +44,6 @@ FORMS = (
 )
 #: The words that may stand behind an @, each with the setting that it sets.
 _SETTINGS = {"count": "overlap", "once": "overlap", "kv_head": "phase_by", "query_head": "phase_by"}
-_BRANCH_NAMES = {kind: name for name, kind in BRANCHES.items()}
 #: No model has more key/value heads, and each head that a text names takes memory.
 _MOST_HEADS = 65536
 #: No number that a pattern takes has more digits, and Python refuses to read thousands of them.
@@ -52,44 +52,31 @@ _MOST_DIGITS = 19
 _LONGEST_SHOWN = 200
 
 
-class PatternText(NamedTuple):
-    """The branches of a text, and the values of `Pattern` that it sets."""
-
-    branches: tuple[Branch, ...]
-    settings: dict[str, Any]
-
-
-def read(text: str) -> PatternText:
-    """Reads the text of a pattern.
-
-    Raises:
-        ValueError: a text that has none of the forms, or wrong numbers.
-    """
+def read(text: str) -> tuple[tuple[Branch, ...], dict[str, Any]]:
+    """Returns the branches of a text, and the values of `Pattern` that it sets."""
     if not isinstance(text, str):
         raise ValueError(f"a pattern or its text was expected, got {shown(text)}. A text is one of: {FORMS}")
     body, *words = text.strip().split("@")
     name, colon, rest = body.partition(":")
-    readers = {"exact": _exact, "window": _window, "pyramid": _pyramid, "longnet": _longnet, "branches": _branches}
-    if name not in readers:
-        near = difflib.get_close_matches(name[:_LONGEST_SHOWN], readers, 1)
+    readers = {"window": _window, "pyramid": _pyramid, "longnet": _longnet, "branches": _branches}
+    if name not in _FORMS:
+        near = difflib.get_close_matches(name[:_LONGEST_SHOWN], _FORMS, 1)
         if near:
             raise ValueError(
                 f"pattern {shown(text)} is not known: did you mean {shown(text.strip().replace(name, near[0], 1))}?"
             )
         raise ValueError(f"pattern {shown(text)} is not known. A pattern is one of: {FORMS}")
     try:
+        if name == "exact" and colon:
+            raise ValueError(f"'exact' takes nothing after it, got {shown(rest)}")
         usual = {"overlap": "count"} if name == "longnet" else {}
-        return PatternText(readers[name](rest if colon else None), usual | _settings(words))
+        return (Segment(),) if name == "exact" else readers[name](rest), usual | _settings(words)
     except ValueError as error:
         raise ValueError(f"pattern {shown(text)} cannot be read: {error}. Its form is {_FORMS[name]}") from None
 
 
 def read_heads(text: str) -> list[str] | None:
-    """Returns the text of each key/value head's pattern, by the heads' numbers; None for a text that heads share.
-
-    Raises:
-        ValueError: heads that are named twice or not at all.
-    """
+    """Returns the text of each key/value head's pattern, by the heads' numbers; None for a text that heads share."""
     if not isinstance(text, str) or not text.strip().startswith("kv"):
         return None
     texts: dict[int, str] = {}
@@ -131,31 +118,25 @@ def _settings(words: Sequence[str]) -> dict[str, str]:
     return settings
 
 
-def _exact(rest: str | None) -> tuple[Branch, ...]:
-    if rest is not None:
-        raise ValueError(f"'exact' takes nothing after it, got {shown(rest)}")
-    return (Segment(),)
-
-
-def _window(rest: str | None) -> tuple[Branch, ...]:
-    length, plus, sinks = (rest or "").partition("+")
+def _window(rest: str) -> tuple[Branch, ...]:
+    length, plus, sinks = rest.partition("+")
     return (*((Sink(_number(sinks)),) if plus else ()), Window(_number(length)))
 
 
-def _pyramid(rest: str | None) -> tuple[Branch, ...]:
-    numbers = [_number(number) for number in (rest or "").split(",")]
+def _pyramid(rest: str) -> tuple[Branch, ...]:
+    numbers = [_number(number) for number in rest.split(",")]
     if not 2 <= len(numbers) <= 4:
         raise ValueError(f"a pyramid has 2 to 4 numbers, got {len(numbers)}")
     return pyramid_branches(*numbers)
 
 
-def _longnet(rest: str | None) -> tuple[Branch, ...]:
-    pairs = [pair.partition("/") for pair in (rest or "").split(",")]
+def _longnet(rest: str) -> tuple[Branch, ...]:
+    pairs = [pair.partition("/") for pair in rest.split(",")]
     return longnet_branches([_length(length) for length, _, _ in pairs], [_number(rate) for _, _, rate in pairs])
 
 
-def _branches(rest: str | None) -> tuple[Branch, ...]:
-    return tuple(_branch(part) for part in (rest or "").split(","))
+def _branches(rest: str) -> tuple[Branch, ...]:
+    return tuple(_branch(part) for part in rest.split(","))
 
 
 def _branch(text: str) -> Branch:
@@ -165,14 +146,13 @@ def _branch(text: str) -> Branch:
             f"a branch such as sink=4, window=512, segment=2048/4 or last=64 was expected, got {shown(text)}"
         )
     name, length, dilation, queries = match.groups()
-    kind = BRANCHES[name]
-    if kind is Sink or kind is Last:
-        if dilation or queries:
-            raise ValueError(f"{name} has a number of tokens and nothing else, got {shown(text)}")
-        return kind(_number(length))
+    kind: Any = BRANCHES[name]
     more: dict[str, Any] = {"dilation": _number(dilation)} if dilation else {}
     more |= {"queries": queries} if queries else {}
-    return Segment(_length(length), **more) if kind is Segment else Window(_number(length), **more)
+    if not more.keys() <= {field.name for field in fields(kind)}:
+        raise ValueError(f"{name} has a number of tokens and nothing else, got {shown(text)}")
+    branch: Branch = kind(_length(length) if kind is Segment else _number(length), **more)
+    return branch
 
 
 def _length(text: str) -> int | None:
@@ -198,7 +178,8 @@ def write(branches: Sequence[Branch], overlap: str, phase_by: str) -> str:
     if overlap == "count" and all(isinstance(x, Segment) and x.queries == "dilated" for x in branches):
         text, usual = "longnet:" + ",".join(f"{_written_length(x)}/{x.dilation}" for x in branches), "count"
     else:
-        text, usual = (_preset(branches) if overlap == "once" else None) or _write_branches(branches), "once"
+        general, usual = f"branches:{','.join(map(_write_branch, branches))}", "once"
+        text = (_preset(branches) if overlap == "once" else None) or general
     text = text if overlap == usual else f"{text}@{overlap}"
     return text if phase_by == "kv_head" else f"{text}@{phase_by}"
 
@@ -234,17 +215,14 @@ def _preset(branches: Sequence[Branch]) -> str | None:
     return "pyramid:" + ",".join(map(str, [length, len(windows), *more]))
 
 
-def _write_branches(branches: Sequence[Branch]) -> str:
-    return "branches:" + ",".join(f"{_BRANCH_NAMES[type(x)]}={_write_branch(x)}" for x in branches)
-
-
 def _write_branch(branch: Branch) -> str:
-    if not isinstance(branch, (Segment, Window)):
-        return str(branch.tokens)
+    """Returns the name of a branch, its length or tokens, and its dilation and queries unless they have their defaults."""
+    name = next(name for name, kind in BRANCHES.items() if isinstance(branch, kind))
     dilation = f"/{branch.dilation}" if branch.dilation != 1 else ""
     queries = f":{branch.queries}" if branch.queries != type(branch).queries else ""
-    return f"{_written_length(branch)}{dilation}{queries}"
+    return f"{name}={_written_length(branch)}{dilation}{queries}"
 
 
-def _written_length(branch: Any) -> str:
-    return "all" if branch.length is None else str(branch.length)
+def _written_length(branch: Branch) -> str:
+    length = branch.length if isinstance(branch, (Segment, Window)) else branch.tokens
+    return "all" if length is None else str(length)

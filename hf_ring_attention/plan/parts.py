@@ -26,12 +26,7 @@ from .patterns import Pattern
 
 
 class QueryRange(NamedTuple):
-    """Some queries of each document, whatever its length: queries at its end, or all before these.
-
-    Attributes:
-        within: only the last so many tokens are queries; None for no such limit.
-        but: the last so many tokens are no queries.
-    """
+    """Some queries of each document: the last `within` tokens (None for all tokens), without the last `but` tokens."""
 
     within: int | None = None
     but: int = 0
@@ -56,10 +51,9 @@ ALL = QueryRange()
 
 
 class Part(NamedTuple):
-    """A pattern without `Last`, for some queries of each document.
+    """A pattern without `Last`, for some queries of each document; `first_branch` is the number of its first branch.
 
-    Attributes:
-        first_branch: the number of its first branch. The branches of parts that share a query have different numbers.
+    The branches of parts that share a query have different numbers.
     """
 
     pattern: Pattern

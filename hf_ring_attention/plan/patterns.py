@@ -8,20 +8,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from . import notation
-from .branches import (
-    BRANCH_TYPES,
-    BRANCHES,
-    Branch,
-    Segment,
-    Window,
-    check_choice,
-    longnet_branches,
-    pyramid_branches,
-)
+from .branches import BRANCH_TYPES, BRANCHES, Branch, Segment, Window, check_choice, longnet_branches, pyramid_branches
 
 Overlap = Literal["count", "once"]
 
@@ -152,14 +143,7 @@ class Pattern:
         return self.kv_heads[kv_head] if self.kv_heads else self
 
     def check_heads(self, num_kv_heads: int, whose: str) -> None:
-        """Refuses another number of key/value heads than the pattern has.
-
-        Args:
-            whose: the owner of the heads, for the message.
-
-        Raises:
-            ValueError: another number.
-        """
+        """Refuses another number of key/value heads than the pattern has."""
         if self.kv_heads and len(self.kv_heads) != num_kv_heads:
             raise ValueError(
                 f"the pattern {self} is for {len(self.kv_heads)} key/value heads, and {whose} has {num_kv_heads}: give one "
@@ -323,9 +307,8 @@ class Pattern:
             if not isinstance(kind_name, str) or kind_name not in BRANCHES:
                 raise ValueError(f"{where} must be a dict whose 'type' is one of {sorted(BRANCHES)}, got {entry!r}")
             kind = BRANCHES[kind_name]
-            names = tuple(field.name for field in fields(kind))
-            required = tuple(name for name in names if kind is not Segment and name in ("length", "tokens"))
-            _check_keys(where, entry, ("type", *required), names)
+            required = [field.name for field in fields(kind) if field.default is MISSING]
+            _check_keys(where, entry, ("type", *required), tuple(field.name for field in fields(kind)))
             branches.append(kind(**{name: value for name, value in entry.items() if name != "type"}))
         return cls(tuple(branches), **{name: d[name] for name in ("overlap", "phase_by") if name in d})
 
@@ -341,14 +324,7 @@ def _check_keys(where: str, d: object, required: tuple[str, ...], optional: tupl
 
 
 def as_pattern(pattern: Pattern | str, caller: str) -> Pattern:
-    """Returns a pattern from a `Pattern` or its text.
-
-    Args:
-        caller: the name that an error message begins with.
-
-    Raises:
-        ValueError: neither a pattern nor a text, or a text that names no pattern.
-    """
+    """Returns a pattern from a `Pattern` or its text; errors begin with the name of the caller."""
     if isinstance(pattern, Pattern):
         return pattern
     if isinstance(pattern, str):

@@ -15,16 +15,14 @@ from .intervals import Run
 from .layouts import SequenceLayout
 from .patterns import Pattern
 from .problem import Problem
-from .tiles import Shape, pairs_of_tile, tile_document
+from .tiles import Shape, branches_of, pairs_of_tile, tile_document
 
 
 class Item(NamedTuple):
-    """Tiles of a batch: one in each of these batch rows and heads, or `copies` of them.
+    """Tiles of a batch: `copies` in each of these batch rows and heads.
 
-    Attributes:
-        query_row, key_row: the first row of queries, and of keys, in the first copy.
-        copies: the number of tiles in each batch row and head. All copies have the same keys; the query rows of a copy lie
-            one row after the query rows of the copy before.
+    The first copy begins with query row `query_row` and key row `key_row`; the next copy has the same keys, and its query rows
+    lie one row later.
     """
 
     batch_rows: tuple[int, ...]
@@ -35,24 +33,15 @@ class Item(NamedTuple):
 
 
 class TileBatch(NamedTuple):
-    """Tiles of one shape; no two of them share a query row of a head.
+    """Tiles of one shape; no two of them share a query row of a head."""
 
-    Attributes:
-        visit: no two tiles of one visit and shape share a query row of a head, even in different batches.
-        per_query_head: whether items name query heads, not key/value heads with their groups.
-        num_queries: the query rows of a tile; with folds, the first rows of folds.
-        fold_size: the rows of a fold (`plan/tiles.py`); a tile has `num_queries` * `fold_size` query rows.
-        num_keys: the key rows of a tile.
-        query_stride, key_stride: the distance from one of these rows to the next.
-    """
-
-    visit: tuple[int, int]
-    per_query_head: bool
+    visit: tuple[int, int]  # no two tiles of one visit and shape share a query row of a head, even in different batches
+    per_query_head: bool  # whether items name query heads, not key/value heads with their groups
     shape: Shape
-    num_queries: int
-    fold_size: int
+    num_queries: int  # the query rows of a tile; with folds, the first rows of folds
+    fold_size: int  # the rows of a fold (`plan/tiles.py`); a tile has `num_queries` * `fold_size` query rows
     num_keys: int
-    query_stride: int
+    query_stride: int  # the distance from one of the query rows to the next
     key_stride: int
     items: tuple[Item, ...] = ()
 
@@ -109,31 +98,18 @@ class EqualTiles(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The tiles of one rank.
+    """The tiles of one rank; query rows are local indices."""
 
-    Query rows are local indices.
-
-    Attributes:
-        own: tiles with keys of the rank itself; key rows are local indices.
-        remote: tiles with keys of other ranks; key rows are indices in the whole sequence.
-        pairs: query-key pairs over all batch rows and query heads.
-    """
-
-    rank: int
-    own: tuple[TileBatch, ...]
-    remote: tuple[TileBatch, ...]
-    pairs: int
-
-    def flops(self, head_dim: int, value_dim: int | None = None) -> int:
-        """Returns the floating point operations of the forward pass: 2 (D + Dv) for each pair."""
-        return 2 * (head_dim + (value_dim or head_dim)) * self.pairs
+    own: tuple[TileBatch, ...]  # tiles with keys of the rank itself; key rows are local indices
+    remote: tuple[TileBatch, ...]  # tiles with keys of other ranks; key rows are indices in the whole sequence
+    pairs: int  # query-key pairs over all batch rows and query heads
 
 
 @lru_cache(maxsize=256)
 def plan_rank(problem: Problem, rank: int) -> RankPlan:
     """Returns the tiles of `rank`; plans are cached by value."""
     own, remote = tiles_from(problem, rank, rank), remote_tiles(problem, rank)
-    return RankPlan(rank, own, remote, sum(batch.pairs(problem.group) for batch in own + remote))
+    return RankPlan(own, remote, sum(batch.pairs(problem.group) for batch in own + remote))
 
 
 def pairs_by_tokens(problem: Problem, rank: int) -> int:
@@ -170,14 +146,14 @@ def held_tiles(problem: Problem) -> tuple[TileBatch, ...]:
 
 def of_heads(batches: tuple[TileBatch, ...], kv_heads: range, group: int) -> tuple[TileBatch, ...]:
     """Returns the batches without tiles of other key/value heads; each has `group` query heads."""
-
-    def with_these_heads(batch: TileBatch) -> TileBatch:
+    some = []
+    for batch in batches:
         size = group if batch.per_query_head else 1
         heads_of_items = [tuple(head for head in item.heads if head // size in kv_heads) for item in batch.items]
-        items = (item._replace(heads=heads) for item, heads in zip(batch.items, heads_of_items) if heads)
-        return batch._replace(items=tuple(items))
-
-    return tuple(batch for batch in map(with_these_heads, batches) if batch.items)
+        items = tuple(item._replace(heads=heads) for item, heads in zip(batch.items, heads_of_items) if heads)
+        if items:
+            some.append(batch._replace(items=items))
+    return tuple(some)
 
 
 #: Pieces of a sequence, each with the row of its first token in a tensor.
@@ -198,6 +174,8 @@ def _batches(
     problem: Problem, queries: Callable[[int], _Pieces], keys: Callable[[int], _Pieces]
 ) -> tuple[TileBatch, ...]:
     """Returns the tiles of the queries against the keys; both are pieces of a batch row."""
+    heads = problem.num_heads, problem.num_kv_heads
+    branches = branches_of(problem.pattern, *heads, problem.causal, problem.first_head, problem.first_kv_head)
     items: dict[TileBatch, list[Item]] = {}  # by their batch without items
     for documents, batch_rows in problem.row_classes:
         query_pieces, key_pieces = queries(batch_rows[0]), keys(batch_rows[0])
@@ -205,17 +183,7 @@ def _batches(
             query_runs, key_runs = tuple(_runs(query_pieces, start, stop)), tuple(_runs(key_pieces, start, stop))
             if not query_runs or not key_runs:
                 continue
-            for tile in tile_document(
-                problem.pattern,
-                length=stop - start,
-                queries=query_runs,
-                keys=key_runs,
-                num_heads=problem.num_heads,
-                num_kv_heads=problem.num_kv_heads,
-                causal=problem.causal,
-                first_head=problem.first_head,
-                first_kv_head=problem.first_kv_head,
-            ):
+            for tile in tile_document(branches, stop - start, query_runs, key_runs):
                 # A single fold of n rows is written as n tiles of one row, so that single folds of any size have one shape.
                 single = len(tile.queries) == 1
                 batch = TileBatch(

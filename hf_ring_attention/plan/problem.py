@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, lru_cache
 from operator import index
 
@@ -15,19 +15,12 @@ from .patterns import Pattern
 
 @dataclass(frozen=True)
 class HeldKeys:
-    """The keys of a sequence that a rank holds in a cache, for queries that are the sequence's last tokens on every rank.
+    """The keys of a sequence that a rank holds in a cache, for queries that are the sequence's last tokens on every rank."""
 
-    Attributes:
-        row_len: tokens of the sequence so far.
-        num_queries: number of its last tokens that are queries.
-        num_rows: rows of the key tensor.
-        keys: runs of the sequence's tokens: (first row in the key tensor, start, stop).
-    """
-
-    row_len: int
-    num_queries: int
-    num_rows: int
-    keys: tuple[tuple[int, int, int], ...]
+    row_len: int  # tokens of the sequence so far
+    num_queries: int  # the number of its last tokens that are queries
+    num_rows: int  # rows of the key tensor
+    keys: tuple[tuple[int, int, int], ...]  # runs of its tokens: (first row in the key tensor, start, stop)
 
     @classmethod
     def whole(cls, row_len: int, num_queries: int, num_rows: int) -> HeldKeys:
@@ -45,14 +38,9 @@ Documents = tuple[tuple[tuple[int, int], ...], ...]
 
 
 def documents_of(documents: Sequence[Sequence[tuple[int, int]]] | None, seq_len: int, who: str) -> Documents | None:
-    """Returns the documents of batch rows as tuples; None for None.
+    """Returns the documents of batch rows as tuples if they ascend within the sequence, and None for None.
 
-    Args:
-        who: the caller, for errors.
-
-    Raises:
-        ValueError: anything but a list of (start, stop) for each batch row, or documents that are empty, overlap or leave the
-            sequence.
+    Errors name the caller (`who`).
     """
     if documents is None:
         return None
@@ -62,20 +50,16 @@ def documents_of(documents: Sequence[Sequence[tuple[int, int]]] | None, seq_len:
         raise ValueError(
             f"{who}: documents must be a list of (start, stop) for each batch row, got {documents!r}"
         ) from None
-    _check_documents(spans, seq_len)
-    return spans
-
-
-def _check_documents(documents: Documents, seq_len: int) -> None:
-    for row, spans in enumerate(documents):
+    for row, spans_of_row in enumerate(spans):
         end = 0
-        for start, stop in spans:
+        for start, stop in spans_of_row:
             if not end <= start < stop <= seq_len:
                 raise ValueError(
                     f"documents of batch row {row} must be ascending, apart, not empty and within the sequence of "
                     f"{seq_len} tokens, got (start, stop) = ({start}, {stop}) after {end} tokens"
                 )
             end = stop
+    return spans
 
 
 @lru_cache(maxsize=64)
@@ -97,10 +81,7 @@ def _check_order(layout: SequenceLayout, documents: Documents) -> None:
 
 
 def _check_piece(pattern: Pattern, held: HeldKeys) -> None:
-    """Refuses a piece of a row, behind keys of a cache, if some of its queries do not see every key under a `Last`.
-
-    If all of them see every key, the result does not depend on how the row is cut. For a longer piece it would.
-    """
+    """Refuses a piece of a row behind a cache that is longer than a `Last`: its result would depend on how the row is cut."""
     tokens = fewest_last(pattern)
     if tokens is not None and tokens < held.num_queries < held.row_len:
         raise ValueError(
@@ -112,22 +93,17 @@ def _check_piece(pattern: Pattern, held: HeldKeys) -> None:
 
 @dataclass(frozen=True)
 class RingSettings:
-    """How rows travel round a ring; the defaults were measured, and all ranks must have the same.
+    """How rows travel round a ring; the defaults were measured, and all ranks must have the same."""
 
-    Attributes:
-        large_payload: a payload with a key or value row for this many query rows, or fewer, is large: it is sent head group
-            by head group.
-        rows_of_a_head_group: the fewest query rows of a head group, over heads and batch rows; kernels are slower with
-            fewer.
-        head_groups: the most head groups; each has p - 1 hops of its own.
-        both_ways_below: rows travel both ways round the ring if that takes at most this share of the bytes of one way.
-        heads: how many neighbouring ranks exchange heads in the heads transport; None for all ranks.
-    """
-
+    #: A payload with a key or value row for this many query rows, or fewer, is large: it is sent head group by head group.
     large_payload: int = 8
+    #: The fewest query rows of a head group, over heads and batch rows: kernels are slower with fewer.
     rows_of_a_head_group: int = 1 << 12
+    #: The most head groups; each has p - 1 hops of its own.
     head_groups: int = 8
+    #: Rows travel both ways round the ring if that takes at most this share of the bytes of one way.
     both_ways_below: float = 0.75
+    #: The number of neighbouring ranks that exchange heads in the heads transport; None for all ranks.
     heads: int | None = None
 
 
@@ -135,14 +111,7 @@ class RingSettings:
 class Problem:
     """One attention call as all ranks see it: the values that decide the tiles, and nothing else.
 
-    Attributes:
-        held: the keys of a cache that a rank holds; None if queries and keys are the same tokens, sharded alike.
-        first_head, first_kv_head: the numbers of the first query head and the first key/value head among all heads of the
-            attention, if these are some of them; phases depend on the numbers.
-
-    Raises:
-        ValueError: head counts that do not divide, documents that are empty, overlap or leave the sequence, or more queries
-            behind the keys of a cache than a `Last` of the pattern has tokens.
+    If these heads are some of the attention's, their first ones have numbers among all heads, since phases depend on them.
     """
 
     pattern: Pattern
@@ -152,7 +121,7 @@ class Problem:
     num_heads: int
     num_kv_heads: int
     causal: bool = True
-    held: HeldKeys | None = None
+    held: HeldKeys | None = None  # keys of a cache; None if queries and keys are the same tokens, sharded alike
     settings: RingSettings = RingSettings()
     first_head: int = 0
     first_kv_head: int = 0
@@ -170,7 +139,6 @@ class Problem:
                 f"the layout was made for the documents of {len(self.layout.rows)} batch rows, and there are "
                 f"{len(self.documents)}: make it by ring.layout_for(seq_len, pattern, documents=...) for this batch"
             )
-        _check_documents(self.documents, self.layout.seq_len)
         if self.held is not None:
             _check_piece(self.pattern, self.held)
         if self.layout.rows:
@@ -184,6 +152,10 @@ class Problem:
             pieces = self.layout.rows[batch_row] if self.layout.rows else ()
             rows_of.setdefault((documents, pieces), []).append(batch_row)
         return tuple((documents, tuple(rows)) for (documents, _), rows in rows_of.items())
+
+    def in_groups(self, size: int) -> Problem:
+        """Returns the problem with groups of so many neighbours that exchange heads."""
+        return replace(self, settings=replace(self.settings, heads=size))
 
     @property
     def group(self) -> int:

@@ -32,16 +32,11 @@ from .problem import Problem
 
 @dataclass(frozen=True)
 class KeyRows:
-    """Rows of key/value heads.
-
-    Attributes:
-        weights: the number of batch rows that each set stands for.
-        sets: the rows of each class of batch rows and each head in it, as bits of an integer.
-    """
+    """Rows of key/value heads."""
 
     num_kv_heads: int
-    weights: tuple[int, ...]
-    sets: tuple[int, ...]
+    weights: tuple[int, ...]  # the number of batch rows that each set stands for
+    sets: tuple[int, ...]  # the rows of each class of batch rows and each head in it, as bits of an integer
 
     def __len__(self) -> int:
         """Returns the number of rows over all batch rows and heads."""
@@ -83,34 +78,21 @@ class KeyRows:
 
 
 class Hop(NamedTuple):
-    """The rows that go from one rank to the next.
+    """The rows that go from one rank to the next."""
 
-    Attributes:
-        rows: keys and values that the next rank or a later one needs.
-        carried: rows that a rank before this hop has used: in backward, their gradients go along.
-        finished: rows that the rank at the end of the hop is the last to use: in backward, it sends their gradients home.
-    """
-
-    rows: KeyRows
-    carried: KeyRows
-    finished: KeyRows
+    rows: KeyRows  # keys and values that the next rank or a later one needs
+    carried: KeyRows  # rows that a rank before this hop has used: in backward, their gradients go along
+    finished: KeyRows  # rows that the next rank is the last to use: in backward, it sends their gradients home
 
 
 @dataclass(frozen=True)
 class Lap:
-    """One way round the ring, in one direction, for the rows of some heads.
-
-    Attributes:
-        heads: key/value heads.
-        direction: 1 if rank i sends to rank i + 1, -1 if it sends to rank i - 1.
-        with_own: whether ranks compute with their own keys of these heads in this lap.
-        routes: for each source rank the hops that its rows make; they end at the last rank that needs one.
-    """
+    """One way round the ring, in one direction, for the rows of some key/value heads."""
 
     heads: range
-    direction: int
-    with_own: bool
-    routes: tuple[tuple[Hop, ...], ...]
+    direction: int  # 1 if rank i sends to rank i + 1, -1 if it sends to rank i - 1
+    with_own: bool  # whether ranks compute with their own keys of these heads in this lap
+    routes: tuple[tuple[Hop, ...], ...]  # for each source rank the hops of its rows, up to the last rank that needs one
 
     def of_heads(self, heads: range) -> Lap:
         """Returns the lap with the rows of these heads alone."""
@@ -204,9 +186,7 @@ def _route(needs: list[KeyRows]) -> tuple[Hop, ...]:
     """Returns the hops that take rows to readers 1, 2, ... steps away."""
     hops: list[Hop] = []
     nothing = needs[0] - needs[0]
-    before = list(
-        itertools.accumulate(needs[:-1], or_, initial=nothing)
-    )  # For each reader, the needs of earlier readers.
+    before = list(itertools.accumulate(needs[:-1], or_, initial=nothing))  # for each reader, the needs of earlier ones
     later = nothing
     for used, earlier in zip(reversed(needs), reversed(before)):
         rows = used | later
@@ -216,22 +196,15 @@ def _route(needs: list[KeyRows]) -> tuple[Hop, ...]:
     return tuple(reversed(hops))
 
 
-def _lap(problem: Problem, way: _Way, with_own: bool) -> Lap:
-    """Returns the lap of all heads in one direction."""
+def _lap(problem: Problem, direction: int, reach: int, with_own: bool) -> Lap:
+    """Returns the lap of all heads in one direction round the ring, up to the rank `reach` steps away."""
     p = problem.layout.world_size
-    readers = range(way.direction, (way.reach + 1) * way.direction, way.direction)
+    readers = range(direction, (reach + 1) * direction, direction)
     routes = [
         _route([needed(problem, (source + step) % p, source) for step in readers]) if readers else ()
         for source in range(p)
     ]
-    return Lap(range(problem.num_kv_heads), way.direction, with_own, tuple(routes))
-
-
-class _Way(NamedTuple):
-    """A direction round the ring, up to the rank `reach` steps away."""
-
-    direction: int
-    reach: int
+    return Lap(range(problem.num_kv_heads), direction, with_own, tuple(routes))
 
 
 def _row_hops(laps: Sequence[Lap]) -> int:
@@ -250,10 +223,9 @@ def ring_laps(problem: Problem) -> tuple[Lap, ...]:
     p, heads = layout.world_size, range(problem.num_kv_heads)
     if p == 1:
         return (Lap(heads, 1, True, ((),)),)
-    laps = [_lap(problem, _Way(1, p - 1), True)]
+    laps = [_lap(problem, 1, p - 1, True)]
     if p > 2:
-        both_ways = [_Way(1, p // 2), _Way(-1, (p - 1) // 2)]
-        both = [_lap(problem, way, i == 0) for i, way in enumerate(both_ways)]
+        both = [_lap(problem, 1, p // 2, True), _lap(problem, -1, (p - 1) // 2, False)]
         if _row_hops(both) <= problem.settings.both_ways_below * _row_hops(laps):
             laps = both
 

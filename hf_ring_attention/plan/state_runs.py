@@ -10,23 +10,15 @@ from .problem import Documents
 
 
 class StateRun(NamedTuple):
-    """A stretch of a document on one rank.
-
-    Attributes:
-        row: its batch row.
-        start, stop: its tokens in the whole row.
-        place: the index of its first token among the rank's tokens.
-        before: the number of the previous run of its document, in the list of all runs; -1 for the first run.
-        alone: whether it is a whole document.
-    """
+    """A stretch of a document on one rank: tokens [start, stop) of a batch row."""
 
     row: int
     start: int
     stop: int
-    place: int
+    place: int  # the index of its first token among the rank's tokens
     rank: int
-    before: int
-    alone: bool
+    before: int  # the number of the previous run of its document, in the list of all runs; -1 for the first run
+    alone: bool  # whether it is a whole document
 
     @property
     def held(self) -> tuple[int, int, int]:
@@ -64,14 +56,9 @@ def runs_of(documents: Documents, layout: SequenceLayout) -> list[StateRun]:
 
 
 def linked_runs(runs: Sequence[StateRun], all_of_them: bool = False) -> tuple[list[StateRun], int]:
-    """Returns the runs among which states pass, and the largest number of them on a rank.
+    """Returns the runs among which states pass, with `before` as an index of this list, and the rows of each rank's batch.
 
-    Args:
-        runs: all runs, as `runs_of` returns them.
-        all_of_them: whether whole documents count too, for a cache that takes the states behind the rows.
-
-    Returns:
-        The runs in their order, with `before` as an index of this list; and the number of rows of each rank's batch.
+    Whole documents count too (`all_of_them`) for a cache that takes the states behind the rows.
     """
     numbers = [number for number, run in enumerate(runs) if all_of_them or not run.alone]
     places = {number: place for place, number in enumerate(numbers)}
@@ -82,11 +69,7 @@ def linked_runs(runs: Sequence[StateRun], all_of_them: bool = False) -> tuple[li
 
 
 def _evened(runs: list[StateRun], most: int) -> list[StateRun]:
-    """Cuts the longest runs of ranks with fewer than `most` runs in two, until they have `most`.
-
-    A rank computes its runs in a batch of `most` rows, each as long as its longest run: an empty or short row takes as much
-    time as the longest.
-    """
+    """Cuts the longest runs of a rank in two until it has `most` runs, which take no longer: they are rows of one batch."""
     pieces = [[run] for run in runs]
     for rank in {run.rank for run in runs}:
         own = [parts for parts in pieces if parts[0].rank == rank]

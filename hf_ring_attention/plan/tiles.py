@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from .branches import Last, Segment, Sink, Window
+from .branches import Branch
 from .intervals import Piece, Progression, Region, Run, borders_of, covering, progressions, regions_of
 from .parts import Part, parts_of
 from .patterns import Pattern
@@ -53,12 +53,10 @@ class Tile:
     Ranges may run backwards: a triangle that opens the other way is a lower one with both ranges reversed.
     """
 
-    #: A number of the branch that made it.
-    branch: int
+    branch: int  # a number of the branch that made it
     #: Tiles of one branch and part that have the same shape, and rows in the same order, share no query row of a head.
     part: int
-    #: Key/value heads, each with its whole group of query heads; query heads if `per_query_head`.
-    heads: tuple[int, ...]
+    heads: tuple[int, ...]  # key/value heads, each with its whole group of query heads; query heads if `per_query_head`
     per_query_head: bool
     queries: range
     #: The rows of a fold: each row of `queries` and the `fold_size` - 1 rows after it see the same keys. 1 without folds.
@@ -69,16 +67,12 @@ class Tile:
 
 def pairs_of_tile(shape: Shape, queries: int, keys: int) -> int:
     """Returns the query-key pairs of a tile of one head without folds."""
-    return {"full": queries * keys, "causal": queries * (queries + 1) // 2, "band": queries * (keys - queries + 1)}[
-        shape
-    ]
+    pairs = {"full": queries * keys, "causal": queries * (queries + 1) // 2, "band": queries * (keys - queries + 1)}
+    return pairs[shape]
 
 
 def _cells(queries: Progression, region: Region) -> Iterator[tuple[int, int, int]]:
-    """Cuts queries into cells, each inside one piece and one block of every segment length.
-
-    Yields (number of the first query, its position, count of queries) of each cell.
-    """
+    """Yields (first number, its position, count) of cells of queries, each in one piece and one block of every segment."""
     lengths = sorted({term.value for term in region.terms if term.kind == "block"})
     stride = queries.stride
     for number, position, count in queries.pieces:
@@ -92,10 +86,7 @@ def _cells(queries: Progression, region: Region) -> Iterator[tuple[int, int, int
 
 
 def _borders_of_cell(keys: Progression, region: Region, position: int, count: int) -> list[int]:
-    """Returns where a cell is cut, in queries from its first one, which is at `position`; 0 and `count` are among them.
-
-    Between two neighbouring cuts, each end of what the queries see is flat or has slope one.
-    """
+    """Returns the cuts of a cell, from 0 to `count`, between which each end of the visible keys is flat or has slope one."""
     ends = [(term.position(position), term.kind == "from_query") for term in region.terms]
     flat = {0, keys.length, *(keys.number_below(at) for at, moves in ends if not moves)}
     cuts = {0, count}
@@ -148,10 +139,7 @@ def _trapezoids(queries: Progression, keys: Progression, region: Region) -> Iter
 
 
 def _may_see(queries: Progression, keys: Progression, region: Region) -> bool:
-    """Returns False only if no query sees any of these keys.
-
-    The first query and the last one decide: for a later query, neither end of the visible interval is less.
-    """
+    """Returns False only if no query sees any of these keys: both ends of the visible interval ascend with the query."""
     (_, first_query, _), (_, position, count) = queries.pieces[0], queries.pieces[-1]
     (_, first_key, _), (_, key_position, key_count) = keys.pieces[0], keys.pieces[-1]
     first, _ = region.ends(first_query)
@@ -189,30 +177,23 @@ def _rows_with_keys(trapezoid: _Trapezoid) -> Iterator[_Trapezoid]:
         yield _Trapezoid(u, rows, a, b, (a_slope, b_slope))
 
 
-class _TileShape(NamedTuple):
-    """A tile in numbers: queries and keys by their number in a progression, before `_slice` makes rows of them."""
-
-    queries: range
-    keys: range
-    shape: Shape
-
-
-def _shapes(trapezoid: _Trapezoid) -> Iterator[_TileShape]:
-    """Yields the rectangles, lower triangles and bands that make up a trapezoid."""
+def _shapes(trapezoid: _Trapezoid) -> Iterator[tuple[range, range, Shape]]:
+    """Yields the numbers of queries and of keys in the rectangles, lower triangles and bands that make up a trapezoid."""
     u, rows, a, b, slopes = trapezoid
     a_slope, b_slope = slopes or (0, 0)
+    queries = range(u, u + rows)
     if rows == 1 or not (a_slope or b_slope):
-        yield _TileShape(range(u, u + rows), range(a, b), "full")
+        yield queries, range(a, b), "full"
     elif a_slope and b_slope:
-        yield _TileShape(range(u, u + rows), range(a, b + rows - 1), "band")
+        yield queries, range(a, b + rows - 1), "band"
     elif b_slope:
         if b - 1 > a:
-            yield _TileShape(range(u, u + rows), range(a, b - 1), "full")
-        yield _TileShape(range(u, u + rows), range(b - 1, b - 1 + rows), "causal")
+            yield queries, range(a, b - 1), "full"
+        yield queries, range(b - 1, b - 1 + rows), "causal"
     else:
         if b > a + rows:
-            yield _TileShape(range(u, u + rows), range(a + rows, b), "full")
-        yield _TileShape(range(u + rows - 1, u - 1, -1), range(a + rows - 1, a - 1, -1), "causal")
+            yield queries, range(a + rows, b), "full"
+        yield queries[::-1], range(a, a + rows)[::-1], "causal"
 
 
 def _slice(progression: Progression, numbers: range) -> range:
@@ -222,23 +203,17 @@ def _slice(progression: Progression, numbers: range) -> range:
     return range(start, start + stride * len(numbers), stride)
 
 
-class _Fold(NamedTuple):
-    """Folds of one kind: `queries` are their first rows; each of these and the `size` - 1 rows after it see the same keys."""
-
-    queries: Progression
-    size: int
+#: Folds of one kind: their first rows, and the rows of each fold.
+_Folds = tuple[Progression, int]
 
 
-class _BranchOfPhase:
+class BranchOfPhase:
     """A branch in the heads of one phase, made once for all documents.
 
     Attributes:
         number, branch: the number of the branch in its part of the pattern, and among all parts.
-        residue: the residue of the keys.
-        heads: the heads that have it: query heads if `per_query_head`, else key/value heads.
-        fold_starts: the residues of query positions, ascending, at which folds begin, since an end of the keys that the branch
-            adds moves to another key there. Empty if a fold begins at every residue. None without folds: only queries of the
-            keys' residue take part, or the dilation is 1.
+        heads: query heads if `per_query_head`, else key/value heads.
+        fold_starts: the residues of queries at which folds begin, ascending; empty for every residue, None without folds.
     """
 
     def __init__(
@@ -250,14 +225,14 @@ class _BranchOfPhase:
         self.dilation = branch.dilation
         self.residue, self.heads, self.per_query_head = residue, heads, per_query_head
         self.fold_starts = None
-        if not isinstance(branch, (Sink, Last)) and branch.dilation > 1 and branch.queries == "all":
+        if branch.dilation > 1 and branch.queries == "all":
             self.fold_starts = self._fold_starts(branch)
         dilated = [cover for cover in covering(pattern, number) if cover.queries == "dilated" and cover.dilation > 1]
         self._residues_differ = pattern.overlap == "once" and bool(dilated)
         self._regions: dict[int, list[Region]] = {}
 
-    def _fold_starts(self, branch: Segment | Window) -> list[int]:
-        """Returns `fold_starts` for a branch with folds."""
+    def _fold_starts(self, branch: Branch) -> list[int]:
+        """Returns the residues at which an end of the keys that the branch adds moves to another key."""
         starts: set[int] = set()
         covers = covering(self.pattern, self.number) if self.pattern.overlap == "once" else []
         for earlier in (branch, *covers):
@@ -275,11 +250,11 @@ class _BranchOfPhase:
                     starts |= {taking_part, (taking_part + 1) % self.dilation}
         return sorted(starts) or [0]
 
-    def folds(self, queries: Sequence[Run], length: int) -> list[_Fold]:
+    def folds(self, queries: Sequence[Run], length: int) -> list[_Folds]:
         """Returns the query rows that take part, of a document of `length` tokens, as folds; without folds, one row each."""
         queries = self.queries.of_runs(queries, length)
         if self.fold_starts is None:
-            return [_Fold(rows, 1) for rows in progressions(queries, self.dilation, self.residue)]
+            return [(rows, 1) for rows in progressions(queries, self.dilation, self.residue)]
         return list(_folds(queries, self.dilation, self.fold_starts or range(min(self.dilation, length))))
 
     def regions(self, residue: int) -> list[Region]:
@@ -292,9 +267,9 @@ class _BranchOfPhase:
 
 
 @lru_cache(maxsize=64)
-def _branches_of_phases(
-    pattern: Pattern, num_heads: int, num_kv_heads: int, causal: bool, first_head: int, first_kv_head: int
-) -> tuple[_BranchOfPhase, ...]:
+def branches_of(
+    pattern: Pattern, num_heads: int, num_kv_heads: int, causal: bool, first_head: int = 0, first_kv_head: int = 0
+) -> tuple[BranchOfPhase, ...]:
     """Returns the branches in their order, each for every phase that a head has.
 
     Branches of heads with different patterns have the same numbers, so that their tiles of one shape make one batch.
@@ -314,17 +289,17 @@ def _branches_of_phases(
                 for head in range(kv_head * group, (kv_head + 1) * group) if per_query_head else [kv_head]:
                     heads_of.setdefault((first + head) % dilation, []).append(head)
             branches += [
-                _BranchOfPhase(part, number, residue, tuple(heads), per_query_head, causal)
+                BranchOfPhase(part, number, residue, tuple(heads), per_query_head, causal)
                 for residue, heads in heads_of.items()
             ]
     return tuple(sorted(branches, key=lambda branch: branch.branch))
 
 
-def _folds(runs: Sequence[Run], dilation: int, starts: Sequence[int]) -> Iterator[_Fold]:
+def _folds(runs: Sequence[Run], dilation: int, starts: Sequence[int]) -> Iterator[_Folds]:
     """Yields the rows of the runs as folds, which begin at these residues.
 
-    In the middle of a run, folds of one kind are yielded together, as many of them in every phase, so that the tiles of all
-    phases have one shape and make one kernel call. At the ends of a run, folds are yielded one by one, and may be cut off.
+    In the middle of a run, folds of one kind come together, and equally many in every phase, so the tiles of all phases have
+    one shape and make one kernel call. At the ends of a run they come one by one, and may be cut off.
     """
     for row, position, length in runs:
         stop = position + length
@@ -338,39 +313,27 @@ def _folds(runs: Sequence[Run], dilation: int, starts: Sequence[int]) -> Iterato
             if middle:
                 at = start + dilation * middle.start
                 pieces = (Piece(0, at, len(middle)),)
-                yield _Fold(Progression(row + at - position, dilation, len(middle), pieces), after - start)
+                yield Progression(row + at - position, dilation, len(middle), pieces), after - start
             for number in single:
                 low = max(start + dilation * number, position)
                 high = min(after + dilation * number, stop)
                 if low < high:
-                    yield _Fold(Progression(row + low - position, dilation, 1, (Piece(0, low, 1),)), high - low)
+                    yield Progression(row + low - position, dilation, 1, (Piece(0, low, 1),)), high - low
 
 
 def tile_document(
-    pattern: Pattern,
-    *,
-    length: int,
-    queries: Sequence[Run],
-    keys: Sequence[Run],
-    num_heads: int,
-    num_kv_heads: int,
-    causal: bool,
-    first_head: int = 0,
-    first_kv_head: int = 0,
+    branches: Sequence[BranchOfPhase], length: int, queries: Sequence[Run], keys: Sequence[Run]
 ) -> list[Tile]:
     """Returns tiles that cover each pair of these queries and keys as often as `Pattern.multiplicity` counts it.
 
     Args:
+        branches: by `branches_of`; tiles are in their order.
         length: tokens of the document.
         queries: runs of the document's tokens that are queries here, by ascending position; their rows ascend too.
         keys: runs of the tokens that are keys here, in the same order; their rows number another storage.
-        first_head, first_kv_head: as for `Problem`.
-
-    Returns:
-        Tiles by ascending branch.
     """
     tiles: list[Tile] = []
-    for branch in _branches_of_phases(pattern, num_heads, num_kv_heads, causal, first_head, first_kv_head):
+    for branch in branches:
         key_groups = progressions(keys, branch.dilation, branch.residue)
         if not key_groups:
             continue
@@ -378,17 +341,17 @@ def tile_document(
             regions = branch.regions(rows.pieces[0].position % branch.dilation)
             for part, (region, key_group) in enumerate((r, k) for r in regions for k in key_groups):
                 for trapezoid in _trapezoids(rows, key_group, region):
-                    for shape in _shapes(trapezoid):
+                    for query_numbers, key_numbers, shape in _shapes(trapezoid):
                         tiles.append(
                             Tile(
                                 branch=branch.branch,
                                 part=part,
                                 heads=branch.heads,
                                 per_query_head=branch.per_query_head,
-                                queries=_slice(rows, shape.queries),
+                                queries=_slice(rows, query_numbers),
                                 fold_size=size,
-                                keys=_slice(key_group, shape.keys),
-                                shape=shape.shape,
+                                keys=_slice(key_group, key_numbers),
+                                shape=shape,
                             )
                         )
     return tiles

@@ -24,15 +24,11 @@ class Bytes(NamedTuple):
 
 
 class RankTraffic(NamedTuple):
-    """The bytes that a rank moves and holds in one call.
-
-    Attributes:
-        buffers: the most that keys, values and gradients of other ranks, and copies on their way, take at once.
-    """
+    """The bytes that a rank moves and holds in one call."""
 
     forward: Bytes
     backward: Bytes
-    buffers: int
+    buffers: int  # the most that keys, values and gradients of other ranks, and copies on their way, take at once
 
 
 def ring_traffic(problem: Problem, rank: int, sizes: RowBytes) -> RankTraffic:

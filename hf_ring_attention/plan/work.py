@@ -12,7 +12,7 @@ from .branches import Segment
 from .intervals import Run
 from .parts import ALL, QueryRange, parts_of
 from .patterns import Pattern
-from .tiles import pairs_of_tile, tile_document
+from .tiles import branches_of, pairs_of_tile, tile_document
 
 #: Work is counted for documents of these lengths, each longer than the last one by this factor, and estimated between them.
 _GROWTH = 1.12
@@ -22,14 +22,10 @@ _MOST_SEGMENTS = 128
 
 @dataclass(frozen=True)
 class _Pairs:
-    """The query-key pairs of the first n tokens of a causal document, whatever follows them, for every n.
+    """The query-key pairs of the first n tokens of a causal document, for every n.
 
-    They are counted for some lengths. Between these, the mean number of keys that a query sees is interpolated linearly, which
-    is right for exact attention.
-
-    Attributes:
-        lengths: the lengths for which pairs are counted, ascending from 0.
-        means: the pairs of each, divided by the length.
+    `means` are the keys of a query, counted for some lengths, ascending from 0. Between these they are interpolated linearly,
+    which is right for exact attention.
     """
 
     lengths: tuple[int, ...]
@@ -56,13 +52,9 @@ class _Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """The query-key pairs of a head in causal documents, on average over the heads.
+    """The query-key pairs of a head in causal documents, on average over the heads."""
 
-    Attributes:
-        shares: their sum is the work; one share of all queries, unless a document's last queries see more keys.
-    """
-
-    shares: tuple[_Share, ...]
+    shares: tuple[_Share, ...]  # add up to the work: one of all queries, unless a document's last queries see more keys
 
     def of_document(self, tokens: int) -> float:
         """Returns the pairs of a document of so many tokens."""
@@ -121,13 +113,5 @@ def _counted(patterns: tuple[Pattern, ...], heads: int, most_tokens: int) -> _Pa
 def _pairs_of_document(patterns: tuple[Pattern, ...], length: int) -> float:
     """Returns the pairs of a causal document, one head for each pattern, without a plan, since nobody would use it again."""
     rows, heads = [Run(0, 0, length)], len(patterns)
-    tiles = tile_document(
-        Pattern.by_kv_head(patterns),
-        length=length,
-        queries=rows,
-        keys=rows,
-        num_heads=heads,
-        num_kv_heads=heads,
-        causal=True,
-    )
+    tiles = tile_document(branches_of(Pattern.by_kv_head(patterns), heads, heads, causal=True), length, rows, rows)
     return sum(pairs_of_tile(t.shape, len(t.queries), len(t.keys)) * t.fold_size * len(t.heads) for t in tiles)

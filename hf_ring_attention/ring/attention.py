@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +15,12 @@ from ..compute.merge import accumulation_dtype, add_sinks, merge_
 from ..plan.heads import check_heads, group_size
 from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
-from ..plan.problem import Documents, HeldKeys, Problem, documents_of
+from ..plan.problem import HeldKeys, Problem, documents_of
 from ..plan.traffic import RowBytes
 from ..transport.heads import HeadsTransport
 from ..transport.transports import LocalTransport, Transport
 from .engine import Execution, HeadsAttention, RingAttention
-from .ring import Ring
+from .ring import Ring, is_recorded
 
 _ALONE = Ring.alone()
 
@@ -35,11 +35,7 @@ UNTRACEABLE = (
 
 
 def check_not_traced() -> None:
-    """Refuses torch.export and torch.jit.trace, which would record one batch's plan for all.
-
-    Raises:
-        NotImplementedError: one of them is under way.
-    """
+    """Refuses torch.export and torch.jit.trace, which would record one batch's plan for all."""
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         raise NotImplementedError(f"torch.export or torch.jit.trace was asked for: {UNTRACEABLE}")
 
@@ -100,50 +96,44 @@ def ring_attention(
         True
     """
     check_not_traced()
-    call = checked_call(
-        q,
-        k,
-        v,
-        pattern=pattern,
-        ring=ring,
-        layout=layout,
-        causal=causal,
-        scale=scale,
-        documents=documents,
-        softcap=softcap,
-        sinks=sinks,
-        head_shard=head_shard,
-    )
-    out, lse = call.attend(q, k, v, sinks, return_lse)
+    options = Options(pattern, ring, layout, causal, scale, documents, softcap, head_shard)
+    out, lse = checked_call(q, k, v, sinks, options).attend(q, k, v, sinks, return_lse)
     return (out, lse) if return_lse else out
+
+
+class Options(NamedTuple):
+    """The arguments of `ring_attention` beside tensors.
+
+    Attributes:
+        held: the tokens whose keys k [B, Hkv, `held.num_rows`, D] and v hold, if they come from a cache, for the
+            m = `held.num_queries` tokens of q [B, H, m, D]. One rank holds each token. `documents` then divide the sequence
+            of `held.row_len` tokens, and `layout` is not used.
+    """
+
+    pattern: Pattern | str
+    ring: Ring | None = None
+    layout: SequenceLayout | None = None
+    causal: bool = True
+    scale: float | None = None
+    documents: Sequence[Sequence[tuple[int, int]]] | None = None
+    softcap: float | None = None
+    head_shard: tuple[int, int] = (0, 1)
+    held: HeldKeys | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class CheckedCall:
-    """A call of attention that was checked and planned. It serves all layers whose calls differ in their numbers only.
-
-    Attributes:
-        ring: the ranks that share the sequences.
-        problem: the tiles to compute.
-        execution: the transport, the kernel and the scale.
-        values: the values that all ranks have in common.
-        digest: the number that stands for them when ranks compare later calls.
-        recorded: whether a backward pass will come.
-    """
+    """A call of attention that was checked and planned. It serves all layers whose calls differ in their numbers only."""
 
     ring: Ring
     problem: Problem
     execution: Execution
-    values: Mapping[str, Any]
-    digest: int
-    recorded: bool
+    values: Mapping[str, Any]  # the values that all ranks have in common
+    digest: int  # stands for them when ranks compare later calls
+    recorded: bool  # whether a backward pass will come
 
     def compare(self) -> None:
-        """Compares an equal call of a later layer with the calls of the other ranks.
-
-        Raises:
-            ValueError: on every rank, if another rank makes another call.
-        """
+        """Compares an equal call of a later layer with the calls of the other ranks."""
         self.ring.calls.compare(FORWARD, self.values, self.digest)
 
     def attend(
@@ -171,44 +161,21 @@ class CheckedCall:
         return (total if sinks is None else add_sinks(total, total_lse, sinks)[0]).to(q.dtype), total_lse
 
 
-def checked_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    pattern: Pattern | str,
-    ring: Ring | None = None,
-    layout: SequenceLayout | None = None,
-    causal: bool = True,
-    scale: float | None = None,
-    documents: Sequence[Sequence[tuple[int, int]]] | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    head_shard: tuple[int, int] = (0, 1),
-    held: HeldKeys | None = None,
-) -> CheckedCall:
+def checked_call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Options) -> CheckedCall:
     """Checks a call of `ring_attention` on all ranks, and plans it.
 
     With keys from a cache, the queries are a sequence's last tokens. On a ring every rank then has the same queries and its own
     part of the keys. Ranks merge their results, so one row of (out, lse) moves for each query and rank, whatever the length of
     the cache.
-
-    Args:
-        held: the tokens whose keys k [B, Hkv, `held.num_rows`, D] and v hold, if they come from a cache, for the
-            m = `held.num_queries` tokens of q [B, H, m, D]. One rank holds each token. `documents` then divide the sequence
-            of `held.row_len` tokens, and `layout` is not used.
-
-    Raises:
-        ValueError: as `ring_attention`; or the gradient of a cache over a ring.
     """
-    ring = _ALONE if ring is None else ring
+    ring, held, scale, softcap = options.ring or _ALONE, options.held, options.scale, options.softcap
     with ring.agreement(FORWARD, by_digest=True) as call:
-        pattern = as_pattern(pattern, "ring_attention")
+        pattern = as_pattern(options.pattern, "ring_attention")
         _check_tensors(q, k, v, softcap, sinks)
         kernel = choose_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
-        recorded = _recorded(q, k, v, sinks)
-        problem = _problem(q, k, pattern, ring, layout, causal, documents, head_shard, held)
-        if held is not None and ring.world_size > 1 and _recorded(q, k, v):
+        recorded = is_recorded(q, k, v, sinks)
+        problem = _problem(q, k, pattern, ring, options)
+        if held is not None and ring.world_size > 1 and is_recorded(q, k, v):
             raise ValueError("cached_attention: the keys of a sharded cache have no gradient: use torch.no_grad()")
         if ring.transport == "heads" and held is None:
             check_heads(problem.num_heads, problem.num_kv_heads, group_size(problem))
@@ -246,11 +213,6 @@ def _transport(ring: Ring, problem: Problem, q: Tensor, v: Tensor, kernel: Kerne
     return ring.planner.transport_for(problem, sizes, q.device, kernel.joining)
 
 
-def _recorded(*tensors: Tensor | None) -> bool:
-    """Returns whether a backward pass will come, in which all ranks take part or none."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, sinks: Tensor | None) -> None:
     """Raises ValueError for tensors that do not fit each other."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -277,25 +239,11 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, sinks
         )
 
 
-def _problem(
-    q: Tensor,
-    k: Tensor,
-    pattern: Pattern,
-    ring: Ring,
-    layout: SequenceLayout | None,
-    causal: bool,
-    documents: Sequence[Sequence[tuple[int, int]]] | None,
-    head_shard: tuple[int, int],
-    held: HeldKeys | None,
-) -> Problem:
-    """Returns the problem of a call.
-
-    Raises:
-        ValueError: tokens, layout, documents and held keys that do not fit each other.
-    """
-    shard, shards = head_shard
+def _problem(q: Tensor, k: Tensor, pattern: Pattern, ring: Ring, options: Options) -> Problem:
+    """Returns the problem of a call."""
+    held, (shard, shards) = options.held, options.head_shard
     if not 0 <= shard < shards:
-        raise ValueError(f"ring_attention: head_shard must be (i, t) with 0 <= i < t, got {head_shard}")
+        raise ValueError(f"ring_attention: head_shard must be (i, t) with 0 <= i < t, got {options.head_shard}")
     pattern.check_heads(k.shape[1] * shards, "k")
     n, key_rows = q.shape[2], k.shape[2]
     if held is not None:
@@ -311,33 +259,27 @@ def _problem(
                 f"q {tuple(q.shape)}, k {tuple(k.shape)}"
             )
         # This layout does not depend on documents, so a caller who shards by `ring.layout_for` gets the same one.
-        layout = ring.layout_for(n * ring.world_size, pattern) if layout is None else layout
+        layout = options.layout or ring.layout_for(n * ring.world_size, pattern)
         ring.check_layout(layout)
         if n != layout.local_len:
             raise ValueError(
                 f"ring_attention: {layout} gives each rank {layout.padded_len} / {layout.world_size} = {layout.local_len} "
                 f"tokens, got {n}: shard whole sequences of {layout.seq_len} tokens with ring.shard(tensor, layout)"
             )
+    documents = documents_of(options.documents, layout.seq_len, "ring_attention")
+    if documents is not None and len(documents) != q.shape[0]:
+        raise ValueError(
+            f"ring_attention: documents must have one list for each batch row, got {len(documents)} for {q.shape[0]} batch rows"
+        )
     return Problem(
         pattern=pattern,
         layout=layout,
-        documents=_documents(documents, layout.seq_len, q.shape[0]),
+        documents=(((0, layout.seq_len),),) * q.shape[0] if documents is None else documents,
         num_heads=q.shape[1],
         num_kv_heads=k.shape[1],
-        causal=bool(causal),
+        causal=bool(options.causal),
         held=held,
         settings=ring.settings,
         first_head=shard * q.shape[1],
         first_kv_head=shard * k.shape[1],
     )
-
-
-def _documents(documents: Sequence[Sequence[tuple[int, int]]] | None, seq_len: int, batch: int) -> Documents:
-    rows = documents_of(documents, seq_len, "ring_attention")
-    if rows is None:
-        return (((0, seq_len),),) * batch
-    if len(rows) != batch:
-        raise ValueError(
-            f"ring_attention: documents must have one list for each batch row, got {len(rows)} for {batch} batch rows"
-        )
-    return rows

@@ -38,16 +38,12 @@ class Turns:
 
 @dataclasses.dataclass
 class _Kept:
-    """A binding, the bytes of its tensors, and the number of its tensors and data classes.
-
-    Attributes:
-        round: the round in which it was made ahead; None once a call has used it.
-    """
+    """A binding, the bytes of its tensors, the number of its tensors and data classes, and the round in which it was made."""
 
     binding: Any
     size: int
     parts: int
-    round: int | None
+    round: int
 
 
 class Bindings:
@@ -64,101 +60,82 @@ class Bindings:
 
     def __init__(self, max_bytes: int = 256 << 20, max_parts: int = 1 << 14) -> None:
         self.max_bytes, self.max_parts = max_bytes, max_parts
-        #: The bytes of the tensors in bindings that calls have used, and in bindings that wait for their first call.
-        self.nbytes, self.nbytes_ahead = 0, 0
-        self._num_parts = 0
         self._round = 0
-        #: The least recently used first.
-        self._bindings: OrderedDict[Any, _Kept] = OrderedDict()
+        #: Bindings that calls have used, the least recently used first; and bindings that wait for their first call.
+        self._used: OrderedDict[Any, _Kept] = OrderedDict()
+        self._ahead: dict[Any, _Kept] = {}
         self._streams: dict[torch.device, Any] = {}
         self._turns = Turns()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tensors in bindings that calls have used."""
+        with self._lock:
+            return sum(kept.size for kept in self._used.values())
+
+    @property
+    def nbytes_ahead(self) -> int:
+        """The bytes of the tensors in bindings that wait for their first call."""
+        with self._lock:
+            return sum(kept.size for kept in self._ahead.values())
 
     def of(self, bind: Callable[..., Binding], *call: Any) -> Binding:
-        """Returns bind(*call), or the binding that an equal call made before, or that was made ahead of this one.
-
-        Args:
-            call: the hashable arguments: a problem, and the rank and device that compute it.
-        """
+        """Returns bind(*call), or the binding that an equal call made before, or that was made ahead of this one."""
         key = (bind, *call)
         kept = self._find(key)
         if kept is None:
             with self._turns.of(key):
-                kept = self._find(key) or self._keep(key, bind(*call))
+                kept = self._find(key) or self._use(key, self._kept(bind(*call)))
         binding: Binding = kept.binding
         return binding
 
     def make_ahead(self, device: torch.device, bind: Callable[..., Any], *call: Any) -> None:
-        """Makes bind(*call) for a later `of`, in a thread beside the calls, unless too many bindings already wait.
-
-        Args:
-            device: the device of the binding's tensors.
-            call: as for `of`.
-        """
+        """Makes bind(*call) on a device for a later `of`, in a thread beside the calls, unless too many bindings wait."""
         key = (bind, *call)
         with self._turns.of(key):
             with self._lock:
-                if key in self._bindings or 2 * self.nbytes_ahead >= self.max_bytes:
+                if key in self._used or key in self._ahead or 2 * self.nbytes_ahead >= self.max_bytes:
                     return
             with self._beside_calls(device):
-                binding = bind(*call)
-            self._keep(key, binding, self._round)
+                kept = self._kept(bind(*call))
+            with self._lock:
+                self._ahead[key] = kept
 
     def next_round(self) -> None:
         """Begins a round of calls, and drops bindings that were made ahead rounds ago and met no call."""
         with self._lock:
             self._round += 1
-            for key, kept in [*self._bindings.items()]:
-                if kept.round is not None and self._round - kept.round > ROUNDS_TO_WAIT:
-                    self._drop(key)
-
-    @property
-    def waiting(self) -> int:
-        """The number of bindings that were made ahead and wait for their first call."""
-        return sum(kept.round is not None for kept in self._bindings.values())
+            recent = {key: x for key, x in self._ahead.items() if self._round - x.round <= ROUNDS_TO_WAIT}
+            self._ahead = recent
 
     def _find(self, key: Any) -> _Kept | None:
         with self._lock:
-            kept = self._bindings.get(key)
+            kept = self._ahead.pop(key, None)
             if kept is None:
-                return None
-            self._bindings.move_to_end(key)
-            if kept.round is not None:
-                for x in _parts_of(kept.binding):
-                    if (
-                        isinstance(x, Tensor) and x.is_cuda
-                    ):  # Another stream must not reuse its memory before this one is done.
-                        x.record_stream(torch.cuda.current_stream(x.device))
-                self._drop(key)
-                kept.round = None
-                self._add(key, kept)
-            return kept
+                kept = self._used.get(key)
+                if kept is not None:
+                    self._used.move_to_end(key)
+                return kept
+            for x in _parts_of(kept.binding):  # Another stream must not reuse its memory before this one is done.
+                if isinstance(x, Tensor) and x.is_cuda:
+                    x.record_stream(torch.cuda.current_stream(x.device))
+            return self._use(key, kept)
 
-    def _keep(self, key: Any, binding: Any, made: int | None = None) -> _Kept:
-        parts = [*_parts_of(binding)]
-        size = sum({id(x): x.numel() * x.element_size() for x in parts if isinstance(x, Tensor)}.values())
+    def _use(self, key: Any, kept: _Kept) -> _Kept:
+        """Adds a binding that a call uses, and drops old ones if there are too many."""
         with self._lock:
-            return self._add(key, _Kept(binding, size, len(parts), made))
-
-    def _add(self, key: Any, kept: _Kept) -> _Kept:
-        """Adds a binding, and drops old ones if there are too many; the lock is held."""
-        self._bindings[key] = kept
-        self._count(kept, 1)
-        while self.nbytes > self.max_bytes or self._num_parts > self.max_parts:
-            oldest = next(key for key, kept in self._bindings.items() if kept.round is None)
-            if self._bindings[oldest] is kept:
-                break
-            self._drop(oldest)
+            self._used[key] = kept
+            while len(self._used) > 1 and (
+                self.nbytes > self.max_bytes or sum(x.parts for x in self._used.values()) > self.max_parts
+            ):
+                self._used.popitem(last=False)
         return kept
 
-    def _drop(self, key: Any) -> None:
-        self._count(self._bindings.pop(key), -1)
-
-    def _count(self, kept: _Kept, sign: int) -> None:
-        if kept.round is None:
-            self.nbytes, self._num_parts = self.nbytes + sign * kept.size, self._num_parts + sign * kept.parts
-        else:
-            self.nbytes_ahead += sign * kept.size
+    def _kept(self, binding: Any) -> _Kept:
+        parts = [*_parts_of(binding)]
+        size = sum({id(x): x.numel() * x.element_size() for x in parts if isinstance(x, Tensor)}.values())
+        return _Kept(binding, size, len(parts), self._round)
 
     @contextmanager
     def _beside_calls(self, device: torch.device) -> Iterator[None]:

@@ -20,12 +20,7 @@ FORWARD_PART, BACKWARD_PART = 2, 8
 
 
 class Execution(NamedTuple):
-    """The parts that execute a planned call.
-
-    Attributes:
-        scale: the factor of the scores.
-        before_backward: is called first in backward, and compares the ranks' calls; None for one rank.
-    """
+    """The parts that execute a planned call; `before_backward`, the first act of backward, compares the ranks' calls."""
 
     transport: Any  # a Transport, or a HeadsTransport for HeadsAttention
     kernel: Kernel

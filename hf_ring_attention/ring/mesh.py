@@ -20,27 +20,18 @@ _DATA_NAMES = ("dp", "dp_replicate", "dp_shard")
 
 
 class Mesh(NamedTuple):
-    """The place of this process on the mesh.
+    """The place of this process on the mesh."""
 
-    Attributes:
-        group: the process group of its ring; None for a process alone.
-        everyone: the communicator of all processes that train together; None for a process alone.
-        dp_rank, dp_size: the number of its ring, and the number of rings.
-    """
-
-    group: dist.ProcessGroup | None
-    everyone: ProcessGroupCommunicator | None
-    dp_rank: int
-    dp_size: int
+    group: dist.ProcessGroup | None  # of its ring; None for a process alone
+    everyone: ProcessGroupCommunicator | None  # reaches all processes that train together; None for a process alone
+    dp_rank: int  # the number of its ring
+    dp_size: int  # the number of rings
 
 
 def mesh_of(accelerator: Any, size: int | None) -> Mesh:
     """Returns this process's place on a mesh of rings of `size` ranks, which are neighbours in the world.
 
     If the accelerator's own mesh has a dimension for rings, this is the mesh; otherwise a new one is made.
-
-    Raises:
-        ValueError: on every process, for the reasons that `Ring.from_accelerator` lists.
     """
     world_size = accelerator.state.num_processes
     if world_size == 1:
@@ -82,18 +73,13 @@ def _ring_dimension(device_mesh: DeviceMesh) -> DeviceMesh | None:
 def without_cp(config: Any) -> Any:
     """Returns a ParallelismConfig by which Accelerate shards models alike, over cp and dp_shard, but no sequences.
 
-    With cp_size above 1, `Accelerator.prepare` would hook the layers of a model and drop their masks, and Trainer would cut
-    each row a second time.
+    With cp_size above 1, Accelerate would drop the masks of layers, and Trainer would cut each row a second time.
     """
     return replace(config, dp_shard_size=config.dp_shard_size * config.cp_size, cp_size=1, cp_handler=None)
 
 
 def communicator_of(group: dist.ProcessGroup | DeviceMesh | None) -> ProcessGroupCommunicator | None:
-    """Returns the communicator of a ring over a group, over a device mesh, or over the world; None for a process alone.
-
-    Raises:
-        ValueError: for the reasons that `Ring` lists.
-    """
+    """Returns the communicator of a ring over a group, over a device mesh, or over the world; None for a process alone."""
     if isinstance(group, DeviceMesh):
         if group.get_coordinate() is None:
             raise ValueError(f"Ring: rank {dist.get_rank()} of the world is not on the device mesh it was given")
@@ -115,11 +101,7 @@ def communicator_of(group: dist.ProcessGroup | DeviceMesh | None) -> ProcessGrou
 
 
 def check_alone(caller: str, remedy: str) -> None:
-    """Refuses a ring of one if a launcher has started several processes: each would read everything by itself.
-
-    Raises:
-        ValueError: the environment's WORLD_SIZE is above 1.
-    """
+    """Refuses a ring of one if a launcher has started several processes: each would read everything by itself."""
     started = os.environ.get("WORLD_SIZE", "1")
     if started.isdigit() and int(started) > 1:
         raise ValueError(
@@ -141,11 +123,7 @@ def _wrong_size(size: Any, world_size: int) -> str | None:
 
 
 def _wrong_accelerator(accelerator: Any, size: int | None, rings: DeviceMesh | None) -> str | None:
-    """Returns the error of an accelerator that cannot have rings of `size` ranks; None for one that can.
-
-    Args:
-        rings: the dimension for rings of the accelerator's own device mesh, if any.
-    """
+    """Returns the error of an accelerator that cannot have rings of `size` ranks, such as its own mesh has; None if it can."""
     config, mesh, loading = accelerator.parallelism_config, accelerator.torch_device_mesh, accelerator.dataloader_config
     sp_size, tp_size, cp_size = (getattr(config, name, 1) for name in ("sp_size", "tp_size", "cp_size"))
     if sp_size > 1:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..plan.choices import as_decided, decide_transport
+from ..plan.choices import decide_call
 from ..plan.joins import Joining
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents, Problem
@@ -38,11 +38,8 @@ THREAD = "ring-planner"
 _MOST_BATCHES = 64
 
 
-class _BatchRows(NamedTuple):
-    """The rows of a batch; calls of one kind differ in these alone."""
-
-    layout: SequenceLayout
-    documents: Documents
+#: The rows of a batch; calls of one kind differ in these alone.
+_BatchRows = tuple[SequenceLayout, Documents]
 
 
 class _Kind(NamedTuple):
@@ -68,12 +65,6 @@ class Planner:
     Calls teach it the kinds of calls: all of a problem but its rows. `expect` announces the rows of a coming batch, and the
     planner plans them for all kinds of the last few batches. It only makes bindings: it changes no result, and talks to no
     other rank. The thread ends when all is planned, so none is left between batches.
-
-    Args:
-        transport: the transport of the ring, or "auto".
-        communicator: reaches the other ranks; None for a rank alone.
-        bindings: keeps the bindings, for calls to find them.
-        traffic: counts the bytes of the transports and the seconds of planning.
     """
 
     def __init__(self, transport: str, communicator: Communicator | None, bindings: Bindings, traffic: Traffic) -> None:
@@ -101,8 +92,8 @@ class Planner:
         """
         start = time.perf_counter()
         with _PLANNING.of(problem):
-            decision = decide_transport(self.transport, problem, sizes)
-            spec, decided = TRANSPORTS[decision.choice], as_decided(problem, decision)
+            decided, decision = decide_call(self.transport, problem, sizes)
+            spec = TRANSPORTS[decision.choice]
             binding = self.bindings.of(spec.bind, decided, self._rank, device, joining)
         self._traffic.planned_seconds += time.perf_counter() - start
         self._learn(problem, sizes, device, joining)
@@ -117,7 +108,7 @@ class Planner:
         """Remembers the kind of a call that came, and plans it for the batches that are expected after this one."""
         if not self._batches or device.type not in ("cpu", "cuda"):
             return
-        rows = _BatchRows(problem.layout, problem.documents)
+        rows = problem.layout, problem.documents
         no_rows = SequenceLayout("contiguous", 1, problem.layout.world_size)
         kind = _Kind(replace(problem, layout=no_rows, documents=()), sizes, device, joining)
         with self._lock:
@@ -139,11 +130,8 @@ class Planner:
 
         A batch may be announced several times. If calls of a kind keep coming with other rows than the expected ones, as in
         a model of images, the kind is not planned: its plans would meet no call.
-
-        Args:
-            layout, documents: the rows of the batch.
         """
-        rows = _BatchRows(layout, documents)
+        rows = layout, documents
         with self._lock:
             if self._called:
                 self._called = False
@@ -188,10 +176,9 @@ class Planner:
 
 
 def _plan_ahead(kind: _Kind, rows: _BatchRows, transport: str, rank: int, bindings: Bindings) -> None:
-    problem = replace(kind.problem, layout=rows.layout, documents=rows.documents)
+    problem = replace(kind.problem, layout=rows[0], documents=rows[1])
     with _PLANNING.of(problem):
-        decision = decide_transport(transport, problem, kind.sizes)
-        problem = as_decided(problem, decision)
+        problem, decision = decide_call(transport, problem, kind.sizes)
         bindings.make_ahead(kind.device, TRANSPORTS[decision.choice].bind, problem, rank, kind.device, kind.joining)
 
 

@@ -122,7 +122,7 @@ class Ring:
     def _set_up(self, communicator: Communicator | None, layout: str, transport: str, heads: int | None) -> None:
         self.rank, self.world_size = (0, 1) if communicator is None else (communicator.rank, communicator.world_size)
         check_choices(layout, transport, self.world_size, heads)
-        if transport in ("ring", "collective", "heads") and communicator is None:
+        if transport not in ("auto", "local") and communicator is None:
             raise ValueError(f"transport={transport!r} needs torch.distributed to be initialized")
         self.dp_rank, self.dp_size = 0, 1
         self.layout, self.transport, self.settings = layout, transport, RingSettings(heads=heads)
@@ -244,7 +244,7 @@ class Ring:
         """Returns the tensors of all ranks along `dim`, once the ranks have agreed; it is differentiable."""
         if self.world_size == 1:
             return local
-        before_backward = self.calls.backward_check() if _is_recorded(local) else None
+        before_backward = self.calls.backward_check() if is_recorded(local) else None
         whole: Tensor = SideBySide.apply(local, self._communicator, self._traffic, dim % local.dim(), before_backward)
         return whole
 
@@ -274,19 +274,10 @@ class Ring:
         *,
         everywhere: bool = False,
     ) -> list[Any]:
-        """Checks that all ranks make the same call with equal values and without an error.
+        """Returns the messages of all ranks if they agree, as `transport.agreement.agree`.
 
         Args:
-            call: the name of the call that this rank is about to make.
-            values: the values that must be equal, by their names in an error.
-            tell: this rank's message to the others; messages may differ.
             everywhere: whether all processes that train together agree, not only the ranks of this ring.
-
-        Returns:
-            The message of each rank; the ranks of a ring are neighbours.
-
-        Raises:
-            ValueError: on every rank, if one has an error or the ranks differ; the message lists the values of the ranks.
         """
         communicator, who = (self._everyone, "process") if everywhere else (self._communicator, "rank")
         return agree(communicator, who, call, values, error, tell)
@@ -296,19 +287,16 @@ class Ring:
     ) -> AbstractContextManager[Agreement]:
         """Returns a context in which this rank checks its part of a call: all ranks go on with equal values, or all raise.
 
-        `transport.agreement.agreement` has an example.
-
-        Args:
-            call, everywhere: as for `agree`.
-            by_digest: whether equal ranks exchange 8 bytes and no messages, for calls that every layer makes.
+        `transport.agreement.agreement` has an example. By digests, equal ranks exchange 8 bytes and no messages.
         """
         if by_digest:
             return agreement(lambda values, error, _: self.calls.agree(call, values, error))
         return agreement(partial(self.agree, call, everywhere=everywhere))
 
 
-def _is_recorded(x: Tensor) -> bool:
-    return torch.is_grad_enabled() and x.requires_grad
+def is_recorded(*tensors: Tensor | None) -> bool:
+    """Returns whether a backward pass will come, in which all ranks take part or none."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _describe(call: Agreement, local: Tensor, dim: int) -> None:
@@ -317,5 +305,5 @@ def _describe(call: Agreement, local: Tensor, dim: int) -> None:
         "the shape of a rank's tensor": tuple(local.shape),
         "dtype": local.dtype,
         "dim": dim,
-        "whether gradients are recorded": _is_recorded(local),
+        "whether gradients are recorded": is_recorded(local),
     }

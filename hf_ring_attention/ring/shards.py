@@ -13,11 +13,7 @@ from ..transport.transports import Traffic
 
 
 def shard_of(tensor: Tensor, layout: SequenceLayout, rank: int, dim: int, fill: float) -> Tensor:
-    """Returns the tokens along `dim` that `rank` holds, padded with `fill`.
-
-    Raises:
-        ValueError: a tensor of another length, or of other batch rows than the layout's.
-    """
+    """Returns the tokens along `dim` that `rank` holds, padded with `fill`."""
     if tensor.shape[dim] != layout.seq_len:
         raise ValueError(
             f"shard: expected {layout.seq_len} tokens along dim {dim}, got {tensor.shape[dim]} in {tuple(tensor.shape)}"
@@ -51,11 +47,7 @@ def whole_of(shards: Tensor, layout: SequenceLayout, dim: int) -> Tensor:
 
 
 def check_shard(local: Tensor, layout: SequenceLayout, dim: int) -> None:
-    """Refuses a tensor that is not a shard of this layout.
-
-    Raises:
-        ValueError: another length, or other batch rows than the layout's.
-    """
+    """Refuses a tensor that is not a shard of this layout."""
     if local.shape[dim] != layout.local_len:
         raise ValueError(
             f"unshard: expected {layout.local_len} tokens along dim {dim}, got {local.shape[dim]} in {tuple(local.shape)}"

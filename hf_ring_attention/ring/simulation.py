@@ -9,6 +9,7 @@ from typing import TypeVar, cast
 
 import torch
 
+from ..plan.branches import check_count
 from ..plan.layouts import LayoutKind
 from ..transport.simulated import SimulatedCommunicator
 from .ring import Ring
@@ -43,8 +44,7 @@ def simulate(
         >>> [ring.shard(torch.arange(8)[None], layout).tolist() for ring in rings]
         [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
     """
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-        raise ValueError(f"simulate: world_size must be an integer of at least 1, got {world_size!r}")
+    check_count("simulate", "world_size", world_size)
     return [Ring.over(c, layout, transport, heads) for c in SimulatedCommunicator.all_of(world_size, timeout)]
 
 

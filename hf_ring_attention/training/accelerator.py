@@ -16,7 +16,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import recursively_apply
 from torch.utils.data import SequentialSampler
 
-from ..compute.private import check_accelerate
+from ..compute.private import check
 from ..ring.ring import Ring
 
 
@@ -132,6 +132,6 @@ def _draw_alike(loader: DataLoaderShard) -> None:
 
 def count_rings(accelerator: Any, ring: Ring) -> None:
     """Makes an Accelerator count rings from now on."""
-    check_accelerate()
+    check("accelerate")
     accelerator.__class__ = RingAccelerator
     accelerator.ring = ring

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
-from ..compute.private import check_trainer, check_trl
+from ..compute.private import check, check_trl
 from ..hf.config import settings_of, use_settings
 from ..hf.patch import patch_model
 from ..hf.wrappers import unwrapped
@@ -29,7 +29,7 @@ from ..ring.ring import Ring
 from ..transport.lost_processes import naming_lost_processes
 
 logger = logging.getLogger(__name__)
-check_trainer(Trainer)
+check("transformers.Trainer")
 
 if TYPE_CHECKING:
     _Trainer = Trainer  # type checkers see the methods of the class that the mixin is mixed into

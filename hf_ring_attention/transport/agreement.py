@@ -22,18 +22,12 @@ def digest(x: Any) -> str:
 
 
 class Agreement:
-    """The values that one rank brings to an agreement, and the messages that it gets from it.
-
-    Attributes:
-        values: the values that must be equal on all ranks, by their names in an error.
-        message: this rank's message to the others; messages may differ.
-        answers: the message of each rank, once all have agreed.
-    """
+    """The values that one rank brings to an agreement, and the messages that it gets from it."""
 
     def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-        self.message: Any = None
-        self.answers: list[Any] = []
+        self.values: dict[str, Any] = {}  # must be equal on all ranks, by their names in an error
+        self.message: Any = None  # to the other ranks; messages may differ
+        self.answers: list[Any] = []  # the message of each rank, once all have agreed
 
     def same(self, name: str, value: Any) -> None:
         """Requires all ranks to have this value."""
@@ -46,17 +40,11 @@ _REFUSALS = (ValueError, TypeError, AttributeError, IndexError, KeyError, Runtim
 
 @contextmanager
 def agreement(settle: Callable[[Mapping[str, Any], Exception | None, Any], list[Any]]) -> Iterator[Agreement]:
-    """Collects an error of this rank, lets all ranks compare their values and errors, and raises on every rank or on none.
+    """Collects an error of this rank, has `settle` compare the values and errors of all ranks, and raises on all or on none.
 
-        with ring.agreement("a product") as call:
-            check(x)                                # an error here is raised on all ranks
-            call.same("the shape of x", x.shape)    # and so is one for a difference
-
-    Args:
-        settle: compares (values, error, message) of all ranks, and returns each rank's `message`, as `agree` does.
-
-    Raises:
-        ValueError: on every rank, if one has an error or the ranks differ; the rank with the error raises its own.
+    with ring.agreement("a product") as call:
+        check(x)                                # an error here is raised on all ranks
+        call.same("the shape of x", x.shape)    # and so is one for a difference
     """
     call, error = Agreement(), None
     try:
@@ -78,19 +66,13 @@ def agree(
     """Checks in one or two small exchanges that all ranks make the same call with equal values and without an error.
 
     Every agreement begins with the same exchange of 8 bytes, so that ranks in different calls understand each other: unless
-    all ranks have one digest, all go on and exchange everything.
+    all ranks have one digest, all go on and exchange everything. Returns the message of each rank, or nothing by one digest.
 
     Args:
-        communicator: None for a process alone.
         who: the word for a rank in errors: "rank" or "process".
-        call: the name of the call that this rank is about to make.
         values: the values that must be equal, by their names in an error.
-        error: the error of this rank, which is raised on all.
         tell: this rank's message to the others; messages may differ.
         digest: stands for the call and its values, without a message; 0 to exchange everything.
-
-    Returns:
-        The message of each rank; an empty list if all have one digest.
 
     Raises:
         ValueError: on every rank, if one has an error or the ranks differ; the message lists the values of the ranks.

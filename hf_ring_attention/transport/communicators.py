@@ -5,8 +5,8 @@ Transports and `Ring` send rows by these few operations of torch.distributed onl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -27,15 +27,11 @@ class Message(NamedTuple):
     tensor: Tensor
 
 
-class Pending(Protocol):
-    """Messages under way."""
+class Pending:
+    """Messages under way; `wait` is called once, and its RuntimeError names a peer that is gone or too late."""
 
-    def wait(self) -> None:
-        """Waits until all are there; it is called once.
-
-        Raises:
-            RuntimeError: a peer is gone, or too late; the message names it and the messages that were awaited.
-        """
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.wait = wait
 
 
 class Exchanger(Protocol):
@@ -74,14 +70,14 @@ class PartOfRanks:
         self.world_size = len(self.members)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """As `Communicator.exchange`."""
+        """As `Exchanger.exchange`."""
         return self.whole.exchange(
             [Message(self.members[peer], tensor) for peer, tensor in sends],
             [Message(self.members[peer], tensor) for peer, tensor in receives],
         )
 
     def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Pending:
-        """As `Communicator.all_to_all`; members must ascend, since rows are in the order of all ranks."""
+        """As `Exchanger.all_to_all`; members must ascend, since rows are in the order of all ranks."""
         counts = [[0] * self.whole.world_size for _ in range(2)]
         for whole, part in zip(counts, (receive_counts, send_counts)):
             for member, count in zip(self.members, part):
@@ -92,12 +88,8 @@ class PartOfRanks:
 def companion_of(group: dist.ProcessGroup) -> Any:
     """Returns gloo's connection of the ranks of a group that takes no CPU tensors, as "nccl"; None for a group that does.
 
-    It numbers ranks as the group does, and has the methods send, recv, allgather and alltoall_base of a process group.
     All ranks of the group must make it together, and no other rank. `dist.new_group` cannot make it: without the other ranks
     of the world it names a group by a count that may differ between ranks. The name of `group` is the same on all.
-
-    Raises:
-        RuntimeError: a rank of the group does not come in time.
     """
     if "cpu" in (served.partition(":")[0] for served in dist.get_backend_config(group).split(",")):
         return None
@@ -110,19 +102,14 @@ def companion_of(group: dist.ProcessGroup) -> Any:
     return companion
 
 
-class _Works:
-    """Works of torch.distributed, each with its name for an error, and each waited for once."""
-
-    def __init__(self, works: list[tuple[dist.Work, str]]) -> None:
-        self.works = works
-
-    def wait(self) -> None:
-        works, self.works = self.works, []
-        for work, name in works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise RuntimeError(f"{name} did not end: {error}") from error
+def _wait(works: list[tuple[dist.Work, str]]) -> None:
+    """Waits for each work of torch.distributed, and drops it; each has its name for an error."""
+    while works:
+        work, name = works.pop(0)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"{name} did not end: {error}") from error
 
 
 class ProcessGroupCommunicator:
@@ -138,10 +125,7 @@ class ProcessGroupCommunicator:
         return companion_of(self.group)
 
     def _beside(self, tensors: Sequence[Tensor]) -> Any:
-        """Returns the companion of the group if it takes no CPU tensors, and these tensors are on the CPU; else None.
-
-        All ranks first need it in an agreement, so a ring that only some ranks make waits for nobody.
-        """
+        """Returns the companion if the group needs it for these tensors; an agreement of all ranks needs it first."""
         return self._companion if all(x.is_cpu for x in tensors) else None
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
@@ -160,7 +144,7 @@ class ProcessGroupCommunicator:
             raise RuntimeError(f"{' and '.join(names)} did not begin: {error}") from error
         if len(works) != len(names):  # NCCL returns one work for all of them.
             names = [" and ".join(names)] * len(works)
-        return _Works(list(zip(works, names)))
+        return Pending(partial(_wait, list(zip(works, names))))
 
     def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Pending:
         name = f"the exchange with ranks {[r for r in range(self.world_size) if receive_counts[r] or send_counts[r]]}"
@@ -172,7 +156,7 @@ class ProcessGroupCommunicator:
                 work = beside.alltoall_base(received, sent, *counts)
         except RuntimeError as error:
             raise RuntimeError(f"{name} did not begin: {error}") from error
-        return _Works([(work, name)])
+        return Pending(partial(_wait, [(work, name)]))
 
     def gather(self, x: Tensor) -> list[Tensor]:
         parts, beside = [torch.empty_like(x) for _ in range(self.world_size)], self._beside([x])

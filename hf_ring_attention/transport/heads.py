@@ -27,40 +27,29 @@ class HeadsPiece:
 
 @dataclass(frozen=True)
 class HeadsBinding:
-    """The pieces of a rank.
-
-    Attributes:
-        place: the rank's group, which exchanges heads, and its number there.
-        rows: for each member of the group, the runs of its tokens among the rows of the group: for each batch row, or once
-            if all batch rows are divided alike.
-    """
+    """The pieces of a rank, and its place."""
 
     pieces: tuple[HeadsPiece, ...]
     place: Place
+    #: For each member of the group, the runs of its tokens among the rows of the group: for each batch row, or once if all
+    #: batch rows are divided alike.
     rows: tuple[tuple[tuple[range, ...], ...], ...]
 
 
 def bind_heads(problem: Problem, rank: int, device: torch.device, joining: Joining | None) -> HeadsBinding:
-    """Binds the plan of `rank` for the heads transport.
-
-    Raises:
-        ValueError: numbers of heads that do not divide among the ranks.
-    """
+    """Binds the plan of `rank` for the heads transport."""
     place, members = place_of(problem, rank), range(group_size(problem))
+    batch_rows = range(len(problem.layout.rows) or 1)
+
+    def ring(heads: Heads) -> RingBinding:
+        return bind_ring(problem_of_heads(problem, heads), place.group, device, joining)
+
     pieces = zip(*(pieces_of(problem, member) for member in members))
     return HeadsBinding(
-        pieces=tuple(
-            HeadsPiece(
-                of_ranks, bind_ring(problem_of_heads(problem, of_ranks[place.member]), place.group, device, joining)
-            )
-            for of_ranks in pieces
-        ),
+        pieces=tuple(HeadsPiece(of_ranks, ring(of_ranks[place.member])) for of_ranks in pieces),
         place=place,
         rows=tuple(
-            tuple(
-                rows_of_member(problem, place._replace(member=member), row)
-                for row in range(len(problem.layout.rows) or 1)
-            )
+            tuple(rows_of_member(problem, place._replace(member=member), row) for row in batch_rows)
             for member in members
         ),
     )
@@ -90,9 +79,6 @@ class HeadsTransport:
         """Starts to take tensors [B, heads, local tokens, ...] of all heads to [B, heads of the piece, tokens, ...].
 
         `Exchange.finish` returns the results of `queries`, and then the results of `keys`, which are of key/value heads.
-
-        Args:
-            content: the name of the tensors in errors.
         """
         tensors = [(x, [heads.query for heads in piece.of_ranks]) for x in queries]
         tensors += [(x, [heads.kv for heads in piece.of_ranks]) for x in keys]
@@ -122,10 +108,7 @@ class HeadsTransport:
     ) -> Exchange:
         """Starts to bring tensors [B, heads of the piece, tokens, ...] home, into [B, heads, local tokens, ...] of all heads.
 
-        Args:
-            content: the name of the tensors in errors.
-            queries: tensors of query heads, each with the tensor that takes it.
-            keys: tensors of key/value heads, each with the tensor that it is added to: several ranks may have one head.
+        Each tensor comes with its target. Key/value heads are added to it, since several ranks may have one head.
         """
         tensors = [x for x, _ in (*queries, *keys)]
 
@@ -165,16 +148,11 @@ class HeadsTransport:
 
 @dataclass(frozen=True)
 class Exchange:
-    """An exchange under way.
-
-    Attributes:
-        message: the tensor that is sent; it must stay until it has arrived.
-        arrived: makes the results once all messages are here.
-    """
+    """An exchange under way."""
 
     arriving: Arriving | None
-    message: Tensor | None
-    arrived: Callable[[], list[Tensor]]
+    message: Tensor | None  # is sent, and must stay until it has arrived
+    arrived: Callable[[], list[Tensor]]  # makes the results once all messages are here
 
     def finish(self) -> list[Tensor]:
         """Waits for the messages of the other ranks, and returns the tensors that are made of them."""

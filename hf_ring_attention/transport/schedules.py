@@ -18,55 +18,33 @@ from .row_sets import Payload, RowSet
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveBinding:
-    """The work of a rank around one exchange of rows.
-
-    Attributes:
-        own: tiles with keys of the rank itself.
-        remote: tiles with the keys that arrive.
-        used: whether any rank needs rows of another.
-        send: this rank's rows to send, in the order of the ranks that need them.
-        send_counts, receive_counts: the number of rows to each rank, and from each rank.
-    """
+    """The work of a rank around one exchange of rows: tiles with its own keys, and tiles with the keys that arrive."""
 
     own: OwnBinding
     remote: tuple[BoundBatch, ...]
-    used: bool
-    send: RowSet
-    send_counts: list[int]
-    receive_counts: list[int]
+    used: bool  # whether any rank needs rows of another
+    send: RowSet  # this rank's rows to send, in the order of the ranks that need them
+    send_counts: list[int]  # the number of rows to each rank
+    receive_counts: list[int]  # the number of rows from each rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class RingStep:
-    """One step of a rank in a lap: its tiles, and the rows that arrive for them and leave.
-
-    Attributes:
-        number: hops between this rank and the owner of the rows that it holds; 0 for its own rows.
-        of: steps of the lap.
-        source: the owner of the rows.
-        following, previous: the neighbours that rows go to and come from.
-        last_user: the rank that holds this rank's rows at this step, and is the last to use the rows in `home`.
-        shape: the shape of the payload's rows, [B, heads, rows] or [1, 1, rows].
-        sent: rows of the payload of the step before that go to `following` while this step's payload arrives.
-        carried: rows of the payload whose gradients arrive from `previous` after its part is done.
-        goes_on: rows of the payload whose gradients go to `following`.
-        finished: rows of the payload whose gradients go home, to `source`.
-        home: rows of this rank whose gradients come home, from `last_user`.
-    """
+    """One step of a rank in a lap: its tiles, and the rows that arrive for them and leave."""
 
     batches: tuple[BoundBatch, ...]
-    number: int
-    of: int
-    source: int
-    following: int
-    previous: int
-    last_user: int
-    shape: tuple[int, int, int]
-    sent: RowSet
-    carried: RowSet
-    goes_on: RowSet
-    finished: RowSet
-    home: RowSet
+    number: int  # hops between this rank and the owner of the rows that it holds; 0 for its own rows
+    of: int  # steps of the lap
+    source: int  # the owner of the rows
+    following: int  # the neighbour that rows go to
+    previous: int  # the neighbour that rows come from
+    last_user: int  # the rank that holds this rank's rows at this step, and is the last to use the rows in `home`
+    shape: tuple[int, int, int]  # of the payload's rows: [B, heads, rows] or [1, 1, rows]
+    sent: RowSet  # rows of the step before that go to `following` while this step's payload arrives
+    carried: RowSet  # rows of the payload whose gradients arrive from `previous` after its part is done
+    goes_on: RowSet  # rows of the payload whose gradients go to `following`
+    finished: RowSet  # rows of the payload whose gradients go home, to `source`
+    home: RowSet  # rows of this rank whose gradients come home, from `last_user`
 
     @property
     def arriving(self) -> int:
@@ -140,8 +118,7 @@ def bind_ring(problem: Problem, rank: int, device: torch.device, joining: Joinin
     own, laps = bind_own(problem, rank, device, joining), ring_laps(problem)
     steps = tuple(step for lap in laps for step in _lap_steps(problem, rank, device, joining, lap))
     # A rank that needs no keys of others may still have to send its own.
-    alone = own.whole and not any(lap.steps for lap in laps)
-    return RingBinding(steps, own.batches[0] if alone else None)
+    return RingBinding(steps, None if any(lap.steps for lap in laps) else own.whole)
 
 
 def _lap_steps(problem: Problem, rank: int, device: torch.device, joining: Joining | None, lap: Lap) -> list[RingStep]:

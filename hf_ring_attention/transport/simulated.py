@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,13 +51,6 @@ class _Room:
                 news.notify()
 
 
-class _Receiving:
-    """Messages that `wait` takes from their mailboxes."""
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self.wait = finish
-
-
 class SimulatedCommunicator:
     """One of several ranks in one process, each driven by a thread of its own."""
 
@@ -84,7 +77,7 @@ class SimulatedCommunicator:
             for peer, tensor in receives:
                 tensor.copy_(self.room.take(peer, self.rank))
 
-        return _Receiving(finish)
+        return Pending(finish)
 
     def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Pending:
         # An empty message would be taken in place of the next one from this rank.

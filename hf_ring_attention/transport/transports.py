@@ -19,7 +19,7 @@ from torch import Tensor
 from ..compute.binding import BoundBatch, OwnBinding
 from ..compute.merge import accumulation_dtype
 from .communicators import Exchanger, Message, Pending
-from .message_pool import MessagePool, MessageRows
+from .row_sets import MessagePool, MessageRows
 from .schedules import CollectiveBinding, RingBinding, RingStep
 
 
@@ -88,9 +88,8 @@ class BackwardStep(NamedTuple):
 class Transport(Protocol):
     """The movement of the rows of one call, by its binding."""
 
-    @property
-    def whole(self) -> BoundBatch | None:
-        """The tile that is all work of the rank, with every query once and no key of another rank; None if there is no such."""
+    #: The tile that is all work of the rank, with every query once and no key of another rank; None if there is no such.
+    whole: BoundBatch | None
 
     def forward(self, k: Tensor, v: Tensor) -> Iterator[ForwardStep]:
         """Yields the steps of the forward pass; k and v are this rank's, [B, Hkv, n, ...] and contiguous."""
@@ -118,9 +117,7 @@ class Arriving:
 class Link:
     """The exchanges of one call with other ranks. It counts their bytes; their errors name the call, the step and this rank.
 
-    Args:
-        call: the name of the call in errors.
-        rank: the number of this rank in errors; None for its number in `ranks`.
+    In errors, `rank` is the number of this rank; None for its number in `ranks`.
     """
 
     def __init__(self, ranks: Exchanger, traffic: Traffic, call: str, rank: int | None = None) -> None:
@@ -169,11 +166,7 @@ class LocalTransport:
     """The transport of a rank that needs no other: nothing moves."""
 
     def __init__(self, binding: OwnBinding) -> None:
-        self.binding = binding
-
-    @property
-    def whole(self) -> BoundBatch | None:
-        return self.binding.batches[0] if self.binding.whole else None
+        self.binding, self.whole = binding, binding.whole
 
     def forward(self, k: Tensor, v: Tensor) -> Iterator[ForwardStep]:
         yield ForwardStep(k, v, self.binding.batches)
@@ -191,11 +184,8 @@ class CollectiveTransport:
 
     def __init__(self, binding: CollectiveBinding, communicator: Exchanger, traffic: Traffic) -> None:
         self.binding = binding
+        self.whole: BoundBatch | None = None
         self.link = Link(communicator, traffic, "collective attention")
-
-    @property
-    def whole(self) -> BoundBatch | None:
-        return self.binding.own.batches[0] if self.binding.own.whole and not self.binding.used else None
 
     def _start_keys(self, name: str, k: Tensor, v: Tensor) -> tuple[Tensor, Arriving]:
         binding = self.binding
@@ -204,9 +194,6 @@ class CollectiveTransport:
 
     def forward(self, k: Tensor, v: Tensor) -> Iterator[ForwardStep]:
         binding = self.binding
-        if not binding.used:
-            yield ForwardStep(k, v, binding.own.batches)
-            return
         received, arriving = self._start_keys("forward", k, v)
         yield ForwardStep(k, v, binding.own.batches)
         arriving.wait()
@@ -214,14 +201,10 @@ class CollectiveTransport:
         yield ForwardStep(keys, values, binding.remote)
 
     def backward(self, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> Iterator[BackwardStep]:
-        binding = self.binding
-        if not binding.used:
-            yield BackwardStep(k, v, dk, dv, binding.own.batches)
-            return
+        binding, widths = self.binding, [k.shape[-1], v.shape[-1]]
         received, arriving = self._start_keys("backward", k, v)
         yield BackwardStep(k, v, dk, dv, binding.own.batches)
         arriving.wait()
-        widths = [k.shape[-1], v.shape[-1]]
         grads = torch.zeros_like(received, dtype=accumulation_dtype(k.dtype))
         keys, values = received[None, None].split(widths, dim=-1)
         dkeys, dvalues = grads[None, None].split(widths, dim=-1)
@@ -240,25 +223,13 @@ class RingTransport:
     While the caller computes with one payload, the next is under way: two payloads are held, whatever the number of
     ranks. K and V travel in one message. In backward they travel again; the gradients of a payload's rows follow one
     computation behind, in the accumulation dtype, and the last rank to use a row sends its gradient to the row's owner.
-
-    Args:
-        rank: the number of this rank in errors; None for its number in `communicator`.
     """
 
     def __init__(
         self, binding: RingBinding, communicator: Exchanger, traffic: Traffic, rank: int | None = None
     ) -> None:
-        self.binding = binding
+        self.binding, self.whole = binding, binding.whole
         self.link = Link(communicator, traffic, "ring attention", rank)
-
-    @property
-    def whole(self) -> BoundBatch | None:
-        return self.binding.whole
-
-    def _start(
-        self, name: str, step: RingStep, content: str, sends: list[Message], receives: list[Message]
-    ) -> Arriving:
-        return self.link.exchange(f"{name} pass, step {step.number} of {step.of}, {content}", sends, receives)
 
     def _travel(self, k: Tensor, v: Tensor, name: str) -> Iterator[tuple[RingStep, RingStep | None, Tensor, Tensor]]:
         """Yields each step, the next one, and the step's keys and values, while the keys of the next step are under way."""
@@ -274,10 +245,8 @@ class RingTransport:
                 continue
             (coming,) = pool.take(following.shape)
             (going,) = pool.pack(own if following.number == 1 else held, following.sent)
-            arriving = self._start(
-                name,
-                following,
-                "keys and values",
+            arriving = self.link.exchange(
+                f"{name} pass, step {following.number} of {following.of}, keys and values",
                 [Message(following.following, going.message)],
                 [Message(following.previous, coming.message)],
             )
@@ -301,15 +270,15 @@ class RingTransport:
         for step, following, keys, values in self._travel(k, v, "backward"):
             if not step.number:
                 yield BackwardStep(keys, values, dk, dv, step.batches)
-                self._finish_gradients(flight, pool, dk, dv)
+                self._finish_gradients(flight, pool, (dk, dv))
                 flight = None
                 continue
             (grads,) = pool.take(step.shape)
             grads.message.zero_()
             yield BackwardStep(keys, values, grads.first, grads.second, step.batches)
-            self._finish_gradients(flight, pool, dk, dv, step, grads)
+            self._finish_gradients(flight, pool, (dk, dv), (step, grads))
             flight = self._start_gradients(step, following, pool, grads)
-        self._finish_gradients(flight, pool, dk, dv)
+        self._finish_gradients(flight, pool, (dk, dv))
 
     def _start_gradients(
         self, step: RingStep, following: RingStep | None, pool: MessagePool, grads: MessageRows
@@ -320,10 +289,8 @@ class RingTransport:
         goes_on, finished = pool.pack(grads, step.goes_on, step.finished)
         if goes_on.buffer is not grads.buffer:
             pool.give(grads)
-        arriving = self._start(
-            "backward",
-            step,
-            "gradients",
+        arriving = self.link.exchange(
+            f"backward pass, step {step.number} of {step.of}, gradients",
             [Message(step.following, goes_on.message), Message(step.source, finished.message)],
             [Message(step.previous, onward.message), Message(step.last_user, home.message)],
         )
@@ -333,21 +300,21 @@ class RingTransport:
         self,
         flight: _InFlight | None,
         pool: MessagePool,
-        dk: Tensor,
-        dv: Tensor,
-        step: RingStep | None = None,
-        grads: MessageRows | None = None,
+        own: tuple[Tensor, Tensor],
+        payload: tuple[RingStep, MessageRows] | None = None,
     ) -> None:
-        """Adds the gradients that came: for own rows to dk and dv, for the rows of `step` to `grads`."""
+        """Adds the gradients that came: for own rows to dk and dv, and for the rows of a step's payload to its gradients."""
         if flight is None:
             return
         flight.arriving.wait()
-        if flight.step.home.count:
-            flight.step.home.add_(dk, flight.home.first.flatten(0, 2))
-            flight.step.home.add_(dv, flight.home.second.flatten(0, 2))
-        if step is not None and grads is not None and step.carried.count:
-            step.carried.add_(grads.first, flight.onward.first.flatten(0, 2))
-            step.carried.add_(grads.second, flight.onward.second.flatten(0, 2))
+        came = [(flight.step.home, own, flight.home)]
+        if payload is not None:
+            step, grads = payload
+            came.append((step.carried, (grads.first, grads.second), flight.onward))
+        for rows, sums, arrived in came:
+            if rows.count:
+                rows.add_(sums[0], arrived.first.flatten(0, 2))
+                rows.add_(sums[1], arrived.second.flatten(0, 2))
         pool.give(flight.onward)
         pool.give(flight.sent)
 

@@ -44,18 +44,9 @@ def without_keys(part, rows):
     return out.masked_fill(rows.unsqueeze(-1), 0), lse.masked_fill(rows, -torch.inf)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "want"),
-    [
-        (torch.float64, torch.float64),
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float32),
-    ],
-    ids=str,
-)
-def test_accumulation_dtype(dtype, want):
-    assert accumulation_dtype(dtype) == want
+def test_accumulation_dtype():
+    assert accumulation_dtype(torch.float64) == torch.float64
+    assert {accumulation_dtype(x) for x in (torch.float32, torch.bfloat16, torch.float16)} == {torch.float32}
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
@@ -119,15 +110,6 @@ def test_extreme_scores(dtype):
         rounding = 4 * torch.finfo(dtype).eps
         torch.testing.assert_close(out.double(), want_out, rtol=rounding, atol=rounding)
         torch.testing.assert_close(lse.double(), want_lse, rtol=rounding, atol=rounding)
-
-
-def test_the_stronger_part_takes_all(generator):
-    weak, strong = random_parts(2, generator, dtype=torch.float32)
-    weak, strong = (weak[0], weak[1].float() - 1e4), (strong[0], strong[1].float() + 1e4)
-    for order in ((weak, strong), (strong, weak)):
-        out, lse = merged(order, torch.float32)
-        assert torch.equal(out, strong[0])
-        assert torch.equal(lse, strong[1])
 
 
 def test_views_are_merged_in_place(generator):

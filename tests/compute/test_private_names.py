@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import partial
 from pathlib import Path
 
 import accelerate
@@ -39,15 +40,11 @@ class OptimizedModule(torch.nn.Module):
     """What torch.compile returns has a class of this name."""
 
 
-CHECKS = {
-    "torch": private.check_torch,
+CHECKS = {library: partial(private.check, library) for library in private.PROBED} | {
     "torch.compile": lambda: private.compiled_module(OptimizedModule()),
-    "transformers": lambda: private.check_transformers(transformers.PreTrainedModel, transformers.PretrainedConfig),
     "transformers.generate": private.prompt_is_cut,
-    "transformers.Trainer": lambda: private.check_trainer(transformers.Trainer),
-    "accelerate": private.check_accelerate.__wrapped__,
     "trl": lambda: private.check_trl(GRPOTrainer),
-    "lm_eval": lambda: private.check_lm_eval(HarnessModel, HarnessModel.__version__),
+    "lm_eval": lambda: private.check("lm_eval", {"HFLM": HarnessModel}),
 }
 LIBRARIES["lm_eval"] = HarnessModel
 
@@ -63,6 +60,7 @@ def test_all_names_are_in_these_releases():
 def test_a_name_that_is_missing_is_named_with_the_release(library, place, name, monkeypatch):
     has = private._has
     monkeypatch.setattr(private, "_has", lambda where, wanted: wanted != name and has(where, wanted))
+    monkeypatch.setattr(private, "installed_version", lambda root: LIBRARIES[root].__version__)
     root = library.split(".")[0]
     with pytest.raises(ImportError) as raised:
         CHECKS[library]()

@@ -206,6 +206,7 @@ def test_split(rng):
     """Parts of at most so many units hold the same rows, each once, queries and keys cut alike."""
     for rows, sizes, tiles in cases(rng):
         x = torch.arange(float(sizes[0] * sizes[1] * N)).reshape(*sizes, N)  # every row knows its number
+        assert rows.units * rows.rows_per_unit == sum(1 for _ in each_row(tiles))
         for size in (1, 2, 3, 100):
             parts = list(rows.split(size))
             assert [part.units for part in parts[:-1]] == [size] * (len(parts) - 1)
@@ -221,39 +222,3 @@ def test_split(rng):
             else:
                 whole, taken = plain(x, tiles), torch.cat(taken)
             assert torch.equal(taken, whole), rows
-
-
-def test_parts_of_a_split_add_up_to_the_whole(rng):
-    for rows, sizes, tiles in cases(rng):
-        values_of = tensor(rng, *sizes, N)
-        whole, parts = torch.zeros(*sizes, N).double(), torch.zeros(*sizes, N).double()
-        rows.add_(whole, plain(values_of, tiles))
-        for part in rows.split(2):
-            part.add_(parts, part.take(values_of))
-        torch.testing.assert_close(parts, whole, rtol=1e-13, atol=1e-13)
-
-
-def test_counts_of_units_and_rows(rng):
-    for rows, _, tiles in cases(rng):
-        assert rows.units * rows.rows_per_unit == sum(1 for _ in each_row(tiles))
-    view = ViewRows(batch=2, heads=3, start=0, length=5, copies=4, advance=5)
-    assert (view.units, view.rows_per_unit) == (4, 2 * 3 * 5)
-    assert IndexRows(5, torch.zeros(6, 2, dtype=torch.int64)).units == 6
-    assert IndexRows(5, torch.zeros(6, 2, dtype=torch.int64)).rows_per_unit == 2 * 5
-
-
-def test_views_and_numbers_agree(rng):
-    """The same rows, given both ways."""
-    for view, sizes, tiles in (view_case(rng, apart=True) for _ in range(60)):
-        first = [[(row * sizes[1] + head) * N + rows[0] for head, rows in heads] for row, heads in tiles]
-        index = IndexRows(view.length, torch.tensor(first))
-        x, values = tensor(rng, *sizes, N, 5), plain(tensor(rng, *sizes, N, 5), tiles)
-        assert torch.equal(view.take(x), index.take(x))
-        results = []
-        for rows in (view, index):
-            added, out, lse = x.clone(), x.clone(), x[..., 0].clone()
-            rows.add_(added, values)
-            rows.merge_(out, lse, values, values[..., 1])
-            results.append((added, out, lse))
-        for one, other in zip(*results, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-14)

@@ -6,12 +6,9 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.plan.joins import PADDED
 from hf_ring_attention.plan.plans import plan_rank
 from hf_ring_attention.plan.problem import Problem
-from hf_ring_attention.plan.row_numbers import collective_numbers, ring_numbers
 from hf_ring_attention.transport import transports
-from tests.support.cases import random_case
 
 CASES = {
     "exact": ra.Pattern.exact(),
@@ -79,40 +76,6 @@ def test_what_it_says_happens(name, kind, transport, monkeypatch):
         assert share.forward_flops == 4 * WIDTH * plan_rank(problem, rank).pairs
     flops = [share.forward_flops for share in said.ranks]
     assert said.imbalance == pytest.approx(max(flops) * p / sum(flops))
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("transport", ["ring", "collective"])
-def test_a_ring_keeps_as_many_bytes_of_row_numbers_as_it_says_at_most(transport, layout, rng):
-    """Of random cases, and exactly none of those whose rows are all views."""
-    cases = [random_case(rng, torch.float32) for _ in range(20)]
-
-    def kept(ring):
-        by_case = []
-        for case in cases:
-            division = ring.layout_for(case.seq_len, case.pattern)
-            local = [ring.shard(x, division, dim=2) for x in case.tensors[:3]]
-            before = ring.bindings.nbytes
-            ra.ring_attention(*local, **case.options, ring=ring, layout=division)
-            by_case.append(ring.bindings.nbytes - before)
-        return by_case
-
-    by_rank = ra.run_simulated(kept, 3, layout=layout, transport=transport)
-    most = {"ring": ring_numbers, "collective": collective_numbers}[transport]
-    total = [0, 0]
-    for number, case in enumerate(cases):
-        problem = case.problem(ra.SequenceLayout(layout, case.seq_len, 3))
-        for rank, by_case in enumerate(by_rank):
-            assert by_case[number] <= most(problem, rank, PADDED), f"rank {rank}: {case}"
-            total = [total[0] + by_case[number], total[1] + most(problem, rank, PADDED)]
-    assert total[0] > total[1] / 2, "the bound says little"
-
-
-def test_views_need_no_row_numbers():
-    call = {"seq_len": 4096, "world_size": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "batch_size": 2}
-    said = ra.explain("exact", **call, layout="contiguous", transport="ring")
-    assert said.row_numbers["ring"] == 0 < said.row_numbers["collective"]
-    assert ra.explain("pyramid:64,3", **call, transport="ring").row_numbers["ring"] > 0
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Texts of patterns: what is written is read back, whatever the pattern; what cannot be read is said."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,43 +14,28 @@ from hf_ring_attention.plan.patterns import Pattern, as_pattern
     ("text", "pattern"),
     [
         ("exact", Pattern.exact()),
+        ("exact@query_head", Pattern((Segment(),), phase_by="query_head")),
         ("window:64", Pattern((Window(64),))),
         ("window:64+4", Pattern((Sink(4), Window(64)))),
         ("pyramid:64,3", Pattern.pyramid(64, 3)),
         ("pyramid:64,3,2", Pattern.pyramid(64, 3, 2)),
         ("pyramid:64,3,4,0", Pattern.pyramid(64, 3, sinks=0)),
         ("longnet:64/1,256/4,all/8", Pattern.longnet([64, 256, None], [1, 4, 8])),
-        ("exact@query_head", Pattern((Segment(),), phase_by="query_head")),
-        ("longnet:64/1,256/4@once", Pattern((Segment(64), Segment(256, 4)), overlap="once")),
+        ("longnet:all/1", Pattern((Segment(),), "count")),
+        ("branches:segment=64,segment=256/4", Pattern((Segment(64), Segment(256, 4)))),
         ("branches:window=8,window=16/4:dilated", Pattern((Window(8), Window(16, 4, "dilated")))),
+        ("branches:window=8,sink=2@query_head", Pattern((Window(8), Sink(2)), phase_by="query_head")),
         ("branches:sink=4,window=8,last=2", Pattern((Sink(4), Window(8), Last(2)))),
         ("branches:segment=8,segment=all/4:all@count", Pattern((Segment(8), Segment(None, 4, "all")), "count")),
     ],
 )
 def test_texts_and_their_patterns(text, pattern):
-    assert Pattern.parse(text) == pattern
-    assert Pattern.parse(f" {text} ") == pattern
-    assert Pattern.parse(str(pattern)) == pattern
-
-
-@pytest.mark.parametrize(
-    ("pattern", "text"),
-    [
-        (Pattern.exact(), "exact"),
-        (Pattern((Window(512),)), "window:512"),
-        (Pattern((Sink(4), Window(512))), "window:512+4"),
-        (Pattern.pyramid(512, 3), "pyramid:512,3"),
-        (Pattern.pyramid(512, 3, 2, 0), "pyramid:512,3,2,0"),
-        (Pattern.pyramid(512, 3, 2), "pyramid:512,3,2"),
-        (Pattern.longnet([512, 2048, None], [1, 4, 8]), "longnet:512/1,2048/4,all/8"),
-        (Pattern((Segment(64), Segment(256, 4))), "branches:segment=64,segment=256/4"),
-        (Pattern((Segment(),), "count"), "longnet:all/1"),
-        (Pattern((Sink(4), Window(8), Last(2))), "branches:sink=4,window=8,last=2"),
-        (Pattern((Window(8), Sink(2)), phase_by="query_head"), "branches:window=8,sink=2@query_head"),
-    ],
-)
-def test_the_shortest_text_is_written(pattern, text):
+    assert Pattern.parse(text) == Pattern.parse(f" {text} ") == pattern
     assert str(pattern) == f"{pattern}" == text
+
+
+def test_a_setting_may_be_written_that_a_shorter_text_implies():
+    assert str(Pattern.parse("longnet:64/1,256/4@once")) == "branches:segment=64,segment=256/4"
 
 
 dilated = st.builds(
@@ -78,7 +65,7 @@ def patterns(draw):
 @given(patterns())
 def test_what_is_written_is_read_back(pattern):
     assert Pattern.parse(str(pattern)) == pattern
-    assert Pattern.from_dict(pattern.to_dict()) == pattern
+    assert Pattern.from_dict(json.loads(json.dumps(pattern.to_dict()))) == pattern
     assert as_pattern(str(pattern), "x") == as_pattern(pattern, "x") == pattern
 
 
@@ -119,32 +106,3 @@ def test_what_is_no_pattern_is_said(text, message):
 def test_whoever_takes_a_pattern_says_what_came():
     with pytest.raises(ValueError, match=r"patch_config: pattern must be a Pattern, or its text such as .*, got 512"):
         as_pattern(512, "patch_config")
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "exact",
-        "window:16+2",
-        "pyramid:4,3,2",
-        "longnet:8/1,all/4",
-        "exact@query_head",
-        "branches:sink=2,window=16,last=5",
-    ],
-)
-@pytest.mark.parametrize("causal", [True, False])
-def test_flop_share_counts_pairs_by_the_definition(pattern, causal):
-    pattern, length, heads, kv_heads = Pattern.parse(pattern), 33, 4, 2
-    pairs, exact = (
-        sum(
-            made.multiplicity(
-                q, k, head=h, num_heads=heads, num_kv_heads=kv_heads, causal=causal, document_length=length
-            )
-            for h in range(heads)
-            for q in range(length)
-            for k in range(length)
-        )
-        for made in (pattern, Pattern.exact())
-    )
-    share = pattern.flop_share(length, num_heads=heads, num_kv_heads=kv_heads, causal=causal)
-    assert share == pytest.approx(pairs / exact, rel=1e-12)

@@ -1,14 +1,14 @@
 """Plans of all ranks together cover every query-key pair as often as the definition says, in few batches and quickly."""
 
 import itertools
-import re
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 
-from hf_ring_attention.plan.branches import Segment, Sink, Window
+from hf_ring_attention.plan.branches import Segment, Window
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.patterns import Pattern
 from hf_ring_attention.plan.plans import held_tiles, plan_rank
@@ -77,7 +77,6 @@ def check(problem):
     total = Counter()
     for rank in range(layout.world_size):
         plan = plan_rank(problem, rank)
-        assert plan.rank == rank
         mine = [layout.positions(rank, row) for row in range(len(problem.documents))]
         of_rank = Counter()
         for batch in plan.own:
@@ -87,8 +86,6 @@ def check(problem):
             assert not any(key in mine[row] for row, *_, key in elsewhere), "a rank's own keys are asked of others"
             of_rank += elsewhere
         assert plan.pairs == of_rank.total(), (problem, rank)
-        assert plan.flops(8) == 2 * (8 + 8) * plan.pairs
-        assert plan.flops(8, 5) == 2 * (8 + 5) * plan.pairs
         total += of_rank
     assert total == expected(problem), problem
 
@@ -97,37 +94,6 @@ def check(problem):
 @given(problems)
 def test_all_ranks_together_are_the_definition(problem):
     check(problem)
-
-
-@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        Pattern.exact(),
-        Pattern.longnet([4, 12, None], [1, 2, 4]),
-        Pattern.pyramid(4, 3, ratio=2, sinks=2),
-        # A phase for each query head, which its group does not share.
-        Pattern((Window(3), Segment(None, 3)), "count", "query_head"),
-        Pattern((Sink(2), Segment(5), Window(12, 4)), "once", "query_head"),
-    ],
-    ids=str,
-)
-def test_presets(pattern, causal, kind):
-    documents = (
-        ((0, 23),),  # one document
-        ((0, 9), (9, 10), (10, 23)),  # packed
-        ((0, 17),),  # padded
-        ((2, 8), (11, 20)),  # gaps
-        (),  # padding alone
-        ((0, 9), (9, 10), (10, 23)),  # like the second: they share their tiles
-    )
-    for world_size in range(1, 5):
-        check(
-            Problem(
-                pattern, SequenceLayout(kind, 23, world_size), documents, num_heads=4, num_kv_heads=2, causal=causal
-            )
-        )
 
 
 @pytest.mark.parametrize("overlap", ["once", "count"])
@@ -168,6 +134,8 @@ def test_a_rank_of_padding_has_nothing_to_do():
     )  # pieces of 2
     plan = plan_rank(problem, 3)
     assert (plan.own, plan.remote, plan.pairs) == ((), (), 0)
+    for documents in ((), ((),)):
+        assert plan_rank(replace(problem, documents=documents), 0).pairs == 0
 
 
 @pytest.mark.parametrize(
@@ -260,43 +228,3 @@ def test_pairs_of_long_plans():
         assert pairs(longnet, True, layout) == heads * sum(rows * (rows + 1) // 2 * s for rows, s in sizes)
         # Rows before the window is full, and rows after.
         assert pairs(Pattern((Window(512),)), True, layout) == heads * (512 * 513 // 2 + (n - 512) * 512)
-
-
-def problem(documents=(((0, 8),),), num_heads=4, num_kv_heads=2):
-    return Problem(
-        Pattern.exact(), SequenceLayout("contiguous", 8, 2), documents, num_heads=num_heads, num_kv_heads=num_kv_heads
-    )
-
-
-@pytest.mark.parametrize("heads", [(3, 2), (2, 4), (0, 1), (0, 0), (4, 0), (-4, 2), (4, -2), (-4, -2)], ids=str)
-def test_refused_heads(heads):
-    message = f"query heads must be a multiple of the number of key/value heads, got {heads[0]} and {heads[1]}"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        problem((((0, 8),),), *heads)
-
-
-@pytest.mark.parametrize(
-    ("row", "at"),
-    [
-        (((0, 9),), "(start, stop) = (0, 9) after 0 tokens"),  # beyond the row: 8 tokens, padded or not
-        (((-1, 4),), "(start, stop) = (-1, 4) after 0 tokens"),
-        (((3, 3),), "(start, stop) = (3, 3) after 0 tokens"),
-        (((5, 3),), "(start, stop) = (5, 3) after 0 tokens"),
-        (((0, 4), (3, 8)), "(start, stop) = (3, 8) after 4 tokens"),
-        (((4, 8), (0, 4)), "(start, stop) = (0, 4) after 8 tokens"),
-    ],
-    ids=str,
-)
-def test_refused_documents(row, at):
-    message = (
-        "documents of batch row 1 must be ascending, apart, not empty and within the sequence of 8 tokens, got " + at
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        problem((((0, 8),), row))
-
-
-def test_documents_may_touch_or_be_absent():
-    for documents in ((), ((),), (((0, 4), (4, 8)),), (((1, 2), (5, 6)),)):
-        assert problem(documents).documents == documents
-    assert plan_rank(problem(()), 0).pairs == 0
-    assert plan_rank(problem(((),)), 1).pairs == 0

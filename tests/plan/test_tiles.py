@@ -11,7 +11,7 @@ from hf_ring_attention.plan.branches import Last, Segment, Sink, Window
 from hf_ring_attention.plan.intervals import Run
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.patterns import Pattern
-from hf_ring_attention.plan.tiles import tile_document
+from hf_ring_attention.plan.tiles import branches_of, tile_document
 from tests.plan.strategies import rngs
 from tests.support.cases import random_pattern
 
@@ -64,7 +64,7 @@ def points(runs):
 def check(pattern, length, queries, keys, num_heads, num_kv_heads, causal, where="a whole document"):
     """The tiles of runs of queries and of keys are those of the definition."""
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    found = tile_document(pattern, length=length, queries=queries, keys=keys, **heads, causal=causal)
+    found = tile_document(branches_of(pattern, **heads, causal=causal), length, queries, keys)
     want = expected(pattern, length, points(queries), points(keys), **heads, causal=causal)
     assert covered(found, **heads) == want, f"{pattern}, {where}, {length} tokens, heads {heads}, causal {causal}"
 
@@ -139,9 +139,7 @@ def test_the_example_of_the_module_is_what_is_computed():
     pairs = {}
     for letter, tile in zip(
         "ab",
-        tile_document(
-            Pattern((Window(3),)), length=6, queries=runs, keys=runs, num_heads=1, num_kv_heads=1, causal=True
-        ),
+        tile_document(branches_of(Pattern((Window(3),)), 1, 1, causal=True), 6, runs, runs),
         strict=True,
     ):
         for number, query in enumerate(tile.queries):

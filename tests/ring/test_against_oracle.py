@@ -61,21 +61,6 @@ def test_sharded(rng, ranks):
     ranks.run(sharded, 8, rng.random())
 
 
-@pytest.mark.drawn
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("world_size", "count"), [(1, 4), (5, 4), (16, 1)])
-def test_simulated(world_size, count, layout, way, rng):
-    transport, split = WAYS[way]
-    cases = [case for dtype in DTYPES for case in random_cases(rng, count, dtype)]
-
-    def check(ring):
-        ring.settings = SETTINGS[split]
-        check_cases(ring, cases)
-
-    run_simulated(check, world_size, layout=layout, transport=transport)
-
-
 def plan_once(problem):
     """Makes what ranks share before they do: each of 64 threads would find it missing, and make it."""
     for start, stop in {document for row in problem.documents for document in row}:

@@ -6,8 +6,6 @@ import torch
 import hf_ring_attention as ra
 from tests.support.ranks import run_ranks
 
-TRANSPORTS = ["ring", "collective", "heads"]
-
 
 def call(ring, seed):
     """A call of a rank, and a leaf that takes its gradient."""
@@ -25,7 +23,7 @@ def said(function):
 
 
 def in_another_order(rank, transport):
-    """Ranks whose two backward passes run in another order, and then in one."""
+    """The error of two backward passes in another order on each rank; two passes in one order follow."""
     ring = ra.Ring(transport=transport)
     first, second = call(ring, 0), call(ring, 1)
     mixed = [first, second] if rank == 0 else [second, first]
@@ -41,14 +39,8 @@ def in_another_order(rank, transport):
     return error
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_two_backward_passes_in_another_order_are_refused_on_every_rank(transport):
-    for error in run_ranks(in_another_order, 2, transport):
-        assert "the ranks of the ring disagree on the call: rank 0: the backward pass of call 1," in error
-        assert "rank 1: the backward pass of call 2," in error
-
-
 def unrecorded_on_one_rank(rank, transport):
+    """The error of a call whose gradients one rank alone records; a call of all follows."""
     ring = ra.Ring(transport=transport)
 
     def frozen():
@@ -62,10 +54,16 @@ def unrecorded_on_one_rank(rank, transport):
     return error
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_gradients_recorded_on_one_rank_only_are_refused_on_every_rank(transport):
-    for error in run_ranks(unrecorded_on_one_rank, 2, transport):
-        assert "disagree on whether gradients are recorded: rank 0: True, rank 1: False" in error
+def refusals(rank, transport):
+    return in_another_order(rank, transport), unrecorded_on_one_rank(rank, transport)
+
+
+@pytest.mark.parametrize("transport", ["ring", "collective", "heads"])
+def test_other_orders_and_other_gradients_are_refused_on_every_rank(transport):
+    for order, gradients in run_ranks(refusals, 2, transport):
+        assert "the ranks of the ring disagree on the call: rank 0: the backward pass of call 1," in order
+        assert "rank 1: the backward pass of call 2," in order
+        assert "disagree on whether gradients are recorded: rank 0: True, rank 1: False" in gradients
 
 
 def backward_against_forward(rank):

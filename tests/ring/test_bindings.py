@@ -10,14 +10,6 @@ def of_size(name, numbers):
     return (name, torch.zeros(numbers, dtype=torch.int64))
 
 
-def test_equal_calls_share_a_binding():
-    kept = Bindings()
-    first = kept.of(of_size, "a", 3)
-    assert kept.of(of_size, "a", 3) is first
-    assert kept.of(of_size, "b", 3) is not first
-    assert kept.nbytes == 48
-
-
 def test_the_one_used_longest_ago_goes_where_they_are_too_large():
     kept = Bindings(max_bytes=64)
     first, second = kept.of(of_size, "a", 4), kept.of(of_size, "b", 4)

@@ -107,61 +107,43 @@ def test_two_rings_side_by_side(ranks, rng):
 
 # ---- without gradients, or with some
 
-MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+
+def without_gradients(rank, seed, mode):
+    """The largest error of calls that record no gradients, and of calls of the same shapes after them that do."""
+    errors = []
+    for transport in TRANSPORTS:
+        call = Call(ra.Ring(transport=transport), seed, 24)
+        with mode():
+            call.forward()
+            assert not call.out.requires_grad
+            errors.append(call.error("out"))
+        errors.append(call.forward().backward().error())
+    return largest(errors)
 
 
-def without_gradients(ring, seed, mode):
-    """The larger error of a call that records no gradients, and of one of the same shapes after it that does."""
-    call = Call(ring, seed, 19 + len(mode))
-    with MODES[mode]():
-        call.forward()
-        assert not call.out.requires_grad
-        error = call.error("out")
-    return max(error, call.forward().backward().error())
-
-
-def without_gradients_in_a_process(rank, seed, mode):
-    return max(without_gradients(ra.Ring(transport=transport), seed, mode) for transport in TRANSPORTS)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_without_gradients(ranks, rng, world_size, mode):
-    """And what was planned there serves calls with gradients."""
-    assert_exact(ranks.run(without_gradients_in_a_process, world_size, rng.randrange(2**32), mode))
+    """And the plans made there serve calls with gradients."""
+    assert_exact(ranks.run(without_gradients, world_size, rng.randrange(2**32), mode))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_without_gradients_on_one_rank(mode, rng):
-    assert_exact([without_gradients(ra.Ring(), rng.randrange(2**32), mode)])
+def some_gradients(rank, seed):
+    """The largest error if one or two of q, k and v take gradients."""
+    errors, some = [], [names for count in (1, 2) for names in itertools.combinations("qkv", count)]
+    for transport, names in itertools.product(TRANSPORTS, some):
+        call = Call(ra.Ring(transport=transport), seed, 20)
+        for name, x in call.leaves.items():
+            x.requires_grad_(name in names)
+        call.forward().backward()
+        assert all((x.grad is None) == (name not in names) for name, x in call.leaves.items())
+        errors.append(call.error("out", *names))
+    return largest(errors)
 
 
-GRADIENTS = [names for count in (1, 2) for names in itertools.combinations("qkv", count)]
-
-
-def some_gradients(ring, seed, names):
-    """The error where only these of q, k and v take gradients."""
-    call = Call(ring, seed, 20)
-    for name, x in call.leaves.items():
-        x.requires_grad_(name in names)
-    call.forward().backward()
-    assert all((x.grad is None) == (name not in names) for name, x in call.leaves.items())
-    return call.error("out", *names)
-
-
-def some_gradients_in_a_process(rank, seed, names):
-    return max(some_gradients(ra.Ring(transport=transport), seed, names) for transport in TRANSPORTS)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("names", GRADIENTS, ids="".join)
-def test_some_gradients(ranks, rng, names, world_size):
-    assert_exact(ranks.run(some_gradients_in_a_process, world_size, rng.randrange(2**32), names))
-
-
-@pytest.mark.parametrize("names", GRADIENTS, ids="".join)
-def test_some_gradients_on_one_rank(names, rng):
-    assert_exact([some_gradients(ra.Ring(), rng.randrange(2**32), names)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_some_gradients(ranks, rng, world_size):
+    assert_exact(ranks.run(some_gradients, world_size, rng.randrange(2**32)))
 
 
 # ---- checkpointing and compilers
@@ -227,8 +209,7 @@ def checkpointing(rank, transport, seed, use_reentrant):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "transport"), [(2, "collective"), (3, "ring")])
 def test_gradient_checkpointing(ranks, rng, world_size, transport, use_reentrant):
     assert_exact(ranks.run(checkpointing, world_size, transport, rng.randrange(2**32), use_reentrant))
 

@@ -6,9 +6,8 @@
 | forward hop, backward hop | the call | rows are under way | the next call |
 | all-to-all of rows, of heads | the call | rows are under way | the backward pass |
 | agreement | the exchange | sizes are known, and the objects are not | the next one |
-| save | the second checkpoint | its file is half written | the next agreement |
 
-`make test` draws a kind and a moment for each phase, so that every kind and every moment comes; `make test-slow` has all 63.
+`make test` draws a kind and a moment for each phase, so that every kind and every moment comes; `make test-slow` has all 54.
 What a stalled rank's launcher does once the others have ended, which is to kill it, the tests do.
 
 Other faults have tests beside: ranks that make calls in another order (test_backward_order.py, test_bad_input.py), ranks
@@ -21,12 +20,10 @@ import itertools
 import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
-import checkpoints
 import pytest
 
-from tests.support.faults import KINDS, MOMENTS, OWN_ERROR, PHASES, SETTINGS, WORLD_SIZE, Fault, outcome_of, whole_step
+from tests.support.faults import KINDS, MOMENTS, OWN_ERROR, PHASES, WORLD_SIZE, Fault, outcome_of
 
 #: What the errors of the others say that they were doing: one of them, or of what follows.
 DOING = {
@@ -36,7 +33,6 @@ DOING = {
     "all-to-all of rows": "comparing|collective attention, (forward|backward) pass",
     "all-to-all of heads": "comparing|attention by heads, .*, on rank",
     "agreement": "comparing the calls of all ranks, on rank",
-    "save": "",  # a barrier of torch.distributed's, or comparing
 }
 
 
@@ -75,18 +71,6 @@ def check(fault, folder):
         assert fault.rank in lost(error) or (lost(error) == [0] and fault.rank in lost(outcome.errors[0])), told
         assert f"process {rank} ends too; start again from the last checkpoint" in error, told
         assert re.search(DOING[fault.phase], error), told
-    if fault.phase == "save":
-        run = folder / "run"
-        assert whole_step(run) in {"before": (1,), "in": (1,), "after": (2,)}[fault.moment], told
-
-        def save_state(part):
-            for rank in range(WORLD_SIZE):
-                (part_of := checkpoints.Path(part)).mkdir(exist_ok=True)
-                (part_of / f"state_{rank}").write_text("half of step 3")
-
-        alone = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None, save_state=save_state)
-        checkpoints.save(alone, run, 3, SETTINGS)
-        assert whole_step(run) == 3 and [path.name for path in run.iterdir()] == ["checkpoint-3"], told
 
 
 def check_all(faults, folder):

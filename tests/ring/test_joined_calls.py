@@ -1,6 +1,7 @@
 """Tiles of unequal lengths in one kernel call, padded or packed, are what each of them is in a call of its own."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hf_ring_attention.ring import attention
 from tests.support.cases import check_cases, random_cases
 from tests.support.cuda_operators import CheckedOperators, FlashAttention2
 from tests.support.ranks import run_simulated
+from tests.support.tolerance import assert_exact
 
 #: All tiles that may share a call do, whatever it costs; and up to some rows, or where it costs little.
 EVERYTHING = {"rows": 10**9, "pairs": 10**9, "most_rows": 10**9}
@@ -104,3 +106,18 @@ def test_packed_tiles(bounds, joined, monkeypatch, rng):
             if given["query"].ndim == 3
         }
         assert shapes == {(False, False), (True, False), (False, True)}
+
+
+def test_calls_of_many_padded_keys_keep_their_lengths():
+    """Padded, the keys that the last query of each document sees are more rows than other calls take at once."""
+    lengths, pattern = [500, *range(10, 60)], "branches:window=2,last=1"
+    documents = [*itertools.pairwise(itertools.accumulate(lengths, initial=0))]
+    leaves = [torch.randn(1, 1, sum(lengths), 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    dout = torch.randn(1, 1, sum(lengths), 4, dtype=torch.float64)
+    out = ra.ring_attention(*leaves, pattern=pattern, documents=[documents])
+    found = [out, *torch.autograd.grad(out, leaves, dout)]
+    for start, stop in documents:
+        alone = ra.ring_attention(*(x[:, :, start:stop] for x in leaves), pattern=pattern)
+        grads = torch.autograd.grad(alone, leaves, dout[:, :, start:stop])
+        for name, x, y in zip(("out", "dq", "dk", "dv"), found, (alone, *(x[:, :, start:stop] for x in grads))):
+            assert_exact(x[:, :, start:stop].detach(), y.detach(), f"{name} of {start} to {stop}")

@@ -12,7 +12,6 @@ from tests.support.ranks import PROMPTLY, TIMEOUT
 
 EXACT = ra.Pattern.exact()
 TRANSPORTS = ("ring", "collective")
-LAYOUTS = ("contiguous", "zigzag")
 
 
 def attention(ring, **options):
@@ -43,12 +42,6 @@ def test_wrong_numbers_of_ranks(world_size):
     for make in (ra.simulate, lambda world_size: ra.run_simulated(attention, world_size)):
         with pytest.raises(ValueError, match=f"world_size must be an integer of at least 1, got {world_size!r}"):
             make(world_size)
-
-
-@pytest.mark.parametrize("settings", [{"layout": "striped"}, {"transport": "nccl"}, {"transport": "local"}], ids=str)
-def test_wrong_settings(settings):
-    with pytest.raises(ValueError, match=repr(*settings.values())):
-        ra.run_simulated(attention, 2, **settings)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -136,41 +129,6 @@ def test_gradients_are_recorded_as_the_caller_has_it(world_size):
     with torch.inference_mode():
         assert ra.run_simulated(modes, world_size) == [(False, True, False)] * world_size
     assert ra.run_simulated(modes, world_size) == [(True, False, True)] * world_size
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("world_size", [1, 2, 5, 16])
-def test_rows_come_back_whole(world_size, layout):
-    def function(ring):
-        for length in (1, 2, 7, 31, 64):
-            row_layout = ring.layout_for(length, EXACT)
-            whole = torch.arange(2.0 * length).view(2, length)
-            local = ring.shard(whole, row_layout, fill=-1)
-            positions = torch.tensor(row_layout.positions(ring.rank))
-            assert torch.equal(local[0], torch.where(positions < length, positions, -1.0)), (ring, length)
-            assert torch.equal(ring.unshard(local, row_layout), whole), (ring, length)
-
-    ra.run_simulated(function, world_size, layout=layout)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [("scale", (0.25, 0.5)), ("causal", (False, True)), ("documents", ([[(0, 12)]], [[(0, 5)]]))],
-    ids=str,
-)
-def test_ranks_that_disagree(name, values, transport):
-    """Every rank is told both values, and no rank computes anything."""
-
-    def function(ring):
-        with pytest.raises(ValueError, match=f"disagree on {name}: rank 0:.*, rank 1:.*, rank 2:") as refused:
-            attention(ring, **{name: values[ring.rank == 2]})
-        attention(ring)  # the next one, in which they agree
-        return str(refused.value)
-
-    for said in ra.run_simulated(function, 3, transport=transport, timeout=TIMEOUT):
-        shown = [str(value) if name != "documents" else str(value[0][0]) for value in values]
-        assert all(value in said for value in shown), said
 
 
 def results(ring, cases):

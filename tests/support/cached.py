@@ -1,7 +1,7 @@
 """Attention of a sequence's last tokens to all of it, with keys from a cache."""
 
-from hf_ring_attention.ring.attention import checked_call
+from hf_ring_attention.ring.attention import Options, checked_call
 
 
 def cached_attention(q, k, v, *, held, sinks=None, **settings):
-    return checked_call(q, k, v, held=held, sinks=sinks, **settings).attend(q, k, v, sinks)[0]
+    return checked_call(q, k, v, sinks, Options(**settings, held=held)).attend(q, k, v, sinks)[0]

@@ -1,6 +1,5 @@
 """Ranks of which one is killed, stalls or raises at a chosen point, and what becomes of the others: see tests/ring."""
 
-import json
 import os
 import signal
 import sys
@@ -10,10 +9,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
-import checkpoints
 import torch
 import torch.distributed as dist
 
@@ -31,14 +28,12 @@ PHASES = {
     "all-to-all of rows": "collective",
     "all-to-all of heads": "heads",
     "agreement": "ring",
-    "save": "ring",
 }
 WORLD_SIZE = 3
 #: Seconds after which ranks give up one that stalls. Whatever waits for no such timeout has all the time.
 SECONDS_OF_A_STALL = 10
 #: What the rank that raises says, which must reach its own output as it is.
 OWN_ERROR = "no memory left, says the test"
-SETTINGS = {"pattern": "exact"}
 
 
 @dataclass(frozen=True)
@@ -90,8 +85,8 @@ class FaultyRank:
 
         return mock.patch.object(module, name, reached)
 
-    def run(self, folder, ready):
-        """Set-up, two steps of attention, an agreement and a save, each with its fault before, in and after."""
+    def run(self, ready):
+        """Set-up, a call of attention or an agreement, with its fault before, in or after."""
         fault = self.fault
         limit = timedelta(seconds=SECONDS_OF_A_STALL)
         self.reach("set-up", "before")
@@ -109,8 +104,6 @@ class FaultyRank:
             self.attend(ring)
         elif fault.phase == "agreement":
             self.agree(ring)
-        elif fault.phase == "save":
-            self.save(group, folder)
         else:
             self.attend(ring)
         # What a rank comes to after its fault, where the others wait for it.
@@ -152,29 +145,6 @@ class FaultyRank:
         with of_objects:
             ring.agree("a call", {"the pattern": "exact"})
         self.reach("agreement", "after")
-
-    def save(self, group, folder):
-        """Two checkpoints, as the recipes write them; the fault is about the second."""
-        for step in (1, 2):
-            accelerator = SimpleNamespace(
-                is_main_process=self.rank == 0,
-                wait_for_everyone=lambda: dist.barrier(group),
-                save_state=lambda part, step=step: self.write_state(part, step),
-            )
-            if step == 2:
-                self.reach("save", "before")
-            checkpoints.save(accelerator, folder, step, SETTINGS)
-        self.reach("save", "after")
-
-    def write_state(self, folder, step):
-        """A file of this rank, with the fault in the middle of the second."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with Path(folder, f"state_{self.rank}").open("w") as file:
-            file.write("half of step ")
-            file.flush()
-            if step == 2:
-                self.reach("save", "in")
-            file.write(str(step))
 
 
 @dataclass
@@ -230,18 +200,7 @@ def _run(rank, fault, folder, port):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         with ra.naming_lost_processes():
-            FaultyRank(rank, fault).run(Path(folder, "run"), Path(folder, "ready"))
+            FaultyRank(rank, fault).run(Path(folder, "ready"))
     except (RuntimeError, ValueError, SystemExit) as error:
         Path(folder, f"{rank}.error").write_text(f"{type(error).__name__}: {error}")
         sys.exit(1)
-
-
-def whole_step(folder):
-    """The step of the last whole checkpoint, whose files are all of that step."""
-    last = checkpoints.last_saved(folder)
-    step = checkpoints.step_of(last)
-    assert json.loads((last / "run.json").read_text())["settings"] == SETTINGS
-    assert {path.name: path.read_text() for path in last.glob("state_*")} == {
-        f"state_{rank}": f"half of step {step}" for rank in range(WORLD_SIZE)
-    }
-    return step

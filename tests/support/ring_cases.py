@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.merge import accumulation_dtype
-from hf_ring_attention.plan.choices import as_decided, decide_transport
+from hf_ring_attention.plan.choices import decide_call
 from hf_ring_attention.plan.heads import group_size, heads_traffic
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.problem import RingSettings
@@ -67,13 +67,13 @@ class RingCase:
         problem, width = case.problem(layout, self.settings), case.head_dim + case.value_dim
         narrow, wide = case.dtype.itemsize, accumulation_dtype(case.dtype).itemsize
         sizes = RowBytes(width * narrow, width * wide)
-        decision = decide_transport(ring.transport, problem, sizes)
+        problem, decision = decide_call(ring.transport, problem, sizes)
         # Outputs and log-sum-exps are unsharded.
         compared = (self.world_size - 1) * case.batch * case.num_heads * layout.local_len
         compared *= case.value_dim * narrow + wide
         if decision.choice == "local":
             return compared, compared
-        problem, more = as_decided(problem, decision), 0
+        more = 0
         if decision.choice == "heads":
             # Plans are those of calls for outputs alone: a log-sum-exp goes in one message with its output, in one dtype.
             size = group_size(problem)

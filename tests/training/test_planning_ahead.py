@@ -52,7 +52,7 @@ def late_makers(rank, name, num_workers=0):
     made_late, by_batch = [], []
 
     def of(bind, *call, of=ring.bindings.of):
-        known = {*ring.bindings._bindings}
+        known = {*ring.bindings._used, *ring.bindings._ahead}
         if (bind, *call) not in known:
             made_late.append(call)
         return of(bind, *call)
