@@ -18,12 +18,8 @@ PARALLELS = get_args(Parallel)
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _LEAST = {"seq_len": 1, "devices": 1, "ring_size": 1, "batch_size": 1, "mlp_tokens_at_once": 0, "overhead": 0}
-_CHOICES = {
-    "dtype": tuple(NUMBER_BYTES),
-    "master_dtype": tuple(NUMBER_BYTES),
-    "parallel": PARALLELS,
-    "device": ("cuda", "cpu"),
-}
+_CHOICES = {name: tuple(NUMBER_BYTES) for name in ("dtype", "master_dtype")}
+_CHOICES |= {"parallel": PARALLELS, "device": ("cuda", "cpu")}
 
 
 @dataclass(frozen=True)
@@ -49,11 +45,7 @@ class TrainingSetting:
     overhead: int
 
     def check(self) -> None:
-        """Checks the setting.
-
-        Raises:
-            ValueError: numbers that do not fit together, or an unknown word.
-        """
+        """Raises a ValueError for numbers that do not fit together, and for unknown words."""
         for name, least in _LEAST.items():
             check_count("estimate", name, getattr(self, name), least)
         for name, choices in _CHOICES.items():

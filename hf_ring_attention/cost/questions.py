@@ -12,8 +12,8 @@ from typing import Any
 
 from ..plan.patterns import Pattern
 from .estimate import Estimate, parts_by_bound, refusal_of_gathered_rows
-from .exchange import ChosenBuffers, chosen_buffers
-from .parts import TrainingSetting, total_bytes
+from .exchange import buffers_part, chosen_buffers
+from .parts import MemoryPart, TrainingSetting, total_bytes
 from .shape import ModelShape
 
 #: The largest ring that is tried, in multiples of the devices.
@@ -34,7 +34,7 @@ class SwitchGain:
     fits: bool | None
 
 
-def bound_of_peak(shape: ModelShape, setting: TrainingSetting, buffers: ChosenBuffers | None = None) -> float:
+def bound_of_peak(shape: ModelShape, setting: TrainingSetting, buffers: MemoryPart | None = None) -> float:
     """Returns the peak of a device in bytes without a plan (`parts_by_bound`); infinite if a mixer refuses its rows."""
     refused = refusal_of_gathered_rows(shape, setting) is not None
     return float("inf") if refused else total_bytes(parts_by_bound(shape, setting, buffers))
@@ -53,31 +53,29 @@ def longest_sequence(answer: Estimate) -> int | None:
         setting = replace(answer.setting, seq_len=units * unit)
         return bound_of_peak(answer.shape, setting, _scaled_buffers(answer, setting)) <= memory
 
-    if not fits(1):
-        return None
-    low, high = 1, 2
+    low, high = 0, 1
     while fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * unit
+    return low * unit or None
 
 
-def _scaled_buffers(answer: Estimate, setting: TrainingSetting) -> ChosenBuffers | None:
+def _scaled_buffers(answer: Estimate, setting: TrainingSetting) -> MemoryPart | None:
     """Returns the buffers of exact attention at another length, in proportion to the tokens; None for other patterns."""
     call = next(iter(answer.exchanges.values()))
     short = setting.seq_len < answer.setting.ring_size << 12
     if len(answer.exchanges) > 1 or call.pattern != Pattern.exact() or short:
         return None
-    known = chosen_buffers(call)
-    return known._replace(bytes=-(-known.bytes * setting.local_tokens // answer.setting.local_tokens))
+    size = -(-chosen_buffers(call).bytes * setting.local_tokens // answer.setting.local_tokens)
+    return buffers_part(call.decision.choice, size, "in proportion to the tokens")
 
 
 def smallest_ring(answer: Estimate) -> tuple[int, int] | None:
     """Returns the size of the smallest ring whose ranks hold the sequence, and its devices: as estimated, or more if needed.
 
-    Returns None if even a ring of `MOST_TIMES_THE_DEVICES` times the devices does not hold it.
+    None if even a ring of `MOST_TIMES_THE_DEVICES` times the devices does not hold it.
 
     Raises:
         ValueError: an estimate without the memory of a device.

@@ -236,8 +236,7 @@ def is_finite_step(accelerator: Any, loss: float, norm: float) -> bool:
 
 def _wrong_settings(trainer: Any) -> ValueError | None:
     """Returns the error of a Trainer whose settings mean something else over rings; None if all is right."""
-    args, sharded = trainer.args, trainer.ring.world_size > 1
-    model, generations = unwrapped(trainer.model), getattr(trainer, "num_generations", None)
+    args, ring_size, model = trainer.args, trainer.ring.world_size, unwrapped(trainer.model)
     for name, value in vars(model.config.get_text_config()).items():
         if "drop" in name and "att" in name and isinstance(value, float) and value > 0:
             return ValueError(
@@ -245,31 +244,28 @@ def _wrong_settings(trainer: Any) -> ValueError | None:
                 f"config before the model is made"
             )
     cp_size = getattr(args.parallelism_config, "cp_size", 1)
-    if cp_size not in (1, trainer.ring.world_size):
+    if cp_size not in (1, ring_size):
         return ValueError(
-            f"ring_size={trainer.ring.world_size} and cp_size={cp_size} of the parallelism_config are two names of one "
-            f"number: give one of them"
+            f"ring_size={ring_size} and cp_size={cp_size} of the parallelism_config are two names of one number: give one of "
+            f"them"
         )
-    batch = getattr(args, "generation_batch_size", None)
+    generations, batch = getattr(trainer, "num_generations", None), getattr(args, "generation_batch_size", None)
     if generations and batch and batch % generations:
         return ValueError(
             f"num_generations={generations} does not divide generation_batch_size={batch} of {trainer.ring.dp_size} rings: "
             f"raise per_device_train_batch_size or steps_per_generation"
         )
+    over_ring, rebalanced = ring_size > 1, getattr(args, "train_sampling_strategy", None) == "batch_rebalance"
     refused = {
-        f"DataParallel over {args.n_gpu} GPUs": (args.n_gpu > 1, "start a process for each: accelerate launch"),
-        "neftune_noise_alpha": (sharded and args.neftune_noise_alpha, "its noise depends on the length of a row"),
-        "use_vllm": (
-            sharded and getattr(args, "use_vllm", False),
-            "vLLM would complete each prompt once for each rank",
-        ),
-        "train_sampling_strategy='batch_rebalance'": (
-            args.world_size > 1 and getattr(args, "train_sampling_strategy", None) == "batch_rebalance",
-            "it divides rows among processes",
-        ),
+        f"DataParallel over {args.n_gpu} GPUs": args.n_gpu > 1 and "start a process for each: accelerate launch",
+        "neftune_noise_alpha": over_ring and args.neftune_noise_alpha and "its noise depends on the length of a row",
+        "use_vllm": over_ring and getattr(args, "use_vllm", 0) and "vLLM would complete each prompt once for each rank",
+        "train_sampling_strategy='batch_rebalance'": rebalanced
+        and args.world_size > 1
+        and "it divides rows of processes",
     }
-    for setting, (wrong, reason) in refused.items():
-        if wrong:
+    for setting, reason in refused.items():
+        if reason:
             return ValueError(f"{setting} is not what it seems over a ring: {reason}: leave it out")
     return None
 
