@@ -21,13 +21,7 @@ import torch
 import transformers
 from arguments import EXTRAS, at_least, may_be_an_id, missing_extra
 from filelock import FileLock
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 import hf_ring_attention as ra

@@ -8,14 +8,7 @@ from typing import Any, Literal
 
 from ..plan.balance import balanced_layout, estimated_imbalance
 from ..plan.branches import check_count
-from ..plan.choices import (
-    Decision,
-    TransportKind,
-    busiest_over_mean,
-    check_choices,
-    decide_call,
-    decide_layout,
-)
+from ..plan.choices import Decision, TransportKind, busiest_over_mean, check_choices, decide_call, decide_layout
 from ..plan.heads import group_size, heads_fit, heads_pairs, heads_traffic
 from ..plan.joins import PACKED, PADDED
 from ..plan.layouts import LayoutKind, SequenceLayout

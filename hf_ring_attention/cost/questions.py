@@ -1,7 +1,7 @@
 """The inverse questions: the longest sequence that fits, the smallest ring for a sequence, and what to switch on next.
 
 Searches try many lengths and rings, so they make no plans: the buffers of exact attention grow with the sequence, and others
-are bounded (`exchange.bound_of_buffers`). The answers fit, and a little more may fit too.
+are bounded (`estimate.bound_of_buffers`). The answers fit, and a little more may fit too.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..plan.patterns import Pattern
-from .estimate import Estimate, parts_by_bound, refusal_of_gathered_rows
-from .exchange import buffers_part, chosen_buffers
+from .estimate import Estimate, buffers_part, chosen_buffers, parts_by_bound, refusal_of_gathered_rows
 from .parts import MemoryPart, TrainingSetting, total_bytes
 from .shape import ModelShape
 
@@ -22,11 +21,9 @@ MOST_TIMES_THE_DEVICES = 1024
 
 @dataclass(frozen=True)
 class SwitchGain:
-    """A change of the setting, and the bytes by which it lowers the peak of a device.
+    """An option to set, and the bytes by which it lowers the peak of a device.
 
-    Attributes:
-        name: the option to set.
-        fits: whether the step then fits; None if the memory of a device is unknown, or the peak is not counted completely.
+    `fits` is None if the memory of a device is unknown, or if the peak is not counted completely.
     """
 
     name: str
@@ -41,11 +38,7 @@ def bound_of_peak(shape: ModelShape, setting: TrainingSetting, buffers: MemoryPa
 
 
 def longest_sequence(answer: Estimate) -> int | None:
-    """Returns the most tokens, a multiple of twice the ring, whose step fits a device; None if no length fits.
-
-    Raises:
-        ValueError: an estimate without the memory of a device.
-    """
+    """Returns the most tokens, a multiple of twice the ring, whose step fits a device; None if no length fits."""
     memory = _memory_of(answer)
     unit = 2 * answer.setting.ring_size
 
@@ -76,9 +69,6 @@ def smallest_ring(answer: Estimate) -> tuple[int, int] | None:
     """Returns the size of the smallest ring whose ranks hold the sequence, and its devices: as estimated, or more if needed.
 
     None if even a ring of `MOST_TIMES_THE_DEVICES` times the devices does not hold it.
-
-    Raises:
-        ValueError: an estimate without the memory of a device.
     """
     memory, devices = _memory_of(answer), answer.setting.devices
     within = [(size, devices) for size in range(1, devices + 1) if devices % size == 0]

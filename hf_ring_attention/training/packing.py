@@ -86,11 +86,7 @@ def pack_documents(
 
 
 def _pack_buffer(
-    columns: Mapping[str, Sequence[Any]],
-    numbers: Sequence[int] | None = None,
-    *,
-    row_length: int,
-    strategy: Strategy,
+    columns: Mapping[str, Sequence[Any]], numbers: Sequence[int] | None = None, *, row_length: int, strategy: Strategy
 ) -> dict[str, list[list[int]]]:
     """Returns the rows of one buffer of documents, whose numbers in the data set name them in errors."""
     packed_before = [name for name in _OF_ROWS if name in columns]

@@ -268,13 +268,7 @@ def test_the_table_says_all_and_the_picture_is_drawn(folder, tmp_path, capsys):
         cli.main(words.split())
     assert not ended.value.code
     text = capsys.readouterr().out
-    for expected in (
-        "peak of a device",
-        "does not fit",
-        "longest sequence",
-        "smallest ring",
-        "set offload:",
-    ):
+    for expected in ("peak of a device", "does not fit", "longest sequence", "smallest ring", "set offload:"):
         assert expected in text
     assert picture.stat().st_size > 20_000
 

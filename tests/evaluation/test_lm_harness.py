@@ -221,7 +221,7 @@ def test_what_a_ring_cannot_do_is_refused_on_every_rank(folder):
         "auto": "give a number",
         "implementation": "attn_implementation='sdpa' would have no effect",
         "parallelize": "parallelize divides a model among the 2 processes",
-        "slices": "logits_at_once must be at least 1, got 0",
+        "slices": "logits_at_once must be an integer of at least 1, got 0",
         "loaded already": "a model that is loaded already has its ring from ra.patch_model",
         "cache": "--use_cache gives each process its own answers",
         "requests": "the ranks of the ring disagree on",

@@ -255,7 +255,7 @@ REFUSED = {
         "batch row 0 of attention_mask has padding inside: it marks 11 of the tokens 0 to 11",
     ),
     "no token": (IDS, {"attention_mask": (torch.arange(12) == 5).long()[None]}, "no token to score"),
-    "no logits": (IDS, {"logits_at_once": 0}, "logits_at_once must be at least 1, got 0"),
+    "no logits": (IDS, {"logits_at_once": 0}, "logits_at_once must be an integer of at least 1, got 0"),
 }
 
 

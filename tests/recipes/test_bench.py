@@ -63,20 +63,8 @@ def test_ideal():
 
 
 def test_memory():
-    words = [
-        "--tokens",
-        "2k",
-        "--rank-tokens",
-        "512",
-        "--ranks",
-        "1",
-        "2",
-        "--step-tokens",
-        "256",
-        "--patterns",
-        "exact",
-    ]
-    attention, rings, steps = tables("memory.py", *words)
+    words = "--tokens 2k --rank-tokens 512 --ranks 1 2 --step-tokens 256 --patterns exact"
+    attention, rings, steps = tables("memory.py", *words.split())
     assert [row[0] for row in attention] == ["sdpa", "exact"]
     for _, mib, share in attention:
         assert 0 < mib < 100 and share == pytest.approx(mib / attention[0][1], rel=0.03)

@@ -150,20 +150,7 @@ def test_finetune_learns_adapters_from_a_stream_of_chats(folder, tmp_path, monke
     lines = [json.dumps({"messages": chat}) + "\n" for chat in chats]
     (tmp_path / "chats.jsonl").write_text("".join(lines))
     options = ["--model", model, "--dataset", tmp_path / "chats.jsonl", "--streaming", "--buffer", 20, "--seq-len", 128]
-    options += [
-        "--pattern",
-        "window:32+2",
-        "--lora",
-        4,
-        "--lr",
-        "1e-2",
-        "--warmup",
-        1,
-        "--held-out",
-        200,
-        "--save-every",
-        2,
-    ]
+    options += "--pattern window:32+2 --lora 4 --lr 1e-2 --warmup 1 --held-out 200 --save-every 2".split()
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
@@ -333,18 +320,7 @@ def by_the_trainer(folder, nudged):
 def train(folder, output, ring_size, launcher, *options, plugin=None, processes=1):
     """What two runs by the Trainer are compared by."""
     options = ["--model", folder / "model", "--text", folder / "text.txt", "--pattern", "pyramid:32,3,2", *options]
-    options += [
-        "--seq_len",
-        250,
-        "--max_steps",
-        3,
-        "--held_out",
-        500,
-        "--learning_rate",
-        "1e-2",
-        "--disable_tqdm",
-        "true",
-    ]
+    options += "--seq_len 250 --max_steps 3 --held_out 500 --learning_rate 1e-2 --disable_tqdm true".split()
     options += ["--ring_size", ring_size, "--output_dir", output, "--save_strategy", "steps", "--save_steps", 2]
     out = run("finetune_trainer.py", *options, launcher=launcher, plugin=plugin, processes=processes)
     assert f"rank {ring_size - 1}: peak memory" in out and "eval_loss" in out

@@ -32,11 +32,7 @@ ON_TWO = {
     "loop packed": (loop, "packed", {"batch_size": 3}),
     "loop packed zigzag": (loop, "packed", {"batch_size": 3, "layout": "zigzag", "transport": "ring"}),
     "loop packed documents": (loop, "packed", {"batch_size": 3, "layout": "documents", "transport": "ring"}),
-    "documents, FSDP2, checkpointing": (
-        loop,
-        "left",
-        {"layout": "documents", "wrap": "fsdp2", "checkpointing": True},
-    ),
+    "documents, FSDP2, checkpointing": (loop, "left", {"layout": "documents", "wrap": "fsdp2", "checkpointing": True}),
     "checkpointing": (loop, "padded", {"checkpointing": True}),
     "ring, zigzag": (loop, "padded", {"transport": "ring", "layout": "zigzag"}),
     "collective, contiguous": (loop, "padded", {"transport": "collective", "layout": "contiguous"}),

@@ -13,10 +13,7 @@ from tests.support.releases import needs_mixers
 from tests.support.tiny_models import tiny_model
 from tests.support.training import assert_equal_runs, documents, loop, packed, padded, trainer
 
-pytestmark = [
-    pytest.mark.usefixtures("in_float64"),
-    needs_mixers,
-]
+pytestmark = [pytest.mark.usefixtures("in_float64"), needs_mixers]
 
 #: Documents of uneven lengths, padded on the left; and more of them packed into rows of uneven fill.
 DATA = {

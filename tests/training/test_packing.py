@@ -198,9 +198,9 @@ def test_a_long_document_is_refused_by_its_number_in_the_data_set():
         ({"input_ids": [[1, 0, 2]], "attention_mask": [[1, 0, 1]]}, {}, "document 0 has padding inside, by its attention_mask"),
         ({"text": ["a"]}, {}, "documents need input_ids, got the columns text"),
         ([{"input_ids": [1, 2]}], {}, r"expected a datasets\.Dataset.*, got list: datasets\.Dataset\.from_list makes"),
-        (tokens_of([2]), {"row_length": 0}, "row_length must be a whole number of at least 1, got 0"),
-        (tokens_of([2]), {"row_length": None}, "row_length must be a whole number of at least 1, got None"),
-        (tokens_of([2]), {"buffer": 0}, "buffer must be a whole number of at least 1, got 0"),
+        (tokens_of([2]), {"row_length": 0}, "row_length must be an integer of at least 1, got 0"),
+        (tokens_of([2]), {"row_length": None}, "row_length must be an integer of at least 1, got None"),
+        (tokens_of([2]), {"buffer": 0}, "buffer must be an integer of at least 1, got 0"),
         (tokens_of([2]), {"excess_length_strategy": "cut"}, "excess_length_strategy must be one of .*, got 'cut'"),
     ],
 )  # fmt: skip

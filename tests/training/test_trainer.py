@@ -87,11 +87,6 @@ def test_training_in_bfloat16(tmp_path):
         assert_equal_runs(figures, exact, "bfloat16", bounds)
 
 
-def own_loss_function(outputs, labels, num_items_in_batch=None):
-    logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
-
-
 # ---- numbers that are not finite
 
 

@@ -162,12 +162,7 @@ class _LayerChanges:
     """Sums up d of each layer as its gradient arrives: `linear` has [Hkv, P] for each layer, the sum over all tokens."""
 
     def __init__(
-        self,
-        ring: Ring,
-        layout: SequenceLayout,
-        menu: Sequence[Pattern],
-        after_layer: Callable[[], object],
-        keep: bool,
+        self, ring: Ring, layout: SequenceLayout, menu: Sequence[Pattern], after_layer: Callable[[], object], keep: bool
     ) -> None:
         """`keep` keeps the d of tokens, for products of all layers."""
         self.linear: dict[int, Tensor] = {}
