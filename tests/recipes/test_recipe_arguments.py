@@ -41,6 +41,8 @@ REFUSED = [
     ("finetune", "--streaming", "--streaming: it is about a data set: name one with --dataset"),
     ("finetune", "--eval-every 5", "--eval-every: there is nothing to evaluate on: keep some tokens with --held-out"),
     ("finetune", "--report-to paper", "--report-to: invalid choice: 'paper'"),
+    ("finetune", "--distill", "--distill: the model computes exact attention already: name another --pattern"),
+    ("finetune", "--distill --pattern window:32", "--distill: the teacher has the model's own weights"),
     ("finetune", "--model ./none", "--model: there is no folder './none'"),
     ("finetune", "--model {file}", "--model: there is no folder '{file}'"),
     ("finetune", "--model {empty}", "--model: the folder '{empty}' holds no model: there is no config.json in it"),

@@ -74,11 +74,6 @@ def test_each_document_is_in_one_row_that_it_fits(data):
     assert rows == sorted(rows) and all(row == sorted(row) for row in rows), "rows keep the order of the documents"
 
 
-def test_a_document_takes_the_fullest_row_that_has_room():
-    assert best_fit([6, 5, 4, 5], 10) == [[0, 2], [1, 3]]
-    assert best_fit([], 10) == []
-
-
 @pytest.mark.parametrize("strategy", ["split", "truncate", "drop"])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_ten_thousand_documents_of_log_normal_lengths_fill_their_rows(strategy, streamed, rng):
