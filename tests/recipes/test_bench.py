@@ -11,7 +11,7 @@ import peers
 import pytest
 import speed
 import torch
-from timing import alternate, count, ratio, table
+from timing import alternate, count, ratio
 
 import hf_ring_attention as ra
 from tests.support.ranks import TIMEOUT
@@ -139,14 +139,6 @@ def test_turns_alternate_and_the_first_does_not_count():
     assert order == [*"ba", *"ab", *"ba"]
     assert runs == {"a": [(3,), (6,)], "b": [(4,), (5,)]}
     assert ratio(runs, "a", "b") == (3 / 4 + 6 / 5) / 2
-
-
-def test_tables_are_80_columns_wide(capsys):
-    name = "kv0=window:128+4;kv1=window:512+4;kv2=pyramid:1024,2" * 2
-    table("A title " * 20, "pattern|tokens\na second", [(name, 1234.5), ("exact", math.nan)], "a note " * 30)
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert [line.split() for line in lines if "1234" in line or line.startswith("exact")] == [["1234"], ["exact", "-"]]
 
 
 def test_choices_are_judged_by_the_best_transport():
