@@ -94,11 +94,11 @@ def measure_text(
     layout, back = layout_of_rows(model, ring, text.ids[None]), bool(menu)
     changes = _LayerChanges(ring, layout, menu, after_layer, keep=exact is None)
     labels = F.pad(text.ids[1:].masked_fill(~text.scored[1:], IGNORED), (0, 1), value=IGNORED)
-    labels = ring.shard(labels[None].to(model.device), layout, fill=IGNORED)[0]
     positions = torch.tensor(layout.positions(ring.rank))
     with evaluating(model), _tapped(model, changes.add) if back else nullcontext():
         with torch.set_grad_enabled(back):
             hidden, head = hidden_states(model, ring, text.ids[None].to(model.device))
+        labels = ring.shard(labels[None].to(hidden.device), layout, fill=IGNORED)[0]
         gradient, sums = torch.zeros_like(hidden), hidden.new_zeros(2, dtype=torch.float64)
         for first in range(0, len(labels), LOGITS_AT_ONCE):
             part = slice(first, first + LOGITS_AT_ONCE)
