@@ -107,11 +107,8 @@ def attention_of_model(
     """Returns the attention of the text model that a config describes.
 
     Args:
-        name: the name of the model in errors.
+        name: of the model in errors.
         pattern: replaces the patterns that the config has, as `patch_config` does.
-
-    Raises:
-        ValueError: a config without the sizes of heads, layers that differ in them, or a wrong saved pattern.
     """
     if pattern is not None:
         config = patch_config(copy.deepcopy(config), pattern)

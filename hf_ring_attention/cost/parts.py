@@ -83,14 +83,7 @@ class TrainingSetting:
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """A line of an estimate.
-
-    Attributes:
-        name: the contents of the memory.
-        bytes: on each device, or in its host memory if `host` is set.
-        formula: the computation of the bytes, with numbers.
-        source: the origin of the formula.
-    """
+    """A line of an estimate: its bytes on each device, or in `host` memory, by a formula with numbers that has a source."""
 
     name: str
     bytes: int

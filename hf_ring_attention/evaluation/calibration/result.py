@@ -25,13 +25,7 @@ _PLAIN = ("budget", "budget_of", "seq_len", "ranks", "retrieval", "seed", "num_h
 
 @dataclass(frozen=True)
 class CalibratedText:
-    """A text, with the mean negative log-likelihood of its tokens, in nats.
-
-    Attributes:
-        tokens: how many tokens it has.
-        exact_nll: under exact attention.
-        chosen_nll: under the chosen patterns.
-    """
+    """A text, with the mean negative log-likelihood of its tokens under exact attention and the chosen patterns, in nats."""
 
     tokens: int
     exact_nll: float

@@ -28,12 +28,9 @@ CAUTION = (1.0, 2.0, 4.0)
 
 @dataclass(frozen=True)
 class Choice:
-    """Patterns, and what forward passes of the texts measured under them.
+    """The pattern of the menu that each group has, [G], and what forward passes measured: nll by text, and divergence.
 
-    Attributes:
-        chosen: [G] the pattern of the menu that each group has.
-        nlls: for each text, the mean negative log-likelihood of its tokens, in nats.
-        divergence: from the predictions under exact attention, mean of all tokens, in nats.
+    Both are means of tokens, in nats; the divergence is from the predictions under exact attention.
     """
 
     chosen: np.ndarray
