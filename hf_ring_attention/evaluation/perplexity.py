@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -168,16 +167,13 @@ def _rows_of(batch: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
 
 def token_ids(name: str, values: Any, caller: str = "perplexity") -> Tensor:
     """Returns integers as a tensor of int64 on the CPU, from any type that tokenizers return."""
-    if isinstance(values, (list, tuple, np.ndarray)):
-        try:
-            values = torch.as_tensor(values)
-        except (ValueError, TypeError) as error:
-            raise ValueError(
-                f"{caller}: {name} must be rows of integers of one length ({error}): tokenize with padding=True, or pass one "
-                f"text at a time"
-            ) from error
-    if not isinstance(values, Tensor):
-        raise ValueError(f"{caller}: {name} must be a tensor or lists of integers, got {type(values).__name__}")
+    try:
+        values = torch.as_tensor(values)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"{caller}: {name} must be rows of integers of one length, got {type(values).__name__} ({error}): tokenize with "
+            f"padding=True, or pass one text at a time"
+        ) from error
     if values.is_floating_point() or values.is_complex() or (name == "input_ids" and values.dtype is torch.bool):
         meaning = "1 for tokens and 0 for padding" if name == "attention_mask" else "tokens of the model's tokenizer"
         raise ValueError(f"{caller}: {name} must be integers ({meaning}), got {values.dtype}: pass {name}.long()")

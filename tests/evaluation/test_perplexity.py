@@ -220,7 +220,7 @@ def test_other_threads_see_the_model_as_it_is():
 IDS = row(0, 12)
 MASK = torch.ones_like(IDS)
 REFUSED = {
-    "text": ("a text", {}, "input_ids must be a tensor or lists of integers, got str"),
+    "text": ("a text", {}, "input_ids must be rows of integers of one length, got str"),
     "nothing": ({"attention_mask": MASK}, {}, r"expected input_ids .*, got \['attention_mask'\]"),
     "ragged": ({"input_ids": [[5, 6, 7], [8, 9]]}, {}, "rows of integers of one length.*padding=True"),
     "labels": (
