@@ -116,8 +116,7 @@ class Calibration:
 
     def share_of(self, pattern: Pattern) -> float:
         """Returns the FLOPs of a pattern in one head, as a share of exact attention's, at `seq_len` tokens."""
-        cost = Cost("flops", self.seq_len)
-        return cost.of_pattern(pattern, 0, 1) / cost.of_exact()
+        return pattern.flop_share(self.seq_len)
 
     def of_heads(self) -> dict[int, tuple[Pattern, ...]]:
         """Returns the pattern of each key/value head of each layer."""
