@@ -1,4 +1,4 @@
-"""Transformers' Trainer, and those of TRL, over rings: each ring of processes is one data-parallel replica."""
+"""Transformers' Trainer, and TRL's trainers, over rings: each ring of processes is one data-parallel replica."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ else:
 
 @dataclass
 class RingTrainingArguments(TrainingArguments):
-    """`TrainingArguments` of a `RingTrainer`; batch sizes are those of a ring.
+    """`TrainingArguments` of a `RingTrainer`; batch sizes count the rows of a ring.
 
     Args:
         ring_size: processes that share each sequence. It divides the number of processes, and the rings are data
@@ -75,8 +75,8 @@ class RingTrainerMixin(_Trainer):
     """Makes a Trainer shard its sequences over rings: `class RingDPOTrainer(ra.RingTrainerMixin, DPOTrainer): pass`.
 
     The model is patched to "ring_dilated" with the pattern of its config; so is a reference model. Collators, losses, metrics
-    and evaluation are the Trainer's own: its accelerator counts rings (`Ring.from_accelerator`), batch sizes are those of a
-    ring, and the model takes whole rows. TRL's trainers that generate give the ranks of a ring the same completions.
+    and evaluation are the Trainer's own: its accelerator counts rings (`Ring.from_accelerator`), batch sizes count the rows of
+    a ring, and the model takes whole rows. TRL's trainers that generate give the ranks of a ring the same completions.
 
     Args:
         ring_size, ring_layout, ring_transport, ring_heads, offload_activations: as in `RingTrainingArguments`, for Trainers
@@ -159,7 +159,7 @@ class RingTrainerMixin(_Trainer):
                 patch_model(model, ring=self.ring)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Returns the number of rows of an optimizer step, those of all rings."""
+        """Returns the number of rows of an optimizer step in all rings."""
         return super().get_total_train_batch_size(args) // self.ring.world_size
 
     def store_flos(self) -> None:
@@ -219,7 +219,7 @@ class RingTrainerMixin(_Trainer):
     # ---- TRL's trainers that generate
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Generates completions; those of a ring's first rank are those of all its ranks."""
+        """Generates completions; all ranks of a ring get the completions of its first rank."""
         completions = super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
         return self.ring.agree("completions", {}, tell=completions if self.ring.rank == 0 else None)[0]
 

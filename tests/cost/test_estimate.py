@@ -1,4 +1,4 @@
-"""Estimates: parameters are the model's own, memory is what real steps measure, and what is said to fit fits."""
+"""Estimates: parameters are the model's own, memory is near the peaks of real steps, and a length that should fit fits."""
 
 import dataclasses
 import json

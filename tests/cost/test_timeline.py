@@ -1,4 +1,4 @@
-"""The Gantt chart of a ring: its work is that of the plan, and nobody computes with keys that have not arrived."""
+"""The Gantt chart of a ring: its work is the work of the plan, and nobody computes with keys that have not arrived."""
 
 import itertools
 

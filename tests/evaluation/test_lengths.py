@@ -1,4 +1,4 @@
-"""Perplexity by length is that of plain loops over the model's own logits, on one process and on rings."""
+"""Perplexity by length equals plain loops over the model's own logits, on one process and on rings."""
 
 import math
 
@@ -129,7 +129,7 @@ def test_texts_open_as_the_tokenizer_opens_them(folder, rng, count):
 
 @pytest.mark.parametrize("content", ["naïve café " * 40, "\u00e9\u4e2d " * 50])
 def test_bytes_are_those_of_the_text(folder, content):
-    """Letters of several bytes are several tokens here, the last of which stands for the letter."""
+    """Letters of several bytes are several tokens here; the last one stands for the letter."""
     tokenizer = load(folder)[1]
     size = len(content.encode())
     text = tokenized_text(content, tokenizer, 10_000)

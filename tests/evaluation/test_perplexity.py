@@ -1,4 +1,4 @@
-"""Perplexity equals that of the model's own logits, of every model type and padding; and bad input is refused at once."""
+"""Perplexity follows from the model's own logits, for every model type and padding; and bad input is refused at once."""
 
 import threading
 
@@ -72,7 +72,7 @@ def test_it_is_that_of_the_model_whatever_the_padding(model_type, rng):
 
 
 def of_divided_weights(rank, seed, freed):
-    """The nll where FSDP 2 divides the weights, those of the head with the whole model's."""
+    """The nll while FSDP 2 divides the weights, and the head's with the whole model."""
     model = tiny_model("llama", "eager")
     for layer in model.model.layers:
         fully_shard(layer)
@@ -214,7 +214,7 @@ def test_other_threads_see_the_model_as_it_is():
     assert nll == pytest.approx(float(output.loss) * 39, rel=EXACT)
 
 
-# ---- what is refused
+# ---- refusals
 
 
 IDS = row(0, 12)

@@ -14,7 +14,7 @@ from tests.support.missing import without
 
 ROOT = Path(__file__).parents[2]
 
-#: What is called, its arguments, and what it says.
+#: The recipe, its arguments, and its error.
 REFUSED = [
     ("finetune", "--steps two", "--steps: a whole number of at least 1 was expected, got two"),
     ("finetune", "--seq-len 1", "--seq-len: a whole number of at least 2 was expected, got 1"),

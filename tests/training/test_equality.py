@@ -25,7 +25,7 @@ def distillation(model, batch, items):
     return ra.distillation_loss(model, batch, items)
 
 
-#: By name: what kind of run, over which data, and what is special about it.
+#: By name: the kind of run, its data, and its settings.
 ON_TWO = {
     "loop": (loop, "padded", {"decay": True}),
     "loop left": (loop, "left", {}),
@@ -64,7 +64,7 @@ ON_TWO = {
         {"accumulate": 2, "checkpointing": True, "offload_activations": True},
     ),
 }
-#: The batches of one process are those of all rings together.
+#: One process reads the batches of all rings together.
 ON_FOUR = {
     "loop": (loop, "padded", {"transport": "ring", "decay": True}),
     "loop, packed, ring": (loop, "packed", {"transport": "ring", "batch_size": 3}),
@@ -95,7 +95,7 @@ def run(rank, kind, data, settings):
 
 
 def alone(kind, data, settings):
-    """One process, without what is special of processes."""
+    """One process, without the settings of several."""
     own = {
         name: settings[name] for name in ("batch_size", "accumulate", "pattern", "loss_of", "decay") if name in settings
     }

@@ -20,7 +20,7 @@ DATA = {
     "left": {"rows": documents(6, 20, 41, seed=0, prompt=3), "collator": functools.partial(padded, left=True)},
     "packed": {"rows": packed(documents(14, 5, 31, seed=1), 48)[:6], "collator": default_data_collator},
 }
-#: By name: what kind of run, the model with its changes, over which data, and what is special about it.
+#: By name: the kind of run, the model with its changes, its data, and its settings.
 CASES = {
     "delta rule and routers, Trainer": (trainer, "qwen3_next", "packed", {"batch_size": 2}),
     "delta rule and routers, FSDP2, checkpointing": (

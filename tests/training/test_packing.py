@@ -216,7 +216,7 @@ def documents_alone(rng, count=7):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("pattern", ["exact", "window:6+2", "pyramid:4,2"])
 def test_packed_documents_teach_what_each_alone_does(pattern, ranks, rng, in_float64):
-    """In rows, over a ring too, the loss and its gradients are those of the documents one by one."""
+    """In rows, over a ring too, the loss and its gradients equal those of single documents."""
     documents = documents_alone(rng)
     total, count, model = 0, 0, tiny_llama(None)
     ra.patch_model(model, pattern)

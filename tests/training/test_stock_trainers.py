@@ -54,7 +54,7 @@ def finished(trainer):
 
 
 def by_trainer(trainer, folder, ring_size, model=None, **more):
-    """A Trainer of Transformers, or what is made of it, that fine-tunes a language model unless it is given more."""
+    """A Trainer, or a class made of it, that fine-tunes a language model unless it is given more."""
     kind, ring = over(trainer, ring_size)
     data = {"train_dataset": tokens(), "data_collator": DataCollatorForLanguageModeling(word_tokenizer(), mlm=False)}
     args = more.pop("args", None) or TrainingArguments(**settings(folder))

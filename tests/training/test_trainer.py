@@ -1,4 +1,4 @@
-"""What else a RingTrainer does: resuming, adapters, 16 bits, steps that are not finite; and what it refuses."""
+"""What else a RingTrainer does: resuming, adapters, 16 bits, steps that are not finite; and refusals."""
 
 import logging
 import math
@@ -132,7 +132,7 @@ def test_a_loss_that_is_not_finite_is_told_on_all_processes_together(world_size,
         assert len(warned) == (rank == 0) and all("step 3: loss nan, gradient norm nan" in text for text in warned)
 
 
-# ---- what is refused
+# ---- refusals
 
 
 REFUSED = {
