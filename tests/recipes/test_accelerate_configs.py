@@ -39,17 +39,17 @@ def test_every_file_is_expected_here():
 @pytest.mark.parametrize("name", EXPECTED)
 def test_launch_accepts_the_file(name):
     kind, processes, machines, precision = EXPECTED[name]
-    assert load_config_from_file(str(FOLDER / name)).distributed_type == KINDS[kind]
-    args = validated(name)
+    config, args = load_config_from_file(str(FOLDER / name)), validated(name)
+    assert config.distributed_type == KINDS[kind]
     assert [other for other in KINDS if getattr(args, other)] == [kind]
     assert (args.num_processes, args.num_machines, args.machine_rank) == (processes, machines, 0)
     assert args.mixed_precision == precision
     assert args.use_cpu is (name == "cpu-2.yaml")
     # Rings shard the sequences; --ring-size says over how many processes.
-    assert not args.use_parallelism_config
-    assert (
-        args.parallelism_config_cp_size == getattr(args, "parallelism_config_sp_size", 1) == 1
-    )  # since Accelerate 1.12
+    assert not args.use_parallelism_config and args.parallelism_config_cp_size == 1
+    options = vars(launch_command_parser().parse_args(["script.py"]))
+    for key, value in {**config.fsdp_config, **config.deepspeed_config}.items():
+        assert key in options and getattr(args, key) == value, "a key that no option is named after would be ignored"
 
 
 @pytest.mark.parametrize("name", EXPECTED)
