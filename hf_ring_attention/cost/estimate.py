@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from ..hybrids.mixers import MOST_GATHERED
@@ -128,7 +128,8 @@ def estimate(
         master_dtype: of the weights, gradients and moments that are kept; ZeRO keeps float32 beside `dtype`.
         mlp_tokens_at_once: the tokens of a slice, if another library computes MLPs in slices; 0 for whole rows.
         layout, transport, heads: as for `Ring`.
-        device: "cpu" counts an optimizer that updates one tensor after another; host memory is then the same memory.
+        device: "cpu" counts an optimizer that updates one tensor after another; host memory is then the same memory. ZeRO
+            needs "cuda".
         overhead: bytes that a process holds on its device before it makes the model, as you measured them: CUDA's context,
             libraries.
 
@@ -227,9 +228,7 @@ def _phases(
             phases[f"backward of layer {number}"] = [*states, _gradients(setting, gradients), saved, *working]
     size, formula = optimizer_working_bytes(shape, setting)
     optimizer = MemoryPart("optimizer step", size, formula, "torch.optim.AdamW")
-    # The buckets of ZeRO 2 are gone by then.
-    gradients = gradient_bytes_at(replace(setting, device="cuda"), shape.parameters)
-    phases["optimizer step"] = [*states, _gradients(setting, gradients), optimizer]
+    phases["optimizer step"] = [*states, _gradients(setting, all_gradients), optimizer]
     return phases
 
 

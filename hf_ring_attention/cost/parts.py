@@ -50,6 +50,10 @@ class TrainingSetting:
             check_count("estimate", name, getattr(self, name), least)
         for name, choices in _CHOICES.items():
             check_choice("estimate", name, getattr(self, name), choices)
+        if self.zero and self.device == "cpu":
+            raise ValueError(
+                "estimate: DeepSpeed's memory on a CPU is not known: use device='cuda', or parallel='fsdp2'"
+            )
         rings, left = divmod(self.devices, self.ring_size)
         if left:
             raise ValueError(

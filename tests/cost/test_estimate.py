@@ -196,6 +196,7 @@ def test_the_smallest_ring_holds_the_sequence_and_half_of_it_does_not():
         ({"devices": 0}, "devices must be an integer of at least 1, got 0"),
         ({"devices": 6, "ring_size": 4}, "6 devices do not divide into rings of 4: 6 = 1 .* 2"),
         ({"parallel": "zero4"}, "parallel must be one of 'ddp', 'fsdp2'"),
+        ({"parallel": "zero2", "device": "cpu"}, "DeepSpeed's memory on a CPU is not known"),
         ({"dtype": torch.int8}, "dtype must be one of"),
         ({"pattern": "windw:4"}, "windw"),
         ({"devices": 3, "transport": "heads"}, "32 / 3"),
