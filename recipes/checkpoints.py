@@ -182,7 +182,7 @@ def lacks(checkpoint: Path) -> str | None:
     expected, found = json.loads((checkpoint / _SETTINGS).read_text())["files"], _sizes(checkpoint)
     for name, size in expected.items():
         if found.get(name) != size:
-            return f"{name}" if name not in found else f"{name} of {size} bytes, which has {found[name]}"
+            return name if name not in found else f"{name} of {size} bytes, which has {found[name]}"
     return None
 
 
@@ -191,9 +191,10 @@ def damaged(output: Path) -> dict[str, str]:
     return {path.name: lacking for path in checkpoints(output) if (lacking := lacks(path))}
 
 
-def last_whole(output: Path) -> Path | None:
-    """Returns the last whole checkpoint of a run of `finetune.py`; None without any."""
-    return next((path for path in reversed(checkpoints(output)) if lacks(path) is None), None)
+def last_whole(output: Path, processes: int | None = None) -> Path | None:
+    """Returns the last whole checkpoint of `finetune.py`, or that Trainer wrote from `processes`; None without any."""
+    found = reversed(checkpoints(output))
+    return next((path for path in found if not (lacks_of_trainer(path, processes) if processes else lacks(path))), None)
 
 
 def last_saved(output: Path) -> Path:
@@ -272,37 +273,27 @@ class Figures(UserDict):
 
     def load_state_dict(self, state: dict) -> None:
         # The resumed run may have other facts, such as its number of processes.
-        self.data.update(
-            {name: x for name, x in state.items() if name in ("steps", "held_out") or "perplexity" in name}
-        )
+        self.update({name: x for name, x in state.items() if name in ("steps", "held_out") or "perplexity" in name})
 
 
 def check_settings(checkpoint: Path, settings: Mapping[str, Any]) -> None:
     """Ends a run that would go on from a checkpoint with other data, another model's pattern or another learning rate."""
     before = json.loads((checkpoint / _SETTINGS).read_text())["settings"]
-    different = [
-        f"{name} {before.get(name)!r} there and {value!r} here"
-        for name, value in settings.items()
-        if before.get(name) != value
-    ]
-    if different:
+    other = {name: value for name, value in settings.items() if before.get(name) != value}
+    if other:
+        different = "; ".join(f"{name} {before.get(name)!r} there and {value!r} here" for name, value in other.items())
         raise SystemExit(
-            f"--resume: {checkpoint} is of a run with other settings ({'; '.join(different)}): start with those, or name "
-            f"another folder with --output"
+            f"--resume: {checkpoint} is of a run with other settings ({different}): start with those, or name another folder "
+            f"with --output"
         )
-
-
-def whole_of_trainer(output: Path, processes: int) -> Path | None:
-    """Returns the last whole checkpoint that Transformers' Trainer wrote from this number of processes; None without any."""
-    return next((path for path in reversed(checkpoints(output)) if not _lacks_of_trainer(path, processes)), None)
 
 
 def last_of_trainer(output: Path, processes: int) -> Path:
     """Returns the last whole checkpoint that Trainer wrote from this number of processes; ends the program without any."""
-    last = whole_of_trainer(output, processes)
+    last = last_whole(output, processes)
     if last is not None:
         return last
-    reasons = "".join(f"; {path.name} lacks {_lacks_of_trainer(path, processes)}" for path in checkpoints(output))
+    reasons = "".join(f"; {path.name} lacks {lacks_of_trainer(path, processes)}" for path in checkpoints(output))
     raise SystemExit(
         f"--resume_from_checkpoint: there is no whole checkpoint of {processes} process(es) in {output}{reasons}. A run with "
         f"--save_strategy steps writes them; to take one as it is, name its folder"
@@ -325,7 +316,7 @@ def check_trainer(checkpoint: Path, output: Path) -> None:
         )
 
 
-def _lacks_of_trainer(checkpoint: Path, processes: int) -> str | None:
+def lacks_of_trainer(checkpoint: Path, processes: int) -> str | None:
     """Returns what a checkpoint of Trainer lacks, or None: the random states of all processes are written before its state."""
     names = ["rng_state.pth"] if processes == 1 else [f"rng_state_{process}.pth" for process in range(processes)]
     for name in (*names, "trainer_state.json"):

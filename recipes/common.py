@@ -21,13 +21,7 @@ import torch
 import transformers
 from arguments import EXTRAS, at_least, may_be_an_id, missing_extra
 from filelock import FileLock
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 import hf_ring_attention as ra
@@ -266,17 +260,22 @@ def ring_size(number: int | None, processes: int, option: str = "--ring-size") -
     """Returns the size of rings. It must be given for several processes, which would else train on rows of their own."""
     if number is None and processes == 1:
         return 1
-    sizes = [size for size in range(1, processes + 1) if processes % size == 0]
-    if number in sizes:
+    meanings = {
+        size: f"{processes // size} rings, each sequence over {size} processes"
+        for size in range(1, processes + 1)
+        if processes % size == 0
+    }
+    if number in meanings:
         return number
+    meanings[processes] = "one ring, each sequence over all processes"
+    meanings[1] = "data parallel, sequences of its own for each process"
     reason = f"{processes} processes were started, and {option} is not given"
     if number is not None:
         reason = (
             f"{option} {number}: {processes} process(es) cannot form rings of {number}: {processes} = "
             f"{processes // number} * {number} + {processes % number}"
         )
-    meanings = "; ".join(f"{option} {size}: {_meaning(size, processes)}" for size in sizes)
-    raise SystemExit(f"{reason}. {meanings}")
+    raise SystemExit(f"{reason}. " + "; ".join(f"{option} {size}: {text}" for size, text in meanings.items()))
 
 
 def add_ring(parser: argparse.ArgumentParser) -> None:
@@ -286,14 +285,6 @@ def add_ring(parser: argparse.ArgumentParser) -> None:
     add("--ring-layout", choices=layouts, default="auto", help="how rows are divided (default auto)")
     add("--ring-transport", choices=transports, default="auto", help="how keys reach other processes (default auto)")
     add("--ring-heads", type=at_least(1), help="with --ring-transport heads: how many neighbours exchange them")
-
-
-def _meaning(size: int, processes: int) -> str:
-    if size == 1:
-        return "data parallel, sequences of its own for each process"
-    if size == processes:
-        return "one ring, each sequence over all processes"
-    return f"{processes // size} rings, each sequence over {size} processes"
 
 
 def peak_memory(device: torch.device) -> int:

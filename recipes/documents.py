@@ -22,6 +22,7 @@ from accelerate import PartialState
 from arguments import at_least, check, existing_file, may_be_an_id
 from datasets import Dataset, IterableDataset
 from tokens import columns_to_learn, tokenize
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_ring_attention as ra
@@ -268,7 +269,7 @@ def hold_out(
     If the last of them is cut, training reads its rest. A stream goes on with the next document instead.
     """
     held_out: list[dict[str, Any]] = []
-    left, rest = tokens, None
+    left, rest = tokens, {"input_ids": []}
     for document in documents if tokens else ():
         held_out.append({name: values[:left] for name, values in document.items()})
         rest = {name: values[left:] for name, values in document.items()}
@@ -279,9 +280,7 @@ def hold_out(
         raise SystemExit(f"the data have {tokens - left} tokens, and {tokens} are to be held out: hold out fewer")
     if isinstance(documents, IterableDataset):
         return held_out, documents.skip(len(held_out))
-    others = []
-    if rest is not None and len(rest["input_ids"]) > 1:
-        others.append(Dataset.from_list([rest], features=documents.features))
+    others = [Dataset.from_list([rest], features=documents.features)] if len(rest["input_ids"]) > 1 else []
     if len(held_out) < len(documents):
         others.append(documents.select(range(len(held_out), len(documents))))
     if not others:
@@ -321,10 +320,9 @@ def _longer_than_a_row(documents: Dataset | IterableDataset, sources: Sources) -
     done = {"truncate": "truncated", "drop": "dropped"}.get(sources.long_documents)
     if done is None or isinstance(documents, IterableDataset):
         return ""
-    longer = sum(length > sources.seq_len for length in _lengths(documents))
-    if not longer:
-        return ""
-    return f"; {longer} of {len(documents)} documents have more than {sources.seq_len} tokens, and were {done}"
+    longer = sum(length > sources.seq_len for part in _parts(documents) for length in part.value_lengths().to_pylist())
+    told = f"; {longer} of {len(documents)} documents have more than {sources.seq_len} tokens, and were {done}"
+    return told if longer else ""
 
 
 def digest(documents: Dataset | IterableDataset) -> str:
@@ -345,16 +343,11 @@ def _parts(documents: Dataset) -> Iterator[Any]:
         yield from batch["input_ids"].chunks
 
 
-def _lengths(documents: Dataset) -> list[int]:
-    return [length for part in _parts(documents) for length in part.value_lengths().to_pylist()]
-
-
 def _as_tensors(documents: list[dict[str, Any]]) -> HeldOut:
-    shape = (len(documents), max(2, *(len(x["input_ids"]) for x in documents)))
-    held_out = HeldOut(*(torch.zeros(shape, dtype=dtype) for dtype in (torch.int64, torch.int64, torch.bool)))
-    for row, document in enumerate(documents):
-        count = len(document["input_ids"])
-        held_out.input_ids[row, :count] = torch.tensor(document["input_ids"])
-        held_out.attention_mask[row, :count] = 1
-        held_out.learned[row, :count] = torch.tensor(document.get("assistant_masks", [1] * count), dtype=torch.bool)
-    return held_out
+    def padded(rows: list[list[int]], dtype: torch.dtype) -> torch.Tensor:
+        return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)
+
+    ids = [document["input_ids"] for document in documents]
+    every = [[1] * len(row) for row in ids]
+    learned = [document.get("assistant_masks", ones) for document, ones in zip(documents, every)]
+    return HeldOut(padded(ids, torch.int64), padded(every, torch.int64), padded(learned, torch.bool))

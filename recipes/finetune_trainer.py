@@ -22,8 +22,7 @@ TRL's SFTTrainer works over a ring as well, with its own chats, packing and LoRA
 from __future__ import annotations
 
 import argparse
-import textwrap
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import checkpoints
@@ -67,68 +66,8 @@ class TrainingArguments(ra.RingTrainingArguments):
     remove_unused_columns: bool = field(default=False)
 
 
-#: Transformers 5.23 gave it a new name, and warns of the old one.
-CHECKPOINTING = (
-    "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
-)
-#: The texts of --help for the TrainingArguments that most runs need; --help-all shows all of them.
-OFTEN = {
-    "ring_size": "processes that share each sequence; several processes need it",
-    "ring_transport": "how keys and values reach other processes: auto, ring, collective or heads",
-    "ring_heads": "with heads: how many neighbours exchange them, with rings between such groups; else all of a ring",
-    "max_steps": "optimizer steps; -1: as many as --num_train_epochs",
-    "num_train_epochs": "passes over the data, with --max_steps -1",
-    "per_device_train_batch_size": "rows that a ring reads at once",
-    "gradient_accumulation_steps": "batches of an optimizer step",
-    "learning_rate": "highest learning rate",
-    "lr_scheduler_type": "linear, cosine, constant_with_warmup, ...",
-    "warmup_steps": "steps of rising learning rate",
-    "bf16": "mixed precision: true",
-    CHECKPOINTING: "recompute activations in backward: true",
-    "offload_activations": "keep in host memory what that leaves on the device: true",
-    "fsdp": "share parameters, gradients and optimizer: full_shard; or --deepspeed FILE",
-    "eval_strategy": "steps: evaluate on --held_out every --eval_steps",
-    "eval_steps": "steps between evaluations",
-    "save_strategy": "steps: a checkpoint every --save_steps",
-    "save_steps": "steps between checkpoints",
-    "save_total_limit": "how many checkpoints are kept, the last ones",
-    "resume_from_checkpoint": "true: go on from the last checkpoint; or the folder of one",
-    "report_to": "trackers: tensorboard, wandb, trackio, ...; several with spaces between",
-    "seed": "seed of the order of rows and of dropout",
-    "output_dir": "folder for model, checkpoints, logs and curve",
-}
-
-
-class AllHelp(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """A formatter that prints the docstring as it stands, and defaults."""
-
-
-class Help(argparse.Action):
-    """Prints the docstring, the options of this recipe, and the options of Trainer that most runs need."""
-
-    def __call__(self, parser, *_):
-        print(__doc__)
-        print("options of this recipe:")
-        first = ("model", "pattern")
-        for entry in sorted(fields(Arguments), key=lambda entry: entry.name not in first):
-            name = f"no_{entry.name}" if entry.default is True else entry.name
-            text = f"do not {entry.metadata['help']}" if entry.default is True else entry.metadata["help"]
-            print(_described(name, text.replace("%%", "%"), entry))
-        print("\noptions of Transformers' TrainingArguments (all of them: --help-all):")
-        entries = {entry.name: entry for entry in fields(TrainingArguments)}
-        for name, text in OFTEN.items():
-            print(_described(name, text, entries[name]))
-        parser.exit()
-
-
-def _described(name: str, text: str, entry) -> str:
-    value = entry.default_factory() if entry.default is MISSING else entry.default
-    no_default = value is None or value == "" or isinstance(value, bool)
-    default = "" if no_default else f" (default {getattr(value, 'value', value)})"
-    if isinstance(value, list):
-        default = f" (default {' '.join(value)})"
-    lines = textwrap.wrap(text + default, 80)
-    return f"  --{name:<28} " + f"\n{'':33}".join(lines)
 
 
 def parse_args(argv=None) -> tuple[Arguments, TrainingArguments]:
@@ -136,13 +75,8 @@ def parse_args(argv=None) -> tuple[Arguments, TrainingArguments]:
         (Arguments, TrainingArguments),
         description=__doc__,
         usage="%(prog)s [--model ID] [--text FILE] [--pattern PATTERN] [--ring_size N] [--seq_len N] ...; see --help",
-        formatter_class=AllHelp,
-        add_help=False,
+        formatter_class=Help,
     )
-    parser.add_argument(
-        "-h", "--help", action=Help, nargs=0, default=argparse.SUPPRESS, help="the options that most runs need"
-    )
-    parser.add_argument("--help-all", action="help", help="all options")
     args, training = parser.parse_args_into_dataclasses(argv)
     check(parser, "--model", common.model_source, args.model)
     check(parser, "--pattern", pattern_source, args.pattern)
@@ -181,7 +115,7 @@ class Trainer(ra.RingTrainer):
     """Stops at the first loss or gradient norm that is not finite, before a checkpoint holds the broken weights."""
 
     def when_not_finite(self, loss: float, grad_norm: float) -> None:
-        last = checkpoints.whole_of_trainer(Path(self.args.output_dir), self.args.world_size)
+        last = checkpoints.last_whole(Path(self.args.output_dir), self.args.world_size)
         self.accelerator.end_training()
         checkpoints.end_not_finite(self.state.global_step + 1, loss, grad_norm, last, "--learning_rate")
 

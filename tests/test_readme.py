@@ -179,10 +179,10 @@ ALL_COMMANDS = [(page.relative_to(ROOT).as_posix(), command) for page in PAGES f
 
 @functools.cache
 def options_of(recipe):
-    """What the help of a recipe names, all of it where there is a short one too."""
+    """The options that the help of a recipe names."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), pytest.raises(SystemExit):
-        importlib.import_module(recipe).parse_args(["--help-all" if recipe == "finetune_trainer" else "--help"])
+        importlib.import_module(recipe).parse_args(["--help"])
     return set(re.findall(r"--[\w-]+", shown.getvalue().partition("options:")[2]))
 
 

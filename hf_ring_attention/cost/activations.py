@@ -21,12 +21,9 @@ CHECKPOINTED = "activation checkpointing, arXiv 1604.06174, a layer at a time"
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """The bytes of one layer for each token of a rank.
+    """The bytes of one layer for each token of a rank: saved by autograd, and the most while backward computes a part.
 
-    Attributes:
-        saved: what autograd saves.
-        backward_of_mlp, backward_of_attention: the most that exists while backward computes this part, with what the layer
-            still has saved; 0 if the layer lacks the part.
+    Backward of a part counts what the layer still has saved; it is 0 if the layer lacks the part.
     """
 
     saved: int
@@ -35,11 +32,7 @@ class LayerMemory:
 
 
 def layer_memory(shape: ModelShape, layer: LayerShape, setting: TrainingSetting, whole: bool) -> LayerMemory:
-    """Returns the bytes of a layer for each token.
-
-    Args:
-        whole: whether a rank computes its attention as one tile; then the output is not copied to another order.
-    """
+    """Returns the bytes of a layer for each token; attention of one tile, `whole`, copies no output to another order."""
     size, attention, width = setting.number_bytes, shape.attention, shape.width
     queries = attention.num_heads * attention.head_dim
     # With fewer key/value heads than ranks, several ranks have the same head (plan/heads.py).

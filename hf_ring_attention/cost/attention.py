@@ -11,12 +11,10 @@ from ..plan.state_traffic import StateNumbers
 
 @dataclass(frozen=True)
 class ModelMixers:
-    """The mixers of a hybrid model.
+    """The mixers of a hybrid model, in the layers of these numbers.
 
     Attributes:
-        layers: the numbers of the layers that have a mixer.
-        numbers: what one mixer gathers for each run of a document; None if it gathers whole rows.
-        width: the features of a row.
+        numbers: what one mixer gathers for each run of a document; None if it gathers whole rows, of `width` features.
         with_positions: whether each gathered row has its position beside it.
     """
 
@@ -31,10 +29,8 @@ class ModelAttention:
     """The attention of a model.
 
     Attributes:
-        name: the id or folder that names the model.
         base: the pattern of layers without their own window or chunks; it also decides the layout.
-        layers: the pattern of each layer that attends.
-        numbers: the numbers of these layers in the model: all layers, except in hybrids.
+        layers: the pattern of each layer that attends; these layers have the `numbers` in the model.
         sliding: whether each of them computes its own window or chunks.
         mixers: the other modules of a hybrid that mix tokens; None in all other models.
     """

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from ..hybrids.mixers import MOST_GATHERED
+from ..plan.choices import decide_layout
 from ..plan.layouts import LayoutKind
 from ..plan.patterns import Pattern, as_pattern
 from .activations import CHECKPOINTED, SAVED_BY_AUTOGRAD, LayerMemory, layer_memory, logits_bytes
-from .exchange import ChosenBuffers, bound_of_buffers, chosen_buffers, exchanges_of_layers
-from .explain import Explanation
+from .attention import ModelAttention
+from .explain import Explanation, explain
 from .parts import MemoryPart, Parallel, TrainingSetting, total_bytes
 from .shape import ModelShape, shape_of_model
 from .states import gradient_bytes_at, optimizer_working_bytes, state_parts
@@ -127,7 +128,8 @@ def estimate(
         master_dtype: of the weights, gradients and moments that are kept; ZeRO keeps float32 beside `dtype`.
         mlp_tokens_at_once: the tokens of a slice, if another library computes MLPs in slices; 0 for whole rows.
         layout, transport, heads: as for `Ring`.
-        device: "cpu" counts an optimizer that updates one tensor after another; host memory is then the same memory.
+        device: "cpu" counts an optimizer that updates one tensor after another; host memory is then the same memory. ZeRO
+            needs "cuda".
         overhead: bytes that a process holds on its device before it makes the model, as you measured them: CUDA's context,
             libraries.
 
@@ -144,25 +146,10 @@ def estimate(
         | parameters | 0.56 | 596,049,920 parameters x 4 bytes / 4 devices |
         ...
     """
-    setting = TrainingSetting(
-        seq_len=seq_len,
-        devices=devices,
-        ring_size=devices if ring_size is None else ring_size,
-        batch_size=batch_size,
-        dtype=str(dtype).removeprefix("torch."),
-        master_dtype=str(master_dtype).removeprefix("torch."),
-        parallel=parallel,
-        checkpointing=checkpointing,
-        offload=offload,
-        offload_optimizer=offload_optimizer,
-        accumulate=accumulate,
-        mlp_tokens_at_once=mlp_tokens_at_once,
-        layout=layout,
-        transport=transport,
-        heads=heads,
-        device=device,
-        overhead=overhead,
-    )
+    given = dict(locals())  # The setting has the names of the arguments.
+    names = {"dtype": str(dtype).removeprefix("torch."), "master_dtype": str(master_dtype).removeprefix("torch.")}
+    given |= {"ring_size": devices if ring_size is None else ring_size, **names}
+    setting = TrainingSetting(**{field.name: given[field.name] for field in fields(TrainingSetting)})
     setting.check()
     try:
         shape = shape_of_model(model_or_config, None if pattern is None else as_pattern(pattern, "estimate"))
@@ -178,14 +165,20 @@ def estimate(
         raise ValueError(f"estimate: {refusal}")
     exchanges = exchanges_of_layers(shape.attention, setting)
     phases = _phases(shape, setting, {one: chosen_buffers(call) for one, call in exchanges.items()})
-    totals = {name: total_bytes(parts) for name, parts in phases.items()}
-    peak = max(totals, key=lambda name: totals[name])
+    peak = max(phases.values(), key=total_bytes)
     waiting = max(phases.values(), key=lambda parts: total_bytes(parts, host=True))
-    parts = tuple(part for part in phases[peak] if part.bytes and not part.host)
-    parts += tuple(part for part in waiting if part.bytes and part.host)
-    together = {name: total + total_bytes(phases[name], host=True) for name, total in totals.items()}
-    by_text = {str(pattern): call for pattern, call in exchanges.items()}
-    return Estimate(shape, setting, parts, totals, together, by_text, memory)
+    return Estimate(
+        shape=shape,
+        setting=setting,
+        parts=(
+            *(part for part in peak if part.bytes and not part.host),
+            *(part for part in waiting if part.bytes and part.host),
+        ),
+        phases={name: total_bytes(parts) for name, parts in phases.items()},
+        phases_with_host={name: sum(part.bytes for part in parts) for name, parts in phases.items()},
+        exchanges={str(pattern): call for pattern, call in exchanges.items()},
+        memory=memory,
+    )
 
 
 def refusal_of_gathered_rows(shape: ModelShape, setting: TrainingSetting) -> str | None:
@@ -199,20 +192,14 @@ def refusal_of_gathered_rows(shape: ModelShape, setting: TrainingSetting) -> str
     return f"mixers would gather rows of {size} bytes, and at most {MOST_GATHERED} are allowed: take shorter rows"
 
 
-def parts_by_bound(
-    shape: ModelShape, setting: TrainingSetting, buffers: ChosenBuffers | None = None
-) -> list[MemoryPart]:
-    """Returns the parts of the peak without a plan: as estimated, but with a bound of the exchange's buffers.
-
-    Args:
-        buffers: the buffers of every layer, if known; None for their bound.
-    """
+def parts_by_bound(shape: ModelShape, setting: TrainingSetting, buffers: MemoryPart | None = None) -> list[MemoryPart]:
+    """Returns the parts of the peak without a plan: as estimated, but with these buffers of every layer, or their bound."""
     known = buffers or bound_of_buffers(shape.attention, setting)
     return max(_phases(shape, setting, dict.fromkeys(shape.attention.layers, known)).values(), key=total_bytes)
 
 
 def _phases(
-    shape: ModelShape, setting: TrainingSetting, buffers: Mapping[Pattern, ChosenBuffers]
+    shape: ModelShape, setting: TrainingSetting, buffers: Mapping[Pattern, MemoryPart]
 ) -> dict[str, list[MemoryPart]]:
     """Returns the parts of each phase of a step, from the loss to the optimizer."""
     states = state_parts(shape, setting)
@@ -241,9 +228,7 @@ def _phases(
             phases[f"backward of layer {number}"] = [*states, _gradients(setting, gradients), saved, *working]
     size, formula = optimizer_working_bytes(shape, setting)
     optimizer = MemoryPart("optimizer step", size, formula, "torch.optim.AdamW")
-    # The buckets of ZeRO 2 are gone by then.
-    gradients = gradient_bytes_at(replace(setting, device="cuda"), shape.parameters)
-    phases["optimizer step"] = [*states, _gradients(setting, gradients), optimizer]
+    phases["optimizer step"] = [*states, _gradients(setting, all_gradients), optimizer]
     return phases
 
 
@@ -257,22 +242,17 @@ def _gradients(setting: TrainingSetting, size: int) -> MemoryPart:
 
 def _saved(shape: ModelShape, setting: TrainingSetting, layers: Sequence[LayerMemory]) -> MemoryPart:
     """Returns the tensors that these layers have saved for backward."""
-    tokens = setting.local_tokens
+    size, source = sum(one.saved for one in layers), SAVED_BY_AUTOGRAD
+    formula = f"{size:,} bytes in {len(layers)} layers"
     if setting.checkpointing:
-        size = shape.width * setting.number_bytes * len(layers)
-        formula = f"{tokens:,} tokens x {len(layers)} layers x {shape.width} numbers x {setting.number_bytes} bytes"
-        return MemoryPart("saved activations", tokens * size, formula, CHECKPOINTED, host=setting.offload)
-    size = sum(one.saved for one in layers)
-    formula = f"{tokens:,} tokens x {size:,} bytes in {len(layers)} layers"
-    return MemoryPart("saved activations", tokens * size, formula, SAVED_BY_AUTOGRAD, host=setting.offload)
+        size, source = shape.width * setting.number_bytes * len(layers), CHECKPOINTED
+        formula = f"{len(layers)} layers x {shape.width} numbers x {setting.number_bytes} bytes"
+    formula = f"{setting.local_tokens:,} tokens x {formula}"
+    return MemoryPart("saved activations", setting.local_tokens * size, formula, source, host=setting.offload)
 
 
-def _working(setting: TrainingSetting, layer: LayerMemory, buffers: ChosenBuffers | None) -> list[MemoryPart]:
-    """Returns the working set of one layer's backward: of its MLP, or of its attention with the buffers of an exchange.
-
-    Args:
-        buffers: of attention; None for a layer without attention.
-    """
+def _working(setting: TrainingSetting, layer: LayerMemory, buffers: MemoryPart | None) -> list[MemoryPart]:
+    """Returns the working set of one layer's backward: of its MLP, or of its attention, if any, with its buffers."""
     tokens = setting.local_tokens
     # Without checkpointing, the layer's saved tensors are counted already; from host memory they must come back first.
     counted = 0 if setting.checkpointing or setting.offload else layer.saved
@@ -281,9 +261,7 @@ def _working(setting: TrainingSetting, layer: LayerMemory, buffers: ChosenBuffer
         more = max(0, by_token - counted)
         formula = f"{tokens:,} tokens x {more:,} bytes"
         choices.append([MemoryPart(f"working set of {name}", tokens * more, formula, SAVED_BY_AUTOGRAD)])
-    if buffers is not None:
-        formula = f"{buffers.transport}: {buffers.bytes:,} bytes"
-        choices[1].append(MemoryPart("exchange buffers", buffers.bytes, formula, buffers.source))
+    choices[1] += [] if buffers is None else [buffers]
     return max(choices, key=total_bytes)
 
 
@@ -304,3 +282,46 @@ def _in_loss(
         MemoryPart("logits", logits, formula, "a slice of the loss (hf/lm_loss.py)"),
         MemoryPart("gradient of the head", shape.embedding * (4 + setting.master_bytes), head, adding),
     ]
+
+
+# ---- buffers of the exchange
+
+
+def exchanges_of_layers(attention: ModelAttention, setting: TrainingSetting) -> dict[Pattern, Explanation]:
+    """Returns the attention call of each kind of layer, by its pattern; all layers have the layout of the base pattern."""
+    tokens, ranks = setting.seq_len, setting.ring_size
+    layout, _ = decide_layout(setting.layout, tokens, ranks, attention.base, None, setting.transport, setting.heads)
+    call: dict[str, Any] = {"seq_len": tokens, "world_size": ranks, "layout": layout}
+    call |= {name: getattr(attention, name) for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim")}
+    call |= {name: getattr(setting, name) for name in ("dtype", "batch_size", "transport", "heads")}
+    return {pattern: explain(pattern, **call) for pattern in dict.fromkeys(attention.layers)}
+
+
+def chosen_buffers(call: Explanation) -> MemoryPart:
+    """Returns the most bytes of other ranks that a rank holds by the transport of a call."""
+    choice = call.decision.choice
+    return buffers_part(choice, call.busiest(choice).buffers, "exact, from the plans of all ranks (plan/traffic.py)")
+
+
+def buffers_part(transport: str, size: int, source: str) -> MemoryPart:
+    """Returns the bytes of other ranks that a rank holds by a transport, as a part of an estimate."""
+    return MemoryPart("exchange buffers", size, f"{transport}: {size:,} bytes", source)
+
+
+def bound_of_buffers(attention: ModelAttention, setting: TrainingSetting) -> MemoryPart:
+    """Returns a bound of the buffers of any transport that "auto" takes, without a plan, for searches over many lengths.
+
+    The ring holds at most three payloads and three sets of float32 gradients, of at most the rows of a rank
+    (`plan.traffic.ring_traffic`). An exchange of heads holds two pieces, sent and received, of queries, keys and values.
+    """
+    if setting.ring_size == 1:
+        return buffers_part("local", 0, "one rank")
+    size, tokens, kv_heads = setting.number_bytes, setting.local_tokens, attention.num_kv_heads
+    widths = attention.head_dim + attention.value_dim
+    ring = 3 * tokens * kv_heads * widths * (size + 4)
+    if setting.transport != "heads":
+        return buffers_part("any", ring, "a bound: three payloads with their gradients")
+    group = setting.heads or setting.ring_size
+    by_heads = 2 * tokens * (attention.num_heads + max(kv_heads, group)) * widths * size * (group - 1) // group
+    rings = ring if group < setting.ring_size else 0
+    return buffers_part("heads", by_heads + rings, "a bound: pieces of all heads, sent and received")

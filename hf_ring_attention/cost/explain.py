@@ -8,14 +8,7 @@ from typing import Any, Literal
 
 from ..plan.balance import balanced_layout, estimated_imbalance
 from ..plan.branches import check_count
-from ..plan.choices import (
-    Decision,
-    TransportKind,
-    busiest_over_mean,
-    check_choices,
-    decide_call,
-    decide_layout,
-)
+from ..plan.choices import Decision, TransportKind, busiest_over_mean, check_choices, decide_call, decide_layout
 from ..plan.heads import group_size, heads_fit, heads_pairs, heads_traffic
 from ..plan.layouts import LayoutKind, SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
@@ -30,14 +23,7 @@ MOST_RANKS_OF_GROUPS = 16
 
 
 def number_bytes(dtype: Any) -> tuple[int, int]:
-    """Returns the bytes of a number of a dtype, and of a number of its sums.
-
-    Args:
-        dtype: a torch.dtype, or its name.
-
-    Raises:
-        ValueError: another dtype than these.
-    """
+    """Returns the bytes of a number of a dtype, given as a torch.dtype or its name, and of a number of its sums."""
     name = str(dtype).removeprefix("torch.")
     if name not in _BYTES:
         raise ValueError(f"explain: dtype must be one of {', '.join(_BYTES)}, got {dtype!r}")
@@ -207,30 +193,29 @@ def explain(
     widths = head_dim + value_dim
     sizes = RowBytes(widths * itemsize, widths * accumulated)
     problem, decision = decide_call(transport, problem, sizes)
-    by_heads = heads_fit(num_heads, num_kv_heads, group_size(problem))
-    pairs_of_rank = heads_pairs if decision.choice == "heads" else pairs_by_tokens
-    shares = tuple(
-        RankShare(
-            rank=rank,
-            forward_flops=2 * widths * pairs_of_rank(problem, rank),
-            ring=ring_traffic(problem, rank, sizes),
-            collective=collective_traffic(problem, rank, sizes),
-            heads=heads_traffic(problem, rank, sizes) if by_heads else None,
-        )
-        for rank in range(world_size)
-    )
-    flops = [share.forward_flops for share in shares]
-    by_tokens = [pairs_by_tokens(problem, rank) for rank in range(world_size)]
-    balance = dict.fromkeys(("ring", "collective"), busiest_over_mean(by_tokens))
+    ranks, by_heads = range(world_size), heads_fit(num_heads, num_kv_heads, group_size(problem))
+    by_tokens = [pairs_by_tokens(problem, rank) for rank in ranks]
+    pairs = {"ring": by_tokens, "collective": by_tokens}
     if by_heads:
-        balance["heads"] = busiest_over_mean([heads_pairs(problem, rank) for rank in range(world_size)])
+        pairs["heads"] = [heads_pairs(problem, rank) for rank in ranks]
+    work = pairs["heads" if decision.choice == "heads" else "ring"]
+    balance = {name: busiest_over_mean(of_ranks) for name, of_ranks in pairs.items()}
     return Explanation(
         pattern=pattern,
         layout=division,
         layout_decision=layout_decision,
         decision=decision,
-        imbalance=busiest_over_mean(flops),
-        ranks=shares,
+        imbalance=busiest_over_mean(work),
+        ranks=tuple(
+            RankShare(
+                rank=rank,
+                forward_flops=2 * widths * work[rank],
+                ring=ring_traffic(problem, rank, sizes),
+                collective=collective_traffic(problem, rank, sizes),
+                heads=heads_traffic(problem, rank, sizes) if by_heads else None,
+            )
+            for rank in ranks
+        ),
         layouts=_balance_of_layouts(problem),
         balance=balance,
         groups=_groups(problem, sizes),
@@ -240,8 +225,7 @@ def explain(
 def _balance_of_layouts(problem: Problem) -> dict[str, float]:
     """Returns the estimated work of the busiest rank, divided by the mean, in each kind of layout."""
     seq_len, p, pattern = problem.layout.seq_len, problem.layout.world_size, problem.pattern
-    kinds: tuple[LayoutKind, ...] = ("contiguous", "zigzag")
-    layouts = [SequenceLayout(kind, seq_len, p) for kind in kinds]
+    layouts = [SequenceLayout("contiguous", seq_len, p), SequenceLayout("zigzag", seq_len, p)]
     layouts.append(balanced_layout(seq_len, p, pattern, problem.documents))
     return {layout.kind: estimated_imbalance(layout, pattern, problem.documents) for layout in layouts}
 

@@ -37,47 +37,35 @@ _STATE_SPACE = {
     "nemotron_h": ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"),
     "zamba2": ("n_mamba_heads", "mamba_headdim", "mamba_d_state", "mamba_ngroups", "mamba_d_conv"),
 }
-_SELECTIVE = ("jamba", "zamba")
-_CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3")
 #: Types whose mixers gather rows, and whether positions travel with them.
 _GATHERED = {"minimax": False, "recurrent_gemma": True}
 
 
 def load_config(model: str, *, trust: bool = False) -> PretrainedConfig:
-    """Returns the config of a model in a folder, or on the hub; nothing else is loaded.
+    """Returns the config of a model: of a folder with a config.json, that file itself, or a hub id.
 
     Args:
-        model: a folder with a config.json, that file itself, or a hub id.
         trust: whether code that comes with the model may run.
-
-    Raises:
-        ValueError: a missing config, or one that Transformers cannot read.
     """
     if Path(model).is_dir() and not Path(model, "config.json").is_file():
         raise ValueError(f"the folder {model!r} has no config.json: name the folder of a model")
     try:
-        written, _ = PretrainedConfig.get_config_dict(model)
-        _check_counts(written)
+        _check_counts(PretrainedConfig.get_config_dict(model)[0])
         config: PretrainedConfig = AutoConfig.from_pretrained(model, trust_remote_code=trust)
     except _UNREADABLE as error:
+        reason = f"the config of {model!r} cannot be read: {_brief(error)}"
         if isinstance(error, OSError) and not Path(model).exists():
-            raise ValueError(
+            reason = (
                 f"there is no folder {model!r}, and the hub gives no config.json of that name: name a folder with one"
-            ) from error
-        if "trust_remote_code" in str(error):
-            raise ValueError(
-                f"{model!r} brings code of its own: read it, and pass --trust-remote-code if you trust it"
-            ) from error
-        raise ValueError(f"the config of {model!r} cannot be read: {_brief(error)}") from error
+            )
+        elif "trust_remote_code" in str(error):
+            reason = f"{model!r} brings code of its own: read it, and pass --trust-remote-code if you trust it"
+        raise ValueError(reason) from error
     return config
 
 
 def config_of(model: Any) -> PretrainedConfig:
-    """Returns the config of a Transformers model, or the config that a dict, a folder or a hub id describes.
-
-    Raises:
-        ValueError: as `load_config`.
-    """
+    """Returns the config of a Transformers model, or the config that a dict, a folder or a hub id describes."""
     if isinstance(model, str):
         return load_config(model)
     if isinstance(model, Mapping):
@@ -119,12 +107,8 @@ def attention_of_model(
     """Returns the attention of the text model that a config describes.
 
     Args:
-        name: the name of the model in errors.
+        name: of the model in errors.
         pattern: replaces the patterns that the config has, as `patch_config` does.
-
-    Raises:
-        ValueError: a config without the sizes of heads, layers that differ in them, or a wrong saved pattern.
-        NotImplementedError: a pattern for a model that "ring_dilated" does not compute.
     """
     if pattern is not None:
         config = patch_config(copy.deepcopy(config), pattern)
@@ -150,6 +134,9 @@ def attention_of_model(
     if not own:
         raise ValueError(f"no layer of {name!r} attends: its layers are {', '.join(sorted(set(kinds)))}")
     layers = {number: layer_pattern(text, number, branch) for number, branch in own.items()}
+    mixing = tuple(number for number, kind in enumerate(kinds) if kind in _MIXING)
+    has_mixers = text.model_type in MIXERS and mixing
+    gathered = _GATHERED.get(text.model_type, False)
     return ModelAttention(
         name=name,
         model_type=text.model_type,
@@ -161,7 +148,7 @@ def attention_of_model(
         layers=tuple(layers.values()),
         numbers=tuple(layers),
         sliding=tuple(branch is not None and layers[i] == unpatched_pattern(branch) for i, branch in own.items()),
-        mixers=_mixers(text, kinds),
+        mixers=ModelMixers(mixing, _numbers_of_run(text), text.hidden_size, gathered) if has_mixers else None,
     )
 
 
@@ -177,35 +164,27 @@ def _check_alike(text: PretrainedConfig, name: str) -> None:
     loops = getattr(text, "n_recurrent_loops", None)
     if loops is not None:
         raise ValueError(f"{name!r} runs some layers {loops} times (n_recurrent_loops): expected layers that run once")
-    differing = [size for size in ("num_attention_heads", "num_key_value_heads", "head_dim") if _by_layer(text, size)]
+
+    def differs(size: str) -> bool:
+        try:
+            return isinstance(getattr(text, size, None), (list, tuple))
+        except RuntimeError:  # Transformers refuses to name one size where layers differ.
+            return True
+
+    differing = [size for size in ("num_attention_heads", "num_key_value_heads", "head_dim") if differs(size)]
     if not differing and getattr(text, "global_head_dim", None) not in (None, getattr(text, "head_dim", None)):
         differing = ["global_head_dim"]
     if differing:
         raise ValueError(f"the layers of {name!r} differ in {', '.join(differing)}: expected one kind of layer")
 
 
-def _by_layer(text: PretrainedConfig, size: str) -> bool:
-    try:
-        return isinstance(getattr(text, size, None), (list, tuple))
-    except RuntimeError:  # Transformers refuses to name one size where layers differ.
-        return True
-
-
-def _mixers(text: PretrainedConfig, kinds: list[str]) -> ModelMixers | None:
-    """Returns the mixers of a hybrid; None for other models."""
-    layers = tuple(number for number, kind in enumerate(kinds) if kind in _MIXING)
-    if text.model_type not in MIXERS or not layers:
-        return None
-    return ModelMixers(layers, _numbers_of_run(text), text.hidden_size, _GATHERED.get(text.model_type, False))
-
-
 def _numbers_of_run(text: Any) -> StateNumbers | None:
     """Returns the numbers that a mixer gathers for one run; None if it gathers rows."""
     if text.model_type in _GATHERED:
         return None
-    if text.model_type in _CONVOLUTIONS:
+    if text.model_type in ("lfm2", "lfm2_moe", "lfm3"):
         return StateNumbers(text.hidden_size, text.conv_L_cache, 0)
-    if text.model_type in _SELECTIVE:
+    if text.model_type in ("jamba", "zamba"):
         channels = int(text.mamba_expand * text.hidden_size)
         return StateNumbers(channels, text.mamba_d_conv, selective_sums(channels, text.mamba_d_state))
     if text.model_type in _STATE_SPACE:

@@ -18,12 +18,8 @@ PARALLELS = get_args(Parallel)
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _LEAST = {"seq_len": 1, "devices": 1, "ring_size": 1, "batch_size": 1, "mlp_tokens_at_once": 0, "overhead": 0}
-_CHOICES = {
-    "dtype": tuple(NUMBER_BYTES),
-    "master_dtype": tuple(NUMBER_BYTES),
-    "parallel": PARALLELS,
-    "device": ("cuda", "cpu"),
-}
+_CHOICES = {name: tuple(NUMBER_BYTES) for name in ("dtype", "master_dtype")}
+_CHOICES |= {"parallel": PARALLELS, "device": ("cuda", "cpu")}
 
 
 @dataclass(frozen=True)
@@ -49,15 +45,15 @@ class TrainingSetting:
     overhead: int
 
     def check(self) -> None:
-        """Checks the setting.
-
-        Raises:
-            ValueError: numbers that do not fit together, or an unknown word.
-        """
+        """Raises a ValueError for numbers that do not fit together, and for unknown words."""
         for name, least in _LEAST.items():
             check_count("estimate", name, getattr(self, name), least)
         for name, choices in _CHOICES.items():
             check_choice("estimate", name, getattr(self, name), choices)
+        if self.zero and self.device == "cpu":
+            raise ValueError(
+                "estimate: DeepSpeed's memory on a CPU is not known: use device='cuda', or parallel='fsdp2'"
+            )
         rings, left = divmod(self.devices, self.ring_size)
         if left:
             raise ValueError(
@@ -91,14 +87,7 @@ class TrainingSetting:
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """A line of an estimate.
-
-    Attributes:
-        name: the contents of the memory.
-        bytes: on each device, or in its host memory if `host` is set.
-        formula: the computation of the bytes, with numbers.
-        source: the origin of the formula.
-    """
+    """A line of an estimate: its bytes on each device, or in `host` memory, by a formula with numbers that has a source."""
 
     name: str
     bytes: int

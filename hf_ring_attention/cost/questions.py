@@ -1,7 +1,7 @@
 """The inverse questions: the longest sequence that fits, the smallest ring for a sequence, and what to switch on next.
 
 Searches try many lengths and rings, so they make no plans: the buffers of exact attention grow with the sequence, and others
-are bounded (`exchange.bound_of_buffers`). The answers fit, and a little more may fit too.
+are bounded (`estimate.bound_of_buffers`). The answers fit, and a little more may fit too.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..plan.patterns import Pattern
-from .estimate import Estimate, parts_by_bound, refusal_of_gathered_rows
-from .exchange import ChosenBuffers, chosen_buffers
-from .parts import TrainingSetting, total_bytes
+from .estimate import Estimate, buffers_part, chosen_buffers, parts_by_bound, refusal_of_gathered_rows
+from .parts import MemoryPart, TrainingSetting, total_bytes
 from .shape import ModelShape
 
 #: The largest ring that is tried, in multiples of the devices.
@@ -22,11 +21,9 @@ MOST_TIMES_THE_DEVICES = 1024
 
 @dataclass(frozen=True)
 class SwitchGain:
-    """A change of the setting, and the bytes by which it lowers the peak of a device.
+    """An option to set, and the bytes by which it lowers the peak of a device.
 
-    Attributes:
-        name: the option to set.
-        fits: whether the step then fits; None if the memory of a device is unknown, or the peak is not counted completely.
+    `fits` is None if the memory of a device is unknown, or if the peak is not counted completely.
     """
 
     name: str
@@ -34,18 +31,14 @@ class SwitchGain:
     fits: bool | None
 
 
-def bound_of_peak(shape: ModelShape, setting: TrainingSetting, buffers: ChosenBuffers | None = None) -> float:
+def bound_of_peak(shape: ModelShape, setting: TrainingSetting, buffers: MemoryPart | None = None) -> float:
     """Returns the peak of a device in bytes without a plan (`parts_by_bound`); infinite if a mixer refuses its rows."""
     refused = refusal_of_gathered_rows(shape, setting) is not None
     return float("inf") if refused else total_bytes(parts_by_bound(shape, setting, buffers))
 
 
 def longest_sequence(answer: Estimate) -> int | None:
-    """Returns the most tokens, a multiple of twice the ring, whose step fits a device; None if no length fits.
-
-    Raises:
-        ValueError: an estimate without the memory of a device.
-    """
+    """Returns the most tokens, a multiple of twice the ring, whose step fits a device; None if no length fits."""
     memory = _memory_of(answer)
     unit = 2 * answer.setting.ring_size
 
@@ -53,34 +46,29 @@ def longest_sequence(answer: Estimate) -> int | None:
         setting = replace(answer.setting, seq_len=units * unit)
         return bound_of_peak(answer.shape, setting, _scaled_buffers(answer, setting)) <= memory
 
-    if not fits(1):
-        return None
-    low, high = 1, 2
+    low, high = 0, 1
     while fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * unit
+    return low * unit or None
 
 
-def _scaled_buffers(answer: Estimate, setting: TrainingSetting) -> ChosenBuffers | None:
+def _scaled_buffers(answer: Estimate, setting: TrainingSetting) -> MemoryPart | None:
     """Returns the buffers of exact attention at another length, in proportion to the tokens; None for other patterns."""
     call = next(iter(answer.exchanges.values()))
     short = setting.seq_len < answer.setting.ring_size << 12
     if len(answer.exchanges) > 1 or call.pattern != Pattern.exact() or short:
         return None
-    known = chosen_buffers(call)
-    return known._replace(bytes=-(-known.bytes * setting.local_tokens // answer.setting.local_tokens))
+    size = -(-chosen_buffers(call).bytes * setting.local_tokens // answer.setting.local_tokens)
+    return buffers_part(call.decision.choice, size, "in proportion to the tokens")
 
 
 def smallest_ring(answer: Estimate) -> tuple[int, int] | None:
     """Returns the size of the smallest ring whose ranks hold the sequence, and its devices: as estimated, or more if needed.
 
-    Returns None if even a ring of `MOST_TIMES_THE_DEVICES` times the devices does not hold it.
-
-    Raises:
-        ValueError: an estimate without the memory of a device.
+    None if even a ring of `MOST_TIMES_THE_DEVICES` times the devices does not hold it.
     """
     memory, devices = _memory_of(answer), answer.setting.devices
     within = [(size, devices) for size in range(1, devices + 1) if devices % size == 0]

@@ -86,9 +86,6 @@ def shape_of_model(model: Any, pattern: Pattern | None = None) -> ModelShape:
     Args:
         model: a Transformers model or config, the dict of a config, a folder with a config.json, or an id of the hub.
         pattern: replaces the config's pattern of layers without their own window.
-
-    Raises:
-        ValueError: a model that the package does not compute, or a config without the sizes that decide its memory.
     """
     config = config_of(model)
     text = copy.deepcopy(config.get_text_config())
@@ -150,11 +147,7 @@ def _layer(
     parameters: int,
     shared: int,
 ) -> LayerShape:
-    """Returns one layer.
-
-    Args:
-        outside: the shapes of all parameters outside of mixers, by their paths.
-    """
+    """Returns one layer; `outside` has the shapes of all parameters outside of mixers, by their paths."""
     norms, head_norms, dense, gate, gated = [], 0, 0, 0, False
     experts, expert_width, outputs = 0, 0, attention.num_heads * attention.value_dim
     for path, shape in outside.items():

@@ -21,15 +21,8 @@ _ZERO = "; ZeRO, arXiv 1910.02054, section 5"
 
 
 def gradient_bytes_at(setting: TrainingSetting, done: int) -> int:
-    """Returns the bytes of a device's gradients when backward has reached this many parameters.
-
-    DeepSpeed's ZeRO 2 collects whole gradients in a bucket, and keeps its part of a full bucket. A GPU allocates the bucket at
-    once, so it is counted separately; in main memory, its pages count as they are written.
-    """
-    if setting.parallel == "zero2" and setting.devices > 1:
-        bucket = min(done, REDUCE_BUCKET) if setting.device == "cpu" else 0
-        return (bucket + (done - bucket) // setting.devices) * setting.number_bytes
-    divided = setting.devices if setting.parallel in ("fsdp2", "zero3") else 1
+    """Returns the bytes of a device's gradients when backward has reached this many parameters."""
+    divided = setting.devices if setting.parallel in ("fsdp2", "zero2", "zero3") else 1
     return done // divided * (setting.number_bytes if setting.zero else setting.master_bytes)
 
 
@@ -52,12 +45,11 @@ def state_parts(shape: ModelShape, setting: TrainingSetting) -> list[MemoryPart]
     if parallel == "ddp" and master != computing:
         source = "torch.autocast keeps the casts of leaf tensors until it ends"
         parts.append(divided("weights cast for the forward pass", f"{computing} bytes", computing, 1, source))
-    exchange = _exchange_part(shape, setting)
-    return [*parts, *([exchange] if exchange is not None and devices > 1 else [])]
+    return parts if devices == 1 else [*parts, _exchange_part(shape, setting)]
 
 
-def _exchange_part(shape: ModelShape, setting: TrainingSetting) -> MemoryPart | None:
-    """Returns the buffers of a device for parameters or gradients that travel; None if there are none."""
+def _exchange_part(shape: ModelShape, setting: TrainingSetting) -> MemoryPart:
+    """Returns the buffers of a device for parameters or gradients that travel."""
     parallel, master, computing = setting.parallel, setting.master_bytes, setting.number_bytes
     if parallel == "ddp":
         formula = f"{shape.parameters:,} gradients x {master} bytes"
@@ -71,12 +63,9 @@ def _exchange_part(shape: ModelShape, setting: TrainingSetting) -> MemoryPart | 
         source = "torch's fully_shard over each layer and the root, resharded after forward"
         source = source if parallel == "fsdp2" else "DeepSpeed's ZeRO-3 gathers a layer and prefetches the next"
         return MemoryPart("gathered parameters", (3 * layer + outside) * computing, formula, source)
-    if parallel == "zero2" and setting.device == "cpu":
-        return None  # The gradients in it are counted already.
-    bucket = REDUCE_BUCKET if setting.device == "cuda" else min(REDUCE_BUCKET, shape.parameters)
-    formula = f"{bucket:,} numbers x {computing} bytes"
+    formula = f"{REDUCE_BUCKET:,} numbers x {computing} bytes"
     source = "DeepSpeed's reduce_bucket_size, 5e8 unless its configuration sets it"
-    return MemoryPart("gradient buckets", bucket * computing, formula, source)
+    return MemoryPart("gradient buckets", REDUCE_BUCKET * computing, formula, source)
 
 
 def optimizer_working_bytes(shape: ModelShape, setting: TrainingSetting) -> tuple[int, str]:
@@ -87,7 +76,5 @@ def optimizer_working_bytes(shape: ModelShape, setting: TrainingSetting) -> tupl
     share = shape.parameters // (setting.devices if setting.parallel != "ddp" else 1)
     if setting.device == "cuda":
         return share * master, f"{share:,} numbers x {master} bytes: torch's foreach computes all denominators at once"
-    if setting.zero:  # The partition is one flat tensor, with its gradient in float32.
-        return 3 * share * master, f"3 x {share:,} numbers of the partition x {master} bytes"
     largest = shape.largest // (setting.devices if setting.parallel == "fsdp2" else 1)
     return 2 * largest * master, f"2 x {largest:,} numbers of the largest tensor x {master} bytes"

@@ -16,11 +16,7 @@ from ..plan.routes import Lap, ring_laps
 
 @dataclass(frozen=True)
 class Span:
-    """An activity of a rank from `start` to `stop`, in seconds.
-
-    Attributes:
-        source: the rank whose keys are computed with, waited for or sent on.
-    """
+    """An activity of a rank from `start` to `stop`, in seconds, with the keys of the rank `source`."""
 
     rank: int
     kind: Literal["compute", "send", "wait"]

@@ -24,14 +24,11 @@ from .texts import TokenizedText
 
 @dataclass(frozen=True)
 class LengthFigures:
-    """Sums over the scored tokens of a text, under one pattern and in windows of one length.
+    """Sums over the scored tokens of a text, under one pattern and in windows of `length` tokens.
 
     Attributes:
-        text, pattern: their names.
-        length: the tokens of a window.
         nll: the negative log-likelihood of all scored tokens, in nats.
-        tokens: the number of scored tokens.
-        size: their bytes in UTF-8; None if the tokenizer does not give them.
+        size: the bytes of the scored tokens in UTF-8; None if the tokenizer does not give them.
         seconds: the wall time of the passes.
     """
 
@@ -57,14 +54,8 @@ class LengthFigures:
 def sum_of_texts(name: str, figures: Sequence[LengthFigures]) -> LengthFigures:
     """Returns the sums over several texts, all under the same pattern and in windows of the same length."""
     sizes = [of_text.size for of_text in figures if of_text.size is not None]
-    return replace(
-        figures[0],
-        text=name,
-        nll=sum(of_text.nll for of_text in figures),
-        tokens=sum(of_text.tokens for of_text in figures),
-        size=sum(sizes) if len(sizes) == len(figures) else None,
-        seconds=sum(of_text.seconds for of_text in figures),
-    )
+    sums = {field: sum(getattr(of_text, field) for of_text in figures) for field in ("nll", "tokens", "seconds")}
+    return replace(figures[0], text=name, size=sum(sizes) if len(sizes) == len(figures) else None, **sums)
 
 
 def figures_by_length(
@@ -76,15 +67,11 @@ def figures_by_length(
     ring: Ring | None = None,
     after_each: Callable[[], Any] = lambda: None,
 ) -> list[LengthFigures]:
-    """Measures the perplexity of texts under patterns and at context lengths, the same on all ranks of the ring.
+    """Measures the perplexity of texts in the windows of `windowed_nll`, the same on all ranks of the ring.
 
     Args:
         patterns: by their names; None is the pattern that the config of the model has now.
-        lengths, stride: the windows of `windowed_nll`.
         after_each: called after each text, pattern and length.
-
-    Raises:
-        ValueError: a pattern for other models, or as in `windowed_nll`.
     """
     config = model.config.get_text_config()
     own = copy.deepcopy(getattr(config, IMPLEMENTATION, None))
@@ -120,8 +107,7 @@ def windowed_nll(
 
     Args:
         ids: [n] integers.
-        window: the tokens of a window.
-        stride: the number of new tokens in each window but the first.
+        window: the tokens of a window; stride: the number of new tokens in each window but the first.
         opening: the first tokens of ids; they open each window and are not scored. If they leave less room than `stride`,
             windows advance by that room.
 

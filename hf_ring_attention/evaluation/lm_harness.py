@@ -13,9 +13,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import gather_object
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
@@ -29,6 +29,7 @@ from ..hf.patch import patch_model
 from ..hf.registration import IMPLEMENTATION
 from ..hf.rings import attached_ring
 from ..hf.wrappers import unwrapped, whole_model
+from ..plan.branches import check_count
 from ..ring.ring import Ring
 from .calibration.result import load_pattern
 from .logits import label_nll
@@ -77,8 +78,7 @@ class RingLM(HFLM):
         logits_at_once: int = 512,
         **arguments: Any,
     ) -> None:
-        if logits_at_once < 1:
-            raise ValueError(f"ring_dilated: logits_at_once must be at least 1, got {logits_at_once}")
+        check_count("ring_dilated", "logits_at_once", logits_at_once)
         chosen = None if pattern is None else load_pattern(pattern)
         if isinstance(pretrained, str):
             accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=_TIMEOUT)])
@@ -103,39 +103,20 @@ class RingLM(HFLM):
         if ring.world_size > 1:
             whole_model(self._model, "ring_dilated")
         patch_model(self._model, chosen, ring=ring if ring.world_size > 1 else attached_ring(unwrapped(self._model)))
-        # To the harness, a ring is one worker, which answers its own share of the requests.
+        # To the harness, a ring is one worker, which answers its own share of the requests. Its accelerator counts rings, too.
         self._rank, self._world_size = ring.dp_rank, ring.dp_size
-
-    # ---- the workers of the harness
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Returns the tensors of all rings, one after the other."""
-        if self.world_size <= 1:
-            return tensor
-        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, tensor.contiguous())
-        of_rings = parts[:: self.ring.world_size]
-        return torch.stack(of_rings) if tensor.dim() == 0 else torch.cat(of_rings)
+        if ring.accelerator is not None:
+            self.accelerator = ring.accelerator
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
         """Returns the objects of all rings, on every rank of the ring `dst`."""
         if self.world_size <= 1:
             return [obj]
-        objects: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(objects, obj if self.ring.rank == 0 else None)
-        return objects[:: self.ring.world_size] if self.rank == dst else None
-
-    def barrier(self) -> None:
-        """Waits for all rings."""
-        if self.world_size > 1:
-            dist.barrier()
+        objects = gather_object([obj] if self.ring.rank == 0 else [])
+        return objects if self.rank == dst else None
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Refuses a cache of answers on a ring: each rank would have its own, and they would answer different requests.
-
-        Raises:
-            ValueError: on a ring of several ranks.
-        """
+        """Refuses a cache of answers on a ring: each rank would have its own, and they would answer different requests."""
         if self.ring.world_size > 1:
             raise ValueError(
                 f"ring_dilated: --use_cache gives each process its own answers, but the {self.ring.world_size} ranks of a ring "
@@ -176,10 +157,10 @@ class RingLM(HFLM):
         """Returns the log-likelihood of each continuation, and whether greedy decoding gives it.
 
         Args:
-            requests: (texts, tokens of the context, tokens of the continuation). A window of a rolling likelihood has no texts.
+            requests: (texts, tokens of the context, tokens of the continuation).
         """
         if self.ring.world_size > 1 and all(texts is None for texts, _, _ in requests):
-            # Nobody asks whether greedy decoding gives whole windows.
+            # Windows of a rolling likelihood have no texts, and nobody asks whether greedy decoding gives them.
             return [(self._likelihood(context, continuation), False) for _, context, continuation in requests]
         self._longest_continuation = max((len(continuation) for _, _, continuation in requests), default=0)
         batch_size: Any = self.batch_size
@@ -249,28 +230,22 @@ class RingLM(HFLM):
 
 
 def _check_arguments(arguments: Mapping[str, Any], ring: Ring) -> None:
-    """Refuses arguments of the harness's `hf` that would have no effect, or that a ring cannot obey.
-
-    Raises:
-        ValueError: one of them is given.
-    """
-    implementation = arguments.get("attn_implementation", IMPLEMENTATION)
+    """Refuses arguments of the harness's `hf` that would have no effect, or that a ring cannot obey."""
+    implementation, processes = arguments.get("attn_implementation", IMPLEMENTATION), ring.world_size * ring.dp_size
+    error = None
     if implementation != IMPLEMENTATION:
-        raise ValueError(
-            f"ring_dilated: attn_implementation={implementation!r} would have no effect, because this model computes with "
-            f"'ring_dilated': leave it out, or take --model hf"
+        error = (
+            f"attn_implementation={implementation!r} would have no effect, because this model computes with 'ring_dilated': "
+            f"leave it out, or take --model hf"
         )
-    processes = ring.world_size * ring.dp_size
     for name in ("distributed_config", "tp_plan", "tp_size", "parallelize") if processes > 1 else ():
         if arguments.get(name):
-            raise ValueError(
-                f"ring_dilated: {name} divides a model among the {processes} processes, but here each has a whole model: leave "
-                f"it out"
+            error = (
+                f"{name} divides a model among the {processes} processes, but here each has a whole model: leave it out"
             )
     if ring.world_size > 1 and str(arguments.get("batch_size", 1)).startswith("auto"):
-        raise ValueError(
-            "ring_dilated: batch_size=auto tries what fits into one process, but the ranks of a ring must compute alike: give "
-            "a number"
-        )
+        error = "batch_size=auto tries what fits into one process, but the ranks of a ring must compute alike: give a number"
     if ring.world_size > 1 and arguments.get("backend", "default") == "seq2seq":
-        raise ValueError("ring_dilated: a ring computes decoders, got backend=seq2seq: leave it out")
+        error = "a ring computes decoders, got backend=seq2seq: leave it out"
+    if error is not None:
+        raise ValueError(f"ring_dilated: {error}")

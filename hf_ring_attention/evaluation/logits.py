@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from ..compute.merge import accumulation_dtype
@@ -21,7 +23,6 @@ from ..hf.positions import first_position
 from ..hf.wrappers import runner_of
 from ..plan.layouts import SequenceLayout
 from ..ring.ring import Ring
-from ..training.sharded_weights import whole_weights
 
 
 def layout_of_rows(model: PreTrainedModel, ring: Ring, ids: Tensor) -> SequenceLayout:
@@ -32,10 +33,7 @@ def layout_of_rows(model: PreTrainedModel, ring: Ring, ids: Tensor) -> SequenceL
 
 
 def hidden_states(model: PreTrainedModel, ring: Ring, ids: Tensor) -> tuple[Tensor, Head]:
-    """Runs a model over whole rows without forming their logits, if its config describes its head.
-
-    Args:
-        ids: [B, n] tokens of one document a row, the same on every rank.
+    """Runs a model over whole rows [B, n] of one document each, without forming their logits if its config describes its head.
 
     Returns:
         [B, n local, width] this rank's hidden states, and the function that turns slices of them into logits. If the config
@@ -57,8 +55,8 @@ def hidden_states(model: PreTrainedModel, ring: Ring, ids: Tensor) -> tuple[Tens
             f"{type(model).__name__} forms its logits in a way that its config does not name, so the logits of whole rows are "
             f"held at once"
         )
-        return ring.shard(_logits(model(**arguments)), layout_of_rows(model, ring, ids)), _unchanged
-    return (logits, _unchanged) if head is None or hidden is None else (hidden, head)
+        return ring.shard(_logits(model(**arguments)), layout_of_rows(model, ring, ids)), lambda whole: whole
+    return (logits, lambda whole: whole) if head is None or hidden is None else (hidden, head)
 
 
 def label_nll(model: PreTrainedModel, ring: Ring, ids: Tensor, labels: Tensor, logits_at_once: int) -> Tensor:
@@ -76,7 +74,7 @@ def label_nll(model: PreTrainedModel, ring: Ring, ids: Tensor, labels: Tensor, l
     labels = ring.shard(labels.to(ids.device), layout, fill=IGNORED)
     hidden, head = hidden_states(model, ring, ids)
     nll = torch.full(labels.shape, torch.nan, dtype=accumulation_dtype(model.dtype), device=labels.device)
-    with whole_weights(model, model.get_output_embeddings()):
+    with _whole_weights(model, model.get_output_embeddings()):
         # All ranks have equally many slices, because they gather divided weights of the head together.
         for first in range(0, hidden.shape[1], logits_at_once):
             part = slice(first, first + logits_at_once)
@@ -87,14 +85,9 @@ def label_nll(model: PreTrainedModel, ring: Ring, ids: Tensor, labels: Tensor, l
 
 
 def check_finite(losses: Tensor, model: PreTrainedModel, caller: str) -> None:
-    """Refuses losses that are infinite or NaN: a sum without them would make a broken model look better than a sound one.
+    """Refuses losses, the same on every rank, that are infinite or NaN.
 
-    Args:
-        losses: of any shape, the same on every rank.
-        caller: the function that the error names.
-
-    Raises:
-        ValueError: one of them is infinite or NaN.
+    A sum without them would make a broken model look better than a sound one.
     """
     wrong = int((~torch.isfinite(losses)).sum())
     if wrong:
@@ -104,8 +97,22 @@ def check_finite(losses: Tensor, model: PreTrainedModel, caller: str) -> None:
         )
 
 
-def _unchanged(logits: Tensor) -> Tensor:
-    return logits
+@contextmanager
+def _whole_weights(model: nn.Module, module: nn.Module | None) -> Iterator[None]:
+    """Lets all processes call a module inside a model by itself, wherever FSDP 2 holds its weights.
+
+    A module around it may hold them, and free them at the end of its own call.
+    """
+    around = [x for x in model.modules() if isinstance(x, FSDPModule) and any(inner is module for inner in x.modules())]
+    holder = around[-1] if around else None
+    if holder is None or holder is module:  # Its own call gathers its weights.
+        yield
+        return
+    holder.unshard()
+    try:
+        yield
+    finally:
+        holder.reshard()
 
 
 def _logits(output: Any) -> Tensor:

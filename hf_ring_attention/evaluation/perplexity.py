@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -19,6 +18,7 @@ from ..hf.positions import places_of
 from ..hf.rings import attached_ring
 from ..hf.support import check_predicts_next
 from ..hf.wrappers import evaluating, runner_of, whole_model
+from ..plan.branches import check_count
 from ..ring.ring import Ring
 from ..transport.agreement import digest
 from .logits import check_finite, label_nll
@@ -113,8 +113,7 @@ def perplexity(
         check_predicts_next(inner, "perplexity")
         ids, mask = _rows_of(input_ids, attention_mask)
         check_token_rows(inner, ids, mask)
-        if logits_at_once < 1:
-            raise ValueError(f"perplexity: logits_at_once must be at least 1, got {logits_at_once}")
+        check_count("perplexity", "logits_at_once", logits_at_once)
         call.same("the shape of input_ids", tuple(ids.shape))
         call.same("a checksum of input_ids", digest(ids))
         call.same("a checksum of attention_mask", digest(mask))
@@ -151,36 +150,30 @@ def _rows_of(batch: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
                 f"perplexity: expected input_ids and perhaps attention_mask, because it scores every token of whole "
                 f"sequences, got {sorted(map(str, batch))}"
             )
-        if attention_mask is not None and batch.get("attention_mask") is not None:
+        own_mask, batch = batch.get("attention_mask"), batch["input_ids"]
+        if attention_mask is not None and own_mask is not None:
             raise ValueError("perplexity: got an attention_mask in the batch and another beside it: pass one of them")
-        attention_mask = batch.get("attention_mask") if attention_mask is None else attention_mask
-        batch = batch["input_ids"]
+        attention_mask = own_mask if attention_mask is None else attention_mask
     ids = token_ids("input_ids", batch)
     if ids.dim() not in (1, 2) or ids.shape[-1] < 2 or ids.shape[0] < 1:
         raise ValueError(f"perplexity: input_ids must be [rows, tokens] with 2 tokens or more, got {tuple(ids.shape)}")
     mask = torch.ones_like(ids) if attention_mask is None else token_ids("attention_mask", attention_mask)
-    if mask.dim() == 1 and tuple(ids.shape) == (1, *mask.shape):
-        mask = mask[None]
-    if mask.shape != ids.shape:
+    if mask.shape not in (ids.shape, ids.shape[1:] if len(ids) == 1 else ids.shape):
         raise ValueError(
             f"perplexity: attention_mask must have the shape of input_ids {tuple(ids.shape)}, got {tuple(mask.shape)}"
         )
-    length = ids.shape[-1]
-    return ids.reshape(-1, length), mask.reshape(-1, length)
+    return torch.atleast_2d(ids), torch.atleast_2d(mask)
 
 
 def token_ids(name: str, values: Any, caller: str = "perplexity") -> Tensor:
     """Returns integers as a tensor of int64 on the CPU, from any type that tokenizers return."""
-    if isinstance(values, (list, tuple, np.ndarray)):
-        try:
-            values = torch.as_tensor(values)
-        except (ValueError, TypeError) as error:
-            raise ValueError(
-                f"{caller}: {name} must be rows of integers of one length ({error}): tokenize with padding=True, or pass one "
-                f"text at a time"
-            ) from error
-    if not isinstance(values, Tensor):
-        raise ValueError(f"{caller}: {name} must be a tensor or lists of integers, got {type(values).__name__}")
+    try:
+        values = torch.as_tensor(values)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"{caller}: {name} must be rows of integers of one length, got {type(values).__name__} ({error}): tokenize with "
+            f"padding=True, or pass one text at a time"
+        ) from error
     if values.is_floating_point() or values.is_complex() or (name == "input_ids" and values.dtype is torch.bool):
         meaning = "1 for tokens and 0 for padding" if name == "attention_mask" else "tokens of the model's tokenizer"
         raise ValueError(f"{caller}: {name} must be integers ({meaning}), got {values.dtype}: pass {name}.long()")
@@ -188,11 +181,7 @@ def token_ids(name: str, values: Any, caller: str = "perplexity") -> Tensor:
 
 
 def check_token_rows(model: PreTrainedModel, ids: Tensor, mask: Tensor, caller: str = "perplexity") -> None:
-    """Refuses rows that the model cannot compute, or that would not be scored as their author expects.
-
-    Raises:
-        ValueError: as `perplexity`, in the name of `caller`.
-    """
+    """Refuses rows that the model cannot compute, or that would not be scored as their author expects, as `perplexity` does."""
     table = model.get_input_embeddings()
     least, largest = int(ids.min()), int(ids.max())
     most = table.num_embeddings - 1 if isinstance(table, nn.Embedding) else largest

@@ -15,12 +15,9 @@ SECONDS_BETWEEN_LINES = 30.0
 def progress_bar(
     label: str, of: Iterable[Any] | None = None, *, total: int | None = None, unit: str = "it", silent: bool = False
 ) -> Any:
-    """Returns tqdm's bar on stderr, which disappears when the work is done.
+    """Returns tqdm's bar on stderr, over steps or for a caller that counts `total`; it disappears when the work is done.
 
-    Args:
-        of: the steps; None if the caller counts.
-        total: the number of steps.
-        silent: whether nothing is shown; ranks above 0 leave the bar to rank 0.
+    Ranks above 0 leave the bar to rank 0: they are `silent`.
     """
     moves = sys.stderr.isatty() or "ipykernel" in sys.modules
     pause = 0.0 if moves else SECONDS_BETWEEN_LINES

@@ -49,13 +49,6 @@ def opening_tokens(tokenizer: Any) -> Tensor:
     return torch.tensor(whole[: next(places, 0)], dtype=torch.int64)
 
 
-def first_tokens(text: str, tokenizer: Any, count: int | None = None, skip: int = 0) -> Tensor:
-    """Returns [n] int64: opening tokens, then the text's tokens behind its first `skip`; `count` in all, or all for None."""
-    part = text if count is None else beginning_of(text, skip + count)
-    ids = tokenizer(part, add_special_tokens=False, verbose=False).input_ids
-    return torch.cat([opening_tokens(tokenizer), torch.tensor(ids[skip:], dtype=torch.int64)])[:count]
-
-
 def beginning_of(text: str, tokens: int) -> str:
     """Returns a prefix of a text with at least `tokens` tokens; all but its last few are also tokens of the whole text."""
     return text[: 40 * tokens + 1000]

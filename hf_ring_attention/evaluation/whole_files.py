@@ -34,12 +34,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def own_folder(folder: Path) -> Iterator[None]:
-    """Makes a folder if it is missing, and refuses it to other processes that call this while the context is open.
-
-    Raises:
-        ValueError: another process writes to the folder.
-        OSError: the folder cannot be made or written to.
-    """
+    """Makes a folder if it is missing, and refuses it to other processes that call this while the context is open."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
     try:

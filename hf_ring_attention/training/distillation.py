@@ -89,11 +89,7 @@ def _hidden_of_teacher(model: nn.Module, inner: PreTrainedModel, inputs: Mapping
 
 
 def _divergence(model: nn.Module, teacher: Tensor, head: Head, hidden: Tensor, labels: Tensor, place: slice) -> Tensor:
-    """Returns the sum of the divergences of tokens with labels.
-
-    Args:
-        teacher: [tokens, width] the teacher's hidden states of all tokens of this rank.
-    """
+    """Returns the sum of the divergences of tokens with labels; `teacher` has its hidden states, [tokens, width]."""
     with torch.no_grad(), _without_adapters(model):  # The output layer may have adapters too.
         expected = F.log_softmax(head(teacher[place][None])[0].float(), dim=-1)
     predicted = F.log_softmax(head(hidden[None])[0].float(), dim=-1)

@@ -19,7 +19,7 @@ from ..plan.patterns import Pattern, as_pattern
 from ..ring.ring import Ring
 from ..transport.agreement import digest
 
-#: Labels stay whole: the model shifts and cuts them, and whoever counts them counts those of the whole row.
+#: Labels stay whole: the model shifts and cuts them, and whoever counts them counts whole rows.
 _WHOLE = ("labels", "shift_labels")
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from ..hf.lm_loss import IGNORED
+from ..plan.branches import check_choice, check_count
 
 if TYPE_CHECKING:
     from datasets import Dataset as Table
@@ -65,13 +66,9 @@ def pack_documents(
         >>> rows["labels"]
         [[-100, 6, 7, 8, -100, 2, 3], [-100, 4, -100, -100, -100, -100, -100]]
     """
-    for name, number in (("row_length", row_length), ("buffer", buffer)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ValueError(f"pack_documents: {name} must be a whole number of at least 1, got {number!r}")
-    if excess_length_strategy not in (strategies := get_args(Strategy)):
-        raise ValueError(
-            f"pack_documents: excess_length_strategy must be one of {', '.join(strategies)}, got {excess_length_strategy!r}"
-        )
+    check_count("pack_documents", "row_length", row_length)
+    check_count("pack_documents", "buffer", buffer)
+    check_choice("pack_documents", "excess_length_strategy", excess_length_strategy, get_args(Strategy))
     into_rows = partial(_pack_buffer, row_length=row_length, strategy=excess_length_strategy)
     if isinstance(documents, Mapping):
         return into_rows(documents)
@@ -89,11 +86,7 @@ def pack_documents(
 
 
 def _pack_buffer(
-    columns: Mapping[str, Sequence[Any]],
-    numbers: Sequence[int] | None = None,
-    *,
-    row_length: int,
-    strategy: Strategy,
+    columns: Mapping[str, Sequence[Any]], numbers: Sequence[int] | None = None, *, row_length: int, strategy: Strategy
 ) -> dict[str, list[list[int]]]:
     """Returns the rows of one buffer of documents, whose numbers in the data set name them in errors."""
     packed_before = [name for name in _OF_ROWS if name in columns]
@@ -111,15 +104,14 @@ def _pack_buffer(
         stop = {"truncate": row_length, "drop": 0}.get(strategy) if len(ids) > row_length else None
         for start in range(0, len(ids[:stop]), row_length):
             pieces.append((ids[start : start + row_length], labels[start : start + row_length]))
-    rows = best_fit([len(ids) for ids, _ in pieces], row_length)
     packed: dict[str, list[list[int]]] = {name: [] for name in _PACKED_COLUMNS}
-    for row in rows:
-        in_row = [pieces[number] for number in row]
-        ids = np.concatenate([ids for ids, _ in in_row])
+    for row in best_fit([len(ids) for ids, _ in pieces], row_length):
+        tokens, labels = zip(*(pieces[number] for number in row), strict=True)
+        ids = np.concatenate(tokens)
         parts = {
             "input_ids": ids,
-            "labels": np.concatenate([part for _, labels in in_row for part in ([IGNORED], labels[1:])]),
-            "position_ids": np.concatenate([np.arange(len(ids)) for ids, _ in in_row]),
+            "labels": np.concatenate([x for part in labels for x in ([IGNORED], part[1:])]),
+            "position_ids": np.concatenate([np.arange(len(part)) for part in tokens]),
             "attention_mask": np.ones(len(ids), np.int64),
         }
         for name, part in parts.items():

@@ -1,4 +1,4 @@
-"""Transformers' Trainer, and those of TRL, over rings: each ring of processes is one data-parallel replica."""
+"""Transformers' Trainer, and TRL's trainers, over rings: each ring of processes is one data-parallel replica."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ else:
 
 @dataclass
 class RingTrainingArguments(TrainingArguments):
-    """`TrainingArguments` of a `RingTrainer`; batch sizes are those of a ring.
+    """`TrainingArguments` of a `RingTrainer`; batch sizes count the rows of a ring.
 
     Args:
         ring_size: processes that share each sequence. It divides the number of processes, and the rings are data
@@ -75,8 +75,8 @@ class RingTrainerMixin(_Trainer):
     """Makes a Trainer shard its sequences over rings: `class RingDPOTrainer(ra.RingTrainerMixin, DPOTrainer): pass`.
 
     The model is patched to "ring_dilated" with the pattern of its config; so is a reference model. Collators, losses, metrics
-    and evaluation are the Trainer's own: its accelerator counts rings (`Ring.from_accelerator`), batch sizes are those of a
-    ring, and the model takes whole rows. TRL's trainers that generate give the ranks of a ring the same completions.
+    and evaluation are the Trainer's own: its accelerator counts rings (`Ring.from_accelerator`), batch sizes count the rows of
+    a ring, and the model takes whole rows. TRL's trainers that generate give the ranks of a ring the same completions.
 
     Args:
         ring_size, ring_layout, ring_transport, ring_heads, offload_activations: as in `RingTrainingArguments`, for Trainers
@@ -159,7 +159,7 @@ class RingTrainerMixin(_Trainer):
                 patch_model(model, ring=self.ring)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Returns the number of rows of an optimizer step, those of all rings."""
+        """Returns the number of rows of an optimizer step in all rings."""
         return super().get_total_train_batch_size(args) // self.ring.world_size
 
     def store_flos(self) -> None:
@@ -219,7 +219,7 @@ class RingTrainerMixin(_Trainer):
     # ---- TRL's trainers that generate
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Generates completions; those of a ring's first rank are those of all its ranks."""
+        """Generates completions; all ranks of a ring get the completions of its first rank."""
         completions = super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
         return self.ring.agree("completions", {}, tell=completions if self.ring.rank == 0 else None)[0]
 
@@ -236,8 +236,7 @@ def is_finite_step(accelerator: Any, loss: float, norm: float) -> bool:
 
 def _wrong_settings(trainer: Any) -> ValueError | None:
     """Returns the error of a Trainer whose settings mean something else over rings; None if all is right."""
-    args, sharded = trainer.args, trainer.ring.world_size > 1
-    model, generations = unwrapped(trainer.model), getattr(trainer, "num_generations", None)
+    args, ring_size, model = trainer.args, trainer.ring.world_size, unwrapped(trainer.model)
     for name, value in vars(model.config.get_text_config()).items():
         if "drop" in name and "att" in name and isinstance(value, float) and value > 0:
             return ValueError(
@@ -245,31 +244,28 @@ def _wrong_settings(trainer: Any) -> ValueError | None:
                 f"config before the model is made"
             )
     cp_size = getattr(args.parallelism_config, "cp_size", 1)
-    if cp_size not in (1, trainer.ring.world_size):
+    if cp_size not in (1, ring_size):
         return ValueError(
-            f"ring_size={trainer.ring.world_size} and cp_size={cp_size} of the parallelism_config are two names of one "
-            f"number: give one of them"
+            f"ring_size={ring_size} and cp_size={cp_size} of the parallelism_config are two names of one number: give one of "
+            f"them"
         )
-    batch = getattr(args, "generation_batch_size", None)
+    generations, batch = getattr(trainer, "num_generations", None), getattr(args, "generation_batch_size", None)
     if generations and batch and batch % generations:
         return ValueError(
             f"num_generations={generations} does not divide generation_batch_size={batch} of {trainer.ring.dp_size} rings: "
             f"raise per_device_train_batch_size or steps_per_generation"
         )
+    over_ring, rebalanced = ring_size > 1, getattr(args, "train_sampling_strategy", None) == "batch_rebalance"
     refused = {
-        f"DataParallel over {args.n_gpu} GPUs": (args.n_gpu > 1, "start a process for each: accelerate launch"),
-        "neftune_noise_alpha": (sharded and args.neftune_noise_alpha, "its noise depends on the length of a row"),
-        "use_vllm": (
-            sharded and getattr(args, "use_vllm", False),
-            "vLLM would complete each prompt once for each rank",
-        ),
-        "train_sampling_strategy='batch_rebalance'": (
-            args.world_size > 1 and getattr(args, "train_sampling_strategy", None) == "batch_rebalance",
-            "it divides rows among processes",
-        ),
+        f"DataParallel over {args.n_gpu} GPUs": args.n_gpu > 1 and "start a process for each: accelerate launch",
+        "neftune_noise_alpha": over_ring and args.neftune_noise_alpha and "its noise depends on the length of a row",
+        "use_vllm": over_ring and getattr(args, "use_vllm", 0) and "vLLM would complete each prompt once for each rank",
+        "train_sampling_strategy='batch_rebalance'": rebalanced
+        and args.world_size > 1
+        and "it divides rows of processes",
     }
-    for setting, (wrong, reason) in refused.items():
-        if wrong:
+    for setting, reason in refused.items():
+        if reason:
             return ValueError(f"{setting} is not what it seems over a ring: {reason}: leave it out")
     return None
 

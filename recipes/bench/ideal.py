@@ -25,7 +25,7 @@ PATTERNS = ["exact", "longnet:2048/1,8192/4,32768/16"]
 
 
 def measure(shape: Shape, tokens: int, patterns: Sequence[str], repeats: int) -> list[dict[str, Any]]:
-    """Returns the seconds of each pattern over a ring, beside those of the ideal and of the floor; runs on every rank."""
+    """Returns the seconds of each pattern over a ring, beside the ideal and the floor; runs on every rank."""
     own_heads, rows = shape.heads // dist.get_world_size(), []
     share = shape.tensors(tokens, own_heads)
     for text in patterns:

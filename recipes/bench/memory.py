@@ -46,7 +46,7 @@ def peak_of_call(shape: Shape, tokens: int, name: str, transport: str) -> int:
 
 @dataclass(frozen=True)
 class Step:
-    """A training step; the names are those of `ra.estimate`."""
+    """A training step, by arguments of `ra.estimate`."""
 
     seq_len: int
     devices: int = 1
@@ -85,7 +85,7 @@ def model_of(shape: Shape, tokens: int, checkpointing: bool = True) -> Any:
 
 
 def estimate_of(shape: Shape, step: Step) -> int:
-    """Returns the peak that `ra.estimate` expects of a device; on a CPU its memory is that of the host, too."""
+    """Returns the peak that `ra.estimate` expects of a device; on a CPU, host memory is the same memory."""
     config = model_of(replace(shape, device="meta"), step.seq_len).config
     dtypes = {"dtype": shape.dtype, "master_dtype": shape.dtype}
     answer = ra.estimate(config, accumulate=True, device=shape.device, **dtypes, **vars(step))

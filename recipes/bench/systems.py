@@ -6,7 +6,7 @@ Eight GPUs:         python recipes/bench/systems.py --ranks 8 --tokens 64k --dty
 
 All take turns, from the same weights, and each process has one thread, or one GPU. While one process computes alone, the
 others wait. Plain DDP trains on as many rows as there are processes, so rates of tokens are compared, and not seconds.
-A ring computes what one process does: the error is that of its first two losses.
+A ring computes what one process does: the error compares its first two losses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SIZES = {"vocab_size": 1024, "hidden_size": 512, "intermediate_size": 1536, "num
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 MAMBA = {"mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_chunk_size": 128}
 LAYERS = {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_value_head_dim": 64}
-#: Small models of which one layer in four attends, by type.
+#: Small models by type; one layer in four attends.
 HYBRIDS: dict[str, dict[str, Any]] = {
     "bamba": MAMBA | {"attn_layer_indices": [3]},
     "qwen3_5_text": LAYERS | {"linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 64},
@@ -86,7 +86,7 @@ def step_of(system: str, pattern: str, model: Any, tokens: int) -> Callable[[], 
 
 
 def measure(make: Callable[[], Any], systems: Sequence[tuple[str, str]], tokens: int, repeats: int, device: str) -> Any:
-    """Returns a row of figures for each system and pattern, of which the first is the base; runs on every rank."""
+    """Returns a row of figures for each system and pattern, the first is the base; runs on every rank."""
     p, rank, rows = dist.get_world_size(), dist.get_rank(), []
     steps = {key: step_of(*key, make(), tokens) if rank == 0 or key[0] != ALONE else (lambda: 0.0) for key in systems}
     losses = {key: torch.tensor([step(), step()]) for key, step in steps.items()}

@@ -1,4 +1,4 @@
-"""Estimates of hybrids: parameters and layers are the model's own, and what is not counted is said, or refused."""
+"""Estimates of hybrids: parameters and layers are the model's own, and uncounted memory is named, or refused."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`explain` says what then happens: bytes to the byte, work, balance, choices, and a bound on what is held."""
+"""`explain` foretells a call: bytes to the byte, work, balance, choices, and a bound on buffers."""
 
 import threading
 

@@ -109,23 +109,6 @@ def test_patterns_that_were_saved_are_found(tmp_path):
     assert str(attention_in(str(tmp_path), Pattern.exact()).base) == "exact"
 
 
-def test_a_pattern_replaces_those_that_were_saved():
-    config = ra.patch_config(ra.patch_config(LlamaConfig(num_hidden_layers=3), "window:8"), "window:4", layers=[1])
-    assert [str(one) for one in attention_of_model(config, "x").layers] == ["window:8", "window:4", "window:8"]
-    assert {str(one) for one in attention_of_model(config, "x", ra.Pattern.exact()).layers} == {"exact"}
-    assert config.ring_dilated["layers"], "the config of the caller is left as it was"
-
-
-def test_a_pattern_is_of_the_layers_without_a_window(tmp_path):
-    types = {
-        "model_type": "gemma3_text",
-        "layer_types": ["sliding_attention", "full_attention"] * 3,
-        "sliding_window": 8,
-    }
-    attention = attention_in(written(tmp_path, {**SMALL, **types}), Pattern.parse("pyramid:32,2"))
-    assert [str(pattern) for pattern in attention.layers] == ["window:8", "pyramid:32,2"] * 3
-
-
 def test_flop_shares_count_windows_of_the_model(tmp_path):
     config = tiny_config("gemma3_text")
     full = [n for n, kind in enumerate(config.layer_types) if kind == "full_attention"]

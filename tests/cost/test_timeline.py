@@ -1,10 +1,9 @@
-"""The Gantt chart of a ring: its work is that of the plan, and nobody computes with keys that have not arrived."""
+"""The Gantt chart of a ring: its work is the work of the plan, and nobody computes with keys that have not arrived."""
 
 import itertools
 
 import pytest
 
-from hf_ring_attention.cli.text_plots import ring_lines
 from hf_ring_attention.cost.timeline import ring_timeline
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.patterns import Pattern
@@ -72,12 +71,3 @@ def test_a_slow_link_is_waited_for_and_a_fast_one_is_not():
     assert fast.share("wait") == 0 and fast.share("compute") > 0.99
     assert slow.share("wait") > 0.9 and slow.share("compute") < 0.1
     assert fast.seconds == pytest.approx(plan_rank(problem, 0).pairs * 256 / 1e9)
-
-
-def test_text_has_a_line_of_work_and_one_of_messages_a_rank():
-    lines = ring_lines(
-        ring_timeline(problem_of("exact", "zigzag", 2), pair_flops=4, row_bytes=4, flops=1e6, bandwidth=1e3)
-    )
-    assert [line[:8].strip() for line in lines] == ["rank   0", "", "rank   1", ""]
-    assert {*lines[0][9:]} >= {"█", "▓"}
-    assert "─" in lines[1]

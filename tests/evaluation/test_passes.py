@@ -8,7 +8,7 @@ from transformers import AttentionInterface
 import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import multiplicity_matrix
 from hf_ring_attention.evaluation.calibration import passes
-from hf_ring_attention.evaluation.calibration.passes import measure_losses, measure_text
+from hf_ring_attention.evaluation.calibration.passes import measure_text
 from hf_ring_attention.evaluation.calibration.texts import CUE, NEEDLE, drawn_tokens, plain_text, retrieval_text
 from tests.support.calibrations import MENU, model_of, random_texts
 from tests.support.ranks import run_simulated
@@ -78,12 +78,13 @@ def linear_of(found):
 
 @pytest.mark.parametrize("make", [plain_text, retrieval_text])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_pass_measures_what_dense_attention_says(make, world_size, rng):
+def test_a_pass_measures_what_dense_attention_says(make, world_size, rng, monkeypatch):
+    monkeypatch.setattr(passes, "LOGITS_AT_ONCE", 16)
     [ids] = random_texts(rng, 1, 72)
     text, menu = make(ids, rng.randrange(1000)), [ra.Pattern.parse(one) for one in MENU]
 
     def measure(ring):
-        return measure_text(ra.patch_model(model_of(), "exact", ring), ring, text, menu, logits_at_once=16)
+        return measure_text(ra.patch_model(model_of(), "exact", ring), ring, text, menu)[0]
 
     with float64():
         linear, products = dense_sums(model_of(), text.ids, objective_of(text), menu)
@@ -100,7 +101,7 @@ def test_sums_of_long_texts_have_the_products_of_all_their_tokens(world_size, rn
     text, menu = plain_text(ids, 0), [ra.Pattern.parse(one) for one in MENU]
 
     def measure(ring):
-        return measure_text(ra.patch_model(model_of(), "exact", ring), ring, text, menu)
+        return measure_text(ra.patch_model(model_of(), "exact", ring), ring, text, menu)[0]
 
     with float64():
         whole = measure(ra.Ring.alone())
@@ -123,15 +124,13 @@ def test_a_second_pass_follows_the_divergence_from_exact_attention(rng):
     text, ring, menu = plain_text(ids, 0), ra.Ring.alone(), [ra.Pattern.parse(one) for one in ("exact", "window:16+2")]
     model = ra.patch_model(model_of(), "window:4+1", ring)
     exact_model = ra.patch_model(model_of(), "exact", ring)
-    exact, *_ = measure_losses(exact_model, ring, text, None)
+    _, exact = measure_text(exact_model, ring, text)
     with torch.no_grad():
         logps, expected = (m(input_ids=ids[None]).logits[0, :-1].log_softmax(-1) for m in (model, exact_model))
     divergence = float((expected.exp() * (expected - logps)).sum() / text.num_scored)
-    found = measure_text(model, ring, text, menu, exact=exact)
-    _, nll, measured = measure_losses(model, ring, text, exact)
-    assert [found.divergence, measured] == pytest.approx([divergence] * 2, rel=1e-4)
-    own = -logps.gather(1, ids[1:, None]).mean()
-    assert [found.nll, nll] == pytest.approx([float(own)] * 2, rel=1e-4)
+    found, own = measure_text(model, ring, text, menu, exact)[0], -logps.gather(1, ids[1:, None]).mean()
+    for changes in (found, measure_text(model, ring, text, exact=exact)[0]):  # with a backward pass, and without
+        assert [changes.divergence, changes.nll] == pytest.approx([divergence, float(own)], rel=1e-4)
 
     layer, head, number = rng.randrange(2), rng.randrange(2), rng.randrange(2)
     original = AttentionInterface()["ring_dilated"]
@@ -151,7 +150,7 @@ def test_a_second_pass_follows_the_divergence_from_exact_attention(rng):
 
         AttentionInterface.register("ring_dilated", attend)
         try:
-            return measure_losses(model, ring, text, exact)[2]
+            return measure_text(model, ring, text, exact=exact)[0].divergence
         finally:
             AttentionInterface.register("ring_dilated", original)
 

@@ -1,4 +1,4 @@
-"""Perplexity equals that of the model's own logits, of every model type and padding; and bad input is refused at once."""
+"""Perplexity follows from the model's own logits, for every model type and padding; and bad input is refused at once."""
 
 import threading
 
@@ -72,7 +72,7 @@ def test_it_is_that_of_the_model_whatever_the_padding(model_type, rng):
 
 
 def of_divided_weights(rank, seed, freed):
-    """The nll where FSDP 2 divides the weights, those of the head with the whole model's."""
+    """The nll while FSDP 2 divides the weights, and the head's with the whole model."""
     model = tiny_model("llama", "eager")
     for layer in model.model.layers:
         fully_shard(layer)
@@ -214,13 +214,13 @@ def test_other_threads_see_the_model_as_it_is():
     assert nll == pytest.approx(float(output.loss) * 39, rel=EXACT)
 
 
-# ---- what is refused
+# ---- refusals
 
 
 IDS = row(0, 12)
 MASK = torch.ones_like(IDS)
 REFUSED = {
-    "text": ("a text", {}, "input_ids must be a tensor or lists of integers, got str"),
+    "text": ("a text", {}, "input_ids must be rows of integers of one length, got str"),
     "nothing": ({"attention_mask": MASK}, {}, r"expected input_ids .*, got \['attention_mask'\]"),
     "ragged": ({"input_ids": [[5, 6, 7], [8, 9]]}, {}, "rows of integers of one length.*padding=True"),
     "labels": (
@@ -255,7 +255,7 @@ REFUSED = {
         "batch row 0 of attention_mask has padding inside: it marks 11 of the tokens 0 to 11",
     ),
     "no token": (IDS, {"attention_mask": (torch.arange(12) == 5).long()[None]}, "no token to score"),
-    "no logits": (IDS, {"logits_at_once": 0}, "logits_at_once must be at least 1, got 0"),
+    "no logits": (IDS, {"logits_at_once": 0}, "logits_at_once must be an integer of at least 1, got 0"),
 }
 
 
@@ -341,38 +341,20 @@ def test_rows_longer_than_a_table_of_positions_are_refused(model_type):
 
 def one_bad_rank(rank):
     ring, model = ra.Ring(), tiny_llama()
-    errors = {}
-    for name, (given, more, _) in REFUSED.items():
-        try:
-            if rank == 1:
-                ra.perplexity(model, given, ring=ring, **more)
-            else:
-                ra.perplexity(model, IDS, ring=ring)
-        except ValueError as error:
-            errors[name] = str(error)
-    differing = {
-        "tokens": {"input_ids": IDS + rank},
-        "lengths": {"input_ids": IDS[:, : 12 - rank]},
-        "masks": {"input_ids": IDS, "attention_mask": (torch.arange(12) >= rank).long()[None]},
-        "slices": {"input_ids": IDS, "logits_at_once": 5 + rank},
-    }
-    for name, arguments in differing.items():
-        try:
-            ra.perplexity(model, ring=ring, **arguments)
-        except ValueError as error:
-            errors[name] = str(error)
-    errors["nll"] = ra.perplexity(model, IDS, ring=ring).nll
-    return errors
+    for given, more, message in REFUSED.values():
+        begin = "^perplexity: .*" if rank else "^rank 1 of the ring refused the call: perplexity: .*"
+        with pytest.raises(ValueError, match=begin + message):
+            ra.perplexity(model, given if rank else IDS, ring=ring, **(more if rank else {}))
+    for given, more, message in (
+        (IDS + rank, {}, "disagree on a checksum of input_ids"),
+        (IDS[:, : 12 - rank], {}, r"disagree on the shape of input_ids: rank 0: \(1, 12\), rank 1: \(1, 11\)"),
+        (IDS, {"attention_mask": (torch.arange(12) >= rank).long()[None]}, "disagree on a checksum of attention_mask"),
+        (IDS, {"logits_at_once": 5 + rank}, "disagree on logits_at_once: rank 0: 5, rank 1: 6"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ra.perplexity(model, given, ring=ring, **more)
+    return ra.perplexity(model, IDS, ring=ring).nll
 
 
 def test_what_one_rank_came_with_is_told_to_all():
-    for rank, errors in enumerate(run_ranks(one_bad_rank, 2)):
-        for name in REFUSED:
-            assert errors[name].startswith(
-                "perplexity: " if rank else "rank 1 of the ring refused the call: perplexity: "
-            )
-        assert "disagree on a checksum of input_ids" in errors["tokens"]
-        assert "disagree on the shape of input_ids: rank 0: (1, 12), rank 1: (1, 11)" in errors["lengths"]
-        assert "disagree on a checksum of attention_mask" in errors["masks"]
-        assert "disagree on logits_at_once: rank 0: 5, rank 1: 6" in errors["slices"]
-        assert errors["nll"] == pytest.approx(own(tiny_llama(), IDS), rel=EXACT)
+    assert run_ranks(one_bad_rank, 2) == pytest.approx([own(tiny_llama(), IDS)] * 2, rel=EXACT)

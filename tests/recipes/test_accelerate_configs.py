@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes" / "accelerate"
@@ -40,28 +39,17 @@ def test_every_file_is_expected_here():
 @pytest.mark.parametrize("name", EXPECTED)
 def test_launch_accepts_the_file(name):
     kind, processes, machines, precision = EXPECTED[name]
-    assert load_config_from_file(str(FOLDER / name)).distributed_type == KINDS[kind]
-    args = validated(name)
+    config, args = load_config_from_file(str(FOLDER / name)), validated(name)
+    assert config.distributed_type == KINDS[kind]
     assert [other for other in KINDS if getattr(args, other)] == [kind]
     assert (args.num_processes, args.num_machines, args.machine_rank) == (processes, machines, 0)
     assert args.mixed_precision == precision
     assert args.use_cpu is (name == "cpu-2.yaml")
     # Rings shard the sequences; --ring-size says over how many processes.
-    assert not args.use_parallelism_config
-    assert (
-        args.parallelism_config_cp_size == getattr(args, "parallelism_config_sp_size", 1) == 1
-    )  # since Accelerate 1.12
-
-
-@pytest.mark.parametrize("name", EXPECTED)
-def test_every_key_reaches_the_launcher(name):
-    """A key of a nested section that no option is named after would be taken and ignored."""
-    config = load_config_from_file(str(FOLDER / name))
+    assert not args.use_parallelism_config and args.parallelism_config_cp_size == 1
     options = vars(launch_command_parser().parse_args(["script.py"]))
-    args = validated(name)
     for key, value in {**config.fsdp_config, **config.deepspeed_config}.items():
-        assert key in options
-        assert getattr(args, key) == value
+        assert key in options and getattr(args, key) == value, "a key that no option is named after would be ignored"
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -80,27 +68,6 @@ def test_two_nodes_take_rank_and_address_from_the_command_line():
     assert args.rdzv_endpoint == "10.0.0.1:29500"
     # A placeholder left in place must reach no machine; torchrun then repeats that this name is not known.
     assert validated("two-nodes-16.yaml").main_process_ip == "ADDRESS-OF-MACHINE-0"
-
-
-def test_fsdp2_makes_a_plugin_of_version_2(monkeypatch):
-    args = validated("fsdp2.yaml", "--main_process_port", "0")
-    assert args.fsdp_version == 2
-    for key, value in prepare_multi_gpu_env(args).items():  # what the processes read
-        if key.startswith("FSDP_"):
-            monkeypatch.setenv(key, value)
-    plugin = FullyShardedDataParallelPlugin()
-    assert plugin.fsdp_version == 2
-    assert plugin.reshard_after_forward is True
-    assert plugin.auto_wrap_policy is transformer_auto_wrap_policy
-    assert plugin.cpu_ram_efficient_loading and not plugin.activation_checkpointing
-    assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
-
-
-def test_zero3_leaves_nothing_to_auto():
-    args = validated("zero3.yaml")
-    assert args.zero_stage == 3
-    assert (args.gradient_accumulation_steps, args.gradient_clipping) == (1, 1.0)
-    assert "auto" not in load_config_from_file(str(FOLDER / "zero3.yaml")).deepspeed_config.values()
 
 
 SCRIPT = """

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import hf_ring_attention as ra
-from tests.support.checkpoints import save_tiny_checkpoint
 from tests.support.launches import launch, run
+from tests.support.recipe_runs import save_inputs
 
 PATTERN, OTHER = "pyramid:32,3,2", "window:16+2"
 
@@ -16,9 +16,7 @@ PATTERN, OTHER = "pyramid:32,3,2", "window:16+2"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny model, a text, and two calibrations of it."""
-    folder = tmp_path_factory.mktemp("calibrated")
-    save_tiny_checkpoint(folder / "model", hidden_size=64, intermediate_size=128, max_position_embeddings=4096)
-    (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog, again and again. " * 100)
+    folder = save_inputs(tmp_path_factory.mktemp("calibrated"), width=64)
     model = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="ring_dilated")
     ids = torch.arange(3, 131)
     for name, menu in {"one": (PATTERN, OTHER), "other": (OTHER, "window:8+2")}.items():

@@ -219,8 +219,3 @@ def test_a_checkpoint_named_to_the_trainer_must_be_one_and_the_last(tmp_path):
         checkpoints.check_trainer(tmp_path / "checkpoint-2", tmp_path)
     with pytest.raises(SystemExit, match=r"no trainer_state\.json in it"):
         checkpoints.check_trainer(tmp_path / "yes", tmp_path)
-
-
-def test_step_of_a_checkpoint():
-    assert checkpoints.step_of(Path("runs/checkpoint-12")) == 12
-    assert checkpoints.step_of(Path("runs/checkpoint-12.part")) is None

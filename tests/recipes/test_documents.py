@@ -71,45 +71,41 @@ def loaded(tokenizer, **sources):
 # ---- from sources to tokens
 
 
-def test_texts_are_documents_with_an_end(tokenizer, tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name).write_text(f"text\n\n{name}")
-    data = loaded(tokenizer, text=[str(tmp_path / "a"), str(tmp_path / "b")])
-    assert said(tokenizer, data) == ["text\n\na</s>", "text\n\nb</s>"]
+FILES = ("folder/a.txt", "folder/b.txt")
+OF_FILES = [f"first line of {name}\n\nsecond line</s>" for name in FILES]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_file_of_rows_is_a_data_set_of_its_text_column(streaming, tokenizer, tmp_path):
-    file = write_rows(
-        tmp_path / "rows.jsonl", [{"n": 1, "text": "one"}, {"n": 2, "text": ""}, {"n": 3, "text": "three"}]
-    )
-    data = loaded(tokenizer, dataset=file, streaming=streaming)
-    assert isinstance(data, IterableDataset) == streaming
-    assert said(tokenizer, data) == ["one</s>", "three</s>"]
-
-
-def test_columns_are_joined(tokenizer, tmp_path):
-    file = write_rows(tmp_path / "rows.jsonl", [{"title": "A", "body": "a"}, {"title": "B", "body": "b"}])
-    assert said(tokenizer, loaded(tokenizer, dataset=file, columns=["title", "body"])) == ["A\n\na</s>", "B\n\nb</s>"]
-
-
-def test_files_in_a_folder_of_texts_are_documents_and_not_lines(tokenizer, tmp_path):
-    (tmp_path / "README.md").write_text("About these texts.")
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text(f"first line of {name}\nsecond line")
-    assert said(tokenizer, loaded(tokenizer, dataset=str(tmp_path))) == [
-        "first line of a.txt\nsecond line</s>",
-        "first line of b.txt\nsecond line</s>",
-    ]
-
-
-def test_a_split_is_chosen_and_a_saved_data_set_is_read(tokenizer, tmp_path):
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Texts in a folder, a file of rows, and a saved data set, all in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "README.md").write_text("About these texts.")
+    for name in FILES:
+        (tmp_path / name).write_text(f"first line of {name}\n\nsecond line")
+    rows = [{"title": "A", "text": "one"}, {"title": "B", "text": ""}, {"title": "C", "text": "three"}]
+    write_rows(tmp_path / "rows.jsonl", rows)
     splits = {"train": Dataset.from_list([{"text": "one"}]), "test": Dataset.from_list([{"text": "two"}])}
-    DatasetDict(splits).save_to_disk(tmp_path / "saved")
-    assert said(tokenizer, loaded(tokenizer, dataset=str(tmp_path / "saved"), split="test")) == ["two</s>"]
-    write_rows(tmp_path / "rows.jsonl", [{"text": str(n)} for n in range(10)])
-    data = loaded(tokenizer, dataset=str(tmp_path / "rows.jsonl"), split="train[:2]")
-    assert said(tokenizer, data) == ["0</s>", "1</s>"]
+    DatasetDict(splits).save_to_disk("saved")
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        ({"text": [*FILES]}, OF_FILES),
+        ({"dataset": "folder"}, OF_FILES),  # Files are documents, and not lines.
+        ({"dataset": "rows.jsonl"}, ["one</s>", "three</s>"]),
+        ({"dataset": "rows.jsonl", "streaming": True}, ["one</s>", "three</s>"]),
+        ({"dataset": "rows.jsonl", "split": "train[:1]"}, ["one</s>"]),
+        ({"dataset": "rows.jsonl", "columns": ["text", "title"], "split": "train[2:]"}, ["three\n\nC</s>"]),
+        ({"dataset": "saved", "split": "test"}, ["two</s>"]),
+    ],
+    ids=str,
+)
+def test_sources_are_documents_with_an_end(sources, expected, here, tokenizer):
+    data = loaded(tokenizer, **sources)
+    assert isinstance(data, IterableDataset) == ("streaming" in sources)
+    assert said(tokenizer, data) == expected
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 
 
 def two(folder, output, fault, *more):
-    """finetune.py on two processes, of which the second has a fault in its third step or its save."""
+    """finetune.py on two processes; the second has a fault in its third step or its save."""
     return run_two(fault, words(folder, output, "--ring-size", "2", *more))
 
 

@@ -14,10 +14,8 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.cache import cache_argument
 from tests.support import dense
 from tests.support.launches import run
-from tests.support.ranks import run_simulated
 from tests.support.recipe_runs import assert_same_perplexity, finetuned
 from tests.support.tolerance import nudge_
 from tests.support.training import assert_equal_runs, bounds_of
@@ -142,24 +140,6 @@ def test_greedy_tokens_of_sdpa(real, prompt, new):
             found.append(model.generate(ids[:, :prompt], max_new_tokens=new, min_new_tokens=new, do_sample=False))
     assert found[0].shape == (1, prompt + new)
     assert torch.equal(*found)
-
-
-def test_questions_about_a_sharded_document(real):
-    """A ring of three simulated ranks reads 300 tokens, and goes on with the tokens of one device."""
-    model, ids = real
-    pattern = ra.Pattern.pyramid(64, levels=3)
-    prompt, new = ids[:, :300], {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
-    expected = ra.patch_model(model, pattern).generate(prompt, **new)
-    models = [model, copy.deepcopy(model), copy.deepcopy(model)]
-
-    def ask(ring):
-        own = ra.patch_model(models[ring.rank], ring=ring)
-        with torch.no_grad():  # of this thread
-            return own.generate(prompt, **cache_argument(ra.prefill(own, prompt[:, :-20])), **new)
-
-    for tokens in run_simulated(ask, 3):
-        assert torch.equal(tokens, expected)
-    ra.patch_model(model)
 
 
 @pytest.mark.slow  # reading its tokenizer of 262144 tokens from a GGUF file takes a minute of one core

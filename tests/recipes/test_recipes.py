@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaF
 
 import hf_ring_attention as ra
 from tests.support.as_gpus import NO_DEEPSPEED
-from tests.support.checkpoints import save_tiny_checkpoint
 from tests.support.launches import refused, run
-from tests.support.recipe_runs import assert_same_perplexity, finetuned
+from tests.support.recipe_runs import assert_same_perplexity, finetuned, save_inputs
 from tests.support.releases import at_least
 from tests.support.tiny_models import with_large_weights
 from tests.support.tolerance import nudge_
@@ -23,12 +22,7 @@ from tests.support.training import assert_equal_runs, bounds_of
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny model with a byte-level tokenizer, and a text."""
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_checkpoint(folder / "model", hidden_size=64, intermediate_size=128, max_position_embeddings=4096)
-    (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog, again and again. " * 400)
-    assert AutoTokenizer.from_pretrained(folder / "model")("fox").input_ids
-    return folder
+    return save_inputs(tmp_path_factory.mktemp("tiny"), width=64, times=400)
 
 
 @pytest.fixture(scope="module")
@@ -144,26 +138,11 @@ def test_finetune_learns_adapters_from_a_stream_of_chats(folder, tmp_path, monke
     shutil.copytree(folder / "model", model)
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     (model / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}assistant: {% endif %}")
-    chats = [
-        [{"role": "user", "content": "?" * (5 + n % 40)}, {"role": "assistant", "content": "yes"}] for n in range(60)
-    ]
-    lines = [json.dumps({"messages": chat}) + "\n" for chat in chats]
-    (tmp_path / "chats.jsonl").write_text("".join(lines))
+    answer = {"role": "assistant", "content": "yes"}
+    chats = [[{"role": "user", "content": "?" * (5 + n % 40)}, answer] for n in range(60)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     options = ["--model", model, "--dataset", tmp_path / "chats.jsonl", "--streaming", "--buffer", 20, "--seq-len", 128]
-    options += [
-        "--pattern",
-        "window:32+2",
-        "--lora",
-        4,
-        "--lr",
-        "1e-2",
-        "--warmup",
-        1,
-        "--held-out",
-        200,
-        "--save-every",
-        2,
-    ]
+    options += "--pattern window:32+2 --lora 4 --lr 1e-2 --warmup 1 --held-out 200 --save-every 2".split()
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
@@ -273,13 +252,6 @@ def test_a_pattern_that_replaces_the_saved_one_is_told(folder, tmp_path):
         assert text in out.splitlines()[0]
 
 
-def test_finetune_refuses_to_distill_what_does_not_stay(folder, tmp_path):
-    options = ["--model", folder / "model", "--distill", "--output", tmp_path / "run"]
-    assert "the model computes exact attention already" in refused("finetune.py", *options, "--pattern", "exact")
-    assert "the model computes exact attention already" in refused("finetune.py", *options)
-    assert "the teacher has the model's own weights" in refused("finetune.py", *options, "--pattern", "window:32")
-
-
 def test_several_processes_must_be_told_their_ring(folder, tmp_path):
     """A Trainer's are in tests/training/test_set_up.py."""
     said = refused("finetune.py", "--model", folder / "model", "--output", tmp_path / "run", processes=2)
@@ -333,18 +305,7 @@ def by_the_trainer(folder, nudged):
 def train(folder, output, ring_size, launcher, *options, plugin=None, processes=1):
     """What two runs by the Trainer are compared by."""
     options = ["--model", folder / "model", "--text", folder / "text.txt", "--pattern", "pyramid:32,3,2", *options]
-    options += [
-        "--seq_len",
-        250,
-        "--max_steps",
-        3,
-        "--held_out",
-        500,
-        "--learning_rate",
-        "1e-2",
-        "--disable_tqdm",
-        "true",
-    ]
+    options += "--seq_len 250 --max_steps 3 --held_out 500 --learning_rate 1e-2 --disable_tqdm true".split()
     options += ["--ring_size", ring_size, "--output_dir", output, "--save_strategy", "steps", "--save_steps", 2]
     out = run("finetune_trainer.py", *options, launcher=launcher, plugin=plugin, processes=processes)
     assert f"rank {ring_size - 1}: peak memory" in out and "eval_loss" in out

@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.checkpoints import save_tiny_checkpoint
+from tests.support.tiny_models import with_large_weights
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 8192}
 
@@ -19,14 +20,9 @@ def made_up_text(seed, words=2997):
 
 
 def save_checkpoint(folder):
-    """A model whose weights are so large that its attention is far from uniform, and a tokenizer of bytes."""
+    """A model whose attention is far from uniform, and a tokenizer of bytes."""
     save_tiny_checkpoint(folder, "<end>", **SIZES)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(6)
-    model.save_pretrained(folder)
+    with_large_weights(AutoModelForCausalLM.from_pretrained(folder)).save_pretrained(folder)
 
 
 def load(folder, dtype=torch.float64):

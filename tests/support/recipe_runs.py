@@ -14,10 +14,11 @@ ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFF
 STEPS = 6
 
 
-def save_inputs(folder):
+def save_inputs(folder, width=32, times=100):
     """Saves a tiny model with a byte-level tokenizer, and a text."""
-    save_tiny_checkpoint(folder / "model", hidden_size=32, intermediate_size=64, max_position_embeddings=4096)
-    (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog, again and again. " * 100)
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "max_position_embeddings": 4096}
+    save_tiny_checkpoint(folder / "model", **sizes)
+    (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog, again and again. " * times)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Self-distillation: the divergence and its gradients are those of a plain computation, on rings and with adapters too."""
+"""Self-distillation: the divergence and its gradients equal a plain computation, on rings and with adapters too."""
 
 import contextlib
 import copy
@@ -24,7 +24,7 @@ LENGTH = 37
 
 
 def batch(rng, kind="padded"):
-    """Rows of tokens, of which a third is not learned: padded on the left and on the right, or packed."""
+    """Rows of tokens, a third of them not learned: padded on the left and on the right, or packed."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     ids = torch.randint(3, VOCAB, (2, LENGTH), generator=generator)
     labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.3, -100)

@@ -1,13 +1,17 @@
-"""Training over rings has the losses, gradient norms and final parameters of one process."""
+"""Training over rings has the losses, gradient norms and final parameters of one process; so has training of hybrids."""
 
 import functools
 import tempfile
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from transformers import default_data_collator
 
 import hf_ring_attention as ra
 from tests.support.ranks import run_ranks
+from tests.support.releases import needs_mixers
+from tests.support.tiny_models import tiny_model
 from tests.support.training import assert_equal_runs, documents, loop, packed, padded, trainer
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -25,18 +29,14 @@ def distillation(model, batch, items):
     return ra.distillation_loss(model, batch, items)
 
 
-#: By name: what kind of run, over which data, and what is special about it.
+#: By name: the kind of run, its data, and its settings.
 ON_TWO = {
     "loop": (loop, "padded", {"decay": True}),
     "loop left": (loop, "left", {}),
     "loop packed": (loop, "packed", {"batch_size": 3}),
     "loop packed zigzag": (loop, "packed", {"batch_size": 3, "layout": "zigzag", "transport": "ring"}),
     "loop packed documents": (loop, "packed", {"batch_size": 3, "layout": "documents", "transport": "ring"}),
-    "documents, FSDP2, checkpointing": (
-        loop,
-        "left",
-        {"layout": "documents", "wrap": "fsdp2", "checkpointing": True},
-    ),
+    "documents, FSDP2, checkpointing": (loop, "left", {"layout": "documents", "wrap": "fsdp2", "checkpointing": True}),
     "checkpointing": (loop, "padded", {"checkpointing": True}),
     "ring, zigzag": (loop, "padded", {"transport": "ring", "layout": "zigzag"}),
     "collective, contiguous": (loop, "padded", {"transport": "collective", "layout": "contiguous"}),
@@ -68,7 +68,30 @@ ON_TWO = {
         {"accumulate": 2, "checkpointing": True, "offload_activations": True},
     ),
 }
-#: The batches of one process are those of all rings together.
+#: The same for models with mixers and with routers of experts, by the names that `made_model` reads.
+HYBRIDS = {
+    "delta rule and routers, Trainer": (trainer, "packed", {"model": "qwen3_next routers"}),
+    "delta rule and routers, FSDP2, checkpointing": (
+        loop,
+        "left",
+        {"model": "qwen3_next routers", "wrap": "fsdp2", "checkpointing": True, "layout": "zigzag"},
+    ),
+    "delta rule, Trainer, LoRA": (trainer, "left", {"model": "qwen3_next lora", "layout": "contiguous"}),
+    "Mamba 2, Trainer, accumulating, checkpointing": (
+        trainer,
+        "left",
+        {"model": "bamba", "accumulate": 2, "checkpointing": True, "batch_size": 1},
+    ),
+    "Mamba, routers, FSDP2": (loop, "packed", {"model": "jamba routers", "wrap": "fsdp2", "layout": "documents"}),
+    "convolutions, Trainer": (trainer, "packed", {"model": "lfm2"}),
+    "routers, Trainer, accumulating": (
+        trainer,
+        "packed",
+        {"model": "mixtral routers", "accumulate": 2, "batch_size": 1},
+    ),
+}
+ON_TWO |= HYBRIDS
+#: One process reads the batches of all rings together.
 ON_FOUR = {
     "loop": (loop, "padded", {"transport": "ring", "decay": True}),
     "loop, packed, ring": (loop, "packed", {"transport": "ring", "batch_size": 3}),
@@ -90,8 +113,21 @@ ON_FOUR = {
 }
 
 
+def made_model(name):
+    model_type, *changes = name.split()
+    routers = {"output_router_logits": True, "router_aux_loss_coef": 0.5} if "routers" in changes else {}
+    model = tiny_model(model_type, "ring_dilated", **routers)
+    if "lora" not in changes:
+        return model
+    torch.manual_seed(0)
+    modules = ["q_proj", "in_proj_qkvz", "out_proj"]
+    return get_peft_model(model, LoraConfig(r=2, target_modules=modules, init_lora_weights=False, lora_dropout=0.0))
+
+
 def run(rank, kind, data, settings):
     settings = {"batch_size": 2, "steps": STEPS, **DATA[data], **settings}
+    if "model" in settings:
+        settings |= {"model": made_model(settings["model"]), **({"pattern": None} if kind is loop else {})}
     if kind is loop:
         return loop(rank, **settings)
     with tempfile.TemporaryDirectory() as folder:
@@ -99,12 +135,11 @@ def run(rank, kind, data, settings):
 
 
 def alone(kind, data, settings):
-    """One process, without what is special of processes."""
-    own = {
-        name: settings[name] for name in ("batch_size", "accumulate", "pattern", "loss_of", "decay") if name in settings
-    }
+    """One process, without the settings of several."""
+    names = ("batch_size", "accumulate", "pattern", "loss_of", "decay", "model")
+    own = {name: settings[name] for name in names if name in settings}
     # Both take the same steps, except that Trainer's end with an epoch.
-    return run_once(kind if "accumulate" in own else loop, data, tuple(own.items()))
+    return run_once(kind if own.keys() & {"accumulate", "model"} else loop, data, tuple(own.items()))
 
 
 @functools.cache
@@ -114,7 +149,7 @@ def run_once(kind, data, settings):
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("name", ON_TWO)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=needs_mixers if x in HYBRIDS else ()) for x in ON_TWO])
 def test_a_ring_of_two(name):
     kind, data, settings = ON_TWO[name]
     expected = alone(kind, data, settings)

@@ -1,4 +1,4 @@
-"""A process that is killed while training ends the others, by name; what it had saved goes on."""
+"""A process that is killed while training ends the others, by name; its checkpoint goes on."""
 
 import os
 import re

@@ -74,11 +74,6 @@ def test_each_document_is_in_one_row_that_it_fits(data):
     assert rows == sorted(rows) and all(row == sorted(row) for row in rows), "rows keep the order of the documents"
 
 
-def test_a_document_takes_the_fullest_row_that_has_room():
-    assert best_fit([6, 5, 4, 5], 10) == [[0, 2], [1, 3]]
-    assert best_fit([], 10) == []
-
-
 @pytest.mark.parametrize("strategy", ["split", "truncate", "drop"])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_ten_thousand_documents_of_log_normal_lengths_fill_their_rows(strategy, streamed, rng):
@@ -198,9 +193,9 @@ def test_a_long_document_is_refused_by_its_number_in_the_data_set():
         ({"input_ids": [[1, 0, 2]], "attention_mask": [[1, 0, 1]]}, {}, "document 0 has padding inside, by its attention_mask"),
         ({"text": ["a"]}, {}, "documents need input_ids, got the columns text"),
         ([{"input_ids": [1, 2]}], {}, r"expected a datasets\.Dataset.*, got list: datasets\.Dataset\.from_list makes"),
-        (tokens_of([2]), {"row_length": 0}, "row_length must be a whole number of at least 1, got 0"),
-        (tokens_of([2]), {"row_length": None}, "row_length must be a whole number of at least 1, got None"),
-        (tokens_of([2]), {"buffer": 0}, "buffer must be a whole number of at least 1, got 0"),
+        (tokens_of([2]), {"row_length": 0}, "row_length must be an integer of at least 1, got 0"),
+        (tokens_of([2]), {"row_length": None}, "row_length must be an integer of at least 1, got None"),
+        (tokens_of([2]), {"buffer": 0}, "buffer must be an integer of at least 1, got 0"),
         (tokens_of([2]), {"excess_length_strategy": "cut"}, "excess_length_strategy must be one of .*, got 'cut'"),
     ],
 )  # fmt: skip
@@ -221,7 +216,7 @@ def documents_alone(rng, count=7):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("pattern", ["exact", "window:6+2", "pyramid:4,2"])
 def test_packed_documents_teach_what_each_alone_does(pattern, ranks, rng, in_float64):
-    """In rows, over a ring too, the loss and its gradients are those of the documents one by one."""
+    """In rows, over a ring too, the loss and its gradients equal those of single documents."""
     documents = documents_alone(rng)
     total, count, model = 0, 0, tiny_llama(None)
     ra.patch_model(model, pattern)

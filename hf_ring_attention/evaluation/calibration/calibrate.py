@@ -32,7 +32,7 @@ from .choice import squares_of
 from .costs import BudgetOf, Cost
 from .journal import Journal
 from .result import CalibratedText, Calibration
-from .search import Groups, Search
+from .search import Search
 from .texts import SHORTEST_RETRIEVAL_TEXT, plain_text, retrieval_text
 
 logger = logging.getLogger(__name__)
@@ -47,11 +47,7 @@ MENU = (
 
 #: The entries of a config that do not change what the model computes under a given pattern.
 _NOT_OF_THE_MODEL = (
-    IMPLEMENTATION,
-    "_name_or_path",
-    "_attn_implementation",
-    "attn_implementation",
-    "transformers_version",
+    *(IMPLEMENTATION, "_name_or_path", "_attn_implementation", "attn_implementation", "transformers_version"),
 )
 #: The attributes of PEFT's layers that decide which adapters compute, and how much they count.
 _OF_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
@@ -59,7 +55,7 @@ _OF_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scali
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: The version of the files of measurements.
-_FORMAT = 5
+_FORMAT = 6
 
 
 def calibrate(
@@ -134,16 +130,15 @@ def calibrate(
         patterns = _checked_menu(menu)
         rows = _checked_texts(inner, texts, retrieval)
         _check_numbers(budget, retrieval, refinements, seed)
-        cost = _checked_cost(budget_of, ranks, served, seq_len, rows)
-        _check_budget(patterns, budget, cost)
+        cost = _checked_cost(budget_of, ranks, served, seq_len, rows, patterns, budget)
         settings = {
             "model": _stamp_of(inner),
             "dtype": str(inner.dtype),
-            "menu": [str(pattern) for pattern in patterns],
+            "menu": [*map(str, patterns)],
             "format": _FORMAT,
         }
         numbers = {"budget": budget, "cost": cost, "retrieval": retrieval, "refinements": refinements, "seed": seed}
-        others = {"texts": [digest(row) for row in rows], "whether there is a folder": folder is not None}
+        others = {"texts": [*map(digest, rows)], "whether there is a folder": folder is not None}
         for name, value in {**settings, **numbers, **others}.items():
             call.same(name, value)
     plain = [plain_text(row, seed) for row in rows]
@@ -154,15 +149,14 @@ def calibrate(
     bar = progress_bar("calibrate", total=passes * layers, unit="layer", silent=not progress or served.rank > 0)
     with journal.opened(), _as_it_was(inner, served), bar:
         search = Search(inner, served, plain, answers, patterns, journal, bar)
-        exact = search.exact_passes(retrieval)
-        groups = Groups.of(exact.heads, patterns, budget, cost)
-        best = search.first_choice(groups, exact)
+        search.measure_exact(budget, cost, retrieval)
+        best = search.first_choice()
         for _ in range(refinements):
-            best = search.refined(groups, exact, best)
+            best = search.refined(best)
     logger.info("chose patterns whose predictions diverge from exact attention's by %.4f nats", best.divergence)
-    scores = groups.by_layer(squares_of(exact.products + exact.harm) / 2)
+    scores = search.by_layer(squares_of(search.products + search.harm) / 2)
     return Calibration(
-        layers=groups.patterns(best.chosen),
+        layers=search.patterns(best.chosen),
         num_hidden_layers=layers,
         budget=budget,
         budget_of=cost.of,
@@ -170,10 +164,7 @@ def calibrate(
         ranks=cost.ranks,
         menu=patterns,
         scores={layer: tuple(map(tuple, heads.tolist())) for layer, heads in scores.items()},
-        texts=tuple(
-            CalibratedText(tokens=len(row), exact_nll=exact_nll, chosen_nll=nll)
-            for row, exact_nll, nll in zip(rows, exact.nlls, best.nlls)
-        ),
+        texts=tuple(CalibratedText(len(row), *nlls) for row, *nlls in zip(rows, search.nlls, best.nlls)),
         retrieval=retrieval,
         seed=seed,
     )
@@ -186,8 +177,13 @@ def _stamp_of(model: PreTrainedModel) -> str:
     """Returns a checksum that differs between models: of their tensors, config and adapters."""
     config = model.config.get_text_config()
     settings = {name: value for name, value in config.to_dict().items() if name not in _NOT_OF_THE_MODEL}
-    # Buffers that are not saved follow from the config, and machines round them differently.
-    tensors = {name: _stamp_of_tensor(x) for name, x in model.state_dict().items() if isinstance(x, Tensor)}
+    # Buffers that are not saved follow from the config, and machines round them differently. A tensor is known by its first
+    # numbers, and by the sum of the bits of all numbers, which any order of adding gives.
+    tensors = {}
+    for name, x in model.state_dict().items():
+        if isinstance(x, Tensor):
+            bits = x.contiguous().view(_INTEGERS[x.element_size()])
+            tensors[name] = digest(x.flatten()[:256].float()), int(bits.sum(dtype=torch.int64))
     # The tensors contain the weights of all adapters, whether they compute or not.
     adapters = [
         [name, *(str(getattr(layer, setting, None)) for setting in _OF_ADAPTERS)]
@@ -195,12 +191,6 @@ def _stamp_of(model: PreTrainedModel) -> str:
         if hasattr(layer, "disable_adapters")
     ]
     return digest([tensors, json.dumps(settings, default=str), adapters])
-
-
-def _stamp_of_tensor(x: Tensor) -> tuple[str, int]:
-    """Returns a digest of the first numbers, and the sum of all numbers' bits, which any order of adding gives."""
-    bits = x.contiguous().view(_INTEGERS[x.element_size()])
-    return digest(x.flatten()[:256].float()), int(bits.sum(dtype=torch.int64))
 
 
 @contextmanager
@@ -271,7 +261,9 @@ def _check_numbers(budget: Any, retrieval: Any, refinements: Any, seed: Any) -> 
     check_count("calibrate", "seed", seed, least=0)
 
 
-def _checked_cost(budget_of: Any, ranks: Any, ring: Ring, seq_len: Any, rows: Sequence[Tensor]) -> Cost:
+def _checked_cost(
+    budget_of: Any, ranks: Any, ring: Ring, seq_len: Any, rows: Sequence[Tensor], menu: Sequence[Pattern], budget: float
+) -> Cost:
     check_choice("calibrate", "budget_of", budget_of, get_args(BudgetOf))
     if budget_of == "bytes":
         ranks = ring.world_size if ranks is None else ranks
@@ -281,17 +273,13 @@ def _checked_cost(budget_of: Any, ranks: Any, ring: Ring, seq_len: Any, rows: Se
             )
     elif ranks is not None:
         raise ValueError(f"calibrate: ranks={ranks!r} needs budget_of='bytes', got {budget_of!r}: leave it out")
-    if seq_len is None:
-        seq_len = max(map(len, rows))
+    seq_len = max(map(len, rows)) if seq_len is None else seq_len
     check_count("calibrate", "seq_len", seq_len, least=2)
-    return Cost(budget_of, seq_len, ranks)
-
-
-def _check_budget(menu: Sequence[Pattern], budget: float, cost: Cost) -> None:
-    exact = cost.of_exact()
-    least, cheapest = min((cost.of_pattern(pattern, 0, 1), str(pattern)) for pattern in menu)
+    cost = Cost(budget_of, seq_len, ranks)
+    exact, (least, cheapest) = cost.of_exact(), min((cost.of_pattern(pattern, 0, 1), str(pattern)) for pattern in menu)
     if least > budget * exact:
         raise ValueError(
             f"calibrate: budget={budget} is below the cheapest pattern of the menu, {cheapest}: {least} / {exact} = "
-            f"{least / exact:.4f} of exact attention's {cost.of}: raise it, or add a cheaper pattern"
+            f"{least / exact:.4f} of exact attention's {budget_of}: raise it, or add a cheaper pattern"
         )
+    return cost

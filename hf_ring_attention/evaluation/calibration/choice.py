@@ -19,13 +19,9 @@ def choose(scores: np.ndarray, costs: np.ndarray, budget: float, products: np.nd
     depends on the arguments alone.
 
     Args:
-        scores: [G, P] float64, in any unit.
-        costs: [G, P] float64 or ints.
+        scores, costs: [G, P] float64 or ints, in any unit.
         budget: at least the sum of each group's least cost.
         products: [G, P, G, P], symmetric, without negative eigenvalues.
-
-    Raises:
-        ValueError: a smaller budget; scores, products or costs that are not finite.
     """
     least = float(costs.min(1).sum())
     if least > budget * (1 + _ROUNDING):

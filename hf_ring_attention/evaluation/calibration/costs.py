@@ -54,9 +54,9 @@ class Cost:
         if self.of == "bytes":
             assert self.ranks is not None
             return _rows_moved(_in_one_head(pattern, kv_head, num_kv_heads), num_kv_heads, self.seq_len, self.ranks)
-        if self.of == "cache_reads":
-            return sum(self._reads(part, kv_head, num_kv_heads) for part in parts_of(pattern))
-        return _pairs_in_head(pattern, kv_head, num_kv_heads, self.seq_len)
+        if self.of == "flops":
+            return _pairs_in_head(pattern, kv_head, num_kv_heads, self.seq_len)
+        return sum(self._reads(part, kv_head, num_kv_heads) for part in parts_of(pattern))
 
     def _reads(self, part: Part, kv_head: int, num_kv_heads: int) -> int:
         """Returns the keys that a part of a pattern shows to the query behind the text, the last one of its row."""
@@ -75,8 +75,6 @@ class Cost:
 
 def _in_one_head(pattern: Pattern, kv_head: int, num_kv_heads: int) -> Pattern:
     """Returns a pattern for one head; a query of the other heads sees only itself, and no row of another rank."""
-    if num_kv_heads == 1:
-        return pattern
     patterns = [Pattern((Window(1),))] * num_kv_heads
     patterns[kv_head] = pattern
     return Pattern.by_kv_head(patterns)
@@ -84,10 +82,8 @@ def _in_one_head(pattern: Pattern, kv_head: int, num_kv_heads: int) -> Pattern:
 
 @lru_cache(maxsize=8192)
 def _pairs_in_head(pattern: Pattern, kv_head: int, num_kv_heads: int, tokens: int) -> int:
-    all_heads = pairs_of_row(
-        _in_one_head(pattern, kv_head, num_kv_heads), tokens, num_kv_heads, num_kv_heads, causal=True
-    )
-    return all_heads - (num_kv_heads - 1) * tokens
+    one_head = _in_one_head(pattern, kv_head, num_kv_heads)
+    return pairs_of_row(one_head, tokens, num_kv_heads, num_kv_heads, causal=True) - (num_kv_heads - 1) * tokens
 
 
 @lru_cache(maxsize=8192)

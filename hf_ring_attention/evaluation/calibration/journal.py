@@ -18,12 +18,9 @@ from ..whole_files import own_folder, whole_file
 class Journal:
     """Measurements in files; rank 0 of a ring writes and reads them for all.
 
-    The name of a file contains a checksum of everything that decides its measurement. So a calibration with other settings
-    neither reads nor overwrites it.
-
-    Args:
-        folder: None keeps nothing.
-        settings: what decides all measurements.
+    The name of a file contains a checksum of everything that decides its measurement: `settings`, which decide all of them,
+    and the inputs of each. So a calibration with other settings neither reads nor overwrites it. Without a folder, nothing is
+    kept.
     """
 
     def __init__(self, folder: Path | None, settings: Mapping[str, Any], ring: Ring) -> None:
@@ -31,12 +28,7 @@ class Journal:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Makes the folder, and keeps other processes from writing to it while the context is open.
-
-        Raises:
-            ValueError: on every rank: another process writes to the folder; on ranks above 0 also an OSError of rank 0.
-            OSError: on rank 0, a folder that cannot be made or written to.
-        """
+        """Makes the folder, and keeps other processes from writing to it while the context is open."""
         with ExitStack() as stack:
             if self._folder is not None:
                 with self._ring.agreement("opening the folder of a calibration"):
@@ -47,14 +39,11 @@ class Journal:
     def measured(self, kind: str, measure: Callable[[], dict[str, Any]], *inputs: Any) -> dict[str, Any]:
         """Returns what an earlier run measured for these inputs; if there is nothing yet, measures and writes it.
 
+        An error of rank 0, such as an OSError or a ValueError for a damaged file, is a ValueError on the other ranks.
+
         Args:
             kind: begins the name of the file.
             measure: returns numbers and tensors by name.
-            inputs: what decides the measurement beside the settings.
-
-        Raises:
-            ValueError: on every rank: a damaged file; on ranks above 0 also an OSError of rank 0.
-            OSError: on rank 0, a file that cannot be read or written.
         """
         if self._folder is None:
             return measure()

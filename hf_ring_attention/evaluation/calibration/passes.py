@@ -19,7 +19,7 @@ the changes of all groups together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,6 +46,8 @@ from .texts import ScoredText, drawn_tokens
 #: The most tokens whose d are held. A longer text adds its tokens up into so many sums, with signs drawn at random. Products of
 #: such sums are the products of all tokens plus noise, of about 1 / sqrt(this) of the product of both sizes.
 MOST_HELD = 8192
+#: The number of tokens whose logits are held at once.
+LOGITS_AT_ONCE = 512
 
 #: The attribute of modules that Transformers sets while it checkpoints their layers.
 _CHECKPOINTING = "gradient_checkpointing"
@@ -57,10 +59,11 @@ class TextChanges:
 
     Attributes:
         nll: the mean negative log-likelihood of the scored tokens, in nats.
-        divergence: of the predictions from those under exact attention, mean of the scored tokens, in nats; 0 in a first pass.
+        divergence: of the predictions from those under exact attention, mean of the scored tokens, in nats; 0 if the pass did
+            not compare them.
         linear: for each layer [Hkv, P] float64 on the CPU: the sum of d, divided by the number of scored tokens.
         products: [G, P, G, P] float32 on the CPU: the sums of products of two patterns' d, divided by the number of scored
-            tokens, for the G groups of heads in the order of their layers; None in a second pass.
+            tokens, for the G groups of heads in the order of their layers; None but for a first pass.
     """
 
     nll: float
@@ -73,117 +76,64 @@ def measure_text(
     model: PreTrainedModel,
     ring: Ring,
     text: ScoredText,
-    menu: Sequence[Pattern],
-    *,
+    menu: Sequence[Pattern] = (),
     exact: Tensor | None = None,
-    logits_at_once: int = 512,
     after_layer: Callable[[], object] = lambda: None,
-) -> TextChanges:
-    """Measures, in one pass of a text, what each pattern would change in each head of each layer.
-
-    Layers with their own window are left out, because calibration never changes them. The result is the same on every rank.
+) -> tuple[TextChanges, Tensor]:
+    """Measures, in one pass of a text, what each pattern would change in each head of each layer without its own window.
 
     Args:
         model: a patched model; changes are counted from the patterns that it has.
         text: the whole text, the same on every rank.
-        exact: [1, n, width] this rank's hidden states under exact attention, for a second pass; None for a first pass.
-        logits_at_once: the number of tokens whose logits are held at once.
-        after_layer: called after each layer.
-
-    Raises:
-        ValueError: on every rank: losses, or their changes, that are infinite or NaN.
-    """
-    layout = layout_of_rows(model, ring, text.ids[None])
-    changes = _LayerChanges(ring, layout, menu, after_layer, keep=exact is None)
-    with ExitStack() as stack:
-        for context in (
-            evaluating(model),
-            _without_gradients(model),
-            _checkpointed(model),
-            _tapped(model, changes.add),
-        ):
-            stack.enter_context(context)
-        # The gradient travels back to the embedded tokens, and so through every layer.
-        hook = model.get_input_embeddings().register_forward_hook(lambda *args: args[-1].requires_grad_())
-        stack.callback(hook.remove)
-        with torch.enable_grad():
-            hidden, head = hidden_states(model, ring, text.ids[None].to(model.device))
-        labels = _labels(text, ring, layout, hidden.device)
-        gradient, sums = torch.zeros_like(hidden), hidden.new_zeros(2, dtype=torch.float64)
-        for part, scored in _slices(labels, logits_at_once):
-            states = hidden[0, part][scored].detach().requires_grad_()
-            expected = None if exact is None else _precise(head, exact[0, part][scored]).detach()
-            with torch.enable_grad():
-                logits = _precise(head, states)
-                positions = torch.tensor(layout.positions(ring.rank)[part])[scored.cpu()].tolist()
-                losses = _losses(logits, labels[part][scored], text.seed, positions, expected)
-            gradient[0, part][scored] = torch.autograd.grad(losses.sum(), states)[0]
-            sums += torch.stack([_nll(logits.detach(), labels[part][scored]), losses.detach().double().sum()])
-        hidden.backward(gradient)
-    nll, loss = sums = torch.stack(ring.gather(sums)).sum(0).cpu() / text.num_scored
-    check_finite(torch.cat([sums, *(x.flatten() for x in changes.linear.values())]), model, "calibrate")
-    return TextChanges(
-        nll=float(nll),
-        divergence=0.0 if exact is None else float(loss),
-        linear={layer: x / text.num_scored for layer, x in changes.linear.items()},
-        products=changes.products(text.num_scored) if exact is None else None,
-    )
-
-
-@torch.no_grad()
-def measure_losses(
-    model: PreTrainedModel, ring: Ring, text: ScoredText, exact: Tensor | None, *, logits_at_once: int = 512
-) -> tuple[Tensor, float, float]:
-    """Measures, in one forward pass, what the model's present patterns do to a text.
-
-    Args:
-        exact: as for `measure_text`; None under exact attention.
+        menu: the patterns; without any, there is a forward pass alone.
+        exact: [1, n, width] this rank's hidden states under exact attention; None for a first pass, and under exact attention.
 
     Returns:
-        [1, n, width] this rank's hidden states; and `nll` and `divergence` as in `TextChanges`, the same on every rank.
-
-    Raises:
-        ValueError: on every rank: losses that are infinite or NaN.
+        The changes, the same on every rank; and [1, n, width] this rank's hidden states.
     """
-    layout = layout_of_rows(model, ring, text.ids[None])
-    with evaluating(model):
-        hidden, head = hidden_states(model, ring, text.ids[None].to(model.device))
-    labels, sums = _labels(text, ring, layout, hidden.device), hidden.new_zeros(2, dtype=torch.float64)
-    for part, scored in _slices(labels, logits_at_once):
-        logits = _precise(head, hidden[0, part][scored])
-        sums[0] += _nll(logits, labels[part][scored])
-        if exact is not None:
-            sums[1] += _divergences(logits, _precise(head, exact[0, part][scored])).double().sum()
-    sums = torch.stack(ring.gather(sums)).sum(0) / text.num_scored
-    check_finite(sums, model, "calibrate")
-    nll, divergence = sums.tolist()
-    return hidden, nll, divergence
+    layout, back = layout_of_rows(model, ring, text.ids[None]), bool(menu)
+    changes = _LayerChanges(ring, layout, menu, after_layer, keep=exact is None)
+    labels = F.pad(text.ids[1:].masked_fill(~text.scored[1:], IGNORED), (0, 1), value=IGNORED)
+    positions = torch.tensor(layout.positions(ring.rank))
+    with evaluating(model), _tapped(model, changes.add) if back else nullcontext():
+        with torch.set_grad_enabled(back):
+            hidden, head = hidden_states(model, ring, text.ids[None].to(model.device))
+        labels = ring.shard(labels[None].to(hidden.device), layout, fill=IGNORED)[0]
+        gradient, sums = torch.zeros_like(hidden), hidden.new_zeros(2, dtype=torch.float64)
+        for first in range(0, len(labels), LOGITS_AT_ONCE):
+            part = slice(first, first + LOGITS_AT_ONCE)
+            scored = labels[part] != IGNORED
+            answers, states = labels[part][scored], hidden[0, part][scored].detach().requires_grad_(back)
+            with torch.set_grad_enabled(back):
+                expected = None if exact is None else _precise(head, exact[0, part][scored])
+                logits = _precise(head, states)
+                if back:
+                    losses = _losses(logits, answers, text.seed, positions[part][scored.cpu()].tolist(), expected)
+                else:
+                    losses = logits.new_zeros(1) if expected is None else _divergences(logits, expected)
+            if back:
+                gradient[0, part][scored] = torch.autograd.grad(losses.sum(), states)[0]
+            nll = F.cross_entropy(logits.detach(), answers, reduction="none")
+            sums += torch.stack([nll.double().sum(), losses.detach().double().sum()])
+        if back:
+            hidden.backward(gradient)
+    mean_nll, mean_loss = sums = torch.stack(ring.gather(sums)).sum(0).cpu() / text.num_scored
+    check_finite(torch.cat([sums, *(x.flatten() for x in changes.linear.values())]), model, "calibrate")
+    return TextChanges(
+        nll=float(mean_nll),
+        divergence=0.0 if exact is None else float(mean_loss),
+        linear={layer: x / text.num_scored for layer, x in changes.linear.items()},
+        products=changes.products(text.num_scored) if back and exact is None else None,
+    ), hidden.detach()
 
 
 # ---- losses
-
-
-def _labels(text: ScoredText, ring: Ring, layout: SequenceLayout, device: torch.device) -> Tensor:
-    """Returns [n local]: the token after each of this rank's tokens, `IGNORED` if it is not scored."""
-    labels = F.pad(text.ids[1:].masked_fill(~text.scored[1:], IGNORED), (0, 1), value=IGNORED)
-    return ring.shard(labels[None].to(device), layout, fill=IGNORED)[0]
-
-
-def _slices(labels: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yields slices of tokens, each with [k] bool: the tokens in it whose labels are scored."""
-    for first in range(0, len(labels), size):
-        part = slice(first, first + size)
-        yield part, labels[part] != IGNORED
 
 
 def _precise(head: Head, states: Tensor) -> Tensor:
     """Returns the logits [m, vocabulary] of hidden states [m, width], in float32 at least."""
     logits = head(states[None])[0]
     return logits.to(accumulation_dtype(logits.dtype))
-
-
-def _nll(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits, labels, reduction="none").sum(dtype=torch.float64)
 
 
 def _divergences(logits: Tensor, expected: Tensor) -> Tensor:
@@ -195,12 +145,7 @@ def _divergences(logits: Tensor, expected: Tensor) -> Tensor:
 def _losses(
     logits: Tensor, labels: Tensor, seed: int | None, positions: Iterable[int], expected: Tensor | None
 ) -> Tensor:
-    """Returns [m]: the loss of each scored token, whose gradient a pass takes.
-
-    Args:
-        seed: of the text; None if its labels are answers that must be found.
-        expected: [m, vocabulary] the logits under exact attention, in a second pass.
-    """
+    """Returns [m]: the loss of each scored token, whose gradient a pass takes; `expected` is None in a first pass."""
     if seed is None:
         # The log-odds against the answer still show a change if the answer is as good as certain.
         rest = logits.scatter(1, labels[:, None], -torch.inf).logsumexp(-1)
@@ -214,19 +159,10 @@ def _losses(
 
 
 class _LayerChanges:
-    """Sums up d of each layer as its gradient arrives.
-
-    Attributes:
-        linear: for each layer [Hkv, P], the sum of d over all tokens.
-    """
+    """Sums up d of each layer as its gradient arrives: `linear` has [Hkv, P] for each layer, the sum over all tokens."""
 
     def __init__(
-        self,
-        ring: Ring,
-        layout: SequenceLayout,
-        menu: Sequence[Pattern],
-        after_layer: Callable[[], object],
-        keep: bool,
+        self, ring: Ring, layout: SequenceLayout, menu: Sequence[Pattern], after_layer: Callable[[], object], keep: bool
     ) -> None:
         """`keep` keeps the d of tokens, for products of all layers."""
         self.linear: dict[int, Tensor] = {}
@@ -234,8 +170,8 @@ class _LayerChanges:
         self._ring, self._menu, self._after_layer, self._keep = ring, menu, after_layer, keep
         positions = torch.tensor(layout.positions(ring.rank))
         self._is_token = positions < layout.seq_len
-        self._places, self._num_places = positions % MOST_HELD, min(layout.seq_len, MOST_HELD)
-        self._places[~self._is_token] = 0
+        self._num_places = min(layout.seq_len, MOST_HELD)
+        self._places = (positions % MOST_HELD).masked_fill(~self._is_token, 0)
         self._signs = torch.ones(len(positions))
         if layout.seq_len > MOST_HELD:
             signs = 2 * torch.randint(2, (layout.seq_len,), generator=torch.Generator().manual_seed(0)) - 1
@@ -248,8 +184,7 @@ class _LayerChanges:
 
         Args:
             settings: the other arguments of the layer's `ring_attention`.
-            query: [1, H, n, D]; key: [1, Hkv, n, D]; value: [1, Hkv, n, Dv]: this rank's tokens.
-            out: [1, H, n, Dv] what the layer computed; grad: the gradient of the loss by it.
+            query: [1, H, n, D] of this rank's tokens; out: [1, H, n, Dv] the layer's output; grad: its gradient.
         """
         num_kv_heads, num_tokens = key.shape[1:3]
         d = torch.zeros(num_kv_heads, len(self._menu), num_tokens, dtype=torch.float64, device=out.device)
@@ -281,17 +216,36 @@ class _LayerChanges:
 def _tapped(model: PreTrainedModel, tap: Callable[..., None]) -> Iterator[None]:
     """Has `tap` called for each attention layer when its gradient arrives, with the arguments of `_LayerChanges.add`.
 
-    The tap is an attribute of the modules and not a context variable, because checkpointed layers run again in backward, when
-    the context of the forward pass is gone.
+    Gradients are recorded from the embedded tokens on, and not for parameters. Layers are computed again in backward, so that
+    only one of them is held, if the model supports that. Then the context of the forward pass is gone; so the tap is an
+    attribute of the modules and not a context variable.
     """
-    modules = list(decoder_of(model).modules())
-    for module in modules:
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    tapped = list(decoder_of(model).modules())
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    training = [layer.training for layer in layers]
+    before = {module: module.gradient_checkpointing for module in model.modules() if hasattr(module, _CHECKPOINTING)}
+    hook = model.get_input_embeddings().register_forward_hook(lambda *args: args[-1].requires_grad_())
+    for parameter in learned:
+        parameter.requires_grad_(False)
+    for module in tapped:
         setattr(module, TAP, partial(_through_tap, tap))
+    if layers:
+        checkpoint_activations(model, {"use_reentrant": False})
+        for layer in layers:
+            layer.training = True  # The modules inside stay in evaluation mode.
     try:
         yield
     finally:
-        for module in modules:
+        hook.remove()
+        for parameter in learned:
+            parameter.requires_grad_(True)
+        for module in tapped:
             delattr(module, TAP)
+        for layer, mode in zip(layers, training):
+            layer.training = mode
+        for module, value in before.items():
+            setattr(module, _CHECKPOINTING, value)
 
 
 def _through_tap(
@@ -324,35 +278,3 @@ class _Tapped(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.tap(*ctx.saved_tensors, grad)
         return None, None, None, None, grad
-
-
-@contextmanager
-def _without_gradients(model: PreTrainedModel) -> Iterator[None]:
-    """Records no gradients of parameters, which are not needed, nor the tensors that they would keep."""
-    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in learned:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in learned:
-            parameter.requires_grad_(True)
-
-
-@contextmanager
-def _checkpointed(model: PreTrainedModel) -> Iterator[None]:
-    """Has layers computed again in backward, so that only one of them is held, if the model supports that."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    training = [layer.training for layer in layers]
-    before = {module: module.gradient_checkpointing for module in model.modules() if hasattr(module, _CHECKPOINTING)}
-    if layers:
-        checkpoint_activations(model, {"use_reentrant": False})
-        for layer in layers:
-            layer.training = True  # The modules inside stay in evaluation mode.
-    try:
-        yield
-    finally:
-        for layer, mode in zip(layers, training):
-            layer.training = mode
-        for module, value in before.items():
-            setattr(module, _CHECKPOINTING, value)

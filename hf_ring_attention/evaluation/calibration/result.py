@@ -19,17 +19,13 @@ from .costs import BudgetOf, Cost
 FORMAT = 3
 #: No model has more layers.
 _MOST_LAYERS = 65536
+#: The attributes that JSON has as they are.
+_PLAIN = ("budget", "budget_of", "seq_len", "ranks", "retrieval", "seed", "num_hidden_layers")
 
 
 @dataclass(frozen=True)
 class CalibratedText:
-    """A text, with the mean negative log-likelihood of its tokens, in nats.
-
-    Attributes:
-        tokens: how many tokens it has.
-        exact_nll: under exact attention.
-        chosen_nll: under the chosen patterns.
-    """
+    """A text, with the mean negative log-likelihood of its tokens under exact attention and the chosen patterns, in nats."""
 
     tokens: int
     exact_nll: float
@@ -114,18 +110,13 @@ class Calibration:
         ranks = ranks or self.ranks
         if of == "bytes" and (ranks is None or ranks < 2):
             raise ValueError(f"Calibration.share: a ring that moves bytes has 2 or more ranks, got ranks={ranks}")
-        cost = Cost(of, seq_len or self.seq_len, ranks)
-        costs = [
-            cost.of_pattern(pattern, head, len(heads))
-            for heads in self.of_heads().values()
-            for head, pattern in enumerate(heads)
-        ]
+        cost, layers = Cost(of, seq_len or self.seq_len, ranks), self.of_heads().values()
+        costs = [cost.of_pattern(x, head, len(heads)) for heads in layers for head, x in enumerate(heads)]
         return sum(costs) / (len(costs) * cost.of_exact())
 
     def share_of(self, pattern: Pattern) -> float:
         """Returns the FLOPs of a pattern in one head, as a share of exact attention's, at `seq_len` tokens."""
-        cost = Cost("flops", self.seq_len)
-        return cost.of_pattern(pattern, 0, 1) / cost.of_exact()
+        return pattern.flop_share(self.seq_len)
 
     def of_heads(self) -> dict[int, tuple[Pattern, ...]]:
         """Returns the pattern of each key/value head of each layer."""
@@ -143,27 +134,17 @@ class Calibration:
         """Returns the calibration in plain JSON types, patterns as their texts; `from_dict` reads it back."""
         return {
             "format": FORMAT,
-            "budget": self.budget,
-            "budget_of": self.budget_of,
-            "seq_len": self.seq_len,
-            "ranks": self.ranks,
-            "retrieval": self.retrieval,
-            "seed": self.seed,
+            **{name: getattr(self, name) for name in _PLAIN},
             "flop_share": self.flop_share,
             "menu": [str(pattern) for pattern in self.menu],
             "layers": self.texts_of_layers,
-            "num_hidden_layers": self.num_hidden_layers,
             "scores": {str(layer): [list(head) for head in heads] for layer, heads in self.scores.items()},
             "texts": [asdict(text) for text in self.texts],
         }
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Calibration:
-        """Returns the calibration that `to_dict` wrote.
-
-        Raises:
-            ValueError: something else.
-        """
+        """Returns the calibration that `to_dict` wrote; anything else is a ValueError."""
         try:
             if d["format"] != FORMAT:
                 raise ValueError(f"expected format {FORMAT}, got {d['format']!r}")
@@ -193,11 +174,7 @@ class Calibration:
 
     @classmethod
     def load(cls, file: str | Path) -> Calibration:
-        """Reads the file that `save` wrote.
-
-        Raises:
-            ValueError: a file with something else.
-        """
+        """Reads the file that `save` wrote; anything else is a ValueError."""
         try:
             content = json.loads(Path(file).read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
@@ -206,12 +183,7 @@ class Calibration:
 
 
 def load_pattern(text: str) -> Pattern | Calibration:
-    """Returns the pattern that a text describes; for a name that ends in .json, the calibration in that file.
-
-    Raises:
-        ValueError: a text that does not describe a pattern, or a file with something else.
-        OSError: a file that cannot be read.
-    """
+    """Returns the pattern that a text describes; for a name that ends in .json, the calibration in that file."""
     return Calibration.load(text) if text.endswith(".json") else Pattern.parse(text)
 
 

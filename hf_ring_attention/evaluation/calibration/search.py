@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from ...ring.ring import Ring
 from .choice import choose, squares_of
 from .costs import Cost
 from .journal import Journal
-from .passes import TextChanges, measure_losses, measure_text
+from .passes import TextChanges, measure_text
 from .texts import ScoredText
 
 #: How far a refined choice may go from the last one, tried in turn until one is better: the factor of the harm that changes are
@@ -26,49 +27,10 @@ CAUTION = (1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True)
-class Groups:
-    """The groups of heads, [G] in the order of their layers, and the cost of each pattern of the menu in each.
-
-    Attributes:
-        heads: the number of key/value heads of each layer.
-        costs: [G, P] as `Cost` counts.
-        budget: what all groups may cost together.
-    """
-
-    menu: tuple[Pattern, ...]
-    heads: Mapping[int, int]
-    costs: np.ndarray
-    budget: float
-
-    @classmethod
-    def of(cls, heads: Mapping[int, int], menu: tuple[Pattern, ...], budget: float, cost: Cost) -> Groups:
-        """Makes the groups of layers with these numbers of key/value heads; `budget` is a share of exact attention's cost."""
-        by_heads = {count: cost.of_menu(menu, count) for count in set(heads.values())}
-        costs = np.concatenate([by_heads[heads[layer]] for layer in sorted(heads)])
-        return cls(menu, heads, costs, budget * len(costs) * cost.of_exact())
-
-    def by_layer(self, values: np.ndarray) -> dict[int, np.ndarray]:
-        """Returns, for each layer, the part [heads, ...] of [G, ...]."""
-        layers = sorted(self.heads)
-        ends = np.cumsum([self.heads[layer] for layer in layers])
-        return dict(zip(layers, np.split(values, ends[:-1])))
-
-    def patterns(self, chosen: np.ndarray) -> dict[int, Pattern]:
-        """Returns the pattern of each layer, whose groups have these patterns of the menu."""
-        return {
-            layer: Pattern.by_kv_head([self.menu[number] for number in numbers])
-            for layer, numbers in self.by_layer(chosen).items()
-        }
-
-
-@dataclass(frozen=True)
 class Choice:
-    """Patterns, and what forward passes of the texts measured under them.
+    """The pattern of the menu that each group has, [G], and what forward passes measured: nll by text, and divergence.
 
-    Attributes:
-        chosen: [G] the pattern of the menu that each group has.
-        nlls: for each text, the mean negative log-likelihood of its tokens, in nats.
-        divergence: from the predictions under exact attention, mean of all tokens, in nats.
+    Both are means of tokens, in nats; the divergence is from the predictions under exact attention.
     """
 
     chosen: np.ndarray
@@ -76,39 +38,28 @@ class Choice:
     divergence: float
 
 
-@dataclass(frozen=True)
-class ExactPasses:
-    """What passes under exact attention measured.
-
-    Attributes:
-        nlls: for each plain text, the mean negative log-likelihood of its tokens, in nats.
-        heads: the number of key/value heads of each layer for which patterns can be chosen.
-        products: [G, P, G, P] float64: the mean products of two patterns' d over the tokens of all plain texts.
-        harm: likewise for the texts with answers, by their weight; 0 without such texts.
-    """
-
-    nlls: tuple[float, ...]
-    heads: Mapping[int, int]
-    products: np.ndarray
-    harm: Any
-
-
-@dataclass(frozen=True)
-class _Layers:
-    """The patterns of some layers, as `patch_config` takes them."""
-
-    layers: Mapping[int, Pattern]
-    num_hidden_layers: int
-
-
 class Search:
-    """Chooses patterns for a patched model.
+    """Chooses patterns for a patched model, whose G groups of heads are in the order of their layers.
 
     Args:
         texts: the plain texts, whose tokens all count alike.
         answers: the texts in which answers must be found.
         bar: a bar like tqdm's, which counts the layers of all passes.
+
+    Attributes, after `measure_exact`:
+        heads: the number of key/value heads of each layer for which patterns can be chosen.
+        nlls: for each plain text, the mean negative log-likelihood of its tokens under exact attention, in nats.
+        products: [G, P, G, P] float64: the mean products of two patterns' d over the tokens of all plain texts.
+        harm: likewise for the texts with answers, by their weight; 0 without such texts.
+        costs: [G, P] of each pattern of the menu in each group, as `Cost` counts; all groups may cost `budget` together.
     """
+
+    heads: Mapping[int, int]
+    nlls: tuple[float, ...]
+    products: Any
+    harm: Any
+    costs: np.ndarray
+    budget: float
 
     def __init__(
         self,
@@ -127,100 +78,94 @@ class Search:
         self._exact: dict[str, Tensor] = {}  # By the digest of the text; they are small beside its logits.
         self._shares = np.array([text.num_scored for text in texts]) / sum(text.num_scored for text in texts)
 
-    def exact_passes(self, retrieval: float) -> ExactPasses:
-        """Measures all texts under exact attention; `retrieval` weighs the answers by the harm of the menu's patterns.
-
-        Raises:
-            NotImplementedError: a model whose layers all have windows.
-        """
-        changes = [self._changes({}, text) for text in self._texts]
-        heads = {layer: len(x) for layer, x in changes[0].linear.items()}
-        if not heads:
+    def measure_exact(self, budget: float, cost: Cost, retrieval: float) -> None:
+        """Measures all texts under exact attention; `retrieval` weighs the answers by the harm of the menu's patterns."""
+        changes = [self._measured({}, text, self._menu) for text in self._texts]
+        self.nlls = tuple(of_text.nll for of_text in changes)
+        self.heads = {layer: len(x) for layer, x in sorted(changes[0].linear.items())}
+        if not self.heads:
             raise NotImplementedError(
                 f"calibrate: every layer of {type(self._model).__name__} has its own window, so no choice is left: set "
                 f"patterns with ra.patch_config(config, pattern, layers=...)"
             )
-        products: Any = sum(share * _products(of_text) for share, of_text in zip(self._shares, changes))
-        harm: Any = 0.0
-        for of_answers in (_products(self._changes({}, text)) for text in self._answers):
-            of_menu = squares_of(products).sum() / max(squares_of(of_answers).sum(), 1e-300)
-            harm = harm + retrieval * of_menu * of_answers
-        return ExactPasses(tuple(of_text.nll for of_text in changes), heads, products, harm)
+        self.products = sum(share * _products(of_text) for share, of_text in zip(self._shares, changes))
+        self.harm = 0.0
+        for text in self._answers:
+            of_answers = _products(self._measured({}, text, self._menu))
+            of_menu = squares_of(self.products).sum() / max(squares_of(of_answers).sum(), 1e-300)
+            self.harm = self.harm + retrieval * of_menu * of_answers
+        self.costs = np.concatenate([cost.of_menu(self._menu, count) for count in self.heads.values()])
+        self.budget = budget * len(self.costs) * cost.of_exact()
 
-    def first_choice(self, groups: Groups, exact: ExactPasses) -> Choice:
+    def first_choice(self) -> Choice:
         """Chooses patterns by the passes under exact attention."""
-        products = exact.products + exact.harm
-        return self._tried(groups, choose(np.zeros_like(groups.costs, float), groups.costs, groups.budget, products))
+        products = self.products + self.harm
+        return self._tried(choose(np.zeros_like(self.costs, float), self.costs, self.budget, products))
 
-    def refined(self, groups: Groups, exact: ExactPasses, best: Choice) -> Choice:
+    def refined(self, best: Choice) -> Choice:
         """Returns the patterns that passes around the best ones so far lead to; the best ones if these are not better."""
-        layers, slope = groups.patterns(best.chosen), np.zeros(groups.costs.shape)
+        layers, slope = self.patterns(best.chosen), np.zeros(self.costs.shape)
         for share, text in zip(self._shares, self._texts):
-            linear = self._changes(layers, text).linear
-            slope += share * torch.cat([linear[layer] for layer in sorted(linear)]).numpy()
+            linear = self._measured(layers, text, self._menu).linear
+            slope += share * torch.cat([linear[layer] for layer in self.heads]).numpy()
         # Products count changes from exact attention; here they must count changes from the best patterns.
-        of_best = exact.products[:, :, np.arange(len(best.chosen)), best.chosen].sum(2)
+        of_best = self.products[:, :, np.arange(len(best.chosen)), best.chosen].sum(2)
         for caution in CAUTION:
             scores = slope - caution * of_best
-            chosen = choose(scores, groups.costs, groups.budget, caution * exact.products + exact.harm)
+            chosen = choose(scores, self.costs, self.budget, caution * self.products + self.harm)
             if np.array_equal(chosen, best.chosen):
                 break
             if caution != CAUTION[0]:
                 self._bar.total += len(self._texts) * self._num_layers
-            candidate = self._tried(groups, chosen)
+            candidate = self._tried(chosen)
             if candidate.divergence < best.divergence:
                 return candidate
         return best
 
-    def _tried(self, groups: Groups, chosen: np.ndarray) -> Choice:
-        """Measures what patterns do to the plain texts."""
-        layers = groups.patterns(chosen)
-        losses = [self._losses(layers, text) for text in self._texts]
-        divergence = float(self._shares @ [of_text["divergence"] for of_text in losses])
-        return Choice(chosen, tuple(of_text["nll"] for of_text in losses), divergence)
+    def patterns(self, chosen: np.ndarray) -> dict[int, Pattern]:
+        """Returns the pattern of each layer, whose groups have these patterns of the menu, [G]."""
+        by_layer = self.by_layer(chosen).items()
+        return {layer: Pattern.by_kv_head([self._menu[number] for number in numbers]) for layer, numbers in by_layer}
 
-    def _changes(self, layers: Mapping[int, Pattern], text: ScoredText) -> TextChanges:
+    def by_layer(self, values: np.ndarray) -> dict[int, np.ndarray]:
+        """Returns, for each layer, the part [heads, ...] of [G, ...]."""
+        return dict(zip(self.heads, np.split(values, np.cumsum([*self.heads.values()])[:-1])))
+
+    def _tried(self, chosen: np.ndarray) -> Choice:
+        """Measures what patterns do to the plain texts."""
+        layers = self.patterns(chosen)
+        losses = [self._measured(layers, text) for text in self._texts]
+        divergence = float(self._shares @ [of_text.divergence for of_text in losses])
+        return Choice(chosen, tuple(of_text.nll for of_text in losses), divergence)
+
+    def _measured(self, layers: Mapping[int, Pattern], text: ScoredText, menu: Sequence[Pattern] = ()) -> TextChanges:
+        """Returns what a pass of a text measures under patterns of layers; without a menu, a forward pass."""
+
         def measure() -> dict[str, Any]:
             exact = self._exact_states(text) if layers else None
             self._set(layers)
-            changes = measure_text(
-                self._model, self._ring, text, self._menu, exact=exact, after_layer=lambda: self._bar.update()
-            )
-            return vars(changes)
+            return vars(measure_text(self._model, self._ring, text, menu, exact, lambda: self._bar.update())[0])
 
-        before = self._bar.n
-        changes = TextChanges(**self._journal.measured("changes", measure, text.digest, _names(layers)))
+        before, names = self._bar.n, {layer: str(pattern) for layer, pattern in sorted(layers.items())}
+        kind = "changes" if menu else "losses"
+        changes = TextChanges(**self._journal.measured(kind, measure, text.digest, names))
         # Count layers with their own window, too, and all layers of a pass that an earlier run measured.
         self._bar.update(before + self._num_layers - self._bar.n)
         return changes
-
-    def _losses(self, layers: Mapping[int, Pattern], text: ScoredText) -> dict[str, Any]:
-        def measure() -> dict[str, Any]:
-            exact = self._exact_states(text)
-            self._set(layers)
-            _, nll, divergence = measure_losses(self._model, self._ring, text, exact)
-            return {"nll": nll, "divergence": divergence}
-
-        losses = self._journal.measured("losses", measure, text.digest, _names(layers))
-        self._bar.update(self._num_layers)
-        return losses
 
     def _exact_states(self, text: ScoredText) -> Tensor:
         """Returns [1, n, width] this rank's hidden states under exact attention, with which every choice is compared."""
         if text.digest not in self._exact:
             self._set({})
-            self._exact[text.digest] = measure_losses(self._model, self._ring, text, None)[0]
+            self._exact[text.digest] = measure_text(self._model, self._ring, text)[1]
         return self._exact[text.digest]
 
     def _set(self, layers: Mapping[int, Pattern]) -> None:
         """Sets patterns of layers, and exact attention in the others that have no window of their own."""
-        patch_config(self._model.config, _Layers(layers, self._num_layers) if layers else "exact")
+        patterns: Any = SimpleNamespace(layers=layers, num_hidden_layers=self._num_layers)
+        patch_config(self._model.config, patterns if layers else "exact")
 
 
 def _products(changes: TextChanges) -> np.ndarray:
     assert changes.products is not None  # It was a first pass.
     return changes.products.double().numpy()
-
-
-def _names(layers: Mapping[int, Pattern]) -> dict[int, str]:
-    return {layer: str(pattern) for layer, pattern in sorted(layers.items())}

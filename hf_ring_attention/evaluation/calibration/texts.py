@@ -57,8 +57,7 @@ def drawn_tokens(logits: Tensor, seed: int, positions: Iterable[int]) -> Tensor:
     would far more often move a draw from cumulated probabilities across one of the borders of the whole vocabulary.
 
     Args:
-        logits: [m, vocabulary].
-        positions: of the m tokens in their text.
+        logits: [m, vocabulary]; positions: of the m tokens in their text.
     """
     drawn = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     for number, (row, position) in enumerate(zip(logits.detach(), positions, strict=True)):
