@@ -48,7 +48,8 @@ REFUSED = [
     ("finetune", "--model {empty}", "--model: the folder '{empty}' holds no model: there is no config.json in it"),
     ("perplexity", "--columns text", "--columns: it is about a data set: name one with --dataset"),
     ("perplexity", "--patterns exact longnet:100/3", "multiple of dilation"),
-    ("demo", "--calibrate 63", "--calibrate: a whole number of at least 64 was expected, got 63"),
+    ("demo", "--seq-len 63", "--seq-len: a whole number of at least 64 was expected, got 63"),
+    ("layer", "--heads 3 --kv-heads 2", "--heads: 3 does not divide by the 2 of --kv-heads"),
     ("finetune_trainer", "--max_steps 0", "--max_steps: 1 or more was expected, or -1 for --num_train_epochs, got 0"),
     ("finetune_trainer", "--learning_rate 0", "--learning_rate: a number above 0 was expected, got '0.0'"),
     (
@@ -155,7 +156,7 @@ for recipe in recipes:
 
 
 def test_recipes_explain_themselves_without_extras():
-    recipes = ["finetune", "finetune_trainer", "perplexity", "retrieval", "demo"]
+    recipes = ["finetune", "finetune_trainer", "perplexity", "retrieval", "layer", "demo"]
     command = [sys.executable, "-c", HELP, str(ROOT / "recipes"), *recipes]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
