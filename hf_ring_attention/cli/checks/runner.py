@@ -191,7 +191,7 @@ def run_checks(run: CheckRun, checks: Sequence[Check], tell: Callable[[str, Verd
         # Process 0, which may hold the store, leaves after the others have read the last verdict.
         run.post(f"bye/{run.rank}", True)
         if run.rank == 0:
-            _wait(run, "bye", lambda: run.has(*run.of_all("bye")), time.monotonic() + PATIENCE)
+            _wait_until(run, "bye", lambda: run.has(*run.of_all("bye")), time.monotonic() + PATIENCE)
     finally:
         worker.shutdown(wait=False, cancel_futures=True)  # Its thread may hang.
     return verdicts
@@ -210,24 +210,24 @@ def _verdict_of_all(run: CheckRun, check: Check, worker: ThreadPoolExecutor) -> 
     """Measures here, posts the reply, and returns the verdict of process 0 on the replies of all processes."""
     name, end = check.name, time.monotonic() + run.options.timeout
     future = worker.submit(check.measure, run)
-    _wait(run, name, future.done, end)
+    _wait_until(run, name, future.done, end)
     reply = _reply_of(future)
     run.post(f"{name}/{run.rank}", reply)
     if reply[0] in ("error", "communication"):
         run.post(f"{name}/failed", True)
     if run.rank == 0:
         replies = run.of_all(name)
-        _wait(run, name, lambda: run.has(*replies), end, steps=2)
+        _wait_until(run, name, lambda: run.has(*replies), end, steps=2)
         verdict = _judged(run, check, {rank: run.read(key) for rank, key in enumerate(replies) if run.has(key)})
         run.post(f"{name}/verdict", asdict(verdict))
         return verdict
-    _wait(run, name, lambda: run.has(f"{name}/verdict"), end, steps=4)
+    _wait_until(run, name, lambda: run.has(f"{name}/verdict"), end, steps=4)
     if not run.has(f"{name}/verdict"):
         raise RuntimeError(f"process 0 has not answered in the check {name!r}, so process {run.rank} ends too")
     return Verdict(**run.read(f"{name}/verdict"))
 
 
-def _wait(run: CheckRun, name: str, is_over: Callable[[], bool], end: float, steps: int = 1) -> None:
+def _wait_until(run: CheckRun, name: str, is_over: Callable[[], bool], end: float, steps: int = 1) -> None:
     """Waits until `is_over` or until the end, which comes soon once a process has failed or the launcher ends them all.
 
     Args:
