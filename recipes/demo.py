@@ -80,7 +80,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--layer-tokens", type=at_least(1024), default=32768, help="tokens of the row of part 1 (default 32768)")
     add("--tokens", type=at_least(64), default=2048, help="tokens of the text, in parts 2 to 4 (default 2048)")
-    add("--steps", type=at_least(1), default=6, help="steps of fine-tuning (default 6)")
+    add("--steps", type=at_least(1), default=4, help="steps of fine-tuning (default 4)")
     add("--seq-len", type=at_least(64), default=256, help="tokens of its rows (default 256)")
     add("--minutes", type=positive, default=4, help="calibrate if it may end before so many minutes (default 4)")
     add("--output", type=Path, default=Path("demo"), help="folder for figures and pictures (default demo)")
@@ -113,8 +113,8 @@ class Demo:
             1,
             "One layer on a long row",
             f"Attention of {tokens} tokens, forward and backward. sdpa is torch's own exact attention. A window reads 512 "
-            "tokens and 4 sinks, so it is far faster. In a ring, each process holds half of the row: memory is halved, and "
-            "the result is the same.",
+            "tokens and 4 sinks, so it is far faster. In a ring of two, each process holds half of the row, and at times "
+            "some keys of the other.",
         )
         words = ("layer.py", "--tokens", str(tokens), "--pattern", WINDOW)
         self.figures["layer"] = [*run(*words), *run(*words, processes=2)]
@@ -139,8 +139,8 @@ class Demo:
         self.part(
             3,
             "Perplexity under patterns",
-            "The same text with patterns that leave most of attention out. The model was not trained for them; a window "
-            "with sinks costs it little.",
+            "The same text with patterns that leave most of attention out. The model was not trained for them, and a "
+            "window with sinks costs it little. A row as short as this saves no time; part 1 shows a long one.",
         )
         for row in perplexity.measure(model, self.ids, [WINDOW, PYRAMID, LONGNET]):
             print(perplexity.line(row), flush=True)
