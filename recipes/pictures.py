@@ -69,6 +69,8 @@ def plot_losses(losses: Mapping[str, Sequence[float]], path: Path, window: int =
 
 def plot_quality(figures: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draws the perplexity of each pattern against its share of exact attention's FLOPs."""
+    from matplotlib.ticker import LogLocator
+
     figure = _figure(7.5, 4.8)
     axis = figure.subplots()
     for row in figures:
@@ -76,6 +78,9 @@ def plot_quality(figures: Sequence[Mapping[str, Any]], path: Path) -> None:
         axis.scatter(*zip(point), color="C0")
         axis.annotate(row["pattern"], point, xytext=(5, 5), textcoords="offset points", fontsize=8)
     axis.set_xscale("log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
+    axis.minorticks_off()
     axis.margins(x=0.25, y=0.15)
     axis.set_xlabel("attention FLOPs, as a share of exact attention's")
     axis.set_ylabel("perplexity")

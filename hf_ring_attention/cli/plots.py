@@ -13,6 +13,7 @@ from matplotlib import colormaps
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon, Rectangle
+from matplotlib.ticker import LogLocator
 
 from ..cost.timeline import Timeline
 from ..evaluation.whole_files import whole_file
@@ -164,6 +165,9 @@ def plot_quality(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axis.scatter(*zip(point), color="C0", zorder=2)
         axis.annotate(row["pattern"], point, xytext=(5, 5), textcoords="offset points", fontsize=8)
     axis.set(xscale="log", xlabel="attention FLOPs, as a share of exact attention's", ylabel="perplexity")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
+    axis.minorticks_off()
     # Names stand inside the frame: a letter takes at most 8 of its 800 pixels.
     room = min(0.3, (12 + 8 * max(len(row["pattern"]) for row in rows)) / 800)
     axis.margins(x=room / (1 - 2 * room), y=0.16)
