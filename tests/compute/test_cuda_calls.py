@@ -68,6 +68,11 @@ def by_token(tiles, heads, rows, width, dtype):
     return packed(tiles, rows, heads, width, dtype=dtype).transpose(1, 2)
 
 
+def of_fused_projections(tiles, heads, rows, width, dtype):
+    """A part of the columns that one matrix gives for queries, keys and values."""
+    return packed(tiles, rows, 3 * heads, width, dtype=dtype)[:, :, heads : 2 * heads].transpose(1, 2)
+
+
 def of_wider_rows(tiles, heads, rows, width, dtype):
     """Columns 3 to 3 + width of rows that are wider by an odd number."""
     return packed(tiles, heads, rows, width + 5, dtype=dtype)[..., 3 : 3 + width]
@@ -87,12 +92,31 @@ def every_other_column(tiles, heads, rows, width, dtype):
     return packed(tiles, heads, rows, 2 * width, dtype=dtype)[..., ::2]
 
 
+def every_other_row(tiles, heads, rows, width, dtype):
+    return packed(tiles, heads, 2 * rows, width, dtype=dtype)[:, :, ::2]
+
+
+def some_rows(tiles, heads, rows, width, dtype):
+    return packed(tiles, heads, rows + 3, width, dtype=dtype)[:, :, 3:]
+
+
+def one_tile_for_all(tiles, heads, rows, width, dtype):
+    return packed(1, heads, rows, width, dtype=dtype).expand(tiles, -1, -1, -1)
+
+
+def one_head_for_all(tiles, heads, rows, width, dtype):
+    return packed(tiles, 1, rows, width, dtype=dtype).expand(-1, heads, -1, -1)
+
+
 def one_number_for_all(tiles, heads, rows, width, dtype):
     """As the gradient of a sum is."""
     return packed(1, 1, 1, 1, dtype=dtype).expand(tiles, heads, rows, width)
 
 
-LAYOUTS = [by_token, of_wider_rows, off_by_one, one_head_off_by_one, every_other_column, one_number_for_all]
+LAYOUTS = [
+    by_token, of_fused_projections, of_wider_rows, off_by_one, one_head_off_by_one, every_other_column, every_other_row,
+    some_rows, one_tile_for_all, one_head_for_all, one_number_for_all,
+]  # fmt: skip
 
 
 def check(kernel, dtype, shape, sizes, fold_size, widths, layout=packed):

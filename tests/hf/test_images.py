@@ -90,6 +90,15 @@ def test_images(calls, model_type, implementation):
     assert distance(found, logits_of(ra.patch_model(seeing(model_type), PYRAMID), inputs, labels)) <= LOGITS
 
 
+def test_a_seeing_model_is_saved_with_its_pattern(tmp_path):
+    rows = seen("llava")
+    model = ra.patch_model(seeing("llava"), PYRAMID)
+    model.save_pretrained(tmp_path)
+    for implementation in (IMPLEMENTATIONS["text"], IMPLEMENTATIONS["all"]):
+        again = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation=implementation).eval()
+        assert distance(logits_of(again, *rows), logits_of(model, *rows)) <= LOGITS
+
+
 @pytest.mark.parametrize("images", [0, 1, 2])
 @pytest.mark.parametrize("model_type", ["llava", "qwen2_5_vl", "qwen3_vl"])
 def test_images_over_a_ring(model_type, images):

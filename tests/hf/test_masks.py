@@ -215,19 +215,42 @@ def test_a_collator_that_contradicts_the_mask():
 LENGTHS = {"three": (7, 9, 4), "one for each rank": (10, 10), "at each part": (5, 5, 1, 5, 4)}
 
 
+@pytest.mark.parametrize("how", ["position_ids", "seq_idx", "cu_seq_lens"])
 @pytest.mark.parametrize("lengths", LENGTHS)
 @torch.no_grad()
-def test_packed_rows_on_a_ring(lengths):
-    row, positions = ids(), torch.cat([torch.arange(n) for n in LENGTHS[lengths]])[None]
-    expected = ra.patch_model(tiny_model("llama", "eager"))(row, position_ids=positions, use_cache=False).logits
+def test_packed_rows_on_a_ring(lengths, how):
+    row, lengths = ids(), torch.tensor(LENGTHS[lengths])
+    inputs = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
+    expected = ra.patch_model(tiny_model("llama", "eager"))(row, **inputs, use_cache=False).logits
+    if how == "seq_idx":
+        inputs["seq_idx"] = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]
+    elif how == "cu_seq_lens":
+        inputs["cu_seq_lens_q"] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
 
     def work(ring, model):
         with torch.no_grad():
-            return model(row, position_ids=positions).logits
+            return model(row, **inputs).logits
 
     for world_size, layout in ((2, "contiguous"), (3, "zigzag"), (4, "contiguous")):
         for logits in on_ranks(work, lambda: tiny_model("llama", "eager"), world_size, layout=layout):
             assert distance(logits, expected) <= EXACT
+
+
+@torch.no_grad()
+def test_a_copied_mask_of_a_sharded_model():
+    """Accelerate copies masks to the devices of layers."""
+    expected = ra.patch_model(tiny_model("llama", "eager"))(ids()).logits
+
+    def copied(module, args, kwargs):
+        return args, {**kwargs, "attention_mask": kwargs["attention_mask"].clone()}
+
+    def work(ring, model):
+        model.model.layers[1].register_forward_pre_hook(copied, with_kwargs=True)
+        with torch.no_grad():
+            return model(ids()).logits
+
+    for logits in on_ranks(work, lambda: tiny_model("llama", "eager")):
+        assert distance(logits, expected) <= EXACT
 
 
 def test_a_buffer_of_a_collator_that_is_filled_again():

@@ -163,6 +163,25 @@ def test_labels_that_are_shifted_and_counted_by_the_caller():
         )
 
 
+def test_rows_told_by_collators():
+    ids = torch.randint(8, VOCAB, (1, TOKENS))
+    told = ({"cu_seq_lens_q": torch.tensor([0, 5, 6, TOKENS])}, {"seq_idx": torch.tensor([[0] * 5 + [1] + [2] * 15])})
+    for description in told:
+        check_over_ring(
+            lambda ring: model_of(AutoModelForCausalLM, "llama", "window:6+2", ring),
+            lambda model, told=description: model(ids, **told, labels=ids, use_cache=False),
+        )
+
+
+def test_embeddings_as_input():
+    model = model_of(AutoModelForCausalLM, "llama")
+    embeddings = model.get_input_embeddings()(torch.randint(8, VOCAB, (2, TOKENS))).detach()
+    check_over_ring(
+        lambda ring: model_of(AutoModelForCausalLM, "llama", "window:6+2", ring),
+        lambda model: model(inputs_embeds=embeddings, use_cache=False),
+    )
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 8])
 def test_short_rows(length):
     """Some ranks have nothing but padding."""
@@ -324,6 +343,42 @@ def test_ranks_with_different_rows_are_told_what_differs(change, message):
             change(own)
         with pytest.raises(ValueError, match=message):
             model(**own)
+
+    on_ranks(work, lambda: model_of(AutoModelForCausalLM, "llama"))
+
+
+def test_a_rank_that_does_not_call():
+    """It makes another call, or ends: every rank is told which."""
+    inputs, _ = rows("plain")
+
+    def another_call(ring, model):
+        with pytest.raises(
+            ValueError, match="disagree on the call: rank 0: a forward pass of a model, rank 1: unshard"
+        ):
+            if ring.rank == 1:
+                ring.unshard(torch.ones(1, TOKENS))
+            else:
+                model(**inputs)
+
+    def ends(ring, model):
+        if ring.rank != 1:
+            with pytest.raises(RuntimeError, match="receiving from rank 1 did not end"):
+                model(**inputs)
+
+    for work in (another_call, ends):
+        on_ranks(work, lambda: model_of(AutoModelForCausalLM, "llama"))
+
+
+def test_rows_that_change_before_the_decoder_are_refused_by_name():
+    inputs, _ = rows("plain")
+
+    def shortened(module, args, kwargs):
+        return args, {**kwargs, "input_ids": kwargs["input_ids"][:, 1:]}
+
+    def work(ring, model):
+        model.register_forward_pre_hook(shortened, with_kwargs=True)
+        with pytest.raises(NotImplementedError, match=r"LlamaModel got .*rows that change before the decoder"):
+            model(**inputs)
 
     on_ranks(work, lambda: model_of(AutoModelForCausalLM, "llama"))
 

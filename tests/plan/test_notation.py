@@ -106,3 +106,32 @@ def test_what_is_no_pattern_is_said(text, message):
 def test_whoever_takes_a_pattern_says_what_came():
     with pytest.raises(ValueError, match=r"patch_config: pattern must be a Pattern, or its text such as .*, got 512"):
         as_pattern(512, "patch_config")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "exact",
+        "window:16+2",
+        "pyramid:4,3,2",
+        "longnet:8/1,all/4",
+        "exact@query_head",
+        "branches:sink=2,window=16,last=5",
+    ],
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_flop_share_counts_pairs_by_the_definition(pattern, causal):
+    pattern, length, heads, kv_heads = Pattern.parse(pattern), 33, 4, 2
+    pairs, exact = (
+        sum(
+            made.multiplicity(
+                q, k, head=h, num_heads=heads, num_kv_heads=kv_heads, causal=causal, document_length=length
+            )
+            for h in range(heads)
+            for q in range(length)
+            for k in range(length)
+        )
+        for made in (pattern, Pattern.exact())
+    )
+    share = pattern.flop_share(length, num_heads=heads, num_kv_heads=kv_heads, causal=causal)
+    assert share == pytest.approx(pairs / exact, rel=1e-12)

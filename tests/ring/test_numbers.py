@@ -7,6 +7,9 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
+from hf_ring_attention.plan.layouts import SequenceLayout
+from hf_ring_attention.plan.problem import Problem
+from hf_ring_attention.plan.traffic import RowBytes, collective_traffic, ring_traffic
 from tests.support.cases import check_cases, random_case, random_pattern, with_heads
 from tests.support.ranks import run_simulated
 from tests.support.tolerance import allowed
@@ -131,3 +134,25 @@ def test_two_runs_have_the_same_bits(transport, world_size, dtype, rng):
             on_ranks(world_size, transport, tensors, dout, pattern=pattern, documents=documents) for _ in range(2)
         )
         assert all(map(torch.equal, first, again))
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+def test_plans_of_more_elements_than_32_bits_count(kind):
+    """2^22 tokens of 8 heads x 128, 2^32 numbers, of which a window needs the last rows of each piece's neighbour."""
+    tokens, world_size, heads, width = 2**22, 8, 8, 4096
+    layout, sizes = SequenceLayout(kind, tokens, world_size), RowBytes(4 * 128, 8 * 128)
+    problem = Problem(
+        ra.Pattern.parse(f"window:{width}"), layout, (((0, tokens),),), num_heads=heads, num_kv_heads=heads
+    )
+    pieces = (
+        world_size if kind == "contiguous" else 2 * world_size - 1
+    )  # In zigzag the last rank has two that are neighbours.
+    needed = (pieces - 1) * (width - 1) * heads
+    for traffic in (ring_traffic, collective_traffic):
+        moved = sum(traffic(problem, rank, sizes).forward.received for rank in range(world_size))
+        assert moved == needed * sizes.row_bytes
+    call = ra.explain(
+        "exact", seq_len=tokens, world_size=world_size, num_heads=heads, head_dim=128, layout=kind, transport="ring"
+    )
+    of_last = (world_size - 1) * (tokens // world_size) * heads * 2 * 128 * 2
+    assert max(share.collective.forward.received for share in call.ranks) == of_last > 2**33
