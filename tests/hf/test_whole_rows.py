@@ -352,13 +352,11 @@ def test_a_rank_that_does_not_call():
     inputs, _ = rows("plain")
 
     def another_call(ring, model):
-        with pytest.raises(
-            ValueError, match="disagree on the call: rank 0: a forward pass of a model, rank 1: unshard"
-        ):
-            if ring.rank == 1:
-                ring.unshard(torch.ones(1, TOKENS))
-            else:
-                model(**inputs)
+        layout = ring.layout_for(TOKENS, "exact")
+        local = torch.ones(1, layout.local_len)
+        call = (lambda: ring.unshard(local, layout)) if ring.rank == 1 else (lambda: model(**inputs))
+        with pytest.raises(ValueError, match="the call: rank 0: a forward pass of a model, rank 1: unshard"):
+            call()
 
     def ends(ring, model):
         if ring.rank != 1:
