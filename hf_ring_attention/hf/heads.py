@@ -27,8 +27,9 @@ _FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _DIVISORS = ("logits_scaling",)
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
-#: The types that multiply by what others divide by.
+#: The types that multiply by what others divide by, and the types that divide hidden states by it, before their output layer.
 _MULTIPLYING = ("hyperclovax",)
+_DIVIDING_BEFORE = ("minicpm3",)
 
 #: torch gives hooks numbers, and two threads at a time could get the same one.
 _HOOKING = threading.Lock()
@@ -163,6 +164,11 @@ def _probe_of(hidden: Tensor) -> Tensor:
     return hidden.gather(1, largest[..., None].expand(-1, -1, hidden.shape[2]))
 
 
+def unchanged(x: Tensor) -> Tensor:
+    """The change of most models to the logits of their output layer: none."""
+    return x
+
+
 def named_change(config: PretrainedConfig) -> Head:
     """Returns what a model does to the logits of its output layer, by the scales and caps that its config names."""
     text = config.get_text_config()
@@ -174,6 +180,10 @@ def named_change(config: PretrainedConfig) -> Head:
     factor, divisor, caps = math.prod(numbers(_FACTORS)), math.prod(numbers(_DIVISORS)), numbers(_CAPS)
     if text.model_type in _MULTIPLYING:
         factor, divisor = factor * divisor, 1.0
+    elif text.model_type in _DIVIDING_BEFORE:
+        divisor = 1.0
+    if factor == divisor == 1 and not caps:
+        return unchanged
 
     def change(x: Tensor) -> Tensor:
         x = x if factor == 1 else x * factor

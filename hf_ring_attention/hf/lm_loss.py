@@ -22,7 +22,7 @@ from ..plan.choices import Decision
 from ..ring.ring import Ring
 from .config import warn_once
 from .forward_pass import Head, SliceLoss, WholeRows, running
-from .heads import HeadCall, named_change
+from .heads import HeadCall, named_change, unchanged
 from .join import LOGITS_NOT_FORMED, whole_rows
 from .loss_bytes import BYTES_AT_ONCE
 from .support import calls_loss_function
@@ -116,7 +116,7 @@ class LossInSlices(HeadCall):
 
     def _is_named(self, logits: Tensor) -> bool:
         """Returns whether the logits of two tokens follow from the config, on every rank: all decide alike."""
-        if logits is self.plain and self.plain_is_intact:
+        if logits is self.plain and self.plain_is_intact and named_change(self.model.config) is unchanged:
             return True
         flag = torch.tensor(self.head(logits, self.model.config) is not None, device=logits.device)
         return all(bool(of_rank) for of_rank in self.ring.gather(flag))

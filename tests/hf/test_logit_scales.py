@@ -177,12 +177,13 @@ def loss_and_gradients(model, ids):
     return output.loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", [*UNKNOWN, "a scale that is trained"])
+@pytest.mark.parametrize("name", [*UNKNOWN, "a scale that is trained", "a named scale that is not applied"])
 def test_losses_of_other_heads_over_a_ring(name, caplog):
     """The first call finds out that the head is not known, and is made again; the second one knows."""
     warn_once.cache_clear()
-    model, ids = changed(UNKNOWN.get(name), torch.float64), tokens()
-    if name not in UNKNOWN:
+    named = {"logits_scaling": 1.02} if "named" in name else {}
+    model, ids = changed(UNKNOWN.get(name, lambda x: x), torch.float64, **named), tokens()
+    if "trained" in name:
         model.scale = nn.Parameter(torch.tensor(1.02))
         model.change = lambda x: x * model.scale
     models = [copy.deepcopy(model) for _ in range(3)]
@@ -192,7 +193,7 @@ def test_losses_of_other_heads_over_a_ring(name, caplog):
 
     def work(ring):
         own = models[ring.rank]
-        if name not in UNKNOWN:
+        if "trained" in name:
             own.change = lambda x: x * own.scale
         ra.patch_model(own, "exact", ring=ring)
         for _ in range(2):

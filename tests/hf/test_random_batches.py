@@ -7,7 +7,7 @@ import torch
 
 from ..fuzz import run_many
 from ..support.random_batches import compared, found_by
-from ..support.random_cases import draw_case
+from ..support.random_cases import SUPPORTED, WITHOUT_SHIFT, draw_case
 
 pytestmark = pytest.mark.own_dtypes  # float64 where a case says so
 
@@ -22,6 +22,16 @@ def test_random_cases_are_those_of_eager_attention(rng):
     assert not report.failed, "\n".join(report.failed)
     assert report.outcomes["refused models"] < CASES / 3
     assert report.outcomes["equal models"] > CASES / 3
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("model_type", sorted(t for t, of in SUPPORTED.items() if of.ring and t not in WITHOUT_SHIFT))
+def test_the_own_loss_of_a_type_over_a_ring(model_type):
+    plain = drawn(lambda case: long_enough(case) and not case.patterns and not case.changes and case.embeds is None)
+    batches = tuple(batch for batch in plain.batches if not (batch.as_eager or batch.holes))[:1]
+    settings = {"loss": "model", "checkpointing": None, "train": False, "use_cache": False, "before": ""}
+    case = replace(plain, model_type=model_type, batches=batches, patched=True, ring=(2, {}), **settings)
+    assert compared(case, found_by(case)).kind == "equal"
 
 
 def drawn(wanted):
@@ -54,9 +64,11 @@ def test_documents_that_see_each_other_are_noticed():
     def packed(case):
         batch = case.batches[0]
         several = batch.name.startswith("restarts") and len(batch.documents[0]) > 1
-        return long_enough(case) and several and case.patched
+        return long_enough(case) and several and "attention_mask" not in batch.inputs
 
     case = drawn(packed)
     compared(case, found_by(case))
-    with pytest.raises(AssertionError):
-        compared(case, found_by(replace(case, patched=False, use_cache=None)))
+    batch = case.batches[0]
+    joined = {**batch.inputs, "position_ids": torch.arange(batch.shape[1]).expand(batch.shape)}
+    with pytest.raises(AssertionError, match="errors"):
+        compared(case, found_by(replace(case, batches=(replace(batch, inputs=joined), *case.batches[1:]))))

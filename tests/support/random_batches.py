@@ -4,8 +4,8 @@ Every case follows from a number of its own. A case draws a supported model type
 large weights; batches of documents as collators or people make them; one process or a simulated ring; and compares logits,
 the loss and all gradients, or generated tokens, or perplexity.
 
-What is expected comes from Transformers' eager attention: a model that only names "ring_dilated" computes what it does
-with the same batch; a patched one, or one over a ring, each document by itself. Under patterns it comes from `dense`.
+What is expected comes from Transformers' eager attention, each document by itself, whether the model was patched or only
+names "ring_dilated" and is patched by its first call. Under patterns it comes from `dense`.
 Most cases compute in float64, also where Transformers asks for float32 (`tolerance`).
 """
 
@@ -22,7 +22,7 @@ from hf_ring_attention.hf.cache import cache_argument, cache_in
 from hf_ring_attention.hf.hybrid_types import MIXERS
 
 from .dense import DENSE
-from .random_cases import DEAF, NUMBERED_BY_MASK, OTHER_STEPS, SELF_NUMBERED, Case
+from .random_cases import LET_PADDING_IN, NUMBERED_BY_MASK, OTHER_STEPS, SELF_NUMBERED, Case
 from .random_rows import IGNORED
 from .ranks import run_simulated
 from .tiny_models import draw, tiny_config
@@ -202,10 +202,7 @@ def by_itself(case, batch):
     """Whether each document is expected to be computed by itself, rather than the batch as it is."""
     if "rope_parameters" in case.changes or batch.as_eager or batch.holes:
         return False
-    if case.patched:
-        return bool(case.patterns) or batch.apart
-    collated = any(name in batch.inputs for name in ("cu_seq_lens_q", "seq_idx"))
-    return collated and case.model_type not in DEAF
+    return bool(case.patterns) or batch.apart or case.model_type in LET_PADDING_IN
 
 
 def given(case, batch, dtype):
@@ -236,7 +233,7 @@ def counted(case, batch):
 
 def numbered(case, batch):
     """[B, n] how the model numbers the tokens of a batch without position_ids."""
-    if case.patched and max(map(len, batch.documents)) > 1:
+    if max(map(len, batch.documents)) > 1:
         return counted(case, batch)
     valid = torch.ones(batch.shape, dtype=torch.int64)
     if case.first or case.model_type in NUMBERED_BY_MASK:

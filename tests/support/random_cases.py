@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.plan.heads import heads_fit
 
 from .cases import random_pattern
@@ -57,8 +56,8 @@ SELF_NUMBERED = {
 }  # fmt: skip
 #: Types whose outer model makes masks or positions before the inner one is called.
 READY_MADE = {"fuyu", "gemma3", "gemma4"}
-#: Types whose layers are not handed what collators say of documents; a patched model tells them.
-DEAF = {"nemotron", "stablelm"}
+#: Types whose mixers let padding into their states in eager attention.
+LET_PADDING_IN = {"recurrent_gemma"}
 #: Types whose own loss is not that of next tokens, and that take no position_ids.
 WITHOUT_SHIFT = SELF_NUMBERED | {"whisper"}
 #: Types whose `generate` does not number rows beside padding.
@@ -84,7 +83,7 @@ class Case:
         task: "train", "generate" or "perplexity".
         changes: of the tiny model's config.
         batches: of one optimizer step; one batch for other tasks.
-        patched: by `ra.patch_model`; else the model only names "ring_dilated".
+        patched: by `ra.patch_model`; else the model names "ring_dilated", and its first call patches it.
         ring: (world size, what else the ring is told), or None for one process.
         prefilled: whether generation goes on from `ra.prefill`.
         patterns: by layer, None for all layers without a window; {} for the exact one.
@@ -133,16 +132,14 @@ class Case:
             # Padding inside of documents, and positions that mean one document or several, as the model has it.
             or any(batch.holes or (batch.as_eager and ranks > 1) for batch in self.batches)
             # Collators that count from 0, for a model that does not.
-            or (bool(self.first) and self.patched and told)
+            or (bool(self.first) and told)
             # Documents, or prefilled rows beside padding, that the model would number wrongly.
-            or (self.model_type in SELF_NUMBERED and self.patched and (told or self.task == "generate"))
+            or (self.model_type in SELF_NUMBERED and (told or self.task == "generate"))
             or (self.model_type in UNNUMBERED and self.prefilled)
             # Its mixers keep their state in the model, which no sharded cache goes on from.
             or (self.model_type == "recurrent_gemma" and self.prefilled)
             # Masks or positions that they make themselves, and that do not know the documents.
-            or (self.model_type in READY_MADE and self.patched and told)
-            # States that only a patched model keeps apart, or that let padding in; and mixers that want kernels.
-            or (bool({self.model_type, f"{self.model_type}_text"} & MIXERS.keys()) and not self.patched)
+            or (self.model_type in READY_MADE and told)
             # A cache whose keys are rotated as those of shorter rows are, or that has dropped what a pattern sees.
             or ("rope_parameters" in self.changes and self.prefilled)
             or (self.task == "generate" and bool(self.patterns) and self.has_windows)
@@ -183,7 +180,7 @@ def draw_case(seed: int) -> Case:
     batches = random_batches(rng, model_type, task, by_length="rope_parameters" in changes)
     ring = random_ring(rng, model_type, changes)
     patched = ring is not None or rng.random() < 0.6
-    if model_type in CHUNKED and any(batch.as_eager or (batch.apart and not patched) for batch in batches):
+    if model_type in CHUNKED and any(batch.as_eager for batch in batches):
         changes = {**changes, "attention_chunk_size": 512}  # longer than any row
     prefilled = task == "generate" and patched and rng.random() < (0.3 if ring is None else 0.7)
     patterns = random_patterns(rng, model_type, task, changes, batches) if patched else {}
