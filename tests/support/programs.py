@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.support.ranks import CONTEXT, begin_as_a_program, free_ports
+from tests.support.ranks import begin_as_a_program, forked, free_ports
 
 
 def run_program(script, *arguments, processes=1, environment, timeout):
@@ -23,7 +23,7 @@ def run_program(script, *arguments, processes=1, environment, timeout):
         ranks = []
         for rank in range(processes):
             of_rank = environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {})
-            ranks.append(CONTEXT.Process(target=_program, args=(command, of_rank, os.getcwd(), f"{folder}/{rank}")))
+            ranks.append(forked(_program, command, of_rank, os.getcwd(), f"{folder}/{rank}"))
         for rank in ranks:
             rank.start()
         try:

@@ -6,11 +6,14 @@ import os
 import pickle
 import random
 import socket
+import sys
 import tempfile
 import time
 import traceback
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,7 +31,22 @@ PROMPTLY = TIMEOUT / 10
 PATIENCE = 60
 #: Ranks are forked from a process that computed nothing, and imported what takes seconds once for all of them.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.support.preloaded"])
+PRELOADED = "tests.support.preloaded"
+CONTEXT.set_forkserver_preload([PRELOADED])
+
+
+def forked(target, *args):
+    """A process that runs target(*args) once it is started."""
+    # The server that forks looks for modules in the current folder, which a test may have changed, and passes over what it
+    # does not find there: each process would then import it anew.
+    with contextlib.chdir(Path(__file__).parents[2]):
+        forkserver.ensure_running()
+    return CONTEXT.Process(target=_run_preloaded, args=(target, *args))
+
+
+def _run_preloaded(target, *args):
+    assert PRELOADED in sys.modules, "the server that forks has imported nothing"
+    target(*args)
 
 
 class RankPool:
@@ -63,7 +81,7 @@ class RankPool:
         """
         while len(self._ranks) < world_size:
             ours, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=_serve, args=(len(self._ranks), theirs))
+            process = forked(_serve, len(self._ranks), theirs)
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
