@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -13,14 +12,6 @@ from .bands import Masked, MaskedKernel
 from .cuda_kernels import CudaEfficient, CudaFlash
 from .kernel import Gradients, Kernel, Results, Saved, widened
 from .math_kernel import Math
-
-
-@dataclass(frozen=True)
-class KernelChoice:
-    """A kernel, with the reason for its choice."""
-
-    kernel: Kernel
-    reason: str
 
 
 class CpuFlash(MaskedKernel):
@@ -54,30 +45,26 @@ def _rows(x: Tensor) -> Tensor:
 @lru_cache(maxsize=256)
 def choose_kernel(
     device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: float | None = None
-) -> KernelChoice:
-    """Returns the fastest kernel that computes this, with the reason."""
+) -> Kernel:
+    """Returns the fastest kernel that computes this."""
     if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
             f"attention needs floating point tensors, got {dtype}: use float64, float32, bfloat16 or float16"
         )
-    if softcap is not None:
-        return KernelChoice(Math(softcap), f"scores are capped at {softcap}, which no fused kernel does: plain math")
+    if softcap is not None:  # No fused kernel caps scores.
+        return Math(softcap)
     if device.type == "cpu":
-        return KernelChoice(CpuFlash(), "torch's CPU flash attention takes these dtypes and grouped heads")
+        return CpuFlash()
     if device.type == "cuda" and dtype != torch.float64:
         return _choose_for_cuda(torch.cuda.get_device_capability(device), dtype, max(head_dim, value_dim))
-    return KernelChoice(Math(), f"no fused kernel with a log-sum-exp for {dtype} on {device.type}: plain math")
+    return Math()
 
 
-def _choose_for_cuda(capability: tuple[int, int], dtype: torch.dtype, widest: int) -> KernelChoice:
+def _choose_for_cuda(capability: tuple[int, int], dtype: torch.dtype, widest: int) -> Kernel:
     """Returns the kernel for float32, bfloat16 or float16 on a CUDA device of this compute capability."""
-    call = f"{dtype} with heads of {widest} on compute capability {'.'.join(map(str, capability))}"
     if capability < (8, 0) and dtype == torch.bfloat16:
-        return KernelChoice(Math(), f"{call}: fused kernels take bfloat16 from 8.0 on: plain math")
-    if capability < (8, 0):
-        return KernelChoice(CudaEfficient(), f"{call}: FlashAttention-2 needs 8.0: efficient")
-    if 192 < widest <= 224 and ((8, 6) <= capability <= (8, 9) or capability >= (12, 0)):
-        return KernelChoice(CudaEfficient(), f"{call}: FlashAttention-2 has no backward pass for these: efficient")
-    if dtype == torch.float32 or widest > 256 or not torch.backends.cuda.is_flash_attention_available():
-        return KernelChoice(CudaEfficient(), f"{call} is beyond this torch's FlashAttention-2: efficient")
-    return KernelChoice(CudaFlash(), f"{call}: FlashAttention-2")
+        return Math()
+    # FlashAttention-2 needs compute capability 8.0, and has no backward pass for some widths on some devices.
+    no_backward = 192 < widest <= 224 and ((8, 6) <= capability <= (8, 9) or capability >= (12, 0))
+    beyond = capability < (8, 0) or no_backward or dtype == torch.float32 or widest > 256
+    return CudaEfficient() if beyond or not torch.backends.cuda.is_flash_attention_available() else CudaFlash()

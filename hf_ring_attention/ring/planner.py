@@ -8,9 +8,9 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,9 +23,27 @@ from ..transport.communicators import Communicator
 from ..transport.heads import HeadsTransport
 from ..transport.table import TRANSPORTS
 from ..transport.transports import Traffic, Transport
-from .bindings import ROUNDS_TO_WAIT, Bindings, Turns
+from .bindings import ROUNDS_TO_WAIT, Bindings
 
 logger = logging.getLogger(__name__)
+
+
+class Turns:
+    """Lets threads with equal keys go one after another, and threads with different keys side by side."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: The lock of each key in use; the last thread with a key drops its lock.
+        self._turns: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+
+    @contextlib.contextmanager
+    def of(self, key: Any) -> Iterator[None]:
+        """Waits until no other thread is in this context with an equal key."""
+        with self._lock:
+            turn = self._turns.setdefault(key, threading.Lock())
+        with turn:
+            yield
+
 
 #: Threads with equal problems, such as ranks that are threads of one process, plan in turn: the first one makes the plans
 #: that all share.

@@ -308,7 +308,7 @@ def chosen(device, *call):
     return choose_kernel.__wrapped__(torch.device(device), *call)  # past the cache
 
 
-def test_kernels_are_chosen_with_a_reason(monkeypatch):
+def test_kernels_are_chosen(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for available in (True, False):
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda available=available: available)
@@ -324,11 +324,8 @@ def test_kernels_are_chosen_with_a_reason(monkeypatch):
             ("cuda", torch.float64, 64, 64, Math),
             ("mps", torch.float32, 64, 64, Math),
         ]:
-            choice = chosen(device, dtype, head_dim, value_dim)
-            assert type(choice.kernel) is want, (device, dtype, head_dim, value_dim, available)
-            assert len(choice.reason) > 10
-            if want is not CpuFlash:
-                assert str(dtype) in choice.reason
+            kernel = chosen(device, dtype, head_dim, value_dim)
+            assert type(kernel) is want, (device, dtype, head_dim, value_dim, available)
     cpu = torch.device("cpu")
     assert choose_kernel(cpu, torch.float32, 8, 8) is choose_kernel(cpu, torch.float32, 8, 8)
 
@@ -348,12 +345,10 @@ def test_older_devices_get_kernels_that_they_can_run(monkeypatch):
             torch.cuda, "get_device_capability", lambda device, own=capability: asked.append(device) or own
         )
         for dtype, want in ((torch.float16, half), (torch.bfloat16, bfloat), (torch.float32, single)):
-            choice = chosen("cuda:1", dtype, 128, 128)
-            assert type(choice.kernel) is want, (capability, dtype)
-            assert f"compute capability {capability[0]}.{capability[1]}" in choice.reason
+            assert type(chosen("cuda:1", dtype, 128, 128)) is want, (capability, dtype)
         no_backward = capability in ((8, 9), (12, 0))  # of FlashAttention-2, for some widths
         for width in (200, 224):
-            assert type(chosen("cuda:1", torch.float16, width, 64).kernel) is (CudaEfficient if no_backward else half)
+            assert type(chosen("cuda:1", torch.float16, width, 64)) is (CudaEfficient if no_backward else half)
     assert set(asked) == {torch.device("cuda:1")}, "devices of one machine may differ"
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hf_ring_attention.plan.branches import Segment, Window
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.patterns import Pattern
-from hf_ring_attention.plan.plans import held_tiles, plan_rank
+from hf_ring_attention.plan.plans import plan_rank, tiles_from
 from hf_ring_attention.plan.problem import HeldKeys, Problem
 from tests.plan.strategies import problems
 
@@ -205,7 +205,7 @@ def test_a_step_of_generation_is_planned_in_tiles_of_its_levels_and_heads():
             num_kv_heads=heads,
             held=held,
         )
-        batches = held_tiles(problem)
+        batches = tiles_from(problem, 0, 0)
         assert sum(batch.num_tiles for batch in batches) <= (levels + 1) * heads
         assert len(batches) <= levels + 2
 

@@ -12,7 +12,7 @@ import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import multiplicity_matrix, reference_attention
 from hf_ring_attention.plan import routes
 from hf_ring_attention.plan.problem import Problem, RingSettings
-from tests.support.cases import EXACT_ATTENTION, check_cases, random_case, random_cases, with_heads
+from tests.support.cases import EXACT_ATTENTION, TRANSPORTS, check_cases, random_case, random_cases, with_heads
 from tests.support.ranks import run_simulated
 
 DTYPES = (torch.float64, torch.float32)
@@ -20,9 +20,8 @@ DTYPES = (torch.float64, torch.float32)
 #: values too.
 ON_CUDA = {torch.float64: EXACT_ATTENTION, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 LAYOUTS = ("contiguous", "zigzag", "documents")
-TRANSPORTS = ("ring", "collective")
 #: A transport, and whether in as many head groups as there can be.
-WAYS = {"ring": ("ring", False), "ring of head groups": ("ring", True), "collective": ("collective", False)}
+WAYS = {"ring of head groups": ("ring", True), **{name: (name, False) for name in TRANSPORTS}}
 #: The settings of rings whose payloads travel as usual; and in as many head groups as there can be, however small.
 SETTINGS = {False: RingSettings(), True: RingSettings(rows_of_a_head_group=1, large_payload=10**9)}
 #: The ranks of the rings that one launch of 8 processes forms, each with its number of cases.

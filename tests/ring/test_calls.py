@@ -11,11 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import reference_attention
-from tests.support.cases import EXACT_ATTENTION, check_cases, random_cases
+from tests.support.cases import EXACT_ATTENTION, TRANSPORTS, check_cases, random_cases
 from tests.support.threads import forget_modes
 from tests.support.tolerance import largest
 
-TRANSPORTS = ("ring", "collective")
 PATTERN = ra.Pattern.pyramid(window=3, levels=3, ratio=2, sinks=2)
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 

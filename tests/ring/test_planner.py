@@ -14,7 +14,7 @@ import torch
 
 import hf_ring_attention as ra
 from hf_ring_attention.ring import planner
-from hf_ring_attention.ring.bindings import Bindings, Turns
+from hf_ring_attention.ring.bindings import Bindings
 from tests.support.ranks import PROMPTLY, TIMEOUT, run_simulated
 
 HOME = Path(__file__).parents[2]
@@ -280,7 +280,7 @@ def test_what_is_made_ahead_pushes_out_nothing_and_is_bounded():
 
 
 def test_turns_are_of_equal_keys_and_leave_nothing():
-    turns = Turns()
+    turns = planner.Turns()
     with turns.of("a"), turns.of("b"):
         waiting = threading.Thread(target=lambda: turns.of("a").__enter__())
         waiting.start()

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from tests.support.cases import random_case
+from tests.support.cases import TRANSPORTS, random_case
 from tests.support.ranks import PROMPTLY, TIMEOUT
 
 EXACT = ra.Pattern.exact()
-TRANSPORTS = ("ring", "collective")
 
 
 def attention(ring, **options):

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 import hf_ring_attention as ra
 from hf_ring_attention.ring import planner
-
-TRANSPORTS = ("ring", "collective")
+from tests.support.cases import TRANSPORTS
 
 
 class CountedWork:
@@ -92,8 +91,14 @@ def waiting_calls(source):
     "module",
     [
         *("compute/kernels", "compute/rows", "compute/binding", "compute/merge"),
-        *("transport/transports", "transport/communicators", "transport/schedules", "transport/row_sets"),
-        *("ring/engine", "ring/attention", "ring/calls"),
+        *(
+            "transport/transports",
+            "transport/communicators",
+            "transport/collective",
+            "transport/ring",
+            "transport/row_sets",
+        ),
+        *("transport/agreement", "ring/engine", "ring/attention"),
     ],
 )
 def test_nothing_waits_for_all_ranks_or_for_the_device(module):
