@@ -74,7 +74,7 @@ class ViewRows:
     def merge_(self, out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
         merge.merge_(self._window(out), self._window(lse), self._like_window(new_out), self._like_window(new_lse))
 
-    def split(self, size: int) -> Iterator[ViewRows]:
+    def split(self, size: int) -> Iterator[Rows]:
         for first in range(0, self.copies, size):
             yield replace(self, start=self.start + first * self.advance, copies=min(size, self.copies - first))
 
@@ -151,7 +151,7 @@ class IndexRows:
             return x.flatten(0, 2)
         return x.transpose(0, 1).flatten(1, 2).index_select(1, self.kept).flatten(0, 1)
 
-    def split(self, size: int) -> Iterator[IndexRows]:
+    def split(self, size: int) -> Iterator[Rows]:
         assert self.kept is None, "tiles that share a call are not split"
         for first in range(0, self.units, size):
             part = slice(first, first + size)

@@ -111,13 +111,8 @@ def agree(
     """Checks in one or two small exchanges that all ranks make the same call with equal values and without an error.
 
     Every agreement begins with the same exchange of 8 bytes, so that ranks in different calls understand each other: unless
-    all ranks have one digest, all go on and exchange everything. Returns the message of each rank, or nothing by one digest.
-
-    Args:
-        who: the word for a rank in errors: "rank" or "process".
-        values: the values that must be equal, by their names in an error.
-        tell: this rank's message to the others; messages may differ.
-        digest: stands for the call and its values, without a message; 0 to exchange everything.
+    all ranks have one `digest` other than 0, all go on and exchange everything, also what each rank has to `tell`. Returns the
+    messages of all ranks, or nothing by one digest. In errors, a rank is called `who`: "rank" or "process".
 
     Raises:
         ValueError: on every rank, if one has an error or the ranks differ; the message lists the values of the ranks.

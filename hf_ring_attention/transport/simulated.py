@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -24,8 +23,8 @@ class _Room:
 
     def __init__(self, world_size: int, timeout: float) -> None:
         self.world_size, self.timeout = world_size, timeout
-        pairs = itertools.product(range(world_size), repeat=2)
-        self.boxes: dict[tuple[int, int], SimpleQueue[Any]] = {pair: SimpleQueue() for pair in pairs}
+        ranks = range(world_size)
+        self.boxes: dict[tuple[int, int], SimpleQueue[Any]] = {(a, b): SimpleQueue() for a in ranks for b in ranks}
 
     def leave(self, source: int, target: int, content: Any) -> None:
         self.boxes[source, target].put(content)

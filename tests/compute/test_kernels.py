@@ -6,8 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash
 from hf_ring_attention.compute.kernel import KernelCall, Saved
-from hf_ring_attention.compute.kernels import CpuFlash, choose_kernel
-from hf_ring_attention.compute.math_kernel import Math
+from hf_ring_attention.compute.kernels import CpuFlash, Math, choose_kernel
 from hf_ring_attention.compute.merge import accumulation_dtype, merge_
 
 CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -283,10 +282,10 @@ class LargestResult(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("shape", ["full", "causal", "band"])
-@pytest.mark.parametrize("rows_at_once", [0, 1, 5, 16, 47])
+@pytest.mark.parametrize("rows_at_once", [0, 5, 31])
 def test_math_gives_the_same_in_slices(shape, rows_at_once, generator):
-    heads, group, n, width = 2, 3, 48, 4
-    q, k, v, dout = make((1, heads, group, 31 if shape == "band" else n, n, width, width), torch.float64, generator)
+    heads, group, n, width = 2, 3, 32, 4
+    q, k, v, dout = make((1, heads, group, 21 if shape == "band" else n, n, width, width), torch.float64, generator)
 
     def both(kernel):
         out, lse = kernel.forward(q, k, v, KernelCall(shape, 0.5))
