@@ -8,9 +8,10 @@ from typing import Any, get_args
 
 from ..cost.attention import ModelAttention
 from ..cost.layers import explain_layers
-from ..plan.choices import TransportKind, check_choices
+from ..plan.choices import check_choices
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents
+from ..plan.traffic import TransportKind
 from .models import support_of
 from .options import Parser, Refusal, at_least, checked
 from .output import Sheet, layer_numbers, print_json, print_sheet, short_bytes, short_count, spinner, terminal

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from ..plan.choices import TransportKind
 from ..plan.layouts import LayoutKind
 from ..plan.patterns import Pattern
+from ..plan.traffic import TransportKind
 
 Value = TypeVar("Value")
 

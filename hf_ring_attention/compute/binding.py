@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..plan.joins import Joining, joined
-from ..plan.plans import TileBatch, held_tiles, plan_rank
+from ..plan.plans import TileBatch, remote_tiles, tiles_from
 from ..plan.problem import Problem
 from ..plan.tiles import Shape
 from .rows import IndexRows, Lengths, Packed, Rows, ViewRows
@@ -187,14 +187,8 @@ def _padded(rows: Tensor, length: int) -> Tensor:
 
 
 def bind_own(problem: Problem, rank: int, device: torch.device, joining: Joining | None) -> OwnBinding:
-    """Binds the tiles of `rank` with its own keys."""
-    binder, plan = Binder(problem, device, joining), plan_rank(problem, rank)
-    batches = binder.own(plan.own, range(problem.num_kv_heads))
-    return OwnBinding(batches, None if plan.remote else binder.whole(batches))
-
-
-def bind_held(problem: Problem, device: torch.device, joining: Joining | None) -> OwnBinding:
-    """Binds the tiles of queries with held keys."""
+    """Binds the tiles of `rank` with its own keys, or with the keys that it holds in a cache."""
     binder = Binder(problem, device, joining)
-    batches = binder.own(held_tiles(problem), range(problem.num_kv_heads))
-    return OwnBinding(batches, binder.whole(batches))
+    batches = binder.own(tiles_from(problem, rank, rank), range(problem.num_kv_heads))
+    needs_others = problem.layout.world_size > 1 and remote_tiles(problem, rank)
+    return OwnBinding(batches, None if needs_others else binder.whole(batches))

@@ -1,12 +1,12 @@
 """The rows of a tile batch inside [B, H, n, ...] tensors: views if they lie side by side, else gathers.
 
-Both kinds take rows to [tiles, heads, L, ...], the kernels' shape, and bring results back. No two tiles of a batch
-share a query row of a head, so results are merged without conflicts; key rows may repeat, and gradients add up.
+Both kinds `take` rows of x [B, H, n, ...] to [tiles, heads, L, ...], the kernels' shape, and bring results back by `add_` and
+`merge_`. No two tiles of a batch share a query row of a head, so results are merged without conflicts; key rows may repeat, and
+gradients add up. `split` yields the same rows in parts of at most so many of their equal `units`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -17,46 +17,8 @@ from torch import Tensor
 from . import merge
 
 
-class Rows(ABC):
-    """Rows of one side, queries or keys, of a tile batch."""
-
-    @property
-    @abstractmethod
-    def units(self) -> int:
-        """The number of equal parts along which `split` can cut."""
-
-    @property
-    @abstractmethod
-    def rows_per_unit(self) -> int:
-        """The number of rows in each part, over all its heads."""
-
-    @abstractmethod
-    def take(self, x: Tensor) -> Tensor:
-        """Returns the rows of x [B, H, n, ...] as [tiles, heads, L, ...]."""
-
-    def take_lse(self, lse: Tensor) -> Tensor:
-        """Returns the rows of lse [B, H, n] as `take`; the lse of padding is +inf, which makes its gradients 0."""
-        return self.take(lse)
-
-    def view(self, x: Tensor) -> Tensor | None:
-        """Returns the rows of x as `take`, as a view of x; None if no view has them."""
-        return None
-
-    @abstractmethod
-    def add_(self, x: Tensor, values: Tensor) -> None:
-        """Adds [tiles, heads, L, ...] to the rows of x."""
-
-    @abstractmethod
-    def merge_(self, out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-        """Merges partial results into the rows of out and lse (`merge.merge_`); rows must not repeat."""
-
-    @abstractmethod
-    def split(self, size: int) -> Iterator[Rows]:
-        """Yields the same rows in parts of at most `size` units."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class ViewRows(Rows):
+class ViewRows:
     """`copies` stretches of `length` rows, `advance` apart, in all batch rows and `heads` heads from `first_head` on."""
 
     batch: int
@@ -69,10 +31,12 @@ class ViewRows(Rows):
 
     @property
     def units(self) -> int:
+        """The number of equal parts along which `split` can cut."""
         return self.copies
 
     @property
     def rows_per_unit(self) -> int:
+        """The number of rows in each part, over all its heads."""
         return self.batch * self.heads * self.length
 
     def _heads_of(self, x: Tensor) -> Tensor:
@@ -85,11 +49,14 @@ class ViewRows(Rows):
         return window.movedim(-1, 3)
 
     def view(self, x: Tensor) -> Tensor | None:
+        """Returns the rows of x as `take`, as a view of x; None if no view has them."""
         return self._heads_of(x)[:, :, self.start : self.start + self.length] if self.copies == 1 else None
 
     def take(self, x: Tensor) -> Tensor:
         view = self.view(x)
         return self._window(x).transpose(1, 2).flatten(0, 1) if view is None else view
+
+    take_lse = take
 
     def _like_window(self, values: Tensor) -> Tensor:
         """Returns [B * copies, H, length, ...] as [B, H, copies, length, ...]."""
@@ -107,13 +74,13 @@ class ViewRows(Rows):
     def merge_(self, out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
         merge.merge_(self._window(out), self._window(lse), self._like_window(new_out), self._like_window(new_lse))
 
-    def split(self, size: int) -> Iterator[ViewRows]:
+    def split(self, size: int) -> Iterator[Rows]:
         for first in range(0, self.copies, size):
             yield replace(self, start=self.start + first * self.advance, copies=min(size, self.copies - first))
 
 
 @dataclass(frozen=True)
-class IndexRows(Rows):
+class IndexRows:
     """Rows by their numbers in x.flatten(0, 2): all of them, or the first ones of tiles.
 
     Of tiles of unequal lengths, the last row is repeated up to the length of the longest tile.
@@ -155,7 +122,11 @@ class IndexRows(Rows):
     def take(self, x: Tensor) -> Tensor:
         return x.flatten(0, 2).index_select(0, self.numbers().flatten()).unflatten(0, (*self._shape, self.length))
 
+    def view(self, x: Tensor) -> None:
+        """Rows by their numbers are no view."""
+
     def take_lse(self, lse: Tensor) -> Tensor:
+        """Returns the rows of lse [B, H, n] as `take`; the lse of padding is +inf, which makes its gradients 0."""
         rows = self.take(lse)
         if self.kept is None:
             return rows
@@ -180,7 +151,7 @@ class IndexRows(Rows):
             return x.flatten(0, 2)
         return x.transpose(0, 1).flatten(1, 2).index_select(1, self.kept).flatten(0, 1)
 
-    def split(self, size: int) -> Iterator[IndexRows]:
+    def split(self, size: int) -> Iterator[Rows]:
         assert self.kept is None, "tiles that share a call are not split"
         for first in range(0, self.units, size):
             part = slice(first, first + size)
@@ -189,6 +160,10 @@ class IndexRows(Rows):
                 first=None if self.first is None else self.first[part],
                 rows=None if self.rows is None else self.rows[part],
             )
+
+
+#: Rows of one side, queries or keys, of a tile batch.
+Rows = ViewRows | IndexRows
 
 
 def hidden_keys(lengths: Lengths, length: int) -> Tensor:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ..plan.patterns import Pattern
-from ..plan.state_traffic import StateNumbers
+from ..plan.state_runs import StateNumbers
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from ..plan.balance import balanced_layout, estimated_imbalance
 from ..plan.branches import check_count
-from ..plan.choices import Decision, TransportKind, busiest_over_mean, check_choices, decide_call, decide_layout
+from ..plan.choices import Decision, busiest_over_mean, check_choices, decide_call, decide_layout
 from ..plan.heads import group_size, heads_fit, heads_pairs, heads_traffic
 from ..plan.layouts import LayoutKind, SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
-from ..plan.plans import pairs_by_tokens
+from ..plan.plans import plan_rank
 from ..plan.problem import Problem, RingSettings, documents_of
-from ..plan.traffic import Bytes, RankTraffic, RowBytes, collective_traffic, ring_traffic
+from ..plan.traffic import Bytes, RankTraffic, RowBytes, TransportKind, collective_traffic, ring_traffic
 
 #: The bytes of a number, and of a number of its sums (`compute.merge.accumulation_dtype`), by the name of the dtype.
 _BYTES = {"float16": (2, 4), "bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}
@@ -194,7 +194,7 @@ def explain(
     sizes = RowBytes(widths * itemsize, widths * accumulated)
     problem, decision = decide_call(transport, problem, sizes)
     ranks, by_heads = range(world_size), heads_fit(num_heads, num_kv_heads, group_size(problem))
-    by_tokens = [pairs_by_tokens(problem, rank) for rank in ranks]
+    by_tokens = [plan_rank(problem, rank).pairs for rank in ranks]
     pairs = {"ring": by_tokens, "collective": by_tokens}
     if by_heads:
         pairs["heads"] = [heads_pairs(problem, rank) for rank in ranks]

@@ -9,8 +9,7 @@ from ..plan.branches import Segment
 from ..plan.choices import busiest_over_mean
 from ..plan.layouts import SequenceLayout
 from ..plan.problem import Documents
-from ..plan.state_runs import linked_runs, runs_of
-from ..plan.state_traffic import rows_traffic, states_traffic
+from ..plan.state_runs import linked_runs, rows_traffic, runs_of, states_traffic
 from ..plan.traffic import RankTraffic
 from .attention import ModelAttention, ModelMixers
 from .explain import Explanation, busiest_traffic, explain, number_bytes

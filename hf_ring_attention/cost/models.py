@@ -15,7 +15,7 @@ from ..hf.config import PatternsOfLayers, layer_pattern, patch_config, unpatched
 from ..hf.hybrid_types import MIXERS
 from ..plan.branches import Branch, Segment, Window
 from ..plan.patterns import Pattern
-from ..plan.state_traffic import StateNumbers, delta_rule_sums, selective_sums, state_space_sums
+from ..plan.state_runs import StateNumbers, delta_rule_sums, selective_sums, state_space_sums
 from .attention import ModelAttention, ModelMixers
 
 #: Errors of Transformers for a config that it cannot read; its configs check little before they compute with an entry.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import get_args
 
 from .balance import balanced_layout, estimated_imbalance, mean_keys
 from .branches import check_choice
@@ -15,9 +15,7 @@ from .layouts import LayoutKind, SequenceLayout
 from .patterns import Pattern
 from .plans import plan_rank
 from .problem import Documents, Problem
-from .traffic import RowBytes, exchanged
-
-TransportKind = Literal["auto", "ring", "collective", "heads", "local"]
+from .traffic import RowBytes, TransportKind, exchanged
 
 #: Contiguous pieces are kept while the busiest rank does at most this many times the mean work.
 IMBALANCE_WORTH_A_ZIGZAG = 1.05

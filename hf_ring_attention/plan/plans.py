@@ -112,11 +112,6 @@ def plan_rank(problem: Problem, rank: int) -> RankPlan:
     return RankPlan(own, remote, sum(batch.pairs(problem.group) for batch in own + remote))
 
 
-def pairs_by_tokens(problem: Problem, rank: int) -> int:
-    """Returns the query-key pairs of the tokens of `rank`, over all batch rows and query heads."""
-    return plan_rank(problem, rank).pairs
-
-
 @lru_cache(maxsize=256)
 def remote_tiles(problem: Problem, rank: int) -> tuple[TileBatch, ...]:
     """Returns the tiles of `rank` with keys of other ranks; key rows are indices in the whole sequence."""
@@ -131,14 +126,10 @@ def remote_tiles(problem: Problem, rank: int) -> tuple[TileBatch, ...]:
 
 @lru_cache(maxsize=256)
 def tiles_from(problem: Problem, rank: int, source: int) -> tuple[TileBatch, ...]:
-    """Returns the tiles of `rank` with keys of rank `source`; key rows are local indices of `source`."""
-    return _batches(problem, _held_by(problem, rank), _held_by(problem, source))
-
-
-def held_tiles(problem: Problem) -> tuple[TileBatch, ...]:
-    """Returns the tiles of a problem with held keys: its queries against the keys that this rank holds."""
+    """Returns the tiles of `rank` with keys of rank `source`; key rows are local indices of `source`, or rows of a cache."""
     held = problem.held
-    assert held is not None
+    if held is None:
+        return _batches(problem, _held_by(problem, rank), _held_by(problem, source))
     queries = [(0, range(held.row_len - held.num_queries, held.row_len))]
     keys = [(row, range(start, stop)) for row, start, stop in held.keys]
     return _batches(problem, lambda _: queries, lambda _: keys)

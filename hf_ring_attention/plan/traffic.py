@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from .problem import Problem
 from .routes import needed, ring_laps
+
+TransportKind = Literal["auto", "ring", "collective", "heads", "local"]
 
 
 class RowBytes(NamedTuple):

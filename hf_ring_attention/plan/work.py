@@ -20,19 +20,19 @@ _GROWTH = 1.12
 _MOST_SEGMENTS = 128
 
 
-@dataclass(frozen=True)
-class _Pairs:
-    """The query-key pairs of the first n tokens of a causal document, for every n.
+class _Share(NamedTuple):
+    """The pairs that some queries of each causal document have under some patterns, on average over all heads.
 
-    `means` are the keys of a query, counted for some lengths, ascending from 0. Between these they are interpolated linearly,
-    which is right for exact attention.
+    `means` are the keys of a query in documents of some lengths, ascending from 0. Between these they are interpolated
+    linearly, which is right for exact attention.
     """
 
+    queries: QueryRange
     lengths: tuple[int, ...]
     means: tuple[float, ...]
 
     def of_first(self, tokens: int) -> float:
-        """Returns the pairs of a document's first tokens."""
+        """Returns the pairs of a document's first tokens, as if all of them were among the queries."""
         right = bisect.bisect_left(self.lengths, tokens)
         if right == len(self.lengths):  # Beyond the last length, every query sees the average number of keys.
             return self.means[-1] * tokens
@@ -41,13 +41,6 @@ class _Pairs:
         left = right - 1
         share = (tokens - self.lengths[left]) / (self.lengths[right] - self.lengths[left])
         return (self.means[left] + share * (self.means[right] - self.means[left])) * tokens
-
-
-class _Share(NamedTuple):
-    """The pairs that some queries of each document have under some patterns, on average over all heads."""
-
-    queries: QueryRange
-    pairs: _Pairs
 
 
 @dataclass(frozen=True)
@@ -63,13 +56,13 @@ class Work:
     def of_tokens(self, start: int, stop: int, length: int) -> float:
         """Returns the pairs of tokens [start, stop) of a document of `length` tokens."""
         work = 0.0
-        for queries, pairs in self.shares:
+        for share in self.shares:
             first, beyond = start, stop
-            if queries is not ALL:
-                positions = queries.of_document(length)
+            if share.queries is not ALL:
+                positions = share.queries.of_document(length)
                 first, beyond = max(start, positions.start), min(stop, positions.stop)
             if first < beyond:
-                work += pairs.of_first(beyond) - pairs.of_first(first)
+                work += share.of_first(beyond) - share.of_first(first)
         return work
 
 
@@ -84,15 +77,10 @@ def _work_up_to(pattern: Pattern, most_tokens: int) -> Work:
     heads = pattern.kv_heads or (pattern,)
     for part in (part for own in heads for part in parts_of(own)):
         patterns_of.setdefault(part.queries, []).append(part.pattern)
-    return Work(
-        tuple(
-            _Share(queries, _counted(tuple(patterns), len(heads), most_tokens))
-            for queries, patterns in patterns_of.items()
-        )
-    )
+    return Work(tuple(_share(*share, len(heads), most_tokens) for share in patterns_of.items()))
 
 
-def _counted(patterns: tuple[Pattern, ...], heads: int, most_tokens: int) -> _Pairs:
+def _share(queries: QueryRange, patterns: list[Pattern], heads: int, most_tokens: int) -> _Share:
     """Returns the pairs under these patterns, added up and divided by the number of heads."""
     lengths = [0, *range(1, min(16, most_tokens) + 1)]
     while lengths[-1] < most_tokens:
@@ -104,13 +92,11 @@ def _counted(patterns: tuple[Pattern, ...], heads: int, most_tokens: int) -> _Pa
         if most_tokens // segment <= _MOST_SEGMENTS:
             lengths += range(segment, most_tokens, segment)
     lengths = sorted(set(lengths))
-    return _Pairs(
-        tuple(lengths),
-        tuple(_pairs_of_document(patterns, length) / heads / length if length else 0.0 for length in lengths),
-    )
+    means = (_pairs_of_document(patterns, length) / heads / length if length else 0.0 for length in lengths)
+    return _Share(queries, tuple(lengths), tuple(means))
 
 
-def _pairs_of_document(patterns: tuple[Pattern, ...], length: int) -> float:
+def _pairs_of_document(patterns: list[Pattern], length: int) -> float:
     """Returns the pairs of a causal document, one head for each pattern, without a plan, since nobody would use it again."""
     rows, heads = [Run(0, 0, length)], len(patterns)
     tiles = tile_document(branches_of(Pattern.by_kv_head(patterns), heads, heads, causal=True), length, rows, rows)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compute.binding import bind_held
-from ..compute.kernels import Kernel, choose_kernel
+from ..compute.binding import bind_own
+from ..compute.kernel import Kernel
+from ..compute.kernels import choose_kernel
 from ..compute.merge import accumulation_dtype, add_sinks, merge_
-from ..plan.heads import check_heads, group_size
 from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
 from ..plan.problem import HeldKeys, Problem, documents_of
@@ -154,7 +154,8 @@ class CheckedCall:
         if self.ring.world_size == 1:
             return RingAttention.apply(q, k, v, sinks, self.execution)
         out, lse = RingAttention.apply(q, k, v, None, self.execution)
-        parts = self.ring.gather(torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1))
+        assert self.ring.communicator is not None
+        parts = self.ring.communicator.gather(torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1))
         total, total_lse = parts[0][..., :-1].contiguous(), parts[0][..., -1].contiguous()
         for part in parts[1:]:
             merge_(total, total_lse, part[..., :-1], part[..., -1])
@@ -172,13 +173,11 @@ def checked_call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options:
     with ring.agreement(FORWARD, by_digest=True) as call:
         pattern = as_pattern(options.pattern, "ring_attention")
         _check_tensors(q, k, v, softcap, sinks)
-        kernel = choose_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], softcap).kernel
+        kernel = choose_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], softcap)
         recorded = is_recorded(q, k, v, sinks)
         problem = _problem(q, k, pattern, ring, options)
         if held is not None and ring.world_size > 1 and is_recorded(q, k, v):
             raise ValueError("cached_attention: the keys of a sharded cache have no gradient: use torch.no_grad()")
-        if ring.transport == "heads" and held is None:
-            check_heads(problem.num_heads, problem.num_kv_heads, group_size(problem))
         if scale is not None and not scale > 0:  # Masks are -inf, which only a factor above 0 leaves as it is.
             raise ValueError(f"ring_attention: scale must be above 0, or None for D ** -0.5, got {scale!r}")
         scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -202,12 +201,12 @@ def checked_call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options:
                 "documents": problem.documents,
             }
     execution = Execution(_transport(ring, problem, q, v, kernel), kernel, scale)
-    return CheckedCall(ring, problem, execution, call.values, ring.calls.digest(FORWARD, call.values), recorded)
+    return CheckedCall(ring, problem, execution, call.values, call.digest, recorded)
 
 
 def _transport(ring: Ring, problem: Problem, q: Tensor, v: Tensor, kernel: Kernel) -> Transport | HeadsTransport:
     if problem.held is not None:
-        return LocalTransport(ring.bindings.of(bind_held, problem, q.device, kernel.joining))
+        return LocalTransport(ring.bindings.of(bind_own, problem, 0, q.device, kernel.joining))
     widths = q.shape[-1] + v.shape[-1]
     sizes = RowBytes(widths * q.element_size(), widths * accumulation_dtype(q.dtype).itemsize)
     return ring.planner.transport_for(problem, sizes, q.device, kernel.joining)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,23 +16,6 @@ Binding = TypeVar("Binding")
 
 #: A binding that was made ahead is dropped if no call needs it for so many rounds (`Bindings.next_round`).
 ROUNDS_TO_WAIT = 4
-
-
-class Turns:
-    """Lets threads with equal keys go one after another, and threads with different keys side by side."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        #: The lock of each key in use; the last thread with a key drops its lock.
-        self._turns: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
-
-    @contextmanager
-    def of(self, key: Any) -> Iterator[None]:
-        """Waits until no other thread is in this context with an equal key."""
-        with self._lock:
-            turn = self._turns.setdefault(key, threading.Lock())
-        with turn:
-            yield
 
 
 @dataclasses.dataclass
@@ -49,8 +31,6 @@ class _Kept:
 class Bindings:
     """The bindings of the calls of one rank. If they take too much memory, the least recently used one goes first.
 
-    Threads that need equal bindings at once make one: the others wait for it, and no other thread waits.
-
     Args:
         max_bytes: the most bytes of tensors in bindings that calls have used; the last binding is kept however large it is.
             Bindings that were made ahead may take half as many bytes beside them, so they push out none that is in use.
@@ -65,7 +45,6 @@ class Bindings:
         self._used: OrderedDict[Any, _Kept] = OrderedDict()
         self._ahead: dict[Any, _Kept] = {}
         self._streams: dict[torch.device, Any] = {}
-        self._turns = Turns()
         self._lock = threading.RLock()
 
     @property
@@ -85,22 +64,20 @@ class Bindings:
         key = (bind, *call)
         kept = self._find(key)
         if kept is None:
-            with self._turns.of(key):
-                kept = self._find(key) or self._use(key, self._kept(bind(*call)))
+            kept = self._use(key, self._kept(bind(*call)))
         binding: Binding = kept.binding
         return binding
 
     def make_ahead(self, device: torch.device, bind: Callable[..., Any], *call: Any) -> None:
         """Makes bind(*call) on a device for a later `of`, in a thread beside the calls, unless too many bindings wait."""
         key = (bind, *call)
-        with self._turns.of(key):
-            with self._lock:
-                if key in self._used or key in self._ahead or 2 * self.nbytes_ahead >= self.max_bytes:
-                    return
-            with self._beside_calls(device):
-                kept = self._kept(bind(*call))
-            with self._lock:
-                self._ahead[key] = kept
+        with self._lock:
+            if key in self._used or key in self._ahead or 2 * self.nbytes_ahead >= self.max_bytes:
+                return
+        with self._beside_calls(device):
+            kept = self._kept(bind(*call))
+        with self._lock:
+            self._ahead[key] = kept
 
     def next_round(self) -> None:
         """Begins a round of calls, and drops bindings that were made ahead rounds ago and met no call."""

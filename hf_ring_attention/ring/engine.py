@@ -12,8 +12,8 @@ from torch import Tensor
 from ..compute.binding import BoundBatch
 from ..compute.kernel import Kernel, KernelCall, Saved
 from ..compute.merge import accumulation_dtype, add_sinks, sinks_grad, without_autocast
-from ..transport.heads import HeadsTransport
-from ..transport.transports import BackwardStep, ForwardStep
+from ..transport.heads import Finish, HeadsTransport
+from ..transport.transports import Step
 
 #: Tiles whose rows are copied take at most about 1 / PART of the queries at once. Backward holds more tensors than forward.
 FORWARD_PART, BACKWARD_PART = 2, 8
@@ -68,22 +68,17 @@ class HeadsAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, execution: Execution, with_lse: bool = False
     ) -> tuple[Tensor, Tensor]:
         transport: HeadsTransport = execution.transport
-        pieces, passes = transport.binding.pieces, []
+        passes = []
         out = q.new_empty(*q.shape[:3], v.shape[-1])
         lse = q.new_empty(q.shape[:3] if with_lse else 0, dtype=accumulation_dtype(q.dtype))
-        coming, leaving = transport.to_heads(pieces[0], "queries, keys and values", [q], [k, v]), None
-        for piece, following in zip(pieces, (*pieces[1:], None)):
-            whole = coming.finish()
-            if following is not None:
-                coming = transport.to_heads(following, "queries, keys and values", [q], [k, v])
+        leaving: Finish = list  # Nothing leaves yet.
+        for piece, whole in transport.in_turn("queries, keys and values", [q], [k, v]):
             of_piece = execution._replace(transport=transport.of_piece(piece))
             saved = forward_pass(whole[0], whole[1], whole[2], transport.own_heads(piece, sinks), of_piece)
             passes.append(saved)
-            if leaving is not None:
-                leaving.finish()
+            leaving()
             leaving = transport.to_tokens(piece, "outputs", [(saved.out, out), (saved.lse, lse)][: 1 + with_lse], [])
-        assert leaving is not None
-        leaving.finish()
+        leaving()
         ctx.save_for_backward(sinks, *itertools.chain.from_iterable(passes))
         ctx.execution, ctx.shapes = execution, (q.shape, k.shape, v.shape)
         ctx.mark_non_differentiable(lse)
@@ -97,29 +92,23 @@ class HeadsAttention(torch.autograd.Function):
         transport = execution.transport
         if execution.before_backward is not None:
             execution.before_backward()
-        pieces = transport.binding.pieces
-        size = len(saved) // len(pieces)
+        size = len(saved) // len(transport.binding.pieces)
         passes = [Saved(*saved[start : start + size]) for start in range(0, len(saved), size)]
         dtype = accumulation_dtype(dout.dtype)
         dq = dout.new_empty(ctx.shapes[0])
         dk, dv = (dout.new_zeros(shape, dtype=dtype) for shape in ctx.shapes[1:])
         dsinks = None if sinks is None else torch.zeros_like(sinks)
-        coming, leaving = transport.to_heads(pieces[0], "gradients of outputs", [dout], []), None
-        for piece, following, of_forward in zip(pieces, (*pieces[1:], None), passes):
-            [dout_of_heads] = coming.finish()
-            if following is not None:
-                coming = transport.to_heads(following, "gradients of outputs", [dout], [])
+        leaving: Finish = list
+        for (piece, [dout_of_heads]), of_forward in zip(transport.in_turn("gradients of outputs", [dout], []), passes):
             of_piece = execution._replace(transport=transport.of_piece(piece))
             own_sinks = transport.own_heads(piece, sinks)
             *grads, dsinks_of_heads = backward_pass(dout_of_heads, of_forward, own_sinks, of_piece)
             if dsinks is not None:
                 transport.own_heads(piece, dsinks).copy_(dsinks_of_heads)
-            if leaving is not None:
-                leaving.finish()
+            leaving()
             own = [grad.to(dout.dtype) for grad in grads]
             leaving = transport.to_tokens(piece, "gradients", [(own[0], dq)], [(own[1], dk), (own[2], dv)])
-        assert leaving is not None
-        leaving.finish()
+        leaving()
         return dq, dk.to(dout.dtype), dv.to(dout.dtype), dsinks, None, None
 
 
@@ -135,7 +124,7 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, executio
             dtype = accumulation_dtype(q.dtype)
             total = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=dtype)
             lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-            for step in transport.forward(k, v):
+            for step in transport.steps(k, v):
                 _forward_step(step, q, total, lse, kernel, scale)
                 del step  # Drop its payload before the next one arrives: only two buffers exist.
             out = total.to(q.dtype)
@@ -156,13 +145,13 @@ def backward_pass(
         else:
             dout, dtype = dout.contiguous(), accumulation_dtype(dout.dtype)
             dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in saved[:3])
-            for step in transport.backward(saved.k, saved.v, dk, dv):
+            for step in transport.steps(saved.k, saved.v, (dk, dv)):
                 _backward_step(step, dout, saved, dq, kernel, scale)
                 del step
         return dq, dk, dv, None if sinks is None else sinks_grad(dout, saved.out, saved.lse, sinks)
 
 
-def _forward_step(step: ForwardStep, q: Tensor, total: Tensor, lse: Tensor, kernel: Kernel, scale: float) -> None:
+def _forward_step(step: Step, q: Tensor, total: Tensor, lse: Tensor, kernel: Kernel, scale: float) -> None:
     for part in _parts(step.batches, q, FORWARD_PART):
         queries, keys = part.queries, part.keys
         views = queries.view(total), queries.view(lse)
@@ -173,10 +162,12 @@ def _forward_step(step: ForwardStep, q: Tensor, total: Tensor, lse: Tensor, kern
             queries.merge_(total, lse, *results)
 
 
-def _backward_step(step: BackwardStep, dout: Tensor, saved: Saved, dq: Tensor, kernel: Kernel, scale: float) -> None:
+def _backward_step(step: Step, dout: Tensor, saved: Saved, dq: Tensor, kernel: Kernel, scale: float) -> None:
+    assert step.gradients is not None
+    dkeys, dvalues = step.gradients
     for part in _parts(step.batches, saved.q, BACKWARD_PART):
         queries, keys = part.queries, part.keys
-        views = queries.view(dq), keys.view(step.dkeys), keys.view(step.dvalues)
+        views = queries.view(dq), keys.view(dkeys), keys.view(dvalues)
         sums = None if views[0] is None or views[1] is None or views[2] is None else (views[0], views[1], views[2])
         of_tiles = Saved(
             queries.take(saved.q),
@@ -189,8 +180,8 @@ def _backward_step(step: BackwardStep, dout: Tensor, saved: Saved, dq: Tensor, k
         tile_dq, tile_dk, tile_dv = kernel.backward(queries.take(dout), of_tiles, call, sums)
         if sums is None:
             queries.add_(dq, tile_dq)
-            keys.add_(step.dkeys, tile_dk)
-            keys.add_(step.dvalues, tile_dv)
+            keys.add_(dkeys, tile_dk)
+            keys.add_(dvalues, tile_dv)
 
 
 def _parts(batches: tuple[BoundBatch, ...], q: Tensor, part: int) -> Iterator[BoundBatch]:

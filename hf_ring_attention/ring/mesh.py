@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..compute.private import prepared_models
-from ..transport.agreement import agree
+from ..transport.agreement import agreement
 from ..transport.communicators import ProcessGroupCommunicator
 
 #: The dimensions of a device mesh whose ranks share sequences: Accelerate's word, and this package's.
@@ -46,10 +46,11 @@ def mesh_of(accelerator: Any, size: int | None) -> Mesh:
     rings = None if own_mesh is None else _ring_dimension(own_mesh)
     if size is None and rings is not None:
         size = rings.size()
-    values = {"the size of rings": size, "the accelerator's device mesh": str(own_mesh)}
-    problem = _wrong_size(size, world_size) or _wrong_accelerator(accelerator, size, rings)
-    error = None if problem is None else ValueError(f"Ring.from_accelerator: {problem}")
-    agree(everyone, "process", "Ring.from_accelerator", values, error)
+    with agreement(everyone, "process", "Ring.from_accelerator") as call:
+        call.values = {"the size of rings": size, "the accelerator's device mesh": str(own_mesh)}
+        problem = _wrong_size(size, world_size) or _wrong_accelerator(accelerator, size, rings)
+        if problem is not None:
+            raise ValueError(f"Ring.from_accelerator: {problem}")
     assert size is not None  # None was refused
     if everyone is None:
         return Mesh(None, None, 0, 1)

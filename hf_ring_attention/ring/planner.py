@@ -8,9 +8,9 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,9 +23,27 @@ from ..transport.communicators import Communicator
 from ..transport.heads import HeadsTransport
 from ..transport.table import TRANSPORTS
 from ..transport.transports import Traffic, Transport
-from .bindings import ROUNDS_TO_WAIT, Bindings, Turns
+from .bindings import ROUNDS_TO_WAIT, Bindings
 
 logger = logging.getLogger(__name__)
+
+
+class Turns:
+    """Lets threads with equal keys go one after another, and threads with different keys side by side."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: The lock of each key in use; the last thread with a key drops its lock.
+        self._turns: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+
+    @contextlib.contextmanager
+    def of(self, key: Any) -> Iterator[None]:
+        """Waits until no other thread is in this context with an equal key."""
+        with self._lock:
+            turn = self._turns.setdefault(key, threading.Lock())
+        with turn:
+            yield
+
 
 #: Threads with equal problems, such as ranks that are threads of one process, plan in turn: the first one makes the plans
 #: that all share.
@@ -51,14 +69,6 @@ class _Kind(NamedTuple):
     joining: Joining | None
 
 
-@dataclass
-class _Uses:
-    """The last round in which a kind was called, and the last in which it was called with the rows of an expected batch."""
-
-    called: int
-    expected: int
-
-
 class Planner:
     """Plans the calls of one rank: each call when it comes, and calls of expected batches before, in a thread of its own.
 
@@ -74,7 +84,8 @@ class Planner:
         self._logged: set[str] = set()
         #: The batch of the last call, and after it the expected batches in their order.
         self._batches: OrderedDict[_BatchRows, None] = OrderedDict()
-        self._kinds: dict[_Kind, _Uses] = {}
+        #: Kinds of calls, by the last round in which one came with the rows of an expected batch.
+        self._kinds: dict[_Kind, int] = {}
         self._jobs: deque[tuple[_Kind, _BatchRows]] = deque()
         #: A round is some batches that are expected together, and then their calls.
         self._round, self._called = 0, False
@@ -109,27 +120,23 @@ class Planner:
         if not self._batches or device.type not in ("cpu", "cuda"):
             return
         rows = problem.layout, problem.documents
-        no_rows = SequenceLayout("contiguous", 1, problem.layout.world_size)
-        kind = _Kind(replace(problem, layout=no_rows, documents=()), sizes, device, joining)
         with self._lock:
             self._called = True
-            expected = rows in self._batches
-            while expected and next(iter(self._batches)) != rows:
+            if rows not in self._batches:
+                return
+            while next(iter(self._batches)) != rows:
                 self._batches.popitem(last=False)
-            uses = self._kinds.get(kind)
-            if uses is None:
-                self._kinds[kind] = _Uses(self._round, self._round)
-                later = list(self._batches)[1:] if expected else []
-                self._begin([(kind, batch) for batch in later])
-            else:
-                uses.called = self._round
-                uses.expected = self._round if expected else uses.expected
+            no_rows = SequenceLayout("contiguous", 1, problem.layout.world_size)
+            kind = _Kind(replace(problem, layout=no_rows, documents=()), sizes, device, joining)
+            if kind not in self._kinds:
+                self._begin([(kind, batch) for batch in list(self._batches)[1:]])
+            self._kinds[kind] = self._round
 
     def expect(self, layout: SequenceLayout, documents: Documents) -> None:
         """Plans the calls of a coming batch, of all kinds that came in the last few rounds, and returns at once.
 
-        A batch may be announced several times. If calls of a kind keep coming with other rows than the expected ones, as in
-        a model of images, the kind is not planned: its plans would meet no call.
+        A batch may be announced several times. A kind whose calls come with other rows than the expected ones, as in a model
+        of images, is not planned: its plans would meet no call.
         """
         rows = layout, documents
         with self._lock:
@@ -137,15 +144,13 @@ class Planner:
                 self._called = False
                 self._round += 1
                 self.bindings.next_round()
-                recent = {kind: x for kind, x in self._kinds.items() if self._round - x.called <= ROUNDS_TO_WAIT}
-                self._kinds = recent
+                self._kinds = {kind: x for kind, x in self._kinds.items() if self._round - x <= ROUNDS_TO_WAIT}
             if rows in self._batches:
                 return
             self._batches[rows] = None
             if len(self._batches) > _MOST_BATCHES:
                 self._batches.popitem(last=False)
-            fitting = [kind for kind, x in self._kinds.items() if self._round - x.expected <= ROUNDS_TO_WAIT]
-            self._begin([(kind, rows) for kind in fitting])
+            self._begin([(kind, rows) for kind in self._kinds])
 
     def wait(self) -> None:
         """Waits until all expected batches are planned; call it before a fork, which must not copy a busy thread."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from pkgutil import resolve_name
 from typing import Any, Literal
 
@@ -15,16 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..plan.choices import TransportKind, check_choices, decide_layout
+from ..plan.choices import check_choices, decide_layout
 from ..plan.layouts import LayoutKind, SequenceLayout
 from ..plan.patterns import Pattern, as_pattern
 from ..plan.problem import RingSettings, documents_of
-from ..transport.agreement import Agreement, agree, agreement
+from ..plan.traffic import TransportKind
+from ..transport.agreement import Agreement, Calls, agreement
 from ..transport.communicators import Communicator
 from ..transport.transports import Traffic
 from .bindings import Bindings
 from .callbacks import CALLBACKS
-from .calls import Calls
 from .mesh import communicator_of, mesh_of
 from .planner import Planner
 from .shards import SideBySide, check_shard, shard_of, whole_of
@@ -126,7 +125,7 @@ class Ring:
             raise ValueError(f"transport={transport!r} needs torch.distributed to be initialized")
         self.dp_rank, self.dp_size = 0, 1
         self.layout, self.transport, self.settings = layout, transport, RingSettings(heads=heads)
-        self._communicator = communicator
+        self.communicator = communicator
         #: Reaches all processes that train together: the ring's, or the accelerator's if there is one.
         self._everyone = communicator
         self._accelerator: Callable[[], Any] = lambda: None
@@ -149,7 +148,7 @@ class Ring:
     @property
     def global_ranks(self) -> list[int]:
         """The numbers in the world of the ranks of a process group; empty without a group."""
-        group = getattr(self._communicator, "group", None)
+        group = getattr(self.communicator, "group", None)
         return [] if group is None else dist.get_process_group_ranks(group)
 
     def prepare_data_loader(self, loader: Any, *, pattern: Pattern | str | None = None) -> Any:
@@ -237,7 +236,12 @@ class Ring:
         with self.agreement("unshard", by_digest=True) as call:
             self.check_layout(layout)
             check_shard(local, layout, dim)
-            _describe(call, local, dim)
+            call.values = {
+                "the shape of a rank's tensor": tuple(local.shape),
+                "dtype": local.dtype,
+                "dim": dim,
+                "whether gradients are recorded": is_recorded(local),
+            }
         return whole_of(self.side_by_side(local, dim), layout, dim % local.dim())
 
     def side_by_side(self, local: Tensor, dim: int) -> Tensor:
@@ -245,15 +249,15 @@ class Ring:
         if self.world_size == 1:
             return local
         before_backward = self.calls.backward_check() if is_recorded(local) else None
-        whole: Tensor = SideBySide.apply(local, self._communicator, self._traffic, dim % local.dim(), before_backward)
+        whole: Tensor = SideBySide.apply(local, self.communicator, self._traffic, dim % local.dim(), before_backward)
         return whole
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Returns x of every rank, of equal shapes; it is not differentiable."""
-        if self.world_size == 1:
+        if self.communicator is None or self.world_size == 1:
             return [x]
-        assert self._communicator is not None
-        return self._communicator.gather(x.contiguous())
+        self.calls.compare("gather", {"the shape of a tensor to gather": tuple(x.shape), "its dtype": x.dtype})
+        return self.communicator.gather(x.contiguous())
 
     def traffic(self) -> Traffic:
         """Returns a count of the bytes that this rank has moved since the ring was made or `reset_traffic` was called."""
@@ -265,45 +269,21 @@ class Ring:
 
     # ---- agreement
 
-    def agree(
-        self,
-        call: str,
-        values: Mapping[str, Any],
-        error: BaseException | None = None,
-        tell: Any = None,
-        *,
-        everywhere: bool = False,
-    ) -> list[Any]:
-        """Returns the messages of all ranks if they agree, as `transport.agreement.agree`.
-
-        Args:
-            everywhere: whether all processes that train together agree, not only the ranks of this ring.
-        """
-        communicator, who = (self._everyone, "process") if everywhere else (self._communicator, "rank")
-        return agree(communicator, who, call, values, error, tell)
-
     def agreement(
         self, call: str, *, everywhere: bool = False, by_digest: bool = False
     ) -> AbstractContextManager[Agreement]:
         """Returns a context in which this rank checks its part of a call: all ranks go on with equal values, or all raise.
 
-        `transport.agreement.agreement` has an example. By digests, equal ranks exchange 8 bytes and no messages.
+        `transport.agreement.agreement` has an example.
+
+        Args:
+            everywhere: whether all processes that train together agree, not only the ranks of this ring.
+            by_digest: whether equal ranks exchange 8 bytes, and no messages.
         """
-        if by_digest:
-            return agreement(lambda values, error, _: self.calls.agree(call, values, error))
-        return agreement(partial(self.agree, call, everywhere=everywhere))
+        communicator, who = (self._everyone, "process") if everywhere else (self.communicator, "rank")
+        return agreement(communicator, who, call, by_digest)
 
 
 def is_recorded(*tensors: Tensor | None) -> bool:
     """Returns whether a backward pass will come, in which all ranks take part or none."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
-def _describe(call: Agreement, local: Tensor, dim: int) -> None:
-    """Sets the values that the tensors of all ranks must have in common to be gathered."""
-    call.values = {
-        "the shape of a rank's tensor": tuple(local.shape),
-        "dtype": local.dtype,
-        "dim": dim,
-        "whether gradients are recorded": is_recorded(local),
-    }

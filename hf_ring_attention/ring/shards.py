@@ -92,6 +92,6 @@ class SideBySide(torch.autograd.Function):
         counts = [len(parts) // communicator.world_size] * communicator.world_size
         received = torch.empty_like(parts)
         with traffic.exchange(*[parts.nbytes - parts.nbytes // communicator.world_size] * 2):
-            communicator.all_to_all(received, parts, counts, counts).wait()
+            communicator.all_to_all(received, parts, counts, counts)()
         own = received.unflatten(0, (communicator.world_size, counts[0])).sum(0)
         return own.movedim(0, dim).contiguous(), None, None, None, None

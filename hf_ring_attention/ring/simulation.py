@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -51,16 +51,13 @@ def simulate(
 def run_simulated(
     function: Callable[[Ring], Result],
     world_size: int,
-    *,
-    layout: LayoutKind | str = "auto",
-    transport: str = "auto",
-    heads: int | None = None,
-    timeout: float = 300.0,
+    **settings: Any,
 ) -> list[Result]:
     """Returns [function(ring) for the ring of each rank]; the calls run side by side, each in a thread.
 
     Args:
-        world_size, layout, transport, heads, timeout: as for `simulate`.
+        world_size: the number of ranks.
+        settings: layout, transport, heads and timeout, as for `simulate`.
 
     Raises:
         Exception: the error of `function` on a rank; the other ranks end as well.
@@ -72,7 +69,7 @@ def run_simulated(
         >>> ra.run_simulated(attend, 3)
         [torch.Size([1, 2, 4, 8]), torch.Size([1, 2, 4, 8]), torch.Size([1, 2, 4, 8])]
     """
-    rings = simulate(world_size, layout=layout, transport=transport, heads=heads, timeout=timeout)
+    rings = simulate(world_size, **settings)
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def run(ring: Ring) -> Result:
@@ -96,5 +93,5 @@ def run_simulated(
         futures = []
         for ring in rings:
             futures.append(threads.submit(run, ring))
-            futures[-1].add_done_callback(partial(depart, cast(SimulatedCommunicator, ring._communicator)))
+            futures[-1].add_done_callback(partial(depart, cast(SimulatedCommunicator, ring.communicator)))
     return [future.result() for future in [*failed, *futures]][len(failed) :]

@@ -107,8 +107,10 @@ class RingTrainerMixin(_Trainer):
         self._step_loss: Tensor | float = 0.0
         self._told_not_finite = False
         super().__init__(*args, **kwargs)
-        error = _wrong_settings(self) or _count_rings_by_name(self, self.ring)
-        self.ring.agree("the set-up of a Trainer", {}, error, everywhere=True)
+        with self.ring.agreement("the set-up of a Trainer", everywhere=True):
+            error = _wrong_settings(self) or _count_rings_by_name(self, self.ring)
+            if error is not None:
+                raise error
         self._patch_beside()
         check_trl(type(self))
         if hasattr(super(), "_generate_single_turn"):
@@ -221,7 +223,9 @@ class RingTrainerMixin(_Trainer):
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Generates completions; all ranks of a ring get the completions of its first rank."""
         completions = super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
-        return self.ring.agree("completions", {}, tell=completions if self.ring.rank == 0 else None)[0]
+        with self.ring.agreement("completions") as call:
+            call.message = completions if self.ring.rank == 0 else None
+        return call.answers[0]
 
 
 def is_finite_step(accelerator: Any, loss: float, norm: float) -> bool:

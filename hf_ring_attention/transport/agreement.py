@@ -5,12 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .communicators import Communicator, Message
+
+#: The errors by which one rank may refuse a call; they end the call on all ranks.
+_REFUSALS = (ValueError, TypeError, AttributeError, IndexError, KeyError, RuntimeError, OSError)
 
 
 def digest(x: Any) -> str:
@@ -21,37 +26,77 @@ def digest(x: Any) -> str:
     return f"{list(x.shape)} {hashlib.sha256(content.tobytes()).hexdigest()[:12]}"
 
 
+@lru_cache(maxsize=256)  # all layers of a step, and some batches: packed sequences differ from batch to batch
+def _digest_of_call(call: tuple[Any, ...]) -> int:
+    return int.from_bytes(hashlib.sha256(repr(call).encode()).digest()[:8], "little", signed=True)
+
+
+def is_alone(communicator: Communicator | None) -> bool:
+    """Returns whether a rank has no other rank to compare its calls with."""
+    return communicator is None or communicator.world_size == 1
+
+
+@dataclass
 class Agreement:
     """The values that one rank brings to an agreement, and the messages that it gets from it."""
 
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}  # must be equal on all ranks, by their names in an error
-        self.message: Any = None  # to the other ranks; messages may differ
-        self.answers: list[Any] = []  # the message of each rank, once all have agreed
+    values: dict[str, Any] = field(default_factory=dict)  # must be equal on all ranks, by their names in an error
+    message: Any = None  # to the other ranks; messages may differ
+    answers: list[Any] = field(default_factory=list)  # the message of each rank, once all have agreed
+    digest: int = 0  # stands for the call and its values if ranks compared digests
 
     def same(self, name: str, value: Any) -> None:
         """Requires all ranks to have this value."""
         self.values[name] = value
 
 
-#: The errors by which one rank may refuse a call; they end the call on all ranks.
-_REFUSALS = (ValueError, TypeError, AttributeError, IndexError, KeyError, RuntimeError, OSError)
-
-
 @contextmanager
-def agreement(settle: Callable[[Mapping[str, Any], Exception | None, Any], list[Any]]) -> Iterator[Agreement]:
-    """Collects an error of this rank, has `settle` compare the values and errors of all ranks, and raises on all or on none.
+def agreement(communicator: Communicator | None, who: str, call: str, by_digest: bool = False) -> Iterator[Agreement]:
+    """Collects the values and an error of this rank in a call, and then raises on all ranks or on none, as `agree`.
 
     with ring.agreement("a product") as call:
         check(x)                                # an error here is raised on all ranks
         call.same("the shape of x", x.shape)    # and so is one for a difference
     """
-    call, error = Agreement(), None
+    agreed, error = Agreement(), None
     try:
-        yield call
+        yield agreed
     except _REFUSALS as refusal:
         error = refusal
-    call.answers = settle(call.values, error, call.message)
+    if by_digest and not is_alone(communicator):
+        agreed.digest = _digest_of_call((call, *agreed.values.items()))
+    agreed.answers = agree(communicator, who, call, agreed.values, error, agreed.message, agreed.digest)
+
+
+class Calls:
+    """The calls of one rank of a ring so far, and their comparison with the calls of the other ranks.
+
+    Before every call, each rank compares 8 bytes with each other rank. This holds for repeated calls too: another rank may
+    refuse this one or do something else, and would leave this rank waiting for rows that never come. The bytes travel between
+    CPUs (`ProcessGroupCommunicator`), so nobody waits for a device.
+    """
+
+    def __init__(self, communicator: Communicator | None) -> None:
+        self._communicator = communicator
+        #: The number of calls whose gradients were recorded; it is equal on all ranks, since they compare their calls.
+        self._count = 0
+
+    def compare(self, call: str, values: Mapping[str, Any], digest: int = 0) -> None:
+        """Checks that all ranks make this call with equal values; 0 if their digest is not known yet."""
+        if not is_alone(self._communicator):
+            digest = digest or _digest_of_call((call, *values.items()))
+            agree(self._communicator, "rank", call, values, None, digest=digest)
+
+    def backward_check(self) -> Callable[[], None] | None:
+        """Returns the first act of a call's backward pass: it checks that all ranks run the backward pass of this call.
+
+        Backward passes in different orders would exchange each other's gradients. None for a rank alone.
+        """
+        if is_alone(self._communicator):
+            return None
+        self._count += 1
+        call = f"the backward pass of call {self._count}, of those that recorded gradients"
+        return partial(self.compare, call, {}, self._count)
 
 
 def agree(
@@ -66,19 +111,14 @@ def agree(
     """Checks in one or two small exchanges that all ranks make the same call with equal values and without an error.
 
     Every agreement begins with the same exchange of 8 bytes, so that ranks in different calls understand each other: unless
-    all ranks have one digest, all go on and exchange everything. Returns the message of each rank, or nothing by one digest.
-
-    Args:
-        who: the word for a rank in errors: "rank" or "process".
-        values: the values that must be equal, by their names in an error.
-        tell: this rank's message to the others; messages may differ.
-        digest: stands for the call and its values, without a message; 0 to exchange everything.
+    all ranks have one `digest` other than 0, all go on and exchange everything, also what each rank has to `tell`. Returns the
+    messages of all ranks, or nothing by one digest. In errors, a rank is called `who`: "rank" or "process".
 
     Raises:
         ValueError: on every rank, if one has an error or the ranks differ; the message lists the values of the ranks.
         RuntimeError: a rank is gone, or too late.
     """
-    if communicator is None or communicator.world_size == 1:
+    if communicator is None or is_alone(communicator):
         if error is not None:
             raise error
         return [tell]
@@ -114,5 +154,5 @@ def _from_others(communicator: Communicator, number: int) -> list[int]:
     """Returns the numbers of the other ranks, each sent directly, so that an error names a missing rank."""
     peers = [rank for rank in range(communicator.world_size) if rank != communicator.rank]
     own, numbers = torch.tensor([number]), [torch.empty(1, dtype=torch.int64) for _ in peers]
-    communicator.exchange([Message(rank, own) for rank in peers], [*map(Message, peers, numbers)]).wait()
+    communicator.exchange([Message(rank, own) for rank in peers], [*map(Message, peers, numbers)])()
     return [int(x) for x in numbers]

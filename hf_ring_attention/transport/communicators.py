@@ -27,11 +27,8 @@ class Message(NamedTuple):
     tensor: Tensor
 
 
-class Pending:
-    """Messages under way; `wait` is called once, and its RuntimeError names a peer that is gone or too late."""
-
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self.wait = wait
+#: Waits for messages under way; it is called once, and its RuntimeError names a peer that is gone or too late.
+Wait = Callable[[], None]
 
 
 class Exchanger(Protocol):
@@ -40,10 +37,10 @@ class Exchanger(Protocol):
     rank: int
     world_size: int
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Wait:
         """Starts all messages, at most one for each peer and direction. All ranks start theirs in the same order."""
 
-    def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Pending:
+    def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Wait:
         """Starts to send rows of `sent` to each rank, in the order of ranks, and to fill `received` likewise."""
 
 
@@ -69,14 +66,14 @@ class PartOfRanks:
         self.rank = self.members.index(whole.rank)
         self.world_size = len(self.members)
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Wait:
         """As `Exchanger.exchange`."""
         return self.whole.exchange(
             [Message(self.members[peer], tensor) for peer, tensor in sends],
             [Message(self.members[peer], tensor) for peer, tensor in receives],
         )
 
-    def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Pending:
+    def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Wait:
         """As `Exchanger.all_to_all`; members must ascend, since rows are in the order of all ranks."""
         counts = [[0] * self.whole.world_size for _ in range(2)]
         for whole, part in zip(counts, (receive_counts, send_counts)):
@@ -128,7 +125,7 @@ class ProcessGroupCommunicator:
         """Returns the companion if the group needs it for these tensors; an agreement of all ranks needs it first."""
         return self._companion if all(x.is_cpu for x in tensors) else None
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Wait:
         names = [f"sending to rank {peer}" for peer, _ in sends]
         names += [f"receiving from rank {peer}" for peer, _ in receives]
         try:
@@ -144,9 +141,9 @@ class ProcessGroupCommunicator:
             raise RuntimeError(f"{' and '.join(names)} did not begin: {error}") from error
         if len(works) != len(names):  # NCCL returns one work for all of them.
             names = [" and ".join(names)] * len(works)
-        return Pending(partial(_wait, list(zip(works, names))))
+        return partial(_wait, list(zip(works, names)))
 
-    def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Pending:
+    def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Wait:
         name = f"the exchange with ranks {[r for r in range(self.world_size) if receive_counts[r] or send_counts[r]]}"
         try:
             beside, counts = self._beside([sent]), (receive_counts, send_counts)
@@ -156,7 +153,7 @@ class ProcessGroupCommunicator:
                 work = beside.alltoall_base(received, sent, *counts)
         except RuntimeError as error:
             raise RuntimeError(f"{name} did not begin: {error}") from error
-        return Pending(partial(_wait, [(work, name)]))
+        return partial(_wait, [(work, name)])
 
     def gather(self, x: Tensor) -> list[Tensor]:
         parts, beside = [torch.empty_like(x) for _ in range(self.world_size)], self._beside([x])

@@ -13,8 +13,11 @@ from ..plan.heads import Heads, Place, group_size, pieces_of, place_of, problem_
 from ..plan.joins import Joining
 from ..plan.problem import Problem
 from .communicators import Exchanger, PartOfRanks
-from .schedules import RingBinding, bind_ring
-from .transports import Arriving, Link, RingTransport, Traffic
+from .ring import RingBinding, RingTransport, bind_ring
+from .transports import Link, Traffic
+
+#: Ends an exchange under way: waits for the messages of the other ranks, and returns the tensors that are made of them.
+Finish = Callable[[], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -75,10 +78,22 @@ class HeadsTransport:
         heads = piece.of_ranks[self.rank].query
         return None if x is None else x[heads.start : heads.stop]
 
-    def to_heads(self, piece: HeadsPiece, content: str, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> Exchange:
+    def in_turn(
+        self, content: str, queries: Sequence[Tensor], keys: Sequence[Tensor]
+    ) -> Iterator[tuple[HeadsPiece, list[Tensor]]]:
+        """Yields each piece with its results of `_to_heads`, while those of the next piece are under way."""
+        pieces = self.binding.pieces
+        coming = self._to_heads(pieces[0], content, queries, keys)
+        for piece, following in zip(pieces, (*pieces[1:], None)):
+            whole = coming()
+            if following is not None:
+                coming = self._to_heads(following, content, queries, keys)
+            yield piece, whole
+
+    def _to_heads(self, piece: HeadsPiece, content: str, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> Finish:
         """Starts to take tensors [B, heads, local tokens, ...] of all heads to [B, heads of the piece, tokens, ...].
 
-        `Exchange.finish` returns the results of `queries`, and then the results of `keys`, which are of key/value heads.
+        The end returns the results of `queries`, and then the results of `keys`, which are of key/value heads.
         """
         tensors = [(x, [heads.query for heads in piece.of_ranks]) for x in queries]
         tensors += [(x, [heads.kv for heads in piece.of_ranks]) for x in keys]
@@ -105,7 +120,7 @@ class HeadsTransport:
         content: str,
         queries: Sequence[tuple[Tensor, Tensor]],
         keys: Sequence[tuple[Tensor, Tensor]],
-    ) -> Exchange:
+    ) -> Finish:
         """Starts to bring tensors [B, heads of the piece, tokens, ...] home, into [B, heads, local tokens, ...] of all heads.
 
         Each tensor comes with its target. Key/value heads are added to it, since several ranks may have one head.
@@ -127,38 +142,24 @@ class HeadsTransport:
 
     def _start(
         self, content: str, sent: Callable[[int], list[Tensor]], finish: Callable[[list[list[Tensor]]], list[Tensor]]
-    ) -> Exchange:
+    ) -> Finish:
         """Starts to send `sent(rank)` to each other member, and to receive as much from it; `finish` takes all parts."""
         own, members = sent(self.rank), range(len(self.binding.rows))
         others = [member for member in members if member != self.rank]
         if not others:
-            return Exchange(None, None, lambda: finish([own]))
+            return lambda: finish([own])
         message = _cat([x.flatten() for member in others for x in sent(member)])
         message = message.contiguous()  # The gradient of a sum is one number for all rows.
         counts = [0 if member == self.rank else message.numel() // len(others) for member in members]
         received, arriving = self.link.all_to_all(content, message, counts, counts)
 
         def arrived() -> list[Tensor]:
+            arriving.wait()
             shapes = [x.shape for x in own]
             parts = received.split(counts)
             return finish([own if i == self.rank else _unpacked(part, shapes) for i, part in enumerate(parts)])
 
-        return Exchange(arriving, message, arrived)
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """An exchange under way."""
-
-    arriving: Arriving | None
-    message: Tensor | None  # is sent, and must stay until it has arrived
-    arrived: Callable[[], list[Tensor]]  # makes the results once all messages are here
-
-    def finish(self) -> list[Tensor]:
-        """Waits for the messages of the other ranks, and returns the tensors that are made of them."""
-        if self.arriving is not None:
-            self.arriving.wait()
-        return self.arrived()
+        return arrived
 
 
 def _cat(parts: list[Tensor], dim: int = 0) -> Tensor:

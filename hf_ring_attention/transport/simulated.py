@@ -2,53 +2,43 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .communicators import Message, Pending
+from .communicators import Message, Wait
+
+
+class _Gone(NamedTuple):
+    """The last content of a mailbox: its sender sends no more."""
+
+    reason: str
 
 
 class _Room:
     """The mailboxes in which the ranks of one process leave messages for each other."""
 
     def __init__(self, world_size: int, timeout: float) -> None:
-        self.world_size = world_size
-        self.timeout = timeout
-        #: Notifies each rank of its messages; no other rank waits for it.
-        self.news = [threading.Condition() for _ in range(world_size)]
-        self.boxes: dict[tuple[int, int], deque[Any]] = {
-            (source, target): deque() for source in range(world_size) for target in range(world_size)
-        }
-        self.gone: dict[int, str] = {}
+        self.world_size, self.timeout = world_size, timeout
+        ranks = range(world_size)
+        self.boxes: dict[tuple[int, int], SimpleQueue[Any]] = {(a, b): SimpleQueue() for a in ranks for b in ranks}
 
     def leave(self, source: int, target: int, content: Any) -> None:
-        with self.news[target]:
-            self.boxes[source, target].append(content)
-            self.news[target].notify()
+        self.boxes[source, target].put(content)
 
     def take(self, source: int, target: int) -> Any:
-        deadline = time.monotonic() + self.timeout
-        box, news = self.boxes[source, target], self.news[target]
-        with news:
-            while not box:
-                if source in self.gone:
-                    raise RuntimeError(f"receiving from rank {source} did not end: {self.gone[source]}")
-                left = deadline - time.monotonic()
-                if left <= 0 or not news.wait(left):
-                    raise RuntimeError(f"receiving from rank {source} did not end: nothing came in {self.timeout} s")
-            return box.popleft()
-
-    def depart(self, rank: int, reason: str) -> None:
-        self.gone[rank] = reason
-        for news in self.news:
-            with news:
-                news.notify()
+        error = f"receiving from rank {source} did not end"
+        try:
+            content = self.boxes[source, target].get(timeout=self.timeout)
+        except Empty:
+            raise RuntimeError(f"{error}: nothing came in {self.timeout} s") from None
+        if isinstance(content, _Gone):
+            self.leave(source, target, content)  # for the next look
+            raise RuntimeError(f"{error}: {content.reason}")
+        return content
 
 
 class SimulatedCommunicator:
@@ -67,9 +57,10 @@ class SimulatedCommunicator:
 
     def depart(self, reason: str) -> None:
         """Ends the waiting of other ranks for this rank, which sends no more."""
-        self.room.depart(self.rank, reason)
+        for peer in range(self.world_size):
+            self.room.leave(self.rank, peer, _Gone(reason))
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Wait:
         for peer, tensor in sends:
             self.room.leave(self.rank, peer, tensor.detach().clone())
 
@@ -77,9 +68,9 @@ class SimulatedCommunicator:
             for peer, tensor in receives:
                 tensor.copy_(self.room.take(peer, self.rank))
 
-        return Pending(finish)
+        return finish
 
-    def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Pending:
+    def all_to_all(self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]) -> Wait:
         # An empty message would be taken in place of the next one from this rank.
         return self.exchange(
             [Message(peer, part) for peer, part in enumerate(sent.split(send_counts)) if len(part)],
@@ -89,7 +80,7 @@ class SimulatedCommunicator:
     def gather(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x) for _ in range(self.world_size)]
         peers = range(self.world_size)
-        self.exchange([Message(peer, x) for peer in peers], [Message(peer, parts[peer]) for peer in peers]).wait()
+        self.exchange([Message(peer, x) for peer in peers], [Message(peer, parts[peer]) for peer in peers])()
         return parts
 
     def gather_objects(self, x: Any) -> list[Any]:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..compute.binding import bind_own
-from .communicators import Exchanger
+from .collective import CollectiveTransport, bind_collective
 from .heads import HeadsTransport, bind_heads
-from .schedules import CollectiveBinding, bind_collective, bind_ring
-from .transports import CollectiveTransport, LocalTransport, RingTransport, Traffic
+from .ring import RingTransport, bind_ring
+from .transports import LocalTransport
 
 
 class Spec(NamedTuple):
@@ -21,16 +21,9 @@ class Spec(NamedTuple):
     make: Callable[..., Any]
 
 
-def _collective(
-    binding: CollectiveBinding, communicator: Exchanger, traffic: Traffic
-) -> CollectiveTransport | LocalTransport:
-    """Returns the transport of one exchange, or a local one if no rank needs a row of another."""
-    return CollectiveTransport(binding, communicator, traffic) if binding.used else LocalTransport(binding.own)
-
-
 TRANSPORTS = {
     "local": Spec(bind_own, lambda binding, communicator, traffic: LocalTransport(binding)),
-    "collective": Spec(bind_collective, _collective),
+    "collective": Spec(bind_collective, CollectiveTransport),
     "ring": Spec(bind_ring, RingTransport),
     "heads": Spec(bind_heads, HeadsTransport),
 }

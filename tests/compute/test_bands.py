@@ -1,19 +1,60 @@
-"""Bands in stretches, masked and cut, at sizes at which all of that happens to a few rows."""
+"""Tiles of any sizes are what plain math makes of them: bands in stretches, masked and cut, and FlashAttention's windows."""
 
 import pytest
 import torch
 
-from hf_ring_attention.compute import bands
+from hf_ring_attention.compute import bands, cuda_kernels
+from hf_ring_attention.compute.cuda_kernels import CudaFlash
 from hf_ring_attention.compute.kernel import KernelCall, Saved
-from hf_ring_attention.compute.kernels import CpuFlash
-from hf_ring_attention.compute.math_kernel import Math
+from hf_ring_attention.compute.kernels import CpuFlash, Math
 from hf_ring_attention.compute.merge import merge_
+from tests.support.cuda_operators import CheckedOperators, FlashAttention2, scores_of
+
+
+def drawn(generator, *sizes):
+    return torch.randn(*sizes, dtype=torch.float64, generator=generator)
+
+
+def assert_same(got, want):
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def check(kernel, shape, rng, generator):
+    """Forward and backward of a tile, also into totals and sums, and as the share of a tile in a larger softmax."""
+    tiles, heads, group, fold_size = (
+        rng.randint(1, 3),
+        rng.randint(1, 3),
+        rng.choice([1, 2, 4]),
+        rng.choice([1, 1, 2, 3]),
+    )
+    queries, width = rng.choice([1, *[rng.randint(1, 30)] * 3]), rng.choice([1, *[rng.randint(1, 24)] * 3])
+    keys = {"full": rng.randint(1, 40), "causal": queries, "band": queries + width - 1}[shape]
+    head_dim, value_dim, rows = rng.randint(1, 20), rng.randint(1, 20), (tiles, heads * group, queries * fold_size)
+    q, dout = drawn(generator, *rows, head_dim), drawn(generator, *rows, value_dim)
+    k, v = (drawn(generator, tiles, heads, keys, wide) for wide in (head_dim, value_dim))
+    if rng.random() < 0.5:  # as models store them
+        q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
+    call, other = KernelCall(shape, 0.3, fold_size), KernelCall(shape, 0.7, fold_size)
+    out, lse = Math().forward(q, k, v, call)
+    # In the whole softmax there are other keys, too.
+    saved = Saved(q, k, v, drawn(generator, *out.shape), lse + torch.rand_like(lse))
+    want = Math().backward(dout, saved, call)
+    assert_same((*kernel.forward(q, k, v, call), *kernel.backward(dout, saved, call)), (out, lse, *want))
+    totals, wanted = ((torch.zeros_like(out), torch.full_like(lse, -torch.inf)) for _ in range(2))
+    for part in (call, other):  # Another scale stands for other keys.
+        merge_(*wanted, *Math().forward(q, k, v, part))
+        assert kernel.forward(q, k, v, part, totals) is totals
+    sums = tuple(torch.randn_like(x) for x in (q, k, v))
+    wanted = *wanted, *(start + x for start, x in zip(sums, want))
+    assert kernel.backward(dout, saved, call, sums) is sums
+    assert_same((*totals, *sums), wanted)
 
 
 @pytest.mark.parametrize("cut_from", [7, 10**6], ids=["cut", "masked"])
-def test_every_band_is_what_plain_math_makes_of_it(cut_from, monkeypatch, rng):
+def test_every_band_is_what_plain_math_makes_of_it(cut_from, monkeypatch, rng, generator):
     """Bands of any width and length, in stretches of a few rows, a few of which are at hand at once in backward."""
-    for _ in range(60):
+    for _ in range(25):
         monkeypatch.setattr(bands, "CUT_FROM", cut_from)
         monkeypatch.setattr(bands, "CUT_ROWS", rng.randint(1, 5))
         monkeypatch.setattr(bands, "FEWEST_ROWS", rng.randint(1, 5))
@@ -22,31 +63,29 @@ def test_every_band_is_what_plain_math_makes_of_it(cut_from, monkeypatch, rng):
         monkeypatch.setattr(bands, "LARGEST_MASK", rng.choice([1, 100, 10**6]))
         monkeypatch.setattr(bands, "RESULTS_AT_ONCE", rng.choice([1, 40, 200]))
         monkeypatch.setattr(bands, "GRADIENTS_AT_ONCE", rng.choice([1, 40, 200]))
-        tiles, heads, group = (rng.randint(1, 3) for _ in range(3))
-        queries, width, fold_size = rng.randint(1, 30), rng.randint(1, 24), rng.choice([1, 1, 3])
-        q, dout = (torch.randn(tiles, heads * group, queries * fold_size, 4, dtype=torch.float64) for _ in range(2))
-        k, v = (torch.randn(tiles, heads, queries + width - 1, 4, dtype=torch.float64) for _ in range(2))
-        if rng.random() < 0.5:  # as models store them
-            q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
-        out, lse = Math().forward(q, k, v, KernelCall("band", 0.3, fold_size))
-        # In the whole softmax there are other keys, too.
-        whole = torch.randn_like(out), lse + torch.rand_like(lse)
-        want = out, lse, *Math().backward(dout, Saved(q, k, v, *whole), KernelCall("band", 0.3, fold_size))
-        flash = CpuFlash()
-        got = (
-            *flash.forward(q, k, v, KernelCall("band", 0.3, fold_size)),
-            *flash.backward(dout, Saved(q, k, v, *whole), KernelCall("band", 0.3, fold_size)),
-        )
-        for x, y in zip(got, want, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
-        totals, wanted = ((torch.zeros_like(out), torch.full_like(lse, -torch.inf)) for _ in range(2))
-        for other in (0.3, 0.7):  # Another scale stands for other keys.
-            merge_(*wanted, *Math().forward(q, k, v, KernelCall("band", other, fold_size)))
-            assert flash.forward(q, k, v, KernelCall("band", other, fold_size), totals) is totals
-        for x, y in zip(totals, wanted, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
-        sums = tuple(torch.randn_like(x) for x in (q, k, v))
-        before = [x.clone() for x in sums]
-        assert flash.backward(dout, Saved(q, k, v, *whole), KernelCall("band", 0.3, fold_size), sums) is sums
-        for x, start, y in zip(sums, before, want[2:], strict=True):
-            torch.testing.assert_close(x, start + y, rtol=1e-12, atol=1e-12)
+        check(CpuFlash(), "band", rng, generator)
+
+
+@pytest.mark.parametrize("shape", ["full", "causal", "band"])
+def test_cuda_flash_is_what_plain_math_makes_of_it(shape, monkeypatch, rng, generator):
+    """FlashAttention for CUDA sees the keys that plain math sees: its calls, with what they mean computed in float64."""
+    checked = CheckedOperators(played_by=FlashAttention2, dtypes=(torch.float64,))
+    monkeypatch.setattr(cuda_kernels, "aten", checked)
+    for _ in range(40):
+        check(CudaFlash(), shape, rng, generator)
+    assert len(checked.calls) == 40 * 5
+
+
+def test_the_stand_in_sees_what_flash_attention_documents(generator):
+    """The two pictures of its README: 2 queries of 5 keys and 5 of 2, causal, and a window beside it."""
+    for queries, keys, causal, left, right, seen in [
+        (2, 5, True, None, None, ["11110", "11111"]),
+        (5, 2, True, None, None, ["00", "00", "00", "10", "11"]),
+        (2, 5, False, 1, 0, ["00110", "00011"]),
+        (3, 5, False, 1, 1, ["01110", "00111", "00011"]),
+        (2, 3, False, -1, -1, ["111", "111"]),
+        (2, 3, False, None, 0, ["110", "111"]),
+    ]:
+        q, k = drawn(generator, 1, queries, 2, 8), drawn(generator, 1, keys, 1, 8)
+        scores = scores_of(q, k, 0.3, causal, left, right)
+        assert [["01"[bool(x)] for x in row] for row in torch.isfinite(scores[0, 1])] == [list(row) for row in seen]

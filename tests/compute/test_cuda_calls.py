@@ -11,36 +11,27 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_ring_attention.compute import bands, cuda_kernels
 from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash
 from hf_ring_attention.compute.kernel import KernelCall, Saved
-from hf_ring_attention.compute.math_kernel import Math
+from hf_ring_attention.compute.kernels import Math
 from hf_ring_attention.compute.merge import accumulation_dtype
 from hf_ring_attention.compute.rows import Packed
 from tests.support.cuda_operators import HALVES, CheckedOperators, WithoutDeviceGuard
 
 SHAPES = ("full", "causal", "band")
-FLOATS = (torch.float64, torch.float32, *HALVES)
 CUDA_KERNELS = [
     *((CudaFlash(), dtype) for dtype in HALVES),
     *((CudaEfficient(), dtype) for dtype in (torch.float32, *HALVES)),
 ]
-MATH = [(math, dtype) for math in (Math(), Math(softcap=30.0)) for dtype in FLOATS]
+MATH = [(Math(), torch.float64), (Math(), torch.bfloat16), (Math(30.0), torch.float32), (Math(30.0), torch.float16)]
 #: Of q and k, and of v.
 WIDTHS = [(width, width) for width in (5, 8, 33, 64, 96, 128, 192, 256)]
 WIDTHS += [(64, 128), (192, 128), (8, 5), (33, 256), (1, 40)]
 
 
-def forget_masks():
-    for function in vars(bands).values():
-        if hasattr(function, "cache_clear"):
-            function.cache_clear()
-
-
 @pytest.fixture(autouse=True)
 def no_gpu():
-    """Tensors of a CUDA device that hold nothing; masks of such tensors are of no use to other tests, nor theirs here."""
-    forget_masks()
+    """Tensors of a CUDA device that hold nothing."""
     with FakeTensorMode(), WithoutDeviceGuard():
         yield
-    forget_masks()
 
 
 @pytest.fixture
@@ -151,9 +142,9 @@ def some_sizes(rng):
 @pytest.mark.parametrize(("kernel", "dtype"), CUDA_KERNELS, ids=ids)
 def test_sizes_dtypes_and_devices(kernel, dtype, shape, operators, rng):
     checked = operators(dtype)
-    for widths in WIDTHS:
+    for widths in rng.sample(WIDTHS, 5):
         check(kernel, dtype, shape, some_sizes(rng), rng.choice([1, 3]), widths)
-    assert len(checked.calls) >= 2 * len(WIDTHS)
+    assert len(checked.calls) >= 2 * 5
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), MATH, ids=ids)
@@ -166,13 +157,12 @@ def test_plain_math(kernel, dtype, operators, rng):
 
 @pytest.mark.drawn
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("kernel", "dtype"), CUDA_KERNELS, ids=ids)
+@pytest.mark.parametrize(("kernel", "dtype"), CUDA_KERNELS[::2], ids=ids)
 def test_views(kernel, dtype, layout, operators, rng):
     operators(dtype)
-    for shape in SHAPES:
-        # Of widths that are padded, and that are not.
-        for widths in ((5, 5), (16, 24)):
-            check(kernel, dtype, shape, some_sizes(rng), rng.choice([1, 3]), widths, layout)
+    # Of widths that are padded, and that are not.
+    for shape, widths in zip(SHAPES, rng.sample([(5, 5), (16, 24), (5, 16)], 3)):
+        check(kernel, dtype, shape, some_sizes(rng), rng.choice([1, 3]), widths, layout)
 
 
 @pytest.mark.drawn
@@ -181,20 +171,19 @@ def test_views(kernel, dtype, layout, operators, rng):
 def test_bands_in_stretches(kernel, dtype, cut_from, operators, monkeypatch, rng):
     """Bands of many stretches, cut into triangles and rectangles, or with one mask for all of them."""
     monkeypatch.setattr(bands, "CUT_FROM", cut_from)
-    for _ in range(2):
-        monkeypatch.setattr(bands, "CUT_ROWS", rng.randint(1, 5))
-        monkeypatch.setattr(bands, "FEWEST_ROWS", rng.randint(1, 5))
-        monkeypatch.setattr(bands, "MOST_ROWS", rng.randint(5, 9))
-        monkeypatch.setattr(bands, "ROWS_OF_A_BLOCK", rng.randint(1, 3))
-        monkeypatch.setattr(bands, "RESULTS_AT_ONCE", rng.choice([1, 40, 200]))
-        monkeypatch.setattr(bands, "GRADIENTS_AT_ONCE", rng.choice([1, 40, 200]))
-        checked = operators(dtype)
-        queries, width = rng.randint(1, 30), rng.randint(7, 24)
-        sizes = (rng.randint(1, 3), rng.randint(1, 3), rng.choice([1, 2, 4]), queries, queries + width - 1)
-        layout = rng.choice([packed, by_token, of_wider_rows])
-        check(kernel, dtype, "band", sizes, rng.choice([1, 3]), rng.choice([(8, 8), (5, 16)]), layout)
-        masked = {given["attn_bias"] is not None for _, given in checked.calls}
-        assert masked == {cut_from > width}
+    monkeypatch.setattr(bands, "CUT_ROWS", rng.randint(1, 5))
+    monkeypatch.setattr(bands, "FEWEST_ROWS", rng.randint(1, 5))
+    monkeypatch.setattr(bands, "MOST_ROWS", rng.randint(5, 9))
+    monkeypatch.setattr(bands, "ROWS_OF_A_BLOCK", rng.randint(1, 3))
+    monkeypatch.setattr(bands, "RESULTS_AT_ONCE", rng.choice([1, 40, 200]))
+    monkeypatch.setattr(bands, "GRADIENTS_AT_ONCE", rng.choice([1, 40, 200]))
+    checked = operators(dtype)
+    queries, width = rng.randint(1, 30), rng.randint(7, 24)
+    sizes = (rng.randint(1, 3), rng.randint(1, 3), rng.choice([1, 2, 4]), queries, queries + width - 1)
+    layout = rng.choice([packed, by_token, of_wider_rows])
+    check(kernel, dtype, "band", sizes, rng.choice([1, 3]), rng.choice([(8, 8), (5, 16)]), layout)
+    masked = {given["attn_bias"] is not None for _, given in checked.calls}
+    assert masked == {cut_from > width}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -235,7 +224,7 @@ def test_rows_that_need_no_copy_have_none(kernel, dtype, operators):
 def test_packed_tiles(dtype, shape, operators, rng):
     """Tiles of unequal lengths, one behind the other, with where each ends."""
     checked = operators(dtype)
-    for widths in WIDTHS:
+    for widths in rng.sample(WIDTHS, 4):
         tiles, group, width = rng.randint(2, 9), rng.choice([1, 2, 4]), rng.choice([1, 16, 40])
         queries = [rng.randint(1, 70) for _ in range(tiles)]
         keys = {
@@ -253,4 +242,4 @@ def test_packed_tiles(dtype, shape, operators, rng):
         grads = CudaFlash().backward(dout, Saved(q, k, v, out, lse), KernelCall(shape, 0.3, lengths=lengths))
         for grad, x in zip(grads, (q, k, v), strict=True):
             assert (grad.shape, grad.dtype, grad.device) == (x.shape, dtype, x.device)
-    assert len(checked.calls) == 2 * len(WIDTHS)
+    assert len(checked.calls) == 2 * 4

@@ -6,8 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ring_attention.compute.cuda_kernels import CudaEfficient, CudaFlash
 from hf_ring_attention.compute.kernel import KernelCall, Saved
-from hf_ring_attention.compute.kernels import CpuFlash, choose_kernel
-from hf_ring_attention.compute.math_kernel import Math
+from hf_ring_attention.compute.kernels import CpuFlash, Math, choose_kernel
 from hf_ring_attention.compute.merge import accumulation_dtype, merge_
 
 CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -283,10 +282,10 @@ class LargestResult(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("shape", ["full", "causal", "band"])
-@pytest.mark.parametrize("rows_at_once", [0, 1, 5, 16, 47])
+@pytest.mark.parametrize("rows_at_once", [0, 5, 31])
 def test_math_gives_the_same_in_slices(shape, rows_at_once, generator):
-    heads, group, n, width = 2, 3, 48, 4
-    q, k, v, dout = make((1, heads, group, 31 if shape == "band" else n, n, width, width), torch.float64, generator)
+    heads, group, n, width = 2, 3, 32, 4
+    q, k, v, dout = make((1, heads, group, 21 if shape == "band" else n, n, width, width), torch.float64, generator)
 
     def both(kernel):
         out, lse = kernel.forward(q, k, v, KernelCall(shape, 0.5))
@@ -308,7 +307,7 @@ def chosen(device, *call):
     return choose_kernel.__wrapped__(torch.device(device), *call)  # past the cache
 
 
-def test_kernels_are_chosen_with_a_reason(monkeypatch):
+def test_kernels_are_chosen(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for available in (True, False):
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda available=available: available)
@@ -324,11 +323,8 @@ def test_kernels_are_chosen_with_a_reason(monkeypatch):
             ("cuda", torch.float64, 64, 64, Math),
             ("mps", torch.float32, 64, 64, Math),
         ]:
-            choice = chosen(device, dtype, head_dim, value_dim)
-            assert type(choice.kernel) is want, (device, dtype, head_dim, value_dim, available)
-            assert len(choice.reason) > 10
-            if want is not CpuFlash:
-                assert str(dtype) in choice.reason
+            kernel = chosen(device, dtype, head_dim, value_dim)
+            assert type(kernel) is want, (device, dtype, head_dim, value_dim, available)
     cpu = torch.device("cpu")
     assert choose_kernel(cpu, torch.float32, 8, 8) is choose_kernel(cpu, torch.float32, 8, 8)
 
@@ -348,12 +344,10 @@ def test_older_devices_get_kernels_that_they_can_run(monkeypatch):
             torch.cuda, "get_device_capability", lambda device, own=capability: asked.append(device) or own
         )
         for dtype, want in ((torch.float16, half), (torch.bfloat16, bfloat), (torch.float32, single)):
-            choice = chosen("cuda:1", dtype, 128, 128)
-            assert type(choice.kernel) is want, (capability, dtype)
-            assert f"compute capability {capability[0]}.{capability[1]}" in choice.reason
+            assert type(chosen("cuda:1", dtype, 128, 128)) is want, (capability, dtype)
         no_backward = capability in ((8, 9), (12, 0))  # of FlashAttention-2, for some widths
         for width in (200, 224):
-            assert type(chosen("cuda:1", torch.float16, width, 64).kernel) is (CudaEfficient if no_backward else half)
+            assert type(chosen("cuda:1", torch.float16, width, 64)) is (CudaEfficient if no_backward else half)
     assert set(asked) == {torch.device("cuda:1")}, "devices of one machine may differ"
 
 

@@ -64,7 +64,7 @@ def index_case(rng, apart, explicit):
     return rows, (batch, heads), tiles
 
 
-def cases(rng, apart=False, count=60):
+def cases(rng, apart=False, count=25):
     for _ in range(count):
         yield view_case(rng, apart)
         yield index_case(rng, apart, explicit=False)
@@ -101,7 +101,7 @@ def test_one_stretch_is_taken_as_a_view(rng):
 
 def test_take_and_add_to_rows_in_any_storage_order(rng):
     """Views of tensors stored [B, n, H, D], as models make them."""
-    for rows, sizes, tiles in (view_case(rng, apart=False) for _ in range(60)):
+    for rows, sizes, tiles in (view_case(rng, apart=False) for _ in range(25)):
         x = tensor(rng, sizes[0], N, sizes[1], 5).transpose(1, 2)
         assert torch.equal(rows.take(x), plain(x, tiles))
         values, want = tensor(rng, *plain(x, tiles).shape), x.clone()
@@ -113,7 +113,7 @@ def test_take_and_add_to_rows_in_any_storage_order(rng):
 
 def test_add_where_rows_repeat_and_overlap(rng):
     overlapping = 0
-    for rows, sizes, tiles in cases(rng, count=100):
+    for rows, sizes, tiles in cases(rng, count=40):
         overlapping += isinstance(rows, ViewRows) and rows.copies > 1 and rows.advance < rows.length
         for tail in ((5,), ()):
             x = tensor(rng, *sizes, N, *tail)

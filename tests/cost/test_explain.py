@@ -8,7 +8,7 @@ import torch
 import hf_ring_attention as ra
 from hf_ring_attention.plan.plans import plan_rank
 from hf_ring_attention.plan.problem import Problem
-from hf_ring_attention.transport import transports
+from hf_ring_attention.transport import row_sets
 
 CASES = {
     "exact": ra.Pattern.exact(),
@@ -44,7 +44,7 @@ def test_what_it_says_happens(name, kind, transport, monkeypatch):
     )
     assert said.decision.choice == transport
     held = threading.local()
-    take = transports.MessagePool.take
+    take = row_sets.MessagePool.take
 
     def counted(pool, *shapes):
         free = len(pool.free)
@@ -53,7 +53,7 @@ def test_what_it_says_happens(name, kind, transport, monkeypatch):
             held.bytes += rows[0].buffer.nbytes
         return rows
 
-    monkeypatch.setattr(transports.MessagePool, "take", counted)
+    monkeypatch.setattr(row_sets.MessagePool, "take", counted)
 
     def run(ring):
         layout = ring.layout_for(TOKENS * p - 1, pattern)

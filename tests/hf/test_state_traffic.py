@@ -12,7 +12,7 @@ from hf_ring_attention.hf.heads import watched
 from hf_ring_attention.hf.hybrid_types import MIXERS
 from hf_ring_attention.plan.choices import decide_call
 from hf_ring_attention.plan.problem import Problem
-from hf_ring_attention.plan.state_traffic import rows_traffic, states_traffic
+from hf_ring_attention.plan.state_runs import rows_traffic, states_traffic
 from hf_ring_attention.plan.traffic import RowBytes, collective_traffic, ring_traffic
 
 from ..support.ranks import on_ranks

@@ -405,7 +405,7 @@ def test_bytes_of_joining_are_those_of_their_formulas(world_size):
 
     def work(ring, model):
         add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-        ring._communicator.gather_objects = refuse
+        ring.communicator.gather_objects = refuse
         layout = ring.layout_for(TOKENS, "window:6+2", [[(0, TOKENS - 6)], [(0, TOKENS)]])
         others, local, width = world_size - 1, layout.local_len, model.config.hidden_size
         with torch.no_grad():

@@ -71,8 +71,8 @@ def test_the_largest_numbers_are_patterns():
 
 
 def test_heads_with_a_pattern_each_are_written_in_little_time():
-    texts = [f"window:{length}" for length in range(1, 65537)]
-    assert str(Pattern.by_kv_head(texts)).count(";") == 65535
+    texts = [f"window:{length}" for length in range(1, 16385)]
+    assert str(Pattern.by_kv_head(texts)).count(";") == 16383
 
 
 @pytest.mark.parametrize("value", [LARGEST + 1, 10**5000], ids=["2**63", "10**5000"])

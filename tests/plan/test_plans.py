@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hf_ring_attention.plan.branches import Segment, Window
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.patterns import Pattern
-from hf_ring_attention.plan.plans import held_tiles, plan_rank
+from hf_ring_attention.plan.plans import plan_rank, tiles_from
 from hf_ring_attention.plan.problem import HeldKeys, Problem
 from tests.plan.strategies import problems
 
@@ -90,14 +90,13 @@ def check(problem):
     assert total == expected(problem), problem
 
 
-@settings(max_examples=250)
+@settings(max_examples=80)
 @given(problems)
 def test_all_ranks_together_are_the_definition(problem):
     check(problem)
 
 
-@pytest.mark.parametrize("overlap", ["once", "count"])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("causal", "overlap"), [(True, "once"), (False, "count")])
 def test_wide_bands(causal, overlap, rng):
     """Windows of many keys, dilated and not, in documents a few times as long, whole and over two ranks."""
     pattern = Pattern((Window(rng.randint(65, 110)), Window(2 * rng.randint(70, 110), 2)), overlap)
@@ -157,6 +156,9 @@ def test_few_batches_planned_quickly(pattern, causal):
         seconds.append(time.process_time() - start)
     assert len(plan.own) + len(plan.remote) <= (12 if causal else 30)
     assert min(seconds) < 0.1
+    shared = replace(problem, layout=SequenceLayout("contiguous", 32768, 4))
+    for plan_of_rank in (plan_rank(shared, rank) for rank in range(4) if causal):
+        assert len(plan_of_rank.own) + len(plan_of_rank.remote) <= 16
     # An equal problem, made anew, finds it.
     again = Problem(
         Pattern.from_dict(pattern.to_dict()),
@@ -167,18 +169,6 @@ def test_few_batches_planned_quickly(pattern, causal):
         causal=causal,
     )
     assert plan_rank(again, 0) is plan
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [Pattern.longnet([2048, 8192, 32768], [1, 4, 16]), Pattern.pyramid(512, 3)],
-    ids=["longnet", "pyramid"],
-)
-def test_few_batches_on_each_of_four_ranks(pattern):
-    problem = Problem(pattern, SequenceLayout("contiguous", 32768, 4), (((0, 32768),),), num_heads=32, num_kv_heads=8)
-    for rank in range(4):
-        plan = plan_rank(problem, rank)
-        assert len(plan.own) + len(plan.remote) <= 16
 
 
 def test_a_plan_does_not_grow_with_the_dilation():
@@ -205,7 +195,7 @@ def test_a_step_of_generation_is_planned_in_tiles_of_its_levels_and_heads():
             num_kv_heads=heads,
             held=held,
         )
-        batches = held_tiles(problem)
+        batches = tiles_from(problem, 0, 0)
         assert sum(batch.num_tiles for batch in batches) <= (levels + 1) * heads
         assert len(batches) <= levels + 2
 

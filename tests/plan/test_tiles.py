@@ -100,12 +100,12 @@ def patterns():
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("pattern", list(patterns()), ids=str)
 def test_whole_document(pattern, causal):
-    for length, heads in itertools.product((1, 2, 3, 5, 8, 13, 17, 24, 33, 40), ((4, 2), (3, 3))):
+    for length, heads in itertools.product((1, 2, 5, 13, 24, 40), ((4, 2), (3, 3))):
         runs = [Run(0, 0, length)]
         check(pattern, length, runs, runs, *heads, causal)
 
 
-@settings(max_examples=400)
+@settings(max_examples=120)
 @given(rngs)
 def test_random_patterns_with_rows_sharded_over_ranks(rng):
     """Queries of each rank against keys of each rank, rows numbered as the ranks store them."""

@@ -1,10 +1,9 @@
 """Backward passes meet those of the same call on other ranks, or every rank says that they do not."""
 
-import pytest
 import torch
 
 import hf_ring_attention as ra
-from tests.support.ranks import run_ranks
+from tests.support.cases import EVERY_TRANSPORT
 
 
 def call(ring, seed):
@@ -22,11 +21,10 @@ def said(function):
     return ""
 
 
-def in_another_order(rank, transport):
+def in_another_order(ring):
     """The error of two backward passes in another order on each rank; two passes in one order follow."""
-    ring = ra.Ring(transport=transport)
     first, second = call(ring, 0), call(ring, 1)
-    mixed = [first, second] if rank == 0 else [second, first]
+    mixed = [first, second] if ring.rank == 0 else [second, first]
     error = said(lambda: [out.sum().backward() for _, out in mixed])
     # In any order that all ranks share, each gets its own gradient.
     found = []
@@ -39,12 +37,11 @@ def in_another_order(rank, transport):
     return error
 
 
-def unrecorded_on_one_rank(rank, transport):
+def unrecorded_on_one_rank(ring):
     """The error of a call whose gradients one rank alone records; a call of all follows."""
-    ring = ra.Ring(transport=transport)
 
     def frozen():
-        with torch.set_grad_enabled(rank == 0):
+        with torch.set_grad_enabled(ring.rank == 0):
             call(ring, 0)
 
     error = said(frozen)
@@ -54,54 +51,57 @@ def unrecorded_on_one_rank(rank, transport):
     return error
 
 
-def refusals(rank, transport):
-    return in_another_order(rank, transport), unrecorded_on_one_rank(rank, transport)
-
-
-@pytest.mark.parametrize("transport", ["ring", "collective", "heads"])
-def test_other_orders_and_other_gradients_are_refused_on_every_rank(transport):
-    for order, gradients in run_ranks(refusals, 2, transport):
-        assert "the ranks of the ring disagree on the call: rank 0: the backward pass of call 1," in order
-        assert "rank 1: the backward pass of call 2," in order
-        assert "disagree on whether gradients are recorded: rank 0: True, rank 1: False" in gradients
-
-
-def backward_against_forward(rank):
-    ring = ra.Ring()
+def backward_against_forward(ring):
+    """The error of a rank that runs a backward pass while the other makes another call."""
     _, out = call(ring, 0)
-    return said((lambda: out.sum().backward()) if rank else (lambda: call(ring, 1)))
+    return said((lambda: out.sum().backward()) if ring.rank else (lambda: call(ring, 1)))
 
 
-def test_a_backward_pass_that_meets_a_forward_pass_is_refused_on_every_rank():
-    for error in run_ranks(backward_against_forward, 2):
-        assert "disagree on the call: rank 0: a forward pass of attention, rank 1: the backward pass of call 1" in error
-
-
-def unsharding(rank):
-    ring = ra.Ring()
+def unsharding(ring):
+    """The errors of calls of `unshard` that differ; one of all ranks follows."""
     layout = ring.layout_for(8, ra.Pattern.exact())
     errors = {}
     states = [torch.randn(1, 4, 3, requires_grad=True) for _ in range(2)]
     wholes = [ring.unshard(x, layout) for x in states]
-    errors["order"] = said(lambda: [wholes[number].sum().backward() for number in ((0, 1), (1, 0))[rank]])
-    errors["shape"] = said(lambda: ring.unshard(torch.zeros(1, 4, 3 + rank), layout))
-    errors["one rank"] = said(lambda: ring.unshard(torch.zeros(1, 4 + rank, 3), layout))
-    errors["another call"] = said((lambda: call(ring, 0)) if rank else lambda: ring.unshard(states[0], layout))
+    errors["order"] = said(lambda: [wholes[number].sum().backward() for number in ((0, 1), (1, 0))[ring.rank]])
+    errors["shape"] = said(lambda: ring.unshard(torch.zeros(1, 4, 3 + ring.rank), layout))
+    errors["one rank"] = said(lambda: ring.unshard(torch.zeros(1, 4 + ring.rank, 3), layout))
+    errors["another call"] = said((lambda: call(ring, 0)) if ring.rank else lambda: ring.unshard(states[0], layout))
+    # A gather beside another call would take its messages for its own.
+    errors["gather"] = said((lambda: call(ring, 0)) if ring.rank else lambda: ring.gather(torch.zeros(2)))
+    errors["gathered"] = said(lambda: ring.gather(torch.zeros(2 + ring.rank)))
     whole = ring.unshard(states[0].detach().requires_grad_(), layout)
     whole.sum().backward()
     return errors
 
 
-def test_calls_of_unshard_that_differ_are_refused_on_every_rank():
+def refusals(rank):
+    of_transports = {}
+    for transport in EVERY_TRANSPORT:
+        ring = ra.Ring(transport=transport)
+        of_transports[transport] = in_another_order(ring), unrecorded_on_one_rank(ring)
+    return of_transports, backward_against_forward(ra.Ring()), unsharding(ra.Ring())
+
+
+def test_calls_in_other_orders_are_refused_on_every_rank(ranks):
     expected = {
         "order": "disagree on the call: rank 0: the backward pass of call 1",
         "shape": "disagree on the shape of a rank's tensor: rank 0: (1, 4, 3), rank 1: (1, 4, 4)",
         "one rank": "expected 4 tokens along dim 1, got 5",
         "another call": "disagree on the call: rank 0: unshard, rank 1: a forward pass of attention",
+        "gather": "disagree on the call: rank 0: gather, rank 1: a forward pass of attention",
+        "gathered": "disagree on the shape of a tensor to gather: rank 0: (2,), rank 1: (3,)",
     }
-    for errors in run_ranks(unsharding, 2):
+    for of_transports, of_a_forward_pass, of_unsharding in ranks.run(refusals, 2):
+        for transport, (order, gradients) in of_transports.items():
+            assert "the ranks of the ring disagree on the call: rank 0: the backward pass of call 1," in order, (
+                transport
+            )
+            assert "rank 1: the backward pass of call 2," in order, transport
+            assert "disagree on whether gradients are recorded: rank 0: True, rank 1: False" in gradients, transport
+        assert "rank 0: a forward pass of attention, rank 1: the backward pass of call 1" in of_a_forward_pass
         for name, text in expected.items():
-            assert text in errors[name], name
+            assert text in of_unsharding[name], name
 
 
 def test_one_rank_compares_nothing():

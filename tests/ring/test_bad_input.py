@@ -103,6 +103,10 @@ def test_one_rank(name):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        (
+            {"layout": "striped"},
+            "layout must be one of 'auto', 'contiguous', 'zigzag', 'documents', got 'striped'",
+        ),
         ({"transport": "nccl"}, "transport must be one of 'auto', 'ring', 'collective', 'heads', 'local', got 'nccl'"),
         ({"transport": "collective"}, r"transport='collective' needs torch\.distributed to be initialized"),
     ],

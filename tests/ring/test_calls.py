@@ -1,7 +1,7 @@
 """Calls on rings beside what else PyTorch does: calls that interleave, checkpointing, no gradients or a few, compilers."""
 
 import itertools
-import random
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -11,11 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import reference_attention
-from tests.support.cases import EXACT_ATTENTION, check_cases, random_cases
+from tests.support.cases import EXACT_ATTENTION, TRANSPORTS
 from tests.support.threads import forget_modes
 from tests.support.tolerance import largest
 
-TRANSPORTS = ("ring", "collective")
 PATTERN = ra.Pattern.pyramid(window=3, levels=3, ratio=2, sinks=2)
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
@@ -75,43 +74,33 @@ CALLS = {
 ORDERS = ("first in, first out", "first in, last out")
 
 
-def two_calls_at_once(rank, rings, lengths, seed, order):
-    """The error of two calls, both forward and then both backward."""
+def two_calls_at_once(rank, seed):
+    """The errors of two calls, both forward and then both backward, in either order."""
     by_name = {name: ra.Ring(transport=name) for name in TRANSPORTS}
     by_name["other group"] = ra.Ring(dist.new_group(), transport="ring")
-    calls = [Call(by_name[name], seed + i, length) for i, (name, length) in enumerate(zip(rings, lengths, strict=True))]
-    for call in calls:
-        call.forward()
-    for call in calls if order == ORDERS[0] else reversed(calls):
-        call.backward()
-    return largest(call.error() for call in calls)
+    errors = {}
+    for (name, (rings, lengths)), order in itertools.product(CALLS.items(), ORDERS):
+        calls = [Call(by_name[ring], seed + i, n) for i, (ring, n) in enumerate(zip(rings, lengths, strict=True))]
+        for call in calls:
+            call.forward()
+        for call in calls if order == ORDERS[0] else reversed(calls):
+            call.backward()
+        errors[name, order] = largest(call.error() for call in calls)
+    return errors
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("calls", CALLS)
-def test_two_calls_at_once(ranks, rng, calls, order):
-    assert_exact(ranks.run(two_calls_at_once, 3, *CALLS[calls], rng.randrange(2**32), order))
-
-
-def two_rings_side_by_side(rank, seed):
-    """Each ring has cases of its own, one of them longer ones."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    number = rank // 2
-    ring = ra.Ring(pairs[number], transport="ring")
-    check_cases(ring, random_cases(random.Random(f"{seed}-{number}"), 10, max_len=(25, 60)[number]))
-
-
-def test_two_rings_side_by_side(ranks, rng):
-    ranks.run(two_rings_side_by_side, 4, rng.random())
+def test_two_calls_at_once(ranks, rng):
+    for errors in ranks.run(two_calls_at_once, 3, rng.randrange(2**32)):
+        assert max(errors.values()) <= EXACT_ATTENTION, errors
 
 
 # ---- without gradients, or with some
 
 
-def without_gradients(rank, seed, mode):
+def without_gradients(rank, seed):
     """The largest error of calls that record no gradients, and of calls of the same shapes after them that do."""
     errors = []
-    for transport in TRANSPORTS:
+    for transport, mode in itertools.product(TRANSPORTS, (torch.no_grad, torch.inference_mode)):
         call = Call(ra.Ring(transport=transport), seed, 24)
         with mode():
             call.forward()
@@ -121,16 +110,9 @@ def without_gradients(rank, seed, mode):
     return largest(errors)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_without_gradients(ranks, rng, world_size, mode):
-    """And the plans made there serve calls with gradients."""
-    assert_exact(ranks.run(without_gradients, world_size, rng.randrange(2**32), mode))
-
-
 def some_gradients(rank, seed):
-    """The largest error if one or two of q, k and v take gradients."""
-    errors, some = [], [names for count in (1, 2) for names in itertools.combinations("qkv", count)]
+    """The largest error if none, one or two of q, k and v take gradients."""
+    errors, some = [without_gradients(rank, seed)], ["q", "k", "v", "qk", "qv", "kv"]
     for transport, names in itertools.product(TRANSPORTS, some):
         call = Call(ra.Ring(transport=transport), seed, 20)
         for name, x in call.leaves.items():
@@ -141,8 +123,9 @@ def some_gradients(rank, seed):
     return largest(errors)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_some_gradients(ranks, rng, world_size):
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_no_gradients_and_some(ranks, rng, world_size):
+    """The plans of calls without gradients serve calls with gradients."""
     assert_exact(ranks.run(some_gradients, world_size, rng.randrange(2**32)))
 
 
@@ -188,30 +171,31 @@ def difference(got, want):
     return largest(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want, strict=True))
 
 
-def checkpointing(rank, transport, seed, use_reentrant):
-    """The error of two layers whose activations are computed again in backward, against the same two as they are."""
+def checkpointing(rank, transport, seed):
+    """The errors of two layers whose activations are computed again in backward, against the same two as they are."""
     layers, x = layers_and_rows(ra.Ring(transport=transport), seed, 2)
     again = mock.Mock(side_effect=ra.ring_attention)
 
     def plain(x):
         return layers[1](layers[0](x))
 
-    def checkpointed(x):
+    def checkpointed(x, use_reentrant):
         for layer in layers:
             x = checkpoint(layer, x, use_reentrant=use_reentrant)
         return x
 
-    want = outputs_and_gradients(plain, layers, x)
-    with mock.patch.object(ra, "ring_attention", again):
-        got = outputs_and_gradients(checkpointed, layers, x)
-    assert again.call_count == 4
-    return difference(got, want)
+    want, errors = outputs_and_gradients(plain, layers, x), []
+    for use_reentrant in (False, True):
+        with mock.patch.object(ra, "ring_attention", again):
+            got = outputs_and_gradients(partial(checkpointed, use_reentrant=use_reentrant), layers, x)
+        errors.append(difference(got, want))
+    assert again.call_count == 8
+    return largest(errors)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize(("world_size", "transport"), [(2, "collective"), (3, "ring")])
-def test_gradient_checkpointing(ranks, rng, world_size, transport, use_reentrant):
-    assert_exact(ranks.run(checkpointing, world_size, transport, rng.randrange(2**32), use_reentrant))
+def test_gradient_checkpointing(ranks, rng, world_size, transport):
+    assert_exact(ranks.run(checkpointing, world_size, transport, rng.randrange(2**32)))
 
 
 def check_compiled(ring, seed):

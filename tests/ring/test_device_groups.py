@@ -14,13 +14,12 @@ import hf_ring_attention as ra
 from hf_ring_attention.cli.checks import machine
 from hf_ring_attention.transport.communicators import companion_of
 from tests.hf.test_sharded_cache import cache_argument, greedy, tokens
-from tests.support.cases import check_cases, random_cases
+from tests.support.cases import TRANSPORTS, check_cases, random_cases
 from tests.support.ranks import PROMPTLY, run_ranks
 from tests.support.tiny_models import tiny_model
 
 #: A backend for CUDA alone that can be made without it. Tensors of these tests are on the CPU, and it takes none of them.
 DEVICE_ONLY = "cuda:gloo"
-TRANSPORTS = ("ring", "collective")
 
 
 def device_only(ranks=None, **options):
@@ -29,6 +28,13 @@ def device_only(ranks=None, **options):
         with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
             dist.all_reduce(torch.zeros(1), group=group)
     return group
+
+
+def agree(ring, name, message=None, **options):
+    """The messages of all ranks."""
+    with ring.agreement(name, **options) as call:
+        call.message = message
+    return call.answers
 
 
 def said(function):
@@ -66,7 +72,7 @@ def refusals(rank):
     calls = {
         "a refusal": lambda: attend("exact" if rank == 0 else "exactly"),
         "another call": lambda: attend() if rank == 0 else ring.unshard(torch.zeros(1, 4), ring.layout_for(8, "exact")),
-        "another kind": lambda: attend() if rank == 0 else ring.agree("reading a file", {}),
+        "another kind": lambda: attend() if rank == 0 else agree(ring, "reading a file"),
         "backward": lambda: attend() if rank == 0 else attended.sum().backward(),
     }
     attended, found = attend(), {}
@@ -99,14 +105,14 @@ def one_for_all_rings(rank, folder):
         first, second = ra.Ring(), ra.Ring(dist.group.WORLD)
         if rank == 0:
             ra.Ring()  # Made by one rank, it waits for none.
-        assert first.agree("a call", {}, tell=rank) == second.agree("a call", {}, tell=rank) == [0, 1, 2, 3]
+        assert agree(first, "a call", rank) == agree(second, "a call", rank) == [0, 1, 2, 3]
         assert companion_of(dist.group.WORLD) is companion_of(dist.group.WORLD) is not None
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ring"))
         ring = ra.Ring(mesh)
-        assert ring.agree("a call", {}, tell=rank) == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert agree(ring, "a call", rank) == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert companion_of(mesh["ring"].get_group()) is not companion_of(dist.group.WORLD)
         dist.new_group()  # Groups of the world that are made afterwards are made by all.
-        assert first.agree("another call", {}, tell=rank, everywhere=True) == [0, 1, 2, 3]
+        assert agree(first, "another call", rank, everywhere=True) == [0, 1, 2, 3]
     dist.destroy_process_group()
     dist.init_process_group("gloo", f"file://{folder}/end", rank=rank, world_size=4)
     assert companion_of(dist.group.WORLD) is None
@@ -120,7 +126,7 @@ def timeouts(rank):
     group = device_only(timeout=timedelta(seconds=5))
     ring = ra.Ring(group)
     start = time.monotonic()
-    error = said(lambda: ring.agree("a call", {})) if rank == 0 else None
+    error = said(lambda: agree(ring, "a call")) if rank == 0 else None
     dist.barrier()
     return error, time.monotonic() - start
 

@@ -37,8 +37,8 @@ RANKS = [(2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (8, 4), (8, 2)]
 
 def named_case(rng, pattern, rows, heads, kv_heads):
     """A case of uneven length with all that attention may have: grouped heads, softcap, sinks, values narrower than keys."""
-    seq_len = 2 * rng.randint(20, 30) + 1
-    first, second = rng.randint(3, 9), rng.randint(12, 18)
+    seq_len = 2 * rng.randint(13, 18) + 1
+    first, second = rng.randint(3, 9), rng.randint(12, 16)
     documents = {
         "one document": [[(0, seq_len)]] * 2,
         "packed": [[(0, first), (first, second), (second, seq_len)], [(0, second), (second, seq_len)]],
@@ -65,12 +65,13 @@ def named_case(rng, pattern, rows, heads, kv_heads):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("world_size", "heads"), RANKS)
 def test_every_pattern_packed_padded_and_uneven(world_size, heads, layout, rng):
-    """Each pattern takes each kind of rows in turn, with more and with fewer key/value heads than ranks."""
+    """Half of the patterns, each with a kind of rows in turn, and with more or with fewer key/value heads than ranks."""
     turn = RANKS.index((world_size, heads)) + LAYOUTS.index(layout)
     more_and_fewer = (2 * heads, 1, heads, heads // 2 if heads % 2 == 0 else 1)
     cases = [
         named_case(rng, pattern, ROWS[(number + turn) % 3], heads, more_and_fewer[(number + turn) % 4])
         for number, pattern in enumerate(PATTERNS)
+        if (number + turn) % 2
     ]
     for case in cases:
         assert case.definition and case.rounding
@@ -84,14 +85,14 @@ def test_every_pattern_packed_padded_and_uneven(world_size, heads, layout, rng):
 
 def checked_in_a_process(rank, heads, seed):
     rng = random.Random(seed)
-    cases = fitting_cases(rng, heads, 6)
+    cases = fitting_cases(rng, heads, 3)
     for layout in LAYOUTS:
         ring = ra.Ring(layout=layout, transport="heads", heads=heads)
         ring.settings = replace(ring.settings, rows_of_a_head_group=1)
         check_cases(ring, cases)
 
 
-@pytest.mark.parametrize(("world_size", "heads"), [(2, 2), (3, 3), (4, 4), (4, 2), (6, 3)])
+@pytest.mark.parametrize(("world_size", "heads"), [(3, 3), (4, 4), (6, 3)])
 def test_processes(world_size, heads, ranks, rng):
     ranks.run(checked_in_a_process, world_size, heads, rng.random())
 
@@ -200,14 +201,14 @@ def test_groups_that_do_not_divide_are_refused(settings, said):
         ra.simulate(4, **settings)
 
 
-@pytest.mark.parametrize(("world_size", "heads"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("world_size", "heads"), [(4, 2), (4, 4)])
 def test_auto_exchanges_heads_where_the_choice_says_so(world_size, heads, rng, monkeypatch):
     """The results are the definition's, whichever ranks exchange."""
     monkeypatch.setattr(choices, "HEADS_AS_KEYS", 0)
     monkeypatch.setattr(choices, "WORTH_AN_EXCHANGE", 0.9)
     choices.choose_transport.cache_clear()
     # Only groups of this size can divide the heads.
-    cases = [replace(with_heads(rng, random_case(rng), heads, heads), causal=True) for _ in range(8)]
+    cases = [replace(with_heads(rng, random_case(rng), heads, heads), causal=True) for _ in range(5)]
     for case in cases:
         assert case.definition and case.rounding
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.kernels import CpuFlash
+from tests.support.cases import EVERY_TRANSPORT
 from tests.support.ranks import PROMPTLY, TIMEOUT, run_ranks
 
-TRANSPORTS = ("ring", "collective", "heads")
 SECONDS_OF_A_STALL = 5
 
 
@@ -51,7 +51,7 @@ def with_lost_peers(rank, folder):
 
     # A rank that has begun to send before rank 2 is gone may wait first for the other one, which has given up meanwhile.
     limit = timedelta(seconds=PROMPTLY / 2)
-    rings = {name: ra.Ring(dist.new_group(timeout=limit), transport=name) for name in TRANSPORTS}
+    rings = {name: ra.Ring(dist.new_group(timeout=limit), transport=name) for name in EVERY_TRANSPORT}
     found["before"] += [attempt(ring) for ring in rings.values()]
     dist.barrier()
     if rank == 2:
@@ -77,7 +77,7 @@ def test_a_peer_that_stalls(lost_peers):
         assert seconds < SECONDS_OF_A_STALL + PROMPTLY
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY_TRANSPORT)
 def test_a_peer_that_dies(lost_peers, transport):
     """The errors name the rank that is gone; only one may name another, which has given up for that."""
     told = [found["death"][transport] for found in lost_peers]

@@ -1,5 +1,6 @@
 """Numbers at their limits: what is not finite, large and tiny scores, float16, equal bits, long sequences."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -18,6 +19,8 @@ from tests.support.tolerance import allowed
 WAYS = [("ring", 1), ("ring", 3), ("collective", 2), ("heads", 2)]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 PATTERNS = ("exact", "window:8+2", "pyramid:8,2", "longnet:16/1,64/4")
+#: Two patterns for each way.
+PAIRS = (*PATTERNS, *PATTERNS[1:], PATTERNS[0])
 NAMES = ("out", "dq", "dk", "dv")
 
 
@@ -42,8 +45,7 @@ def drawn(dtype=torch.float32, tokens=64, heads=2, width=8):
 
 
 @pytest.mark.parametrize(("transport", "world_size"), WAYS)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
-def test_what_is_not_finite_stays_in_its_document(transport, world_size, value, rng):
+def test_what_is_not_finite_stays_in_its_document(transport, world_size, rng):
     """Neither padding nor another document changes a bit of a document's outputs and gradients."""
     documents = [[(2, 20), (20, 50)]]
     outside = {
@@ -51,11 +53,13 @@ def test_what_is_not_finite_stays_in_its_document(transport, world_size, value, 
         "the first document": [*range(2, 20)],
         "the second": [*range(20, 50)],
     }
+    values = itertools.cycle(rng.sample([math.nan, math.inf, -math.inf], 3))
     for pattern in (*PATTERNS, random_pattern(rng)):
         tensors, dout = drawn(torch.float64)
+        next(values)  # Each of the three places has other values under the next pattern.
         clean = on_ranks(world_size, transport, tensors, dout, pattern=pattern, documents=documents)
         for name, places in outside.items():
-            spoilt = [x.clone() for x in (*tensors, dout)]
+            spoilt, value = [x.clone() for x in (*tensors, dout)], next(values)
             for x in spoilt:
                 x[:, :, rng.sample(places, rng.randint(1, len(places)))] = value
             found = on_ranks(world_size, transport, spoilt[:3], spoilt[3], pattern=pattern, documents=documents)
@@ -72,7 +76,7 @@ def test_scores_of_ten_thousand(dtype, transport, world_size, rng):
     No plain computation says so, since it has no error at all where one key is picked; so the bound is that of any score.
     """
     cases, largest = [], 1e4
-    for _ in range(6):
+    for _ in range(3):
         case = random_case(rng, dtype)
         if transport == "heads":
             case = with_heads(rng, case, 4, 2)
@@ -98,8 +102,7 @@ def test_subnormal_values(transport, world_size):
         assert torch.allclose(found / 2**-1074, right * 1e-310 / 2**-1074, rtol=1e-6, atol=100)
 
 
-@pytest.mark.parametrize(("transport", "world_size"), WAYS)
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(("transport", "world_size", "pattern"), [(*way, x) for way, x in zip(WAYS * 2, PAIRS)])
 def test_float16_to_its_bounds(pattern, transport, world_size):
     """Means of almost the largest numbers are these to some roundings; scores beyond the largest are not infinite.
 
@@ -123,8 +126,9 @@ def test_float16_to_its_bounds(pattern, transport, world_size):
         assert error <= allowed(rounding, torch.float16), f"{name} is {error} off, where one device is {rounding}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("transport", "world_size"), WAYS)
+@pytest.mark.parametrize(
+    ("transport", "world_size", "dtype"), [(*way, x) for way, x in zip(WAYS * 2, (*DTYPES, *DTYPES[1:], DTYPES[0]))]
+)
 def test_two_runs_have_the_same_bits(transport, world_size, dtype, rng):
     documents = [[(0, 20), (20, 50)], [(3, 64)]]
     for pattern in ("exact", random_pattern(rng)):

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from tests.support.ranks import run_ranks
 
 LAYOUTS = ("contiguous", "zigzag")
-LENGTHS = (1, 2, 3, 5, 6, 7, 12, 31)
-DIMS = (0, 1, 2, 3, -1, -2)
+LENGTHS = (1, 3, 6, 7, 31)
+DIMS = (0, 1, -1, -2)
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
 
 
@@ -69,8 +68,8 @@ def checks(rank):
     check_gradients(ring)
 
 
-def test_three_ranks():
-    run_ranks(checks, 3)
+def test_three_ranks(ranks):
+    ranks.run(checks, 3)
 
 
 @pytest.mark.parametrize("check", [check_round_trips, check_gradients])

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 import hf_ring_attention as ra
-from tests.support.cases import random_case
+from tests.support.cases import TRANSPORTS, random_case
 from tests.support.ranks import PROMPTLY, TIMEOUT
 
 EXACT = ra.Pattern.exact()
-TRANSPORTS = ("ring", "collective")
 
 
 def attention(ring, **options):
@@ -149,7 +148,7 @@ def results_of_processes(rank, cases):
 
 def test_the_numbers_of_processes(rng, ranks):
     """Bit for bit."""
-    cases = [random_case(rng) for _ in range(5)]
+    cases = [random_case(rng) for _ in range(3)]
     processes = ranks.run(results_of_processes, 3, cases)
     for transport in TRANSPORTS:
         simulated = ra.run_simulated(lambda ring: results(ring, cases), 3, transport=transport, timeout=TIMEOUT)

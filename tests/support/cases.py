@@ -10,8 +10,12 @@ import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import reference_attention
 from hf_ring_attention.plan.layouts import SequenceLayout, merged_pieces
 from hf_ring_attention.plan.problem import Problem
+from hf_ring_attention.transport import table
 from tests.support.tolerance import allowed, largest
 
+#: All transports of several ranks; and those that take any numbers of heads (tests/ring/test_heads.py is about the other one).
+EVERY_TRANSPORT = tuple(name for name in table.TRANSPORTS if name != "local")
+TRANSPORTS = tuple(name for name in EVERY_TRANSPORT if name != "heads")
 #: Of attention alone, in float64: some thousand of its roundings.
 EXACT_ATTENTION = 1e-12
 

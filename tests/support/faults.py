@@ -107,7 +107,8 @@ class FaultyRank:
         else:
             self.attend(ring)
         # What a rank comes to after its fault, where the others wait for it.
-        ring.agree("the end", {})
+        with ring.agreement("the end"):
+            pass
 
     def meet(self, folder):
         """Waits for all ranks without a message, so that the fault meets none of them in its set-up."""
@@ -142,8 +143,8 @@ class FaultyRank:
             "agreement", communicators.ProcessGroupCommunicator, "gather", lambda _: next(calls, "") == "of objects"
         )
         self.reach("agreement", "before")
-        with of_objects:
-            ring.agree("a call", {"the pattern": "exact"})
+        with of_objects, ring.agreement("a call") as call:
+            call.same("the pattern", "exact")
         self.reach("agreement", "after")
 
 

@@ -136,7 +136,7 @@ def measure_transport(run: CheckRun, transport: str, neighbours: bool) -> dict[s
             kind = str(dtype).removeprefix("torch.")
             worst[kind] = max(worst.get(kind, [0.0, bound]), [_largest(errors), bound])
             beyond += [(x, layout.kind, kind, error, bound) for x, error in errors.items() if not error <= bound]
-    kernel = choose_kernel(run.device, run.state["dtype"], heads.width, heads.value_width).kernel
+    kernel = choose_kernel(run.device, run.state["dtype"], heads.width, heads.value_width)
     return {"errors": worst, "beyond": beyond, "kernel": kernel.name, "size": size}
 
 

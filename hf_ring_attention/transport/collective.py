@@ -1,0 +1,111 @@
+"""The collective transport: rows reach all ranks that need them in one exchange, and their gradients go home in another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..compute.binding import Binder, BoundBatch, OwnBinding, bind_own
+from ..compute.merge import accumulation_dtype
+from ..compute.rows import IndexRows
+from ..plan.joins import Joining
+from ..plan.plans import TileBatch, plan_rank
+from ..plan.problem import Problem
+from ..plan.routes import needed
+from .communicators import Exchanger
+from .row_sets import Payload, RowSet
+from .transports import Link, Step, StepGradients, Traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveBinding:
+    """The work of a rank around one exchange of rows: tiles with its own keys, and tiles with the keys that arrive."""
+
+    own: OwnBinding
+    remote: tuple[BoundBatch, ...]
+    used: bool  # whether any rank needs rows of another
+    send: RowSet  # this rank's rows to send, in the order of the ranks that need them
+    send_counts: list[int]  # the number of rows to each rank
+    receive_counts: list[int]  # the number of rows from each rank
+
+
+def bind_collective(problem: Problem, rank: int, device: torch.device, joining: Joining | None) -> CollectiveBinding:
+    """Binds the plan of `rank` for one exchange of the rows that ranks need."""
+    binder, layout, heads = Binder(problem, device, joining), problem.layout, range(problem.num_kv_heads)
+    peers = [peer for peer in range(layout.world_size) if peer != rank]
+
+    def payload(reader: int, source: int) -> Tensor:
+        return Payload(needed(problem, reader, source), problem, heads, device).numbers
+
+    send = {peer: payload(peer, rank) for peer in peers}
+    receive = {peer: payload(rank, peer) for peer in peers}
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    send_counts, receive_counts = (
+        [len(rows.get(peer, nothing)) for peer in range(layout.world_size)] for rows in (send, receive)
+    )
+    # Rows arrive by source, and by their number there; tiles number them as in the whole sequence.
+    whole = []
+    for peer, numbers in receive.items():
+        rows = [layout.positions(peer, row) for row in range(len(layout.rows) or 1)]
+        positions, local = torch.tensor(rows, device=device), numbers % layout.local_len
+        row_of_head = numbers // layout.local_len
+        batch_row = row_of_head // problem.num_kv_heads if layout.rows else torch.zeros_like(local)
+        whole.append(row_of_head * layout.padded_len + positions[batch_row, local])
+    numbers, places = torch.sort(torch.cat(whole)) if whole else (nothing, nothing)
+
+    def arrived(batch: TileBatch) -> IndexRows:
+        rows = places[torch.searchsorted(numbers, binder.key_numbers(batch, layout.padded_len))]
+        return IndexRows(batch.num_keys, rows=rows)
+
+    return CollectiveBinding(
+        own=bind_own(problem, rank, device, joining),
+        remote=binder.calls(plan_rank(problem, rank).remote, lambda batch: None, arrived),
+        used=any(needed(problem, a, b) for a in range(layout.world_size) for b in range(layout.world_size)),
+        send=RowSet(sum(send_counts), torch.cat([nothing, *send.values()])),  # by reader, not ascending
+        send_counts=send_counts,
+        receive_counts=receive_counts,
+    )
+
+
+class CollectiveTransport:
+    """Exchanges the needed rows of all ranks by one all-to-all in forward, and by two in backward.
+
+    Memory and traffic count the needed rows only. K and V travel side by side in one message, gradients in the accumulation
+    dtype.
+    """
+
+    def __init__(self, binding: CollectiveBinding, communicator: Exchanger, traffic: Traffic) -> None:
+        self.binding = binding
+        self.whole = None if binding.used else binding.own.whole
+        self.link = Link(communicator, traffic, "collective attention")
+
+    def steps(self, k: Tensor, v: Tensor, gradients: StepGradients = None) -> Iterator[Step]:
+        binding, widths = self.binding, [k.shape[-1], v.shape[-1]]
+        if not binding.used:
+            yield Step(k, v, binding.own.batches, gradients)
+            return
+        name = "forward" if gradients is None else "backward"
+        received, arriving = self.link.all_to_all(
+            f"{name} pass, keys and values",
+            torch.cat([binding.send.take(x) for x in (k, v)], dim=-1),
+            binding.send_counts,
+            binding.receive_counts,
+        )
+        yield Step(k, v, binding.own.batches, gradients)
+        arriving.wait()
+        keys, values = received[None, None].split(widths, dim=-1)
+        if gradients is None:
+            yield Step(keys, values, binding.remote)
+            return
+        grads = torch.zeros_like(received, dtype=accumulation_dtype(k.dtype))
+        dkeys, dvalues = grads[None, None].split(widths, dim=-1)
+        yield Step(keys, values, binding.remote, (dkeys, dvalues))
+        home, arriving = self.link.all_to_all(
+            "backward pass, gradients", grads, binding.receive_counts, binding.send_counts
+        )
+        arriving.wait()
+        for target, part in zip(gradients, home.split(widths, dim=-1)):
+            binding.send.add_(target, part)

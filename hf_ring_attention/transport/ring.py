@@ -1,0 +1,236 @@
+"""The ring transport: rows travel from neighbour to neighbour, each as far as its last reader."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..compute.binding import Binder, BoundBatch, bind_own
+from ..compute.merge import accumulation_dtype
+from ..compute.rows import IndexRows
+from ..plan.joins import Joining
+from ..plan.plans import TileBatch, of_heads, tiles_from
+from ..plan.problem import Problem
+from ..plan.routes import Hop, KeyRows, Lap, ring_laps
+from .communicators import Exchanger, Message
+from .row_sets import MessagePool, MessageRows, Payload, RowSet
+from .transports import Arriving, Link, Step, StepGradients, Traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingStep:
+    """One step of a rank in a lap: its tiles, and the rows that arrive for them and leave."""
+
+    batches: tuple[BoundBatch, ...]
+    number: int  # hops between this rank and the owner of the rows that it holds; 0 for its own rows
+    of: int  # steps of the lap
+    source: int  # the owner of the rows
+    following: int  # the neighbour that rows go to
+    previous: int  # the neighbour that rows come from
+    last_user: int  # the rank that holds this rank's rows at this step, and is the last to use the rows in `home`
+    shape: tuple[int, int, int]  # of the payload's rows: [B, heads, rows] or [1, 1, rows]
+    sent: RowSet  # rows of the step before that go to `following` while this step's payload arrives
+    carried: RowSet  # rows of the payload whose gradients arrive from `previous` after its part is done
+    goes_on: RowSet  # rows of the payload whose gradients go to `following`
+    finished: RowSet  # rows of the payload whose gradients go home, to `source`
+    home: RowSet  # rows of this rank whose gradients come home, from `last_user`
+
+    @property
+    def arriving(self) -> int:
+        """The number of rows of the payload; 0 at step 0."""
+        return self.shape[0] * self.shape[1] * self.shape[2]
+
+
+@dataclass(frozen=True)
+class RingBinding:
+    """The steps of all laps, in their order; `whole` is the tile that is all work of the rank, if there is such a tile."""
+
+    steps: tuple[RingStep, ...]
+    whole: BoundBatch | None
+
+
+def _with_payload(
+    binder: Binder, batches: tuple[TileBatch, ...], heads: range, payload: Payload
+) -> tuple[BoundBatch, ...]:
+    """Returns the kernel calls of tiles of these heads with a payload's keys; tiles number keys as its source does."""
+    first = payload.first
+
+    def view(batch: TileBatch) -> BoundBatch | None:
+        return None if first is None else binder.view(batch, heads, 0, first)
+
+    def keys(batch: TileBatch) -> IndexRows:
+        return IndexRows(batch.num_keys, rows=payload.places(binder.key_numbers(batch, binder.key_rows)))
+
+    return binder.calls(batches, view, keys)
+
+
+def bind_ring(problem: Problem, rank: int, device: torch.device, joining: Joining | None) -> RingBinding:
+    """Binds the steps of `rank` round the ring."""
+    own, laps = bind_own(problem, rank, device, joining), ring_laps(problem)
+    steps = tuple(step for lap in laps for step in _lap_steps(problem, rank, device, joining, lap))
+    # A rank that needs no keys of others may still have to send its own.
+    return RingBinding(steps, None if any(lap.steps for lap in laps) else own.whole)
+
+
+def _lap_steps(problem: Problem, rank: int, device: torch.device, joining: Joining | None, lap: Lap) -> list[RingStep]:
+    binder, p, heads = Binder(problem, device, joining), problem.layout.world_size, lap.heads
+
+    def payload(rows: KeyRows | None) -> Payload:
+        return Payload(nothing if rows is None else rows, problem, heads, device)
+
+    def payload_of(hop: Hop | None, name: str) -> Payload:
+        return payload(None if hop is None else getattr(hop, name))
+
+    nothing = KeyRows(problem.num_kv_heads, (), (0,) * (len(problem.row_classes) * problem.num_kv_heads))
+    own_rows = len(problem.documents) * problem.num_kv_heads * problem.layout.local_len
+    following = (rank + lap.direction) % p
+    route = lap.routes[rank]
+    steps = []
+    held: Payload | None = None  # this rank's own rows, which need no payload
+    for number in range(0 if lap.with_own else 1, lap.steps + 1):
+        source = lap.source(rank, number)
+        here, onward = lap.hop(rank, number), lap.hop(following, number + 1)
+        sent = payload_of(lap.hop(following, number) if number else None, "rows")
+        home = payload(route[number - 1].finished if 1 <= number <= len(route) else None)
+        arriving = payload_of(here, "rows")
+        tiles = of_heads(tiles_from(problem, rank, source), heads, binder.group) if here or not number else ()
+        batches = _with_payload(binder, tiles, heads, arriving) if number else binder.own(tiles, heads)
+        steps.append(
+            RingStep(
+                batches=batches,
+                number=number,
+                of=lap.steps,
+                source=source,
+                following=following,
+                previous=(rank - lap.direction) % p,
+                last_user=(rank + number * lap.direction) % p,
+                shape=arriving.shape,
+                sent=RowSet.of(sent.numbers, own_rows) if held is None else held.row_set(sent),
+                carried=arriving.row_set(payload_of(here, "carried")),
+                goes_on=arriving.row_set(payload_of(onward if number else None, "carried")),
+                finished=arriving.row_set(payload_of(here, "finished")),
+                home=RowSet.of(home.numbers, own_rows),
+            )
+        )
+        held = arriving if number else None
+    return steps
+
+
+class RingTransport:
+    """Rows travel from neighbour to neighbour, each as far as its last reader; gradients follow them, and come home.
+
+    While the caller computes with one payload, the next is under way: two payloads are held, whatever the number of
+    ranks. K and V travel in one message. In backward they travel again; the gradients of a payload's rows follow one
+    computation behind, in the accumulation dtype, and the last rank to use a row sends its gradient to the row's owner.
+    """
+
+    def __init__(
+        self, binding: RingBinding, communicator: Exchanger, traffic: Traffic, rank: int | None = None
+    ) -> None:
+        self.binding, self.whole = binding, binding.whole
+        self.link = Link(communicator, traffic, "ring attention", rank)
+
+    def _travel(self, k: Tensor, v: Tensor, name: str) -> Iterator[tuple[RingStep, RingStep | None, Tensor, Tensor]]:
+        """Yields each step, the next one, and the step's keys and values, while the keys of the next step are under way."""
+        steps, widths = self.binding.steps, (k.shape[-1], v.shape[-1])
+        pool = MessagePool(k, widths, k.dtype, max(max(step.arriving, step.sent.count) for step in steps))
+        own = MessageRows(k.new_empty(0), k, v)
+        held = own
+        for step, following in zip(steps, (*steps[1:], None)):
+            if following is None or not following.number:
+                yield step, following, held.first, held.second
+                pool.give(held)
+                held = own
+                continue
+            (coming,) = pool.take(following.shape)
+            (going,) = pool.pack(own if following.number == 1 else held, following.sent)
+            arriving = self.link.exchange(
+                f"{name} pass, step {following.number} of {following.of}, keys and values",
+                [Message(following.following, going.message)],
+                [Message(following.previous, coming.message)],
+            )
+            yield step, following, held.first, held.second
+            arriving.wait()
+            pool.give(held)
+            if going.buffer is not held.buffer:
+                pool.give(going)
+            held = coming
+
+    def steps(self, k: Tensor, v: Tensor, gradients: StepGradients = None) -> Iterator[Step]:
+        if gradients is not None:
+            yield from self._backward(k, v, gradients)
+            return
+        for step, _, keys, values in self._travel(k, v, "forward"):
+            yield Step(keys, values, step.batches)
+
+    def _backward(self, k: Tensor, v: Tensor, own: tuple[Tensor, Tensor]) -> Iterator[Step]:
+        steps, widths = self.binding.steps, (k.shape[-1], v.shape[-1])
+        coming = [step.home.count + after.carried.count for step, after in itertools.pairwise(steps)]
+        most = max(steps[-1].home.count, *coming, *(step.arriving for step in steps))
+        pool = MessagePool(k, widths, accumulation_dtype(k.dtype), most)
+        flight: _InFlight | None = None
+        for step, following, keys, values in self._travel(k, v, "backward"):
+            if not step.number:
+                yield Step(keys, values, step.batches, own)
+                self._finish_gradients(flight, pool, own)
+                flight = None
+                continue
+            (grads,) = pool.take(step.shape)
+            grads.message.zero_()
+            yield Step(keys, values, step.batches, (grads.first, grads.second))
+            self._finish_gradients(flight, pool, own, (step, grads))
+            flight = self._start_gradients(step, following, pool, grads)
+        self._finish_gradients(flight, pool, own)
+
+    def _start_gradients(
+        self, step: RingStep, following: RingStep | None, pool: MessagePool, grads: MessageRows
+    ) -> _InFlight:
+        """Starts to send the gradients of a step's payload onward and home, and to receive the neighbours' gradients."""
+        carried = 0 if following is None else following.carried.count
+        onward, home = pool.take((1, 1, carried), (1, 1, step.home.count))
+        goes_on, finished = pool.pack(grads, step.goes_on, step.finished)
+        if goes_on.buffer is not grads.buffer:
+            pool.give(grads)
+        arriving = self.link.exchange(
+            f"backward pass, step {step.number} of {step.of}, gradients",
+            [Message(step.following, goes_on.message), Message(step.source, finished.message)],
+            [Message(step.previous, onward.message), Message(step.last_user, home.message)],
+        )
+        return _InFlight(arriving, step, onward, home, goes_on)
+
+    def _finish_gradients(
+        self,
+        flight: _InFlight | None,
+        pool: MessagePool,
+        own: tuple[Tensor, Tensor],
+        payload: tuple[RingStep, MessageRows] | None = None,
+    ) -> None:
+        """Adds the gradients that came: for own rows to dk and dv, and for the rows of a step's payload to its gradients."""
+        if flight is None:
+            return
+        flight.arriving.wait()
+        came = [(flight.step.home, own, flight.home)]
+        if payload is not None:
+            step, grads = payload
+            came.append((step.carried, (grads.first, grads.second), flight.onward))
+        for rows, sums, arrived in came:
+            if rows.count:
+                rows.add_(sums[0], arrived.first.flatten(0, 2))
+                rows.add_(sums[1], arrived.second.flatten(0, 2))
+        pool.give(flight.onward)
+        pool.give(flight.sent)
+
+
+class _InFlight(NamedTuple):
+    """The gradients that are under way after a step."""
+
+    arriving: Arriving
+    step: RingStep
+    onward: MessageRows
+    home: MessageRows
+    sent: MessageRows
