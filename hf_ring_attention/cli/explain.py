@@ -6,8 +6,7 @@ import itertools
 from argparse import Namespace
 from typing import Any, get_args
 
-from ..cost.attention import ModelAttention
-from ..cost.layers import explain_layers
+from ..cost.layers import ModelAttention, explain_layers
 from ..plan.choices import TransportKind, check_choices
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ..plan.branches import check_choice, check_count
-from ..plan.choices import check_choices
-from ..plan.layouts import SequenceLayout
 
 #: How parameters and their state are divided among devices.
 Parallel = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 PARALLELS = get_args(Parallel)
-
 #: The bytes of a number.
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -60,14 +57,12 @@ class TrainingSetting:
                 f"estimate: {self.devices} devices do not divide into rings of {self.ring_size}: {self.devices} = {rings} * "
                 f"{self.ring_size} + {left}: take a divisor as ring_size"
             )
-        check_choices(self.layout, self.transport, self.ring_size, self.heads)
 
     @property
     def local_tokens(self) -> int:
         """The tokens that a rank holds, with padding, in all rows of the batch."""
-        # The layout with the most padding: a zigzag has two pieces a rank.
-        kind: Literal["zigzag", "contiguous"] = "zigzag" if self.ring_size > 1 else "contiguous"
-        return SequenceLayout(kind, self.seq_len, self.ring_size).local_len * self.batch_size
+        pieces = 2 if self.ring_size > 1 else 1  # A zigzag has two pieces a rank, and the most padding of all layouts.
+        return -(-self.seq_len // (pieces * self.ring_size)) * pieces * self.batch_size
 
     @property
     def number_bytes(self) -> int:

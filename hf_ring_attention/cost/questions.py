@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..hybrids.mixers import MOST_GATHERED
 from ..plan.patterns import Pattern
-from .estimate import Estimate, buffers_part, chosen_buffers, parts_by_bound, refusal_of_gathered_rows
+from .estimate import Estimate, buffers_part, chosen_buffers, gathered_bytes, parts_by_bound
 from .parts import MemoryPart, TrainingSetting, total_bytes
 from .shape import ModelShape
 
@@ -33,7 +34,7 @@ class SwitchGain:
 
 def bound_of_peak(shape: ModelShape, setting: TrainingSetting, buffers: MemoryPart | None = None) -> float:
     """Returns the peak of a device in bytes without a plan (`parts_by_bound`); infinite if a mixer refuses its rows."""
-    refused = refusal_of_gathered_rows(shape, setting) is not None
+    refused = gathered_bytes(shape, setting) > MOST_GATHERED
     return float("inf") if refused else total_bytes(parts_by_bound(shape, setting, buffers))
 
 

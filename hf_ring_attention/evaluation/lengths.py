@@ -69,9 +69,7 @@ def figures_by_length(
 ) -> list[LengthFigures]:
     """Measures the perplexity of texts in the windows of `windowed_nll`, the same on all ranks of the ring.
 
-    Args:
-        patterns: by their names; None is the pattern that the config of the model has now.
-        after_each: called after each text, pattern and length.
+    A pattern of None is the pattern that the config of the model has now.
     """
     config = model.config.get_text_config()
     own = copy.deepcopy(getattr(config, IMPLEMENTATION, None))

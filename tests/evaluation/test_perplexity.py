@@ -21,7 +21,7 @@ from transformers import (
 
 import hf_ring_attention as ra
 from hf_ring_attention.hf.support import check_predicts_next
-from tests.support.ranks import TIMEOUT, run_ranks, run_simulated
+from tests.support.ranks import TIMEOUT, run_simulated
 from tests.support.threads import in_threads
 from tests.support.tiny_models import CAUSAL_TYPES, NOT_BUILT, VOCAB, tiny_config, tiny_model
 from tests.support.tolerance import EXACT, float64
@@ -81,11 +81,11 @@ def of_divided_weights(rank, seed, freed):
 
 
 @pytest.mark.parametrize("freed", [True, None])
-def test_it_is_the_same_where_weights_are_divided(freed, rng):
+def test_it_is_the_same_where_weights_are_divided(freed, rng, ranks):
     """Also where the forward pass frees the weights of the head at its end."""
     seed = rng.randrange(10**6)
     right = own(tiny_model("llama", "eager"), row(seed, 21))
-    for found in run_ranks(of_divided_weights, 2, seed, freed):
+    for found in ranks.run(of_divided_weights, 2, seed, freed):
         assert found == pytest.approx([right] * 2, rel=EXACT)
 
 
@@ -356,5 +356,5 @@ def one_bad_rank(rank):
     return ra.perplexity(model, IDS, ring=ring).nll
 
 
-def test_what_one_rank_came_with_is_told_to_all():
-    assert run_ranks(one_bad_rank, 2) == pytest.approx([own(tiny_llama(), IDS)] * 2, rel=EXACT)
+def test_what_one_rank_came_with_is_told_to_all(ranks):
+    assert ranks.run(one_bad_rank, 2) == pytest.approx([own(tiny_llama(), IDS)] * 2, rel=EXACT)

@@ -44,10 +44,10 @@ def by_cp_size(rank, folder):
     return runs
 
 
-def test_a_trainer_takes_cp_size_for_ring_size(tmp_path):
+def test_a_trainer_takes_cp_size_for_ring_size(tmp_path, programs):
     alone, made = trainer(0, tmp_path, batch_size=2, eval_rows=EVAL_ROWS, **DATA)
     alone["losses"].append(made.evaluate()["eval_loss"])
-    for one_word, other_word in run_ranks(by_cp_size, 2, tmp_path):
+    for one_word, other_word in programs.run(by_cp_size, 2, tmp_path):
         assert one_word["losses"] == other_word["losses"]
         assert_equal_runs(one_word, alone, "cp_size")
 
@@ -210,8 +210,8 @@ def rings_of_meshes(rank):
     return places
 
 
-def test_rings_on_device_meshes():
-    for rank, places in enumerate(run_ranks(rings_of_meshes, 4)):
+def test_rings_on_device_meshes(programs):
+    for rank, places in enumerate(programs.run(rings_of_meshes, 4)):
         first = rank // 2 * 2
         inner = [first, first + 1]
         for name in ("group", "dimension", "mesh"):

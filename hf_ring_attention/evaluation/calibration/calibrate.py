@@ -46,16 +46,12 @@ MENU = (
 )
 
 #: The entries of a config that do not change what the model computes under a given pattern.
-_NOT_OF_THE_MODEL = (
-    *(IMPLEMENTATION, "_name_or_path", "_attn_implementation", "attn_implementation", "transformers_version"),
-)
+_NOT_OF_THE_MODEL = {IMPLEMENTATION, "_name_or_path", "_attn_implementation", "attn_implementation"}
+_NOT_OF_THE_MODEL |= {"transformers_version"}
 #: The attributes of PEFT's layers that decide which adapters compute, and how much they count.
 _OF_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 #: Integers by their bytes.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-#: The version of the files of measurements.
-_FORMAT = 6
 
 
 def calibrate(
@@ -126,30 +122,30 @@ def calibrate(
     served = ring or attached_ring(inner) or Ring.alone()
     with served.agreement("calibrate") as call:
         check_predicts_next(inner, "calibrate")
-        _check_undivided(inner)
+        mesh = tensor_parallel_mesh(inner)
+        if mesh is not None:
+            raise ValueError(
+                f"calibrate: each rank must have all heads, but tensor parallelism divides them among {mesh.size()} ranks: "
+                f"load the model without it, and shard texts with ring="
+            )
         patterns = _checked_menu(menu)
         rows = _checked_texts(inner, texts, retrieval)
         _check_numbers(budget, retrieval, refinements, seed)
         cost = _checked_cost(budget_of, ranks, served, seq_len, rows, patterns, budget)
-        settings = {
-            "model": _stamp_of(inner),
-            "dtype": str(inner.dtype),
-            "menu": [*map(str, patterns)],
-            "format": _FORMAT,
-        }
+        settings = {"model": _stamp_of(inner), "dtype": str(inner.dtype), "menu": [*map(str, patterns)]}
         numbers = {"budget": budget, "cost": cost, "retrieval": retrieval, "refinements": refinements, "seed": seed}
         others = {"texts": [*map(digest, rows)], "whether there is a folder": folder is not None}
         for name, value in {**settings, **numbers, **others}.items():
             call.same(name, value)
     plain = [plain_text(row, seed) for row in rows]
     answers = [retrieval_text(rows[0], seed)] if retrieval else []
-    journal = Journal(None if folder is None else Path(folder), settings, served)
+    journal = Journal(folder, settings, served)
     layers = inner.config.get_text_config().num_hidden_layers
     passes = 2 * len(plain) * (1 + refinements) + len(answers)  # Each choice is tried by forward passes.
-    bar = progress_bar("calibrate", total=passes * layers, unit="layer", silent=not progress or served.rank > 0)
+    bar = progress_bar("calibrate", passes * layers, "layer", silent=not progress or served.rank > 0)
     with journal.opened(), _as_it_was(inner, served), bar:
-        search = Search(inner, served, plain, answers, patterns, journal, bar)
-        search.measure_exact(budget, cost, retrieval)
+        search = Search(inner, served, plain, patterns, journal, bar)
+        search.measure_exact(answers, retrieval, cost, budget)
         best = search.first_choice()
         for _ in range(refinements):
             best = search.refined(best)
@@ -175,8 +171,8 @@ def calibrate(
 
 def _stamp_of(model: PreTrainedModel) -> str:
     """Returns a checksum that differs between models: of their tensors, config and adapters."""
-    config = model.config.get_text_config()
-    settings = {name: value for name, value in config.to_dict().items() if name not in _NOT_OF_THE_MODEL}
+    config = model.config.get_text_config().to_dict()
+    settings = {name: value for name, value in config.items() if name not in _NOT_OF_THE_MODEL}
     # Buffers that are not saved follow from the config, and machines round them differently. A tensor is known by its first
     # numbers, and by the sum of the bits of all numbers, which any order of adding gives.
     tensors = {}
@@ -241,15 +237,6 @@ def _checked_texts(model: PreTrainedModel, texts: Any, retrieval: float) -> list
             raise ValueError(f"calibrate: text {number} must have {least} or more tokens, got {len(row)}: {remedy}")
         check_token_rows(model, row[None], torch.ones_like(row)[None], "calibrate")
     return rows
-
-
-def _check_undivided(model: PreTrainedModel) -> None:
-    mesh = tensor_parallel_mesh(model)
-    if mesh is not None:
-        raise ValueError(
-            f"calibrate: each rank must have all heads, but tensor parallelism divides them among {mesh.size()} ranks: load "
-            f"the model without it, and shard texts with ring="
-        )
 
 
 def _check_numbers(budget: Any, retrieval: Any, refinements: Any, seed: Any) -> None:

@@ -14,17 +14,20 @@ from ...ring.ring import Ring
 from ...transport.agreement import digest
 from ..whole_files import own_folder, whole_file
 
+#: The version of the files.
+_FORMAT = 6
+
 
 class Journal:
-    """Measurements in files; rank 0 of a ring writes and reads them for all.
+    """Measurements in files; rank 0 of a ring writes and reads them for all. Without a folder, nothing is kept.
 
     The name of a file contains a checksum of everything that decides its measurement: `settings`, which decide all of them,
-    and the inputs of each. So a calibration with other settings neither reads nor overwrites it. Without a folder, nothing is
-    kept.
+    and the inputs of each. So a calibration with other settings neither reads nor overwrites it.
     """
 
-    def __init__(self, folder: Path | None, settings: Mapping[str, Any], ring: Ring) -> None:
-        self._folder, self._settings, self._ring = folder, dict(settings), ring
+    def __init__(self, folder: str | Path | None, settings: Mapping[str, Any], ring: Ring) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._settings, self._ring = {**settings, "format": _FORMAT}, ring
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -37,13 +40,9 @@ class Journal:
             yield
 
     def measured(self, kind: str, measure: Callable[[], dict[str, Any]], *inputs: Any) -> dict[str, Any]:
-        """Returns what an earlier run measured for these inputs; if there is nothing yet, measures and writes it.
+        """Returns the earlier measurement of these inputs, from a file that begins with `kind`; else measures and writes it.
 
         An error of rank 0, such as an OSError or a ValueError for a damaged file, is a ValueError on the other ranks.
-
-        Args:
-            kind: begins the name of the file.
-            measure: returns numbers and tensors by name.
         """
         if self._folder is None:
             return measure()
@@ -62,10 +61,7 @@ class Journal:
 
 def _content_of(file: Path) -> dict[str, Any] | None:
     """Returns the measurement in a file; None if there is no such file."""
-    if not file.exists():
-        return None
     try:
-        content: dict[str, Any] = torch.load(file, weights_only=True)
+        return torch.load(file, weights_only=True) if file.exists() else None
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{file} is damaged: delete it, and it is measured again") from error
-    return content

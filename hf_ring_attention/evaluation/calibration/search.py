@@ -28,9 +28,9 @@ CAUTION = (1.0, 2.0, 4.0)
 
 @dataclass(frozen=True)
 class Choice:
-    """The pattern of the menu that each group has, [G], and what forward passes measured: nll by text, and divergence.
+    """The pattern of the menu that each group has, [G], with the nll of each text and the divergence from exact attention.
 
-    Both are means of tokens, in nats; the divergence is from the predictions under exact attention.
+    Forward passes measured both, as means of tokens, in nats.
     """
 
     chosen: np.ndarray
@@ -43,7 +43,6 @@ class Search:
 
     Args:
         texts: the plain texts, whose tokens all count alike.
-        answers: the texts in which answers must be found.
         bar: a bar like tqdm's, which counts the layers of all passes.
 
     Attributes, after `measure_exact`:
@@ -54,31 +53,22 @@ class Search:
         costs: [G, P] of each pattern of the menu in each group, as `Cost` counts; all groups may cost `budget` together.
     """
 
-    heads: Mapping[int, int]
-    nlls: tuple[float, ...]
-    products: Any
-    harm: Any
-    costs: np.ndarray
-    budget: float
-
     def __init__(
         self,
         model: PreTrainedModel,
         ring: Ring,
         texts: Sequence[ScoredText],
-        answers: Sequence[ScoredText],
         menu: tuple[Pattern, ...],
         journal: Journal,
         bar: Any,
     ) -> None:
-        self._model, self._ring, self._menu = model, ring, menu
-        self._texts, self._answers = texts, answers
+        self._model, self._ring, self._texts, self._menu = model, ring, texts, menu
         self._journal, self._bar = journal, bar
         self._num_layers = model.config.get_text_config().num_hidden_layers
         self._exact: dict[str, Tensor] = {}  # By the digest of the text; they are small beside its logits.
         self._shares = np.array([text.num_scored for text in texts]) / sum(text.num_scored for text in texts)
 
-    def measure_exact(self, budget: float, cost: Cost, retrieval: float) -> None:
+    def measure_exact(self, answers: Sequence[ScoredText], retrieval: float, cost: Cost, budget: float) -> None:
         """Measures all texts under exact attention; `retrieval` weighs the answers by the harm of the menu's patterns."""
         changes = [self._measured({}, text, self._menu) for text in self._texts]
         self.nlls = tuple(of_text.nll for of_text in changes)
@@ -88,9 +78,9 @@ class Search:
                 f"calibrate: every layer of {type(self._model).__name__} has its own window, so no choice is left: set "
                 f"patterns with ra.patch_config(config, pattern, layers=...)"
             )
-        self.products = sum(share * _products(of_text) for share, of_text in zip(self._shares, changes))
-        self.harm = 0.0
-        for text in self._answers:
+        self.products: Any = sum(share * _products(of_text) for share, of_text in zip(self._shares, changes))
+        self.harm: Any = 0.0
+        for text in answers:
             of_answers = _products(self._measured({}, text, self._menu))
             of_menu = squares_of(self.products).sum() / max(squares_of(of_answers).sum(), 1e-300)
             self.harm = self.harm + retrieval * of_menu * of_answers
@@ -99,8 +89,7 @@ class Search:
 
     def first_choice(self) -> Choice:
         """Chooses patterns by the passes under exact attention."""
-        products = self.products + self.harm
-        return self._tried(choose(np.zeros_like(self.costs, float), self.costs, self.budget, products))
+        return self._tried(choose(np.zeros(self.costs.shape), self.costs, self.budget, self.products + self.harm))
 
     def refined(self, best: Choice) -> Choice:
         """Returns the patterns that passes around the best ones so far lead to; the best ones if these are not better."""
@@ -124,8 +113,8 @@ class Search:
 
     def patterns(self, chosen: np.ndarray) -> dict[int, Pattern]:
         """Returns the pattern of each layer, whose groups have these patterns of the menu, [G]."""
-        by_layer = self.by_layer(chosen).items()
-        return {layer: Pattern.by_kv_head([self._menu[number] for number in numbers]) for layer, numbers in by_layer}
+        menu, by_layer = self._menu, self.by_layer(chosen)
+        return {layer: Pattern.by_kv_head([menu[number] for number in numbers]) for layer, numbers in by_layer.items()}
 
     def by_layer(self, values: np.ndarray) -> dict[int, np.ndarray]:
         """Returns, for each layer, the part [heads, ...] of [G, ...]."""
