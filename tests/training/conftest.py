@@ -7,6 +7,6 @@ from tests.support.ranks import RankPool
 
 @pytest.fixture(scope="package")
 def programs():
-    """`programs.run(function, world_size, *args)`, for functions that begin with `process_environment`, as an Accelerator needs."""
+    """`programs.run(function, world_size, *args)`, for functions that begin with `process_environment`."""
     with RankPool() as pool:
         yield pool
