@@ -160,8 +160,6 @@ def _print_answer(answer: dict[str, Any]) -> None:
             if f"{name}_bytes" in row:
                 mark = " *" * (name == row["transport"])
                 rows.append((row["kind"], name + mark, *_byte_cells(row[f"{name}_bytes"])))
-        for size, group in row["groups_that_exchange_heads"].items():
-            rows.append((row["kind"], f"heads {size} x ring {answer['ranks'] // int(size)}", *_byte_cells(group)))
     if mixers:
         rows.append(("mixers", f"{mixers['gathers']} *", *_byte_cells(mixers["bytes"])))
     if several or mixers:

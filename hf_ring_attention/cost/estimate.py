@@ -11,8 +11,18 @@ from ..plan.layouts import LayoutKind
 from ..plan.patterns import Pattern, as_pattern
 from .explain import Explanation
 from .layers import ModelAttention, explain_patterns
-from .memory import LayerMemory, gradients_part, layer_memory, logits_part, optimizer_part, state_parts
-from .parts import MemoryPart, Parallel, TrainingSetting, total_bytes
+from .memory import (
+    LayerMemory,
+    MemoryPart,
+    Parallel,
+    TrainingSetting,
+    gradients_part,
+    layer_memory,
+    logits_part,
+    optimizer_part,
+    state_parts,
+    total_bytes,
+)
 from .shape import ModelShape, shape_of_model
 
 #: Sources of formulas.
@@ -65,9 +75,13 @@ class Estimate:
     @property
     def fits(self) -> bool | None:
         """Whether the peak is at most `memory`; None if `memory` is unknown, or if uncounted memory decides it."""
-        if self.memory is None or (self.not_counted is not None and self.peak <= self.memory):
+        return self.fits_with(self.peak)
+
+    def fits_with(self, peak: float) -> bool | None:
+        """Returns the answer of `fits` for another peak."""
+        if self.memory is None or (self.not_counted is not None and peak <= self.memory):
             return None
-        return self.peak <= self.memory
+        return peak <= self.memory
 
     @property
     def not_counted(self) -> str | None:

@@ -18,8 +18,6 @@ from ..plan.traffic import Bytes, RankTraffic, RowBytes, collective_traffic, rin
 
 #: The bytes of a number, by the name of its dtype.
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-#: Groups that exchange heads are shown up to this many ranks, because the rings of each kind of group must be planned.
-MOST_RANKS_OF_GROUPS = 16
 
 
 def number_bytes(dtype: Any) -> tuple[int, int]:
@@ -59,7 +57,6 @@ class Explanation:
         ranks: the work of each rank.
         layouts: by kind of layout, the work of the busiest rank divided by the mean, estimated.
         balance: the same by transport, in the chosen layout.
-        groups: by the size of groups of neighbours that exchange heads: the balance, and the bytes of each rank.
 
     Example:
         >>> call = ra.explain("window:512+4", seq_len=65536, world_size=4, num_heads=32, num_kv_heads=8, head_dim=128)
@@ -77,7 +74,6 @@ class Explanation:
     ranks: tuple[RankShare, ...]
     layouts: dict[str, float]
     balance: dict[str, float]
-    groups: dict[int, tuple[float, tuple[RankTraffic, ...]]]
 
     def traffic(self, transport: str | None = None) -> list[RankTraffic]:
         """Returns the bytes of each rank by a transport; None for the chosen one."""
@@ -86,15 +82,18 @@ class Explanation:
 
     def busiest(self, transport: str | None = None) -> RankTraffic:
         """Returns the most bytes of any rank by a transport; None for the chosen one."""
-        return busiest_traffic(self.traffic(transport))
+        ranks = self.traffic(transport)
+        ways = ([rank.forward for rank in ranks], [rank.backward for rank in ranks])
+        forward, backward = (Bytes(max(one.sent for one in way), max(one.received for one in way)) for way in ways)
+        return RankTraffic(forward, backward, max(rank.buffers for rank in ranks))
 
     def __str__(self) -> str:
-        layout, p = self.layout, self.layout.world_size
+        layout = self.layout
         flops = [share.forward_flops for share in self.ranks]
         padding = f", {layout.padded_len - layout.seq_len} of padding" if layout.padded_len > layout.seq_len else ""
         lines = [
             f"pattern    {self.pattern}",
-            f"sequence   {layout.seq_len} tokens over {p} ranks: {layout.local_len} each{padding}",
+            f"sequence   {layout.seq_len} tokens over {layout.world_size} ranks: {layout.local_len} each{padding}",
             f"layout     {layout.kind}: {self.layout_decision.reason}",
             f"           busiest / mean of {', '.join(f'{kind} {x:.2f}' for kind, x in self.layouts.items())}",
             f"transport  {self.decision.choice}: {self.decision.reason}",
@@ -105,20 +104,12 @@ class Explanation:
             "busiest / mean |",
             "|---|---:|---:|---:|---:|---:|---:|",
         ]
-        rows = [(name, self.busiest(name), balance) for name, balance in self.balance.items()]
-        rows += [(f"heads {n} x ring {p // n}", busiest_traffic(x), balance) for n, (balance, x) in self.groups.items()]
-        for name, busiest, balance in rows:
+        for name, balance in self.balance.items():
+            busiest = self.busiest(name)
             forward, backward = busiest.forward, busiest.backward
             sizes = (forward.received, forward.sent, backward.received, backward.sent, busiest.buffers)
             lines.append(f"| {name} | {' | '.join(f'{size / 2**20:.1f}' for size in sizes)} | {balance:.2f} |")
         return "\n".join(lines)
-
-
-def busiest_traffic(traffic: Sequence[RankTraffic]) -> RankTraffic:
-    """Returns the maximum over ranks of each number of bytes."""
-    ways = ([rank.forward for rank in traffic], [rank.backward for rank in traffic])
-    forward, backward = (Bytes(max(one.sent for one in way), max(one.received for one in way)) for way in ways)
-    return RankTraffic(forward, backward, max(rank.buffers for rank in traffic))
 
 
 def explain(
@@ -211,19 +202,4 @@ def explain(
         ),
         layouts={layout.kind: estimated_imbalance(layout, pattern, rows) for layout in layouts},
         balance=balance,
-        groups=_groups(problem, sizes),
     )
-
-
-def _groups(problem: Problem, sizes: RowBytes) -> dict[int, tuple[float, tuple[RankTraffic, ...]]]:
-    """Returns the balance and the bytes of each rank for each size of groups that exchange heads; nothing for many ranks."""
-    ranks, groups = range(problem.layout.world_size), {}
-    if len(ranks) > MOST_RANKS_OF_GROUPS:
-        return {}
-    for size in range(2, len(ranks)):
-        fits = len(ranks) % size == 0 and heads_fit(problem.num_heads, problem.num_kv_heads, size)
-        if fits and size != problem.settings.heads:
-            grouped = problem.in_groups(size)
-            traffic = tuple(heads_traffic(grouped, rank, sizes) for rank in ranks)
-            groups[size] = busiest_over_mean([heads_pairs(grouped, rank) for rank in ranks]), traffic
-    return groups

@@ -15,7 +15,7 @@ from ..plan.problem import Documents
 from ..plan.state_runs import linked_runs, runs_of
 from ..plan.state_traffic import StateNumbers, rows_traffic, states_traffic
 from ..plan.traffic import RankTraffic
-from .explain import Explanation, busiest_traffic, explain, number_bytes
+from .explain import Explanation, explain, number_bytes
 
 #: The floating point operations of backward over those of forward: five products of matrices against two.
 BACKWARD = 2.5
@@ -61,9 +61,11 @@ class ModelAttention:
 
     def flop_share(self, tokens: int) -> float:
         """Returns the attention FLOPs of all layers for one document, as a share of exact attention's."""
-        heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
-        total = sum(x.flop_share(tokens, **heads) * count for x, count in Counter(self.layers).items())
-        return total / len(self.layers)
+        shares = [
+            pattern.flop_share(tokens, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads) * layers
+            for pattern, layers in Counter(self.layers).items()
+        ]
+        return sum(shares) / len(self.layers)
 
 
 class LayerKind(NamedTuple):
@@ -139,10 +141,6 @@ def _figures_of_kind(kind: LayerKind, exact: int) -> dict[str, Any]:
         "transport": call.decision.choice,
         "transport_reason": call.decision.reason,
         **_figures_of_flops([share.forward_flops for share in call.ranks], exact),
-        "groups_that_exchange_heads": {
-            str(size): _sizes(busiest_traffic(traffic)) | {"imbalance": balance}
-            for size, (balance, traffic) in call.groups.items()
-        },
         **{
             f"{name}_bytes": _sizes(call.busiest(name)) | {"imbalance": balance}
             for name, balance in call.balance.items()

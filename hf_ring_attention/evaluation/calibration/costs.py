@@ -24,16 +24,12 @@ BudgetOf = Literal["flops", "cache_reads", "bytes"]
 
 @dataclass(frozen=True)
 class Cost:
-    """Counts the cost of a pattern in one key/value head, for a text that is a single causal document.
+    """Counts the cost of a pattern in one key/value head, for a text of `seq_len` tokens that is a single causal document.
 
-    Heads have different phases in dilated branches, so their costs may differ a little.
-
-    Attributes:
-        of: "flops" counts the query-key pairs of one query head. "cache_reads" counts the pairs of the query behind the text;
-            in segments it takes the mean of all places, which are as often nearly empty as nearly full. "bytes" counts the
-            rows of keys and values that ranks receive from each other in a zigzag.
-        seq_len: tokens of the text.
-        ranks: the size of the ring, for "bytes".
+    "flops" counts the query-key pairs of one query head. "cache_reads" counts the pairs of the query behind the text; in
+    segments it takes the mean of all places, which are as often nearly empty as nearly full. "bytes" counts the rows of keys
+    and values that the ranks of a ring receive from each other in a zigzag. Heads have different phases in dilated branches, so
+    their costs may differ a little.
     """
 
     of: BudgetOf
