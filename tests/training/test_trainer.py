@@ -117,6 +117,7 @@ def diverging(rank, folder, ring_size):
     handler.emit = lambda record: told.append(record.getMessage())
     logging.getLogger("hf_ring_attention").addHandler(handler)
     made = trainer(rank, folder, ring_size=ring_size, trainer_class=Diverging, eval_rows=EVAL_ROWS, **DATA)[1]
+    logging.getLogger("hf_ring_attention").removeHandler(handler)
     assert made.state.global_step == 5
     figures = made.evaluate()
     assert math.isnan(figures["eval_loss"])

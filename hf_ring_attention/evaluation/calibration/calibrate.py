@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,9 +28,8 @@ from ...ring.ring import Ring
 from ...transport.agreement import digest
 from ..perplexity import check_token_rows, token_ids
 from ..progress import progress_bar
-from .choice import squares_of
-from .costs import BudgetOf, Cost
-from .journal import Journal
+from ..whole_files import own_folder
+from .choice import BudgetOf, Cost, squares_of
 from .result import CalibratedText, Calibration
 from .search import Search
 from .texts import SHORTEST_RETRIEVAL_TEXT, plain_text, retrieval_text
@@ -139,12 +138,12 @@ def calibrate(
             call.same(name, value)
     plain = [plain_text(row, seed) for row in rows]
     answers = [retrieval_text(rows[0], seed)] if retrieval else []
-    journal = Journal(folder, settings, served)
+    written_to = None if folder is None else Path(folder)
     layers = inner.config.get_text_config().num_hidden_layers
     passes = 2 * len(plain) * (1 + refinements) + len(answers)  # Each choice is tried by forward passes.
     bar = progress_bar("calibrate", passes * layers, "layer", silent=not progress or served.rank > 0)
-    with journal.opened(), _as_it_was(inner, served), bar:
-        search = Search(inner, served, plain, patterns, journal, bar)
+    with _own(written_to, served), _as_it_was(inner, served), bar:
+        search = Search(inner, served, plain, patterns, written_to, settings, bar)
         search.measure_exact(answers, retrieval, cost, budget)
         best = search.first_choice()
         for _ in range(refinements):
@@ -187,6 +186,17 @@ def _stamp_of(model: PreTrainedModel) -> str:
         if hasattr(layer, "disable_adapters")
     ]
     return digest([tensors, json.dumps(settings, default=str), adapters])
+
+
+@contextmanager
+def _own(folder: Path | None, ring: Ring) -> Iterator[None]:
+    """Makes the folder of measurements, and keeps other processes from writing to it."""
+    with ExitStack() as stack:
+        if folder is not None:
+            with ring.agreement("opening the folder of a calibration"):
+                if ring.rank == 0:
+                    stack.enter_context(own_folder(folder))
+        yield
 
 
 @contextmanager

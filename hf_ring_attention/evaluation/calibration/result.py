@@ -13,7 +13,7 @@ from typing import Any, get_args
 from ...plan.branches import LARGEST, check_choice, check_count
 from ...plan.patterns import Pattern
 from ..whole_files import write_whole
-from .costs import BudgetOf, Cost
+from .choice import BudgetOf, Cost
 
 #: The version of what `to_dict` writes.
 FORMAT = 3

@@ -1,9 +1,14 @@
-"""The search for the patterns of all groups of heads: passes of the texts, and choices by what they measured."""
+"""The search for the patterns of all groups of heads: passes of the texts, and choices by what they measured.
+
+Each measurement is written to a file at once, so that a run that was killed continues. Rank 0 writes and reads for all.
+"""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +20,14 @@ from transformers import PreTrainedModel
 from ...hf.config import patch_config
 from ...plan.patterns import Pattern
 from ...ring.ring import Ring
-from .choice import choose, squares_of
-from .costs import Cost
-from .journal import Journal
+from ...transport.agreement import digest
+from ..whole_files import whole_file
+from .choice import Cost, choose, squares_of
 from .passes import TextChanges, measure_text
 from .texts import ScoredText
 
+#: The version of the files.
+_FORMAT = 6
 #: How far a refined choice may go from the last one, tried in turn until one is better: the factor of the harm that changes are
 #: expected to do together.
 CAUTION = (1.0, 2.0, 4.0)
@@ -43,6 +50,9 @@ class Search:
 
     Args:
         texts: the plain texts, whose tokens all count alike.
+        folder: of measurements. The name of a file contains a checksum of everything that decides its measurement, so another
+            calibration neither reads nor overwrites it.
+        settings: what decides all measurements.
         bar: a bar like tqdm's, which counts the layers of all passes.
 
     Attributes, after `measure_exact`:
@@ -59,11 +69,12 @@ class Search:
         ring: Ring,
         texts: Sequence[ScoredText],
         menu: tuple[Pattern, ...],
-        journal: Journal,
+        folder: Path | None,
+        settings: Mapping[str, Any],
         bar: Any,
     ) -> None:
         self._model, self._ring, self._texts, self._menu = model, ring, texts, menu
-        self._journal, self._bar = journal, bar
+        self._folder, self._settings, self._bar = folder, {**settings, "format": _FORMAT}, bar
         self._num_layers = model.config.get_text_config().num_hidden_layers
         self._exact: dict[str, Tensor] = {}  # By the digest of the text; they are small beside its logits.
         self._shares = np.array([text.num_scored for text in texts]) / sum(text.num_scored for text in texts)
@@ -128,19 +139,37 @@ class Search:
         return Choice(chosen, tuple(of_text.nll for of_text in losses), divergence)
 
     def _measured(self, layers: Mapping[int, Pattern], text: ScoredText, menu: Sequence[Pattern] = ()) -> TextChanges:
-        """Returns what a pass of a text measures under patterns of layers; without a menu, a forward pass."""
-
-        def measure() -> dict[str, Any]:
+        """Returns what a pass of a text measures, or has measured, under patterns of layers; without a menu, a forward pass."""
+        before, names = self._bar.n, {layer: str(pattern) for layer, pattern in sorted(layers.items())}
+        changes, file = None, None
+        if self._folder is not None:
+            checksum = digest([self._settings, text.digest, names])
+            file = self._folder / f"{'changes' if menu else 'losses'}-{checksum}.pt"
+            changes = self._read(file)
+        if changes is None:
             exact = self._exact_states(text) if layers else None
             self._set(layers)
-            return vars(measure_text(self._model, self._ring, text, menu, exact, lambda: self._bar.update())[0])
-
-        before, names = self._bar.n, {layer: str(pattern) for layer, pattern in sorted(layers.items())}
-        kind = "changes" if menu else "losses"
-        changes = TextChanges(**self._journal.measured(kind, measure, text.digest, names))
+            changes, _ = measure_text(self._model, self._ring, text, menu, exact, lambda: self._bar.update())
+            if file is not None:
+                with self._ring.agreement(f"writing {file.name}"):
+                    if self._ring.rank == 0:
+                        with whole_file(file) as part:
+                            torch.save(vars(changes), part)
         # Count layers with their own window, too, and all layers of a pass that an earlier run measured.
         self._bar.update(before + self._num_layers - self._bar.n)
         return changes
+
+    def _read(self, file: Path) -> TextChanges | None:
+        """Returns the measurement in a file; None if there is no such file."""
+        content: dict[str, Any] | None = None
+        with self._ring.agreement(f"reading {file.name}") as call:
+            if self._ring.rank == 0 and file.exists():
+                try:
+                    content = torch.load(file, weights_only=True)
+                except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+                    raise ValueError(f"{file} is damaged: delete it, and it is measured again") from error
+            call.message = content
+        return None if call.answers[0] is None else TextChanges(**call.answers[0])
 
     def _exact_states(self, text: ScoredText) -> Tensor:
         """Returns [1, n, width] this rank's hidden states under exact attention, with which every choice is compared."""
