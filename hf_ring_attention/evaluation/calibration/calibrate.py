@@ -142,7 +142,7 @@ def calibrate(
     layers = inner.config.get_text_config().num_hidden_layers
     passes = 2 * len(plain) * (1 + refinements) + len(answers)  # Each choice is tried by forward passes.
     bar = progress_bar("calibrate", passes * layers, "layer", silent=not progress or served.rank > 0)
-    with _own(written_to, served), _as_it_was(inner, served), bar:
+    with _measuring(inner, served, written_to), bar:
         search = Search(inner, served, plain, patterns, written_to, settings, bar)
         search.measure_exact(answers, retrieval, cost, budget)
         best = search.first_choice()
@@ -189,30 +189,24 @@ def _stamp_of(model: PreTrainedModel) -> str:
 
 
 @contextmanager
-def _own(folder: Path | None, ring: Ring) -> Iterator[None]:
-    """Makes the folder of measurements, and keeps other processes from writing to it."""
+def _measuring(model: PreTrainedModel, ring: Ring, folder: Path | None) -> Iterator[None]:
+    """Keeps other processes from the folder; gives a model its ring, for good, and afterwards the patterns that it had."""
+    config = model.config.get_text_config()
+    before = copy.deepcopy(getattr(config, IMPLEMENTATION, None))
     with ExitStack() as stack:
         if folder is not None:
             with ring.agreement("opening the folder of a calibration"):
                 if ring.rank == 0:
                     stack.enter_context(own_folder(folder))
-        yield
-
-
-@contextmanager
-def _as_it_was(model: PreTrainedModel, ring: Ring) -> Iterator[None]:
-    """Gives a model its ring, for good, and afterwards the patterns that it had."""
-    config = model.config.get_text_config()
-    before = copy.deepcopy(getattr(config, IMPLEMENTATION, None))
-    patch_model(model, ring=ring)
-    try:
-        yield
-    finally:
-        if before is None:
-            patch_config(model.config, "exact")
-            delattr(config, IMPLEMENTATION)
-        else:
-            setattr(config, IMPLEMENTATION, before)
+        patch_model(model, ring=ring)
+        try:
+            yield
+        finally:
+            if before is None:
+                patch_config(model.config, "exact")
+                delattr(config, IMPLEMENTATION)
+            else:
+                setattr(config, IMPLEMENTATION, before)
 
 
 # ---- checks
