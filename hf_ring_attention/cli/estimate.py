@@ -7,7 +7,7 @@ from argparse import BooleanOptionalAction, Namespace
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..cost.parts import NUMBER_BYTES, PARALLELS
+from ..cost.memory import NUMBER_BYTES, PARALLELS
 from .options import MOST_TOKENS, Parser, Refusal, at_least, memory_size, token_count
 from .output import Sheet, print_json, print_sheet, short_bytes, short_count, spinner
 

@@ -6,8 +6,7 @@ import itertools
 from argparse import Namespace
 from typing import Any, get_args
 
-from ..cost.attention import ModelAttention
-from ..cost.layers import explain_layers
+from ..cost.layers import ModelAttention, explain_layers
 from ..plan.choices import check_choices
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents
@@ -162,8 +161,6 @@ def _print_answer(answer: dict[str, Any]) -> None:
             if f"{name}_bytes" in row:
                 mark = " *" * (name == row["transport"])
                 rows.append((row["kind"], name + mark, *_byte_cells(row[f"{name}_bytes"])))
-        for size, group in row["groups_that_exchange_heads"].items():
-            rows.append((row["kind"], f"heads {size} x ring {answer['ranks'] // int(size)}", *_byte_cells(group)))
     if mixers:
         rows.append(("mixers", f"{mixers['gathers']} *", *_byte_cells(mixers["bytes"])))
     if several or mixers:

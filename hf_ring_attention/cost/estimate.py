@@ -7,15 +7,27 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from ..hybrids.mixers import MOST_GATHERED
-from ..plan.choices import decide_layout
 from ..plan.layouts import LayoutKind
 from ..plan.patterns import Pattern, as_pattern
-from .activations import CHECKPOINTED, SAVED_BY_AUTOGRAD, LayerMemory, layer_memory, logits_bytes
-from .attention import ModelAttention
-from .explain import Explanation, explain
-from .parts import MemoryPart, Parallel, TrainingSetting, total_bytes
+from .explain import Explanation
+from .layers import ModelAttention, explain_patterns
+from .memory import (
+    LayerMemory,
+    MemoryPart,
+    Parallel,
+    TrainingSetting,
+    gradients_part,
+    layer_memory,
+    logits_part,
+    optimizer_part,
+    state_parts,
+    total_bytes,
+)
 from .shape import ModelShape, shape_of_model
-from .states import gradient_bytes_at, optimizer_working_bytes, state_parts
+
+#: Sources of formulas.
+_SAVED_BY_AUTOGRAD = "what autograd saves in Transformers' layers; as arXiv 2205.05198, section 4"
+_CHECKPOINTED = "activation checkpointing, arXiv 1604.06174, a layer at a time"
 
 
 @dataclass(frozen=True)
@@ -63,9 +75,13 @@ class Estimate:
     @property
     def fits(self) -> bool | None:
         """Whether the peak is at most `memory`; None if `memory` is unknown, or if uncounted memory decides it."""
-        if self.memory is None or (self.not_counted is not None and self.peak <= self.memory):
+        return self.fits_with(self.peak)
+
+    def fits_with(self, peak: float) -> bool | None:
+        """Returns the answer of `fits` for another peak."""
+        if self.memory is None or (self.not_counted is not None and peak <= self.memory):
             return None
-        return self.peak <= self.memory
+        return peak <= self.memory
 
     @property
     def not_counted(self) -> str | None:
@@ -147,8 +163,8 @@ def estimate(
         ...
     """
     given = dict(locals())  # The setting has the names of the arguments.
-    names = {"dtype": str(dtype).removeprefix("torch."), "master_dtype": str(master_dtype).removeprefix("torch.")}
-    given |= {"ring_size": devices if ring_size is None else ring_size, **names}
+    given |= {name: str(given[name]).removeprefix("torch.") for name in ("dtype", "master_dtype")}
+    given["ring_size"] = devices if ring_size is None else ring_size
     setting = TrainingSetting(**{field.name: given[field.name] for field in fields(TrainingSetting)})
     setting.check()
     try:
@@ -160,10 +176,15 @@ def estimate(
             "estimate: without checkpointing, the mixers of a hybrid decide the peak, and they are not counted: set "
             "checkpointing"
         )
-    refusal = refusal_of_gathered_rows(shape, setting)
-    if refusal is not None:
-        raise ValueError(f"estimate: {refusal}")
-    exchanges = exchanges_of_layers(shape.attention, setting)
+    size = gathered_bytes(shape, setting)
+    if size > MOST_GATHERED:
+        raise ValueError(
+            f"estimate: mixers would gather rows of {size} bytes, and at most {MOST_GATHERED} are allowed: take shorter rows"
+        )
+    names = ("seq_len", "layout", "dtype", "batch_size", "transport", "heads")
+    call = {name: getattr(setting, name) for name in names}
+    calls = explain_patterns(shape.attention, world_size=setting.ring_size, **call)
+    exchanges = {pattern: calls[pattern] for pattern in dict.fromkeys(shape.attention.layers)}
     phases = _phases(shape, setting, {one: chosen_buffers(call) for one, call in exchanges.items()})
     peak = max(phases.values(), key=total_bytes)
     waiting = max(phases.values(), key=lambda parts: total_bytes(parts, host=True))
@@ -181,20 +202,17 @@ def estimate(
     )
 
 
-def refusal_of_gathered_rows(shape: ModelShape, setting: TrainingSetting) -> str | None:
-    """Returns why a mixer would refuse to gather rows; None if it would not."""
+def gathered_bytes(shape: ModelShape, setting: TrainingSetting) -> int:
+    """Returns the bytes of the rows that a mixer gathers over a ring; 0 for other mixers and models."""
     mixers = shape.attention.mixers
     if mixers is None or mixers.numbers is not None or setting.ring_size == 1:
-        return None
-    size = setting.batch_size * setting.seq_len * mixers.width * setting.number_bytes
-    if size <= MOST_GATHERED:
-        return None
-    return f"mixers would gather rows of {size} bytes, and at most {MOST_GATHERED} are allowed: take shorter rows"
+        return 0
+    return setting.batch_size * setting.seq_len * mixers.width * setting.number_bytes
 
 
 def parts_by_bound(shape: ModelShape, setting: TrainingSetting, buffers: MemoryPart | None = None) -> list[MemoryPart]:
     """Returns the parts of the peak without a plan: as estimated, but with these buffers of every layer, or their bound."""
-    known = buffers or bound_of_buffers(shape.attention, setting)
+    known = buffers or _bound_of_buffers(shape.attention, setting)
     return max(_phases(shape, setting, dict.fromkeys(shape.attention.layers, known)).values(), key=total_bytes)
 
 
@@ -202,50 +220,35 @@ def _phases(
     shape: ModelShape, setting: TrainingSetting, buffers: Mapping[Pattern, MemoryPart]
 ) -> dict[str, list[MemoryPart]]:
     """Returns the parts of each phase of a step, from the loss to the optimizer."""
-    states = state_parts(shape, setting)
-    if setting.overhead:
-        measured = f"{setting.overhead:,} bytes"
-        states.append(MemoryPart("framework", setting.overhead, measured, "measured before the model is made"))
-    whole = setting.ring_size == 1
+    states, whole = state_parts(shape, setting), setting.ring_size == 1
     # Layers that do not attend have no pattern.
     patterns = dict(zip(shape.attention.numbers, shape.attention.layers))
     memories = [
         layer_memory(shape, layer, setting, whole and patterns.get(number) == Pattern.exact())
         for number, layer in enumerate(shape.layers)
     ]
-    all_gradients = gradient_bytes_at(setting, shape.parameters)
-    done = shape.embedding
-    phases = {"loss": [*states, *_in_loss(shape, setting, memories, all_gradients)]}
-    last = len(memories) - 1
+    done, last, all_gradients = shape.embedding, len(memories) - 1, gradients_part(setting, shape.parameters)
+    gradients = all_gradients if setting.accumulate else gradients_part(setting, 0)
+    phases = {"loss": [*states, gradients, _saved(shape, setting, memories), *_in_loss(shape, setting)]}
     for number in range(last, -1, -1):
         pattern = patterns.get(number)
         done += shape.layers[number].parameters - shape.layers[number].shared
         # From layer to layer memory only rises or only falls: a kind of layer has its peak at its first or last layer.
         if number in (0, last) or pattern != patterns.get(number + 1) or memories[number] != memories[number + 1]:
-            gradients = all_gradients if setting.accumulate else gradient_bytes_at(setting, done)
+            gradients = all_gradients if setting.accumulate else gradients_part(setting, done)
             saved = _saved(shape, setting, memories[: number + 1])
             working = _working(setting, memories[number], None if pattern is None else buffers[pattern])
-            phases[f"backward of layer {number}"] = [*states, _gradients(setting, gradients), saved, *working]
-    size, formula = optimizer_working_bytes(shape, setting)
-    optimizer = MemoryPart("optimizer step", size, formula, "torch.optim.AdamW")
-    phases["optimizer step"] = [*states, _gradients(setting, all_gradients), optimizer]
+            phases[f"backward of layer {number}"] = [*states, gradients, saved, *working]
+    phases["optimizer step"] = [*states, all_gradients, optimizer_part(shape, setting)]
     return phases
-
-
-def _gradients(setting: TrainingSetting, size: int) -> MemoryPart:
-    number = setting.number_bytes if setting.zero else setting.master_bytes
-    divided = setting.devices > 1 and setting.parallel in ("fsdp2", "zero2", "zero3")
-    share = f" / {setting.devices} devices" if divided else ""
-    formula = f"{number} bytes x the parameters that have theirs{share}"
-    return MemoryPart("gradients", size, formula, "layers get theirs one after another in backward")
 
 
 def _saved(shape: ModelShape, setting: TrainingSetting, layers: Sequence[LayerMemory]) -> MemoryPart:
     """Returns the tensors that these layers have saved for backward."""
-    size, source = sum(one.saved for one in layers), SAVED_BY_AUTOGRAD
+    size, source = sum(one.saved for one in layers), _SAVED_BY_AUTOGRAD
     formula = f"{size:,} bytes in {len(layers)} layers"
     if setting.checkpointing:
-        size, source = shape.width * setting.number_bytes * len(layers), CHECKPOINTED
+        size, source = shape.width * setting.number_bytes * len(layers), _CHECKPOINTED
         formula = f"{len(layers)} layers x {shape.width} numbers x {setting.number_bytes} bytes"
     formula = f"{setting.local_tokens:,} tokens x {formula}"
     return MemoryPart("saved activations", setting.local_tokens * size, formula, source, host=setting.offload)
@@ -260,26 +263,20 @@ def _working(setting: TrainingSetting, layer: LayerMemory, buffers: MemoryPart |
     for name, by_token in (("an MLP", layer.backward_of_mlp), ("attention", layer.backward_of_attention)):
         more = max(0, by_token - counted)
         formula = f"{tokens:,} tokens x {more:,} bytes"
-        choices.append([MemoryPart(f"working set of {name}", tokens * more, formula, SAVED_BY_AUTOGRAD)])
+        choices.append([MemoryPart(f"working set of {name}", tokens * more, formula, _SAVED_BY_AUTOGRAD)])
     choices[1] += [] if buffers is None else [buffers]
     return max(choices, key=total_bytes)
 
 
-def _in_loss(
-    shape: ModelShape, setting: TrainingSetting, layers: Sequence[LayerMemory], all_gradients: int
-) -> list[MemoryPart]:
+def _in_loss(shape: ModelShape, setting: TrainingSetting) -> list[MemoryPart]:
     """Returns the parts of the loss, which computes its gradients slice by slice."""
-    tokens, size = setting.local_tokens, setting.number_bytes
-    logits, formula = logits_bytes(shape, setting)
-    numbers = 4 + 3 * size  # The last norm, its output, and the gradient of this.
+    tokens, numbers = setting.local_tokens, 4 + 3 * setting.number_bytes  # The last norm, its output, and its gradient.
     norm = f"{tokens:,} tokens x {shape.width} x {numbers} bytes"
     head = f"{shape.embedding:,} x (4 bytes of all slices + {setting.master_bytes} of one)"
     adding = "the loss adds the gradients of slices in float32"
     return [
-        _gradients(setting, all_gradients if setting.accumulate else 0),
-        _saved(shape, setting, layers),
-        MemoryPart("hidden states of the loss", tokens * shape.width * numbers, norm, SAVED_BY_AUTOGRAD),
-        MemoryPart("logits", logits, formula, "a slice of the loss (hf/lm_loss.py)"),
+        MemoryPart("hidden states of the loss", tokens * shape.width * numbers, norm, _SAVED_BY_AUTOGRAD),
+        logits_part(shape, setting),
         MemoryPart("gradient of the head", shape.embedding * (4 + setting.master_bytes), head, adding),
     ]
 
@@ -287,20 +284,10 @@ def _in_loss(
 # ---- buffers of the exchange
 
 
-def exchanges_of_layers(attention: ModelAttention, setting: TrainingSetting) -> dict[Pattern, Explanation]:
-    """Returns the attention call of each kind of layer, by its pattern; all layers have the layout of the base pattern."""
-    tokens, ranks = setting.seq_len, setting.ring_size
-    layout, _ = decide_layout(setting.layout, tokens, ranks, attention.base, None, setting.transport, setting.heads)
-    call: dict[str, Any] = {"seq_len": tokens, "world_size": ranks, "layout": layout}
-    call |= {name: getattr(attention, name) for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim")}
-    call |= {name: getattr(setting, name) for name in ("dtype", "batch_size", "transport", "heads")}
-    return {pattern: explain(pattern, **call) for pattern in dict.fromkeys(attention.layers)}
-
-
 def chosen_buffers(call: Explanation) -> MemoryPart:
     """Returns the most bytes of other ranks that a rank holds by the transport of a call."""
-    choice = call.decision.choice
-    return buffers_part(choice, call.busiest(choice).buffers, "exact, from the plans of all ranks (plan/traffic.py)")
+    source = "exact, from the plans of all ranks (plan/traffic.py)"
+    return buffers_part(call.decision.choice, call.busiest().buffers, source)
 
 
 def buffers_part(transport: str, size: int, source: str) -> MemoryPart:
@@ -308,7 +295,7 @@ def buffers_part(transport: str, size: int, source: str) -> MemoryPart:
     return MemoryPart("exchange buffers", size, f"{transport}: {size:,} bytes", source)
 
 
-def bound_of_buffers(attention: ModelAttention, setting: TrainingSetting) -> MemoryPart:
+def _bound_of_buffers(attention: ModelAttention, setting: TrainingSetting) -> MemoryPart:
     """Returns a bound of the buffers of any transport that "auto" takes, without a plan, for searches over many lengths.
 
     The ring holds at most three payloads and three sets of float32 gradients, of at most the rows of a rank

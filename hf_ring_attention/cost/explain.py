@@ -16,18 +16,16 @@ from ..plan.plans import plan_rank
 from ..plan.problem import Problem, RingSettings, documents_of
 from ..plan.traffic import Bytes, RankTraffic, RowBytes, TransportKind, collective_traffic, ring_traffic
 
-#: The bytes of a number, and of a number of its sums (`compute.merge.accumulation_dtype`), by the name of the dtype.
-_BYTES = {"float16": (2, 4), "bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}
-#: Groups that exchange heads are shown up to this many ranks, because the rings of each kind of group must be planned.
-MOST_RANKS_OF_GROUPS = 16
+#: The bytes of a number, by the name of its dtype.
+_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def number_bytes(dtype: Any) -> tuple[int, int]:
-    """Returns the bytes of a number of a dtype, given as a torch.dtype or its name, and of a number of its sums."""
-    name = str(dtype).removeprefix("torch.")
-    if name not in _BYTES:
+    """Returns the bytes of a number of a torch.dtype or its name, and of its sums (`compute.merge.accumulation_dtype`)."""
+    size = _BYTES.get(str(dtype).removeprefix("torch."))
+    if size is None:
         raise ValueError(f"explain: dtype must be one of {', '.join(_BYTES)}, got {dtype!r}")
-    return _BYTES[name]
+    return size, max(4, size)
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,6 @@ class Explanation:
         ranks: the work of each rank.
         layouts: by kind of layout, the work of the busiest rank divided by the mean, estimated.
         balance: the same by transport, in the chosen layout.
-        groups: by the size of groups of neighbours that exchange heads: the balance, and the bytes of each rank.
 
     Example:
         >>> call = ra.explain("window:512+4", seq_len=65536, world_size=4, num_heads=32, num_kv_heads=8, head_dim=128)
@@ -77,23 +74,28 @@ class Explanation:
     ranks: tuple[RankShare, ...]
     layouts: dict[str, float]
     balance: dict[str, float]
-    groups: dict[int, tuple[float, tuple[RankTraffic, ...]]]
 
-    def busiest(self, transport: str) -> RankTraffic:
-        """Returns the most bytes of any rank by a transport; "local" moves nothing."""
-        name = "collective" if transport == "local" else transport
-        return busiest_traffic([getattr(share, name) for share in self.ranks])
+    def traffic(self, transport: str | None = None) -> list[RankTraffic]:
+        """Returns the bytes of each rank by a transport; None for the chosen one."""
+        name = transport or self.decision.choice
+        return [getattr(share, "collective" if name == "local" else name) for share in self.ranks]
+
+    def busiest(self, transport: str | None = None) -> RankTraffic:
+        """Returns the most bytes of any rank by a transport; None for the chosen one."""
+        ranks = self.traffic(transport)
+        ways = ([rank.forward for rank in ranks], [rank.backward for rank in ranks])
+        forward, backward = (Bytes(max(one.sent for one in way), max(one.received for one in way)) for way in ways)
+        return RankTraffic(forward, backward, max(rank.buffers for rank in ranks))
 
     def __str__(self) -> str:
-        layout, p = self.layout, self.layout.world_size
+        layout = self.layout
         flops = [share.forward_flops for share in self.ranks]
+        padding = f", {layout.padded_len - layout.seq_len} of padding" if layout.padded_len > layout.seq_len else ""
         lines = [
             f"pattern    {self.pattern}",
-            f"sequence   {layout.seq_len} tokens over {p} ranks: {layout.local_len} each"
-            + (f", {layout.padded_len - layout.seq_len} of padding" if layout.padded_len > layout.seq_len else ""),
+            f"sequence   {layout.seq_len} tokens over {layout.world_size} ranks: {layout.local_len} each{padding}",
             f"layout     {layout.kind}: {self.layout_decision.reason}",
-            "           busiest / mean of "
-            + ", ".join(f"{kind} {of_kind:.2f}" for kind, of_kind in self.layouts.items()),
+            f"           busiest / mean of {', '.join(f'{kind} {x:.2f}' for kind, x in self.layouts.items())}",
             f"transport  {self.decision.choice}: {self.decision.reason}",
             f"forward    {max(flops) / 1e12:.4g} TFLOP on the busiest rank, {sum(flops) / 1e12:.4g} in all, "
             f"busiest / mean {self.imbalance:.3f}",
@@ -103,26 +105,11 @@ class Explanation:
             "|---|---:|---:|---:|---:|---:|---:|",
         ]
         for name, balance in self.balance.items():
-            lines.append(_row_of_table(name, self.busiest(name), balance))
-        for size, (balance, of_ranks) in self.groups.items():
-            lines.append(_row_of_table(f"heads {size} x ring {p // size}", busiest_traffic(of_ranks), balance))
+            busiest = self.busiest(name)
+            forward, backward = busiest.forward, busiest.backward
+            sizes = (forward.received, forward.sent, backward.received, backward.sent, busiest.buffers)
+            lines.append(f"| {name} | {' | '.join(f'{size / 2**20:.1f}' for size in sizes)} | {balance:.2f} |")
         return "\n".join(lines)
-
-
-def busiest_traffic(traffic: Sequence[RankTraffic]) -> RankTraffic:
-    """Returns the maximum over ranks of each number of bytes."""
-    forward, backward = (
-        Bytes(max(one.sent for one in way), max(one.received for one in way))
-        for way in ([rank.forward for rank in traffic], [rank.backward for rank in traffic])
-    )
-    return RankTraffic(forward, backward, max(rank.buffers for rank in traffic))
-
-
-def _row_of_table(name: str, busiest: RankTraffic, balance: float) -> str:
-    forward, backward = busiest.forward, busiest.backward
-    sizes = (forward.received, forward.sent, backward.received, backward.sent, busiest.buffers)
-    cells = [name, *(f"{size / 2**20:.1f}" for size in sizes), f"{balance:.2f}"]
-    return "| " + " | ".join(cells) + " |"
 
 
 def explain(
@@ -181,14 +168,9 @@ def explain(
         division, layout_decision = layout, Decision(layout.kind, "it was decided for another pattern of the model")
     else:
         division, layout_decision = decide_layout(layout, seq_len, world_size, pattern, given_rows, transport, heads)
+    settings = RingSettings(heads=heads)
     problem = Problem(
-        pattern=pattern,
-        layout=division,
-        documents=rows,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        causal=causal,
-        settings=RingSettings(heads=heads),
+        pattern, division, rows, num_heads=num_heads, num_kv_heads=num_kv_heads, causal=causal, settings=settings
     )
     widths = head_dim + value_dim
     sizes = RowBytes(widths * itemsize, widths * accumulated)
@@ -198,6 +180,8 @@ def explain(
     pairs = {"ring": by_tokens, "collective": by_tokens}
     if by_heads:
         pairs["heads"] = [heads_pairs(problem, rank) for rank in ranks]
+    layouts = [SequenceLayout("contiguous", seq_len, world_size), SequenceLayout("zigzag", seq_len, world_size)]
+    layouts.append(balanced_layout(seq_len, world_size, pattern, rows))
     work = pairs["heads" if decision.choice == "heads" else "ring"]
     balance = {name: busiest_over_mean(of_ranks) for name, of_ranks in pairs.items()}
     return Explanation(
@@ -216,29 +200,6 @@ def explain(
             )
             for rank in ranks
         ),
-        layouts=_balance_of_layouts(problem),
+        layouts={layout.kind: estimated_imbalance(layout, pattern, rows) for layout in layouts},
         balance=balance,
-        groups=_groups(problem, sizes),
     )
-
-
-def _balance_of_layouts(problem: Problem) -> dict[str, float]:
-    """Returns the estimated work of the busiest rank, divided by the mean, in each kind of layout."""
-    seq_len, p, pattern = problem.layout.seq_len, problem.layout.world_size, problem.pattern
-    layouts = [SequenceLayout("contiguous", seq_len, p), SequenceLayout("zigzag", seq_len, p)]
-    layouts.append(balanced_layout(seq_len, p, pattern, problem.documents))
-    return {layout.kind: estimated_imbalance(layout, pattern, problem.documents) for layout in layouts}
-
-
-def _groups(problem: Problem, sizes: RowBytes) -> dict[int, tuple[float, tuple[RankTraffic, ...]]]:
-    """Returns the balance and the bytes of each rank for each size of groups that exchange heads; nothing for many ranks."""
-    ranks, groups = range(problem.layout.world_size), {}
-    if len(ranks) > MOST_RANKS_OF_GROUPS:
-        return {}
-    for size in range(2, len(ranks)):
-        fits = len(ranks) % size == 0 and heads_fit(problem.num_heads, problem.num_kv_heads, size)
-        if fits and size != problem.settings.heads:
-            grouped = problem.in_groups(size)
-            traffic = tuple(heads_traffic(grouped, rank, sizes) for rank in ranks)
-            groups[size] = busiest_over_mean([heads_pairs(grouped, rank) for rank in ranks]), traffic
-    return groups

@@ -16,7 +16,7 @@ from ..hf.hybrid_types import MIXERS
 from ..plan.branches import Branch, Segment, Window
 from ..plan.patterns import Pattern
 from ..plan.state_runs import StateNumbers, delta_rule_sums, selective_sums, state_space_sums
-from .attention import ModelAttention, ModelMixers
+from .layers import ModelAttention, ModelMixers
 
 #: Errors of Transformers for a config that it cannot read; its configs check little before they compute with an entry.
 _UNREADABLE = (
@@ -37,6 +37,8 @@ _STATE_SPACE = {
     "nemotron_h": ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"),
     "zamba2": ("n_mamba_heads", "mamba_headdim", "mamba_d_state", "mamba_ngroups", "mamba_d_conv"),
 }
+#: The names of the sizes of a delta rule: heads of values and of keys, and the sizes of a head.
+_DELTA_RULE = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
 #: Types whose mixers gather rows, and whether positions travel with them.
 _GATHERED = {"minimax": False, "recurrent_gemma": True}
 
@@ -53,11 +55,9 @@ def load_config(model: str, *, trust: bool = False) -> PretrainedConfig:
         _check_counts(PretrainedConfig.get_config_dict(model)[0])
         config: PretrainedConfig = AutoConfig.from_pretrained(model, trust_remote_code=trust)
     except _UNREADABLE as error:
-        reason = f"the config of {model!r} cannot be read: {_brief(error)}"
+        reason = _unreadable(model, error)
         if isinstance(error, OSError) and not Path(model).exists():
-            reason = (
-                f"there is no folder {model!r}, and the hub gives no config.json of that name: name a folder with one"
-            )
+            reason = f"there is no folder {model!r}, and the hub gives no config.json of that name: name another one"
         elif "trust_remote_code" in str(error):
             reason = f"{model!r} brings code of its own: read it, and pass --trust-remote-code if you trust it"
         raise ValueError(reason) from error
@@ -76,7 +76,7 @@ def config_of(model: Any) -> PretrainedConfig:
             _check_counts(model)
             made: PretrainedConfig = CONFIG_MAPPING[model_type].from_dict(dict(model))
         except _UNREADABLE as error:
-            raise ValueError(f"the config of type {model_type!r} cannot be read: {_brief(error)}") from error
+            raise ValueError(_unreadable(model_type, error)) from error
         return made
     config = getattr(model, "config", model)
     if not isinstance(config, PretrainedConfig):
@@ -86,10 +86,9 @@ def config_of(model: Any) -> PretrainedConfig:
     return config
 
 
-def _brief(error: Exception) -> str:
-    """Returns the first 18 words of an error."""
+def _unreadable(name: str, error: Exception) -> str:
     words = str(error).split() or [type(error).__name__]
-    return " ".join(words[:18]) + (" ..." if len(words) > 18 else "")
+    return f"the config of {name!r} cannot be read: {' '.join(words[:18])}{' ...' if len(words) > 18 else ''}"
 
 
 def _check_counts(written: Mapping[str, Any]) -> None:
@@ -135,8 +134,9 @@ def attention_of_model(
         raise ValueError(f"no layer of {name!r} attends: its layers are {', '.join(sorted(set(kinds)))}")
     layers = {number: layer_pattern(text, number, branch) for number, branch in own.items()}
     mixing = tuple(number for number, kind in enumerate(kinds) if kind in _MIXING)
-    has_mixers = text.model_type in MIXERS and mixing
-    gathered = _GATHERED.get(text.model_type, False)
+    mixers = None
+    if mixing and text.model_type in MIXERS:
+        mixers = ModelMixers(mixing, _numbers_of_run(text), text.hidden_size, _GATHERED.get(text.model_type, False))
     return ModelAttention(
         name=name,
         model_type=text.model_type,
@@ -148,7 +148,7 @@ def attention_of_model(
         layers=tuple(layers.values()),
         numbers=tuple(layers),
         sliding=tuple(branch is not None and layers[i] == unpatched_pattern(branch) for i, branch in own.items()),
-        mixers=ModelMixers(mixing, _numbers_of_run(text), text.hidden_size, gathered) if has_mixers else None,
+        mixers=mixers,
     )
 
 
@@ -191,11 +191,9 @@ def _numbers_of_run(text: Any) -> StateNumbers | None:
         heads, head_dim, state_size, groups, kernel = (getattr(text, x) for x in _STATE_SPACE[text.model_type])
         channels = heads * head_dim + 2 * groups * state_size
         return StateNumbers(channels, kernel, state_space_sums(heads, head_dim, state_size))
+    sizes = _DELTA_RULE
     if hasattr(text, "linear_num_heads"):  # Keys and values of this delta rule have the same heads.
-        heads = key_heads = text.linear_num_heads
-        key_dim = value_dim = text.linear_head_dim
-    else:
-        heads, key_heads = text.linear_num_value_heads, text.linear_num_key_heads
-        key_dim, value_dim = text.linear_key_head_dim, text.linear_value_head_dim
+        sizes = ("linear_num_heads", "linear_num_heads", "linear_head_dim", "linear_head_dim")
+    heads, key_heads, key_dim, value_dim = (getattr(text, size) for size in sizes)
     channels = 2 * key_heads * key_dim + heads * value_dim
     return StateNumbers(channels, text.linear_conv_kernel_dim, delta_rule_sums(heads, key_dim, value_dim))

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..hybrids.mixers import MOST_GATHERED
 from ..plan.patterns import Pattern
-from .estimate import Estimate, buffers_part, chosen_buffers, parts_by_bound, refusal_of_gathered_rows
-from .parts import MemoryPart, TrainingSetting, total_bytes
+from .estimate import Estimate, buffers_part, chosen_buffers, gathered_bytes, parts_by_bound
+from .memory import MemoryPart, TrainingSetting, total_bytes
 from .shape import ModelShape
 
 #: The largest ring that is tried, in multiples of the devices.
@@ -21,10 +22,7 @@ MOST_TIMES_THE_DEVICES = 1024
 
 @dataclass(frozen=True)
 class SwitchGain:
-    """An option to set, and the bytes by which it lowers the peak of a device.
-
-    `fits` is None if the memory of a device is unknown, or if the peak is not counted completely.
-    """
+    """An option to set, and the bytes by which it lowers a device's peak; `fits` is None if that is unknown."""
 
     name: str
     gain: int
@@ -33,18 +31,17 @@ class SwitchGain:
 
 def bound_of_peak(shape: ModelShape, setting: TrainingSetting, buffers: MemoryPart | None = None) -> float:
     """Returns the peak of a device in bytes without a plan (`parts_by_bound`); infinite if a mixer refuses its rows."""
-    refused = refusal_of_gathered_rows(shape, setting) is not None
+    refused = gathered_bytes(shape, setting) > MOST_GATHERED
     return float("inf") if refused else total_bytes(parts_by_bound(shape, setting, buffers))
 
 
 def longest_sequence(answer: Estimate) -> int | None:
     """Returns the most tokens, a multiple of twice the ring, whose step fits a device; None if no length fits."""
-    memory = _memory_of(answer)
     unit = 2 * answer.setting.ring_size
 
     def fits(units: int) -> bool:
         setting = replace(answer.setting, seq_len=units * unit)
-        return bound_of_peak(answer.shape, setting, _scaled_buffers(answer, setting)) <= memory
+        return _fits(answer, bound_of_peak(answer.shape, setting, _scaled_buffers(answer, setting)))
 
     low, high = 0, 1
     while fits(high):
@@ -66,15 +63,12 @@ def _scaled_buffers(answer: Estimate, setting: TrainingSetting) -> MemoryPart | 
 
 
 def smallest_ring(answer: Estimate) -> tuple[int, int] | None:
-    """Returns the size of the smallest ring whose ranks hold the sequence, and its devices: as estimated, or more if needed.
-
-    None if even a ring of `MOST_TIMES_THE_DEVICES` times the devices does not hold it.
-    """
-    memory, devices = _memory_of(answer), answer.setting.devices
+    """Returns the size of the smallest ring whose ranks hold the sequence, and its devices; None if no ring does."""
+    devices = answer.setting.devices
     within = [(size, devices) for size in range(1, devices + 1) if devices % size == 0]
     beyond = [(devices << power, devices << power) for power in range(1, MOST_TIMES_THE_DEVICES.bit_length())]
     for size, count in within + beyond:
-        if bound_of_peak(answer.shape, replace(answer.setting, ring_size=size, devices=count)) <= memory:
+        if _fits(answer, bound_of_peak(answer.shape, replace(answer.setting, ring_size=size, devices=count))):
             return size, count
     return None
 
@@ -86,8 +80,7 @@ def next_switches(answer: Estimate) -> list[SwitchGain]:
     for name, changes in _switches(answer.shape, answer.setting):
         after = bound_of_peak(answer.shape, replace(answer.setting, **changes))
         if after < peak:
-            unknown = answer.memory is None or (answer.not_counted is not None and after <= answer.memory)
-            gains.append(SwitchGain(name, peak - int(after), None if unknown else after <= (answer.memory or 0)))
+            gains.append(SwitchGain(name, peak - int(after), answer.fits_with(after)))
     return sorted(gains, key=lambda switch: -switch.gain)
 
 
@@ -109,7 +102,6 @@ def _switches(shape: ModelShape, setting: TrainingSetting) -> Iterator[tuple[str
         yield "dtype=bfloat16", {"dtype": "bfloat16"}
 
 
-def _memory_of(answer: Estimate) -> int:
-    if answer.memory is None:
-        raise ValueError("estimate: the memory of a device is unknown: pass memory=, such as 80 * 10**9 bytes")
-    return answer.memory
+def _fits(answer: Estimate, peak: float) -> bool:
+    assert answer.memory is not None  # The questions need it.
+    return peak <= answer.memory

@@ -18,7 +18,7 @@ from ..hf.models import supported_models
 from ..hf.registration import IMPLEMENTATION
 from ..hybrids.models import mixers_of
 from ..plan.patterns import Pattern
-from .attention import ModelAttention
+from .layers import ModelAttention
 from .models import attention_of_model, config_of
 
 #: The names of the last matrix of an MLP, [width, features]; the matrices of stacked experts have one more dimension.

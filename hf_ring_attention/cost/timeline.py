@@ -48,17 +48,15 @@ def ring_timeline(problem: Problem, *, pair_flops: int, row_bytes: int, flops: f
     """Returns the forward pass of the ring transport.
 
     Args:
-        pair_flops: the floating point operations of a query-key pair.
-        row_bytes: the bytes of a key row and its value row.
-        flops: the operations of a device in a second.
-        bandwidth: the bytes that a rank sends to the next one in a second, while the others do the same.
+        pair_flops: the floating point operations of a query-key pair; row_bytes: the bytes of a key row and its value row.
+        flops, bandwidth: the operations of a device, and the bytes that a rank sends to the next one, in a second.
     """
     ranks = range(problem.layout.world_size)
     steps = [(lap, number) for lap in ring_laps(problem) for number in range(0 if lap.with_own else 1, lap.steps + 1)]
     if steps and steps[0][1]:  # Rows must arrive before anything can be computed.
         steps.insert(0, (steps[0][0], 0))
     spans: list[Span] = []
-    begins = [0.0 for _ in ranks]
+    begins = [0.0] * len(ranks)
     for index, (lap, number) in enumerate(steps):
         done = [begins[rank] + _pairs(problem, lap, number, rank) * pair_flops / flops for rank in ranks]
         for rank in ranks:
@@ -81,7 +79,7 @@ def ring_timeline(problem: Problem, *, pair_flops: int, row_bytes: int, flops: f
 
 
 def _pairs(problem: Problem, lap: Lap, number: int, rank: int) -> int:
-    """Returns the number of query-key pairs of a rank at a step."""
+    """Returns the query-key pairs of a rank at a step."""
     if (number == 0 and not lap.with_own) or (number > 0 and lap.hop(rank, number) is None):
         return 0
     batches = of_heads(tiles_from(problem, rank, lap.source(rank, number)), lap.heads, problem.group)

@@ -69,9 +69,7 @@ def figures_by_length(
 ) -> list[LengthFigures]:
     """Measures the perplexity of texts in the windows of `windowed_nll`, the same on all ranks of the ring.
 
-    Args:
-        patterns: by their names; None is the pattern that the config of the model has now.
-        after_each: called after each text, pattern and length.
+    A pattern of None is the pattern that the config of the model has now.
     """
     config = model.config.get_text_config()
     own = copy.deepcopy(getattr(config, IMPLEMENTATION, None))
@@ -106,17 +104,13 @@ def windowed_nll(
     end. Without a stride, they follow each other, and a shorter rest is left out, unless there is nothing else.
 
     Args:
-        ids: [n] integers.
-        window: the tokens of a window; stride: the number of new tokens in each window but the first.
-        opening: the first tokens of ids; they open each window and are not scored. If they leave less room than `stride`,
-            windows advance by that room.
+        ids: [n] integers, whose first `opening` tokens open each window and are not scored.
+        window: the tokens of a window; stride: the number of new tokens in each window but the first, at most the room that
+            the opening tokens leave.
 
     Returns:
         [n] float32 on the CPU, NaN for tokens that are not scored: the rest, and the first token of a window without opening
         tokens, unless an earlier window scored it.
-
-    Raises:
-        ValueError: a stride outside 1 to the window, or a window without room for a token.
     """
     room, end = window - opening, len(ids)
     if room < 1 or window < 2:

@@ -128,16 +128,12 @@ class RingLM(HFLM):
         """Returns the model's entry in results.json: the entry of `hf`, with patterns and ring."""
         ring, config = self.ring, unwrapped(self._model).config.get_text_config()
         layers = (getattr(config, IMPLEMENTATION, None) or {}).get("layers", {})
+        sizes = {"size": ring.world_size, "rings": ring.dp_size, "layout": ring.layout, "transport": ring.transport}
         return {
             **super().get_model_info(),
             "pattern": str(layer_pattern(config, None)),
             "pattern_of_layers": {layer: str(layer_pattern(config, int(layer))) for layer in layers},
-            "ring": {
-                "size": ring.world_size,
-                "rings": ring.dp_size,
-                "layout": ring.layout,
-                "transport": ring.transport,
-            },
+            "ring": sizes,
         }
 
     # ---- requests; one rank of each ring shows its progress
@@ -156,8 +152,7 @@ class RingLM(HFLM):
     ) -> list[tuple[float, bool]]:
         """Returns the log-likelihood of each continuation, and whether greedy decoding gives it.
 
-        Args:
-            requests: (texts, tokens of the context, tokens of the continuation).
+        A request is (texts, tokens of the context, tokens of the continuation).
         """
         if self.ring.world_size > 1 and all(texts is None for texts, _, _ in requests):
             # Windows of a rolling likelihood have no texts, and nobody asks whether greedy decoding gives them.

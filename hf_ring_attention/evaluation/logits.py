@@ -33,12 +33,10 @@ def layout_of_rows(model: PreTrainedModel, ring: Ring, ids: Tensor) -> SequenceL
 
 
 def hidden_states(model: PreTrainedModel, ring: Ring, ids: Tensor) -> tuple[Tensor, Head]:
-    """Runs a model over whole rows [B, n] of one document each, without forming their logits if its config describes its head.
+    """Runs a model over whole rows [B, n] of one document each; returns this rank's hidden states, and the head for slices.
 
-    Returns:
-        [B, n local, width] this rank's hidden states, and the function that turns slices of them into logits. If the config
-        does not describe the head, every rank forms the logits of whole rows. The first result is then this rank's part of
-        them, and the function returns its argument.
+    If the config does not describe the head, every rank forms the logits of whole rows. The first result is then this rank's
+    part of them, and the head returns its argument.
     """
     positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1) + first_position(runner_of(model))
     arguments = {"input_ids": ids, "position_ids": positions, "use_cache": False}
@@ -63,12 +61,11 @@ def label_nll(model: PreTrainedModel, ring: Ring, ids: Tensor, labels: Tensor, l
     """Returns the loss of each token's label, without ever holding the logits of whole rows.
 
     Args:
-        ids: [B, n] tokens of one document a row; labels: [B, n] the token after each, or `IGNORED`; the same on every rank.
+        ids, labels: [B, n] tokens of one document a row, and the token after each, or `IGNORED`; the same on every rank.
         logits_at_once: the tokens of each batch row whose logits exist at once.
 
     Returns:
-        [B, n] float32 (float64 for a model in float64) on the CPU, in nats, the same on every rank; NaN for labels that are
-        ignored.
+        [B, n] float32 or float64 on the CPU, in nats, the same on every rank; NaN for labels that are ignored.
     """
     layout = layout_of_rows(model, ring, ids)
     labels = ring.shard(labels.to(ids.device), layout, fill=IGNORED)

@@ -115,8 +115,8 @@ def perplexity(
         check_token_rows(inner, ids, mask)
         check_count("perplexity", "logits_at_once", logits_at_once)
         call.same("the shape of input_ids", tuple(ids.shape))
-        call.same("a checksum of input_ids", digest(ids))
-        call.same("a checksum of attention_mask", digest(mask))
+        for name, values in (("input_ids", ids), ("attention_mask", mask)):
+            call.same(f"a checksum of {name}", digest(values))
         call.same("logits_at_once", logits_at_once)
     if ring is not None and attached_ring(inner) is not ring:
         patch_model(inner, ring=ring)
@@ -131,13 +131,8 @@ def perplexity(
                 nll = label_nll(inner, served, tokens, labels, logits_at_once)[0, :-1]
                 check_finite(nll, inner, "perplexity")
                 token_nll[row, first + 1 : stop] = nll
-    scored = ~token_nll.isnan()
-    return PerplexityReport(
-        nll=float(token_nll[scored].double().sum()),
-        tokens=int(scored.sum()),
-        token_nll=token_nll,
-        seconds=time.perf_counter() - start,
-    )
+    scored, seconds = ~token_nll.isnan(), time.perf_counter() - start
+    return PerplexityReport(float(token_nll[scored].double().sum()), int(scored.sum()), token_nll, seconds)
 
 
 def _rows_of(batch: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
@@ -170,9 +165,9 @@ def token_ids(name: str, values: Any, caller: str = "perplexity") -> Tensor:
     try:
         values = torch.as_tensor(values)
     except (ValueError, TypeError, RuntimeError) as error:
+        kind = f"{type(values).__name__} ({error})"
         raise ValueError(
-            f"{caller}: {name} must be rows of integers of one length, got {type(values).__name__} ({error}): tokenize with "
-            f"padding=True, or pass one text at a time"
+            f"{caller}: {name} must be rows of integers of one length, got {kind}: tokenize with padding=True, or one by one"
         ) from error
     if values.is_floating_point() or values.is_complex() or (name == "input_ids" and values.dtype is torch.bool):
         meaning = "1 for tokens and 0 for padding" if name == "attention_mask" else "tokens of the model's tokenizer"
@@ -196,11 +191,11 @@ def check_token_rows(model: PreTrainedModel, ids: Tensor, mask: Tensor, caller: 
             f"{int(mask.max())}"
         )
     for row, tokens in enumerate(mask):
-        first, stop = _extent(tokens)
-        if stop - first != int(tokens.sum()):
+        (first, stop), count = _extent(tokens), int(tokens.sum())
+        if stop - first != count:
             raise ValueError(
-                f"{caller}: batch row {row} of attention_mask has padding inside: it marks {int(tokens.sum())} of the tokens "
-                f"{first} to {stop - 1}: pass packed documents as separate rows"
+                f"{caller}: batch row {row} of attention_mask has padding inside: it marks {count} of the tokens {first} to "
+                f"{stop - 1}: pass packed documents as separate rows"
             )
     longest, places = int(mask.sum(1).max()), places_of(runner_of(model))
     if places is not None and longest > places:

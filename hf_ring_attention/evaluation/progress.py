@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -12,14 +11,9 @@ from tqdm.auto import tqdm
 SECONDS_BETWEEN_LINES = 30.0
 
 
-def progress_bar(
-    label: str, of: Iterable[Any] | None = None, *, total: int | None = None, unit: str = "it", silent: bool = False
-) -> Any:
-    """Returns tqdm's bar on stderr, over steps or for a caller that counts `total`; it disappears when the work is done.
-
-    Ranks above 0 leave the bar to rank 0: they are `silent`.
-    """
+def progress_bar(label: str, total: int, unit: str = "it", silent: bool = False) -> Any:
+    """Returns tqdm's bar on stderr, which disappears when the work is done; ranks above 0 are `silent`."""
     moves = sys.stderr.isatty() or "ipykernel" in sys.modules
     pause = 0.0 if moves else SECONDS_BETWEEN_LINES
     options = {"delay": pause, "mininterval": pause or 0.1, "leave": False}
-    return tqdm(of, desc=label, total=total, unit=unit, disable=silent, **options)
+    return tqdm(desc=label, total=total, unit=unit, disable=silent, **options)

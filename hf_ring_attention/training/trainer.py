@@ -197,8 +197,10 @@ class RingTrainerMixin(_Trainer):
         norm = super()._get_grad_norm(*args, **kwargs)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # FSDP 2 has the norm of a part.
         loss, self._step_loss = float(self.accelerator.reduce(torch.as_tensor(self._step_loss), "mean")), 0.0
-        number = 0.0 if norm is None else float(norm)  # DeepSpeed may not tell it
-        if not is_finite_step(self.accelerator, loss, number):
+        number, scaler = 0.0 if norm is None else float(norm), self.accelerator.scaler  # DeepSpeed may have no norm.
+        # In float16 gradients may overflow: the step is skipped, and the loss is scaled by half as much, until none does.
+        skipped = self.accelerator.mixed_precision == "fp16" and (scaler is None or scaler.get_scale() >= 1)
+        if not (math.isfinite(loss) and (math.isfinite(number) or skipped)):
             self.when_not_finite(loss, number)
         return norm
 
@@ -226,16 +228,6 @@ class RingTrainerMixin(_Trainer):
         with self.ring.agreement("completions") as call:
             call.message = completions if self.ring.rank == 0 else None
         return call.answers[0]
-
-
-def is_finite_step(accelerator: Any, loss: float, norm: float) -> bool:
-    """Returns whether the optimizer may take a step with this loss of all processes, and this norm of whole gradients.
-
-    In float16 gradients may overflow: the step is skipped, and the loss is scaled by half as much, until none does.
-    """
-    scaler = accelerator.scaler
-    skipped = accelerator.mixed_precision == "fp16" and (scaler is None or scaler.get_scale() >= 1)
-    return math.isfinite(loss) and (math.isfinite(norm) or skipped)
 
 
 def _wrong_settings(trainer: Any) -> ValueError | None:

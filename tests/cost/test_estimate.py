@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_ring_attention as ra
 from hf_ring_attention.cli import main as cli
-from hf_ring_attention.cost.activations import layer_memory
+from hf_ring_attention.cost.memory import layer_memory
 from hf_ring_attention.cost.questions import bound_of_peak, longest_sequence, next_switches, smallest_ring
 from hf_ring_attention.cost.shape import shape_of_model
 from tests.support.ranks import TIMEOUT
@@ -77,8 +77,7 @@ def test_windows_and_full_attention_are_planned_apart():
 # ---- memory
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("dtype", "ranks"), [(torch.float32, 1), (torch.bfloat16, 2)])
 def test_a_layer_saves_what_autograd_saves(dtype, ranks):
     """The storages that autograd keeps, counted in a model of one layer and of two."""
     tokens = 64
@@ -122,13 +121,10 @@ def test_buffers_are_those_of_explain():
 
 def test_stages_divide_what_they_say():
     """Of 16 bytes a parameter: 8 divided by stage 1 (and its float32 copy), gradients by stage 2, weights by stage 3."""
-    share = {
-        parallel: {
-            part.name: part.bytes / shape_of_model(LLAMA_8B).parameters
-            for part in ra.estimate(LLAMA_8B, 1024, devices=8, parallel=parallel, accumulate=True).parts
-        }
-        for parallel in ("ddp", "zero1", "zero2", "zero3", "fsdp2")
-    }
+    share = {}
+    for parallel in ("ddp", "zero1", "zero2", "zero3", "fsdp2"):
+        answer = ra.estimate(LLAMA_8B | {"num_hidden_layers": 4}, 1024, devices=8, parallel=parallel, accumulate=True)
+        share[parallel] = {part.name: part.bytes / answer.shape.parameters for part in answer.parts}
     assert share["ddp"]["parameters"] == 4 and share["ddp"]["optimizer state"] == 8
     assert share["zero1"]["parameters"] == 2 and share["zero1"]["optimizer state"] == 12 / 8
     assert share["zero1"]["gradients"] == 2 and share["zero2"]["gradients"] == pytest.approx(2 / 8)
@@ -162,8 +158,16 @@ def test_the_parts_are_the_peak():
 # ---- the inverse questions
 
 
-@pytest.mark.parametrize("pattern", ["exact", "window:4096", "pyramid:512,3"])
-@pytest.mark.parametrize("transport", ["auto", "ring", "heads"])
+@pytest.mark.parametrize(
+    ("pattern", "transport"),
+    [
+        ("exact", "auto"),
+        ("exact", "heads"),
+        ("window:4096", "ring"),
+        ("pyramid:512,3", "auto"),
+        ("pyramid:512,3", "heads"),
+    ],
+)
 def test_what_is_said_to_fit_fits(pattern, transport):
     """Searches bound the buffers, and the plan of what they found holds no more."""
     asked = {"devices": 8, "memory": 40 * 10**9, "pattern": pattern, "transport": transport}
@@ -249,7 +253,7 @@ def test_the_resident_set_of_the_largest_question_is_small(folder):
         atexit.register(lambda: print(Path("/proc/self/status").read_text(), file=sys.stderr))
         main()
     """
-    words = f"estimate --model {folder} --seq-len 1M --devices 64 --memory 80GB --json".split()
+    words = f"estimate --model {folder} --seq-len 1M --devices 64 --json".split()
     command = [sys.executable, "-c", textwrap.dedent(script), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert done.returncode == 0, done.stderr

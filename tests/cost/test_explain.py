@@ -26,6 +26,7 @@ def attention(ring, pattern, layout, dtype):
     return ra.ring_attention(q, k, v, pattern=pattern, ring=ring, layout=layout)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("kind", ["auto", "contiguous", "zigzag"])
 @pytest.mark.parametrize("transport", ["ring", "collective"])

@@ -79,13 +79,15 @@ def test_scores_find_the_head_that_looks_far(rng):
     ] == [(layer, head)]
 
 
-@pytest.mark.parametrize("transport", ["ring", "collective"])
-def test_two_ranks_choose_what_one_process_chooses(transport, rng):
-    texts = random_texts(rng)
+def test_two_ranks_choose_what_one_process_chooses(rng):
+    texts, of_ranks = random_texts(rng), []
     with float64():
         alone = calibrated(model_of(), texts)
-        models = [model_of() for _ in range(2)]
-        of_ranks = run_simulated(lambda ring: calibrated(models[ring.rank], texts, ring=ring), 2, transport=transport)
+        for transport in ("ring", "collective"):
+            models = [model_of() for _ in range(2)]
+            of_ranks += run_simulated(
+                lambda ring, models=models: calibrated(models[ring.rank], texts, ring=ring), 2, transport=transport
+            )
     for of_rank in of_ranks:
         assert of_rank.layers == alone.layers
         for layer, heads in alone.scores.items():
@@ -236,7 +238,7 @@ def test_the_next_choice_is_kept_if_it_is_nearer_to_exact_attention(rng):
 def test_a_budget_of_the_bytes_of_a_ring(rng):
     chosen = calibrated(model_of(3), random_texts(rng), budget=0.6, budget_of="bytes", ranks=4)
     assert chosen.ranks == 4 and 0 < chosen.share("bytes") <= 0.6
-    assert 0 < chosen.share("bytes", ranks=8) <= 1 and ra.Calibration.from_dict(chosen.to_dict()) == chosen
+    assert ra.Calibration.from_dict(chosen.to_dict()) == chosen
     other = calibrated(model_of(3), random_texts(rng), budget=0.6, refinements=0)
     assert other.ranks is None
     with pytest.raises(ValueError, match="a ring that moves bytes has 2 or more ranks, got ranks=None"):

@@ -8,8 +8,7 @@ import pytest
 
 import hf_ring_attention as ra
 from hf_ring_attention.compute.reference import multiplicity_matrix
-from hf_ring_attention.evaluation.calibration.choice import choose, squares_of
-from hf_ring_attention.evaluation.calibration.costs import Cost
+from hf_ring_attention.evaluation.calibration.choice import Cost, choose, squares_of
 from hf_ring_attention.plan.problem import Problem
 from hf_ring_attention.plan.traffic import exchanged
 from tests.support.calibrations import MENU

@@ -94,8 +94,7 @@ def test_a_pass_measures_what_dense_attention_says(make, world_size, rng, monkey
         assert distance(found.products * text.num_scored, products) <= OF_FLOAT32
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_sums_of_long_texts_have_the_products_of_all_their_tokens(world_size, rng, monkeypatch):
+def test_sums_of_long_texts_have_the_products_of_all_their_tokens(rng, monkeypatch):
     """With signs drawn at random, the products of sums are those of tokens but for noise; ranks change nothing of it."""
     [ids] = random_texts(rng, 1, 200)
     text, menu = plain_text(ids, 0), [ra.Pattern.parse(one) for one in MENU]
@@ -107,7 +106,7 @@ def test_sums_of_long_texts_have_the_products_of_all_their_tokens(world_size, rn
         whole = measure(ra.Ring.alone())
         monkeypatch.setattr(passes, "MOST_HELD", 60)
         alone = measure(ra.Ring.alone())
-        found_by_rank = run_simulated(measure, world_size)
+        found_by_rank = run_simulated(measure, 3)
     flat = whole.products.flatten(2).flatten(0, 1)
     sizes = flat.diagonal().sqrt()
     changes = sizes > 0  # "exact" changes nothing.
@@ -161,7 +160,7 @@ def test_a_second_pass_follows_the_divergence_from_exact_attention(rng):
 
 
 def test_tokens_are_drawn_with_their_probabilities(rng):
-    count, seed = 20_000, rng.randrange(1000)
+    count, seed = 4_000, rng.randrange(1000)
     logits = torch.tensor([rng.gauss(0, 2) for _ in range(9)])
     drawn = drawn_tokens(logits.expand(count, -1), seed, range(count))
     probs = logits.double().softmax(-1)
@@ -172,11 +171,11 @@ def test_tokens_are_drawn_with_their_probabilities(rng):
 
 
 def test_a_rounding_hardly_moves_a_draw(rng):
-    """Of 2000, about two are expected to move; of places in cumulated probabilities, more than fifty would."""
+    """Of 600, less than one is expected to move; of places in cumulated probabilities, more than fifteen would."""
     generator = torch.Generator().manual_seed(rng.randrange(1000))
-    logits, errors = (torch.randn(2000, 5000, generator=generator) for _ in range(2))
-    drawn, again = (drawn_tokens(x, 0, range(2000)) for x in (logits, logits + 1e-3 * errors))
-    assert (drawn != again).sum() <= 15
+    logits, errors = (torch.randn(600, 5000, generator=generator) for _ in range(2))
+    drawn, again = (drawn_tokens(x, 0, range(600)) for x in (logits, logits + 1e-3 * errors))
+    assert (drawn != again).sum() <= 4
 
 
 def test_a_pass_computes_layers_again_and_holds_none(rng):

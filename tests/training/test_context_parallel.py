@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import hf_ring_attention as ra
 from tests.support.as_gpus import take_cpus_for_gpus
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankPool, run_ranks
 from tests.support.releases import at_least, needs
 from tests.support.tolerance import EXACT
 from tests.support.training import assert_equal_runs, documents, padded, process_environment, tiny_llama, trainer
@@ -44,16 +44,25 @@ def by_cp_size(rank, folder):
     return runs
 
 
-def test_a_trainer_takes_cp_size_for_ring_size(tmp_path):
+def test_a_trainer_takes_cp_size_for_ring_size(tmp_path, programs):
     alone, made = trainer(0, tmp_path, batch_size=2, eval_rows=EVAL_ROWS, **DATA)
     alone["losses"].append(made.evaluate()["eval_loss"])
-    for one_word, other_word in run_ranks(by_cp_size, 2, tmp_path):
+    for one_word, other_word in programs.run(by_cp_size, 2, tmp_path):
         assert one_word["losses"] == other_word["losses"]
         assert_equal_runs(one_word, alone, "cp_size")
 
 
+@pytest.fixture(scope="module")
+def gpus():
+    """Processes that stay, for functions that begin with `as_on_gpus`."""
+    with RankPool() as pool:
+        yield pool
+
+
 def as_on_gpus(rank, world_size):
     """Lets Accelerate take CPUs for GPUs, since it refuses a ParallelismConfig on a CPU."""
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))]:
+        del os.environ[name]  # An earlier run may have set it.
     process_environment(rank, world_size)
     take_cpus_for_gpus()
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # DDP is told no numbers of devices
@@ -73,9 +82,9 @@ def of_several_rings(rank, folder, by_environment):
 
 
 @pytest.mark.parametrize("by_environment", [False, True])
-def test_a_trainer_takes_configs_of_several_rings(by_environment, tmp_path):
+def test_a_trainer_takes_configs_of_several_rings(by_environment, tmp_path, gpus):
     alone, _ = trainer(0, tmp_path, batch_size=2, **DATA)
-    for losses in run_ranks(of_several_rings, 4, tmp_path, by_environment):
+    for losses in gpus.run(of_several_rings, 4, tmp_path, by_environment):
         assert losses == pytest.approx(alone["losses"], rel=EXACT)
 
 
@@ -125,11 +134,11 @@ def by_accelerator(rank, sizes):
 
 
 @pytest.mark.parametrize("sizes", [{"cp_size": 2}, {"dp_shard_size": 2, "cp_size": 2}])
-def test_a_loop_takes_cp_size_for_the_size_of_rings(sizes):
+def test_a_loop_takes_cp_size_for_the_size_of_rings(sizes, gpus):
     process_environment(0, 1)
     alone = Accelerator()
     expected = losses_of(alone, ra.Ring.from_accelerator(alone, size=1), lambda *objects: objects)
-    for losses in run_ranks(by_accelerator, 2 * sizes.get("dp_shard_size", 1), sizes):
+    for losses in gpus.run(by_accelerator, 2 * sizes.get("dp_shard_size", 1), sizes):
         assert losses == pytest.approx(expected, rel=EXACT)
 
 
@@ -210,8 +219,8 @@ def rings_of_meshes(rank):
     return places
 
 
-def test_rings_on_device_meshes():
-    for rank, places in enumerate(run_ranks(rings_of_meshes, 4)):
+def test_rings_on_device_meshes(programs):
+    for rank, places in enumerate(programs.run(rings_of_meshes, 4)):
         first = rank // 2 * 2
         inner = [first, first + 1]
         for name in ("group", "dimension", "mesh"):

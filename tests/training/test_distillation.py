@@ -78,8 +78,9 @@ def assert_same_gradients(gradients, expected):
 
 
 # Plain and tied heads, scaled and capped ones, and layers with windows of their own.
-@pytest.mark.parametrize("model_type", ["llama", "cohere", "gemma2", "granite"])
-@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize(
+    ("model_type", "kind"), [("llama", "padded"), ("cohere", "packed"), ("gemma2", "packed"), ("granite", "padded")]
+)
 def test_it_is_the_divergence_of_a_plain_computation(model_type, kind, rng, tokens_at_once):
     model = student(model_type).train()
     teacher = ra.patch_model(with_large_weights(tiny_model(model_type, "ring_dilated")), "exact").eval()
@@ -89,7 +90,7 @@ def test_it_is_the_divergence_of_a_plain_computation(model_type, kind, rng, toke
     expected = plain_divergence(model, teacher, rows)
     assert float(expected.detach()) > 1e-4
     gradients = gradients_of(model, expected)
-    for at_once in (1, 10, 1000):
+    for at_once in (10, 1000):
         tokens_at_once(at_once)
         loss = ra.distillation_loss(model, rows)
         assert_exact(loss.detach(), expected.detach())
@@ -98,9 +99,17 @@ def test_it_is_the_divergence_of_a_plain_computation(model_type, kind, rng, toke
 
 
 # Layouts of exact attention and of the pattern differ where the ring chooses them.
-@pytest.mark.parametrize("layout", ["auto", "zigzag", "documents"])
-@pytest.mark.parametrize("kind", ["padded", "packed"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("world_size", "kind", "layout"),
+    [
+        (2, "padded", "auto"),
+        (3, "packed", "auto"),
+        (3, "padded", "zigzag"),
+        (2, "packed", "zigzag"),
+        (2, "padded", "documents"),
+        (3, "packed", "documents"),
+    ],
+)
 def test_a_ring_learns_what_one_process_does(world_size, kind, layout, rng, tokens_at_once):
     tokens_at_once(5)
     rows, items = batch(rng, kind), None if layout == "auto" else 11
@@ -236,7 +245,7 @@ def test_other_threads_keep_their_patterns(rng):
             exact = model(ids).logits
 
     def work(number):
-        for _ in range(20):
+        for _ in range(8):
             with torch.no_grad(), ra.exact_attention(model) if number % 2 else contextlib.nullcontext():
                 assert torch.equal(model(ids).logits, exact if number % 2 else sparse)
 

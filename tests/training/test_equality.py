@@ -9,7 +9,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import default_data_collator
 
 import hf_ring_attention as ra
-from tests.support.ranks import run_ranks
 from tests.support.releases import needs_mixers
 from tests.support.tiny_models import tiny_model
 from tests.support.training import assert_equal_runs, documents, loop, packed, padded, trainer
@@ -150,22 +149,22 @@ def run_once(kind, data, settings):
 
 @pytest.mark.drawn
 @pytest.mark.parametrize("name", [pytest.param(x, marks=needs_mixers if x in HYBRIDS else ()) for x in ON_TWO])
-def test_a_ring_of_two(name):
+def test_a_ring_of_two(name, programs):
     kind, data, settings = ON_TWO[name]
     expected = alone(kind, data, settings)
-    for rank, figures in enumerate(run_ranks(run, 2, kind, data, {**settings, "ring_size": 2})):
+    for rank, figures in enumerate(programs.run(run, 2, kind, data, {**settings, "ring_size": 2})):
         assert_equal_runs(figures, expected, f"{name}, rank {rank} of 2")
 
 
 @pytest.mark.drawn
 @pytest.mark.parametrize("name", ON_FOUR)
-def test_four_processes(name):
+def test_four_processes(name, programs):
     """Two rings of two, or one of four; `batch_size` is that of a ring."""
     kind, data, changes = ON_FOUR[name]
     settings = {"ring_size": 2, "batch_size": 1, **changes}
     rings = 4 // settings["ring_size"]
     expected = alone(kind, data, {**settings, "batch_size": rings * settings["batch_size"]})
-    for rank, figures in enumerate(run_ranks(run, 4, kind, data, settings)):
+    for rank, figures in enumerate(programs.run(run, 4, kind, data, settings)):
         assert_equal_runs(figures, expected, f"{name}, rank {rank} of 4")
 
 

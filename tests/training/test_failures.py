@@ -50,7 +50,7 @@ def whole_and_resumed(rank, folder, ring_size):
 
 
 @pytest.mark.parametrize(("world_size", "ring_size"), [pytest.param(2, 2, marks=pytest.mark.slow), (4, 2)])
-def test_a_killed_process_ends_the_others_by_name(world_size, ring_size, tmp_path):
+def test_a_killed_process_ends_the_others_by_name(world_size, ring_size, tmp_path, programs):
     with pytest.raises(AssertionError, match="ended without an answer"):
         run_ranks(killed, world_size, tmp_path, ring_size)
     for rank in range(world_size - 1):
@@ -59,7 +59,7 @@ def test_a_killed_process_ends_the_others_by_name(world_size, ring_size, tmp_pat
         named = re.search(r"lost (?:process|one or more of the processes) \[?([\d, ]+)", said)
         assert named is not None, said
         assert str(world_size - 1) in named[1].replace(" ", "").split(",")
-    for whole, resumed in run_ranks(whole_and_resumed, world_size, tmp_path, ring_size):
+    for whole, resumed in programs.run(whole_and_resumed, world_size, tmp_path, ring_size):
         assert_equal_runs(resumed, whole, "resumed")
 
 

@@ -12,7 +12,6 @@ from transformers import default_data_collator
 
 import hf_ring_attention as ra
 from hf_ring_attention.ring import planner
-from tests.support.ranks import run_ranks
 from tests.support.training import documents, loop, packed, padded, process_environment, tiny_llama
 
 ROWS = documents(60, 3, 20, seed=3)
@@ -68,8 +67,8 @@ def late_makers(rank, name, num_workers=0):
 
 
 @pytest.mark.parametrize(("name", "workers"), [("packed", 0), ("packed", 2), ("padded", 0)])
-def test_calls_of_all_batches_but_the_first_find_their_plans(name, workers):
-    for (first, *others), left in run_ranks(late_makers, 2, name, workers):
+def test_calls_of_all_batches_but_the_first_find_their_plans(name, workers, programs):
+    for (first, *others), left in programs.run(late_makers, 2, name, workers):
         assert first == 2 and len(others) > 3 and not any(others)
         assert left == 0
 
@@ -89,8 +88,8 @@ def runs_with_and_without(rank, transport):
 
 
 @pytest.mark.parametrize("transport", ["ring", "collective"])
-def test_a_loop_computes_the_same_bits(transport):
-    for ahead, plain, planned, unplanned in run_ranks(runs_with_and_without, 2, transport):
+def test_a_loop_computes_the_same_bits(transport, programs):
+    for ahead, plain, planned, unplanned in programs.run(runs_with_and_without, 2, transport):
         assert (ahead["losses"], ahead["norms"]) == (plain["losses"], plain["norms"])
         assert all(torch.equal(x, plain["parameters"][name]) for name, x in ahead["parameters"].items())
         assert planned > 5 and unplanned == 0
@@ -109,5 +108,5 @@ def refused(rank):
         ring.prepare_data_loader(accelerator.prepare(loader))
 
 
-def test_loaders_that_cannot_be_cut_are_refused():
-    run_ranks(refused, 2)
+def test_loaders_that_cannot_be_cut_are_refused(programs):
+    programs.run(refused, 2)

@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
 import hf_ring_attention as ra
-from tests.support.ranks import run_ranks
 from tests.support.training import documents, padded, process_environment, tiny_llama
 
 
@@ -72,10 +71,10 @@ def counted(rank, ring_size):
 
 
 @pytest.mark.parametrize("ring_size", [2, 4])
-def test_an_accelerator_counts_rings(ring_size):
+def test_an_accelerator_counts_rings(ring_size, programs):
     """Four processes; a schedule of 8 steps of all rings has done a quarter after two."""
     rings = 4 // ring_size
-    for rank, found in enumerate(run_ranks(counted, 4, ring_size)):
+    for rank, found in enumerate(programs.run(counted, 4, ring_size)):
         ring = rank // ring_size
         assert found == {
             "numbers": (rings, ring),
@@ -101,8 +100,8 @@ def orders(rank, ring_size, with_generator):
 
 @pytest.mark.parametrize("ring_size", [2, 4])
 @pytest.mark.parametrize("with_generator", [False, True])
-def test_ranks_of_a_ring_read_the_same_rows_whatever_their_random_states(ring_size, with_generator):
-    read = run_ranks(orders, 4, ring_size, with_generator)
+def test_ranks_of_a_ring_read_the_same_rows_whatever_their_random_states(ring_size, with_generator, programs):
+    read = programs.run(orders, 4, ring_size, with_generator)
     of_rings = dict(read)
     assert all(rows == of_rings[ring] for ring, rows in read)
     for epoch in range(2):

@@ -18,7 +18,6 @@ from transformers import (
 )
 
 import hf_ring_attention as ra
-from tests.support.ranks import run_ranks
 from tests.support.stock import over, run_program, save, saved, settings, texts, weights, word_tokenizer
 from tests.support.tolerance import distance
 from tests.support.training import SIZES, tiny_llama
@@ -240,32 +239,32 @@ OF_TRL = [sft, sft_packed, sft_completions, dpo, kto, reward, grpo, grpo_in_two_
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_transformers_trainer(program, tmp_path):
-    compare(program, tmp_path)
+def test_transformers_trainer(program, tmp_path, programs):
+    compare(program, tmp_path, programs)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("program", OF_TRL, ids=lambda program: program.__name__)
-def test_trainers_of_trl(program, tmp_path):
+def test_trainers_of_trl(program, tmp_path, programs):
     pytest.importorskip("trl")
-    compare(program, tmp_path)
+    compare(program, tmp_path, programs)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("program", [with_metrics, dpo, grpo], ids=lambda program: program.__name__)
-def test_two_rings_of_two_are_two_processes(program, tmp_path):
+def test_two_rings_of_two_are_two_processes(program, tmp_path, programs):
     """Rewards are grouped over rings, and metrics count the rows of each ring once."""
     pytest.importorskip("trl")
     save(tmp_path, tiny_llama, tiny_teacher, classifier_model, reward_model)
-    (expected, log), _ = run_ranks(run_program, 2, program, str(tmp_path / "two"), None)
-    for found, own_log in run_ranks(run_program, 4, program, str(tmp_path / "rings"), 2):
+    (expected, log), _ = programs.run(run_program, 2, program, str(tmp_path / "two"), None)
+    for found, own_log in programs.run(run_program, 4, program, str(tmp_path / "rings"), 2):
         assert_alike(found, own_log, expected, log)
 
 
-def compare(program, folder):
+def compare(program, folder, programs):
     save(folder, tiny_llama, tiny_teacher, classifier_model, reward_model)
     expected, log = run_program(0, program, str(folder / "one"), None)
-    for found, own_log in run_ranks(run_program, 2, program, str(folder / "ring"), 2):
+    for found, own_log in programs.run(run_program, 2, program, str(folder / "ring"), 2):
         assert_alike(found, own_log, expected, log)
 
 

@@ -9,7 +9,6 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_ring_attention as ra
-from tests.support.ranks import run_ranks
 from tests.support.tolerance import allowed
 from tests.support.training import assert_equal_runs, differences, documents, tiny_llama, trainer
 
@@ -42,9 +41,9 @@ def interrupted(rank, folder, ring_size):
 
 
 @pytest.mark.parametrize(("world_size", "ring_size"), [(1, 1), (4, 2)])
-def test_a_resumed_run_ends_as_the_uninterrupted_one(world_size, ring_size, tmp_path):
+def test_a_resumed_run_ends_as_the_uninterrupted_one(world_size, ring_size, tmp_path, programs):
     ranks = (
-        [interrupted(0, tmp_path, 1)] if world_size == 1 else run_ranks(interrupted, world_size, tmp_path, ring_size)
+        [interrupted(0, tmp_path, 1)] if world_size == 1 else programs.run(interrupted, world_size, tmp_path, ring_size)
     )
     for whole, again, _ in ranks:
         assert len(again["losses"]) == 5, "the history before the checkpoint is kept"
@@ -68,9 +67,9 @@ def with_prompts(rank, folder, ring_size):
 
 
 @pytest.mark.parametrize("kind", [with_lora, with_prompts], ids=lambda kind: kind.__name__)
-def test_adapters(kind, tmp_path):
+def test_adapters(kind, tmp_path, programs):
     alone = kind(0, tmp_path / "alone", 1)
-    for figures in run_ranks(kind, 2, tmp_path / "ring", 2):
+    for figures in programs.run(kind, 2, tmp_path / "ring", 2):
         assert_equal_runs(figures, alone, kind.__name__)
 
 
@@ -79,11 +78,11 @@ def in_bfloat16(rank, folder, ring_size):
 
 
 @pytest.mark.own_dtypes
-def test_training_in_bfloat16(tmp_path):
+def test_training_in_bfloat16(tmp_path, programs):
     """As far from a run without bfloat16 as one process is."""
     exact = trainer(0, tmp_path, ring_size=1, **DATA)[0]
     bounds = {name: allowed(error) for name, error in differences(in_bfloat16(0, tmp_path, 1), exact).items()}
-    for figures in run_ranks(in_bfloat16, 2, tmp_path, 2):
+    for figures in programs.run(in_bfloat16, 2, tmp_path, 2):
         assert_equal_runs(figures, exact, "bfloat16", bounds)
 
 
@@ -118,6 +117,7 @@ def diverging(rank, folder, ring_size):
     handler.emit = lambda record: told.append(record.getMessage())
     logging.getLogger("hf_ring_attention").addHandler(handler)
     made = trainer(rank, folder, ring_size=ring_size, trainer_class=Diverging, eval_rows=EVAL_ROWS, **DATA)[1]
+    logging.getLogger("hf_ring_attention").removeHandler(handler)
     assert made.state.global_step == 5
     figures = made.evaluate()
     assert math.isnan(figures["eval_loss"])
@@ -125,8 +125,8 @@ def diverging(rank, folder, ring_size):
 
 
 @pytest.mark.parametrize(("world_size", "ring_size"), [(1, 1), (2, 2), (2, 1)])
-def test_a_loss_that_is_not_finite_is_told_on_all_processes_together(world_size, ring_size, tmp_path):
-    for rank, (finite, told) in enumerate(run_ranks(diverging, world_size, tmp_path, ring_size)):
+def test_a_loss_that_is_not_finite_is_told_on_all_processes_together(world_size, ring_size, tmp_path, programs):
+    for rank, (finite, told) in enumerate(programs.run(diverging, world_size, tmp_path, ring_size)):
         assert finite and told[0] == "step 3: nan nan"
         warned = [text for text in told[1:] if "training goes on" in text]
         assert len(warned) == (rank == 0) and all("step 3: loss nan, gradient norm nan" in text for text in warned)
@@ -148,5 +148,5 @@ def refused(rank, folder):
             trainer(rank, folder, **{"ring_size": 2, **DATA, **settings})
 
 
-def test_what_would_be_wrong_is_refused_on_every_rank(tmp_path):
-    run_ranks(refused, 2, tmp_path)
+def test_what_would_be_wrong_is_refused_on_every_rank(tmp_path, programs):
+    programs.run(refused, 2, tmp_path)

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,9 +28,8 @@ from ...ring.ring import Ring
 from ...transport.agreement import digest
 from ..perplexity import check_token_rows, token_ids
 from ..progress import progress_bar
-from .choice import squares_of
-from .costs import BudgetOf, Cost
-from .journal import Journal
+from ..whole_files import own_folder
+from .choice import BudgetOf, Cost, squares_of
 from .result import CalibratedText, Calibration
 from .search import Search
 from .texts import SHORTEST_RETRIEVAL_TEXT, plain_text, retrieval_text
@@ -46,16 +45,12 @@ MENU = (
 )
 
 #: The entries of a config that do not change what the model computes under a given pattern.
-_NOT_OF_THE_MODEL = (
-    *(IMPLEMENTATION, "_name_or_path", "_attn_implementation", "attn_implementation", "transformers_version"),
-)
+_NOT_OF_THE_MODEL = {IMPLEMENTATION, "_name_or_path", "_attn_implementation", "attn_implementation"}
+_NOT_OF_THE_MODEL |= {"transformers_version"}
 #: The attributes of PEFT's layers that decide which adapters compute, and how much they count.
 _OF_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 #: Integers by their bytes.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-#: The version of the files of measurements.
-_FORMAT = 6
 
 
 def calibrate(
@@ -126,30 +121,30 @@ def calibrate(
     served = ring or attached_ring(inner) or Ring.alone()
     with served.agreement("calibrate") as call:
         check_predicts_next(inner, "calibrate")
-        _check_undivided(inner)
+        mesh = tensor_parallel_mesh(inner)
+        if mesh is not None:
+            raise ValueError(
+                f"calibrate: each rank must have all heads, but tensor parallelism divides them among {mesh.size()} ranks: "
+                f"load the model without it, and shard texts with ring="
+            )
         patterns = _checked_menu(menu)
         rows = _checked_texts(inner, texts, retrieval)
         _check_numbers(budget, retrieval, refinements, seed)
         cost = _checked_cost(budget_of, ranks, served, seq_len, rows, patterns, budget)
-        settings = {
-            "model": _stamp_of(inner),
-            "dtype": str(inner.dtype),
-            "menu": [*map(str, patterns)],
-            "format": _FORMAT,
-        }
+        settings = {"model": _stamp_of(inner), "dtype": str(inner.dtype), "menu": [*map(str, patterns)]}
         numbers = {"budget": budget, "cost": cost, "retrieval": retrieval, "refinements": refinements, "seed": seed}
         others = {"texts": [*map(digest, rows)], "whether there is a folder": folder is not None}
         for name, value in {**settings, **numbers, **others}.items():
             call.same(name, value)
     plain = [plain_text(row, seed) for row in rows]
     answers = [retrieval_text(rows[0], seed)] if retrieval else []
-    journal = Journal(None if folder is None else Path(folder), settings, served)
+    written_to = None if folder is None else Path(folder)
     layers = inner.config.get_text_config().num_hidden_layers
     passes = 2 * len(plain) * (1 + refinements) + len(answers)  # Each choice is tried by forward passes.
-    bar = progress_bar("calibrate", total=passes * layers, unit="layer", silent=not progress or served.rank > 0)
-    with journal.opened(), _as_it_was(inner, served), bar:
-        search = Search(inner, served, plain, answers, patterns, journal, bar)
-        search.measure_exact(budget, cost, retrieval)
+    bar = progress_bar("calibrate", passes * layers, "layer", silent=not progress or served.rank > 0)
+    with _measuring(inner, served, written_to), bar:
+        search = Search(inner, served, plain, patterns, written_to, settings, bar)
+        search.measure_exact(answers, retrieval, cost, budget)
         best = search.first_choice()
         for _ in range(refinements):
             best = search.refined(best)
@@ -175,8 +170,8 @@ def calibrate(
 
 def _stamp_of(model: PreTrainedModel) -> str:
     """Returns a checksum that differs between models: of their tensors, config and adapters."""
-    config = model.config.get_text_config()
-    settings = {name: value for name, value in config.to_dict().items() if name not in _NOT_OF_THE_MODEL}
+    config = model.config.get_text_config().to_dict()
+    settings = {name: value for name, value in config.items() if name not in _NOT_OF_THE_MODEL}
     # Buffers that are not saved follow from the config, and machines round them differently. A tensor is known by its first
     # numbers, and by the sum of the bits of all numbers, which any order of adding gives.
     tensors = {}
@@ -194,19 +189,24 @@ def _stamp_of(model: PreTrainedModel) -> str:
 
 
 @contextmanager
-def _as_it_was(model: PreTrainedModel, ring: Ring) -> Iterator[None]:
-    """Gives a model its ring, for good, and afterwards the patterns that it had."""
+def _measuring(model: PreTrainedModel, ring: Ring, folder: Path | None) -> Iterator[None]:
+    """Keeps other processes from the folder; gives a model its ring, for good, and afterwards the patterns that it had."""
     config = model.config.get_text_config()
     before = copy.deepcopy(getattr(config, IMPLEMENTATION, None))
-    patch_model(model, ring=ring)
-    try:
-        yield
-    finally:
-        if before is None:
-            patch_config(model.config, "exact")
-            delattr(config, IMPLEMENTATION)
-        else:
-            setattr(config, IMPLEMENTATION, before)
+    with ExitStack() as stack:
+        if folder is not None:
+            with ring.agreement("opening the folder of a calibration"):
+                if ring.rank == 0:
+                    stack.enter_context(own_folder(folder))
+        patch_model(model, ring=ring)
+        try:
+            yield
+        finally:
+            if before is None:
+                patch_config(model.config, "exact")
+                delattr(config, IMPLEMENTATION)
+            else:
+                setattr(config, IMPLEMENTATION, before)
 
 
 # ---- checks
@@ -241,15 +241,6 @@ def _checked_texts(model: PreTrainedModel, texts: Any, retrieval: float) -> list
             raise ValueError(f"calibrate: text {number} must have {least} or more tokens, got {len(row)}: {remedy}")
         check_token_rows(model, row[None], torch.ones_like(row)[None], "calibrate")
     return rows
-
-
-def _check_undivided(model: PreTrainedModel) -> None:
-    mesh = tensor_parallel_mesh(model)
-    if mesh is not None:
-        raise ValueError(
-            f"calibrate: each rank must have all heads, but tensor parallelism divides them among {mesh.size()} ranks: load "
-            f"the model without it, and shard texts with ring="
-        )
 
 
 def _check_numbers(budget: Any, retrieval: Any, refinements: Any, seed: Any) -> None:

@@ -57,13 +57,14 @@ _CHECKPOINTING = "gradient_checkpointing"
 class TextChanges:
     """What a pass of a text measured.
 
+    All are means of the scored tokens.
+
     Attributes:
-        nll: the mean negative log-likelihood of the scored tokens, in nats.
-        divergence: of the predictions from those under exact attention, mean of the scored tokens, in nats; 0 if the pass did
-            not compare them.
-        linear: for each layer [Hkv, P] float64 on the CPU: the sum of d, divided by the number of scored tokens.
-        products: [G, P, G, P] float32 on the CPU: the sums of products of two patterns' d, divided by the number of scored
-            tokens, for the G groups of heads in the order of their layers; None but for a first pass.
+        nll: the negative log-likelihood, in nats.
+        divergence: from the predictions under exact attention, in nats; 0 if the pass did not compare them.
+        linear: for each layer [Hkv, P] float64 on the CPU: d.
+        products: [G, P, G, P] float32 on the CPU: the products of two patterns' d, for the G groups of heads in the order of
+            their layers; None but for a first pass.
     """
 
     nll: float
@@ -84,7 +85,6 @@ def measure_text(
 
     Args:
         model: a patched model; changes are counted from the patterns that it has.
-        text: the whole text, the same on every rank.
         menu: the patterns; without any, there is a forward pass alone.
         exact: [1, n, width] this rank's hidden states under exact attention; None for a first pass, and under exact attention.
 
@@ -107,10 +107,9 @@ def measure_text(
             with torch.set_grad_enabled(back):
                 expected = None if exact is None else _precise(head, exact[0, part][scored])
                 logits = _precise(head, states)
-                if back:
-                    losses = _losses(logits, answers, text.seed, positions[part][scored.cpu()].tolist(), expected)
-                else:
-                    losses = logits.new_zeros(1) if expected is None else _divergences(logits, expected)
+                losses = logits.new_zeros(1) if expected is None else _divergences(logits, expected)
+                if back and expected is None:
+                    losses = _losses(logits, answers, text.seed, positions[part][scored.cpu()].tolist())
             if back:
                 gradient[0, part][scored] = torch.autograd.grad(losses.sum(), states)[0]
             nll = F.cross_entropy(logits.detach(), answers, reduction="none")
@@ -142,17 +141,13 @@ def _divergences(logits: Tensor, expected: Tensor) -> Tensor:
     return F.kl_div(logps, expected, reduction="none", log_target=True).sum(-1)
 
 
-def _losses(
-    logits: Tensor, labels: Tensor, seed: int | None, positions: Iterable[int], expected: Tensor | None
-) -> Tensor:
-    """Returns [m]: the loss of each scored token, whose gradient a pass takes; `expected` is None in a first pass."""
-    if seed is None:
-        # The log-odds against the answer still show a change if the answer is as good as certain.
-        rest = logits.scatter(1, labels[:, None], -torch.inf).logsumexp(-1)
-        return rest - logits.gather(1, labels[:, None])[:, 0]
-    if expected is not None:
-        return _divergences(logits, expected)
-    return F.cross_entropy(logits, drawn_tokens(logits, seed, positions), reduction="none")
+def _losses(logits: Tensor, answers: Tensor, seed: int | None, positions: Iterable[int]) -> Tensor:
+    """Returns [m]: the loss of each scored token, whose gradient a first pass takes."""
+    if seed is not None:
+        return F.cross_entropy(logits, drawn_tokens(logits, seed, positions), reduction="none")
+    # The log-odds against the answer still show a change if the answer is as good as certain.
+    rest = logits.scatter(1, answers[:, None], -torch.inf).logsumexp(-1)
+    return rest - logits.gather(1, answers[:, None])[:, 0]
 
 
 # ---- layers
@@ -182,9 +177,7 @@ class _LayerChanges:
     ) -> None:
         """Computes the attention of a layer under each pattern, and adds up the changes.
 
-        Args:
-            settings: the other arguments of the layer's `ring_attention`.
-            query: [1, H, n, D] of this rank's tokens; out: [1, H, n, Dv] the layer's output; grad: its gradient.
+        `settings` are the other arguments of the layer's `ring_attention`; out and grad are [1, H, n, Dv].
         """
         num_kv_heads, num_tokens = key.shape[1:3]
         d = torch.zeros(num_kv_heads, len(self._menu), num_tokens, dtype=torch.float64, device=out.device)
@@ -204,7 +197,7 @@ class _LayerChanges:
         self._after_layer()
 
     def products(self, num_scored: int) -> Tensor:
-        """Returns [G, P, G, P] float32: the sums of products of d, divided by the number of scored tokens."""
+        """Returns `TextChanges.products`."""
         if not self._kept:  # Every layer has its own window.
             return torch.zeros(0, 0, 0, 0)
         d = torch.cat([self._kept[layer] for layer in sorted(self._kept)])
@@ -216,9 +209,9 @@ class _LayerChanges:
 def _tapped(model: PreTrainedModel, tap: Callable[..., None]) -> Iterator[None]:
     """Has `tap` called for each attention layer when its gradient arrives, with the arguments of `_LayerChanges.add`.
 
-    Gradients are recorded from the embedded tokens on, and not for parameters. Layers are computed again in backward, so that
-    only one of them is held, if the model supports that. Then the context of the forward pass is gone; so the tap is an
-    attribute of the modules and not a context variable.
+    Gradients are recorded from the embedded tokens on, and not for parameters. If the model supports it, backward computes
+    layers again, so that only one of them is held. The context of the forward pass is gone then; so the tap is an attribute of
+    the modules and not a context variable.
     """
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     tapped = list(decoder_of(model).modules())

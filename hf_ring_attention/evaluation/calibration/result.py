@@ -13,7 +13,7 @@ from typing import Any, get_args
 from ...plan.branches import LARGEST, check_choice, check_count
 from ...plan.patterns import Pattern
 from ..whole_files import write_whole
-from .costs import BudgetOf, Cost
+from .choice import BudgetOf, Cost
 
 #: The version of what `to_dict` writes.
 FORMAT = 3
@@ -96,21 +96,16 @@ class Calibration:
         """The FLOPs of attention in these layers, as a share of exact attention's, for one document of `seq_len` tokens."""
         return self.share("flops")
 
-    def share(self, of: BudgetOf, seq_len: int | None = None, ranks: int | None = None) -> float:
+    def share(self, of: BudgetOf, seq_len: int | None = None) -> float:
         """Returns the cost of the patterns in these layers, as a share of the cost of exact attention.
 
         Args:
-            of: the cost, as `budget_of` of `calibrate`.
+            of: the cost, as `budget_of` of `calibrate`; "bytes" of a calibration without ranks is a ValueError.
             seq_len: tokens of a document; None for the calibration's own.
-            ranks: the size of the ring for "bytes"; None for the calibration's own.
-
-        Raises:
-            ValueError: "bytes" without a ring of two ranks or more.
         """
-        ranks = ranks or self.ranks
-        if of == "bytes" and (ranks is None or ranks < 2):
-            raise ValueError(f"Calibration.share: a ring that moves bytes has 2 or more ranks, got ranks={ranks}")
-        cost, layers = Cost(of, seq_len or self.seq_len, ranks), self.of_heads().values()
+        if of == "bytes" and (self.ranks is None or self.ranks < 2):
+            raise ValueError(f"Calibration.share: a ring that moves bytes has 2 or more ranks, got ranks={self.ranks}")
+        cost, layers = Cost(of, seq_len or self.seq_len, self.ranks), self.of_heads().values()
         costs = [cost.of_pattern(x, head, len(heads)) for heads in layers for head, x in enumerate(heads)]
         return sum(costs) / (len(costs) * cost.of_exact())
 

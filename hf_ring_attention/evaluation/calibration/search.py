@@ -1,9 +1,14 @@
-"""The search for the patterns of all groups of heads: passes of the texts, and choices by what they measured."""
+"""The search for the patterns of all groups of heads: passes of the texts, and choices by what they measured.
+
+Each measurement is written to a file at once, so that a run that was killed continues. Rank 0 writes and reads for all.
+"""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +20,14 @@ from transformers import PreTrainedModel
 from ...hf.config import patch_config
 from ...plan.patterns import Pattern
 from ...ring.ring import Ring
-from .choice import choose, squares_of
-from .costs import Cost
-from .journal import Journal
+from ...transport.agreement import digest
+from ..whole_files import whole_file
+from .choice import Cost, choose, squares_of
 from .passes import TextChanges, measure_text
 from .texts import ScoredText
 
+#: The version of the files.
+_FORMAT = 6
 #: How far a refined choice may go from the last one, tried in turn until one is better: the factor of the harm that changes are
 #: expected to do together.
 CAUTION = (1.0, 2.0, 4.0)
@@ -28,9 +35,9 @@ CAUTION = (1.0, 2.0, 4.0)
 
 @dataclass(frozen=True)
 class Choice:
-    """The pattern of the menu that each group has, [G], and what forward passes measured: nll by text, and divergence.
+    """The pattern of the menu that each group has, [G], with the nll of each text and the divergence from exact attention.
 
-    Both are means of tokens, in nats; the divergence is from the predictions under exact attention.
+    Forward passes measured both, as means of tokens, in nats.
     """
 
     chosen: np.ndarray
@@ -43,7 +50,9 @@ class Search:
 
     Args:
         texts: the plain texts, whose tokens all count alike.
-        answers: the texts in which answers must be found.
+        folder: of measurements. The name of a file contains a checksum of everything that decides its measurement, so another
+            calibration neither reads nor overwrites it.
+        settings: what decides all measurements.
         bar: a bar like tqdm's, which counts the layers of all passes.
 
     Attributes, after `measure_exact`:
@@ -54,31 +63,23 @@ class Search:
         costs: [G, P] of each pattern of the menu in each group, as `Cost` counts; all groups may cost `budget` together.
     """
 
-    heads: Mapping[int, int]
-    nlls: tuple[float, ...]
-    products: Any
-    harm: Any
-    costs: np.ndarray
-    budget: float
-
     def __init__(
         self,
         model: PreTrainedModel,
         ring: Ring,
         texts: Sequence[ScoredText],
-        answers: Sequence[ScoredText],
         menu: tuple[Pattern, ...],
-        journal: Journal,
+        folder: Path | None,
+        settings: Mapping[str, Any],
         bar: Any,
     ) -> None:
-        self._model, self._ring, self._menu = model, ring, menu
-        self._texts, self._answers = texts, answers
-        self._journal, self._bar = journal, bar
+        self._model, self._ring, self._texts, self._menu = model, ring, texts, menu
+        self._folder, self._settings, self._bar = folder, {**settings, "format": _FORMAT}, bar
         self._num_layers = model.config.get_text_config().num_hidden_layers
         self._exact: dict[str, Tensor] = {}  # By the digest of the text; they are small beside its logits.
         self._shares = np.array([text.num_scored for text in texts]) / sum(text.num_scored for text in texts)
 
-    def measure_exact(self, budget: float, cost: Cost, retrieval: float) -> None:
+    def measure_exact(self, answers: Sequence[ScoredText], retrieval: float, cost: Cost, budget: float) -> None:
         """Measures all texts under exact attention; `retrieval` weighs the answers by the harm of the menu's patterns."""
         changes = [self._measured({}, text, self._menu) for text in self._texts]
         self.nlls = tuple(of_text.nll for of_text in changes)
@@ -88,9 +89,9 @@ class Search:
                 f"calibrate: every layer of {type(self._model).__name__} has its own window, so no choice is left: set "
                 f"patterns with ra.patch_config(config, pattern, layers=...)"
             )
-        self.products = sum(share * _products(of_text) for share, of_text in zip(self._shares, changes))
-        self.harm = 0.0
-        for text in self._answers:
+        self.products: Any = sum(share * _products(of_text) for share, of_text in zip(self._shares, changes))
+        self.harm: Any = 0.0
+        for text in answers:
             of_answers = _products(self._measured({}, text, self._menu))
             of_menu = squares_of(self.products).sum() / max(squares_of(of_answers).sum(), 1e-300)
             self.harm = self.harm + retrieval * of_menu * of_answers
@@ -99,8 +100,7 @@ class Search:
 
     def first_choice(self) -> Choice:
         """Chooses patterns by the passes under exact attention."""
-        products = self.products + self.harm
-        return self._tried(choose(np.zeros_like(self.costs, float), self.costs, self.budget, products))
+        return self._tried(choose(np.zeros(self.costs.shape), self.costs, self.budget, self.products + self.harm))
 
     def refined(self, best: Choice) -> Choice:
         """Returns the patterns that passes around the best ones so far lead to; the best ones if these are not better."""
@@ -124,8 +124,8 @@ class Search:
 
     def patterns(self, chosen: np.ndarray) -> dict[int, Pattern]:
         """Returns the pattern of each layer, whose groups have these patterns of the menu, [G]."""
-        by_layer = self.by_layer(chosen).items()
-        return {layer: Pattern.by_kv_head([self._menu[number] for number in numbers]) for layer, numbers in by_layer}
+        menu, by_layer = self._menu, self.by_layer(chosen)
+        return {layer: Pattern.by_kv_head([menu[number] for number in numbers]) for layer, numbers in by_layer.items()}
 
     def by_layer(self, values: np.ndarray) -> dict[int, np.ndarray]:
         """Returns, for each layer, the part [heads, ...] of [G, ...]."""
@@ -139,19 +139,37 @@ class Search:
         return Choice(chosen, tuple(of_text.nll for of_text in losses), divergence)
 
     def _measured(self, layers: Mapping[int, Pattern], text: ScoredText, menu: Sequence[Pattern] = ()) -> TextChanges:
-        """Returns what a pass of a text measures under patterns of layers; without a menu, a forward pass."""
-
-        def measure() -> dict[str, Any]:
+        """Returns what a pass of a text measures, or has measured, under patterns of layers; without a menu, a forward pass."""
+        before, names = self._bar.n, {layer: str(pattern) for layer, pattern in sorted(layers.items())}
+        changes, file = None, None
+        if self._folder is not None:
+            checksum = digest([self._settings, text.digest, names])
+            file = self._folder / f"{'changes' if menu else 'losses'}-{checksum}.pt"
+            changes = self._read(file)
+        if changes is None:
             exact = self._exact_states(text) if layers else None
             self._set(layers)
-            return vars(measure_text(self._model, self._ring, text, menu, exact, lambda: self._bar.update())[0])
-
-        before, names = self._bar.n, {layer: str(pattern) for layer, pattern in sorted(layers.items())}
-        kind = "changes" if menu else "losses"
-        changes = TextChanges(**self._journal.measured(kind, measure, text.digest, names))
+            changes, _ = measure_text(self._model, self._ring, text, menu, exact, lambda: self._bar.update())
+            if file is not None:
+                with self._ring.agreement(f"writing {file.name}"):
+                    if self._ring.rank == 0:
+                        with whole_file(file) as part:
+                            torch.save(vars(changes), part)
         # Count layers with their own window, too, and all layers of a pass that an earlier run measured.
         self._bar.update(before + self._num_layers - self._bar.n)
         return changes
+
+    def _read(self, file: Path) -> TextChanges | None:
+        """Returns the measurement in a file; None if there is no such file."""
+        content: dict[str, Any] | None = None
+        with self._ring.agreement(f"reading {file.name}") as call:
+            if self._ring.rank == 0 and file.exists():
+                try:
+                    content = torch.load(file, weights_only=True)
+                except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+                    raise ValueError(f"{file} is damaged: delete it, and it is measured again") from error
+            call.message = content
+        return None if call.answers[0] is None else TextChanges(**call.answers[0])
 
     def _exact_states(self, text: ScoredText) -> Tensor:
         """Returns [1, n, width] this rank's hidden states under exact attention, with which every choice is compared."""

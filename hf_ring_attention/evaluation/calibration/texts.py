@@ -50,14 +50,12 @@ def plain_text(ids: Tensor, seed: int) -> ScoredText:
 
 
 def drawn_tokens(logits: Tensor, seed: int, positions: Iterable[int]) -> Tensor:
-    """Returns [m] int64: for each prediction, a token drawn with the probability that it predicts.
+    """Returns [m] int64: for each of the logits [m, vocabulary], a token drawn with the probability that it predicts.
 
     The token has the largest sum of logit and Gumbel noise, minus the logarithm of an exponential variable. A position has the
     same noise on any number of ranks. So the draw is the same, unless rounding decides between the two largest sums. Rounding
     would far more often move a draw from cumulated probabilities across one of the borders of the whole vocabulary.
-
-    Args:
-        logits: [m, vocabulary]; positions: of the m tokens in their text.
+    `positions` are the places of the m tokens in their text.
     """
     drawn = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     for number, (row, position) in enumerate(zip(logits.detach(), positions, strict=True)):
@@ -71,10 +69,6 @@ def retrieval_text(ids: Tensor, seed: int) -> ScoredText:
 
     A needle is `NEEDLE` random tokens of the text, so that only its first occurrence shows how it goes on. Needles are spread
     evenly over the text. At the end, all tokens of a needle but its first `CUE` are scored.
-
-    Args:
-        ids: [n] the text, of at least `SHORTEST_RETRIEVAL_TEXT` tokens.
-        seed: decides the needles.
     """
     length = len(ids)
     count = max(1, int(length * SHARE_OF_NEEDLES) // NEEDLE)

@@ -1,0 +1,241 @@
+"""The setting and the formulas of an estimate: memory that grows with the sequence, and memory that does not.
+
+Activations follow what autograd saves for the operations of Transformers' layers (arXiv 2205.05198, section 4, counts another
+model the same way). A norm saves its input in float32, the normalized rows and its output. Attention saves queries, keys,
+values, output and log-sum-exp. A gated MLP saves its two projections, the activated one, and the product. Mixers of hybrids are
+not counted.
+
+ZeRO (arXiv 1910.02054, section 5) divides states among the devices: stage 1 the optimizer's state, stage 2 also the gradients,
+stage 3 (and FSDP) also the parameters. Implementations hold more: DDP's and DeepSpeed's buckets, DeepSpeed's float32 copies,
+and the layers that FSDP and ZeRO-3 gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from ..hf.loss_bytes import BYTES_AT_ONCE
+from ..plan.branches import check_choice, check_count
+
+if TYPE_CHECKING:  # The command line reads its choices here, and loads Transformers later.
+    from .shape import LayerShape, ModelShape
+
+#: How parameters and their state are divided among devices.
+Parallel = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+PARALLELS = get_args(Parallel)
+#: The bytes of a number.
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+#: The numbers of DeepSpeed's reduce bucket unless its configuration sets `reduce_bucket_size`.
+REDUCE_BUCKET = 500_000_000
+#: Adam's two moments (arXiv 1412.6980).
+MOMENTS = 2
+
+_COUNTED = "counted in the model on torch's meta device"
+_ZERO = "; ZeRO, arXiv 1910.02054, section 5"
+
+
+_LEAST = {"seq_len": 1, "devices": 1, "ring_size": 1, "batch_size": 1, "mlp_tokens_at_once": 0, "overhead": 0}
+_CHOICES = {name: tuple(NUMBER_BYTES) for name in ("dtype", "master_dtype")}
+_CHOICES |= {"parallel": PARALLELS, "device": ("cuda", "cpu")}
+
+
+@dataclass(frozen=True)
+class TrainingSetting:
+    """The training step that is estimated; `estimate` describes the arguments of the same names."""
+
+    seq_len: int
+    devices: int
+    ring_size: int
+    batch_size: int
+    dtype: str
+    master_dtype: str
+    parallel: Parallel
+    checkpointing: bool
+    offload: bool
+    offload_optimizer: bool
+    accumulate: bool
+    mlp_tokens_at_once: int
+    layout: Any
+    transport: str
+    heads: int | None
+    device: str
+    overhead: int
+
+    def check(self) -> None:
+        """Raises a ValueError for numbers that do not fit together, and for unknown words."""
+        for name, least in _LEAST.items():
+            check_count("estimate", name, getattr(self, name), least)
+        for name, choices in _CHOICES.items():
+            check_choice("estimate", name, getattr(self, name), choices)
+        if self.zero and self.device == "cpu":
+            raise ValueError(
+                "estimate: DeepSpeed's memory on a CPU is not known: use device='cuda', or parallel='fsdp2'"
+            )
+        rings, left = divmod(self.devices, self.ring_size)
+        if left:
+            raise ValueError(
+                f"estimate: {self.devices} devices do not divide into rings of {self.ring_size}: {self.devices} = {rings} * "
+                f"{self.ring_size} + {left}: take a divisor as ring_size"
+            )
+
+    @property
+    def local_tokens(self) -> int:
+        """The tokens that a rank holds, with padding, in all rows of the batch."""
+        pieces = 2 if self.ring_size > 1 else 1  # A zigzag has two pieces a rank, and the most padding of all layouts.
+        return -(-self.seq_len // (pieces * self.ring_size)) * pieces * self.batch_size
+
+    @property
+    def number_bytes(self) -> int:
+        """The bytes of an activation."""
+        return NUMBER_BYTES[self.dtype]
+
+    @property
+    def master_bytes(self) -> int:
+        """The bytes of a parameter that is kept."""
+        return NUMBER_BYTES[self.master_dtype]
+
+    @property
+    def zero(self) -> bool:
+        """Whether DeepSpeed's ZeRO divides the optimizer, which keeps float32 copies of parameters."""
+        return self.parallel.startswith("zero")
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    """A line of an estimate: its bytes on each device, or in `host` memory, by a formula with numbers that has a source."""
+
+    name: str
+    bytes: int
+    formula: str
+    source: str
+    host: bool = False
+
+
+def total_bytes(parts: Sequence[MemoryPart], host: bool = False) -> int:
+    """Returns the bytes of the parts on a device, or in its host memory."""
+    return sum(part.bytes for part in parts if part.host == host)
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """The bytes of one layer for each token of a rank: saved by autograd, and the most while backward computes a part.
+
+    Backward of a part counts what the layer still has saved; it is 0 if the layer lacks the part.
+    """
+
+    saved: int
+    backward_of_mlp: int
+    backward_of_attention: int
+
+
+def layer_memory(shape: ModelShape, layer: LayerShape, setting: TrainingSetting, whole: bool) -> LayerMemory:
+    """Returns the bytes of a layer for each token; attention of one tile, `whole`, copies no output to another order."""
+    size, attention, width = setting.number_bytes, shape.attention, shape.width
+    queries = attention.num_heads * attention.head_dim
+    # With fewer key/value heads than ranks, several ranks have the same head (plan/heads.py).
+    group = (setting.heads or setting.ring_size) if setting.transport == "heads" else 1
+    keys = max(attention.num_kv_heads, group) * (attention.head_dim + attention.value_dim)
+    outputs = attention.num_heads * attention.value_dim
+    # A norm saves its input in float32 and the reciprocal root, the normalized rows, and the output that a linear layer reads.
+    norms = sum(norm * (4 + 2 * size) + 4 for norm in layer.norm_widths)
+    of_heads = layer.head_norm_width * (4 + size)
+    projections = (queries + keys + outputs * (1 if whole else 2) + layer.gate_width) * size + 4 * attention.num_heads
+    # The last norm of a layer belongs to its MLP, if it has one.
+    has_mlp = layer.mlp_width > 0
+    last_norm = layer.norm_widths[-1] * (4 + 2 * size) if has_mlp and layer.norm_widths else 0
+    # Gate, activated gate, up and product; without a gate, the projection and its activation.
+    inner = layer.mlp_width * size
+    routed = 2 * layer.experts_per_token * width * size + 12 * layer.experts
+    mlp = (4 if layer.gated else 2) * inner + routed
+    attention_saved = norms - last_norm + of_heads + projections * layer.attends
+    # Backward of the product holds gate, activated gate and up, and the gradients of product, activated gate and up, beside the
+    # gradient of the residual stream.
+    working_mlp = (6 if layer.gated else 3) * inner + routed
+    if setting.mlp_tokens_at_once:
+        working_mlp, mlp = int(working_mlp * min(1.0, setting.mlp_tokens_at_once / setting.local_tokens)), 0
+    # With several tiles, gradients of queries, keys and values are summed in float32 beside the gradients of a tile, and the
+    # output's gradient is copied to the order of the kernel.
+    sums = (queries + keys) * (size if whole else 4 + size)
+    return LayerMemory(
+        saved=attention_saved + last_norm + mlp,
+        backward_of_mlp=(attention_saved + last_norm + working_mlp + 2 * width * size) * has_mlp,
+        backward_of_attention=(attention_saved + width * size + 2 * outputs * size + sums) * layer.attends,
+    )
+
+
+def logits_part(shape: ModelShape, setting: TrainingSetting) -> MemoryPart:
+    """Returns a slice of the loss. Its backward holds the logarithms of probabilities and two gradients, in float32."""
+    at_once = min(setting.local_tokens, max(1, BYTES_AT_ONCE // (4 * shape.vocabulary)))
+    formula = f"{at_once:,} tokens x {shape.vocabulary:,} words x 12 bytes"
+    return MemoryPart("logits", at_once * shape.vocabulary * 12, formula, "a slice of the loss (hf/lm_loss.py)")
+
+
+def gradients_part(setting: TrainingSetting, parameters: int) -> MemoryPart:
+    """Returns a device's gradients when backward has reached this many parameters."""
+    number = setting.number_bytes if setting.zero else setting.master_bytes
+    divided = setting.devices > 1 and setting.parallel in ("fsdp2", "zero2", "zero3")
+    share = f" / {setting.devices} devices" if divided else ""
+    formula = f"{number} bytes x the parameters that have theirs{share}"
+    size = parameters // (setting.devices if divided else 1) * number
+    return MemoryPart("gradients", size, formula, "layers get theirs one after another in backward")
+
+
+def state_parts(shape: ModelShape, setting: TrainingSetting) -> list[MemoryPart]:
+    """Returns parameters, optimizer state, and the buffers of their exchange; gradients come with the phases of a step."""
+    devices, parallel, number = setting.devices, setting.parallel, shape.parameters
+    master, computing = setting.master_bytes, setting.number_bytes
+
+    def divided(name: str, formula: str, size: int, by: int, source: str, host: bool = False) -> MemoryPart:
+        share, zero = (f" / {by} devices", _ZERO) if by > 1 else ("", "")
+        return MemoryPart(name, number * size // by, f"{number:,} parameters x {formula}{share}", source + zero, host)
+
+    kept, by = computing if setting.zero else master, devices if parallel in ("fsdp2", "zero3") else 1
+    parts = [divided("parameters", f"{kept} bytes", kept, by, _COUNTED)]
+    size, by, formula = MOMENTS * master, 1 if parallel == "ddp" else devices, f"{MOMENTS} moments x {master} bytes"
+    if setting.zero:
+        size, formula = 4 + 4 * MOMENTS, f"(4 bytes of a float32 copy + {MOMENTS} moments x 4 bytes)"
+    parts.append(divided("optimizer state", formula, size, by, "Adam, arXiv 1412.6980", setting.offload_optimizer))
+    if parallel == "ddp" and master != computing:
+        source = "torch.autocast keeps the casts of leaf tensors until it ends"
+        parts.append(divided("weights cast for the forward pass", f"{computing} bytes", computing, 1, source))
+    if setting.overhead:
+        source = "measured before the model is made"
+        parts.append(MemoryPart("framework", setting.overhead, f"{setting.overhead:,} bytes", source))
+    return parts if devices == 1 else [*parts, _exchange_part(shape, setting)]
+
+
+def _exchange_part(shape: ModelShape, setting: TrainingSetting) -> MemoryPart:
+    """Returns the buffers of a device for parameters or gradients that travel."""
+    parallel, master, computing = setting.parallel, setting.master_bytes, setting.number_bytes
+    if parallel == "ddp":
+        formula = f"{shape.parameters:,} gradients x {master} bytes"
+        source = "torch's DistributedDataParallel copies gradients to buckets (gradient_as_bucket_view=False)"
+        return MemoryPart("gradient buckets", shape.parameters * master, formula, source)
+    if parallel in ("fsdp2", "zero3"):
+        layer = max(layer.parameters for layer in shape.layers)
+        outside = shape.parameters - sum(one.parameters - one.shared for one in shape.layers)
+        formula = f"({layer:,} of the largest layer x (weights, weights of the next one, gradients) + "
+        formula += f"{outside:,} outside of layers) x {computing} bytes"
+        source = "torch's fully_shard over each layer and the root, resharded after forward"
+        source = source if parallel == "fsdp2" else "DeepSpeed's ZeRO-3 gathers a layer and prefetches the next"
+        return MemoryPart("gathered parameters", (3 * layer + outside) * computing, formula, source)
+    formula = f"{REDUCE_BUCKET:,} numbers x {computing} bytes"
+    source = "DeepSpeed's reduce_bucket_size, 5e8 unless its configuration sets it"
+    return MemoryPart("gradient buckets", REDUCE_BUCKET * computing, formula, source)
+
+
+def optimizer_part(shape: ModelShape, setting: TrainingSetting) -> MemoryPart:
+    """Returns what the optimizer's step needs beside its state."""
+    master = 4 if setting.zero else setting.master_bytes
+    share = shape.parameters // (setting.devices if setting.parallel != "ddp" else 1)
+    largest = shape.largest // (setting.devices if setting.parallel == "fsdp2" else 1)
+    size, formula = 2 * largest * master, f"2 x {largest:,} numbers of the largest tensor x {master} bytes"
+    if setting.offload_optimizer:
+        size, formula = 0, "the step runs in host memory"
+    elif setting.device == "cuda":
+        formula = f"{share:,} numbers x {master} bytes: torch's foreach computes all denominators at once"
+        size = share * master
+    return MemoryPart("optimizer step", size, formula, "torch.optim.AdamW")
