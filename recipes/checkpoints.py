@@ -22,7 +22,7 @@ from collections import UserDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -200,15 +200,13 @@ def last_whole(output: Path, processes: int | None = None) -> Path | None:
 def last_saved(output: Path) -> Path:
     """Returns the last whole checkpoint of a run of `finetune.py`; ends the program without any."""
     last = last_whole(output)
-    if last is None:
-        lacking = damaged(output)
-        told = [f"{path.name} was not finished" for path in output.glob("checkpoint-*.part")]
-        told += [f"{name} lacks {what}" for name, what in lacking.items()]
-        raise SystemExit(
-            f"--resume: there is no {'whole ' if lacking else ''}checkpoint in {output}; a run with --save-every writes it"
-            + (f" ({'; '.join(told)})" if told else "")
-        )
-    return last
+    if last is not None:
+        return last
+    faults = [f"; {path.name} was not finished" for path in output.glob("checkpoint-*.part")]
+    faults += [f"; {name} lacks {what}" for name, what in damaged(output).items()]
+    raise SystemExit(
+        f"--resume: there is no whole checkpoint in {output}{''.join(faults)}. A run with --save-every writes them"
+    )
 
 
 def is_finite_step(accelerator: Accelerator, loss: float, norm: float) -> bool:
@@ -222,12 +220,7 @@ def is_finite_step(accelerator: Accelerator, loss: float, norm: float) -> bool:
 
 
 def end_not_finite(step: int, loss: float, norm: float, last: Path | None, rate: str) -> NoReturn:
-    """Ends a run whose loss or gradient norm is not finite, on all processes; the first one names the reason.
-
-    Args:
-        last: the last whole checkpoint.
-        rate: the option of the learning rate.
-    """
+    """Ends all processes; the first one names the last whole checkpoint, and the option `rate` of the learning rate."""
     raise SystemExit(
         f"step {step}: loss {loss:g}, gradient norm {norm:g}: training stops, and saves nothing of it. Last good checkpoint: "
         f"{last or 'none'}. Start again with a smaller {rate}, or in bfloat16 instead of float16"
@@ -293,9 +286,9 @@ def last_of_trainer(output: Path, processes: int) -> Path:
     last = last_whole(output, processes)
     if last is not None:
         return last
-    reasons = "".join(f"; {path.name} lacks {lacks_of_trainer(path, processes)}" for path in checkpoints(output))
+    faults = "".join(f"; {path.name} lacks {lacks_of_trainer(path, processes)}" for path in checkpoints(output))
     raise SystemExit(
-        f"--resume_from_checkpoint: there is no whole checkpoint of {processes} process(es) in {output}{reasons}. A run with "
+        f"--resume_from_checkpoint: there is no whole checkpoint of {processes} process(es) in {output}{faults}. A run with "
         f"--save_strategy steps writes them; to take one as it is, name its folder"
     )
 
@@ -353,9 +346,7 @@ class Stop:
         self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

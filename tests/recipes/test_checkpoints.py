@@ -124,7 +124,7 @@ def test_a_checkpoint_that_was_moved_and_linked_to_is_replaced(there, tmp_path):
         assert checkpoints.last_saved(output).name == "checkpoint-2"
     else:
         shutil.rmtree(elsewhere)
-        with pytest.raises(SystemExit, match=r"no whole checkpoint in .*checkpoint-2 lacks run\.json"):
+        with pytest.raises(SystemExit, match=r"no whole checkpoint in .*; checkpoint-2 lacks run\.json"):
             checkpoints.last_saved(output)
     for step in (3, 4, 5):
         save(output, step)
@@ -135,7 +135,9 @@ def test_a_checkpoint_that_was_moved_and_linked_to_is_replaced(there, tmp_path):
 
 def test_a_first_save_that_was_killed_is_told(tmp_path):
     (tmp_path / "checkpoint-3.part").mkdir()
-    with pytest.raises(SystemExit, match=r"there is no checkpoint in .* \(checkpoint-3\.part was not finished\)"):
+    with pytest.raises(
+        SystemExit, match=r"there is no whole checkpoint in .*; checkpoint-3\.part was not finished\. A run"
+    ):
         checkpoints.last_saved(tmp_path)
     save(tmp_path, 3)
     assert checkpoints.last_saved(tmp_path) == tmp_path / "checkpoint-3"

@@ -366,7 +366,7 @@ def test_a_checkpoint_that_was_cut_short_is_passed_over(here, folder, whole, tmp
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-6"]
     assert checkpoints.lacks(last) is None
     cut(rng.choice(files))
-    with pytest.raises(SystemExit, match=r"there is no whole checkpoint in .* \(checkpoint-6 lacks "):
+    with pytest.raises(SystemExit, match=r"there is no whole checkpoint in .*; checkpoint-6 lacks "):
         here(finetune, words(folder, output, "--resume"))
 
 

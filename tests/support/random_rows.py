@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from .tiny_models import POSITIONS, VOCAB
+from .training import padded
 
 PAD, IGNORED = 0, -100
 
@@ -317,18 +318,8 @@ def joined(documents):
 
 def rows_of(documents, side):
     """Documents as rows, padded on a side."""
-    length = max(len(document.ids) for document in documents)
-    batch = {name: [] for name in ("input_ids", "labels", "attention_mask")}
-    for document in documents:
-        missing = length - len(document.ids)
-        for name, values, fill in (
-            ("input_ids", document.ids, PAD),
-            ("labels", document.labels, IGNORED),
-            ("attention_mask", (1,) * len(document.ids), 0),
-        ):
-            padding = (fill,) * missing
-            batch[name].append(padding + values if side == "left" else values + padding)
-    return {name: torch.tensor(rows) for name, rows in batch.items()}
+    rows = [{"input_ids": document.ids, "labels": document.labels} for document in documents]
+    return padded(rows, left=side == "left")
 
 
 @cache
