@@ -186,27 +186,30 @@ def lacks(checkpoint: Path) -> str | None:
     return None
 
 
-def damaged(output: Path) -> dict[str, str]:
-    """Returns what the damaged checkpoints of a run of `finetune.py` lack, by their names."""
-    return {path.name: lacking for path in checkpoints(output) if (lacking := lacks(path))}
+def damaged(output: Path, processes: int | None = None) -> dict[str, str]:
+    """Returns what the damaged checkpoints of `finetune.py`, or that Trainer wrote from `processes`, lack, by their names."""
+    lacking = {path: lacks_of_trainer(path, processes) if processes else lacks(path) for path in checkpoints(output)}
+    return {path.name: what for path, what in lacking.items() if what}
 
 
 def last_whole(output: Path, processes: int | None = None) -> Path | None:
-    """Returns the last whole checkpoint of `finetune.py`, or that Trainer wrote from `processes`; None without any."""
-    found = reversed(checkpoints(output))
-    return next((path for path in found if not (lacks_of_trainer(path, processes) if processes else lacks(path))), None)
+    """Returns the last checkpoint that is not `damaged`; None without any."""
+    lacking = damaged(output, processes)
+    return next((path for path in reversed(checkpoints(output)) if path.name not in lacking), None)
 
 
-def last_saved(output: Path) -> Path:
-    """Returns the last whole checkpoint of a run of `finetune.py`; ends the program without any."""
-    last = last_whole(output)
+def last_saved(output: Path, processes: int | None = None) -> Path:
+    """Returns `last_whole`; ends the program without any."""
+    last = last_whole(output, processes)
     if last is not None:
         return last
     faults = [f"; {path.name} was not finished" for path in output.glob("checkpoint-*.part")]
-    faults += [f"; {name} lacks {what}" for name, what in damaged(output).items()]
-    raise SystemExit(
-        f"--resume: there is no whole checkpoint in {output}{''.join(faults)}. A run with --save-every writes them"
-    )
+    faults += [f"; {name} lacks {what}" for name, what in damaged(output, processes).items()]
+    missing = f"there is no whole checkpoint{f' of {processes} process(es)' if processes else ''} in {output}"
+    if processes:
+        remedy = "A run with --save_strategy steps writes them; to take one as it is, name its folder"
+        raise SystemExit(f"--resume_from_checkpoint: {missing}{''.join(faults)}. {remedy}")
+    raise SystemExit(f"--resume: {missing}{''.join(faults)}. A run with --save-every writes them")
 
 
 def is_finite_step(accelerator: Accelerator, loss: float, norm: float) -> bool:
@@ -279,18 +282,6 @@ def check_settings(checkpoint: Path, settings: Mapping[str, Any]) -> None:
             f"--resume: {checkpoint} is of a run with other settings ({different}): start with those, or name another folder "
             f"with --output"
         )
-
-
-def last_of_trainer(output: Path, processes: int) -> Path:
-    """Returns the last whole checkpoint that Trainer wrote from this number of processes; ends the program without any."""
-    last = last_whole(output, processes)
-    if last is not None:
-        return last
-    faults = "".join(f"; {path.name} lacks {lacks_of_trainer(path, processes)}" for path in checkpoints(output))
-    raise SystemExit(
-        f"--resume_from_checkpoint: there is no whole checkpoint of {processes} process(es) in {output}{faults}. A run with "
-        f"--save_strategy steps writes them; to take one as it is, name its folder"
-    )
 
 
 def check_trainer(checkpoint: Path, output: Path) -> None:

@@ -97,7 +97,7 @@ def resumed(training: TrainingArguments) -> str | None:
         checkpoints.refuse_earlier(output, "--resume_from_checkpoint true", "--output_dir")
         return None
     if option in ("true", "True", True):
-        last = [checkpoints.last_of_trainer(output, training.world_size)]
+        last = [checkpoints.last_saved(output, training.world_size)]
         return str(broadcast_object_list(last)[0])  # Every process goes on from the same checkpoint.
     checkpoints.check_trainer(Path(option), output)
     return option

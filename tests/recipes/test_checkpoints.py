@@ -150,20 +150,6 @@ def test_steps_are_compared_as_numbers(tmp_path):
     assert [path.name for path in checkpoints.checkpoints(tmp_path)] == [f"checkpoint-{step}" for step in (9, 20, 100)]
 
 
-def test_a_new_run_beside_checkpoints_of_another_is_refused(tmp_path):
-    checkpoints.refuse_earlier(tmp_path / "new", "--resume", "--output")
-    save(tmp_path, 20)
-    with pytest.raises(SystemExit, match="has checkpoint-20 of an earlier run: go on from it with --resume, or name"):
-        checkpoints.refuse_earlier(tmp_path, "--resume", "--output")
-
-
-def test_other_settings_than_those_of_the_checkpoint_are_refused(tmp_path):
-    save(tmp_path, 20)
-    checkpoints.check_settings(tmp_path / "checkpoint-20", SETTINGS)
-    with pytest.raises(SystemExit, match=r"other settings \(lr 0\.0001 there and 0\.1 here\): start with those, or"):
-        checkpoints.check_settings(tmp_path / "checkpoint-20", SETTINGS | {"lr": 0.1})
-
-
 def test_models_are_known_by_their_files_wherever_they_lie(tmp_path):
     for name, weights in {"one": b"abc", "moved": b"abc", "other": b"abd"}.items():
         (tmp_path / name).mkdir()

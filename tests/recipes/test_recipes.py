@@ -343,17 +343,17 @@ def test_the_trainer_goes_on_from_the_last_whole_checkpoint(folder, by_the_train
     last = output / "checkpoint-3"
     files = sorted((path for path in last.rglob("*") if path.is_file()), key=lambda path: path.stat().st_mtime_ns)
     assert files[-1].name == "trainer_state.json"
-    assert checkpoints.last_of_trainer(output, 1) == last
+    assert checkpoints.last_saved(output, 1) == last
     for file in reversed(files):  # in the order of writing, backwards
         content = file.read_bytes()
         file.write_bytes(content[: len(content) // 2])
-        assert checkpoints.last_of_trainer(output, 1) == output / "checkpoint-2", file
+        assert checkpoints.last_saved(output, 1) == output / "checkpoint-2", file
         file.unlink()
-        assert checkpoints.last_of_trainer(output, 1) == output / "checkpoint-2", file
+        assert checkpoints.last_saved(output, 1) == output / "checkpoint-2", file
     with pytest.raises(
         SystemExit, match=r"no whole checkpoint of 2 process\(es\) .*; checkpoint-2 lacks rng_state_0\.pth"
     ):
-        checkpoints.last_of_trainer(output, 2)
+        checkpoints.last_saved(output, 2)
     run, bounds = by_the_trainer
     assert_equal_runs(train(folder, output, 1, None, "--resume_from_checkpoint", "true"), run, "resumed", bounds)
     options = ["--model", folder / "model", "--text", folder / "text.txt", "--output_dir", output]
