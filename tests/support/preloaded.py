@@ -13,8 +13,9 @@ MODULES = "datasets torch._dynamo torch.distributed.fsdp transformers.trainer pe
 gc.disable()
 for name in MODULES:
     importlib.import_module(name)
-with contextlib.suppress(ImportError):
-    importlib.import_module("deepspeed")
+for name in ("deepspeed", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 package = importlib.import_module("hf_ring_attention")
 for name in package.__all__:
     getattr(package, name)
