@@ -20,6 +20,14 @@ PATTERN_HELP = (
 )
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Prints a docstring as it stands, and the defaults that no help names yet."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        named = action.default in (None, False, []) or "default" in (action.help or "")
+        return action.help if named else super()._get_help_string(action)
+
+
 def at_least(least: int) -> Callable[[str], int]:
     """Returns the type of whole numbers from `least` on."""
 

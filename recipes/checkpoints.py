@@ -22,7 +22,7 @@ from collections import UserDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -186,29 +186,30 @@ def lacks(checkpoint: Path) -> str | None:
     return None
 
 
-def damaged(output: Path) -> dict[str, str]:
-    """Returns what the damaged checkpoints of a run of `finetune.py` lack, by their names."""
-    return {path.name: lacking for path in checkpoints(output) if (lacking := lacks(path))}
+def damaged(output: Path, processes: int | None = None) -> dict[str, str]:
+    """Returns what the damaged checkpoints of `finetune.py`, or that Trainer wrote from `processes`, lack, by their names."""
+    lacking = {path: lacks_of_trainer(path, processes) if processes else lacks(path) for path in checkpoints(output)}
+    return {path.name: what for path, what in lacking.items() if what}
 
 
 def last_whole(output: Path, processes: int | None = None) -> Path | None:
-    """Returns the last whole checkpoint of `finetune.py`, or that Trainer wrote from `processes`; None without any."""
-    found = reversed(checkpoints(output))
-    return next((path for path in found if not (lacks_of_trainer(path, processes) if processes else lacks(path))), None)
+    """Returns the last checkpoint that is not `damaged`; None without any."""
+    lacking = damaged(output, processes)
+    return next((path for path in reversed(checkpoints(output)) if path.name not in lacking), None)
 
 
-def last_saved(output: Path) -> Path:
-    """Returns the last whole checkpoint of a run of `finetune.py`; ends the program without any."""
-    last = last_whole(output)
-    if last is None:
-        lacking = damaged(output)
-        told = [f"{path.name} was not finished" for path in output.glob("checkpoint-*.part")]
-        told += [f"{name} lacks {what}" for name, what in lacking.items()]
-        raise SystemExit(
-            f"--resume: there is no {'whole ' if lacking else ''}checkpoint in {output}; a run with --save-every writes it"
-            + (f" ({'; '.join(told)})" if told else "")
-        )
-    return last
+def last_saved(output: Path, processes: int | None = None) -> Path:
+    """Returns `last_whole`; ends the program without any."""
+    last = last_whole(output, processes)
+    if last is not None:
+        return last
+    faults = [f"; {path.name} was not finished" for path in output.glob("checkpoint-*.part")]
+    faults += [f"; {name} lacks {what}" for name, what in damaged(output, processes).items()]
+    missing = f"there is no whole checkpoint{f' of {processes} process(es)' if processes else ''} in {output}"
+    if processes:
+        remedy = "A run with --save_strategy steps writes them; to take one as it is, name its folder"
+        raise SystemExit(f"--resume_from_checkpoint: {missing}{''.join(faults)}. {remedy}")
+    raise SystemExit(f"--resume: {missing}{''.join(faults)}. A run with --save-every writes them")
 
 
 def is_finite_step(accelerator: Accelerator, loss: float, norm: float) -> bool:
@@ -222,12 +223,7 @@ def is_finite_step(accelerator: Accelerator, loss: float, norm: float) -> bool:
 
 
 def end_not_finite(step: int, loss: float, norm: float, last: Path | None, rate: str) -> NoReturn:
-    """Ends a run whose loss or gradient norm is not finite, on all processes; the first one names the reason.
-
-    Args:
-        last: the last whole checkpoint.
-        rate: the option of the learning rate.
-    """
+    """Ends all processes; the first one names the last whole checkpoint, and the option `rate` of the learning rate."""
     raise SystemExit(
         f"step {step}: loss {loss:g}, gradient norm {norm:g}: training stops, and saves nothing of it. Last good checkpoint: "
         f"{last or 'none'}. Start again with a smaller {rate}, or in bfloat16 instead of float16"
@@ -288,18 +284,6 @@ def check_settings(checkpoint: Path, settings: Mapping[str, Any]) -> None:
         )
 
 
-def last_of_trainer(output: Path, processes: int) -> Path:
-    """Returns the last whole checkpoint that Trainer wrote from this number of processes; ends the program without any."""
-    last = last_whole(output, processes)
-    if last is not None:
-        return last
-    reasons = "".join(f"; {path.name} lacks {lacks_of_trainer(path, processes)}" for path in checkpoints(output))
-    raise SystemExit(
-        f"--resume_from_checkpoint: there is no whole checkpoint of {processes} process(es) in {output}{reasons}. A run with "
-        f"--save_strategy steps writes them; to take one as it is, name its folder"
-    )
-
-
 def check_trainer(checkpoint: Path, output: Path) -> None:
     """Ends a run that would go on from a folder without Trainer's state, or write over later checkpoints in `output`."""
     if not (checkpoint / "trainer_state.json").is_file():
@@ -353,9 +337,7 @@ class Stop:
         self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

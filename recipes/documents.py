@@ -10,7 +10,7 @@ import argparse
 import gzip
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -34,8 +34,8 @@ BUILDERS |= {".txt": "text", ".md": "text"}
 
 
 @dataclass
-class Sources:
-    """The origin of documents, and how they become rows. The recipes have an option for each field."""
+class Texts:
+    """The origin of documents. The recipes have an option for each field."""
 
     text: list[str] | None = field(
         default=None, metadata={"help": "text files; default: topics of Python 3.11's manual"}
@@ -49,6 +49,12 @@ class Sources:
         default=None,
         metadata={"help": "columns of texts, or the column of chats; default: 'messages' if there is one, else 'text'"},
     )
+
+
+@dataclass
+class Sources(Texts):
+    """The origin of documents, and how they become rows."""
+
     streaming: bool = field(default=False, metadata={"help": "read the data set during training, and not before"})
     buffer: int = field(default=1000, metadata={"help": "documents that are packed, or of a stream shuffled, together"})
     seq_len: int = field(default=1024, metadata={"help": "tokens of a row"})
@@ -62,26 +68,8 @@ class Sources:
 # ---- options
 
 
-def add_arguments(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
-    """Adds the options of `Sources` to a command line with hyphens: all of them, or only those in `names`."""
-    group = parser.add_argument_group("data")
-    kinds = {"buffer": at_least(1), "seq_len": at_least(2), "held_out": at_least(0), "dataset": dataset_id}
-    for entry in fields(Sources):
-        if names is not None and entry.name not in names:
-            continue
-        options: dict[str, Any] = {"default": entry.default, "help": entry.metadata["help"]}
-        if isinstance(entry.default, bool):
-            options["action"] = argparse.BooleanOptionalAction if entry.default else "store_true"
-        else:
-            options |= {"type": kinds.get(entry.name, str), "choices": entry.metadata.get("choices")}
-            options["nargs"] = "+" if entry.name in ("text", "columns") else None
-        if entry.default not in (None, False, True):
-            options["help"] += " (default %(default)s)"
-        group.add_argument(f"--{entry.name.replace('_', '-')}", **options)
-
-
-def check_arguments(parser: argparse.ArgumentParser, args: Any, hyphen: str = "-") -> None:
-    """Refuses options of `add_arguments` that cannot load data; `hyphen` is the character between the words of an option."""
+def check_arguments(parser: argparse.ArgumentParser, args: Any) -> None:
+    """Refuses options of `Texts` or `Sources` that cannot load data."""
     for name in args.text or ():
         check(parser, "--text", existing_file, name)
     if args.dataset is not None:
@@ -91,10 +79,10 @@ def check_arguments(parser: argparse.ArgumentParser, args: Any, hyphen: str = "-
     for name in ("config", "columns", "streaming"):
         if getattr(args, name, None) and args.dataset is None:
             parser.error(f"argument --{name}: it is about a data set: name one with --dataset")
-    held_out = getattr(args, "held_out", 0)
-    check(parser, f"--held{hyphen}out", at_least(0), held_out)
-    if held_out == 1:
-        parser.error(f"argument --held{hyphen}out: the first token of a text is not predicted: take 0, or 2 and more")
+    for name, least in (("seq_len", 2), ("buffer", 1), ("held_out", 0)):
+        check(parser, f"--{name.replace('_', '-')}", at_least(least), getattr(args, name, least))
+    if getattr(args, "held_out", 0) == 1:
+        parser.error("argument --held-out: the first token of a text is not predicted: take 0, or 2 and more")
 
 
 def dataset_id(text: str) -> str:
@@ -113,7 +101,7 @@ def dataset_id(text: str) -> str:
 
 
 def sources_of(args: Any) -> Sources:
-    """Returns the `Sources` that the options of `add_arguments` name."""
+    """Returns the `Sources` that the options of a recipe name."""
     return Sources(**{entry.name: getattr(args, entry.name, entry.default) for entry in fields(Sources)})
 
 
@@ -122,16 +110,11 @@ def sources_of(args: Any) -> Sources:
 
 @dataclass
 class HeldOut:
-    """Documents to evaluate on, all three [documents, tokens of the longest].
-
-    Attributes:
-        attention_mask: 1 for tokens, 0 for padding.
-        learned: whether a token is to be predicted.
-    """
+    """Documents to evaluate on, all three [documents, tokens of the longest]."""
 
     input_ids: torch.Tensor
-    attention_mask: torch.Tensor
-    learned: torch.Tensor
+    attention_mask: torch.Tensor  # 1 for tokens, 0 for padding
+    learned: torch.Tensor  # whether a token is to be predicted
 
     def loss(self, model: PreTrainedModel, ring: ra.Ring) -> float:
         """Returns the mean loss in nats of the tokens to be predicted; each document is read whole, over the ring."""
@@ -144,21 +127,13 @@ class HeldOut:
 
 @dataclass
 class Data:
-    """The data that a recipe trains and evaluates on.
-
-    Attributes:
-        rows: the rows to train on.
-        held_out: the documents to evaluate on, if there are any.
-        held_out_rows: the same documents as rows, for Trainer.
-        description: a line about the rows.
-        digest: a checksum by which a run that goes on recognizes its documents.
-    """
+    """The data that a recipe trains and evaluates on."""
 
     rows: Dataset | IterableDataset
     held_out: HeldOut | None
-    held_out_rows: Dataset | None
+    held_out_rows: Dataset | None  # the same documents, for Trainer
     description: str
-    digest: str
+    digest: str  # a checksum by which a run that goes on recognizes its documents
 
 
 def prepare(sources: Sources, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0, needed: int = 1) -> Data:

@@ -28,8 +28,10 @@ import itertools
 import json
 import math
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import checkpoints
 import common
@@ -37,14 +39,14 @@ import documents
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import GradientAccumulationPlugin, LoggerType, broadcast_object_list, gather, set_seed
-from arguments import PATTERN_HELP, at_least, check_extra, load_pattern, new_file, pattern_source, positive
+from accelerate.utils import GradientAccumulationPlugin, LoggerType, broadcast_object_list, set_seed
+from arguments import PATTERN_HELP, Help, at_least, check_extra, load_pattern, new_file, pattern_source, positive
 from batches import Batches
 from pictures import plot_training
 from torch.autograd.graph import save_on_cpu
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm.auto import tqdm
-from transformers import default_data_collator, get_scheduler
+from transformers import HfArgumentParser, PreTrainedTokenizerBase, default_data_collator, get_scheduler
 
 import hf_ring_attention as ra
 
@@ -56,15 +58,14 @@ KEPT = "seq_len packing buffer long_documents held_out batch_size accumulate lor
 
 
 def parse_args(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [option ...]", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = HfArgumentParser(
+        documents.Sources, usage="%(prog)s [option ...]", description=__doc__, formatter_class=Help
     )
     common.add_model(parser)
     parser.add_argument("--pattern", type=pattern_source, default="exact", help=f"{PATTERN_HELP} (default exact)")
     shared = "processes that share a row: all of them for one ring, 1 for rows of their own; several processes need it"
     parser.add_argument("--ring-size", type=at_least(1), help=shared)
     common.add_ring(parser)
-    documents.add_arguments(parser)
 
     add = parser.add_argument_group("training").add_argument
     add("--batch-size", type=at_least(1), default=1, help="rows that a ring reads at once (default 1)")
@@ -166,148 +167,183 @@ def fine_tune(args: argparse.Namespace, accelerator: Accelerator, ring: ra.Ring)
     settings |= {"documents": data.digest, "pattern": common.pattern_settings(pattern)}
     if resumed:
         (resumed,) = broadcast_object_list([resumed])  # Every process goes on from the same checkpoint.
-        for name, lacking in checkpoints.damaged(args.output).items():
-            accelerator.print(f"{name} is not whole and will be replaced: it lacks {lacking}")
-        checkpoints.check_settings(resumed, settings)
-        done = checkpoints.step_of(resumed)
-        if done > args.steps:
-            raise SystemExit(f"--steps {args.steps}: {resumed} was written after step {done}: take {done} or more")
+        check_resumed(args, accelerator, resumed, settings)
+    run = Run(args, accelerator, ring, data, settings)
+    run.begin(resumed)
+    with checkpoints.Stop() as stop:
+        run.train(stop)
+    run.evaluate(args.steps, "after")
+    run.report()
+    run.save(tokenizer)
+    accelerator.end_training()
 
-    model = common.load_model(args.model, trust=trust)
+
+def check_resumed(args: argparse.Namespace, accelerator: Accelerator, resumed: Path, settings: dict[str, Any]) -> None:
+    """Names damaged checkpoints, and ends a run that cannot go on from this one."""
+    for name, lacking in checkpoints.damaged(args.output).items():
+        accelerator.print(f"{name} is not whole and will be replaced: it lacks {lacking}")
+    checkpoints.check_settings(resumed, settings)
+    done = checkpoints.step_of(resumed)
+    if done > args.steps:
+        raise SystemExit(f"--steps {args.steps}: {resumed} was written after step {done}: take {done} or more")
+
+
+def load_model(args: argparse.Namespace, ring: ra.Ring) -> Any:
+    """Returns the model to train, under its pattern and over the ring."""
+    model = common.load_model(args.model, trust=args.trust_remote_code)
     if args.checkpointing:
         # Transformers 5.23 gave it a new name, and warns of the old one.
         (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
     if args.lora:
         model = common.add_lora(model, args.lora)
-    ra.patch_model(model, pattern, ring=ring)
-    # Rows are drawn in an order that follows from seed and epoch; a stream was shuffled so when it was prepared.
-    rows = data.rows
-    sampler = DistributedSampler(rows, 1, 0, seed=args.seed) if hasattr(rows, "__len__") else None
-    # Its own generator leaves dropout's random numbers alone when an epoch begins or is continued.
-    reading = {"sampler": sampler, "drop_last": True, "generator": torch.Generator()}
-    loader = DataLoader(rows, args.batch_size, collate_fn=default_data_collator, **reading)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=0.1)
-    schedule = get_scheduler(args.schedule, optimizer, args.warmup, args.steps)
-    raw_model = model
-    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-    batches = Batches(accelerator, loader, ring)
-    accelerator.init_trackers("finetune", config=settings)
+    return ra.patch_model(model, load_pattern(args.pattern), ring=ring)
 
-    figures = checkpoints.Figures(
-        world_size=ring.dp_size * ring.world_size,
-        ring_size=ring.world_size,
-        transport=ring.transport,
-        pattern=args.pattern,
-    )
-    # A checkpoint also holds these, beside the model, its optimizer, the schedule and the random states.
-    accelerator.register_for_checkpointing(batches, figures)
 
-    def evaluate(step: int) -> float:
-        figures["held_out"][step] = loss = data.held_out.loss(raw_model, ring)
-        accelerator.log({"held_out/loss": loss, "held_out/perplexity": math.exp(loss)}, step=step)
-        if accelerator.is_main_process:
-            tqdm.write(f"held-out perplexity after {step} steps: {math.exp(loss):.3f}")
-        return math.exp(loss)
+class Run:
+    """A run under way: its model, batches and figures. Every process calls its methods, in the order of `fine_tune`."""
 
-    def evaluate_exact() -> float:
-        with ra.exact_attention(raw_model):
-            perplexity = math.exp(data.held_out.loss(raw_model, ring))
-        accelerator.print(f"held-out perplexity of the same weights with exact attention: {perplexity:.3f}")
-        return perplexity
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        accelerator: Accelerator,
+        ring: ra.Ring,
+        data: documents.Data,
+        settings: dict[str, Any],
+    ) -> None:
+        self.args, self.accelerator, self.ring, self.data, self.settings = args, accelerator, ring, data, settings
+        self.raw_model = load_model(args, ring)
+        # Rows are drawn in an order that follows from seed and epoch; a stream was shuffled so when it was prepared.
+        rows = data.rows
+        sampler = DistributedSampler(rows, 1, 0, seed=args.seed) if hasattr(rows, "__len__") else None
+        # Its own generator leaves dropout's random numbers alone when an epoch begins or is continued.
+        reading = {"sampler": sampler, "drop_last": True, "generator": torch.Generator()}
+        loader = DataLoader(rows, args.batch_size, collate_fn=default_data_collator, **reading)
+        trained = [parameter for parameter in self.raw_model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=0.1)
+        schedule = get_scheduler(args.schedule, optimizer, args.warmup, args.steps)
+        prepared = accelerator.prepare(self.raw_model, optimizer, loader, schedule)
+        self.model, self.optimizer, loader, self.schedule = prepared
+        self.batches = Batches(accelerator, loader, ring)
+        self.figures = checkpoints.Figures(
+            world_size=ring.dp_size * ring.world_size,
+            ring_size=ring.world_size,
+            transport=ring.transport,
+            pattern=args.pattern,
+        )
+        # A checkpoint also holds these, beside the model, its optimizer, the schedule and the random states.
+        accelerator.register_for_checkpointing(self.batches, self.figures)
+        accelerator.init_trackers("finetune", config=settings)
 
-    if resumed:
-        accelerator.load_state(str(resumed))
-        checkpoints.set_rates(optimizer, schedule.scheduler)
-        accelerator.print(f"going on after step {len(figures.steps)}, from {resumed}")
-    elif data.held_out:
-        figures["perplexity_before"] = evaluate(0)
-        if args.distill:
-            figures["perplexity_exact_before"] = evaluate_exact()
+    def begin(self, resumed: Path | None) -> None:
+        """Goes on from a checkpoint, or evaluates the model as it came."""
+        if resumed is None:
+            self.evaluate(0, "before")
+            return
+        self.accelerator.load_state(str(resumed))
+        checkpoints.set_rates(self.optimizer, self.schedule.scheduler)
+        self.accelerator.print(f"going on after step {len(self.figures.steps)}, from {resumed}")
 
-    model.train()
-    reader = iter(batches)
-    bar = tqdm(
-        range(len(figures.steps) + 1, args.steps + 1),
-        initial=len(figures.steps),
-        total=args.steps,
-        disable=not accelerator.is_main_process,
-        desc="fine-tuning",
-        unit="step",
-    )
-    with checkpoints.Stop() as stop:
+    def evaluate(self, step: int, name: str | None = None) -> None:
+        """Evaluates on the documents held out, if there are any; `name` is "before" or "after" the run."""
+        if not self.data.held_out:
+            return
+        self.figures["held_out"][step] = loss = self.data.held_out.loss(self.raw_model, self.ring)
+        perplexity = math.exp(loss)
+        self.accelerator.log({"held_out/loss": loss, "held_out/perplexity": perplexity}, step=step)
+        if self.accelerator.is_main_process:
+            tqdm.write(f"held-out perplexity after {step} steps: {perplexity:.3f}")
+        if name:
+            self.figures[f"perplexity_{name}"] = perplexity
+        if name and self.args.distill:
+            with ra.exact_attention(self.raw_model):
+                exact = math.exp(self.data.held_out.loss(self.raw_model, self.ring))
+            self.figures[f"perplexity_exact_{name}"] = exact
+            self.accelerator.print(f"held-out perplexity of the same weights with exact attention: {exact:.3f}")
+
+    def train(self, stop: checkpoints.Stop) -> None:
+        """Takes the steps that are left, and evaluates and saves between them; ends the program after a signal."""
+        args, accelerator, done = self.args, self.accelerator, len(self.figures.steps)
+        self.model.train()
+        reader = iter(self.batches)
+        shown = {"initial": done, "total": args.steps, "disable": not accelerator.is_main_process}
+        bar = tqdm(range(done + 1, args.steps + 1), **shown, desc="fine-tuning", unit="step")
         for step in bar:
-            start = time.perf_counter()
-            step_batches = list(itertools.islice(reader, args.accumulate))
-            # The first token of a row is not predicted. The sums are over all rings.
-            learned = sum((batch["labels"][:, 1:] != -100).sum() for batch in step_batches)
-            tokens = accelerator.reduce(learned, "sum").clamp(min=1)
-            total = torch.zeros((), device=accelerator.device)
-            for batch in step_batches:
-                with accelerator.accumulate(model):
-                    with save_on_cpu(pin_memory=accelerator.device.type != "cpu") if args.offload else nullcontext():
-                        loss = batch_loss(model, batch, tokens, distill=args.distill)
-                    # The loss is a share of the step's. Accelerate takes the mean over rings, and over the batches of a ring.
-                    accelerator.backward(loss * ring.dp_size * args.accumulate)
-                total += loss.detach()
-            norm = accelerator.clip_grad_norm_(model.parameters(), args.clip)
-            # FSDP 2 may leave each process its part.
-            norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-            loss = float(accelerator.reduce(total, "sum"))
-            if not checkpoints.is_finite_step(accelerator, loss, norm):
-                accelerator.end_training()
-                checkpoints.end_not_finite(step, loss, norm, checkpoints.last_whole(args.output), "--lr")
-            rate = optimizer.param_groups[0]["lr"]
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            filled = torch.stack([batch["attention_mask"].float().mean() for batch in step_batches]).mean()
-            fill = float(accelerator.reduce(filled, "mean"))
-            seconds = time.perf_counter() - start
-            figures.steps.append(
-                {"loss": loss, "grad_norm": norm, "tokens": int(tokens), "fill": fill, "seconds": seconds, "lr": rate}
-            )
-            accelerator.log(figures.steps[-1], step=step)
-            bar.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{int(tokens) / seconds:.0f}")
+            figures = self.step(step, reader)
+            self.figures.steps.append(figures)
+            accelerator.log(figures, step=step)
+            speed = figures["tokens"] / figures["seconds"]
+            bar.set_postfix(loss=f"{figures['loss']:.3f}", tokens_per_s=f"{speed:.0f}")
             stopped = stop.agree(accelerator.device)  # There may be time for a checkpoint alone.
             if args.eval_every and step % args.eval_every == 0 and step < args.steps and not stopped:
-                evaluate(step)
+                self.evaluate(step)
             if stopped or (args.save_every and step % args.save_every == 0):
-                checkpoints.save(accelerator, args.output, step, settings, args.keep)
+                checkpoints.save(accelerator, args.output, step, self.settings, args.keep)
             if stopped:
                 accelerator.end_training()
                 stop.end(args.output / f"checkpoint-{step}", "--resume")
-    if data.held_out:
-        figures["perplexity_after"] = evaluate(args.steps)
-        if args.distill:
-            figures["perplexity_exact_after"] = evaluate_exact()
 
-    memory = torch.tensor([common.peak_memory(accelerator.device)], device=accelerator.device)
-    figures["peak_memory_bytes"] = gather(memory).tolist()
-    speed = sum(step["tokens"] for step in figures.steps) / sum(step["seconds"] for step in figures.steps)
-    fill = sum(step["fill"] for step in figures.steps) / len(figures.steps)
-    figures["tokens_per_second"] = speed
-    weights = accelerator.get_state_dict(model)  # Every process must call this: each may hold a part.
-    losses = [step["loss"] for step in figures.steps]
-    accelerator.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {speed:.0f} tokens/s, rows {fill:.1%} full")
-    for rank, peak in enumerate(figures["peak_memory_bytes"]):
-        accelerator.print(f"rank {rank}: peak memory {peak / 2**30:.2f} GiB")
-    if accelerator.is_main_process:
-        with checkpoints.writing(
-            "the model", args.output, "make space there; --resume goes on from the last checkpoint"
-        ):
-            raw_model.save_pretrained(args.output, state_dict=weights)
-            tokenizer.save_pretrained(args.output)
-        if args.plot:
-            learned = "divergence from exact attention" if args.distill else "training"
-            plot_training(losses, args.output / "loss.png", figures["held_out"], learned)
-        print(f"saved to {args.output}" + (", with loss.png" if args.plot else ""))
-        if args.lora:
-            print(common.how_to_load_adapters(args.output, args.pattern))
-        if args.json:
-            checkpoints.write_text(args.json, json.dumps(figures.data))
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+    def step(self, number: int, reader: Iterator[dict[str, torch.Tensor]]) -> dict[str, float]:
+        """Takes an optimizer step, and returns its figures."""
+        accelerator, start = self.accelerator, time.perf_counter()
+        batches = list(itertools.islice(reader, self.args.accumulate))
+        # The first token of a row is not predicted. The sums are over all rings.
+        learned = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
+        tokens = accelerator.reduce(learned, "sum").clamp(min=1)
+        loss = float(accelerator.reduce(self.backward(batches, tokens), "sum"))
+        norm = accelerator.clip_grad_norm_(self.model.parameters(), self.args.clip)
+        # FSDP 2 may leave each process its part.
+        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if not checkpoints.is_finite_step(accelerator, loss, norm):
+            accelerator.end_training()
+            checkpoints.end_not_finite(number, loss, norm, checkpoints.last_whole(self.args.output), "--lr")
+        rate = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        filled = torch.stack([batch["attention_mask"].float().mean() for batch in batches]).mean()
+        fill, seconds = float(accelerator.reduce(filled, "mean")), time.perf_counter() - start
+        return {"loss": loss, "grad_norm": norm, "tokens": int(tokens), "fill": fill, "seconds": seconds, "lr": rate}
+
+    def backward(self, batches: list[dict[str, torch.Tensor]], tokens: torch.Tensor) -> torch.Tensor:
+        """Adds the gradients of the batches of a step, and returns this ring's share of its loss."""
+        args, accelerator = self.args, self.accelerator
+        total = torch.zeros((), device=accelerator.device)
+        for batch in batches:
+            with accelerator.accumulate(self.model):
+                with save_on_cpu(pin_memory=accelerator.device.type != "cpu") if args.offload else nullcontext():
+                    loss = batch_loss(self.model, batch, tokens, distill=args.distill)
+                # The loss is a share of the step's. Accelerate takes the mean over rings, and over the batches of a ring.
+                accelerator.backward(loss * self.ring.dp_size * args.accumulate)
+            total += loss.detach()
+        return total
+
+    def report(self) -> None:
+        """Prints the losses, the speed and the memory of the run."""
+        figures, steps = self.figures, self.figures.steps
+        speed = sum(step["tokens"] for step in steps) / sum(step["seconds"] for step in steps)
+        fill = sum(step["fill"] for step in steps) / len(steps)
+        figures["tokens_per_second"] = speed
+        losses = f"loss {steps[0]['loss']:.3f} -> {steps[-1]['loss']:.3f}"
+        self.accelerator.print(f"{losses}, {speed:.0f} tokens/s, rows {fill:.1%} full")
+        figures["peak_memory_bytes"] = common.report_memory(self.accelerator)
+
+    def save(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Saves the model, the curve and the figures."""
+        args, output = self.args, self.args.output
+        weights = self.accelerator.get_state_dict(self.model)  # Every process must call this: each may hold a part.
+        if self.accelerator.is_main_process:
+            remedy = "make space there; --resume goes on from the last checkpoint"
+            with checkpoints.writing("the model", output, remedy):
+                self.raw_model.save_pretrained(output, state_dict=weights)
+                tokenizer.save_pretrained(output)
+            if args.plot:
+                learned = "divergence from exact attention" if args.distill else "training"
+                losses = [step["loss"] for step in self.figures.steps]
+                plot_training(losses, output / "loss.png", self.figures["held_out"], learned)
+            common.report_saved(output, args.pattern, args.lora, args.plot)
+            if args.json:
+                checkpoints.write_text(args.json, json.dumps(self.figures.data))
+        self.accelerator.wait_for_everyone()
 
 
 def batch_loss(model, batch, tokens, *, distill):

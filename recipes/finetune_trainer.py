@@ -21,16 +21,14 @@ TRL's SFTTrainer works over a ring as well, with its own chats, packing and LoRA
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import checkpoints
 import common
 import documents
-import torch
-from accelerate.utils import broadcast_object_list, gather
-from arguments import PATTERN_HELP, at_least, check, check_extra, load_pattern, pattern_source, positive
+from accelerate.utils import broadcast_object_list
+from arguments import PATTERN_HELP, Help, at_least, check, check_extra, load_pattern, pattern_source, positive
 from pictures import plot_training
 from transformers import HfArgumentParser, default_data_collator
 
@@ -66,10 +64,6 @@ class TrainingArguments(ra.RingTrainingArguments):
     remove_unused_columns: bool = field(default=False)
 
 
-class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """A formatter that prints the docstring as it stands, and defaults."""
-
-
 def parse_args(argv=None) -> tuple[Arguments, TrainingArguments]:
     parser = HfArgumentParser(
         (Arguments, TrainingArguments),
@@ -80,9 +74,7 @@ def parse_args(argv=None) -> tuple[Arguments, TrainingArguments]:
     args, training = parser.parse_args_into_dataclasses(argv)
     check(parser, "--model", common.model_source, args.model)
     check(parser, "--pattern", pattern_source, args.pattern)
-    documents.check_arguments(parser, args, "_")
-    check(parser, "--seq_len", at_least(2), args.seq_len)
-    check(parser, "--buffer", at_least(1), args.buffer)
+    documents.check_arguments(parser, args)
     check(parser, "--lora", at_least(0), args.lora)
     if training.ring_size is not None:
         check(parser, "--ring_size", at_least(1), training.ring_size)
@@ -105,7 +97,7 @@ def resumed(training: TrainingArguments) -> str | None:
         checkpoints.refuse_earlier(output, "--resume_from_checkpoint true", "--output_dir")
         return None
     if option in ("true", "True", True):
-        last = [checkpoints.last_of_trainer(output, training.world_size)]
+        last = [checkpoints.last_saved(output, training.world_size)]
         return str(broadcast_object_list(last)[0])  # Every process goes on from the same checkpoint.
     checkpoints.check_trainer(Path(option), output)
     return option
@@ -122,7 +114,7 @@ class Trainer(ra.RingTrainer):
 
 def main() -> None:
     args, training = parse_args()
-    training.ring_size = common.ring_size(training.ring_size, training.world_size, "--ring_size")
+    training.ring_size = common.ring_size(training.ring_size, training.world_size)
     with checkpoints.own_run(Path(training.output_dir), "--output_dir"):
         train(args, training)
 
@@ -163,18 +155,14 @@ def train(args: Arguments, training: TrainingArguments) -> None:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     with checkpoints.writing("the model", output, remedy):
         trainer.save_model()
-    peak = gather(torch.tensor([common.peak_memory(training.device)], device=training.device))
+    common.report_memory(trainer.accelerator)
     if trainer.is_world_process_zero():
-        for rank, memory in enumerate(peak.tolist()):
-            print(f"rank {rank}: peak memory {memory / 2**30:.2f} GiB")
         if args.plot:
             history = trainer.state.log_history
             losses = [entry["loss"] for entry in history if "loss" in entry]
             held_out = {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
             plot_training(losses, output / "loss.png", held_out)
-        print(f"saved to {training.output_dir}" + (", with loss.png" if args.plot else ""))
-        if args.lora:
-            print(common.how_to_load_adapters(training.output_dir, args.pattern))
+        common.report_saved(training.output_dir, args.pattern, args.lora, args.plot)
     trainer.accelerator.end_training()
 
 

@@ -24,8 +24,9 @@ import common
 import documents
 import torch
 from accelerate import Accelerator
-from arguments import DTYPES, PATTERN_HELP, at_least, check_extra, load_pattern, new_file, pattern_source
+from arguments import DTYPES, PATTERN_HELP, Help, at_least, check_extra, load_pattern, new_file, pattern_source
 from pictures import plot_quality
+from transformers import HfArgumentParser
 
 import hf_ring_attention as ra
 
@@ -59,9 +60,8 @@ def line(row):
 
 
 def parse_args(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = HfArgumentParser(documents.Texts, description=__doc__, formatter_class=Help)
     common.add_model(parser)
-    documents.add_arguments(parser, ["text", "dataset", "config", "split", "columns"])
     add = parser.add_argument
     add("--tokens", type=at_least(2), default=4096, help="first tokens of the text to read (default 4096)")
     patterns = f"{PATTERN_HELP} (default {' '.join(PATTERNS)})"

@@ -17,6 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(CC="no-compiler", CXX="no-compiler", TORCH_EXTENSIONS_DIR=os.path.join(os.devnull, "extensions"))
 
 torch.set_num_threads(1)
+gc.disable()  # until all modules have been imported, which leaves no garbage worth looking for
 
 # Hypothesis draws by the seed of the run alone: not by failures of earlier runs, which it would keep, and not by the time that
 # it takes. Derandomized, as it is by default in CI, it would draw by the code of a test instead.
@@ -62,6 +63,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish(session):
     """All modules have been imported: whoever collects garbage later, as Trainer does after each run, passes them over."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,9 @@ import transformers
 from hf_ring_attention.cli.models import counts, types_by_reason
 from hf_ring_attention.hf import models as models_module
 from hf_ring_attention.hf.models import ModelSupport
-from tests.support.precision import float64
 from tests.support.probe import survey
 from tests.support.tiny_models import CAUSAL_TYPES
+from tests.support.tolerance import float64
 
 #: The first lines of hf/MODELS.md.
 _HEAD = """# Model types

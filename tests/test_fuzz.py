@@ -13,7 +13,7 @@ from hf_ring_attention.transport import transports
 from tests import fuzz
 from tests.support.ranks import run_ranks
 
-CASES = 60
+CASES = 64
 DRAWS = """
 import random, pytest
 from hypothesis import given, strategies

@@ -43,6 +43,7 @@ SOURCES = {
 }
 #: Those in folders.
 MODULES = {name: source for name, source in SOURCES.items() if "." in name and not name.endswith("__init__")}
+TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
 
 
 def folder_of(module):
@@ -113,14 +114,15 @@ def test_every_file_is_in_a_folder():
     assert {name for name in SOURCES if "." not in name} == {"__init__", "__main__", "_version"}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_modules_import_from_their_folder_and_those_below(module):
-    imported = modules_imported(MODULES[module], module) - {"_version"}
-    assert "__init__" not in imported, f"{module} imports the whole package"
-    assert imported <= MODULES.keys(), f"{module} imports {imported - MODULES.keys()}"
-    floor = FOLDERS.index(folder_of(module))
-    above = {other for other in imported if FOLDERS.index(folder_of(other)) > floor}
-    assert above == {there for here, there in LATE if here == module and folder_of(there) != folder_of(here)}
+def test_modules_import_from_their_folder_and_those_below():
+    for module, source in MODULES.items():
+        imported = modules_imported(source, module) - {"_version"}
+        assert "__init__" not in imported, f"{module} imports the whole package"
+        assert imported <= MODULES.keys(), f"{module} imports {imported - MODULES.keys()}"
+        floor = FOLDERS.index(folder_of(module))
+        above = {other for other in imported if FOLDERS.index(folder_of(other)) > floor}
+        late = {there for here, there in LATE if here == module and folder_of(there) != folder_of(here)}
+        assert above == late, module
 
 
 def test_no_circle():
@@ -130,32 +132,30 @@ def test_no_circle():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_strangers_never_meet(module):
-    imported = modules_imported(MODULES[module], module)
+def test_strangers_never_meet():
     for strangers in STRANGERS:
-        if module in strangers:
-            assert not imported & strangers
-    assert "compute.reference" not in imported or module in COMPUTES_BY_DEFINITION, "the reference is for tests"
+        for module in strangers:
+            assert not modules_imported(MODULES[module], module) & strangers, module
 
 
-def test_the_package_does_not_import_the_reference():
-    assert "compute.reference" not in modules_imported(SOURCES["__init__"])
+def test_the_reference_is_for_tests():
+    importing = {name for name, source in SOURCES.items() if "compute.reference" in modules_imported(source, name)}
+    assert importing <= COMPUTES_BY_DEFINITION
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_libraries_open_at_their_folder(module):
-    floor = FOLDERS.index(folder_of(module))
-    early = {name for name in libraries_imported(MODULES[module], module) if floor < FOLDERS.index(OPENS_AT[name])}
-    if module == "compute.private":  # it looks at all of them, inside functions alone but for torch
-        early -= {"torch.distributed", "transformers", "accelerate"}
-    assert not early
+def test_libraries_open_at_their_folder():
+    for module, source in MODULES.items():
+        floor = FOLDERS.index(folder_of(module))
+        early = {name for name in libraries_imported(source, module) if floor < FOLDERS.index(OPENS_AT[name])}
+        if module == "compute.private":  # it looks at all of them, inside functions alone but for torch
+            early -= {"torch.distributed", "transformers", "accelerate"}
+        assert not early, module
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if folder_of(module) == "plan"])
-def test_plans_need_the_standard_library_alone(module):
-    roots = {name.split(".")[0] for name, _, _ in imports(MODULES[module], module)} - {PACKAGE}
-    assert roots <= sys.stdlib_module_names
+def test_plans_need_the_standard_library_alone():
+    for module in (module for module in MODULES if folder_of(module) == "plan"):
+        roots = {name.split(".")[0] for name, _, _ in imports(MODULES[module], module)} - {PACKAGE}
+        assert roots <= sys.stdlib_module_names, module
 
 
 def test_plans_run_without_torch():
@@ -179,9 +179,9 @@ def test_plans_run_without_torch():
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, str(2 * 64 * 65 // 2), "")
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_modules_are_short(module):
-    assert len(SOURCES[module].splitlines()) <= LONGEST
+def test_modules_are_short():
+    lengths = {module: len(source.splitlines()) for module, source in SOURCES.items()}
+    assert not {module: length for module, length in lengths.items() if length > LONGEST}
 
 
 def test_the_package_does_not_grow(record_property):
@@ -197,24 +197,23 @@ def test_the_package_does_not_grow(record_property):
     )
 
 
-RECIPES = sorted((FOLDER.parent / "recipes").rglob("*.py"))
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipes_import_public_names_alone(path):
+def test_recipes_import_public_names_alone():
     """And modules of their own folder and of libraries, as a copy of the folder does."""
-    source = path.read_text(encoding="utf-8")
-    ours = {(module, name) for module, name, _ in imports(source) if module.split(".")[0] in (PACKAGE, "tests")}
-    assert ours <= {(PACKAGE, None)}
     stub = ast.parse((FOLDER / "__init__.pyi").read_text(encoding="utf-8"))
     public = {alias.asname for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
-    assert {node.attr for node in nodes if ast.unparse(node.value) in ("ra", PACKAGE)} <= public
+    recipes = sorted((FOLDER.parent / "recipes").rglob("*.py"))
+    assert len(recipes) > 10
+    for path in recipes:
+        source = path.read_text(encoding="utf-8")
+        ours = {(module, name) for module, name, _ in imports(source) if module.split(".")[0] in (PACKAGE, "tests")}
+        assert ours <= {(PACKAGE, None)}, path
+        nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+        assert {node.attr for node in nodes if ast.unparse(node.value) in ("ra", PACKAGE)} <= public, path
 
 
-def defined(source):
+def defined(module):
     """The names that a module defines at its top."""
-    for node in ast.parse(source).body:
+    for node in TREES[module].body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             yield node.name
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
@@ -224,19 +223,19 @@ def defined(source):
 
 def test_no_name_is_in_two_rooms():
     rooms = defaultdict(set)
-    for module, source in MODULES.items():
-        for name in defined(source):
+    for module in MODULES:
+        for name in defined(module):
             rooms[name].add(module)
     everywhere = {"logger"}
     twice = {name: sorted(where) for name, where in rooms.items() if len(where) > 1 and name not in everywhere}
     assert not twice
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_private_names_stay_in_their_module(module):
+def test_private_names_stay_in_their_module():
     private = {
-        name
-        for imported, name, _ in imports(MODULES[module], module)
+        (module, name)
+        for module, source in MODULES.items()
+        for imported, name, _ in imports(source, module)
         if imported.startswith(PACKAGE) and name and name.startswith("_") and not name.startswith("__")
     }
     assert not private
@@ -247,36 +246,32 @@ def test_private_names_stay_in_their_module(module):
 PRIVATE_ALLOWED = {"compute.private": ".*", "compute.kernels": "_scaled_dot_product_.*", "cli.checks.runner": "_exit"}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_private_names_of_others_are_in_one_file(module):
+def nodes_of(kind):
+    """(module, node) of every node of a kind in the package."""
+    return [(module, node) for module, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, kind)]
+
+
+def test_private_names_of_others_are_in_one_file():
     """What follows anything but self, cls, ctx, super() and classes of the same module."""
-    allowed = PRIVATE_ALLOWED.get(module, "(?!)") + "|_replace"
-    own = {"self", "cls", "ctx", "super()", "ring", "trainer", "part", "item", *defined(MODULES[module])}
-    others = {
-        ast.unparse(node)
-        for node in ast.walk(ast.parse(MODULES[module]))
-        if isinstance(node, ast.Attribute)
-        and node.attr.startswith("_")
-        and not node.attr.startswith("__")
-        and ast.unparse(node.value) not in own
-        and not re.fullmatch(allowed, node.attr)
-    }
+    others = set()
+    for module, node in nodes_of(ast.Attribute):
+        if module in MODULES and node.attr.startswith("_") and not node.attr.startswith("__"):
+            own = {"self", "cls", "ctx", "super()", "ring", "trainer", "part", "item", *defined(module)}
+            allowed = PRIVATE_ALLOWED.get(module, "(?!)") + "|_replace"
+            if ast.unparse(node.value) not in own and not re.fullmatch(allowed, node.attr):
+                others.add((module, ast.unparse(node)))
     assert not others
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_no_error_is_swallowed_unnamed(module):
-    for node in ast.walk(ast.parse(SOURCES[module])):
-        if isinstance(node, ast.ExceptHandler):
-            caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
-            names = {None if kind is None else ast.unparse(kind) for kind in caught}
-            assert not names & {None, "Exception", "BaseException"}, f"{module}.py, line {node.lineno}: {names}"
+def test_no_error_is_swallowed_unnamed():
+    for module, node in nodes_of(ast.ExceptHandler):
+        caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+        names = {None if kind is None else ast.unparse(kind) for kind in caught}
+        assert not names & {None, "Exception", "BaseException"}, f"{module}.py, line {node.lineno}: {names}"
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_no_global_is_rebound(module):
-    lines = [node.lineno for node in ast.walk(ast.parse(SOURCES[module])) if isinstance(node, ast.Global)]
-    assert not lines, f"{module}.py rebinds globals in lines {lines}"
+def test_no_global_is_rebound():
+    assert not [f"{module}.py, line {node.lineno}" for module, node in nodes_of(ast.Global)]
 
 
 def test_one_context_variable():

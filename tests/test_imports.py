@@ -106,30 +106,39 @@ def test_models_losses_and_trainers_need_no_datasets_library(tmp_path):
     assert "transformers.trainer" in heavy
 
 
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        ("hf_ring_attention", "import transformers.models.llama.modeling_llama"),
-        ("transformers", "from transformers import AutoModel"),
-        ("transformers.modeling_utils", "import transformers"),
-    ],
-)
-def test_the_implementation_is_registered_whichever_is_imported_first(first, then):
+#: What is imported before the package, and after it.
+ORDERS = [
+    ("hf_ring_attention", "transformers.models.llama.modeling_llama"),
+    ("transformers", "transformers.models.auto.modeling_auto"),
+    ("transformers.modeling_utils", "transformers"),
+]
+
+
+def test_the_implementation_is_registered_whichever_is_imported_first():
+    """Each order in a fork of a Python that has imported torch, which takes longest, and nothing else."""
     loaded_by(
         f"""
-        import {first}
-        import hf_ring_attention
-        {then}
-        from transformers import LlamaConfig, LlamaModel
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-        assert "ring_dilated" in ALL_ATTENTION_FUNCTIONS.valid_keys()
-        assert "ring_dilated" in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
-        config = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+        import importlib, os
         import torch
-        model = LlamaModel._from_config(config, attn_implementation="ring_dilated")
-        assert model(torch.ones(1, 4, dtype=torch.int64)).last_hidden_state.shape == (1, 4, 8)
+
+        for first, then in {ORDERS}:
+            child = os.fork()
+            if child:
+                assert os.waitpid(child, 0)[1] == 0, (first, then)
+                continue
+            importlib.import_module(first)
+            import hf_ring_attention
+            importlib.import_module(then)
+            from transformers import LlamaConfig, LlamaModel
+            from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+            from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+            assert "ring_dilated" in ALL_ATTENTION_FUNCTIONS.valid_keys()
+            assert "ring_dilated" in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
+            sizes = dict(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+            model = LlamaModel._from_config(LlamaConfig(**sizes), attn_implementation="ring_dilated")
+            assert model(torch.ones(1, 4, dtype=torch.int64)).last_hidden_state.shape == (1, 4, 8)
+            os._exit(0)
         """
     )
 

@@ -10,8 +10,6 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -22,7 +20,8 @@ import hf_ring_attention as ra
 from hf_ring_attention.cli import main as cli
 
 from .support.checkpoints import save_tiny_checkpoint
-from .support.ranks import TIMEOUT, free_ports
+from .support.programs import run_program
+from .support.ranks import TIMEOUT
 from .support.releases import with_names_of_this_release
 
 ROOT = Path(__file__).parents[1]
@@ -82,7 +81,7 @@ def folder(tmp_path_factory):
     programs = {
         "quick_start": QUICK_START,
         "trainer": PREAMBLE + TRAINER + TELL,
-        "trl": PREAMBLE + TRL + TELL,
+        "sft": PREAMBLE + TRL + TELL,
         "accelerate": PREAMBLE + ACCELERATE + TELL,
         "preferences": PREFERENCES + TELL,
         "generation": with_names_of_this_release(GENERATION),
@@ -95,18 +94,16 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def printed(folder):
-    """What each program printed, by its file and rank: on two processes of torchrun, and the quick start also alone."""
-    files = [path.name for path in sorted(folder.glob("*.py"))]
-    scripts = [f"{file}:{port}" for file, port in zip(files, free_ports(len(files)))]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "tests" / "support" / "run_scripts.py"), *scripts, "alone:quick_start.py"]
+    """What each program printed, by its file and rank: on two processes, and the quick start also alone."""
     settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=folder, env={**os.environ, **settings}, timeout=TIMEOUT, capture_output=True, text=True
-    )
-    errors = {path.name: path.read_text()[-3000:] for path in folder.glob("*.err") if "Traceback" in path.read_text()}
-    assert done.returncode == 0, errors or done.stderr[-3000:]
-    return {tuple(path.stem.rsplit(".", 1)): path.read_text() for path in folder.glob("*.out")}
+    how = {"environment": {**os.environ, **settings}, "timeout": TIMEOUT, "folder": folder}
+    printed = {}
+    for script, processes in [("quick_start.py", 1), *((path.name, 2) for path in sorted(folder.glob("*.py")))]:
+        done = run_program(folder / script, processes=processes, **how)
+        assert done.returncode == 0, f"{script}: {done.stderr[-3000:]}"
+        ranks = ["alone"] if processes == 1 else ["0", "1"]
+        printed |= {(script, rank): text for rank, text in zip(ranks, done.outputs)}
+    return printed
 
 
 def test_what_the_tests_replace_stands_in_the_snippets():
@@ -123,7 +120,7 @@ def test_the_quick_start_prints_what_the_page_says(printed):
     assert alone.replace("ring of 1", "") == together.replace("ring of 2", "")
 
 
-@pytest.mark.parametrize("way", ["trainer", "trl", "accelerate", "preferences"])
+@pytest.mark.parametrize("way", ["trainer", "sft", "accelerate", "preferences"])
 def test_each_way_of_training_trains_one_model_on_both_processes(printed, folder, way):
     before = AutoModelForCausalLM.from_pretrained(folder / "model")
     start = sum(x.double().sum().item() for x in before.parameters())

@@ -16,6 +16,7 @@ from tests.support.ranks import run_ranks
 from tests.support.training import process_environment
 
 ROWS, BATCH, EPOCHS = 23, 2, 3
+KINDS = ("rows", "stream", "shards")
 
 
 def batches_of(kind):
@@ -33,9 +34,13 @@ def batches_of(kind):
     return Batches(accelerator, accelerator.prepare(loader), ring)
 
 
-def read(rank, kind):
-    """The rows of the batches of three epochs, read once and with breaks; and whether random numbers stay as they are."""
-    process_environment(rank, dist.get_world_size() if dist.is_initialized() else 1)
+def read_all(rank):
+    process_environment(rank, dist.get_world_size())
+    return {kind: read(kind) for kind in KINDS}
+
+
+def read(kind):
+    """The rows of the batches of three epochs, read once and with breaks."""
     whole, epochs = batches_of(kind), []
     for batch in whole:
         if whole.epoch == EPOCHS:
@@ -52,19 +57,19 @@ def read(rank, kind):
     return epochs
 
 
-@pytest.mark.parametrize("kind", ["rows", "stream", "shards"])
 @pytest.mark.parametrize("processes", [1, 4])
-def test_a_loop_goes_on_where_it_was(kind, processes):
-    by_rank = run_ranks(read, processes, kind)
-    rings = by_rank[:: min(2, processes)]
-    if processes == 4:
-        assert by_rank[1::2] == rings, "the ranks of a ring read the same rows"
-    orders = []
-    for epoch in range(EPOCHS):
-        rows = [row for ring in rings for number, batch in ring if number == epoch for row in batch]
-        assert len(rows) == len({*rows}) > ROWS - 2 * BATCH * len(rings)
-        orders.append(rows)
-    assert orders[0] != orders[1] != orders[2]
+def test_a_loop_goes_on_where_it_was(processes):
+    by_rank = run_ranks(read_all, processes)
+    for kind in KINDS:
+        rings = [answer[kind] for answer in by_rank[:: min(2, processes)]]
+        if processes == 4:
+            assert [answer[kind] for answer in by_rank[1::2]] == rings, "the ranks of a ring read the same rows"
+        orders = []
+        for epoch in range(EPOCHS):
+            rows = [row for ring in rings for number, batch in ring if number == epoch for row in batch]
+            assert len(rows) == len({*rows}) > ROWS - 2 * BATCH * len(rings)
+            orders.append(rows)
+        assert orders[0] != orders[1] != orders[2]
 
 
 def test_data_that_fill_no_batch_are_refused(monkeypatch):

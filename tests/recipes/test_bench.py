@@ -1,5 +1,6 @@
 """The benchmarks measure at tiny sizes what their tables claim: positive numbers, and ratios that fit their seconds."""
 
+import importlib
 import math
 import os
 import re
@@ -7,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import peers
 import pytest
 import speed
 import torch
@@ -22,14 +22,25 @@ TINY = ["--heads", "2", "--head-dim", "16"]
 ONCE = ["--repeats", "1"]
 
 
-def tables(program, *words):
-    """The tables that a program prints: the rows of each, as texts and numbers; "-" is a NaN."""
-    command = [sys.executable, str(BENCH / program), *TINY, *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, timeout=TIMEOUT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    head, *found = done.stdout.strip().split("\n\n")
+@pytest.fixture
+def tables(capsys, monkeypatch):
+    """Returns the tables that a program prints: the rows of each, as texts and numbers; "-" is a NaN.
+
+    It runs in this process; its ranks are forked from the process that the ranks of other tests are forked from.
+    """
+    monkeypatch.setattr("timing.PRELOADED", ["tests.support.preloaded"])
+
+    def measured(program, *words):
+        importlib.import_module(program).main([*TINY, *words])
+        return tables_in(capsys.readouterr().out)
+
+    return measured
+
+
+def tables_in(printed):
+    """The tables in what a program has printed."""
+    assert max(map(len, printed.splitlines())) <= 80
+    head, *found = printed.strip().split("\n\n")
     assert "2 heads x 16" in head
     return [[row for row in map(read, text.splitlines()) if len(row) > 1] for text in found]
 
@@ -41,8 +52,8 @@ def read(line):
     return [name, *(math.nan if cell == "-" else float(cell) for cell in numbers)]
 
 
-def test_speed():
-    (rows,) = tables("speed.py", "--tokens", "256", *ONCE, "--patterns", "window:64+4", "exact", "--no-flex")
+def test_speed(tables):
+    (rows,) = tables("speed", "--tokens", "256", *ONCE, "--patterns", "window:64+4", "exact", "--no-flex")
     (_, sdpa, *ones), *ours = rows
     assert ones[1:3] == [1, 1] and len(ours) == 2
     for name, forward, both, forward_faster, faster, flops, of_floor in ours:
@@ -55,16 +66,22 @@ def test_speed():
 
 
 def test_ideal():
-    (rows,) = tables("ideal.py", "--tokens", "256", *ONCE, "--patterns", "exact", "window:64")
+    """As its users start it."""
+    words = [*TINY, *ONCE, "--tokens", "256", "--patterns", "exact", "window:64"]
+    command = [sys.executable, str(BENCH / "ideal.py"), *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, timeout=TIMEOUT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (rows,) = tables_in(done.stdout)
     assert [row[0] for row in rows] == ["exact", "window:64"]
     for _, ring, ideal, forward, both, floor in rows:
         assert min(ring, ideal, forward, both, floor) > 0
         assert both == pytest.approx(ideal / ring, rel=0.03)
 
 
-def test_memory():
+def test_memory(tables):
     words = "--tokens 2k --rank-tokens 512 --ranks 1 2 --step-tokens 256 --patterns exact"
-    attention, rings, steps = tables("memory.py", *words.split())
+    attention, rings, steps = tables("memory", *words.split())
     assert [row[0] for row in attention] == ["sdpa", "exact"]
     for _, mib, share in attention:
         assert 0 < mib < 100 and share == pytest.approx(mib / attention[0][1], rel=0.03)
@@ -75,9 +92,9 @@ def test_memory():
     assert error == pytest.approx(100 * (estimate / total - 1), abs=1)
 
 
-def test_peers():
+def test_peers(tables):
     words = ["--tokens", "256", "--ring-tokens", "256", "--sizes", "1", "2", "--patterns", "exact", "window:64"]
-    ways, delays, rates = tables("peers.py", *words, *ONCE)
+    ways, delays, rates = tables("peers", *words, *ONCE)
     assert len(ways) == 4 and all(min(row[1:6]) > 0 for row in ways)
     assert [row[2] > 1 for row in ways] == [False, True] * 2, "rows of one document, and packed ones"
     assert [math.isnan(row[6]) for row in ways] == [True, False] * 2, (
@@ -89,8 +106,8 @@ def test_peers():
         assert share == pytest.approx(both / (2 * alone), rel=0.02)
 
 
-def test_systems():
-    (rows,) = tables("systems.py", "--tokens", "128", *ONCE, "--patterns", "window:64", "--no-hybrids")
+def test_systems(tables):
+    (rows,) = tables("systems", "--tokens", "128", *ONCE, "--patterns", "window:64", "--no-hybrids")
     (_, seconds, tokens, one, _), plain, *others = rows
     assert tokens == pytest.approx(128 / seconds, rel=0.02) and one == 1
     assert plain[2] == pytest.approx(2 * 128 / plain[1], rel=0.02), "a row on each process"
@@ -141,7 +158,5 @@ def test_turns_alternate_and_the_first_does_not_count():
     assert ratio(runs, "a", "b") == (3 / 4 + 6 / 5) / 2
 
 
-def test_choices_are_judged_by_the_best_transport():
-    rows = [["exact", 512, 1, 9.0, 0.8, 1.2, math.nan, "collective"], ["exact", 512, 38, 9.0, 0.8, 2.0, 1.1, "ring"]]
-    assert peers.chosen_well(rows) == 1
+def test_numbers_of_tokens_are_read():
     assert count("4k") == 4096 and count("12") == 12

@@ -7,8 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import hf_ring_attention as ra
-from tests.support.launches import launch, run
-from tests.support.recipe_runs import save_inputs
+from tests.support.recipe_runs import launch, run, save_inputs
 
 PATTERN, OTHER = "pyramid:32,3,2", "window:16+2"
 

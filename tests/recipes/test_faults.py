@@ -146,7 +146,7 @@ def test_the_trainer_stops_saves_and_goes_on(here, folder, tmp_path, monkeypatch
         with pytest.raises(SystemExit) as end:
             by_the_trainer(here, folder, output, *SAVING)
         assert end.value.code == 128 + signal.SIGTERM
-        assert checkpoints.last_of_trainer(output, 1).name == "checkpoint-3"
+        assert checkpoints.last_saved(output, 1).name == "checkpoint-3"
         calls.clear()
         patch.setattr(finetune_trainer.ra.RingTrainer, "training_step", stopping(disk.fill))
         told = r"process 0: a checkpoint could not be written \(.*make space there, and go on with --resume_from_checkpoint"
@@ -154,7 +154,7 @@ def test_the_trainer_stops_saves_and_goes_on(here, folder, tmp_path, monkeypatch
             by_the_trainer(here, folder, output, *RESUME)
         disk.free()
     # The steps are 3, and after it 4, which was saved, 5, and 6, which was not.
-    assert checkpoints.last_of_trainer(output, 1).name == "checkpoint-4"
+    assert checkpoints.last_saved(output, 1).name == "checkpoint-4"
     by_the_trainer(here, folder, output, *RESUME)
     assert losses_of_trainer(output) == losses_of_trainer(tmp_path / "whole")
 
@@ -366,7 +366,7 @@ def test_a_checkpoint_that_was_cut_short_is_passed_over(here, folder, whole, tmp
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-6"]
     assert checkpoints.lacks(last) is None
     cut(rng.choice(files))
-    with pytest.raises(SystemExit, match=r"there is no whole checkpoint in .* \(checkpoint-6 lacks "):
+    with pytest.raises(SystemExit, match=r"there is no whole checkpoint in .*; checkpoint-6 lacks "):
         here(finetune, words(folder, output, "--resume"))
 
 

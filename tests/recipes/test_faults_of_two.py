@@ -69,6 +69,8 @@ def test_a_fault_of_one_process_ends_both_and_they_go_on(fault, status, step, to
     elif fault != "SIGTERM":
         assert "lost process 1 of 2" in done.stderr
     assert checkpoints.last_saved(tmp_path).name == f"checkpoint-{step}"
+    if fault == "NaN":
+        return  # One process goes on after it in test_faults.py.
     done = two(folder, tmp_path, "none", "--save-every", "2", "--resume")
     assert done.returncode == 0 and f"going on after step {step}" in done.stdout, done.stderr[-3000:]
     assert losses_of(tmp_path) == whole_of_two

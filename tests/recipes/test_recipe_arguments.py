@@ -1,6 +1,7 @@
 """Bad arguments of recipes are refused while they are read, with what was expected and what came; --help needs no extras."""
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,19 +24,11 @@ REFUSED = [
     ("finetune", "--warmup 5 --steps 5", "--warmup: the learning rate would rise for 5 of 5 steps and never be --lr"),
     ("finetune", "--held-out 1", "--held-out: the first token of a text is not predicted"),
     ("finetune", "--json none/f.json", "--json: there is no folder 'none'"),
-    (
-        "finetune",
-        "--pattern window:0",
-        "pattern 'window:0' cannot be read: Window: length must be an integer of at least 1",
-    ),
+    ("finetune", "--pattern window:0", "pattern 'window:0' cannot be read: Window: length must be an integer of at"),
     ("finetune", "--pattern none.json", "--pattern: [Errno 2] No such file or directory: 'none.json'"),
     ("finetune", "--pattern {calibration}", "--pattern: expected a calibration that Calibration.to_dict wrote"),
     ("finetune", "--text nofile.txt", "--text: there is no file 'nofile.txt'"),
-    (
-        "finetune",
-        "--dataset {file}",
-        "--dataset: a data set is a hub id as 'owner/name', a folder, or a file that ends",
-    ),
+    ("finetune", "--dataset {file}", "--dataset: a data set is a hub id as 'owner/name', a folder, or a file that"),
     ("finetune", "--dataset a/b/c", "--dataset: there is no folder and no file 'a/b/c'"),
     ("finetune", "--dataset a/b --text {file}", "--dataset: not allowed with argument --text"),
     ("finetune", "--streaming", "--streaming: it is about a data set: name one with --dataset"),
@@ -52,12 +45,8 @@ REFUSED = [
     ("layer", "--heads 3 --kv-heads 2", "--heads: 3 does not divide by the 2 of --kv-heads"),
     ("finetune_trainer", "--max_steps 0", "--max_steps: 1 or more was expected, or -1 for --num_train_epochs, got 0"),
     ("finetune_trainer", "--learning_rate 0", "--learning_rate: a number above 0 was expected, got '0.0'"),
-    (
-        "finetune_trainer",
-        "--per_device_train_batch_size 0",
-        "--per_device_train_batch_size: a whole number of at least 1",
-    ),
-    ("finetune_trainer", "--held_out 1", "--held_out: the first token of a text is not predicted"),
+    ("finetune_trainer", "--per_device_train_batch_size 0", "--per_device_train_batch_size: a whole number of at"),
+    ("finetune_trainer", "--held_out 1", "--held-out: the first token of a text is not predicted"),
     ("finetune_trainer", "--long_documents fold", "--long-documents: invalid choice: 'fold'"),
     ("finetune_trainer", "--eval_strategy steps", "--eval_strategy: there is nothing to evaluate on: keep some tokens"),
     ("finetune_trainer", "--dataset a/b --text {file}", "--dataset: not allowed with argument --text"),
@@ -90,24 +79,16 @@ def test_finetune_takes_what_goes_together(words, monkeypatch):
     assert args.schedule == "constant" or args.warmup < args.steps
 
 
-@pytest.mark.parametrize(("asked", "processes", "size"), [(None, 1, 1), (1, 1, 1), (1, 8, 1), (4, 8, 4), (8, 8, 8)])
-def test_ring_sizes_that_are_taken(asked, processes, size):
-    assert common.ring_size(asked, processes) == size
-
-
-@pytest.mark.parametrize(
-    ("asked", "processes", "message"),
-    [
-        (None, 2, "2 processes were started, and --ring-size is not given. --ring-size 1: data parallel"),
-        (None, 8, "--ring-size 4: 2 rings, each sequence over 4 processes; --ring-size 8: one ring"),
-        (3, 8, "--ring-size 3: 8 process(es) cannot form rings of 3: 8 = 2 * 3 + 2. --ring-size 1: data parallel"),
-        (2, 1, "--ring-size 2: 1 process(es) cannot form rings of 2: 1 = 0 * 2 + 1"),
-    ],
-)
-def test_ring_sizes_that_are_refused(asked, processes, message):
-    with pytest.raises(SystemExit) as end:
-        common.ring_size(asked, processes)
-    assert message in str(end.value)
+def test_ring_sizes_are_divisors_of_the_processes():
+    for number, processes, size in ((None, 1, 1), (1, 1, 1), (1, 8, 1), (4, 8, 4), (8, 8, 8)):
+        assert common.ring_size(number, processes) == size
+    for number, processes, problem in (
+        (None, 8, "8 process(es) were started, and the size of rings was not given: --ring-size 8 is one ring, --ring"),
+        (3, 8, "8 process(es) were started, and they cannot form rings of 3: --ring-size 8 is one ring, --ring-size 1"),
+        (2, 1, "1 process(es) were started, and they cannot form rings of 2"),
+    ):
+        with pytest.raises(SystemExit, match=re.escape(problem)):
+            common.ring_size(number, processes)
 
 
 def test_trackers_that_are_not_installed_are_refused(monkeypatch, capsys):

@@ -1,10 +1,12 @@
 """The recipes run as their docstrings say, on small input, and their figures hold."""
 
+import importlib
 import json
 import shutil
+import sys
 
 import checkpoints
-import finetune as finetune_recipe
+import common
 import pytest
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
@@ -12,12 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaF
 
 import hf_ring_attention as ra
 from tests.support.as_gpus import NO_DEEPSPEED
-from tests.support.launches import refused, run
-from tests.support.recipe_runs import assert_same_perplexity, finetuned, save_inputs
+from tests.support.ranks import run_ranks
+from tests.support.recipe_runs import assert_same_perplexity, finetuned, refused, run, save_inputs
 from tests.support.releases import at_least
 from tests.support.tiny_models import with_large_weights
 from tests.support.tolerance import nudge_
-from tests.support.training import assert_equal_runs, bounds_of
+from tests.support.training import assert_equal_runs, bounds_of, process_environment
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,8 @@ def test_one_layer_alone_and_over_a_ring(tmp_path):
     figures = {}
     for processes in (1, 2):
         file = tmp_path / f"{processes}.json"
-        out = run("layer.py", "--tokens", 4096, "--pattern", "window:64", "--json", file, processes=processes)
+        options = ["--tokens", 4096, "--pattern", "window:64", "--json", file]
+        out = run("layer.py", *options, launcher="fork", processes=processes)
         figures[processes] = json.loads(file.read_text())
         assert out.count(" MiB a process") == 2, "one line for each pattern, whatever the number of processes"
     assert [row["attention"] for row in figures[1]] == ["sdpa", "window:64"]
@@ -146,8 +149,8 @@ def test_finetune_evaluates_and_reports_while_it_trains(folder, by_one_process):
     assert all(step["fill"] == 1 for step in by_one_process["steps"])
 
 
-def test_finetune_learns_adapters_from_a_stream_of_chats(folder, tmp_path, monkeypatch, capsys):
-    """In this process; only what the assistant says is learned, and a run that goes on takes the steps of a whole one."""
+def test_finetune_learns_adapters_from_a_stream_of_chats(folder, tmp_path, monkeypatch):
+    """Only what the assistant says is learned, and a run that goes on takes the steps of a whole one."""
     model = tmp_path / "model"
     shutil.copytree(folder / "model", model)
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -158,24 +161,19 @@ def test_finetune_learns_adapters_from_a_stream_of_chats(folder, tmp_path, monke
     options = ["--model", model, "--dataset", tmp_path / "chats.jsonl", "--streaming", "--buffer", 20, "--seq-len", 128]
     options += "--pattern window:32+2 --lora 4 --lr 1e-2 --warmup 1 --held-out 200 --save-every 2".split()
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-
-    def figures_of(output, *more):
-        words = [*options, "--output", output, "--json", tmp_path / "figures.json", *more]
-        monkeypatch.setattr("sys.argv", ["finetune.py", *map(str, words)])
-        finetune_recipe.main()
-        return json.loads((tmp_path / "figures.json").read_text())
-
-    whole = figures_of(tmp_path / "run", "--steps", 6, "--schedule", "constant", "--keep", 2)
+    options += ["--steps", 6, "--schedule", "constant", "--output", tmp_path / "run"]
+    options += ["--json", tmp_path / "figures.json"]
+    out = run("finetune.py", *options, "--keep", 2)
+    whole = json.loads((tmp_path / "figures.json").read_text())
     assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
     for step in whole["steps"]:
         assert 0.1 < step["fill"] <= 1
         assert step["tokens"] % len("yes\n") == 0 and 0 < step["tokens"] < 128 * step["fill"] / 4
     assert whole["perplexity_after"] < whole["perplexity_before"]
-    assert "has adapters alone; to use them: model = peft.AutoPeftModel" in capsys.readouterr().out
+    assert "has adapters alone; to use them: model = peft.AutoPeftModel" in out
     shutil.rmtree(tmp_path / "run" / "checkpoint-6")
-    again = figures_of(tmp_path / "run", "--steps", 6, "--schedule", "constant", "--resume")
-    assert "going on after step 4" in capsys.readouterr().out
+    assert "going on after step 4" in run("finetune.py", *options, "--resume")
+    again = json.loads((tmp_path / "figures.json").read_text())
     assert [step["loss"] for step in again["steps"]] == pytest.approx(
         [step["loss"] for step in whole["steps"]], rel=1e-5
     )
@@ -255,38 +253,13 @@ def test_a_pattern_that_replaces_the_saved_one_is_told(folder, tmp_path):
     shutil.copytree(folder / "model", tmp_path / "model")
     config.save_pretrained(tmp_path / "model")
     options = ["--model", tmp_path / "model", "--text", folder / "text.txt", "--seq-len", 64, "--steps", 1]
-    replaced = "pattern {} (replaces the pattern that the model was saved with); "
     out = run("finetune.py", *options, "--output", tmp_path / "run")
-    assert replaced.format("exact") in out.splitlines()[0]
+    assert "pattern exact (replaces the pattern that the model was saved with); " in out.splitlines()[0]
     assert (
         ra.Pattern.from_dict(AutoConfig.from_pretrained(tmp_path / "run").ring_dilated["pattern"]) == ra.Pattern.exact()
     )
-    for pattern, text in (("window:8", replaced.format("window:8")), ("window:32+2", "pattern window:32+2; ")):
-        out = run("finetune.py", *options, "--output", tmp_path / pattern, "--pattern", pattern)
-        assert text in out.splitlines()[0]
-
-
-def test_several_processes_must_be_told_their_ring(folder, tmp_path):
-    """A Trainer's are in tests/training/test_set_up.py."""
-    said = refused("finetune.py", "--model", folder / "model", "--output", tmp_path / "run", processes=2)
-    assert "2 processes were started, and --ring-size is not given. --ring-size 1: data parallel" in said
-    assert "--ring-size 2: one ring, each sequence over all processes" in said
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--ring-transport", "heads", "--ring-heads", 3), "heads must be a divisor of the ring"),
-        (("--ring-heads", 2), "heads=2 needs transport='heads', got 'auto'"),
-    ],
-)
-def test_heads_that_a_ring_cannot_exchange_are_refused(options, said, folder, tmp_path):
-    how = ["--model", folder / "model", "--ring-size", 2, "--output", tmp_path / "run"]
-    assert said in refused("finetune.py", *how, *options, processes=2)
-    options = [str(x).replace("ring-", "ring_") for x in options]
-    how = ["--model", folder / "model", "--ring_size", 2, "--output_dir", tmp_path / "run"]
-    assert said in refused("finetune_trainer.py", *how, *options, processes=2)
+    for pattern, other in (("window:8", True), ("window:32+2", False)):
+        assert common.check_heads(str(tmp_path / "model"), ra.Pattern.parse(pattern)) is other
 
 
 def test_a_batch_that_the_text_does_not_fill_is_refused(folder, tmp_path):
@@ -296,9 +269,36 @@ def test_a_batch_that_the_text_does_not_fill_is_refused(folder, tmp_path):
     assert "24800 tokens to train on, which are 25 row(s) of 1000, and 99 or more are needed: about 99 * 1000" in said
 
 
-@pytest.mark.parametrize(
-    ("plugin", "launched"), [("fsdp2", True), ("zero3", False), pytest.param("zero3", True, marks=pytest.mark.slow)]
-)
+def errors_of(rank, calls):
+    """The errors that calls of recipes end with, each (module, arguments), on this rank."""
+    errors = []
+    for recipe, arguments in calls:
+        process_environment(rank, 2)
+        sys.argv = [f"{recipe}.py", *map(str, arguments)]
+        with pytest.raises((SystemExit, ValueError)) as error:
+            importlib.import_module(recipe).main()
+        errors.append(str(error.value))
+    return errors
+
+
+def test_two_processes_refuse_what_they_cannot_do(folder, tmp_path):
+    """Both of them, and nothing is written. More of a Trainer's are in tests/training/test_set_up.py."""
+    words = ["--model", folder / "model", "--output", tmp_path / "run"]
+    of_trainer = [*words[:2], "--output_dir", words[3], "--use_cpu", "true", "--text", folder / "text.txt"]
+    calls = {"the size of rings was not given: --ring-size 2 is one ring": [], "they cannot form rings of 3": [3]}
+    calls |= {"heads must be a divisor of the ring": [2, "--ring-transport", "heads", "--ring-heads", 3]}
+    calls |= {"heads=2 needs transport='heads', got 'auto'": [2, "--ring-heads", 2]}
+    arguments = [["--ring-size", *size] if size else [] for size in calls.values()]
+    found = run_ranks(errors_of, 2, [("finetune", [*words, *more]) for more in arguments])
+    arguments = [[str(x).replace("ring-", "ring_") for x in more] for more in arguments]
+    found += run_ranks(errors_of, 2, [("finetune_trainer", [*of_trainer, *more]) for more in arguments])
+    for errors in found:
+        assert all(told in error for told, error in zip(calls, errors, strict=True)), errors
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plugin", ["fsdp2", "zero3"])
 def test_finetune_with_sharded_parameters(plugin, launched, folder, bounds, tmp_path):
     if plugin == "zero3":
         pytest.importorskip("deepspeed", reason=NO_DEEPSPEED)
@@ -343,17 +343,17 @@ def test_the_trainer_goes_on_from_the_last_whole_checkpoint(folder, by_the_train
     last = output / "checkpoint-3"
     files = sorted((path for path in last.rglob("*") if path.is_file()), key=lambda path: path.stat().st_mtime_ns)
     assert files[-1].name == "trainer_state.json"
-    assert checkpoints.last_of_trainer(output, 1) == last
+    assert checkpoints.last_saved(output, 1) == last
     for file in reversed(files):  # in the order of writing, backwards
         content = file.read_bytes()
         file.write_bytes(content[: len(content) // 2])
-        assert checkpoints.last_of_trainer(output, 1) == output / "checkpoint-2", file
+        assert checkpoints.last_saved(output, 1) == output / "checkpoint-2", file
         file.unlink()
-        assert checkpoints.last_of_trainer(output, 1) == output / "checkpoint-2", file
+        assert checkpoints.last_saved(output, 1) == output / "checkpoint-2", file
     with pytest.raises(
         SystemExit, match=r"no whole checkpoint of 2 process\(es\) .*; checkpoint-2 lacks rng_state_0\.pth"
     ):
-        checkpoints.last_of_trainer(output, 2)
+        checkpoints.last_saved(output, 2)
     run, bounds = by_the_trainer
     assert_equal_runs(train(folder, output, 1, None, "--resume_from_checkpoint", "true"), run, "resumed", bounds)
     options = ["--model", folder / "model", "--text", folder / "text.txt", "--output_dir", output]

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 import hf_ring_attention as ra
 from hf_ring_attention.hf.cache import cache_argument
 from tests.support.evaluation import load, made_up_text, save_checkpoint
-from tests.support.launches import refused, run
+from tests.support.recipe_runs import refused, run
 from tests.support.tolerance import EXACT, float64
 
 LENGTH = 700

@@ -42,8 +42,10 @@ def save_tiny_checkpoint(folder, end_token=None, **sizes):
     of_bytes = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end_token, pad_token=end_token)
     of_bytes.save_pretrained(folder)
     torch.manual_seed(0)
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=len(tokens), eos_token_id=tokens.get(end_token), **heads, **sizes)
+    tiny = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    config = LlamaConfig(
+        vocab_size=len(tokens), eos_token_id=tokens.get(end_token), **{**tiny, "intermediate_size": 64, **sizes}
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
 
 

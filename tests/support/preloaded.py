@@ -2,24 +2,24 @@
 
 import contextlib
 import gc
+import importlib
 import os
 
-import datasets  # noqa: F401
-import torch._dynamo
-import torch.distributed.fsdp  # noqa: F401
-from transformers import Trainer  # noqa: F401
-
-import hf_ring_attention as ra
-import tests.support.training  # noqa: F401
-
-for name in ra.__all__:
-    getattr(ra, name)
-
-# Accelerate imports it, where it is installed, as soon as it takes a model out of its wrappers. It looks for devices unless
-# it is told of one, and a process that has begun to use CUDA cannot be forked; the ranks of tests compute on the CPU.
+# Accelerate imports DeepSpeed, where it is installed, as soon as it takes a model out of its wrappers. It looks for devices
+# unless it is told of one, and a process that has begun to use CUDA cannot be forked; the ranks of tests compute on the CPU.
 os.environ["DS_ACCELERATOR"] = "cpu"
-with contextlib.suppress(ImportError):
-    import deepspeed  # noqa: F401
+MODULES = "datasets torch._dynamo torch.distributed.fsdp transformers.trainer peft tests.support.training".split()
+
+gc.disable()
+for name in MODULES:
+    importlib.import_module(name)
+for name in ("deepspeed", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+package = importlib.import_module("hf_ring_attention")
+for name in package.__all__:
+    getattr(package, name)
 
 # Whoever collects garbage later, as Trainer does after each run, need not look through all modules.
 gc.freeze()
+gc.enable()

@@ -23,8 +23,8 @@ from hf_ring_attention.hf.positions import first_position
 from hf_ring_attention.hf.wrappers import runner_of
 from hf_ring_attention.ring.ring import Ring
 from hf_ring_attention.ring.simulation import run_simulated
-from tests.support.precision import EXACT, distance, float64, is_float64, largest
 from tests.support.tiny_models import NOT_BUILT, VOCAB, tiny_model
+from tests.support.tolerance import EXACT, distance, float64, is_float64, largest
 
 TOKENS = 20
 BATCHES = ("plain", "left", "right", "packed")

@@ -5,13 +5,31 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.ranks import begin_as_a_program, forked, free_ports
 
 
-def run_program(script, *arguments, processes=1, environment, timeout):
-    """What `python script arguments` prints and ends with, as `subprocess.run` tells it; each rank's where there are several.
+@dataclass
+class Ended:
+    """What became of a program: the highest status of its ranks, and what each of them printed."""
+
+    returncode: int
+    outputs: list
+    errors: list
+
+    @property
+    def stdout(self):
+        return "".join(self.outputs)
+
+    @property
+    def stderr(self):
+        return "".join(self.errors)
+
+
+def run_program(script, *arguments, processes=1, environment, timeout, folder=None):
+    """What becomes of `python script arguments`, or of as many ranks, in this folder or the current one.
 
     Seconds of imports are saved: tests of the launchers themselves, and of what is imported, start Python anew.
     """
@@ -19,11 +37,11 @@ def run_program(script, *arguments, processes=1, environment, timeout):
         environment = environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(*free_ports(1))}
         environment |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     command = [str(script), *map(str, arguments)]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as outputs:
         ranks = []
         for rank in range(processes):
             of_rank = environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {})
-            ranks.append(forked(_program, command, of_rank, os.getcwd(), f"{folder}/{rank}"))
+            ranks.append(forked(_program, command, of_rank, folder or os.getcwd(), f"{outputs}/{rank}"))
         for rank in ranks:
             rank.start()
         try:
@@ -35,16 +53,14 @@ def run_program(script, *arguments, processes=1, environment, timeout):
             for rank in ranks:
                 rank.kill()
                 rank.join()
-        out, err = (
-            "".join(_own_lines(Path(f"{folder}/{n}.{kind}").read_text()) for n in range(processes))
-            for kind in ("out", "err")
-        )
-    return subprocess.CompletedProcess(command, max(abs(rank.exitcode) for rank in ranks), out, err)
+        out, err = ([_printed(f"{outputs}/{n}.{kind}") for n in range(processes)] for kind in ("out", "err"))
+    return Ended(max(abs(rank.exitcode) for rank in ranks), out, err)
 
 
-def _own_lines(text):
+def _printed(file):
     """What a program has printed, without the lines in which gloo of torch 2.9 counts its connections."""
-    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("[Gloo] "))
+    lines = Path(file).read_text().splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("[Gloo] "))
 
 
 def _program(command, environment, folder, output):

@@ -260,7 +260,7 @@ def found_by(case: Case) -> Result | Refused:
 
 def result_of(case, model, ring) -> Result | Refused:
     try:
-        return TASKS[case.task](case, prepared(case, model, ring), ring)
+        return TASKS[case.task](case, prepared(case, model, ring))
     except REFUSALS as refused:
         return Refused(str(refused))
 
@@ -287,7 +287,7 @@ def found_on_ring(case: Case, models) -> Result | Refused:
     return Result(by_rank[0].logits, by_rank[0].loss, gradients, by_rank[0].tokens)
 
 
-def train(case, model, ring) -> Result:
+def train(case, model) -> Result:
     """Forward and backward passes of one optimizer step."""
     found, total, tokens = [], 0.0, tokens_of(case)
     for batch in case.batches:
@@ -312,19 +312,15 @@ def of_batch(case, model, batch, tokens):
         return model(**inputs, **case.cache).logits, output.loss
 
 
-def perplexity(case, model, ring) -> Result:
+def perplexity(case, model) -> Result:
     """Minus the log-likelihood of each token, [B, n, 1]."""
     batch = case.batches[0]
-    report = ra.perplexity(
-        model,
-        batch.inputs["input_ids"],
-        attention_mask=batch.inputs.get("attention_mask"),
-    )
+    report = ra.perplexity(model, batch.inputs["input_ids"], attention_mask=batch.inputs.get("attention_mask"))
     assert report.tokens == int((~report.token_nll.isnan()).sum())
     return Result([report.token_nll.double()[..., None]], report.nll, {})
 
 
-def generate(case, model, ring) -> Result:
+def generate(case, model) -> Result:
     """Logits of the tokens that are generated, [B, new tokens, vocabulary]; the loss is a number of all tokens."""
     kept = cache_argument(ra.prefill(model, *before_question(case))) if case.prefilled else {}
     return generated(case, model, kept)

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from .tiny_models import POSITIONS, VOCAB
+from .training import padded
 
 PAD, IGNORED = 0, -100
 
@@ -40,7 +41,6 @@ class Batch:
         documents: per row the (start, stop) of what a patched model keeps apart.
         apart: whether it says more of documents than a mask or its absence does, so that eager attention, given the same
             batch, may see several as one.
-        odd: whether a ring may refuse it.
         as_eager: whether what it tells of documents depends on the model type, in eager attention as well.
     """
 
@@ -48,7 +48,6 @@ class Batch:
     inputs: dict
     documents: list
     apart: bool = False
-    odd: bool = False
     as_eager: bool = False
 
     @property
@@ -99,7 +98,7 @@ def random_batch(rng: random.Random, first: int = 0, rows_only: bool = False) ->
             continue
         told = told_documents(inputs, first)
         apart = kind.packs or ("attention_mask" in inputs and max(map(len, told)) > 1)
-        batch = Batch(f"{name} {details}", inputs, told, apart, kind.odd, kind.as_eager)
+        batch = Batch(f"{name} {details}", inputs, told, apart, kind.as_eager)
         if kind.collates:
             check_collator(batch, documents)
         if bool((batch.targets() != IGNORED).any()):
@@ -134,7 +133,7 @@ class Kind:
     """How one kind of batch is made, by `make(rng, documents, first)`, which returns it and a word on its details.
 
     `styles`: of documents. `packs`: it tells several documents of a row. `equal`: they are of one length. `collates`:
-    all of them must be found in it. `odd`, `as_eager`: see `Batch`. `needs`: a package.
+    all of them must be found in it. `odd`: its positions do not count rows. `as_eager`: see `Batch`. `needs`: a package.
     """
 
     make: object
@@ -317,18 +316,8 @@ def joined(documents):
 
 def rows_of(documents, side):
     """Documents as rows, padded on a side."""
-    length = max(len(document.ids) for document in documents)
-    batch = {name: [] for name in ("input_ids", "labels", "attention_mask")}
-    for document in documents:
-        missing = length - len(document.ids)
-        for name, values, fill in (
-            ("input_ids", document.ids, PAD),
-            ("labels", document.labels, IGNORED),
-            ("attention_mask", (1,) * len(document.ids), 0),
-        ):
-            padding = (fill,) * missing
-            batch[name].append(padding + values if side == "left" else values + padding)
-    return {name: torch.tensor(rows) for name, rows in batch.items()}
+    rows = [{"input_ids": document.ids, "labels": document.labels} for document in documents]
+    return padded(rows, left=side == "left")
 
 
 @cache

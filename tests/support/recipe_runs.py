@@ -1,13 +1,27 @@
-"""Short runs of recipes on a tiny model: their folder, their arguments, their losses, and what two runs are compared by."""
+"""Runs of recipes: how they are started, on a tiny model or another, and what two runs are compared by."""
 
+import contextlib
+import importlib
+import io
 import json
+import os
+import subprocess
+import sys
+import traceback
+import warnings
 from pathlib import Path
 
+import pytest
 import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from transformers import AutoModelForCausalLM
 
 from tests.support.checkpoints import save_tiny_checkpoint
+from tests.support.programs import Ended, run_program
 from tests.support.tolerance import allowed, distance, largest
+from tests.support.training import process_environment
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -71,3 +85,89 @@ def assert_same_perplexity(found, expected, *nudged):
     bounds = largest(distance(x, losses) for x in others), largest(float((x - losses).abs().mean()) for x in others)
     for error, bound in zip(errors, map(allowed, bounds), strict=True):
         assert 0 <= error <= bound, (error, bound)
+
+
+# ---- how recipes are started
+
+AS_GPUS = Path(__file__).parent / "as_gpus.py"
+
+#: What starts a recipe anew: Python; or two processes by torch's launcher, and by Accelerate's with the files of
+#: recipes/accelerate, whose plugins act where Accelerate takes the processes for GPUs.
+ACCELERATE = ["-m", "accelerate.commands.launch", "--num_processes", "2", "--main_process_port", "0"]
+LAUNCHERS = {
+    "python": [],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+}
+for plugin in ("fsdp2", "zero3"):
+    file = RECIPES / "accelerate" / f"{plugin}.yaml"
+    LAUNCHERS[plugin] = [*ACCELERATE, "--config_file", str(file), "--mixed_precision", "no", str(AS_GPUS)]
+
+
+def environment_of(plugin):
+    """The variables that Accelerate's launcher sets for the processes of a file of recipes/accelerate."""
+    command = [*LAUNCHERS[plugin][2:], "script.py"]
+    args = _validate_launch_command(launch_command_parser().parse_args(command))[0]
+    if plugin == "fsdp2":
+        return prepare_multi_gpu_env(args)
+    args.deepspeed_fields_from_accelerate_config = ",".join(load_config_from_file(args.config_file).deepspeed_config)
+    return prepare_deepspeed_cmd_env(args)[1]
+
+
+def launch(recipe, *arguments, launcher=None, processes=1, timeout=1200, path=None, plugin=None):
+    """What became of a recipe, from a launcher or from none; a folder of modules for it comes before others.
+
+    Without a launcher, one process is this one, and several are forked; "fork" also forks a single one. With a `plugin`, two
+    processes are forked that find what the launcher would set for them.
+    """
+    environment = {**os.environ, **ENVIRONMENT}
+    if path is not None:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")]))
+    if plugin is not None:
+        options = {"processes": 2, "environment": environment | environment_of(plugin), "timeout": timeout}
+        return run_program(AS_GPUS, RECIPES / recipe, *arguments, **options)
+    if launcher is None and processes == 1:
+        return _run_here(recipe, arguments)
+    if launcher in (None, "fork"):
+        options = {"processes": processes, "environment": environment, "timeout": timeout}
+        return run_program(RECIPES / recipe, *arguments, **options)
+    command = [sys.executable, *LAUNCHERS[launcher], str(RECIPES / recipe), *map(str, arguments)]
+    return subprocess.run(command, env=environment, timeout=timeout, capture_output=True, text=True)
+
+
+def _run_here(recipe, arguments):
+    """What became of a recipe in this process, as a process of its own would end."""
+    module, status, out, err = importlib.import_module(Path(recipe).stem), 0, io.StringIO(), io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        warnings.simplefilter("ignore")
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        patch.setattr("sys.argv", [recipe, *map(str, arguments)])
+        process_environment(0, 1)
+        try:
+            module.main()
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else 1
+            print(end.code, file=err)
+        except Exception:
+            status = 1
+            traceback.print_exc(file=err)
+    return Ended(status, [out.getvalue()], [err.getvalue()])
+
+
+def run(recipe, *arguments, **options):
+    """What a recipe prints."""
+    done = launch(recipe, *arguments, **options)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def refused(recipe, *arguments, **options):
+    """What a recipe says that ends with an error."""
+    done = launch(recipe, *arguments, **options)
+    assert done.returncode != 0
+    return done.stderr
