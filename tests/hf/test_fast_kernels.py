@@ -174,6 +174,8 @@ def test_installed_kernels_are_used_and_give_the_same_results(model_type, kernel
         alone_calls = used(calls)
         assert alone_calls
         calls.clear()
+        if kind == "left":
+            continue
 
         def work(ring, kind=kind, answer=answer):
             model = ra.patch_model(models[ring.rank], ring=ring).train()
