@@ -20,7 +20,7 @@ from ..survey import models_page
 KNOWN = {model.model_type: model for model in ra.supported_models()}
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("model_type", CAUSAL_TYPES)
 def test_a_type(model_type):
     """`survey` fails where outputs or gradients are not those of eager attention.

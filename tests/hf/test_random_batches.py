@@ -11,7 +11,7 @@ from ..support.random_cases import draw_case
 
 pytestmark = pytest.mark.own_dtypes  # float64 where a case says so
 
-CASES = 20
+CASES = 15
 
 
 # Reentrant checkpointing says so of logits that are computed without gradients, beside a sliced loss that has them.
