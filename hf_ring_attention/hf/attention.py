@@ -44,7 +44,7 @@ class _LayerCall:
     """A layer's call of attention, which serves all layers of a forward pass that come with equal arguments."""
 
     call: CheckedCall
-    options: Options  # the arguments of the call beside tensors
+    options: dict[str, Any]  # what `ring_attention` would get for it beside tensors
     tokens: Tokens
     of_model: Branch | None  # the window or chunks of the layers in the model itself
 
@@ -107,8 +107,7 @@ def ring_dilated_attention(
     # A calibration chooses no pattern for layers with a window or chunks of their own.
     tap = getattr(module, TAP, None) if layer.of_model is None and layer.call.problem.held is None else None
     if tap is not None:
-        options = {name: x for name, x in layer.options._asdict().items() if name != "held"}
-        out = tap(module, query, key, value, out, {**options, "sinks": s_aux})
+        out = tap(module, query, key, value, out, {**layer.options, "sinks": s_aux})
     if valid is not None:
         out = _reordered(out, queries.argsort(1)).masked_fill(~asking[:, None, :, None], 0)
     return out.transpose(1, 2).contiguous(), None
@@ -168,9 +167,10 @@ def _layer_call(
     except (ValueError, NotImplementedError) as refused:
         with (ring or Ring.alone()).agreement(FORWARD, by_digest=True):  # The other ranks compare their calls here.
             raise refused
-    options = Options(pattern, ring, tokens.layout, causal, scaling, documents, softcap, heads, held)
+    options: dict[str, Any] = {"pattern": pattern, "ring": ring, "layout": tokens.layout, "causal": causal}
+    options |= {"scale": scaling, "documents": documents, "softcap": softcap, "head_shard": heads}
     try:
-        call = checked_call(query, key, value, sinks, options)
+        call = checked_call(query, key, value, sinks, Options(**options, held=held))
     except ValueError as refused:
         raise ValueError(f"{_name_of(module)}: {refused}") from None
     return _LayerCall(call, options, tokens, of_model)
