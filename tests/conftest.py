@@ -44,17 +44,17 @@ def pytest_report_header(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of tests marked `drawn` one case in four stays, and whichever a command names, by `file.py::test` or by `-k`."""
+    """Of tests marked `drawn` one case in four stays, or in n for `drawn(n)`, and whichever a command names by `::` or `-k`."""
     if config.option.all or config.option.keyword or any("::" in word for word in config.args):
         return
     cases = {}
     for item in items:
-        if item.get_closest_marker("drawn"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if marker := item.get_closest_marker("drawn"):
+            cases.setdefault((item.nodeid.partition("[")[0], *marker.args), []).append(item)
     left_out = set()
-    for name, of_test in cases.items():
+    for (name, *share), of_test in cases.items():
         rng = random.Random(f"{config.option.seed} {name}")
-        left_out.update(rng.sample(of_test, len(of_test) - math.ceil(len(of_test) / 4)))
+        left_out.update(rng.sample(of_test, len(of_test) - math.ceil(len(of_test) / (share or [4])[0])))
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 

@@ -41,18 +41,12 @@ TAP = "_ring_dilated_tap"
 
 @dataclass(frozen=True, eq=False)
 class _LayerCall:
-    """A layer's call of attention, which serves all layers of a forward pass that come with equal arguments.
-
-    Attributes:
-        call: the call, checked and planned; settings: what else than tensors `ring_attention` would get for it.
-        tokens: what the mask describes.
-        of_model: the window or chunks that the layers have in the model itself.
-    """
+    """A layer's call of attention, which serves all layers of a forward pass that come with equal arguments."""
 
     call: CheckedCall
-    settings: dict[str, Any]
+    options: dict[str, Any]  # what `ring_attention` would get for it beside tensors
     tokens: Tokens
-    of_model: Branch | None
+    of_model: Branch | None  # the window or chunks of the layers in the model itself
 
 
 @torch.compiler.disable(reason=UNTRACEABLE)
@@ -113,7 +107,7 @@ def ring_dilated_attention(
     # A calibration chooses no pattern for layers with a window or chunks of their own.
     tap = getattr(module, TAP, None) if layer.of_model is None and layer.call.problem.held is None else None
     if tap is not None:
-        out = tap(module, query, key, value, out, {**layer.settings, "sinks": s_aux})
+        out = tap(module, query, key, value, out, {**layer.options, "sinks": s_aux})
     if valid is not None:
         out = _reordered(out, queries.argsort(1)).masked_fill(~asking[:, None, :, None], 0)
     return out.transpose(1, 2).contiguous(), None
@@ -173,21 +167,13 @@ def _layer_call(
     except (ValueError, NotImplementedError) as refused:
         with (ring or Ring.alone()).agreement(FORWARD, by_digest=True):  # The other ranks compare their calls here.
             raise refused
-    settings: dict[str, Any] = {
-        "pattern": pattern,
-        "ring": ring,
-        "layout": tokens.layout,
-        "causal": causal,
-        "scale": scaling,
-        "documents": documents,
-        "softcap": softcap,
-        "head_shard": heads,
-    }
+    options: dict[str, Any] = {"pattern": pattern, "ring": ring, "layout": tokens.layout, "causal": causal}
+    options |= {"scale": scaling, "documents": documents, "softcap": softcap, "head_shard": heads}
     try:
-        call = checked_call(query, key, value, sinks, Options(**settings, held=held))
+        call = checked_call(query, key, value, sinks, Options(**options, held=held))
     except ValueError as refused:
         raise ValueError(f"{_name_of(module)}: {refused}") from None
-    return _LayerCall(call, settings, tokens, of_model)
+    return _LayerCall(call, options, tokens, of_model)
 
 
 def _pattern_of(module: nn.Module, of_model: Branch | None) -> Pattern:

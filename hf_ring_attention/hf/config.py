@@ -160,26 +160,6 @@ def keep_implementation(config: PretrainedConfig) -> None:
     setattr(config, _IMPLEMENTATION, ComputedOnCopy(config, _saved_implementation))
 
 
-def check_made(config: PretrainedConfig, name: str) -> None:
-    """Checks the config of a model of class `name` that is being made: it may have been saved, or written by hand.
-
-    A pattern does nothing under another implementation; this is logged once. One under "ring_dilated" stays so when
-    the model is saved again.
-    """
-    text_config = config.get_text_config()
-    if settings_of(text_config) is not None:
-        check_settings(settings_of(text_config), text_config, name)
-    implementation = implementation_of(text_config)
-    if implementation == IMPLEMENTATION:
-        keep_implementation(config)
-    elif not has_only_exact_attention(text_config):
-        warn_once(
-            f"the config of {class_name(config)} has a pattern for {IMPLEMENTATION!r}, and the model computes attention by "
-            f"{implementation!r}, where the pattern has no effect: load it with attn_implementation={IMPLEMENTATION!r}, or "
-            f"call ra.patch_model(model)"
-        )
-
-
 def has_only_exact_attention(config: PretrainedConfig) -> bool:
     """Returns whether a text model computes the same without this package, so that it is saved as any other model."""
     try:
@@ -216,9 +196,9 @@ def use_settings(config: PretrainedConfig, settings: Mapping[str, Any]) -> Pretr
 
 
 @lru_cache(maxsize=256)
-def warn_once(text: str) -> None:
-    """Logs a warning the first time."""
-    logger.warning(text)
+def warn_once(text: str, level: int = logging.WARNING) -> None:
+    """Logs a text the first time."""
+    logger.log(level, text)
 
 
 def model_pattern(model: Any) -> Pattern:

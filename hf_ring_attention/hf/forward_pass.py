@@ -32,37 +32,23 @@ CALL = "ring_call"
 
 @dataclass(frozen=True)
 class Call:
-    """What a caller of this package adds to a call of a patched model.
+    """What a caller of this package adds to a call of a patched model."""
 
-    Attributes:
-        rows: the rows of a batch that is cut already; None for whole rows.
-        of_slice: the loss of a slice of tokens, in place of the cross entropy of next tokens.
-    """
-
-    rows: WholeRows | None = None
-    of_slice: SliceLoss | None = None
+    rows: WholeRows | None = None  # the rows of a batch that is cut already
+    of_slice: SliceLoss | None = None  # the loss of a slice of tokens, in place of the cross entropy of next tokens
 
 
 @dataclass(frozen=True)
 class WholeRows:
-    """The rows of a batch before they are cut.
-
-    Attributes:
-        batch: the number of rows.
-        length: the number of tokens in a row, with padding.
-        documents: the (start, stop) of each document of each row.
-        from_collator: whether a collator described the documents; otherwise they were read from positions or the mask.
-        layout: how the ranks of the ring divide the rows; None if this process computes whole rows.
-        last_position, checksum: the greatest position id and a checksum of the tokens, of rows that a loader has cut.
-    """
+    """The rows of a batch before they are cut."""
 
     batch: int
-    length: int
-    documents: Documents | None
-    from_collator: bool = False
-    layout: SequenceLayout | None = None
-    last_position: int = 0
-    checksum: str = ""
+    length: int  # with padding
+    documents: Documents | None  # the (start, stop) of each document of each row; None if the mask alone describes them
+    from_collator: bool = False  # whether a collator described the documents, not positions or the mask
+    layout: SequenceLayout | None = None  # how the ranks of the ring divide the rows; None if they are whole
+    last_position: int = 0  # the greatest position id, of rows that a loader has cut
+    checksum: str = ""  # of the tokens of such rows
 
     @property
     def packed(self) -> bool:
@@ -72,57 +58,35 @@ class WholeRows:
 
 @dataclass
 class ForwardPass:
-    """The facts about a call of a patched model that are known before its decoder runs.
+    """The facts about a call of a patched model that are known before its decoder runs."""
 
-    Attributes:
-        runner: the decoder, whose config the masks and layers of this pass have.
-        module: the module that was called: a model with its head, its base model, or the decoder of this.
-        ring: the ring that `patch_model` gave to the model.
-        call: what the caller added to the arguments of the model.
-        rows: the whole rows, and how they are cut; None in a step of generation.
-        held: the keys in the cache of this rank, in a step of generation against a sharded cache.
-        whole: whether every rank computes whole rows by itself, because the call has a cache of its own.
-        last_position: the greatest position id of whole rows that are cut.
-        parts: whether the decoder's last hidden states stay parts: the head or the caller computes with them.
-        keep: [k] the tokens whose hidden states the head needs; None for all.
-        head: the watched call of a head that computes a loss from parts; None if it computes with whole rows.
-        join_result: returns the output of the call for whole rows, or None if the call must be made again with a head on whole
-            rows; None for outputs that the decoder's hook has joined.
-        own_patterns: the patterns of layers that have their own, by the layers' numbers.
-        calls: the calls of attention so far, by the kind of layer.
-        tokens: the facts of the masks made so far, which must last as long as the pass.
-        attended: whether a layer has attended by ring_dilated.
-        outer: the call inside which this one runs.
-        frame: the call of the module that makes this pass, while it runs; None afterwards.
-    """
-
-    runner: Any
-    module: Any
-    ring: Ring | None
+    runner: Any  # the decoder, whose config the masks and layers of this pass have
+    module: Any  # the module that was called: a model with its head, its base model, or the decoder of this
+    ring: Ring | None  # the ring that `patch_model` gave to the model
     call: Call
-    rows: WholeRows | None = None
-    held: HeldKeys | None = None
-    whole: bool = False
-    last_position: int | None = None
-    parts: bool = False
-    keep: Tensor | None = None
-    head: Any = None
+    rows: WholeRows | None = None  # None in a step of generation
+    held: HeldKeys | None = None  # the keys in the cache of this rank, in a step against a sharded cache
+    whole: bool = False  # whether every rank computes whole rows by itself, because the call has a cache of its own
+    last_position: int | None = None  # the greatest position id of whole rows that are cut
+    parts: bool = False  # whether the last hidden states stay parts, because the head or the caller computes with them
+    keep: Tensor | None = None  # [k] the tokens whose hidden states the head needs; None for all
+    head: Any = None  # the watched call of a head that computes a loss from parts
+    #: Returns the output of the call for whole rows, or None if the call must be made again with a head on whole rows. It is
+    #: None for outputs that the decoder's hook has joined.
     join_result: Callable[[Any], Any] | None = None
-    own_patterns: Mapping[int, Pattern] = field(default_factory=dict)
-    calls: dict[Any, Any] = field(default_factory=dict)
-    tokens: list[Any] = field(default_factory=list)
-    attended: bool = False
-    outer: ForwardPass | None = None
-    frame: FrameType | None = None
+    own_patterns: Mapping[int, Pattern] = field(default_factory=dict)  # the layers' own patterns, by their numbers
+    calls: dict[Any, Any] = field(default_factory=dict)  # the calls of attention so far, by the kind of layer
+    tokens: list[Any] = field(default_factory=list)  # the facts of its masks, which last as long as it does
+    attended: bool = False  # whether a layer has attended by ring_dilated
+    outer: ForwardPass | None = None  # the call inside which this one runs
+    frame: FrameType | None = None  # the call of the module that makes this pass, while it runs
 
     @property
     def layout(self) -> SequenceLayout | None:
-        """How the ranks divide the rows; None if they are whole."""
         return None if self.rows is None else self.rows.layout
 
     @property
     def documents(self) -> Documents | None:
-        """The documents of each whole row; None if the mask alone describes them."""
         return None if self.rows is None else self.rows.documents
 
     def broken_off(self) -> bool:
@@ -134,19 +98,12 @@ class ForwardPass:
 
 
 class Running(NamedTuple):
-    """What runs in a thread or task.
+    """What runs in a thread or task."""
 
-    Attributes:
-        forward_pass: the call of a patched model.
-        head: the call of a model whose output layer is watched, a `HeadCall`.
-        exact: the text configs of the models that attend exactly.
-        chain: the chain of states along which mixers pass theirs.
-    """
-
-    forward_pass: ForwardPass | None = None
-    head: Any = None
-    exact: tuple[Any, ...] = ()
-    chain: Any = None
+    forward_pass: ForwardPass | None = None  # the call of a patched model
+    head: Any = None  # the call of a model whose output layer is watched, a `HeadCall`
+    exact: tuple[Any, ...] = ()  # the text configs of the models that attend exactly
+    chain: Any = None  # the chain of states along which mixers pass theirs
 
 
 _NOTHING = Running()

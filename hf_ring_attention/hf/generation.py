@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 
 import torch
 from torch import Tensor
@@ -17,8 +16,6 @@ from .heads import watched
 from .hybrid_types import hybrids_of
 from .rings import attached_ring
 from .wrappers import evaluating, whole_model
-
-logger = logging.getLogger(__name__)
 
 
 @torch.no_grad()
@@ -79,13 +76,6 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | 
         )
     if hybrids is not None:
         cache.keep_states()  # type: ignore[attr-defined]
-    rope = getattr(config, "rope_parameters", None) or {}
-    longest = getattr(config, "original_max_position_embeddings", None) or 0
-    if rope.get("rope_type") == "longrope" and ring.rank == 0 and layout.seq_len <= longest:
-        logger.warning(
-            f"{type(inner).__name__} rotates keys differently in rows of more than {longest} tokens: there generate gives up "
-            f"this cache of {layout.seq_len} tokens, and every rank computes whole rows: prefill more than {longest} tokens"
-        )
     return cache
 
 

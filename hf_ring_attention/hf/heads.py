@@ -36,24 +36,19 @@ _HOOKING = threading.Lock()
 
 
 class HeadCall:
-    """A call of a model whose output layer is watched.
-
-    Attributes:
-        output: the model's output layer; None if it has none, and then nothing is watched.
-        hidden: [B, n, width] the hidden states that the output layer was called with: this rank's part of whole rows.
-        plain: [B, 1 or 2, rows of the output layer] what the output layer returned for these tokens.
-        returned: what the model got of the output layer, behind the hooks of others.
-        unsuited: what the model does that a causal language model does not; None if nothing.
-    """
+    """A call of a model whose output layer is watched; without an output layer, nothing is."""
 
     #: Whether all other hooks run inside ours, because the calls for slices run them again.
     outside_of_hooks = True
 
     def __init__(self, output: nn.Module | None) -> None:
         self.output = output
+        #: [B, n, width] the hidden states that the output layer was called with: this rank's part of whole rows.
         self.hidden: Tensor | None = None
+        #: [B, 1 or 2, rows of the output layer] its results for the few tokens; and the same behind the hooks of others.
         self.plain: Tensor | None = None
         self.returned: Tensor | None = None
+        #: What the model does that a causal language model does not.
         self.unsuited: str | None = None
         self._probe: Tensor | None = None
         self._version = 0

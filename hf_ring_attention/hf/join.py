@@ -89,13 +89,10 @@ def kept(local: Tensor, rows: WholeRows, ring: Ring, tokens: Tensor) -> Tensor:
         local: [B, n local, ...] this rank's part.
         tokens: [k] the numbers of the tokens in the whole row.
     """
-    layout = rows.layout
-    assert layout is not None
-    batch_rows = range(len(layout.rows) or 1)
-    places = torch.tensor([layout.positions(ring.rank, row) for row in batch_rows], device=local.device)  # [B or 1, n]
-    found = places[:, None, :] == tokens.to(local.device)[None, :, None]  # [B or 1, k, n]
-    own = found.any(-1).expand(rows.batch, -1)
-    index = found.int().argmax(-1).expand(rows.batch, -1)
+    assert rows.layout is not None
+    numbers = torch.arange(rows.length, device=local.device).expand(rows.batch, -1)
+    found = ring.shard(numbers, rows.layout, fill=-1)[:, None, :] == tokens.to(local.device)[:, None]  # [B, k, n local]
+    own, index = found.any(-1), found.int().argmax(-1)
     picked = local[torch.arange(rows.batch, device=local.device)[:, None], index]
     picked = torch.where(own.reshape(*own.shape, *[1] * (local.dim() - 2)), picked, 0)
     return ring.side_by_side(picked[None], 0).sum(0)

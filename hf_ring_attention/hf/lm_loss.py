@@ -39,19 +39,14 @@ def cross_entropy(head: Head, hidden: Tensor, labels: Tensor, place: slice) -> T
     return F.cross_entropy(head(hidden[None])[0].float(), labels, ignore_index=IGNORED, reduction="sum")
 
 
-def shifted(labels: Tensor) -> Tensor:
-    """Returns for each token [B, n] the label of the next one, as Transformers' losses of next tokens shift labels."""
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+def next_labels(arguments: Mapping[str, Any]) -> Tensor:
+    """Returns for each token [B, n] the label of the next one, shifted by the caller or as Transformers' losses do it."""
+    shifted: Tensor | None = arguments.get("shift_labels")
+    return F.pad(arguments["labels"][:, 1:], (0, 1), value=IGNORED) if shifted is None else shifted
 
 
 class LossInSlices(HeadCall):
-    """The loss of one call, computed by its head from hidden states that stay parts.
-
-    Attributes:
-        model: the model that was called; its output layer is watched.
-        labels: [B, n] labels of next tokens, -100 for none, of whole rows.
-        result: the mean loss of whole rows; None before it is computed.
-    """
+    """The mean loss of one call, computed by its head from hidden states that stay parts; labels [B, n] are shifted already."""
 
     #: FSDP 2 gathers the layer's weights before our first hook, and frees them behind our last one.
     outside_of_hooks = False
@@ -283,14 +278,12 @@ def join_of_fields(rows: WholeRows, ring: Ring, kwargs: dict[str, Any]) -> Calla
         A function that joins the output of the call: its fields [B, n - 1] of whole rows, or [B, n] for labels that the caller
         has shifted, and their loss.
     """
-    layout, shifted_labels, items = rows.layout, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
+    layout, labels, items = rows.layout, next_labels(kwargs), kwargs.get("num_items_in_batch")
     assert layout is not None
-    part, stop = (rows.batch, layout.local_len), rows.length
-    if shifted_labels is None:
-        shifted_labels, stop = shifted(kwargs["labels"]), rows.length - 1
+    part, stop = (rows.batch, layout.local_len), rows.length - (kwargs.get("shift_labels") is None)
     if items is None:
-        items = (shifted_labels != IGNORED).sum().clamp(min=1)
-    kwargs["shift_labels"] = ring.shard(shifted_labels, layout, fill=IGNORED)
+        items = (labels != IGNORED).sum().clamp(min=1)
+    kwargs["shift_labels"] = ring.shard(labels, layout, fill=IGNORED)
     kwargs["num_items_in_batch"] = items
 
     def joined(output: Any) -> Any:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..plan.branches import Segment, Window
@@ -38,32 +39,20 @@ _TOKENS = "_ring_dilated_tokens"
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """The keys of a layer, as its mask describes them.
+    """The keys of a layer, as its mask describes them."""
 
-    Attributes:
-        documents: the documents of each batch row, in the whole sequence if it is sharded; None if all tokens are one.
-        length: the number of key rows; None without a mask.
-        written: the number of key rows that hold a token; a static cache has more rows.
-        causal: whether queries see no later keys; None for a plain mask.
-        own: the kind and length of the window or chunks that the layer has in the model itself. Models may make masks with
-            a window of 0 for layers that they do not have.
-        dropped: whether the cache has dropped keys before these.
-        missing: the number of tokens of each batch row that it has dropped, in a layer with chunks.
-        layout: how the sequence is sharded; None if it is whole.
-        held: what the cache of this rank holds of the sequence; None if it holds all.
-        valid: [B, written], False for padding, if a document has padding inside, as behind a cached prefix; else None.
-            `documents` then describes rows whose padding was moved to the front.
-    """
-
-    documents: Documents | None = None
-    length: int | None = None
-    written: int | None = None
-    causal: bool | None = None
+    documents: Documents | None = None  # of each batch row, in the whole sequence; None if all tokens are one
+    length: int | None = None  # the number of key rows; None without a mask
+    written: int | None = None  # the number of key rows that hold a token; a static cache has more rows
+    causal: bool | None = None  # whether queries see no later keys; None for a plain mask
+    #: The window or chunks of the layer in the model itself. Models make masks with a window of 0 for layers that they lack.
     own: OwnBranch | None = None
-    dropped: bool = False
-    missing: tuple[int, ...] = ()
-    layout: SequenceLayout | None = None
-    held: HeldKeys | None = None
+    dropped: bool = False  # whether the cache has dropped keys before these
+    missing: tuple[int, ...] = ()  # the number of tokens of each batch row that it has dropped, in a layer with chunks
+    layout: SequenceLayout | None = None  # how the sequence is sharded; None if it is whole
+    held: HeldKeys | None = None  # the part of the sequence in the cache of this rank; None for all of it
+    #: [B, written], False for padding, if a document has padding inside, as behind a cached prefix; else None. `documents` then
+    #: describes rows whose padding was moved to the front.
     valid: Tensor | None = None
 
 
@@ -122,7 +111,9 @@ def ring_dilated_mask(
     written = int(q_offset) + q_length - kv_offset if causal else kv_length
     documents, valid = _known_documents(now, packed), None
     if documents is None and attention_mask is not None:
-        documents, valid = _documents_and_padding(_numbers_of(attention_mask, kv_offset, kv_length)[:, :written])
+        first = kv_offset if attention_mask.shape[1] > kv_length else 0  # It is a mask of all tokens, or of the keys.
+        numbers = attention_mask[:, first : first + written].to(torch.int64).cpu()
+        documents, valid = _documents_and_padding(F.pad(numbers, (0, written - numbers.shape[1])))
     elif documents is None and packed is not None and layout is None:
         documents = documents_from_mask((packed + 1).expand(batch_size, -1))
     elif documents is None:
@@ -135,7 +126,11 @@ def ring_dilated_mask(
     tokens = Tokens(documents, kv_length, written, causal, own, kv_offset > 0, missing, layout, held, valid)
     if now is not None:
         now.tokens.append(tokens)
-    return _mask_of(tokens)
+    number = next(_NUMBERS)
+    _BY_NUMBER[number] = tokens
+    mask = torch.tensor([[[[number]]]])
+    setattr(mask, _TOKENS, tokens)
+    return mask
 
 
 def _known_documents(now: ForwardPass | None, packed: Tensor | None) -> Documents | None:
@@ -148,15 +143,6 @@ def _known_documents(now: ForwardPass | None, packed: Tensor | None) -> Document
         return None
     by_transformers = packed is not None and now.layout is None and not now.rows.from_collator
     return None if by_transformers else now.documents
-
-
-def _mask_of(tokens: Tokens) -> Tensor:
-    """Returns a mask [1, 1, 1, 1] that `tokens_of` reads."""
-    number = next(_NUMBERS)
-    _BY_NUMBER[number] = tokens
-    mask = torch.tensor([[[[number]]]])
-    setattr(mask, _TOKENS, tokens)
-    return mask
 
 
 def _read_mask_function(
@@ -191,13 +177,6 @@ def _documents_and_padding(numbers: Tensor) -> tuple[Documents, Tensor | None]:
     if not inside.any() or not (numbers == numbers.amax(1, keepdim=True))[valid].all():  # or a row of several documents
         return documents_from_mask(numbers), None
     return documents_from_mask(numbers.gather(1, padding_first(valid))), valid
-
-
-def _numbers_of(attention_mask: Tensor, kv_offset: int, kv_length: int) -> Tensor:
-    """Returns the documents' numbers [B, kv_length] of the keys, 0 for padding, by a mask of all tokens or of the keys."""
-    first = kv_offset if attention_mask.shape[1] > kv_length else 0
-    numbers = attention_mask[:, first : first + kv_length].to(torch.int64).cpu()
-    return torch.nn.functional.pad(numbers, (0, kv_length - numbers.shape[1]))
 
 
 def _mask_parts(mask_function: Callable[..., Any] | None) -> Iterable[tuple[str, Callable[..., Any]]]:

@@ -1,6 +1,8 @@
 """The call of a patched model: finds its rows, decides how they are cut and joined, and compares the calls of all ranks.
 
-Every rank of a ring calls the model with the same whole rows, and gets what one device would return.
+Every rank of a ring calls the model with the same whole rows, and gets what one device would return. Hooks around the model
+begin and end its call, and hooks around its decoder cut the rows and join the results. Further hooks correct the few modules
+that would take a rank's part for a row.
 """
 
 from __future__ import annotations
@@ -8,31 +10,130 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..compute.private import calling_frame, checkpointing_of, implementation_of, set_checkpointing
+from ..compute.private import calling_frame, checkpointing_of, implementation_of, remove_hooks, set_checkpointing
 from ..plan.problem import HeldKeys
+from ..ring.attention import UNTRACEABLE, check_not_traced
 from ..ring.ring import Ring
 from ..transport.agreement import digest
 from .cache import ShardedCache, cache_in
 from .config import patterns_of_layers, warn_once
-from .cut import rows_of_call, rows_to_cut, tokens_in
+from .cut import by_name, cut, rows_of_call, rows_to_cut, tokens_in, whole_positions
 from .documents import documents_from_mask
-from .forward_pass import CALL, Call, ForwardPass, WholeRows, running, running_with, set_forward_pass
-from .lm_loss import LossInSlices, cross_entropy, join_of_fields, loss_in_slices, shifted, way_of_loss
-from .positions import warn_of_temperatures
+from .forward_pass import (
+    CALL,
+    Call,
+    ForwardPass,
+    WholeRows,
+    drop_broken_passes,
+    forward_pass_of,
+    running,
+    running_with,
+    set_forward_pass,
+)
+from .join import joined_output, kept
+from .lm_loss import LossInSlices, cross_entropy, join_of_fields, loss_in_slices, next_labels, way_of_loss
+from .positions import check_places, warn_of_temperatures
 from .registration import IMPLEMENTATION
-from .rings import attached_ring
-
-logger = logging.getLogger(__name__)
+from .rings import attached_ring, set_ring
+from .wrappers import runner_of
 
 #: Logits of whole rows that are larger than this are warned of, in bytes.
 _LARGE_LOGITS = 1 << 30
+
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+def attach_ring(model: PreTrainedModel, ring: Ring | None) -> None:
+    """Makes this the ring of the model's attention layers; None makes its rows whole ones again."""
+    set_ring(model, ring)
+    for module in model.modules():
+        remove_hooks(module, _is_own)
+    # Any of these may be the one that is called: a model with its head, its base model, and the decoder of this.
+    for called in dict.fromkeys((model, model.base_model, runner_of(model))):
+        called.register_forward_pre_hook(before_model, with_kwargs=True)
+        called.register_forward_hook(_after_model, with_kwargs=True, always_call=True)
+    if ring is None or ring.world_size == 1:
+        return
+    for name, module in model.base_model.named_modules():
+        if _depends_on_length(module):
+            module.register_forward_pre_hook(_with_last_position, with_kwargs=True)
+            module.register_forward_hook(_without_last_position)
+        if name == "pooler":
+            module.register_forward_pre_hook(_with_first_token)
+
+
+def _is_own(hook: Any) -> bool:
+    return getattr(hook, "__module__", None) in (__name__, f"{__package__}.patch")
+
+
+def _depends_on_length(module: nn.Module) -> bool:
+    kinds = getattr(module, "rope_type", None)
+    return any(kind in _LENGTH_DEPENDENT_ROPE for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]))
+
+
+# ---- hooks of the model and its decoder
+
+
+@torch.compiler.disable(reason=UNTRACEABLE)
+def before_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Begins the call of a model, and gives its decoder this rank's part of the rows."""
+    check_not_traced()
+    drop_broken_passes()
+    runner = runner_of(module)
+    now = forward_pass_of(runner.config)
+    # TRL puts a function of the model in place of its forward, which calls the model with tokens.
+    if (now is not None and module is not runner) or any(isinstance(x, nn.Module) for x in args):
+        return None
+    kwargs = by_name(module, args, kwargs)
+    now = now or begin_call(module, runner, kwargs)
+    return (), kwargs if module is not runner or now.rows is None else _of_decoder(now, now.rows, kwargs)
+
+
+def _of_decoder(now: ForwardPass, rows: WholeRows, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of the decoder: this rank's part of the rows, and positions that count each packed document."""
+    runner, tokens = now.runner, tokens_in(kwargs)
+    if rows.layout is None:
+        if not (rows.from_collator and rows.packed and kwargs.get("position_ids") is None):
+            return kwargs
+        return {**kwargs, "position_ids": whole_positions(runner, rows, kwargs)}
+    assert now.ring is not None and tokens is not None
+    if now.call.rows is not None:  # A loader has cut them.
+        parts, now.last_position = dict(kwargs), rows.last_position
+    else:
+        if tuple(tokens.shape[:2]) != (rows.batch, rows.length):
+            raise NotImplementedError(
+                f"{type(runner).__name__} got {list(tokens.shape[:2])} tokens, and its model {[rows.batch, rows.length]}: rows "
+                f"that change before the decoder cannot be cut: use one process (ring=None)"
+            )
+        positions = whole_positions(runner, rows, kwargs)
+        now.last_position = int(positions.max())
+        parts = cut({**kwargs, "position_ids": positions}, rows, now.ring)
+    check_places(runner, now.last_position)
+    if not isinstance(cache_in(kwargs), ShardedCache) and "use_cache" in inspect.signature(runner.forward).parameters:
+        parts["use_cache"] = False
+    return parts
+
+
+@torch.compiler.disable(reason="it belongs to before_model")
+def _after_model(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Joins the results of the decoder, and ends the call of a model."""
+    runner = runner_of(module)
+    now = forward_pass_of(runner.config)
+    if now is None:
+        return None
+    if module is runner and now.layout is not None and output is not None:
+        output = joined_output(now, output)
+    return end_call(now, kwargs, output) if now.module is module else output
+
+
+# ---- the beginning of a call
 
 
 def begin_call(module: PreTrainedModel, runner: PreTrainedModel, kwargs: dict[str, Any]) -> ForwardPass:
@@ -61,49 +162,43 @@ def _remember_for_recomputation(model: PreTrainedModel) -> None:
         return
     for module in model.modules():
         checkpoint = checkpointing_of(module)
-        if checkpoint is not None and not isinstance(checkpoint, _Remembering):
-            set_checkpointing(module, _Remembering(checkpoint))
+        if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpointed:
+            set_checkpointing(module, partial(_checkpointed, checkpoint))
 
 
-class _Remembering:
-    """A function that checkpoints others, and sets for their recomputation the `ForwardPass` in which they ran first."""
+def _checkpointed(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Checkpoints a function, and sets for its recomputation the `ForwardPass` in which it ran first."""
+    now = running().forward_pass
 
-    def __init__(self, checkpoint: Callable[..., Any]) -> None:
-        self.checkpoint = checkpoint
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with running_with(forward_pass=now):
+            return function(*args, **kwargs)
 
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        now = running().forward_pass
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with running_with(forward_pass=now):
-                return function(*args, **kwargs)
-
-        return self.checkpoint(run, *args, **kwargs)
+    return checkpoint(run, *args, **kwargs)
 
 
 def _find_rows(now: ForwardPass, kwargs: Mapping[str, Any]) -> None:
     """Finds the rows of a call, and the part of each rank, once all ranks have come with equal calls."""
-    ring, runner, cut_rows = now.ring, now.runner, now.call.rows
-    cache, tokens = cache_in(kwargs), tokens_in(kwargs)
+    ring, runner, cut_rows, cache = now.ring, now.runner, now.call.rows, cache_in(kwargs)
     if ring is None or ring.world_size == 1:
         _find_rows_alone(now, kwargs)
         return
-    sharded_cache = cache if isinstance(cache, ShardedCache) else None
-    if sharded_cache is not None and sharded_cache.get_seq_length() > 0:
-        now.held = _checked_step(ring, sharded_cache, tokens, kwargs)
-        return
-    if sharded_cache is None and (cache is not None or kwargs.get("use_cache") is True):
+    if isinstance(cache, ShardedCache):
+        if cache.get_seq_length() > 0:
+            now.held = _checked_step(ring, cache, tokens_in(kwargs), kwargs)
+            return
+    elif cache is not None or kwargs.get("use_cache") is True:
         now.whole = True
         if ring.rank == 0:
-            _log_once(
+            warn_once(
                 f"{type(runner).__name__} was called with a cache of its own (generate), so every rank computes whole rows: "
-                f"ra.prefill fills a sharded cache"
+                f"ra.prefill fills a sharded cache",
+                logging.INFO,
             )
         _find_rows_alone(now, kwargs)
         return
     with ring.agreement("a forward pass of a model", by_digest=True) as agreed:
-        layout = None if sharded_cache is None else sharded_cache.layout
-        now.rows = cut_rows or rows_to_cut(runner, ring, kwargs, layout=layout)
+        now.rows = cut_rows or rows_to_cut(runner, ring, kwargs, layout=getattr(cache, "layout", None))
         part = None if cut_rows is None or cut_rows.layout is None else cut_rows.layout.local_len
         for name, value in kwargs.items():
             if isinstance(value, Tensor) and (part is None or value.shape[1:2] != (part,)):
@@ -159,12 +254,6 @@ def _checked_step(ring: Ring, cache: ShardedCache, tokens: Tensor | None, kwargs
     return cache.held(ring.rank, length)
 
 
-@lru_cache(maxsize=256)
-def _log_once(text: str) -> None:
-    """Logs a text the first time."""
-    logger.info(text)
-
-
 def _decide(now: ForwardPass, kwargs: dict[str, Any]) -> None:
     """Decides how the results of a call are joined, and changes its arguments for it."""
     module, ring, rows, of_slice = now.module, now.ring, now.rows, now.call.of_slice
@@ -181,13 +270,9 @@ def _decide(now: ForwardPass, kwargs: dict[str, Any]) -> None:
     decision = way_of_loss(module, kwargs, (rows.batch, rows.length))
     if labels is not None and ring is not None and ring.rank == 0:
         where = "in slices, on each rank's part of the rows" if decision.choice == "slices" else "from whole rows"
-        _log_once(f"{type(module).__name__} computes its loss {where}, because {decision.reason}")
+        warn_once(f"{type(module).__name__} computes its loss {where}, because {decision.reason}", logging.INFO)
     if decision.choice == "slices":
-        shifted_labels = kwargs.get("shift_labels")
-        if shifted_labels is None:
-            assert isinstance(labels, Tensor)
-            shifted_labels = shifted(labels)
-        loss = LossInSlices(module, shifted_labels, rows, ring, of_slice or cross_entropy)
+        loss = LossInSlices(module, next_labels(kwargs), rows, ring, of_slice or cross_entropy)
         loss.watch()
         module.loss_function = loss_in_slices
         now.parts, now.head, now.join_result = True, loss, loss.joined_result
@@ -214,6 +299,9 @@ def _keep_few(now: ForwardPass, rows: WholeRows, kwargs: dict[str, Any]) -> None
             f"{type(now.module).__name__} was called without labels, so every rank forms the logits of whole rows, "
             f"{size / 2**30:.1f} GiB in float32: pass labels for a loss in slices, or logits_to_keep for a few tokens"
         )
+
+
+# ---- the end of a call
 
 
 def end_call(now: ForwardPass, kwargs: dict[str, Any], output: Any) -> Any:
@@ -250,3 +338,41 @@ def _check_attended(now: ForwardPass, output: Any) -> None:
             f"{name} makes its pooler_output from a token that it looks for in the row, and each rank has only a part: "
             f"use one process (ring=None)"
         )
+
+
+# ---- modules that take a part for a row
+
+
+@torch.compiler.disable(reason="it reads what before_model found")
+def _with_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gives RoPE that depends on the row's length one more column, with the row's last position."""
+    now = running().forward_pass
+    if now is None or now.last_position is None:
+        return None  # Whole rows, or a step after a prefill, in which all ranks have all positions.
+    positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+    column = torch.full_like(positions[..., :1], now.last_position)
+    positions = torch.cat([positions, column], -1)
+    if "position_ids" in kwargs:
+        return args, {**kwargs, "position_ids": positions}
+    return (args[0], positions, *args[2:]), kwargs
+
+
+@torch.compiler.disable(reason="it belongs to _with_last_position")
+def _without_last_position(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    now = running().forward_pass
+    if now is None or now.last_position is None:
+        return output
+    return tuple(x[:, :-1] for x in output) if isinstance(output, tuple) else output[:, :-1]
+
+
+@torch.compiler.disable(reason="it asks another rank")
+def _with_first_token(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Gives a pooler the first token of the whole sequence; it reads the first token [B, D] of [B, n, D]."""
+    now = running().forward_pass
+    if now is None or now.layout is None:
+        return None
+    assert now.rows is not None and now.ring is not None
+    one_token = args[0].dim() == 2
+    states: Tensor = args[0].unsqueeze(1) if one_token else args[0]
+    first = kept(states, now.rows, now.ring, torch.tensor([0]))
+    return (first.squeeze(1) if one_token else first, *args[1:])

@@ -16,7 +16,8 @@ from ..ring.ring import Ring
 from .adapters import adapters_of, remember_pattern, use_pattern_of_adapters
 from .config import (
     PatternsOfLayers,
-    check_made,
+    check_settings,
+    has_only_exact_attention,
     implementation_argument,
     keep_implementation,
     layer_pattern,
@@ -24,11 +25,11 @@ from .config import (
     settings_of,
     warn_once,
 )
-from .hooks import attach_ring, before_model
 from .hybrid_types import hybrids_of
+from .model_call import attach_ring, before_model
 from .registration import IMPLEMENTATION
 from .rings import attached_ring, is_patched
-from .support import check_model
+from .support import check_model, class_name
 from .tensor_parallel import check_ring
 from .wrappers import inner_model, runner_of
 
@@ -96,8 +97,23 @@ def patch_model(
 
 
 def check_made_model(model: PreTrainedModel) -> None:
-    """Checks the config of a model that is being made, and has its first call patch it if it is made for "ring_dilated"."""
-    check_made(model.config, type(model).__name__)
+    """Checks the config of a model that is being made, and has its first call patch it if it is made for "ring_dilated".
+
+    A pattern does nothing under another implementation; this is logged once. One under "ring_dilated" stays so when
+    the model is saved again.
+    """
+    text_config = model.config.get_text_config()
+    settings, implementation = settings_of(text_config), implementation_of(text_config)
+    if settings is not None:
+        check_settings(settings, text_config, type(model).__name__)
+    if implementation == IMPLEMENTATION:
+        keep_implementation(model.config)
+    elif not has_only_exact_attention(text_config):
+        warn_once(
+            f"the config of {class_name(model.config)} has a pattern for {IMPLEMENTATION!r}, and the model computes attention "
+            f"by {implementation!r}, where the pattern has no effect: load it with attn_implementation={IMPLEMENTATION!r}, or "
+            f"call ra.patch_model(model)"
+        )
     remove_hooks(model, lambda hook: hook is _first_call)
     if not is_patched(model):  # A patched model may get another module, such as larger embeddings.
         model.register_forward_pre_hook(_first_call, with_kwargs=True)

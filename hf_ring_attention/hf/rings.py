@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..ring.ring import Ring
+from .wrappers import decoder_of
 
 #: The attribute of a model's modules that holds their ring.
 _RING = "_ring_dilated_ring"
@@ -25,14 +26,12 @@ def is_patched(module: nn.Module) -> bool:
     return hasattr(module, _RING)
 
 
-def set_ring(module: nn.Module, ring: Ring | None) -> None:
-    """Makes `attached_ring` answer with this ring, for one module."""
-    setattr(module, _RING, ring)
-
-
-def remember_patched(model: PreTrainedModel) -> None:
-    """Has `models_of` find a model by its ring."""
+def set_ring(model: PreTrainedModel, ring: Ring | None) -> None:
+    """Makes this the ring of a model and of the modules of its decoder."""
     _PATCHED.add(model)
+    of_ring = {model, *decoder_of(model).modules()}
+    for module in model.modules():
+        setattr(module, _RING, ring if module in of_ring else None)
 
 
 def models_of(ring: Ring) -> list[PreTrainedModel]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -57,24 +58,16 @@ _SENSES = ("vision", "visual", "audio", "speech", "image")
 #: Model types that are decoders, although their config has is_decoder=False.
 _DECODERS_ALL_THE_SAME = ("gpt_neox", "gpt_neox_japanese")
 
-#: A cache: the configs that passed, keyed by the fields that the check reads.
-_passed: set[tuple[Any, ...]] = set()
-
 
 def check_config(config: PretrainedConfig, name: str | None = None) -> None:
     """Refuses the config of a model, of a class with this `name`, that ring_dilated does not compute."""
     layer_types = tuple(getattr(config, "layer_types", None) or ())
-    crossing = bool(config.is_encoder_decoder or getattr(config, "add_cross_attention", False))
-    indexed = not layer_types and bool(getattr(config, "index_topk", None))
-    key = (type(config), layer_types, crossing, indexed)
-    if key in _passed:
-        return
     model_class, name = _model_class(config), name or class_name(config)
     if config.model_type in _BEYOND_THE_INTERFACE:
         raise NotImplementedError(f"{name}: {_BEYOND_THE_INTERFACE[config.model_type]}: use 'sdpa' or 'eager'")
     if model_class is not None and config.get_text_config() is config:  # Elsewhere, the text model is checked.
         _check_class(model_class, name)
-    if crossing:
+    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         raise NotImplementedError(
             f"{name} attends from a decoder to an encoder (is_encoder_decoder or add_cross_attention), and some of its "
             f"kind add a position_bias: ring_dilated computes self-attention only: use 'sdpa' or 'eager'"
@@ -89,11 +82,10 @@ def check_config(config: PretrainedConfig, name: str | None = None) -> None:
             f"{name}: layer {others[0]} is of type {kind!r} (of this or another such type are layers {others}): "
             f"{reason}: ring_dilated computes layers of {', '.join(LAYER_TYPES)}: use 'sdpa' or 'eager'"
         )
-    if indexed:  # Configs of custom code may have no types of layers.
+    if not layer_types and getattr(config, "index_topk", None):  # Configs of custom code may have no types of layers.
         raise NotImplementedError(
             f"{name} selects keys by an indexer, which no branch of a pattern is: use 'sdpa' or 'eager'"
         )
-    _passed.add(key)
 
 
 def class_name(config: PretrainedConfig | None) -> str:
@@ -104,7 +96,7 @@ def class_name(config: PretrainedConfig | None) -> str:
     return str(names[0] if names else (_model_class(config) or type(config)).__name__)
 
 
-def _model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+def _model_class(config: PretrainedConfig) -> type[Any] | None:
     """Returns the base model that Transformers has for a config; None if it has none."""
     for mapping in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING):
         classes = mapping.get(type(config), None)
@@ -113,6 +105,7 @@ def _model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     return None
 
 
+@lru_cache(maxsize=256)  # Transformers reads the source of the class.
 def _check_class(model_class: type[Any], name: str) -> None:
     """Refuses a class that computes attention without the interface, in all layers or in some."""
     if not calls_the_interface(model_class):
@@ -130,7 +123,7 @@ def _check_class(model_class: type[Any], name: str) -> None:
 def check_model(model: PreTrainedModel, sharded: bool) -> None:
     """Refuses a model that ring_dilated does not compute, or, if rows are sharded, does not compute on shards."""
     name, config = type(model).__name__, model.config.get_text_config()
-    text_model = decoder_of(model)
+    text_model: Any = decoder_of(model)
     check_config(model.config, name)
     check_config(config, name)
     _check_class(type(text_model), name)

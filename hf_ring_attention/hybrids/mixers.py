@@ -91,17 +91,12 @@ def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 class _ByDocuments:
-    """The forward of a mixer of a patched model, which calls the mixer's own forward on documents.
-
-    Attributes:
-        module: the mixer.
-        own: the forward that it had before; None for the forward of its class.
-        config: the config of the model; it leads to the running forward pass.
-    """
+    """The forward of a mixer of a patched model, which calls the mixer's own forward on documents."""
 
     def __init__(self, module: nn.Module, own: Callable[..., Any] | None) -> None:
-        self.module, self.own = module, own
-        self.config: Any = None
+        self.module = module
+        self.own = own  # the forward that it had before; None for the forward of its class
+        self.config: Any = None  # of the model, which leads to the running forward pass
 
     @property
     def name(self) -> str:

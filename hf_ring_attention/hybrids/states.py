@@ -75,24 +75,15 @@ class StatesBehind:
 
 @dataclass
 class Chain:
-    """The runs that states pass along. Each rank computes its own runs in one batch.
-
-    Attributes:
-        runs: the runs of all ranks, in the order of the whole rows; `StateRun.before` is an index into this list.
-        own: the indices of this rank's runs, in the order of its batch.
-        most: the largest number of runs on a rank.
-        longest: the tokens of this rank's batch; shorter runs have padding before them.
-        behind: takes the states behind the rows, which have one document or none each; None if nobody needs these states.
-        rows: the batch rows.
-    """
+    """The runs that states pass along. Each rank computes its own runs in one batch."""
 
     ring: Ring
-    runs: list[StateRun]
-    own: list[int]
-    most: int
-    longest: int
-    behind: StatesBehind | None
-    rows: int
+    runs: list[StateRun]  # of all ranks, in the order of the whole rows; `StateRun.before` is an index into this list
+    own: list[int]  # the indices of this rank's runs, in the order of its batch
+    most: int  # the largest number of runs on a rank
+    longest: int  # the tokens of this rank's batch; shorter runs have padding before them
+    behind: StatesBehind | None  # takes the states behind rows of one document each, if they are needed
+    rows: int  # the batch rows
     # Zero, made of everything that was gathered: all ranks must take part in a gather's backward, even if they read nothing.
     touched: Tensor | float = 0.0
 

@@ -43,8 +43,9 @@ def check(found, expected):
     assert apart.logits <= EXACT and apart.gradients <= EXACT, apart
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 7, 40])
-@pytest.mark.parametrize("kind", ["plain", "left", "right"])
+@pytest.mark.parametrize(
+    ("kind", "chunk"), [("plain", 1), ("plain", 7), ("left", 4), ("left", 40), ("right", 1), ("right", 7)]
+)
 def test_one_device_equals_eager(kind, chunk):
     changes, (inputs, labels) = {**TUNED, "attention_chunk_size": chunk}, batch(kind)
     expected = logits_and_gradients(llama4(**changes), inputs, labels)
@@ -74,11 +75,13 @@ def test_a_ring_equals_one_device(kind, layout):
     """Temperatures are those of places in the whole row, also where it is packed."""
     inputs, labels = packed(7, 9, 4) if kind == "packed" else batch(kind)
     expected = logits_and_gradients(ra.patch_model(llama4(**TUNED)), inputs, labels)
-    for ranks in (2, 3):
-        for found in on_ranks(
-            lambda ring, model: over_ring(model, ring, inputs, labels), lambda: llama4(**TUNED), ranks, layout=layout
-        ):
-            check(found, expected)
+    for found in on_ranks(
+        lambda ring, model: over_ring(model, ring, inputs, labels),
+        lambda: llama4(**TUNED),
+        2 if (kind in ("left", "packed")) == (layout == "zigzag") else 3,
+        layout=layout,
+    ):
+        check(found, expected)
 
 
 def test_a_layout_made_for_documents_has_places_of_its_own():
@@ -111,6 +114,7 @@ def greedy(model, ids, mask, **ways):
     return generate(model, ids, mask, do_sample=False, **ways)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("chunk", [2, 6, 17])
 @pytest.mark.parametrize("way", WAYS)
 def test_generation_is_that_of_eager(way, chunk):

@@ -173,10 +173,7 @@ def test_settings_are_read_again_when_they_change():
     assert not torch.equal(dilated, exact) and not torch.equal(mixed, dilated) and not torch.equal(mixed, exact)
 
 
-@pytest.mark.parametrize(
-    "first", ["from transformers import LlamaConfig", "from hf_ring_attention.hf import registration"]
-)
-def test_a_config_is_patched_before_any_model_code_is_loaded(first):
+def test_a_config_is_patched_before_any_model_code_is_loaded():
     """What registers may itself be what loads Transformers' attention interface, whose loading calls for it."""
     script = """
 import hf_ring_attention as ra

@@ -32,8 +32,7 @@ def test_a_copy_and_its_original_have_patterns_of_their_own():
     check(logits_and_gradients(model, inputs, labels), expected[PYRAMID])
 
 
-@pytest.mark.parametrize("changes", [{}, DYNAMIC_ROPE], ids=["llama", "dynamic_rope"])
-@pytest.mark.parametrize("first", ["copy", "original"])
+@pytest.mark.parametrize(("first", "changes"), [("copy", {}), ("original", DYNAMIC_ROPE)])
 def test_a_copy_and_its_original_have_rings_of_their_own(first, changes):
     """One keeps the ring while the other gets another ring or none; RoPE that depends on the length has hooks, too."""
     inputs, labels = batch("packed" if not changes else "right")

@@ -20,7 +20,7 @@ from ..survey import models_page
 KNOWN = {model.model_type: model for model in ra.supported_models()}
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("model_type", CAUSAL_TYPES)
 def test_a_type(model_type):
     """`survey` fails where outputs or gradients are not those of eager attention.
@@ -70,6 +70,7 @@ def test_reasons_name_the_class_and_what_works():
 OWN_TABLES = {"falcon", "git", "gpt_neo"}
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("model_type", [m.model_type for m in KNOWN.values() if m.status == "refused"])
 def test_refused_at_the_first_forward_pass_too(model_type):
     """Of a model that only named the implementation."""

@@ -99,8 +99,7 @@ def test_a_seeing_model_is_saved_with_its_pattern(tmp_path):
         assert distance(logits_of(again, *rows), logits_of(model, *rows)) <= LOGITS
 
 
-@pytest.mark.parametrize("images", [0, 1, 2])
-@pytest.mark.parametrize("model_type", ["llava", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(("model_type", "images"), [("llava", 1), ("qwen2_5_vl", 2), ("qwen3_vl", 0), ("qwen3_vl", 2)])
 def test_images_over_a_ring(model_type, images):
     inputs, labels = seen(model_type, images)
 

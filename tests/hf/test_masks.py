@@ -76,10 +76,19 @@ def test_plain_masks():
     assert tokens_of(None).documents is None
 
 
-@pytest.mark.parametrize("how", ["position_ids", "seq_idx", "cu_seq_lens", "all"])
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "gpt_oss", "gpt2"])
+@pytest.mark.parametrize(
+    ("model_type", "how"),
+    [
+        *(("llama", how) for how in ("position_ids", "seq_idx", "cu_seq_lens", "all")),
+        *(("mistral", how) for how in ("position_ids", "all")),
+        *(("gpt_oss", how) for how in ("position_ids", "seq_idx")),
+        *(("gpt2", how) for how in ("position_ids", "cu_seq_lens")),
+        *((model_type, how) for model_type in ("nemotron", "stablelm") for how in ("seq_idx", "cu_seq_lens")),
+    ],
+)
 def test_packed_as_the_collator_makes_it(model_type, how):
-    """Each document's logits are those of eager attention to it alone."""
+    """Each document's logits are those of eager attention to it alone, also of models that drop what collators say."""
+    skip_without(model_type)
     model, row = tiny_model(model_type, "ring_dilated"), ids()
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True, return_tensors="pt")
     batch = collator([{"input_ids": row[0, start:stop].tolist()} for start, stop in DOCUMENTS[0]])
@@ -211,15 +220,12 @@ def test_a_collator_that_contradicts_the_mask():
 # ---- on a ring
 
 
-#: Documents within parts, one for each part, and some that begin where a part does.
-LENGTHS = {"three": (7, 9, 4), "one for each rank": (10, 10), "at each part": (5, 5, 1, 5, 4)}
-
-
+@pytest.mark.parametrize(("world_size", "layout"), [(2, "contiguous"), (3, "zigzag"), (4, "contiguous")])
 @pytest.mark.parametrize("how", ["position_ids", "seq_idx", "cu_seq_lens"])
-@pytest.mark.parametrize("lengths", LENGTHS)
 @torch.no_grad()
-def test_packed_rows_on_a_ring(lengths, how):
-    row, lengths = ids(), torch.tensor(LENGTHS[lengths])
+def test_packed_rows_on_a_ring(how, world_size, layout):
+    """Documents within parts, one for each part, and some that begin where a part does."""
+    row, lengths = ids(), torch.tensor({2: (10, 10), 3: (7, 9, 4), 4: (5, 5, 1, 5, 4)}[world_size])
     inputs = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
     expected = ra.patch_model(tiny_model("llama", "eager"))(row, **inputs, use_cache=False).logits
     if how == "seq_idx":
@@ -231,25 +237,7 @@ def test_packed_rows_on_a_ring(lengths, how):
         with torch.no_grad():
             return model(row, **inputs).logits
 
-    for world_size, layout in ((2, "contiguous"), (3, "zigzag"), (4, "contiguous")):
-        for logits in on_ranks(work, lambda: tiny_model("llama", "eager"), world_size, layout=layout):
-            assert distance(logits, expected) <= EXACT
-
-
-@torch.no_grad()
-def test_a_copied_mask_of_a_sharded_model():
-    """Accelerate copies masks to the devices of layers."""
-    expected = ra.patch_model(tiny_model("llama", "eager"))(ids()).logits
-
-    def copied(module, args, kwargs):
-        return args, {**kwargs, "attention_mask": kwargs["attention_mask"].clone()}
-
-    def work(ring, model):
-        model.model.layers[1].register_forward_pre_hook(copied, with_kwargs=True)
-        with torch.no_grad():
-            return model(ids()).logits
-
-    for logits in on_ranks(work, lambda: tiny_model("llama", "eager")):
+    for logits in on_ranks(work, lambda: tiny_model("llama", "eager"), world_size, layout=layout):
         assert distance(logits, expected) <= EXACT
 
 
@@ -265,38 +253,6 @@ def test_a_buffer_of_a_collator_that_is_filled_again():
             buffer.copy_(second)
             again = model(ids(), use_cache=False, **{name: buffer}).logits
             assert distance(again, model(ids(), use_cache=False, **{name: second}).logits) == 0
-
-
-@pytest.mark.parametrize("model_type", ["nemotron", "stablelm"])
-def test_models_that_drop_what_collators_say(model_type):
-    """`patch_model` reads it before they do."""
-    skip_without(model_type)
-    model, eager, row = ra.patch_model(tiny_model(model_type, "eager")), tiny_model(model_type, "eager"), ids()
-    positions = torch.cat([torch.arange(7), torch.arange(13)])[None]
-    with torch.no_grad():
-        for said in ({"seq_idx": (torch.arange(20) >= 7)[None].long()}, {"cu_seq_lens_q": torch.tensor([0, 7, 20])}):
-            logits = model(row, position_ids=positions, use_cache=False, **said).logits[0]
-            for start, stop in ((0, 7), (7, 20)):
-                assert distance(logits[start:stop], eager(row[:, start:stop], use_cache=False).logits[0]) <= EXACT
-
-
-def test_restarting_positions_under_a_mask_of_ones():
-    """The same on one device as on a ring."""
-    positions, mask = torch.cat([torch.arange(7), torch.arange(13)])[None], torch.ones(1, TOKENS, dtype=torch.long)
-    with torch.no_grad():
-        model = ra.patch_model(tiny_model("llama", "eager"))
-        expected = model(ids(), position_ids=positions, use_cache=False).logits
-        assert (
-            distance(model(ids(), attention_mask=mask, position_ids=positions, use_cache=False).logits, expected)
-            <= EXACT
-        )
-
-    def work(ring, model):
-        with torch.no_grad():
-            return model(ids(), position_ids=positions, attention_mask=mask).logits
-
-    for logits in on_ranks(work, lambda: tiny_model("llama", "eager")):
-        assert distance(logits, expected) <= EXACT
 
 
 SLIPS = {

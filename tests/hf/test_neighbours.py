@@ -33,28 +33,27 @@ pytestmark = [
 
 @pytest.mark.own_dtypes  # torch.compile compiles nothing where tests.support.tolerance turns float32 into float64
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("kind", ["left", "right", "packed"])
-def test_compiled(calls, kind, monkeypatch):
+def test_compiled(calls, monkeypatch):
     """Also where it was compiled first and patched then; each graph breaks at the attention, and nowhere else is lost."""
     forget_modes(monkeypatch)
-    inputs, labels = batch(kind)
+    rows = batch("left")
     torch._dynamo.reset()
     model = llama()
     backend = CompileCounterWithBackend("aot_eager")
     model.compile(backend=backend)
-    run = alone if kind == "packed" else logits_and_gradients
-    expected = exact_and_bounds(run, llama, inputs, labels)
-    if kind != "packed":
-        check(logits_and_gradients(model, inputs, labels), *expected)
-        assert not calls
+    expected = exact_and_bounds(logits_and_gradients, llama, *rows)
+    check(logits_and_gradients(model, *rows), *expected)
+    assert not calls
     ra.patch_model(model)
     graphs = backend.frame_count
-    check(logits_and_gradients(model, inputs, labels), *expected)
+    check(logits_and_gradients(model, *rows), *expected)
     assert backend.frame_count >= graphs + 3, "graphs before, between and after the attention of two layers"
     assert len(calls) == 2
 
-    expected = exact_and_bounds(logits_and_gradients, lambda: ra.patch_model(llama(), PYRAMID), inputs, labels)
-    check(logits_and_gradients(ra.patch_model(model, PYRAMID), inputs, labels), *expected)
+    packed = batch("packed")
+    check(logits_and_gradients(model, *packed), *exact_and_bounds(alone, llama, *packed))
+    expected = exact_and_bounds(logits_and_gradients, lambda: ra.patch_model(llama(), PYRAMID), *packed)
+    check(logits_and_gradients(ra.patch_model(model, PYRAMID), *packed), *expected)
     torch._dynamo.reset()
 
 

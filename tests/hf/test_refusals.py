@@ -7,8 +7,6 @@ from transformers import (
     AutoModelForCausalLM,
     BartConfig,
     BartForConditionalGeneration,
-    BloomConfig,
-    BloomForCausalLM,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -98,28 +96,6 @@ def test_arguments_that_a_later_transformers_could_pass():
     model.model.layers[1].self_attn.__class__ = Later
     with pytest.raises(NotImplementedError, match=r"Later: layer 1 came with temperatures, which would change"):
         model(input_ids=IDS)
-
-
-def test_mask_function_of_an_unknown_kind():
-    def every_other(batch, head, query, key):
-        return (query - key) % 2 == 0
-
-    with pytest.raises(ValueError, match=r"cannot express this mask \(.*every_other|cannot express .*'eager'"):
-        ring_dilated_mask(2, 10, 10, mask_function=every_other)
-
-
-def test_models_that_would_ignore_the_implementation():
-    model = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4))
-    with pytest.raises(ValueError, match=r"BloomForCausalLM does not call .*attention interface, so it would ignore"):
-        ra.patch_model(model, PATTERN)
-    assert not hasattr(model.config, "ring_dilated"), "a refused model is left as it was"
-
-
-def test_models_with_layers_of_other_types():
-    model = make(llama_config())
-    model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(NotImplementedError, match=r"LlamaForCausalLM: layer 1 is of type 'linear_attention'"):
-        ra.patch_model(model, PATTERN)
 
 
 def encoder_decoders():

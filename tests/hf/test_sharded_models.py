@@ -40,8 +40,7 @@ def refused(rank, name, layout):
     return seconds, distance(found, logits_of(ra.patch_model(llama()), inputs, labels))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("name", REFUSALS)
+@pytest.mark.parametrize(("name", "layout"), [*zip(REFUSALS, ("contiguous", "zigzag", "contiguous"))])
 def test_refused_on_every_rank_and_the_next_pass_is_right(ranks, name, layout):
     for seconds, error in ranks.run(refused, 2, name, layout):
         assert seconds < PROMPTLY

@@ -40,26 +40,20 @@ CASES = {
         "layer_types": ["full_attention", "sliding_attention"],
     },
     "qwen3": {},  # norms of queries and keys
-    "qwen3_moe": {},
-    "gemma": {},  # one key/value head
     "gemma2": {},  # softcap, windows in turn, a scale of its own
     "gemma3_text": {},  # RoPE by kind of layer
     "gemma4_text": {},  # head sizes by kind of layer
     "cohere2": {},  # parallel layers, windows, layers without RoPE
     "gpt_oss": {},  # sinks with logits, windows in turn
     "deepseek_v2": {},  # latent attention: values narrower than keys
-    "deepseek_v3": {},
     "granite": {},  # a scale of its own
-    "olmo2": {},
     "smollm3": {},  # layers without RoPE
     "stablelm": {},  # RoPE of a part of each head
     "gpt_bigcode": {},  # absolute positions, one key/value head
     "gpt2": {},  # absolute positions, biases, no groups
-    "gpt_neox": {},
     "opt": {},  # scaled queries, positions by mask
     "bert": {},  # an encoder as a decoder
     "roberta": {},  # positions that begin behind the padding's
-    "ministral": {},
 }
 LAYOUTS = ("contiguous", "zigzag")
 #: What `Ring` is told; the last one has rings of two groups that exchange heads.

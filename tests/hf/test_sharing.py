@@ -19,48 +19,50 @@ from tests.support.tiny_models import VOCAB, tiny_model
 
 LOGGER = "hf_ring_attention.hf.config"
 IDS = torch.arange(3, 43)[None] % VOCAB
-#: Loads a folder, and prints the implementation and the sum of the logits' squares.
+#: Loads folders, and prints the implementation of each model and the sum of its logits' squares: first where any import of the
+#: package fails, with the error for a folder that does not load, and then the first folder with the package.
 LOAD = """
 import sys, torch
+sys.modules["hf_ring_attention"] = None
 from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
-with torch.no_grad():
-    logits = model(torch.arange(3, 43)[None] % int(sys.argv[2]), use_cache=False).logits
-print(model.config._attn_implementation, logits.double().square().sum().item())
+
+def show(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        logits = model(torch.arange(3, 43)[None] % int(sys.argv[1]), use_cache=False).logits
+    print(model.config._attn_implementation, logits.double().square().sum().item())
+
+for folder in sys.argv[2:]:
+    try:
+        show(folder)
+    except ValueError as error:
+        print(" ".join(str(error).split()))
+del sys.modules["hf_ring_attention"]
+import hf_ring_attention
+show(sys.argv[2])
 """
 
 
-#: Any import of the package fails then.
-WITHOUT = "import sys; sys.modules['hf_ring_attention'] = None"
-
-
-@pytest.mark.parametrize(
-    ("pattern", "first", "implementation"),
-    [
-        ("window:4+2", "import hf_ring_attention", "ring_dilated"),
-        ("window:4+2", WITHOUT, None),
-        ("exact", WITHOUT, "sdpa"),
-    ],
-)
-def test_a_saved_model_in_another_program(pattern, first, implementation, tmp_path):
+def test_a_saved_model_in_another_program(tmp_path):
     """Exact attention loads without the package, and a pattern does not; its config says what loads it."""
-    model = ra.patch_model(tiny_model("llama", "sdpa"), pattern)
-    model.save_pretrained(tmp_path)
-    program = [sys.executable, "-c", first + LOAD, str(tmp_path), str(VOCAB)]
+    models = {pattern: ra.patch_model(tiny_model("llama", "sdpa"), pattern) for pattern in ("window:4+2", "exact")}
+    for number, model in enumerate(models.values()):
+        model.save_pretrained(tmp_path / str(number))
+    program = [sys.executable, "-c", LOAD, str(VOCAB), str(tmp_path / "0"), str(tmp_path / "1")]
     settings = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(program, capture_output=True, text=True, timeout=TIMEOUT, env=settings, check=False)
-    if implementation is None:
-        assert done.returncode != 0 and 'attn_implementation="ring_dilated"` is not supported' in done.stderr
-        written = json.loads((tmp_path / "config.json").read_text())
-        assert written["ring_dilated"]["hint"].startswith(
-            "patterns of attention: `import hf_ring_attention` before from_pre"
-        )
-        return
     assert done.returncode == 0, done.stderr[-2000:]
-    found, squares = done.stdout.split()
-    with torch.no_grad():
-        expected = model(IDS, use_cache=False).logits.double().square().sum().item()
-    assert found == implementation and float(squares) == pytest.approx(expected, rel=1e-5)
+    refused, exact, window = done.stdout.splitlines()
+    assert 'attn_implementation="ring_dilated"` is not supported' in refused
+    written = json.loads((tmp_path / "0" / "config.json").read_text())
+    assert written["ring_dilated"]["hint"].startswith(
+        "patterns of attention: `import hf_ring_attention` before from_pre"
+    )
+    for line, pattern, implementation in ((exact, "exact", "sdpa"), (window, "window:4+2", "ring_dilated")):
+        found, squares = line.split()
+        with torch.no_grad():
+            expected = models[pattern](IDS, use_cache=False).logits.double().square().sum().item()
+        assert found == implementation and float(squares) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What hybrid models move over a ring: the bytes that their config.json tells, whatever the length of rows is."""
+"""What hybrid models move over a ring, by their config.json and for rows of any length; and what mixers hold meanwhile."""
 
 import itertools
 
@@ -10,14 +10,15 @@ import hf_ring_attention as ra
 from hf_ring_attention.cost.models import attention_of_model
 from hf_ring_attention.hf.heads import watched
 from hf_ring_attention.hf.hybrid_types import MIXERS
+from hf_ring_attention.hybrids import states
 from hf_ring_attention.plan.choices import decide_call
 from hf_ring_attention.plan.problem import Problem
-from hf_ring_attention.plan.state_runs import rows_traffic, states_traffic
+from hf_ring_attention.plan.state_runs import rows_traffic, runs_of, states_traffic
 from hf_ring_attention.plan.traffic import RowBytes, collective_traffic, ring_traffic
-
-from ..support.ranks import on_ranks
-from ..support.releases import needs_mixers
-from ..support.tiny_models import VOCAB, tiny_config, tiny_model
+from tests.support.live_bytes import LiveBytes
+from tests.support.ranks import on_ranks, run_simulated
+from tests.support.releases import needs_mixers
+from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
 
 pytestmark = needs_mixers
 
@@ -88,7 +89,7 @@ def test_bytes_are_those_that_the_config_tells(model_type, world_size, layout):
     def work(ring, model):
         by_call = []
         for length in (12, 24):
-            for ids, positions, documents in rows(length):
+            for ids, positions, documents in itertools.islice(rows(length), 2 if length == 12 else 1):
                 layout = ring.layout_for(length, "exact", documents)
                 ring.reset_traffic()
                 logits = logits_of_a_part(model, ids, positions)
@@ -103,7 +104,7 @@ def test_bytes_are_those_that_the_config_tells(model_type, world_size, layout):
         return by_call
 
     for by_call in on_ranks(work, lambda: tiny_model(model_type, "eager"), world_size, layout=layout):
-        whole, _, whole_longer, _ = by_call
+        whole, _, whole_longer = by_call
         if attention.mixers.numbers is None:
             assert whole_longer.forward.sent == 2 * whole.forward.sent
         else:
@@ -136,8 +137,62 @@ def bytes_of_a_process(rank, model_type):
     return moved(ring), added(y for x in planned for y in (x.forward, x.backward)), ring.traffic().waited_seconds
 
 
-@pytest.mark.parametrize("model_type", KINDS)
+@pytest.mark.parametrize("model_type", ["qwen3_next", "jamba", "minimax"])
 def test_processes_move_the_same_bytes(ranks, model_type):
     for of_ring, planned, waited in ranks.run(bytes_of_a_process, 2, model_type):
         assert of_ring == planned
         assert waited > 0
+
+
+# ---- what mixers hold while states pass
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "qwen3_next", "bamba", "jamba"])
+def test_the_peak_of_a_step_goes_down_with_the_ranks(model_type):
+    tokens, models = 256, [tiny_model(model_type, "eager") for _ in range(4)]
+    ids = torch.randint(3, VOCAB, (1, tokens))
+
+    def work(ring):
+        model = ra.patch_model(models[ring.rank], ring=ring)
+        with LiveBytes() as live:
+            model(ids, labels=ids).loss.backward()
+        model.zero_grad()
+        return live.peak
+
+    (alone,), by_rank = run_simulated(work, 1), run_simulated(work, 4, layout="contiguous")
+    assert alone > 10 * tokens * VOCAB * 8
+    # Gradients of parameters and states do not go down.
+    parameters = sum(x.nbytes for x in models[0].parameters())
+    assert max(by_rank) <= 1.2 * alone / 4 + 3 * parameters
+
+
+def scan_of_a_kernel(x, dt, A, B, C, *, z, delta_bias, delta_softplus, return_last_state):
+    """Keeps nothing but its inputs, as a kernel does; what it returns has the shapes and the gradients of a scan."""
+    return x * dt + C.sum(1, keepdim=True), (x * dt).sum(-1, keepdim=True) * A * B.sum(-1)[:, None]
+
+
+def read_of_a_selective_scan(ring, tokens, channels, entries):
+    """The peak of forward and backward, and the bytes of the inputs of a rank's scan."""
+    runs = runs_of((((0, tokens),),), ring.layout_for(tokens, "exact"))
+    chain = states.chain_of(ring, runs, 1)
+    sizes = {"x": (1, channels, chain.longest), "dt": (1, channels, chain.longest), "A": (channels, entries)}
+    sizes |= {"B": (1, entries, chain.longest), "C": (1, entries, chain.longest), "delta_bias": (channels,)}
+    inputs = {name: torch.randn(size).requires_grad_() for name, size in sizes.items()}
+    five, bias = [inputs[name] for name in ("x", "dt", "A", "B", "C")], inputs["delta_bias"]
+    with LiveBytes() as live:
+        out = states._selective(scan_of_a_kernel, chain, *five, delta_bias=bias, delta_softplus=True)
+        out.sum().backward()
+    return live.peak, sum(x.nbytes for x in inputs.values())
+
+
+def test_the_entries_of_a_state_are_not_read_by_all_tokens_at_once(monkeypatch):
+    """They would be 16 times as many as those of x."""
+
+    def work(ring):
+        return read_of_a_selective_scan(ring, 8192, 8, 16)
+
+    for peak, inputs in run_simulated(work, 2, layout="contiguous"):
+        assert peak <= 3 * inputs
+    monkeypatch.setattr(states, "_AT_ONCE", 1 << 30)
+    for peak, inputs in run_simulated(work, 2, layout="contiguous"):
+        assert peak > 10 * inputs

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import hf_ring_attention as ra
 from hf_ring_attention.cli.checks import machine
 from hf_ring_attention.transport.communicators import companion_of
-from tests.hf.test_sharded_cache import cache_argument, greedy, tokens
+from tests.hf.test_generation import cache_argument, greedy, tokens
 from tests.support.cases import TRANSPORTS, check_cases, random_cases
 from tests.support.ranks import PROMPTLY, run_ranks
 from tests.support.tiny_models import tiny_model

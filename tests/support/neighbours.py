@@ -4,7 +4,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import hf_ring_attention as ra
-from hf_ring_attention.hf import hooks as own_hooks
+from hf_ring_attention.hf import model_call
 from tests.support.probe import (
     GRADIENTS,
     LOGITS,
@@ -84,5 +84,5 @@ def hooks(model):
         for name, module in model.named_modules()
         for kind in (module._forward_pre_hooks, module._forward_hooks)
         for hook in kind.values()
-        if hook.__module__ == own_hooks.__name__
+        if hook.__module__ == model_call.__name__
     )

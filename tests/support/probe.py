@@ -50,7 +50,7 @@ def batch(kind: str, first: int = 0) -> tuple[dict[str, Tensor], Tensor]:
     """Returns inputs and labels: two rows of TOKENS tokens, the second padded, or one row of three documents.
 
     Args:
-        kind: one of `BATCHES`.
+        kind: one of `BATCHES`, or "both": the first row is padded on the left, and the second one on the right.
         first: the position of a document's first token.
     """
     ids = torch.randint(3, VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -60,9 +60,9 @@ def batch(kind: str, first: int = 0) -> tuple[dict[str, Tensor], Tensor]:
         labels = ids[:1].clone()
         labels[positions == 0] = -100
         return {"input_ids": ids[:1], "position_ids": positions + first}, labels
-    if kind == "left":
-        mask[1, :7] = 0
-    elif kind == "right":
+    if kind in ("left", "both"):
+        mask[("both", "left").index(kind), :7] = 0
+    if kind in ("right", "both"):
         mask[1, -7:] = 0
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     inputs = {"input_ids": ids, "position_ids": positions + first}
@@ -200,17 +200,11 @@ def survey(model_type: str) -> ModelSupport:
     refused = refusal(models.on_one_device, "plain")
     if refused:
         return entry("refused", refused)
-    for padding in ("left", "right"):
-        assert refusal(models.on_one_device, padding) is None
+    assert refusal(models.on_one_device, "both") is None
     packed = refusal(models.on_one_device, "packed") is None
-    refused = refusal(models.on_two_ranks, "plain", "zigzag", "ring")
+    refused = refusal(models.on_two_ranks, "both", "zigzag", "ring")
     if refused:
         return entry("supported", refused, packed=packed)
     assert packed
-    for kind, layout, transport in (
-        ("left", "contiguous", "collective"),
-        ("right", "zigzag", "ring"),
-        ("packed", "contiguous", "ring"),
-    ):
-        assert refusal(models.on_two_ranks, kind, layout, transport) is None
+    assert refusal(models.on_two_ranks, "packed", "contiguous", "collective") is None
     return entry("supported", "", ring=True, packed=packed)

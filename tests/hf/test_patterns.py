@@ -1,4 +1,4 @@
-"""Models with layers in which a document's last queries see every key: packed, padded, sharded, and generating."""
+"""Models whose heads have patterns of their own, and layers whose last queries see every key: packed, sharded, generating."""
 
 import pytest
 import torch
@@ -10,6 +10,56 @@ from tests.support.dense import DENSE
 from tests.support.ranks import run_simulated
 from tests.support.tiny_models import VOCAB, tiny_model
 from tests.support.tolerance import assert_exact
+
+
+def model_by_head(model_type="llama"):
+    model = tiny_model(model_type, "ring_dilated")
+    heads = model.config.get_text_config().num_key_value_heads
+    texts = ["exact" if head % 2 else "window:3+1" for head in range(heads)]
+    ra.patch_model(model, ra.Pattern.by_kv_head(texts))
+    return model
+
+
+def drawn_ids(tokens, rows=1):
+    return torch.randint(3, VOCAB, (rows, tokens))
+
+
+def logits(model, ids, **kwargs):
+    with torch.no_grad():
+        return model(ids, **kwargs).logits
+
+
+def test_tokens_of_a_cache_are_those_of_whole_passes():
+    model, ids = model_by_head(), drawn_ids(24)
+    with torch.no_grad():
+        tokens = model.generate(ids, max_new_tokens=5, do_sample=False)
+        for place in range(ids.shape[1], tokens.shape[1]):
+            assert logits(model, tokens[:, :place])[0, -1].argmax() == tokens[0, place]
+
+
+def test_keys_of_a_prefilled_cache_are_those_of_each_head():
+    model, ids = model_by_head(), drawn_ids(21)
+    right = logits(model, ids)[:, -1]
+
+    def run(ring):
+        own = model_by_head()
+        own.load_state_dict(model.state_dict())
+        cache = ra.prefill(ra.patch_model(own, ring=ring), ids[:, :-1])
+        with torch.no_grad():
+            return own(ids[:, -1:], **cache_argument(cache)).logits[:, -1]
+
+    for found in run_simulated(run, 2):
+        assert_exact(found, right, "logits behind a prefilled cache")
+
+
+def test_a_pattern_for_other_heads_is_refused():
+    model = tiny_model("llama", "ring_dilated")
+    with pytest.raises(ValueError, match=r"is for 3 key/value heads, and LlamaModel has 2: give one pattern for each"):
+        ra.patch_model(model, "kv0-1=exact;kv2=window:4")
+
+
+# ---- last queries that see every key
+
 
 #: The layer of TriangleMix, and one whose heads differ.
 LAST = 4
@@ -28,15 +78,6 @@ def dense():
     model = tiny_model("llama", DENSE)
     setattr(model.config, DENSE, {layer: ra.Pattern.parse(text) for layer, text in enumerate(LAYERS)})
     return model
-
-
-def drawn_ids(tokens, rows=1):
-    return torch.randint(3, VOCAB, (rows, tokens))
-
-
-def logits(model, ids, **kwargs):
-    with torch.no_grad():
-        return model(ids, **kwargs).logits
 
 
 def test_a_row_is_what_the_definition_says():
