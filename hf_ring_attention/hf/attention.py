@@ -20,6 +20,7 @@ from ..ring.attention import FORWARD, UNTRACEABLE, CheckedCall, Options, check_n
 from ..ring.ring import Ring
 from .config import layer_pattern, unpatched_pattern
 from .forward_pass import ForwardPass, forward_pass_of, number_of, running
+from .hybrid_types import MIXERS
 from .masks import OwnBranch, Tokens, padding_first, tokens_of
 from .positions import at_its_place_in_the_row
 from .rings import attached_ring
@@ -320,6 +321,11 @@ def _check_call(
         raise ValueError(
             f"{name} was given packed rows by position_ids, but its model makes its masks itself, and made none for these "
             f"rows: pass one document a row, padded"
+        )
+    if now is None and getattr(getattr(module, "config", None), "model_type", None) in MIXERS:
+        raise ValueError(
+            f"{name} attends beside recurrent layers, whose states ring_dilated keeps within documents only in a call of a "
+            f"patched model: call ra.patch_model(model) after set_attn_implementation"
         )
     if now is None and (kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None):
         raise ValueError(

@@ -24,7 +24,6 @@ from ..plan.problem import Documents, HeldKeys
 from ..ring.attention import UNTRACEABLE, check_not_traced
 from .documents import documents_from_mask
 from .forward_pass import ForwardPass, drop_broken_passes, forward_pass_of, number_of
-from .hybrid_types import MIXERS
 from .support import check_config, class_name
 
 #: Arguments of the mask functions of other implementations, which make squares and may leave them out.
@@ -101,11 +100,6 @@ def ring_dilated_mask(
     causal, own, packed = _read_mask_function(mask_function, config)
     drop_broken_passes()  # generate makes masks before it calls the model.
     now = forward_pass_of(config)
-    if now is None and config is not None and config.model_type in MIXERS:
-        raise ValueError(
-            f"{class_name(config)} has recurrent layers, whose states ring_dilated keeps within documents only in a call of a "
-            f"patched model: call ra.patch_model(model) after set_attn_implementation"
-        )
     layout, held = (None, None) if now is None else (now.layout, now.held)
     # Causal queries are the last tokens that are written.
     written = int(q_offset) + q_length - kv_offset if causal else kv_length

@@ -239,6 +239,14 @@ def test_generation_goes_on_from_the_states(model_type):
         assert all(torch.equal(answer, expected) for answer in answers)
 
 
+@pytest.mark.parametrize("model_type", ["granitemoehybrid", "jamba"])
+def test_a_static_cache_whose_masks_are_made_before_the_call(model_type):
+    ids, mask = batch("plain")[0]["input_ids"], batch("left")[0]["attention_mask"]
+    how = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4, "cache_implementation": "static"}
+    models = tiny_model(model_type, "eager"), ra.patch_model(tiny_model(model_type, "eager"))
+    assert torch.equal(*(model.generate(ids, attention_mask=mask, **how) for model in models))
+
+
 @pytest.mark.drawn
 @pytest.mark.parametrize("model_type", TYPES)
 def test_numbers_of_documents_reach_no_mixer(model_type):
@@ -330,7 +338,7 @@ def test_a_mixer_of_a_shard_is_not_run_by_itself():
 def test_a_hybrid_that_is_switched_to_ring_dilated_must_be_patched():
     model = tiny_model("bamba", "eager")
     model.set_attn_implementation("ring_dilated")
-    with pytest.raises(ValueError, match=r"BambaModel has recurrent layers.*call ra.patch_model"):
+    with pytest.raises(ValueError, match=r"BambaAttention attends beside recurrent layers.*call ra.patch_model"):
         model(**batch("packed")[0], use_cache=False)
 
 
