@@ -14,6 +14,10 @@ import tests.support.training  # noqa: F401
 
 for name in ra.__all__:
     getattr(ra, name)
+with contextlib.suppress(ImportError):
+    import trl
+
+    trl.SFTTrainer, trl.DPOTrainer  # noqa: B018
 
 # Accelerate imports it, where it is installed, as soon as it takes a model out of its wrappers. It looks for devices unless
 # it is told of one, and a process that has begun to use CUDA cannot be forked; the ranks of tests compute on the CPU.
