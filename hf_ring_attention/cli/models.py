@@ -50,7 +50,8 @@ def models_command(args: Namespace) -> None:
 def why_not(model_type: str, ranks: int) -> str | None:
     """Returns why a model type is not computed on so many ranks, by the table; None if the table does not refuse it."""
     support = next((model for model in supported_models() if model.model_type == model_type), None)
-    if support is None or support.status == "untested" or support.ring or (support.status == "supported" and ranks == 1):
+    accepted = {"supported": ranks == 1, "untested": True, "refused": False}
+    if support is None or support.ring or accepted[support.status]:
         return None
     where = " over a ring" if support.status == "supported" else ""
     return f"models of type {model_type!r} are not computed{where}: {support.reason}"
