@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..evaluation.whole_files import write_whole
-from .options import Parser, above_zero, at_least, checked, existing_file, new_folder, read_text, token_count
-from .output import layer_numbers, print_json, print_table, short_count, stdout_left_alone
+from .options import Parser, above_zero, at_least, checked, new_folder, text_file, token_count
+from .output import layer_numbers, print_table, short_count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +29,7 @@ def add_calibrate(parser: Parser) -> None:
     add = parser.add_argument
     parser.add_model("A causal language model: hub id or folder.", required=True)
     text = "A text in UTF-8; repeatable."
-    add("--text", metavar="FILE", type=existing_file, action="append", required=True, help=text)
+    add("--text", metavar="FILE", type=text_file, action="append", required=True, help=text)
     text = "Share of exact attention's cost, up to 1 (default 0.25)."
     add("--budget", metavar="SHARE", type=above_zero(1), default=0.25, help=text)
     parser.add_choice("--budget-of", tuple(_BUDGETS), "The cost that is counted", "flops")
@@ -48,7 +48,6 @@ def add_calibrate(parser: Parser) -> None:
     add("--output", metavar="FOLDER", type=new_folder, help=text)
     parser.add_picture("--plot", "Draw the pattern of each layer and key/value head.")
     parser.add_loading()
-    parser.add_json()
 
 
 def calibrate_command(args: Namespace) -> None:
@@ -69,28 +68,23 @@ def calibrate_command(args: Namespace) -> None:
 
     config = checked("--model", read_config, args.model, args.trust_remote_code)
     checked("--seq-len", check_positions, config, args.seq_len)
-    contents = {str(path): read_text(path, "--text") for path in args.text}
-    with stdout_left_alone(args.json):
-        calibration, rank, opening = checked(None, _calibrated, args, contents)
+    calibration, rank, opening = checked(None, _calibrated, args)
     if rank > 0:
         return
     report = io.StringIO()
     _print_patterns(calibration, f"{args.model}, {args.dtype}", report)
-    _print_texts(calibration, list(contents), args.rows, opening, report)
+    _print_texts(calibration, [name for name, _ in args.text], args.rows, opening, report)
     if args.output is not None:
         write_whole(args.output / REPORT, report.getvalue())
     if args.plot is not None:
         from .plots import plot_calibration  # It imports matplotlib.
 
         plot_calibration(calibration, args.plot)
-    if args.json:
-        print_json({"model": args.model, "calibration": calibration.to_dict()})
-    else:
-        print(report.getvalue(), end="")
-        print("\n".join(f"wrote {place}" for place in (args.output, args.plot) if place is not None))
+    print(report.getvalue(), end="")
+    print("\n".join(f"wrote {place}" for place in (args.output, args.plot) if place is not None))
 
 
-def _calibrated(args: Namespace, contents: dict[str, str]) -> tuple[Calibration, int, str]:
+def _calibrated(args: Namespace) -> tuple[Calibration, int, str]:
     """Returns the chosen patterns, the rank of this process, and the tokens with which the model's texts open.
 
     Writes the patterns, and the model's config with them, to the folder of --output.
@@ -102,7 +96,7 @@ def _calibrated(args: Namespace, contents: dict[str, str]) -> tuple[Calibration,
 
     ring, device = ring_of_processes(args.device)
     tokenizer = load_tokenizer(args.model, args.trust_remote_code)
-    rows = [row for name, text in contents.items() for row in rows_of(tokenizer, name, text, args.seq_len, args.rows)]
+    rows = [row for name, text in args.text for row in rows_of(tokenizer, name, text, args.seq_len, args.rows)]
     model = load_model(args.model, args.dtype, device, args.trust_remote_code)
     options = {name: getattr(args, name) for name in ("budget", "budget_of", "ranks", "refinements", "seed")}
     options |= {name: getattr(args, name) for name in ("menu", "retrieval") if getattr(args, name) is not None}

@@ -7,11 +7,10 @@ import sys
 import textwrap
 import time
 from argparse import Namespace
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from .options import Parser, Refusal, above_zero, at_least
-from .output import print_json, stdout_left_alone, terminal
+from .output import terminal
 
 if TYPE_CHECKING:
     from .checks.runner import Verdict
@@ -33,7 +32,6 @@ def add_check(parser: Parser) -> None:
     add(
         "--timeout", metavar="SECONDS", type=above_zero(), default=30.0, help="The longest for each check (default 30)."
     )
-    parser.add_json()
 
 
 def check_command(args: Namespace) -> int:
@@ -60,15 +58,11 @@ def check_command(args: Namespace) -> int:
 
     def tell(name: str, verdict: Verdict) -> None:
         verdicts[name] = verdict
-        if not args.json:
-            _print_verdict(name, verdict, console)
+        _print_verdict(name, verdict, console)
 
     with told_to_end() as told:
-        with stdout_left_alone(args.json):
-            status, all_answer = check_launch(args, tell, told)
-        if verdicts and args.json:
-            print_json([{"check": name, **asdict(verdict)} for name, verdict in verdicts.items()])
-        elif verdicts:
+        status, all_answer = check_launch(args, tell, told)
+        if verdicts:
             console.print(_summary(verdicts, time.monotonic() - start))
         if not all_answer:
             sys.stdout.flush()

@@ -11,7 +11,7 @@ from typing import Any
 
 from .._version import __version__
 from . import calibrate, check, estimate, explain, lm_eval, models, perplexity, plot, recipes
-from .options import Parser, Refusal, missing_extra
+from .options import Parser, Refusal, require_extra
 
 PROGRAM = "hf-ring-attention"
 #: For each command the function that adds its options, the command, whose docstring is its help with examples, and what its
@@ -64,9 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
     """
     prog = PROGRAM
     try:
-        missing = missing_extra("the command line", "rich")
-        if missing:
-            raise Refusal(missing)
+        require_extra("the command line", "rich")
         words = sys.argv[1:] if arguments is None else arguments
         prog = " ".join([PROGRAM, *words[:1]]) if words[:1] == ["lm-eval"] else PROGRAM
         if words[:1] == ["lm-eval"] and not {*words[1:]} & {"-h", "--help"}:

@@ -13,8 +13,6 @@ from ..hf.models import ModelSupport, release_of_table, supported_models
 from .options import Parser, Refusal
 from .output import print_json, print_table, terminal
 
-#: A reason begins with the name of a model's class, which may stand before a colon; AutoModelForCausalLM is another name.
-_CLASS = re.compile(r"^(?!Auto)[A-Za-z]\w*(For[A-Z]\w+|Model|LMHeadModel)(?=[ :]):? ?")
 #: The layers that a reason lists, such as "layer 0 is of type 'conv' (of this or another such type are layers [0, 2]): ".
 _LAYERS = re.compile(r"^layer \d+ is of type ('\w+') \([^)]*\): ")
 
@@ -99,7 +97,7 @@ def _reach(model: ModelSupport) -> str:
 
 def general_reason(model: ModelSupport) -> str:
     """Returns why a type is refused, without the names of its class and the numbers of its layers."""
-    reason = _CLASS.sub("", model.reason, count=1)
+    reason = model.reason.removeprefix(model.model_class).lstrip(": ")
     reason = _LAYERS.sub(r"layers of type \1: ", reason)
     return reason if reason.startswith("ring_dilated") else reason[:1].upper() + reason[1:]
 

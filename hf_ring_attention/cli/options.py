@@ -195,6 +195,15 @@ def existing_file(text: str) -> Path:
     return Path(text)
 
 
+def text_file(text: str) -> tuple[str, str]:
+    """Reads the name of a file in UTF-8, and returns it with the text in the file."""
+    try:
+        return text, existing_file(text).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        message = f"{text} is not a text in UTF-8: {error.reason} at byte {error.start}"
+        raise argparse.ArgumentTypeError(message) from None
+
+
 def new_folder(text: str) -> Path:
     """Reads the name of a folder to write to; the command makes it."""
     for part in (Path(text), *Path(text).parents):
@@ -211,22 +220,11 @@ def picture_file(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"a file that ends in one of {ends} was expected, got {text!r}")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r} for {path.name!r}: make it first")
-    missing = missing_extra("a picture", "matplotlib")
-    if missing:
-        raise argparse.ArgumentTypeError(missing)
+    require_extra("a picture", "matplotlib")
     return path
 
 
-def missing_extra(purpose: str, module: str) -> str | None:
-    """Returns what to install for a purpose if one of `EXTRAS` is missing; else None."""
-    if importlib.util.find_spec(module) is not None:
-        return None
-    return f"{purpose} needs {module}, which is not installed: pip install '{EXTRAS[module]}'"
-
-
-def read_text(path: Path, option: str) -> str:
-    """Returns the text of a file in UTF-8; refuses another file in the name of an option."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise Refusal(f"{path} is not a text in UTF-8: {error.reason} at byte {error.start}", option) from None
+def require_extra(purpose: str, module: str) -> None:
+    """Refuses to go on if one of `EXTRAS` is missing; says what to install."""
+    if importlib.util.find_spec(module) is None:
+        raise Refusal(f"{purpose} needs {module}, which is not installed: pip install '{EXTRAS[module]}'")

@@ -8,7 +8,7 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from .options import Parser, Refusal, checked, comma_list, existing_file, pattern_text, read_text, token_count
+from .options import Parser, Refusal, checked, comma_list, existing_file, pattern_text, text_file, token_count
 from .output import print_json, print_table, short_count, stdout_left_alone
 
 #: In place of a pattern's text: the pattern in the model's config.
@@ -34,7 +34,7 @@ def add_perplexity(parser: Parser) -> None:
     """Adds the options of `perplexity`."""
     add = parser.add_argument
     add("model", metavar="MODEL", help="A causal language model: hub id or folder.")
-    add("texts", metavar="TEXT_FILE", nargs="+", type=existing_file, help="Texts in UTF-8.")
+    add("texts", metavar="TEXT_FILE", nargs="+", type=text_file, help="Texts in UTF-8.")
     text = f"A pattern, a file calibration.json, or own: the config's; repeatable (default {' '.join(USUAL_PATTERNS)})."
     add("--pattern", metavar="TEXT", action="append", type=pattern_or_file, help=text)
     text = "First tokens of each text (default 4k, or the greatest of --lengths)."
@@ -70,13 +70,12 @@ def perplexity_command(args: Namespace) -> None:
     config = checked("MODEL", read_config, args.model, trust)
     if args.stride is not None and not (args.lengths and args.stride <= min(lengths)):
         raise Refusal(f"it needs --lengths, and may be at most the shortest of them, got {args.stride}", "--stride")
-    contents = {str(path): read_text(path, "TEXT_FILE") for path in args.texts}
     with stdout_left_alone(args.json):
         from ..evaluation.texts import tokenized_text
 
         ring, device = ring_of_processes(args.device)
         tokenizer = checked("MODEL", load_tokenizer, args.model, trust)
-        texts = {name: tokenized_text(text, tokenizer, args.tokens or max(lengths)) for name, text in contents.items()}
+        texts = {name: tokenized_text(text, tokenizer, args.tokens or max(lengths)) for name, text in args.texts}
         for name, text in texts.items():
             if len(text.ids) < 2:
                 raise Refusal(f"{name} has {len(text.ids)} token(s), 2 or more are needed", "TEXT_FILE")

@@ -23,10 +23,9 @@ _OUTPUT = "The file of a picture; without it, text is printed."
 def _print_lines(lines: Iterable[str]) -> None:
     from rich.text import Text
 
-    for line in lines:
-        text = Text(line)
-        text.highlight_regex("┃", "bold cyan")  # sinks
-        terminal().print(text, soft_wrap=True)
+    text = Text("\n".join(lines))
+    text.highlight_regex("┃", "bold cyan")  # sinks
+    terminal().print(text, soft_wrap=True)
 
 
 def add_plot_pattern(parser: Parser) -> None:

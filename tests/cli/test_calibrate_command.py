@@ -59,10 +59,7 @@ def test_files_and_figures_are_those_of_the_library(folder, capsys, monkeypatch)
     assert len(list((output / "measurements").glob("*.pt"))) > 1
 
 
-def test_a_budget_of_bytes_and_json_alone_on_stdout(folder, command, refusal):
-    figures = json.loads(command(words_of(folder, "--json", "--refinements", 0)))
-    assert figures["model"] == str(folder / "model")
-    assert ra.Calibration.from_dict(figures["calibration"]).flop_share <= 0.5
+def test_a_budget_of_bytes(folder, command, refusal):
     printed = command(words_of(folder, "--budget-of", "bytes", "--ranks", 2, "--refinements", 0))
     assert "of the bytes of a ring of 2" in " ".join(printed.split())
     assert "name the ranks" in refusal(words_of(folder, "--budget-of", "bytes"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,17 +49,12 @@ def judge_link(run: CheckRun, answers: list[float], size: int, repeats: int) -> 
     median, most = statistics.median(answers), max(answers)
     slowest = answers.index(most)
     alike = [seconds for seconds, inside in zip(answers, within) if inside == within[slowest]]
-    figures: dict[str, Any] = {"slowest_link": [slowest, ends[slowest]]}
     if (size, repeats) == LATENCY:
         text = f"median {short_seconds(median)} of {size} bytes to the next process, slowest {short_seconds(most)}"
         remedy = "Look for what else uses that link or those cores."
-        figures |= {"median_seconds": median, "slowest_seconds": most}
     else:
         shown, speeds = short_bytes(size), [f"{short_bytes(size / seconds)}/s" for seconds in (median, most)]
         text = f"median {speeds[0]} for {shown} to the next process, least {speeds[1]}"
         remedy = "Look for the network that this link takes: NCCL_DEBUG=INFO, or GLOO_SOCKET_IFNAME."
-        figures |= {"median_bytes_per_second": size / median, "least_bytes_per_second": size / most}
     text += f" from process {slowest} to {ends[slowest]}"
-    if most > _SLOW * statistics.median(alike):
-        return Verdict("warning", text, remedy, figures)
-    return Verdict("ok", text, figures=figures)
+    return Verdict("warning", text, remedy) if most > _SLOW * statistics.median(alike) else Verdict("ok", text)

@@ -69,22 +69,20 @@ def measure_launch(run: CheckRun) -> dict[str, Any]:
 def judge_launch(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
     hosts, names = ([*dict.fromkeys(answer[name] for answer in answers)] for name in ("host", "name"))
     run.facts["machines"] = answers
-    figures: dict[str, Any] = {"processes": run.world_size, "hosts": hosts, "backend": run.backend, "devices": names}
     without = [rank for rank, answer in enumerate(answers) if answer["type"] == "cpu"]
     if 0 < len(without) < run.world_size:
         text = f"{processes(without)} found no GPU, the others did"
         remedy = "Repair the driver on that host, or set ACCELERATE_USE_CPU=true on all."
-        return Verdict("failed", text, remedy, figures)
+        return Verdict("failed", text, remedy)
     shown = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
     where = f"on {shown}" if len(hosts) == 1 else f"on {len(hosts)} hosts ({shown})"
     devices = f"{where}, {' and '.join(names)}"
     if run.world_size == 1:
-        return Verdict("ok", f"1 process {devices}, no launcher", figures=figures)
+        return Verdict("ok", f"1 process {devices}, no launcher")
     count, minutes = run.world_size // run.ring_size, answers[0]["waits"] / 60
     rings = f"{count} ring{'s' * (count > 1)} of {run.ring_size}"
     how = f"backend {run.backend}, which waits {minutes:g} min for a late process"
-    figures |= {"ring_size": run.ring_size, "default_seconds": answers[0]["waits"]}
-    return Verdict("ok", f"{run.world_size} processes {devices}, {rings}; {how}", figures=figures)
+    return Verdict("ok", f"{run.world_size} processes {devices}, {rings}; {how}")
 
 
 def measure_versions(run: CheckRun) -> dict[str, str | None]:
@@ -108,14 +106,13 @@ def judge_versions(run: CheckRun, answers: list[dict[str, str | None]]) -> Verdi
             newer.append(f"{name} {version} is newer than {NEWEST_TESTED[name]}")
         elif not supported.contains(version, prereleases=True):
             return Verdict("failed", f"{name} is {version}, and {supported} is supported", remedy)
-    figures = dict(first)
     if newer:
         remedy = "Read the verdicts below, which show whether it works; or install the release that was tested."
-        return Verdict("warning", f"newer than tested: {' and '.join(newer)}", remedy, figures)
+        return Verdict("warning", f"newer than tested: {' and '.join(newer)}", remedy)
     known = "all supported" if ranges else f"{_DISTRIBUTION} is not installed, so their ranges are unknown"
     where = "" if run.world_size == 1 else "the same on all processes, "
     listed = ", ".join(f"{name} {version}" for name, version in first.items())
-    return Verdict("ok", f"{where}{known}: {listed}", figures=figures)
+    return Verdict("ok", f"{where}{known}: {listed}")
 
 
 def _supported() -> dict[str, SpecifierSet]:
@@ -145,14 +142,13 @@ def judge_environment(run: CheckRun, answers: list[dict[str, str]]) -> Verdict:
             text = f"processes {other} and {rank} share the device {machine['device']} of {machine['host']}"
             return Verdict("failed", text, "Give each process a GPU of its own: one process per GPU, by LOCAL_RANK.")
     threads = int(answers[0]["torch's threads"])
-    figures = {"threads": threads, "environment": answers[0]}
     for host, count in Counter(machine["host"] for machine in machines if machine["type"] == "cpu").items():
         cores = next(machine["cores"] for machine in machines if machine["host"] == host)
         if count > 1 and threads * count > cores:
             text = f"{count} processes of {threads} threads share the {cores} cores of {host}"
             remedy = f"Set OMP_NUM_THREADS={max(1, cores // count)}, or threads wait for each other."
-            return Verdict("warning", text, remedy, figures)
+            return Verdict("warning", text, remedy)
     own = "a device of its own" if machines[0]["type"] == "cuda" else f"{threads} thread{'s' * (threads > 1)}"
     everyone, alike = ("the process has", "") if run.world_size == 1 else ("each process has", "alike: ")
     shown = ", ".join(f"{name}={value}" for name, value in answers[0].items() if name.isupper()) or "no variable set"
-    return Verdict("ok", f"{everyone} {own}; environment {alike}{shown}", figures=figures)
+    return Verdict("ok", f"{everyone} {own}; environment {alike}{shown}")

@@ -53,7 +53,7 @@ def measure_config(run: CheckRun) -> dict[str, Any]:
 def judge_config(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
     own, model = answers[0], run.options.model
     name = f"no --model: a tiny {own['type']}" if model is None else f"{model}: {own['type']} of {own['layers']} layers"
-    return Verdict("ok", f"{name}, {own['dtype']}, pattern {own['pattern']}", figures=own)
+    return Verdict("ok", f"{name}, {own['dtype']}, pattern {own['pattern']}")
 
 
 def measure_train_step(run: CheckRun) -> dict[str, Any]:
@@ -91,13 +91,12 @@ def judge_train_step(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
         if wrong:
             x, y = figures_of_ranks[wrong[0]]
             text = f"{name} is {x:.12g} on {processes(wrong)}, and one process has {y:.12g}"
-            return Verdict("failed", text, figures={"processes": wrong})
+            return Verdict("failed", text)
     loss, norm, after = answers[0]["together"]
     apart = max(abs(x - y) / abs(y) for of_rank in pairs for x, y in of_rank)
     far = "the same as" if apart == 0 else f"{apart:.0e} from"
     steps = f"loss {loss:.4f}, gradient norm {norm:.4f}, then loss {after:.4f}"
-    figures = {"loss": loss, "gradient_norm": norm, "loss_after": after, "apart": apart}
-    return Verdict("ok", f"tiny {answers[0]['type']}: {steps}; {far} one process's", figures=figures)
+    return Verdict("ok", f"tiny {answers[0]['type']}: {steps}; {far} one process's")
 
 
 def measure_generation(run: CheckRun) -> dict[str, Any]:
@@ -115,7 +114,7 @@ def measure_generation(run: CheckRun) -> dict[str, Any]:
         arguments = cache_argument(_prefilled(alone, ids))
     logits, expected = (torch.stack(x.logits, 1) for x in (result, _generated(alone, ids, arguments)))
     apart = float((logits - expected).abs().max() / expected.abs().max())
-    return {"apart": apart, "tokens": result.sequences[:, ids.shape[1] :].tolist(), "type": run.facts["type"]}
+    return {"apart": apart, "type": run.facts["type"]}
 
 
 def _prefilled(model: Any, ids: torch.Tensor) -> Any:
@@ -134,14 +133,14 @@ def _generated(model: Any, ids: torch.Tensor, arguments: dict[str, Any]) -> Any:
 
 def judge_generation(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
     wrong = [rank for rank, answer in enumerate(answers) if not answer["apart"] <= FAR]
-    figures = {"apart": max(answer["apart"] for answer in answers), "tokens": answers[0]["tokens"]}
+    apart = max(answer["apart"] for answer in answers)
     if wrong:
-        apart = answers[wrong[0]]["apart"]
         text = f"logits of generated tokens are {apart:.0e} from one process's on {processes(wrong)}"
-        return Verdict("failed", text, figures=figures | {"processes": wrong})
-    far = f"{figures['apart']:.0e} from one process's"
-    text = f"tiny {answers[0]['type']}: {_NEW_TOKENS} tokens after a prefill, with logits {far}"
-    return Verdict("ok", text, figures=figures)
+        return Verdict("failed", text)
+    text = (
+        f"tiny {answers[0]['type']}: {_NEW_TOKENS} tokens after a prefill, with logits {apart:.0e} from one process's"
+    )
+    return Verdict("ok", text)
 
 
 def _rows_of_check(run: CheckRun) -> torch.Tensor:

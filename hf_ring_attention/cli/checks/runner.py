@@ -14,10 +14,10 @@ import signal
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -89,14 +89,12 @@ class Verdict:
     Attributes:
         text: the figures of a check that is ok; else the fault, with the processes by their numbers.
         remedy: what to do, in a sentence; "" for the remedy of the check.
-        figures: the measured numbers, by name.
         out_of_step: whether a process is gone, hangs or left others waiting, so that all later checks are skipped.
     """
 
     status: Literal["ok", "warning", "failed", "skipped"]
     text: str
     remedy: str = ""
-    figures: dict[str, Any] = field(default_factory=dict)
     out_of_step: bool = False
 
 
@@ -156,7 +154,7 @@ def _difference(answers: Sequence[Mapping[str, Any]], remedy: str) -> Verdict | 
         if other is not None:
             ranks = [rank for rank, value in enumerate(values) if value == other]
             text = f"{name} is {other} on {processes(ranks)} and {first.get(name, 'not set')} on process 0"
-            return Verdict("failed", text, remedy.format(name), {"differing": name})
+            return Verdict("failed", text, remedy.format(name))
     return None
 
 
@@ -251,26 +249,18 @@ def _judged(run: CheckRun, check: Check, replies: dict[int, tuple[str, Any]]) ->
     if gone:
         text = f"{processes(gone)} of {run.world_size} did not answer: killed, stopped, or ended by an error"
         remedy = "Read that process's output and the launcher's for the cause, then start all again."
-        return _failed(text, remedy, gone)
-    if errors:
-        return replace(_of_errors(errors, check.remedy), out_of_step=len(errors) < run.world_size)
-    if busy:
+        return Verdict("failed", text, remedy, out_of_step=True)
+    if busy and not errors:
         text = f"{processes([*busy])} of {run.world_size} did not end within {run.options.timeout:g} s"
-        return _failed(text, "See what that process waits for or computes, or allow more with --timeout.", busy)
-    if broken:
-        return _of_errors(broken, check.remedy)
+        remedy = "See what that process waits for or computes, or allow more with --timeout."
+        return Verdict("failed", text, remedy, out_of_step=True)
+    if errors or broken:
+        causes = errors or broken
+        text = f"{processes([*causes])}: {next(iter(causes.values()))}"
+        return Verdict("failed", text, check.remedy, out_of_step=len(errors) < run.world_size)
     if "not applicable" in of_kind:
         return Verdict("skipped", next(iter(of_kind["not applicable"].values())))
     return check.judge(run, [*of_kind["measured"].values()])
-
-
-def _failed(text: str, remedy: str, ranks: Iterable[int]) -> Verdict:
-    return Verdict("failed", text, remedy, {"processes": [*ranks]}, out_of_step=True)
-
-
-def _of_errors(errors: dict[int, str], remedy: str) -> Verdict:
-    """Returns a verdict with the first error, and with the processes that have one."""
-    return _failed(f"{processes([*errors])}: {next(iter(errors.values()))}", remedy, errors)
 
 
 @contextmanager
