@@ -53,7 +53,7 @@ def explain_command(args: Namespace) -> None:
     call |= {"causal": not args.bidirectional, "documents": None if rows is None else rows * args.batch_size}
     with spinner(f"planning {args.tokens} tokens over {args.ranks} ranks"):
         figures = checked(None, explain_layers, attention, **call)
-    answer = {"model": attention.name or None, "model_type": attention.model_type or None}
+    answer: dict[str, Any] = {"model": attention.name or None, "model_type": attention.model_type or None}
     answer |= {name: getattr(args, name) for name in ("tokens", "ranks", "dtype", "batch_size", "ring_heads")}
     answer |= {"causal": not args.bidirectional, "heads": attention.num_heads, "kv_heads": attention.num_kv_heads}
     answer |= {"head_dim": attention.head_dim, "value_dim": attention.value_dim, **figures}

@@ -36,8 +36,8 @@ COMPUTE, SEND, WAIT = ("#3b6fb6", "#7fa8dc"), "#f0a030", "#d9534f"
 MOST_HEADS_WITH_TEXT = 12
 
 
-def _new_figure(*inches: float) -> Any:
-    return Figure(figsize=inches, layout="constrained")
+def _new_figure(width: float, height: float) -> Any:
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _legend_below(figure: Any, handles: Sequence[Patch], columns: int, fontsize: int = 9) -> None:

@@ -47,12 +47,11 @@ def measure_launch(run: CheckRun) -> dict[str, Any]:
             raise ValueError(f"local rank {local_rank} needs {local_rank + 1} GPUs on {host}, it has {count}")
         torch.cuda.set_device(local_rank)
     run.device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    run.backend = "nccl" if cuda else "gloo"  # as jobs do
     if run.world_size > 1:
         ranks: Any = {"store": run.store, "rank": run.rank, "world_size": run.world_size}
         # gloo fails before the check is over, so the verdict can name who waits and who is late. NCCL would end the process.
         seconds = 2 * run.options.timeout + 60 if cuda else 0.75 * run.options.timeout
-        dist.init_process_group(run.backend, **ranks, timeout=timedelta(seconds=seconds))
+        dist.init_process_group("nccl" if cuda else "gloo", **ranks, timeout=timedelta(seconds=seconds))
         dist.barrier()
         if 1 < run.ring_size < run.world_size:
             run.group, _ = dist.new_subgroups(group_size=run.ring_size, timeout=timedelta(seconds=seconds))
@@ -81,7 +80,7 @@ def judge_launch(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
         return Verdict("ok", f"1 process {devices}, no launcher")
     count, minutes = run.world_size // run.ring_size, answers[0]["waits"] / 60
     rings = f"{count} ring{'s' * (count > 1)} of {run.ring_size}"
-    how = f"backend {run.backend}, which waits {minutes:g} min for a late process"
+    how = f"backend {dist.get_backend()}, which waits {minutes:g} min for a late process"
     return Verdict("ok", f"{run.world_size} processes {devices}, {rings}; {how}")
 
 
@@ -99,7 +98,7 @@ def judge_versions(run: CheckRun, answers: list[dict[str, str | None]]) -> Verdi
     first, ranges, newer = answers[0], _supported(), []
     for name, version in first.items():
         supported = ranges.get(name, SpecifierSet())
-        remedy = f"Install a newer Python, {supported}." if name == "python" else f"pip install '{name}{supported}'"
+        remedy = f"pip install '{name}{supported}'"
         if version is None:
             return Verdict("failed", f"{name} is not installed", remedy)
         if name in NEWEST_TESTED and Version(version).release[:2] > Version(NEWEST_TESTED[name]).release[:2]:
@@ -117,13 +116,10 @@ def judge_versions(run: CheckRun, answers: list[dict[str, str | None]]) -> Verdi
 
 def _supported() -> dict[str, SpecifierSet]:
     """Returns the versions that this package's own metadata allows; nothing if it runs without being installed."""
-    try:
-        metadata = importlib.metadata.metadata(_DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
-        return {}
-    needed = [Requirement(text) for text in metadata.get_all("Requires-Dist") or ()]
-    ranges = {requirement.name: requirement.specifier for requirement in needed if requirement.marker is None}
-    return ranges | {"python": SpecifierSet(metadata["Requires-Python"] or "")}
+    with suppress(importlib.metadata.PackageNotFoundError):
+        needed = [Requirement(text) for text in importlib.metadata.requires(_DISTRIBUTION) or ()]
+        return {requirement.name: requirement.specifier for requirement in needed if requirement.marker is None}
+    return {}
 
 
 def measure_environment(run: CheckRun) -> dict[str, str]:

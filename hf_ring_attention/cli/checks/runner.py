@@ -39,7 +39,7 @@ class CheckRun:
         options: of the command line: ring_size, model, pattern, and the seconds that a check may take, timeout.
         told_to_end: is set when the launcher wants this process to end.
         store: where the processes found each other; None for a process without a launcher.
-        device, backend, group: set by the check "launch", which makes the process groups; `group` is a ring's, None for all.
+        device, group: set by the check "launch", which makes the process groups; `group` is a ring's, None for all.
         facts: what earlier checks leave for later ones, by name.
 
     Raises:
@@ -54,7 +54,6 @@ class CheckRun:
             self.store, self.rank, self.world_size = next(rendezvous("env://", timeout=timeout))
         self.ring_size, self.group = options.ring_size or self.world_size, None
         self.device: Any = None
-        self.backend = ""
         self.facts: dict[str, Any] = {}
         # Messages have a connection of their own: a process group that waits for another one blocks the first.
         connection = dist.HashStore() if self.store is None else self.store.clone()
@@ -136,7 +135,7 @@ class Check:
 
     def _function(self, kind: str) -> Callable[..., Any]:
         module, _, name = self.functions.partition(".")
-        return getattr(importlib.import_module(f".{module}", __package__), f"{kind}_{name}")  # type: ignore[no-any-return]
+        return getattr(importlib.import_module(f".{module}", __package__), f"{kind}_{name}")
 
 
 def processes(ranks: Sequence[int]) -> str:
