@@ -62,85 +62,66 @@ def test_patterns_and_plans_need_neither_torch_nor_transformers():
     assert "hf_ring_attention.plan.plans" in own
 
 
+#: The implementation is registered, whichever of the libraries was imported first.
+REGISTERED = """
+from transformers import LlamaConfig, LlamaModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+assert "ring_dilated" in ALL_ATTENTION_FUNCTIONS.valid_keys()
+assert "ring_dilated" in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
+config = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+import torch
+model = LlamaModel._from_config(config, attn_implementation="ring_dilated")
+assert model(torch.ones(1, 4, dtype=torch.int64)).last_hidden_state.shape == (1, 4, 8)
+"""
+#: Everything but evaluation. Images for GPUs often lack the library datasets, and what only it brings.
+WITHOUT_DATASETS = """
+for name in ra.__all__:
+    getattr(ra, name)
+from tests.support.training import documents, padded, tiny_llama
+from transformers import default_data_collator
+
+model, ring = ra.patch_model(tiny_llama(), "window:8+2"), ra.Ring.alone()
+rows = documents(6, 20, 30, seed=0)
+batch = padded(rows[:2])
+ra.patch_model(model, ring=ring)(**batch).loss.backward()
+ra.distillation_loss(model, batch).backward()
+ra.perplexity(model, batch["input_ids"])
+columns = ra.pack_documents({"input_ids": [row["input_ids"] for row in rows]}, 64)
+packed = [dict(zip(columns, row)) for row in zip(*columns.values())]
+assert len(packed) > 1
+options = {"max_steps": 2, "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "report_to": []}
+args = ra.RingTrainingArguments(FOLDER, eval_strategy="steps", eval_steps=1, **options)
+data = {"train_dataset": packed, "eval_dataset": packed, "data_collator": default_data_collator}
+assert ra.RingTrainer(model, args, **data).train().global_step == 2
+"""
+
+
 def test_who_evaluates_a_model_does_not_load_what_trains_one():
     _, heavy = loaded_by(
-        """
-        import hf_ring_attention as ra
-
-        ra.patch_model, ra.patch_config, ra.Ring, ra.perplexity, ra.prefill, ra.ring_attention
-        """
+        "import hf_ring_attention as ra\n"
+        "ra.patch_model, ra.patch_config, ra.Ring, ra.perplexity, ra.prefill, ra.ring_attention\n"
+        "import transformers.models.llama.modeling_llama\n" + REGISTERED
     )
     assert not {"datasets", "peft", "transformers.trainer"} & {*heavy}
     assert {"torch", "transformers"} <= {*heavy}
 
 
 def test_models_losses_and_trainers_need_no_datasets_library(tmp_path):
-    """Images for GPUs often lack it, and what only it brings."""
     own, heavy = loaded_by(
-        f"""
-        import sys
-
-        sys.modules |= dict.fromkeys(["datasets", "pyarrow"])  # An import of these is a ModuleNotFoundError.
-        import hf_ring_attention as ra
-        from tests.support.training import documents, padded, tiny_llama
-        from transformers import default_data_collator
-
-        for name in ra.__all__:
-            getattr(ra, name)
-        model, ring = ra.patch_model(tiny_llama(), "window:8+2"), ra.Ring.alone()
-        rows = documents(6, 20, 30, seed=0)
-        batch = padded(rows[:2])
-        ra.patch_model(model, ring=ring)(**batch).loss.backward()
-        ra.distillation_loss(model, batch).backward()
-        ra.perplexity(model, batch["input_ids"])
-        columns = ra.pack_documents({{"input_ids": [row["input_ids"] for row in rows]}}, 64)
-        packed = [dict(zip(columns, row)) for row in zip(*columns.values())]
-        assert len(packed) > 1
-        options = {{"max_steps": 2, "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "report_to": []}}
-        args = ra.RingTrainingArguments({str(tmp_path)!r}, eval_strategy="steps", eval_steps=1, **options)
-        data = {{"train_dataset": packed, "eval_dataset": packed, "data_collator": default_data_collator}}
-        assert ra.RingTrainer(model, args, **data).train().global_step == 2
-        """
+        'import sys\nsys.modules |= dict.fromkeys(["datasets", "pyarrow"])\n'  # An import of these is a ModuleNotFoundError.
+        "import transformers.modeling_utils\nimport hf_ring_attention as ra\nimport transformers\n"
+        + REGISTERED
+        + f"FOLDER = {str(tmp_path)!r}\n"
+        + WITHOUT_DATASETS
     )
     assert "hf_ring_attention.training.trainer" in own
     assert "transformers.trainer" in heavy
 
 
-#: What is imported before the package, and after it.
-ORDERS = [
-    ("hf_ring_attention", "transformers.models.llama.modeling_llama"),
-    ("transformers", "transformers.models.auto.modeling_auto"),
-    ("transformers.modeling_utils", "transformers"),
-]
-
-
-def test_the_implementation_is_registered_whichever_is_imported_first():
-    """Each order in a fork of a Python that has imported torch, which takes longest, and nothing else."""
-    loaded_by(
-        f"""
-        import importlib, os
-        import torch
-
-        for first, then in {ORDERS}:
-            child = os.fork()
-            if child:
-                assert os.waitpid(child, 0)[1] == 0, (first, then)
-                continue
-            importlib.import_module(first)
-            import hf_ring_attention
-            importlib.import_module(then)
-            from transformers import LlamaConfig, LlamaModel
-            from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-            from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-            assert "ring_dilated" in ALL_ATTENTION_FUNCTIONS.valid_keys()
-            assert "ring_dilated" in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
-            sizes = dict(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-            model = LlamaModel._from_config(LlamaConfig(**sizes), attn_implementation="ring_dilated")
-            assert model(torch.ones(1, 4, dtype=torch.int64)).last_hidden_state.shape == (1, 4, 8)
-            os._exit(0)
-        """
-    )
+def test_the_implementation_is_registered_if_transformers_is_imported_first():
+    loaded_by("import transformers\nimport hf_ring_attention\nfrom transformers import AutoModel\n" + REGISTERED)
 
 
 def test_names_that_do_not_exist_are_said():

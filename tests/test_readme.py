@@ -65,6 +65,14 @@ QUICK_START, PREAMBLE, TRAINER, TRL, ACCELERATE, GENERATION, SAVE = blocks(READM
 (PREFERENCES,) = blocks(RECIPES, "python")
 #: What follows a snippet here: it tells what became of its model.
 TELL = "\nprint('weights', sum(x.double().sum().item() for x in model.parameters()))\n"
+PROGRAMS = {
+    "quick_start": QUICK_START,
+    "trainer": PREAMBLE + TRAINER + TELL,
+    "trl": PREAMBLE + TRL + TELL,
+    "accelerate": PREAMBLE + ACCELERATE + TELL,
+    "preferences": PREFERENCES + TELL,
+    "generation": with_names_of_this_release(GENERATION),
+}
 
 
 @pytest.fixture(scope="module")
@@ -78,15 +86,7 @@ def folder(tmp_path_factory):
     pairs = [{"prompt": "Who jumps?", "chosen": " The quick brown fox.", "rejected": f" {x} dogs."} for x in range(8)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     (folder / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
-    programs = {
-        "quick_start": QUICK_START,
-        "trainer": PREAMBLE + TRAINER + TELL,
-        "sft": PREAMBLE + TRL + TELL,
-        "accelerate": PREAMBLE + ACCELERATE + TELL,
-        "preferences": PREFERENCES + TELL,
-        "generation": with_names_of_this_release(GENERATION),
-    }
-    for name, program in programs.items():
+    for name, program in PROGRAMS.items():
         program = program.replace(MODEL, str(folder / "model")).replace(STEPS, "max_steps=2").replace(ROW, "1024")
         (folder / f"{name}.py").write_text(program)
     return folder
@@ -94,16 +94,15 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def printed(folder):
-    """What each program printed, by its file and rank: on two processes, and the quick start also alone."""
+    """What each program printed on two processes, one after the other, and the quick start also alone."""
     settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    how = {"environment": {**os.environ, **settings}, "timeout": TIMEOUT, "folder": folder}
-    printed = {}
-    for script, processes in [("quick_start.py", 1), *((path.name, 2) for path in sorted(folder.glob("*.py")))]:
-        done = run_program(folder / script, processes=processes, **how)
-        assert done.returncode == 0, f"{script}: {done.stderr[-3000:]}"
-        ranks = ["alone"] if processes == 1 else ["0", "1"]
-        printed |= {(script, rank): text for rank, text in zip(ranks, done.outputs)}
-    return printed
+    launch = {"environment": {**os.environ, **settings}, "timeout": TIMEOUT}
+    with contextlib.chdir(folder):
+        ran = {name: run_program(f"{name}.py", processes=2, **launch) for name in PROGRAMS}
+        ran["alone"] = run_program("quick_start.py", **launch)
+    for done in ran.values():
+        assert done.returncode == 0, done.stderr[-3000:]
+    return {name: done.stdout for name, done in ran.items()}
 
 
 def test_what_the_tests_replace_stands_in_the_snippets():
@@ -114,36 +113,33 @@ def test_what_the_tests_replace_stands_in_the_snippets():
 
 def test_the_quick_start_prints_what_the_page_says(printed):
     alone, together = blocks(README, "text")
-    assert printed["quick_start.py", "alone"] == alone
-    assert printed["quick_start.py", "0"] == together
-    assert printed["quick_start.py", "1"] == ""
+    assert printed["alone"] == alone
+    assert printed["quick_start"] == together, "only the first process prints"
     assert alone.replace("ring of 1", "") == together.replace("ring of 2", "")
 
 
-@pytest.mark.parametrize("way", ["trainer", "sft", "accelerate", "preferences"])
+@pytest.mark.parametrize("way", ["trainer", "trl", "accelerate", "preferences"])
 def test_each_way_of_training_trains_one_model_on_both_processes(printed, folder, way):
     before = AutoModelForCausalLM.from_pretrained(folder / "model")
     start = sum(x.double().sum().item() for x in before.parameters())
-    first, second = (float(printed[f"{way}.py", rank].split("weights ")[-1]) for rank in "01")
+    first, second = map(float, re.findall(r"^weights (\S+)$", printed[way], re.MULTILINE))
     assert first == second
     assert abs(first - start) > 1e-6
 
 
 def test_generation_reads_the_document_from_both_processes(printed, folder):
-    first, second = printed["generation.py", "0"], printed["generation.py", "1"]
     told = r"perplexity=([\d.]+), .*tokens=(\d+)"
     model = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="ring_dilated")
     ra.patch_model(model, "window:512+4")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     text = (folder / "book.txt").read_text()
     alone = ra.perplexity(model, tokenizer(text, return_tensors="pt"))
-    perplexity, tokens = re.search(told, first).groups()
+    perplexity, tokens = re.search(told, printed["generation"]).groups()
     assert int(tokens) == alone.tokens
     assert float(perplexity) == pytest.approx(alone.perplexity, rel=1e-4)
     asked = tokenizer(text + "Who jumps?", return_tensors="pt").input_ids
     whole = model.generate(asked, max_new_tokens=20)
-    assert first.partition("\n")[2] == tokenizer.decode(whole[0, asked.shape[1] :]) + "\n"
-    assert second == ""
+    assert printed["generation"].partition("\n")[2] == tokenizer.decode(whole[0, asked.shape[1] :]) + "\n"
 
 
 def test_a_pattern_is_set_before_loading_and_comes_back(folder, tmp_path, monkeypatch):
@@ -175,69 +171,54 @@ ALL_COMMANDS = [(page.relative_to(ROOT).as_posix(), command) for page in PAGES f
 
 
 @functools.cache
-def options_of(recipe):
-    """The options that the help of a recipe names."""
+def help_of(*names):
+    """What --help of a command of the command line prints, or of a recipe by its module."""
     shown = io.StringIO()
-    with contextlib.redirect_stdout(shown), pytest.raises(SystemExit):
-        importlib.import_module(recipe).parse_args(["--help"])
-    return set(re.findall(r"--[\w-]+", shown.getvalue().partition("options:")[2]))
-
-
-def help_of(recipe, capsys):
-    """What a recipe's --help prints."""
-    module = importlib.import_module(recipe)
-    with pytest.raises(SystemExit) as ended:
-        getattr(module, "parse_args", getattr(module, "main", None))(["--help"])
+    if names[0] == "hf-ring-attention":
+        run = cli.main
+    else:
+        module = importlib.import_module(names[0])
+        run = getattr(module, "parse_args", getattr(module, "main", None))
+    with contextlib.redirect_stdout(shown), pytest.raises(SystemExit) as ended:
+        run([*names[1:], "--help"])
     assert not ended.value.code
-    return capsys.readouterr().out
+    return shown.getvalue()
 
 
-def check_program(words, capsys):
+def check_options(words, told):
+    """Help names the options among words."""
+    for option in (word.partition("=")[0] for word in words if word.startswith("--")):
+        assert re.search(rf"(?<![\w-]){option}\b(?!-)", told), f"there is no option {option}"
+
+
+def check_program(words):
     """A program of Python is there and has the options."""
     file, *arguments = words
     if file in WRITTEN:
         return
     assert (ROOT / file).parent in (ROOT / "recipes", ROOT / "recipes" / "bench")
-    told = help_of(Path(file).stem, capsys)
-    for option in (word.partition("=")[0] for word in arguments if word.startswith("--")):
-        assert re.search(rf"{option}\b(?!-)", told), f"{file} has no option {option}"
+    check_options(arguments, help_of(Path(file).stem))
 
 
-def check_command_line(words, capsys):
+def check_command_line(words):
     """The command line has the command, and that has the options."""
-    names = words[: 2 if words[:1] == ["plot"] else 1]
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*names, "--help"])
-    assert not ended.value.code
-    told = capsys.readouterr().out
-    options = [word for word in words if word.startswith("--")]
-    assert all(word in told for word in options)
+    check_options(words, help_of("hf-ring-attention", *words[: 2 if words[:1] == ["plot"] else 1]))
 
 
 def options_in_text(page):
     return {*re.findall(r"--[a-z]+(?:-[a-z]+)*\b(?!_)", without_blocks(page))}
 
 
-@pytest.mark.parametrize("page", [RECIPES, *GUIDES], ids=lambda page: page.name)
-def test_options_in_the_text_are_those_of_the_programs(page, capsys):
-    known = help_of("finetune", capsys)
-    for command in ("calibrate", "perplexity", "estimate"):
-        with pytest.raises(SystemExit):
-            cli.main([command, "--help"])
-        known += capsys.readouterr().out
-    of_launchers = {"--cpu"}
-    unknown = [
-        name for name in options_in_text(page) - of_launchers if not re.search(rf"(?<![\w-]){name}\b(?!-)", known)
-    ]
-    assert not unknown
-
-
-def test_the_text_of_the_recipes_names_options():
+def test_options_in_the_text_are_those_of_the_programs():
+    programs = ("calibrate", "perplexity", "estimate")
+    known = help_of("finetune") + "".join(help_of("hf-ring-attention", name) for name in programs)
+    for page in (RECIPES, *GUIDES):
+        check_options(options_in_text(page) - {"--cpu"}, known)  # that one is of launchers
     assert {"--dataset", "--lora", "--eval-every"} <= options_in_text(RECIPES)
 
 
 @pytest.mark.parametrize(("page", "command"), ALL_COMMANDS)
-def test_commands_name_files_and_options_that_exist(page, command, capsys):
+def test_commands_name_files_and_options_that_exist(page, command):
     words = shlex.split(command, comments=True)
     while words and re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
@@ -249,16 +230,16 @@ def test_commands_name_files_and_options_that_exist(page, command, capsys):
         assert module is not None
         assert not module.submodule_search_locations or importlib.util.find_spec(f"{rest[1]}.__main__") is not None
     elif program == "python":
-        check_program(rest, capsys)
+        check_program(rest)
     elif program == "torchrun":
         from torch.distributed.run import get_args_parser
 
         known = get_args_parser().parse_args(rest)
         if known.module:
             assert known.training_script == "hf_ring_attention"
-            check_command_line(known.training_script_args, capsys)
+            check_command_line(known.training_script_args)
         else:
-            check_program([known.training_script, *known.training_script_args], capsys)
+            check_program([known.training_script, *known.training_script_args])
     elif program == "accelerate":
         from accelerate.commands.launch import launch_command_parser
 
@@ -267,9 +248,9 @@ def test_commands_name_files_and_options_that_exist(page, command, capsys):
             rest = [*rest, *["FILE"] * (rest[-1] == "--config_file"), "train.py"]
         known = launch_command_parser().parse_args(rest[1:])
         assert known.config_file in (None, "FILE") or (ROOT / known.config_file).is_file()
-        check_program([known.training_script, *known.training_script_args], capsys)
+        check_program([known.training_script, *known.training_script_args])
     elif program == "hf-ring-attention":
-        check_command_line(rest, capsys)
+        check_command_line(rest)
     elif program == "make":
         targets = re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text("utf-8"), flags=re.MULTILINE)
         assert {word for word in rest if "=" not in word} <= {*targets}
@@ -323,20 +304,18 @@ def test_every_public_name_is_in_the_list():
     assert sorted(names) == sorted(ra.__all__)
 
 
+@functools.cache
 def texts_of_the_code():
     """Every text in the package and the recipes, those of f-strings in parts."""
-    for folder in ("hf_ring_attention", "recipes"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    yield node.value
+    files = [path for folder in ("hf_ring_attention", "recipes") for path in (ROOT / folder).rglob("*.py")]
+    nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
 def test_errors_are_quoted_as_the_code_says_them():
     quoted = re.findall(r"^\| `([^`]+)` \|", section("Troubleshooting"), flags=re.MULTILINE)
     assert len(quoted) >= 8
-    texts = "\n".join(texts_of_the_code())
-    assert not [error for error in quoted if error not in texts]
+    assert not [error for error in quoted if error not in texts_of_the_code()]
 
 
 @pytest.mark.parametrize("page", [RECIPES, ROOT / "recipes" / "guide" / "recovery.md"], ids=lambda page: page.stem)
@@ -348,11 +327,10 @@ def test_errors_of_failed_runs_are_quoted_as_the_code_writes_them(page):
     cells = re.findall(r"^\| .*? \| (.*?)(?: \| .*)?\|$", faults, flags=re.M)
     quoted = [error for cell in cells for error in re.findall(r"`(\w[^`]* [^`]*)`", cell) if "hf-ring" not in error]
     assert len(quoted) >= 3
-    texts = "\n".join(texts_of_the_code())
     parts = [
         part for error in quoted for part in re.split(r"process(?= \d)|\d+|nan|Llama\w+|torch\.\w+|checkpoint-", error)
     ]
-    assert not [part for part in parts if part.strip() and part.rstrip() not in texts]
+    assert not [part for part in parts if part.strip() and part.rstrip() not in texts_of_the_code()]
 
 
 def slugs(page):

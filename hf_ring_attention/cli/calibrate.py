@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
-import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from .._version import __version__
-from .options import (
-    Parser,
-    Refusal,
-    at_least,
-    checked,
-    existing_file,
-    missing_extra,
-    new_folder,
-    read_text,
-    token_count,
-)
-from .output import Sheet, layer_numbers, print_json, print_sheet, short_count, stdout_left_alone
+from ..evaluation.whole_files import write_whole
+from .options import Parser, above_zero, at_least, checked, new_folder, text_file, token_count
+from .output import layer_numbers, print_table, short_count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,18 +20,18 @@ if TYPE_CHECKING:
     from ..evaluation.calibration.result import Calibration
 
 #: The files in the folder of a calibration, and the folder of its measurements.
-CALIBRATION, REPORT, PICTURE, MEASURED = "calibration.json", "report.md", "layers.png", "measurements"
+CALIBRATION, REPORT, MEASURED = "calibration.json", "report.txt", "measurements"
 _BUDGETS = {"flops": "the FLOPs", "cache_reads": "the reads of the cache", "bytes": "the bytes of the ring"}
 
 
 def add_calibrate(parser: Parser) -> None:
     """Adds the options of `calibrate`."""
     add = parser.add_argument
-    add("--model", metavar="ID_OR_FOLDER", required=True, help="A causal language model: hub id or folder.")
+    parser.add_model("A causal language model: hub id or folder.", required=True)
     text = "A text in UTF-8; repeatable."
-    add("--text", metavar="FILE", type=existing_file, action="append", required=True, help=text)
+    add("--text", metavar="FILE", type=text_file, action="append", required=True, help=text)
     text = "Share of exact attention's cost, up to 1 (default 0.25)."
-    add("--budget", metavar="SHARE", type=float, default=0.25, help=text)
+    add("--budget", metavar="SHARE", type=above_zero(1), default=0.25, help=text)
     parser.add_choice("--budget-of", tuple(_BUDGETS), "The cost that is counted", "flops")
     text = "Ranks of the ring whose bytes are counted (default: the processes)."
     add("--ranks", metavar="N", type=at_least(2), help=text)
@@ -56,9 +46,8 @@ def add_calibrate(parser: Parser) -> None:
     add("--seed", metavar="N", type=at_least(0, 2**32 - 1), default=0, help=text)
     text = "Folder for results and measurements; an interrupted run continues there."
     add("--output", metavar="FOLDER", type=new_folder, help=text)
-    add("--plot", action="store_true", help=f"Draw {PICTURE} into the folder of --output.")
-    parser.add_checkpoint()
-    parser.add_json()
+    parser.add_picture("--plot", "Draw the pattern of each layer and key/value head.")
+    parser.add_loading()
 
 
 def calibrate_command(args: Namespace) -> None:
@@ -71,7 +60,7 @@ def calibrate_command(args: Namespace) -> None:
       hf-ring-attention calibrate --model HuggingFaceTB/SmolLM2-135M \\
           --text book.txt --text manual.txt --budget 0.25 --seq-len 8192
       hf-ring-attention calibrate --model ./folder --text book.txt --rows 4 \\
-          --output calibrated --plot
+          --output calibrated --plot layers.png
       torchrun --nproc-per-node 8 -m hf_ring_attention calibrate \\
           --model ./folder --text book.txt --seq-len 128k --output calibrated
     """
@@ -79,42 +68,27 @@ def calibrate_command(args: Namespace) -> None:
 
     config = checked("--model", read_config, args.model, args.trust_remote_code)
     checked("--seq-len", check_positions, config, args.seq_len)
-    if not 0 < args.budget <= 1:
-        message = "a share of exact attention's cost, above 0 and at most 1, was expected"
-        raise Refusal(f"{message}, got {args.budget:g}", "--budget")
-    if args.plot and args.output is None:
-        raise Refusal(f"the picture is {PICTURE} in the folder of --output: name one", "--plot")
-    missing = missing_extra("a picture", "matplotlib") if args.plot else None
-    if missing:
-        raise Refusal(missing, "--plot")
-    contents = {str(path): read_text(path, "--text") for path in args.text}
-    with stdout_left_alone(args.json):
-        try:
-            calibration, is_first, facts = _calibrated(args, contents)
-        except (OSError, ValueError, NotImplementedError) as error:
-            raise Refusal(str(error)) from None
-    if not is_first:
+    calibration, rank, opening = checked(None, _calibrated, args)
+    if rank > 0:
         return
-    sheets = [sheet_of_patterns(calibration), sheet_of_texts(calibration, list(contents), args.rows)]
+    report = io.StringIO()
+    _print_patterns(calibration, f"{args.model}, {args.dtype}", report)
+    _print_texts(calibration, [name for name, _ in args.text], args.rows, opening, report)
     if args.output is not None:
-        _write_report(args, calibration, facts, [*sheets, sheet_of_layers(calibration)])
-    if args.json:
-        print_json({"model": args.model, "calibration": calibration.to_dict()})
-        return
-    for sheet in sheets:
-        print_sheet(sheet)
-    if args.output is not None:
-        print(f"written to {args.output}: {CALIBRATION}, config.json, {REPORT}{', ' + PICTURE if args.plot else ''}")
+        write_whole(args.output / REPORT, report.getvalue())
+    if args.plot is not None:
+        from .plots import plot_calibration  # It imports matplotlib.
+
+        plot_calibration(calibration, args.plot)
+    print(report.getvalue(), end="")
+    print("\n".join(f"wrote {place}" for place in (args.output, args.plot) if place is not None))
 
 
-def _calibrated(args: Namespace, contents: dict[str, str]) -> tuple[Calibration, bool, list[str]]:
-    """Returns the chosen patterns, whether this process is the first, and facts for a report.
+def _calibrated(args: Namespace) -> tuple[Calibration, int, str]:
+    """Returns the chosen patterns, the rank of this process, and the tokens with which the model's texts open.
 
     Writes the patterns, and the model's config with them, to the folder of --output.
     """
-    import torch
-    import transformers
-
     from ..evaluation.calibration.calibrate import calibrate
     from ..evaluation.texts import opening_tokens
     from ..hf.config import patch_config
@@ -122,7 +96,7 @@ def _calibrated(args: Namespace, contents: dict[str, str]) -> tuple[Calibration,
 
     ring, device = ring_of_processes(args.device)
     tokenizer = load_tokenizer(args.model, args.trust_remote_code)
-    rows = [row for name, text in contents.items() for row in rows_of(tokenizer, name, text, args.seq_len, args.rows)]
+    rows = [row for name, text in args.text for row in rows_of(tokenizer, name, text, args.seq_len, args.rows)]
     model = load_model(args.model, args.dtype, device, args.trust_remote_code)
     options = {name: getattr(args, name) for name in ("budget", "budget_of", "ranks", "refinements", "seed")}
     options |= {name: getattr(args, name) for name in ("menu", "retrieval") if getattr(args, name) is not None}
@@ -131,15 +105,7 @@ def _calibrated(args: Namespace, contents: dict[str, str]) -> tuple[Calibration,
     if ring.rank == 0 and args.output is not None:
         calibration.save(args.output / CALIBRATION)
         patch_config(copy.deepcopy(model.config), calibration).save_pretrained(args.output)
-    opening = " ".join(tokenizer.convert_ids_to_tokens(opening_tokens(tokenizer).tolist()))
-    facts = [
-        f"model: {args.model}, {args.dtype}, {ring.world_size} process(es)",
-        f"command: hf-ring-attention {' '.join(sys.argv[1:])}",
-        f"versions: hf_ring_attention {__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
-        f"seed {calibration.seed}, weight of retrieval {calibration.retrieval:g}, {len(rows)} row(s) of text"
-        f"{', each opened by ' + opening if opening else ''}",
-    ]
-    return calibration, ring.rank == 0, facts
+    return calibration, ring.rank, " ".join(tokenizer.convert_ids_to_tokens(opening_tokens(tokenizer).tolist()))
 
 
 def rows_of(tokenizer: Any, name: str, content: str, tokens: int, count: int) -> list[Tensor]:
@@ -164,29 +130,15 @@ def rows_of(tokenizer: Any, name: str, content: str, tokens: int, count: int) ->
     return [torch.cat([opening, ids[start : start + room]]) for start in starts]
 
 
-def _write_report(args: Namespace, calibration: Calibration, facts: list[str], sheets: Sequence[Sheet]) -> None:
-    """Writes the report of a calibration in Markdown, and its picture."""
-    from ..evaluation.whole_files import write_whole
-
-    parts = ["# Calibrated patterns\n", "\n".join(f"- {fact}" for fact in facts) + "\n"]
-    parts += [sheet.markdown() for sheet in sheets]
-    if args.plot:
-        from .plots import plot_calibration
-
-        plot_calibration(calibration, args.output / PICTURE)
-        parts.append(f"![The pattern of each layer and key/value head]({PICTURE})\n")
-    write_whole(args.output / REPORT, "\n".join(parts))
-
-
-def sheet_of_patterns(calibration: Calibration) -> Sheet:
-    """Returns a table with a line for each pattern of the menu: its cost, and the layers and heads that have it."""
+def _print_patterns(calibration: Calibration, model: str, stream: TextIO) -> None:
+    """Prints a table with a line for each pattern of the menu: its cost, and the layers and heads that have it."""
     heads = calibration.of_heads()
     counts = Counter(pattern for patterns in heads.values() for pattern in patterns)
     total, rows = sum(counts.values()), []
     for pattern in sorted(calibration.menu, key=calibration.share_of):
         layers = layer_numbers([layer for layer in sorted(heads) if pattern in heads[layer]]) or "-"
         share, count = calibration.share_of(pattern), counts[pattern]
-        rows.append((str(pattern), f"{share:.1%}", str(count), f"{count / total:.0%}", layers))
+        rows.append((pattern, f"{share:.1%}", count, f"{count / total:.0%}", layers))
     shares = [
         f"{calibration.flop_share:.2%} of exact attention's FLOPs at {short_count(calibration.seq_len)} tokens",
         f"{calibration.share('cache_reads'):.2%} of its reads of the cache for the next token",
@@ -194,24 +146,18 @@ def sheet_of_patterns(calibration: Calibration) -> Sheet:
     if calibration.ranks:
         shares.append(f"{calibration.share('bytes'):.2%} of the bytes of a ring of {calibration.ranks}")
     notes = [*shares, f"the budget was {calibration.budget:.2%} of {_BUDGETS[calibration.budget_of]}"]
-    title = f"{total} groups of heads: {len(heads)} layers by key/value heads"
-    return Sheet(title, ("pattern", "FLOPs of exact's", "groups", "of all", "in layers"), rows, notes)
+    title = f"{model}: {total} groups of heads in {len(heads)} layers"
+    print_table(title, ("pattern", "FLOPs of exact's", "groups", "of all", "in layers"), rows, notes, stream=stream)
 
 
-def sheet_of_layers(calibration: Calibration) -> Sheet:
-    """Returns a table with the pattern of each layer, and the mean cost of its heads."""
-    rows = []
-    for layer, pattern in sorted(calibration.layers.items()):
-        shares = list(map(calibration.share_of, calibration.of_heads()[layer]))
-        rows.append((str(layer), str(pattern), f"{sum(shares) / len(shares):.1%}"))
-    return Sheet("Patterns of layers", ("layer", "pattern", "FLOPs of exact's"), rows, left=2)
-
-
-def sheet_of_texts(calibration: Calibration, names: Sequence[str], rows: int) -> Sheet:
-    """Returns a table with the perplexity of each row of text under exact attention, and its ratio under the choice."""
+def _print_texts(calibration: Calibration, names: Sequence[str], rows: int, opening: str, stream: TextIO) -> None:
+    """Prints a table with the perplexity of each row of text under exact attention, and its ratio under the choice."""
     titles = [f"{name}, row {row + 1}" if rows > 1 else name for name in names for row in range(rows)]
     cells = [
         (title, f"{math.exp(text.exact_nll):.3f}", f"{text.perplexity_ratio:.4f}")
         for title, text in zip(titles, calibration.texts, strict=True)
     ]
-    return Sheet("Perplexity of the texts that were chosen by", ("text", "exact", "calibrated / exact"), cells)
+    notes = [f"seed {calibration.seed}, weight of retrieval {calibration.retrieval:g}"]
+    notes += [f"each row opened by {opening}"] if opening else []
+    title = "Perplexity of the texts that were chosen by"
+    print_table(title, ("text", "exact", "calibrated / exact"), cells, notes, stream=stream)

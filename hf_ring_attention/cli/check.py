@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import textwrap
 import time
 from argparse import Namespace
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from .options import Parser, at_least, positive
-from .output import print_json, stdout_left_alone, terminal
+from .options import Parser, Refusal, above_zero, at_least
+from .output import terminal
 
 if TYPE_CHECKING:
     from .checks.runner import Verdict
 
 
 #: The verdicts as they are shown, with their styles in a terminal.
-_SHOWN = {
-    "ok": ("ok", "green"),
-    "warning": ("warning", "yellow"),
-    "failed": ("FAILED", "bold red"),
-    "skipped": ("-", "dim"),
-}
+_SHOWN = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "failed": ("FAILED", "bold red")}
+_SHOWN |= {"skipped": ("-", "dim")}
 #: The widths of the columns of the verdict and of the check's name.
 _COLUMNS = 9, 21
 
@@ -32,8 +29,9 @@ def add_check(parser: Parser) -> None:
     add("--ring-size", metavar="N", type=at_least(1), help="Processes that share each sequence (default: all).")
     add("--model", metavar="ID_OR_FOLDER", help=text)
     parser.add_pattern("The job's pattern; default: the model's, else exact.")
-    add("--timeout", metavar="SECONDS", type=positive, default=30.0, help="The longest for each check (default 30).")
-    parser.add_json()
+    add(
+        "--timeout", metavar="SECONDS", type=above_zero(), default=30.0, help="The longest for each check (default 30)."
+    )
 
 
 def check_command(args: Namespace) -> int:
@@ -49,26 +47,26 @@ def check_command(args: Namespace) -> int:
           --model Qwen/Qwen3-8B --pattern pyramid:512,3
       accelerate launch --config_file FILE -m hf_ring_attention check
     """
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.ring_size is not None and count % args.ring_size:
+        raise Refusal(f"a number that divides the {count} processes was expected, got {args.ring_size}", "--ring-size")
     from .checks.catalogue import check_launch
-    from .checks.runner import end_at_once, told_to_end
+    from .checks.runner import told_to_end
 
     start, console = time.monotonic(), terminal()
     verdicts: dict[str, Verdict] = {}
 
     def tell(name: str, verdict: Verdict) -> None:
         verdicts[name] = verdict
-        if not args.json:
-            _print_verdict(name, verdict, console)
+        _print_verdict(name, verdict, console)
 
     with told_to_end() as told:
-        with stdout_left_alone(args.json):
-            status, all_answer = check_launch(args, tell, told)
-        if verdicts and args.json:
-            print_json([{"check": name, **asdict(verdict)} for name, verdict in verdicts.items()])
-        elif verdicts:
+        status, all_answer = check_launch(args, tell, told)
+        if verdicts:
             console.print(_summary(verdicts, time.monotonic() - start))
         if not all_answer:
-            end_at_once(status)
+            sys.stdout.flush()
+            os._exit(status)  # Threads that hang would keep it.
     return status
 
 

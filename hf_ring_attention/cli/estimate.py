@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..cost.memory import NUMBER_BYTES, PARALLELS
-from .options import MOST_TOKENS, Parser, Refusal, at_least, memory_size, token_count
-from .output import Sheet, print_json, print_sheet, short_bytes, short_count, spinner
+from .options import MOST_TOKENS, Parser, at_least, checked, memory_size, token_count
+from .output import print_json, print_table, short_bytes, short_count, spinner
 
 if TYPE_CHECKING:
     from ..cost.estimate import Estimate
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def add_estimate(parser: Parser) -> None:
     """Adds the options of `estimate`."""
-    parser.add_model_of_config("A folder with a config.json, or a hub id.", required=True)
+    parser.add_model("A folder with a config.json, or a hub id.", required=True)
     add, dtypes = parser.add_argument, tuple(NUMBER_BYTES)
     add("--seq-len", metavar="N", type=token_count(), required=True, help="Tokens of a sequence: 4096, 128k, 1M.")
     add("--devices", metavar="N", type=at_least(1, 2**20), default=1, help="All devices (default 1).")
@@ -69,10 +69,8 @@ def estimate_command(args: Namespace) -> None:
     # Plans of many ranks are some hundred thousand objects without circles, and searching them for circles takes a while.
     gc.disable()
     with spinner(f"planning {args.seq_len} tokens over {args.ring_size or args.devices} ranks"):
-        try:
-            answer = estimate(load_config(args.model, trust=args.trust_remote_code), args.seq_len, **setting)
-        except ValueError as error:
-            raise Refusal(str(error)) from None
+        config = checked(None, load_config, args.model, trust=args.trust_remote_code)
+        answer = checked(None, estimate, config, args.seq_len, **setting)
         if args.plot is not None:
             from .plots import plot_estimate
 
@@ -92,27 +90,19 @@ def _figures_of(answer: Estimate) -> dict[str, Any]:
     from ..cost.questions import longest_sequence, next_switches, smallest_ring
 
     names = ("phases", "peak", "peak_phase", "host", "memory", "fits", "not_counted")
-    figures: dict[str, Any] = {
-        "model_type": answer.shape.model_type,
-        "parameters": answer.shape.parameters,
-        "setting": asdict(answer.setting),
-        "parts": [asdict(part) for part in answer.parts],
-        **{name: getattr(answer, name) for name in names},
-        "exchanges": {
-            pattern: {
-                "transport": call.decision.choice,
-                "reason": call.decision.reason,
-                "layout": call.layout.kind,
-                "buffers": {name: call.busiest(name).buffers for name in call.balance},
-                "received": {
-                    name: [call.busiest(name).forward.received, call.busiest(name).backward.received]
-                    for name in call.balance
-                },
-            }
-            for pattern, call in answer.exchanges.items()
-        },
-        "next_switches": [asdict(one) for one in next_switches(answer)],
-    }
+    figures: dict[str, Any] = {name: getattr(answer.shape, name) for name in ("model_type", "parameters")}
+    figures |= {"setting": asdict(answer.setting), "parts": [asdict(part) for part in answer.parts]}
+    figures |= {name: getattr(answer, name) for name in names} | {"exchanges": {}}
+    for pattern, call in answer.exchanges.items():
+        traffic = {name: call.busiest(name) for name in call.balance}
+        figures["exchanges"][pattern] = {
+            "transport": call.decision.choice,
+            "reason": call.decision.reason,
+            "layout": call.layout.kind,
+            "buffers": {name: of.buffers for name, of in traffic.items()},
+            "received": {name: [of.forward.received, of.backward.received] for name, of in traffic.items()},
+        }
+    figures["next_switches"] = [asdict(one) for one in next_switches(answer)]
     if answer.memory is not None:
         ring = smallest_ring(answer)
         figures["longest_sequence"] = longest_sequence(answer)
@@ -127,13 +117,13 @@ def _print_estimate(answer: Estimate, figures: dict[str, Any], model: str) -> No
     rows.append((f"peak of a device{least}", short_bytes(answer.peak), f"in the {answer.peak_phase}"))
     rings = f"rings of {setting.ring_size} of {setting.devices} devices, {setting.parallel}"
     title = f"{model}: {short_count(setting.seq_len)} tokens, {rings}"
-    print_sheet(Sheet(title, ("memory of a device", "bytes", "formula"), rows, _answers(answer, figures), left=3))
+    print_table(title, ("memory of a device", "bytes", "formula"), rows, _answers(answer, figures), left=3)
     exchanged = [
         (pattern, call["transport"], ", ".join(f"{name} {short_bytes(size)}" for name, size in call["buffers"].items()))
         for pattern, call in figures["exchanges"].items()
     ]
     if setting.ring_size > 1 and exchanged:
-        print_sheet(Sheet("", ("pattern", "chosen", "buffers of a rank, by transport"), exchanged, left=3))
+        print_table("", ("pattern", "chosen", "buffers of a rank, by transport"), exchanged, left=3)
 
 
 def _answers(answer: Estimate, figures: dict[str, Any]) -> list[str]:

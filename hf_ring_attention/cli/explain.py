@@ -11,16 +11,16 @@ from ..plan.choices import check_choices
 from ..plan.patterns import Pattern
 from ..plan.problem import Documents
 from ..plan.traffic import TransportKind
-from .models import support_of
+from .models import why_not
 from .options import Parser, Refusal, at_least, checked
-from .output import Sheet, layer_numbers, print_json, print_sheet, short_bytes, short_count, spinner, terminal
+from .output import layer_numbers, print_json, print_table, short_bytes, short_count, spinner, terminal
 
 
 def add_explain(parser: Parser) -> None:
     """Adds the options of `explain`."""
     parser.add_row()
     parser.add_pattern("Pattern of layers without a window of their own; default: the model's, else exact.")
-    parser.add_model_of_config("Take heads and layers from its config.json.")
+    parser.add_model("Take heads and layers from its config.json.")
     parser.add_heads()
     add = parser.add_argument
     add("--layers", metavar="N", type=at_least(1), default=1, help="Layers, without --model (default 1).")
@@ -52,21 +52,11 @@ def explain_command(args: Namespace) -> None:
     call |= {"seq_len": args.tokens, "world_size": args.ranks, "heads": args.ring_heads}
     call |= {"causal": not args.bidirectional, "documents": None if rows is None else rows * args.batch_size}
     with spinner(f"planning {args.tokens} tokens over {args.ranks} ranks"):
-        try:
-            figures = explain_layers(attention, **call)
-        except ValueError as error:
-            raise Refusal(str(error)) from None
-    answer = {
-        "model": attention.name or None,
-        "model_type": attention.model_type or None,
-        **{name: getattr(args, name) for name in ("tokens", "ranks", "dtype", "batch_size", "ring_heads")},
-        "causal": not args.bidirectional,
-        "heads": attention.num_heads,
-        "kv_heads": attention.num_kv_heads,
-        "head_dim": attention.head_dim,
-        "value_dim": attention.value_dim,
-        **figures,
-    }
+        figures = checked(None, explain_layers, attention, **call)
+    answer: dict[str, Any] = {"model": attention.name or None, "model_type": attention.model_type or None}
+    answer |= {name: getattr(args, name) for name in ("tokens", "ranks", "dtype", "batch_size", "ring_heads")}
+    answer |= {"causal": not args.bidirectional, "heads": attention.num_heads, "kv_heads": attention.num_kv_heads}
+    answer |= {"head_dim": attention.head_dim, "value_dim": attention.value_dim, **figures}
     if args.json:
         print_json(answer)
     else:
@@ -107,11 +97,9 @@ def attention_of_config(args: Namespace, pattern: Pattern | None) -> ModelAttent
             attention = attention_of_model(load_config(args.model, trust=args.trust_remote_code), args.model, pattern)
     except ValueError as error:
         raise Refusal(f"{error}; or, for attention alone, give --heads, --kv-heads and --head-dim", "--model") from None
-    support = support_of(attention.model_type)
-    if support is not None and support.status == "refused":
-        raise Refusal(f"models of type {support.model_type!r} are not computed: {support.reason}", "--model")
-    if support is not None and getattr(args, "ranks", 1) > 1 and support.status == "supported" and not support.ring:
-        raise Refusal(f"models of type {support.model_type!r} run on one rank only: {support.reason}", "--ranks")
+    reason = why_not(attention.model_type, getattr(args, "ranks", 1))
+    if reason:
+        raise Refusal(reason, "--model")
     return attention
 
 
@@ -129,12 +117,8 @@ def documents_of_lengths(lengths: list[int] | None, tokens: int) -> Documents | 
 def key_value_heads(heads: int, kv_heads: int | None) -> int:
     """Returns the number of key/value heads, which must divide the query heads; None for as many."""
     if kv_heads is not None and heads % kv_heads:
-        fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
-        raise Refusal(
-            f"the number of query heads must be a multiple of the number of key/value heads, got {heads} and {kv_heads}: "
-            f"{heads} = {heads // kv_heads} * {kv_heads} + {heads % kv_heads}; take one of {fitting}",
-            "--kv-heads",
-        )
+        numbers = f"{heads} = {heads // kv_heads} * {kv_heads} + {heads % kv_heads}"
+        raise Refusal(f"a number that divides the {heads} query heads was expected, got {numbers}", "--kv-heads")
     return kv_heads or heads
 
 
@@ -150,11 +134,10 @@ def _print_answer(answer: dict[str, Any]) -> None:
     kinds, step, mixers = answer["layer_kinds"], answer["step"], answer["mixers"]
     several = step["layers"] > 1
     rows: list[Any] = [(row["kind"], row["pattern"], len(row["layers"]), *_flop_cells(row)) for row in kinds]
-    if several:
-        rows.append(("a step", "", step["layers"], *_flop_cells(step)))
+    rows += [("a step", "", step["layers"], *_flop_cells(step))] * several
     headings = ("layers", "pattern", "number", "forward", "backward", "imbalance", "of exact")
     notes = ["forward, backward: the busiest rank; imbalance: busiest / mean; of exact: the share of all ranks' FLOPs"]
-    print_sheet(Sheet("TFLOP of one layer" + " and of all" * several, headings, rows, notes, left=2))
+    print_table("TFLOP of one layer" + " and of all" * several, headings, rows, notes, left=2)
     rows = []
     for row in kinds:
         for name in get_args(TransportKind):
@@ -168,7 +151,7 @@ def _print_answer(answer: dict[str, Any]) -> None:
     columns = ("layers", "transport", "forward", "backward", "buffers", "of mean")
     notes = ["* marks the chosen transport; of mean: the work of the busiest rank over the mean"]
     title = "Bytes that the busiest rank receives in one layer" + " and in all" * (several or bool(mixers))
-    print_sheet(Sheet(title, columns, rows, notes, left=2))
+    print_table(title, columns, rows, notes, left=2)
 
 
 def _facts(answer: dict[str, Any]) -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .options import Parser, Refusal, missing_extra
+from .options import Parser, Refusal, require_extra
 
 
 def add_lm_eval(parser: Parser) -> None:
@@ -34,9 +34,7 @@ def lm_eval_command(words: list[str]) -> None:
           --model_args pretrained=./folder,pattern=window:512+4,max_length=16384
       hf-ring-attention lm-eval ls tasks
     """
-    missing = missing_extra("lm-evaluation-harness", "lm_eval")
-    if missing:
-        raise Refusal(missing)
+    require_extra("lm-evaluation-harness", "lm_eval")
     if not words:
         raise Refusal("the arguments of lm_eval are missing, such as --model ring_dilated --model_args ... --tasks ...")
     from lm_eval.__main__ import cli_evaluate

@@ -11,7 +11,7 @@ from typing import Any
 
 from .._version import __version__
 from . import calibrate, check, estimate, explain, lm_eval, models, perplexity, plot, recipes
-from .options import Parser, Refusal, missing_extra
+from .options import Parser, Refusal, require_extra
 
 PROGRAM = "hf-ring-attention"
 #: For each command the function that adds its options, the command, whose docstring is its help with examples, and what its
@@ -22,7 +22,6 @@ COMMANDS: dict[str, tuple[Callable[[Parser], None], Callable[[Any], Any], str]] 
     "plot pattern": (plot.add_plot_pattern, plot.plot_pattern_command, "[PATTERN ...] "),
     "plot layout": (plot.add_plot_layout, plot.plot_layout_command, ""),
     "plot ring": (plot.add_plot_ring, plot.plot_ring_command, ""),
-    "plot calibration": (plot.add_plot_calibration, plot.plot_calibration_command, "FILE "),
     "models": (models.add_models, models.models_command, "[TYPE ...] "),
     "perplexity": (perplexity.add_perplexity, perplexity.perplexity_command, "MODEL TEXT_FILE ... "),
     "calibrate": (calibrate.add_calibrate, calibrate.calibrate_command, ""),
@@ -42,7 +41,7 @@ def command_parser() -> Parser:
     parser = Parser(prog=PROGRAM, description="Exact and dilated ring attention: its cost, pictures, and measurements.")
     parser.add_argument("--version", action="version", version=__version__)
     top = parser.add_subparsers(metavar="COMMAND", required=True)
-    plots = top.add_parser("plot", help="Draw patterns, layouts, rings and calibrations.", epilog=_OF_PLOTS)
+    plots = top.add_parser("plot", help="Draw patterns, layouts and rings.", epilog=_OF_PLOTS)
     below = plots.add_subparsers(metavar="PICTURE", required=True)
     for name, (add_options, command, positionals) in COMMANDS.items():
         text, mark, examples = (inspect.getdoc(command) or "").partition("Examples:")
@@ -65,9 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
     """
     prog = PROGRAM
     try:
-        missing = missing_extra("the command line", "rich")
-        if missing:
-            raise Refusal(missing)
+        require_extra("the command line", "rich")
         words = sys.argv[1:] if arguments is None else arguments
         prog = " ".join([PROGRAM, *words[:1]]) if words[:1] == ["lm-eval"] else PROGRAM
         if words[:1] == ["lm-eval"] and not {*words[1:]} & {"-h", "--help"}:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import difflib
 import re
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 
 from ..hf.models import ModelSupport, release_of_table, supported_models
 from .options import Parser, Refusal
-from .output import Sheet, print_json, print_sheet, terminal
+from .output import print_json, print_table, terminal
 
-#: A reason begins with the name of a model's class, which may stand before a colon; AutoModelForCausalLM is another name.
-_CLASS = re.compile(r"^(?!Auto)[A-Za-z]\w*(For[A-Z]\w+|Model|LMHeadModel)(?=[ :]):? ?")
 #: The layers that a reason lists, such as "layer 0 is of type 'conv' (of this or another such type are layers [0, 2]): ".
 _LAYERS = re.compile(r"^layer \d+ is of type ('\w+') \([^)]*\): ")
 
@@ -23,7 +21,6 @@ def add_models(parser: Parser) -> None:
     """Adds the options of `models`."""
     add, text = parser.add_argument, "Model types, as config.json names them; default: all."
     add("types", nargs="*", metavar="TYPE", help=text)
-    add("--refused", action="store_true", help="Show only what does not work, by reason.")
     parser.add_json()
 
 
@@ -35,25 +32,27 @@ def models_command(args: Namespace) -> None:
     Examples:
       hf-ring-attention models
       hf-ring-attention models llama qwen3 bloom
-      hf-ring-attention models --refused
     """
     by_type = {model.model_type: model for model in supported_models()}
     models = [by_type[name] for name in args.types or by_type if name in by_type]
-    if args.refused:
-        models = [model for model in models if model.status != "supported"]
     if args.json:
         print_json([asdict(model) for model in models])
     elif models or not args.types:
         _warn_of_release()
-        _print_each(models) if args.types and not args.refused else _print_by_reason(models)
+        _print_each(models) if args.types else _print_by_reason(models)
     for name in args.types:
         if name not in by_type:
             raise Refusal(_not_listed(name, by_type), "TYPE")
 
 
-def support_of(model_type: str) -> ModelSupport | None:
-    """Returns the line of a model type in the table; None if it has none."""
-    return next((model for model in supported_models() if model.model_type == model_type), None)
+def why_not(model_type: str, ranks: int) -> str | None:
+    """Returns why a model type is not computed on so many ranks, by the table; None if the table does not refuse it."""
+    support = next((model for model in supported_models() if model.model_type == model_type), None)
+    accepted = {"supported": ranks == 1, "untested": True, "refused": False}
+    if support is None or support.ring or accepted[support.status]:
+        return None
+    where = " over a ring" if support.status == "supported" else ""
+    return f"models of type {model_type!r} are not computed{where}: {support.reason}"
 
 
 def _not_listed(name: str, listed: Iterable[str]) -> str:
@@ -79,39 +78,38 @@ def _warn_of_release() -> None:
 def _print_each(models: list[ModelSupport]) -> None:
     yes = {True: "yes", False: "no"}
     rows = [(x.model_type, x.status, yes[x.ring], yes[x.packed], x.reason or "") for x in models]
-    print_sheet(Sheet("", ("type", "status", "ring", "packed rows", "reason"), rows, left=5))
+    print_table("", ("type", "status", "ring", "packed rows", "reason"), rows, left=5)
 
 
 def _print_by_reason(models: list[ModelSupport]) -> None:
-    terminal().print(counts(supported_models(), release_of_table()) + "\n")
-    groups: dict[str, list[str]] = {}
-    for model in models:
-        if model.status == "supported":
-            reach = "one device and rings" if model.ring else "one device only"
-            packed = "packed rows too" if model.packed else "no packed rows"
-            groups.setdefault(f"{reach}, {packed}", []).append(model.model_type)
-    tables = {"Supported": sorted(groups.items(), key=lambda group: -len(group[1]))}
-    for status in ("refused", "untested"):
-        tables[status.capitalize()] = types_by_reason([model for model in models if model.status == status])
-    for title, grouped in tables.items():
-        if grouped:
-            rows = [(reason, len(types), ", ".join(types)) for reason, types in grouped]
-            print_sheet(Sheet(title, ("reach, or reason", "number", "types"), rows, left=3))
+    terminal().print(counts(models, release_of_table()) + "\n")
+    for status, reason in (("supported", _reach), ("refused", general_reason), ("untested", general_reason)):
+        groups = types_by_reason([model for model in models if model.status == status], reason)
+        rows = [(text, len(types), ", ".join(types)) for text, types in groups]
+        if rows:
+            print_table(status.capitalize(), ("reach, or reason", "number", "types"), rows, left=3)
+
+
+def _reach(model: ModelSupport) -> str:
+    packed = "packed rows too" if model.packed else "no packed rows"
+    return f"{'one device and rings' if model.ring else 'one device only'}, {packed}"
 
 
 def general_reason(model: ModelSupport) -> str:
     """Returns why a type is refused, without the names of its class and the numbers of its layers."""
-    reason = _CLASS.sub("", model.reason, count=1)
+    reason = model.reason.removeprefix(model.model_class).lstrip(": ")
     reason = _LAYERS.sub(r"layers of type \1: ", reason)
     return reason if reason.startswith("ring_dilated") else reason[:1].upper() + reason[1:]
 
 
-def types_by_reason(models: Iterable[ModelSupport]) -> list[tuple[str, list[str]]]:
+def types_by_reason(
+    models: Iterable[ModelSupport], reason: Callable[[ModelSupport], str] = general_reason
+) -> list[tuple[str, list[str]]]:
     """Returns pairs (reason, model types), those with the most types first; leaves out models without a reason."""
     groups: dict[str, list[str]] = {}
     for model in models:
-        if model.reason:
-            groups.setdefault(general_reason(model), []).append(model.model_type)
+        groups.setdefault(reason(model), []).append(model.model_type)
+    groups.pop("", None)
     return sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
 
 

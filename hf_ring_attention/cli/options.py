@@ -9,7 +9,9 @@ import argparse
 import importlib.util
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -66,8 +68,8 @@ class Parser(argparse.ArgumentParser):
         """Adds the file of a picture."""
         self.add_argument(name, metavar="FILE.png", type=picture_file, required=required, help=text)
 
-    def add_model_of_config(self, text: str, required: bool = False) -> None:
-        """Adds --model for commands that read the config alone, and the permission to run its code."""
+    def add_model(self, text: str, required: bool = False) -> None:
+        """Adds --model, and the permission to run its code."""
         self.add_argument("--model", metavar="ID_OR_FOLDER", required=required, help=text)
         self.add_trust()
 
@@ -76,9 +78,8 @@ class Parser(argparse.ArgumentParser):
         text = "Run the Python code that the model brings; read it first."
         self.add_argument("--trust-remote-code", action="store_true", help=text)
 
-    def add_checkpoint(self) -> None:
+    def add_loading(self) -> None:
         """Adds the options for loading a checkpoint."""
-        self.add_trust()
         self.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers", "float32")
         self.add_argument("--device", type=device, metavar="NAME", help="cpu or cuda; default: cuda if there is one.")
 
@@ -109,11 +110,11 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--ring-heads", type=at_least(1), metavar="N", help=text)
 
 
-def checked(option: str, function: Callable[..., Value], *values: Any) -> Value:
-    """Returns what a function makes of values; refuses its errors in the name of an option."""
+def checked(option: str | None, function: Callable[..., Value], *values: Any, **settings: Any) -> Value:
+    """Returns the result of a function; refuses its errors, in the name of an option if one is at fault."""
     try:
-        return function(*values)
-    except (ValueError, NotImplementedError) as error:
+        return function(*values, **settings)
+    except (OSError, ValueError, NotImplementedError) as error:
         raise Refusal(str(error), option) from None
 
 
@@ -121,13 +122,11 @@ def at_least(least: int, most: int = MOST, tokens: bool = False) -> Callable[[st
     """Returns the type of whole numbers from `least` to `most`; numbers of tokens may end in k (* 1024) or M (* 1024^2)."""
 
     def number(text: str) -> int:
-        match = re.fullmatch(r"([+-]?[0-9]+)([kKmM]?)" if tokens else r"([+-]?[0-9]+)()", text.strip())
+        # Python refuses to read thousands of digits.
+        match = re.fullmatch(r"([+-]?[0-9]{1,40})([kKmM]?)" if tokens else r"([+-]?[0-9]{1,40})()", text.strip())
         if match is None:
             kind = "number of tokens such as 4096, 128k or 1M" if tokens else f"whole number of at least {least}"
             raise argparse.ArgumentTypeError(f"a {kind} was expected, got {text!r:.40}")
-        digits = len(match[1].lstrip("+-0"))
-        if digits > 20:  # Python refuses to read thousands of digits.
-            raise argparse.ArgumentTypeError(f"a whole number of at most {most} was expected, got {digits} digits")
         value = int(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()]
         if not least <= value <= most:
             bound = f"least {least}" if value < least else f"most {most}"
@@ -142,26 +141,25 @@ def token_count(least: int = 1) -> Callable[[str], int]:
     return at_least(least, MOST_TOKENS, tokens=True)
 
 
-def positive(text: str) -> float:
-    """Reads a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"a number above 0 was expected, got {text!r:.40}")
-    return value
+def above_zero(most: float = math.inf) -> Callable[[str], float]:
+    """Returns the type of finite numbers above 0 and up to `most`."""
+
+    def number(text: str) -> float:
+        with suppress(ValueError):
+            if 0 < float(text) <= min(most, sys.float_info.max):
+                return float(text)
+        bound = "" if most == math.inf else f" and at most {most:g}"
+        raise argparse.ArgumentTypeError(f"a number above 0{bound} was expected, got {text!r:.40}")
+
+    return number
 
 
 def memory_size(text: str) -> int:
     """Reads a size of memory in bytes: 80GB (80 * 1000^3), or 80GiB (80 * 1024^3); also in MB, MiB, TB and TiB."""
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]+)?) ?([MGT])(i?)B", text.strip())
-    size = 0
-    if match:
-        size = round(float(match.group(1)) * (1024 if match.group(3) else 1000) ** (2 + "MGT".index(match.group(2))))
-    if not size:
+    if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"a size of memory such as 80GB or 80GiB was expected, got {text!r:.40}")
-    return size
+    return round(float(match[1]) * (1024 if match[3] else 1000) ** (2 + "MGT".index(match[2])))
 
 
 def comma_list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -197,6 +195,15 @@ def existing_file(text: str) -> Path:
     return Path(text)
 
 
+def text_file(text: str) -> tuple[str, str]:
+    """Reads the name of a file in UTF-8, and returns it with the text in the file."""
+    try:
+        return text, existing_file(text).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        message = f"{text} is not a text in UTF-8: {error.reason} at byte {error.start}"
+        raise argparse.ArgumentTypeError(message) from None
+
+
 def new_folder(text: str) -> Path:
     """Reads the name of a folder to write to; the command makes it."""
     for part in (Path(text), *Path(text).parents):
@@ -209,27 +216,15 @@ def picture_file(text: str) -> Path:
     """Reads the name of a picture to write; its folder and matplotlib must be there."""
     path = Path(text)
     if path.suffix not in PICTURE_FORMATS:
-        raise argparse.ArgumentTypeError(
-            f"a file that ends in one of {', '.join(PICTURE_FORMATS)} was expected, got {text!r}"
-        )
+        ends = ", ".join(PICTURE_FORMATS)
+        raise argparse.ArgumentTypeError(f"a file that ends in one of {ends} was expected, got {text!r}")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r} for {path.name!r}: make it first")
-    missing = missing_extra("a picture", "matplotlib")
-    if missing:
-        raise argparse.ArgumentTypeError(missing)
+    require_extra("a picture", "matplotlib")
     return path
 
 
-def missing_extra(purpose: str, module: str) -> str | None:
-    """Returns what to install for a purpose if one of `EXTRAS` is missing; else None."""
-    if importlib.util.find_spec(module) is not None:
-        return None
-    return f"{purpose} needs {module}, which is not installed: pip install '{EXTRAS[module]}'"
-
-
-def read_text(path: Path, option: str) -> str:
-    """Returns the text of a file in UTF-8; refuses another file in the name of an option."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise Refusal(f"{path} is not a text in UTF-8: {error.reason} at byte {error.start}", option) from None
+def require_extra(purpose: str, module: str) -> None:
+    """Refuses to go on if one of `EXTRAS` is missing; says what to install."""
+    if importlib.util.find_spec(module) is None:
+        raise Refusal(f"{purpose} needs {module}, which is not installed: pip install '{EXTRAS[module]}'")

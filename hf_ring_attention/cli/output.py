@@ -8,8 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 #: The width of a table in characters if stdout is a file or a pipe.
 WIDTH_OF_FILES = 80
@@ -17,71 +16,60 @@ WIDTH_OF_FILES = 80
 LONGEST_UNBROKEN = 16
 
 
-@dataclass(frozen=True)
-class Sheet:
-    """A table to print, with notes below it, a line each.
-
-    Attributes:
-        left: how many of the first columns are aligned to the left; the others are aligned to the right.
-    """
-
-    title: str
-    headings: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-    notes: Sequence[str] = ()
-    left: int = 1
-
-    def markdown(self) -> str:
-        """Returns the table in Markdown, with its title as a heading."""
-        rule = ["---" if number < self.left else "---:" for number in range(len(self.headings))]
-        cells = [[str(cell).replace("|", "\\|") for cell in row] for row in (self.headings, rule, *self.rows)]
-        lines = "\n".join(f"| {' | '.join(row)} |" for row in cells)
-        notes = "\n".join(f"- {note}" for note in self.notes)
-        return "\n\n".join(filter(None, (f"## {self.title}", lines, notes))) + "\n"
-
-
-def terminal(stderr: bool = False) -> Any:
-    """Returns a rich console for stdout or stderr."""
+def terminal(stream: TextIO | None = None) -> Any:
+    """Returns a rich console for a stream; None is stdout."""
     from rich.console import Console
 
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else WIDTH_OF_FILES, highlight=False)
+    stream = stream or sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else WIDTH_OF_FILES, highlight=False)
 
 
-def print_sheet(sheet: Sheet) -> None:
-    """Prints a table and its notes to stdout."""
+def print_table(
+    title: str,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    notes: Sequence[str] = (),
+    *,
+    left: int = 1,
+    stream: TextIO | None = None,
+) -> None:
+    """Prints a table, and below it notes, a line each.
+
+    Args:
+        left: how many of the first columns are aligned to the left; the others are aligned to the right.
+        stream: None is stdout.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    console = terminal()
-    if sheet.title:
-        console.print(Text(sheet.title, style="bold"))
-    columns = [[str(row[number]) for row in sheet.rows] for number in range(len(sheet.headings))]
-    narrow = [_unbroken(heading, column) for heading, column in zip(sheet.headings, columns)]
-    wide = [max(map(len, (heading, *column))) for heading, column in zip(sheet.headings, columns)]
-    room = console.width - 2 * len(columns)
+    console = terminal(stream)
+    if title:
+        console.print(Text(title, style="bold"))
+    texts = [[str(cell) for cell in row] for row in rows]
+    columns = [*zip(headings, *texts)]
+    widths = [_unbroken(column) for column in columns]
     # If the lines are too long, break headings first, and words only if that is not enough.
-    broken = sum(wide) > room >= sum(narrow)
+    room = console.width - 2 * len(columns)
+    broken = sum(max(map(len, column)) for column in columns) > room >= sum(widths)
     shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    for number, (heading, column) in enumerate(zip(sheet.headings, columns)):
-        justify: Any = "left" if number < sheet.left else "right"
-        is_short = max(map(len, column), default=0) <= LONGEST_UNBROKEN
-        width = narrow[number] if broken and is_short else None
-        shown.add_column(heading, justify=justify, overflow="fold", width=width)
-    for row in zip(*columns):
+    for number, ((heading, *cells), width) in enumerate(zip(columns, widths)):
+        fixed = broken and max(map(len, cells), default=0) <= LONGEST_UNBROKEN
+        justify: Any = "left" if number < left else "right"
+        shown.add_column(heading, justify=justify, overflow="fold", width=width if fixed else None)
+    for row in texts:
         shown.add_row(*map(Text, row))
     console.print(shown)
     console.print()
-    if sheet.notes:
-        console.print(Text("\n".join((*sheet.notes, ""))))
+    if notes:
+        console.print(Text("\n".join((*notes, ""))))
 
 
-def _unbroken(heading: str, cells: Sequence[str]) -> int:
+def _unbroken(column: Sequence[str]) -> int:
     """Returns the width at which no word and no short cell of a column is broken."""
-    words = [word for text in (heading, *cells) for word in text.split()]
-    short = [len(cell) for cell in cells if len(cell) <= LONGEST_UNBROKEN]
-    return max((*short, *(min(len(word), LONGEST_UNBROKEN) for word in words)), default=1)
+    short = [len(cell) for cell in column[1:] if len(cell) <= LONGEST_UNBROKEN]
+    words = [min(len(word), LONGEST_UNBROKEN) for text in column for word in text.split()]
+    return max((*short, *words), default=1)
 
 
 @contextmanager
@@ -108,7 +96,7 @@ def print_json(figures: Any) -> None:
 
 def spinner(text: str) -> AbstractContextManager[Any]:
     """Shows on stderr, if that is a terminal, that the command is working."""
-    status: AbstractContextManager[Any] = terminal(stderr=True).status(text)
+    status: AbstractContextManager[Any] = terminal(sys.stderr).status(text)
     return status
 
 

@@ -8,8 +8,8 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from .options import Parser, Refusal, checked, comma_list, existing_file, pattern_text, read_text, token_count
-from .output import Sheet, print_json, print_sheet, short_count, stdout_left_alone
+from .options import Parser, Refusal, checked, comma_list, existing_file, pattern_text, text_file, token_count
+from .output import print_json, print_table, short_count, stdout_left_alone
 
 #: In place of a pattern's text: the pattern in the model's config.
 OWN = "own"
@@ -19,10 +19,8 @@ USUAL_PATTERNS, USUAL_TOKENS = ["exact", "window:512+4", "pyramid:512,3"], 4096
 
 def pattern_or_file(text: str) -> str:
     """Reads a pattern, the file of a calibration, or "own"."""
-    if text == OWN:
-        return text
     if not text.endswith(".json"):
-        return pattern_text(text)
+        return text if text == OWN else pattern_text(text)
     from ..evaluation.calibration.result import Calibration  # It imports torch.
 
     try:
@@ -36,7 +34,7 @@ def add_perplexity(parser: Parser) -> None:
     """Adds the options of `perplexity`."""
     add = parser.add_argument
     add("model", metavar="MODEL", help="A causal language model: hub id or folder.")
-    add("texts", metavar="TEXT_FILE", nargs="+", type=existing_file, help="Texts in UTF-8.")
+    add("texts", metavar="TEXT_FILE", nargs="+", type=text_file, help="Texts in UTF-8.")
     text = f"A pattern, a file calibration.json, or own: the config's; repeatable (default {' '.join(USUAL_PATTERNS)})."
     add("--pattern", metavar="TEXT", action="append", type=pattern_or_file, help=text)
     text = "First tokens of each text (default 4k, or the greatest of --lengths)."
@@ -46,7 +44,8 @@ def add_perplexity(parser: Parser) -> None:
     text = "With --lengths: windows overlap, and advance by so many tokens."
     add("--stride", metavar="N", type=token_count(), help=text)
     parser.add_picture("--plot", "Draw perplexity against attention FLOPs, at the greatest length.")
-    parser.add_checkpoint()
+    parser.add_trust()
+    parser.add_loading()
     parser.add_json()
 
 
@@ -71,13 +70,12 @@ def perplexity_command(args: Namespace) -> None:
     config = checked("MODEL", read_config, args.model, trust)
     if args.stride is not None and not (args.lengths and args.stride <= min(lengths)):
         raise Refusal(f"it needs --lengths, and may be at most the shortest of them, got {args.stride}", "--stride")
-    contents = {str(path): read_text(path, "TEXT_FILE") for path in args.texts}
     with stdout_left_alone(args.json):
         from ..evaluation.texts import tokenized_text
 
         ring, device = ring_of_processes(args.device)
         tokenizer = checked("MODEL", load_tokenizer, args.model, trust)
-        texts = {name: tokenized_text(text, tokenizer, args.tokens or max(lengths)) for name, text in contents.items()}
+        texts = {name: tokenized_text(text, tokenizer, args.tokens or max(lengths)) for name, text in args.texts}
         for name, text in texts.items():
             if len(text.ids) < 2:
                 raise Refusal(f"{name} has {len(text.ids)} token(s), 2 or more are needed", "TEXT_FILE")
@@ -108,24 +106,18 @@ def _measured(
     from ..evaluation.calibration.result import load_pattern
     from ..evaluation.lengths import figures_by_length, sum_of_texts
     from ..evaluation.progress import progress_bar
-    from ..hf.config import patch_config
     from ..hf.registration import IMPLEMENTATION
 
     names = list(dict.fromkeys(args.pattern or USUAL_PATTERNS))
     if OWN in names and getattr(model.config.get_text_config(), IMPLEMENTATION, None) is None:
         raise Refusal("own: the model's config has no pattern; ra.patch_config puts one there", "--pattern")
     patterns = {name: None if name == OWN else load_pattern(name) for name in names}
-    own = copy.deepcopy(model.config)
-    for pattern in patterns.values():
-        if pattern is not None:
-            checked("--pattern", patch_config, copy.deepcopy(own), pattern)
+    source = copy.deepcopy(model.config), args.model
+    attention = {name: checked("--pattern", attention_of_model, *source, pattern) for name, pattern in patterns.items()}
     steps = len(names) * len(texts) * len(lengths)
-    try:
-        with progress_bar("perplexity", total=steps, silent=ring.rank > 0) as bar:
-            figures = figures_by_length(model, texts, patterns, lengths, args.stride, ring, bar.update)
-    except (ValueError, NotImplementedError) as error:
-        raise Refusal(str(error)) from None
-    attention = {name: attention_of_model(own, args.model, pattern) for name, pattern in patterns.items()}
+    with progress_bar("perplexity", total=steps, silent=ring.rank > 0) as bar:
+        options = model, texts, patterns, lengths, args.stride, ring, bar.update
+        figures = checked(None, figures_by_length, *options)
     rows = []
     for text, length, name in itertools.product([*texts, *["all"] * (len(texts) > 1)], lengths, names):
         group = [one for one in figures if (one.length, one.pattern) == (length, name) and text in (one.text, "all")]
@@ -156,4 +148,4 @@ def _print_rows(rows: Sequence[dict[str, Any]], title: str, by_length: bool) -> 
     if len({row["pattern"] for row in rows}) == 1:
         del columns["change"]
     cells = [[cell(row) for cell in columns.values()] for row in rows]
-    print_sheet(Sheet(title, list(columns), cells, left=list(columns).index("perplexity")))
+    print_table(title, list(columns), cells, left=list(columns).index("perplexity"))

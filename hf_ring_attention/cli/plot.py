@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 from ..cost.timeline import ring_timeline
@@ -13,37 +12,27 @@ from ..plan.patterns import Pattern
 from ..plan.plans import plan_rank
 from ..plan.problem import Problem
 from .explain import attention_of, attention_of_config, documents_of_lengths, key_value_heads
-from .options import Parser, Refusal, at_least, checked, existing_file, pattern_text, positive, token_count
+from .options import Parser, Refusal, above_zero, at_least, checked, pattern_text, token_count
 from .output import layer_numbers, short_count, spinner, terminal
-from .text_plots import RING_LEGEND, layout_lines, lines_of_patterns, ring_lines, timeline_summary
+from .pictures import RING_LEGEND, layout_lines, lines_of_patterns, ring_lines, timeline_summary
 
 #: The help of --output.
 _OUTPUT = "The file of a picture; without it, text is printed."
 
 
-def _show(output: Path | None, lines: Iterable[str], draw: Callable[[Any], None]) -> None:
-    """Prints lines, or if a file is named, has a picture drawn by the functions of plots.py."""
-    if output is not None:
-        from . import plots  # It imports matplotlib.
-
-        with spinner("drawing"):
-            draw(plots)
-        print(f"wrote {output}")
-        return
+def _print_lines(lines: Iterable[str]) -> None:
     from rich.text import Text
 
-    console = terminal()
-    for line in lines:
-        text = Text(line)
-        text.highlight_regex("┃", "bold cyan")  # sinks
-        console.print(text, soft_wrap=True)
+    text = Text("\n".join(lines))
+    text.highlight_regex("┃", "bold cyan")  # sinks
+    terminal().print(text, soft_wrap=True)
 
 
 def add_plot_pattern(parser: Parser) -> None:
     """Adds the options of `plot pattern`."""
     add, text = parser.add_argument, "Patterns such as exact, window:512+4, pyramid:512,3."
     add("patterns", metavar="PATTERN", nargs="*", type=pattern_text, help=text)
-    parser.add_model_of_config("Show the patterns of this model's layers, and its heads.")
+    parser.add_model("Show the patterns of this model's layers, and its heads.")
     add("--tokens", metavar="N", type=token_count(), default="4k", help="Tokens of the document (default 4k).")
     add("--heads", metavar="N", type=at_least(1), help="Query heads, without --model (default 8).")
     add("--kv-heads", metavar="N", type=at_least(1), help="Key/value heads, without --model; default: as --heads.")
@@ -76,15 +65,18 @@ def plot_pattern_command(args: Namespace) -> None:
     for pattern in patterns.values():
         checked("PATTERN", pattern.check_heads, kv_heads, "the picture")
     shape: dict[str, Any] = {"head": args.head, "num_heads": heads, "num_kv_heads": kv_heads}
-    lines = lines_of_patterns(patterns, args.tokens, **shape)
-    _show(args.output, lines, lambda plots: plots.plot_patterns(patterns, args.tokens, args.output, **shape))
+    if args.output is None:
+        return _print_lines(lines_of_patterns(patterns, args.tokens, **shape))
+    from .plots import plot_patterns  # It imports matplotlib.
+
+    plot_patterns(patterns, args.tokens, args.output, **shape)
+    print(f"wrote {args.output}")
 
 
 def add_plot_layout(parser: Parser) -> None:
     """Adds the options of `plot layout`."""
     parser.add_row()
     parser.add_pattern("A pattern, such as window:512+4 (default exact).", default="exact")
-    parser.add_picture("--output", _OUTPUT)
 
 
 def plot_layout_command(args: Namespace) -> None:
@@ -98,9 +90,8 @@ def plot_layout_command(args: Namespace) -> None:
     with spinner("planning"):
         problem, reason = _row_over_ring(args, pattern, heads, heads)
         pairs = [plan_rank(problem, rank).pairs for rank in range(args.ranks)]
-    layout, work = problem.layout, [count * args.ranks / (sum(pairs) or 1) for count in pairs]
-    lines = [f"{layout.kind}: {reason}", *layout_lines(layout, work)]
-    _show(args.output, lines, lambda plots: plots.plot_layout(layout, work, pattern, args.output))
+    work = [count * args.ranks / (sum(pairs) or 1) for count in pairs]
+    _print_lines([f"{problem.layout.kind}: {reason}", *layout_lines(problem.layout, work)])
 
 
 def _row_over_ring(args: Namespace, pattern: Pattern, heads: int, kv_heads: int) -> tuple[Problem, str]:
@@ -115,10 +106,10 @@ def add_plot_ring(parser: Parser) -> None:
     """Adds the options of `plot ring`."""
     parser.add_row()
     add = parser.add_argument
-    add("--tflops", metavar="X", type=positive, required=True, help="10^12 operations a second of a device.")
-    add("--gbps", metavar="X", type=positive, required=True, help="Gigabits a second from a rank to the next one.")
+    add("--tflops", metavar="X", type=above_zero(), required=True, help="10^12 operations a second of a device.")
+    add("--gbps", metavar="X", type=above_zero(), required=True, help="Gigabits a second from a rank to the next one.")
     parser.add_pattern("Default: the model's, else exact.")
-    parser.add_model_of_config("Take heads from its config.json.")
+    parser.add_model("Take heads from its config.json.")
     parser.add_heads()
     parser.add_choice("--dtype", ("float32", "bfloat16", "float16"), "Type of numbers", "bfloat16")
     parser.add_picture("--output", _OUTPUT)
@@ -150,23 +141,9 @@ def plot_ring_command(args: Namespace) -> None:
         f"{attention.base} over {short_count(args.tokens)} tokens, {args.ranks} ranks, {problem.layout.kind}, "
         f"{args.tflops:g} TFLOP/s, {args.gbps:g} Gbit/s: one layer forward"
     )
-    lines = [title, timeline_summary(timeline), "", *ring_lines(timeline), "", RING_LEGEND]
-    _show(args.output, lines, lambda plots: plots.plot_ring(timeline, title, args.output))
+    if args.output is None:
+        return _print_lines([title, timeline_summary(timeline), "", *ring_lines(timeline), "", RING_LEGEND])
+    from .plots import plot_ring  # It imports matplotlib.
 
-
-def add_plot_calibration(parser: Parser) -> None:
-    """Adds the options of `plot calibration`."""
-    parser.add_argument("file", metavar="FILE", type=existing_file, help="A calibration.json.")
-    parser.add_picture("--output", "The file of the picture.", required=True)
-
-
-def plot_calibration_command(args: Namespace) -> None:
-    """Draw the pattern of each layer and key/value head that a calibration chose.
-
-    Examples:
-      hf-ring-attention plot calibration calibration.json --output layers.png
-    """
-    from ..evaluation.calibration.result import Calibration  # It imports torch.
-
-    calibration = checked("FILE", Calibration.load, args.file)
-    _show(args.output, (), lambda plots: plots.plot_calibration(calibration, args.output))
+    plot_ring(timeline, title, args.output)
+    print(f"wrote {args.output}")

@@ -1,4 +1,4 @@
-"""Draws the pictures of commands with matplotlib: patterns, layouts, rings, calibrations, estimates and perplexities."""
+"""Draws the pictures of commands with matplotlib: patterns, rings, calibrations, estimates and perplexities."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from matplotlib.ticker import LogLocator
 
 from ..cost.timeline import Timeline
 from ..evaluation.whole_files import whole_file
-from ..plan.layouts import SequenceLayout
 from ..plan.patterns import Pattern
 from .output import short_bytes, short_count, unit_of_seconds
-from .text_plots import shares_seen, timeline_summary
-from .visible import visible_pairs
+from .pictures import seen_under, timeline_summary
 
 if TYPE_CHECKING:
     from ..cost.estimate import Estimate
@@ -29,6 +27,8 @@ if TYPE_CHECKING:
 
 #: The colours of unseen pairs, of the future, and of sinks. A square is brighter, the more of its pairs are seen.
 UNSEEN, FUTURE, SINKS = "#12121f", "#d8d8dc", "#19d3f3"
+#: Squares along a side of a pattern's picture.
+SQUARES = 256
 #: Shares of a square below this are drawn as this one.
 FAINTEST = 1 / 64
 COMPUTE, SEND, WAIT = ("#3b6fb6", "#7fa8dc"), "#f0a030", "#d9534f"
@@ -37,7 +37,6 @@ MOST_HEADS_WITH_TEXT = 12
 
 
 def _new_figure(width: float, height: float) -> Any:
-    """Returns an empty figure of this size in inches."""
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -58,29 +57,20 @@ def _ticks(length: int) -> tuple[list[int], list[str]]:
 
 
 def plot_patterns(
-    patterns: Mapping[str, Pattern],
-    length: int,
-    path: Path,
-    bins: int = 256,
-    *,
-    head: int | None = None,
-    num_heads: int = 8,
-    num_kv_heads: int = 8,
+    patterns: Mapping[str, Pattern], length: int, path: Path, *, head: int | None, num_heads: int, num_kv_heads: int
 ) -> None:
     """Draws who attends to whom under each pattern, in a document of any length, to a file.
 
     Args:
-        bins: squares along a side.
         head: the head whose keys are drawn; None for the keys that any of the heads sees.
     """
-    shape: dict[str, Any] = {"head": head, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
     figure = _new_figure(1.6 + 3.6 * len(patterns), 4.9)
     axes = figure.subplots(1, len(patterns), squeeze=False)[0]
     colours = LinearSegmentedColormap.from_list("seen", ["#5b2a86", "#b5367a", "#f1605d", "#feb078", "#fcfdbf"])
     handles = [Patch(color=UNSEEN, label="not seen"), Patch(color=FUTURE, label="the future")]
     images = []
-    for axis, (name, pattern) in zip(axes, patterns.items()):
-        visible = visible_pairs(pattern, length, bins, **shape)
+    seen = seen_under(patterns, length, SQUARES, head=head, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    for axis, (name, text, visible) in zip(axes, seen):
         share = visible.share / np.where(visible.possible > 0, visible.possible, 1)
         shown = np.where(share > 0, np.clip(share, FAINTEST, 1), np.nan)
         place: dict[str, Any] = {"extent": (0, length, length, 0), "interpolation": "nearest", "zorder": 2}
@@ -92,7 +82,7 @@ def plot_patterns(
             axis.add_patch(Rectangle((0, 0), width, length, color=SINKS, linewidth=0, zorder=3))
             if len(handles) == 2:
                 handles.insert(0, Patch(color=SINKS, label="sinks, seen by all (drawn wide enough to see)"))
-        axis.set_title(f"{name}\n{shares_seen(pattern, visible, **shape)}", fontsize=9)
+        axis.set_title(f"{name}\n{text}", fontsize=9)
         axis.xaxis.set_ticks(*_ticks(length))
         axis.yaxis.set_ticks(*_ticks(length))
         axis.set_xlabel("key position")
@@ -103,32 +93,6 @@ def plot_patterns(
     bar.minorticks_off()
     # A single panel is narrower than the entries side by side.
     _legend_below(figure, handles, len(handles) if len(patterns) > 1 else 1)
-    _save(figure, path)
-
-
-def plot_layout(layout: SequenceLayout, work: Sequence[float], pattern: Pattern, path: Path) -> None:
-    """Draws which tokens of a row each rank holds, and how much work a pattern gives it.
-
-    Args:
-        work: the query-key pairs of each rank over the mean.
-    """
-    p = layout.world_size
-    figure = _new_figure(9, 1.6 + 0.36 * min(p, 24))
-    left, right = figure.subplots(1, 2, width_ratios=[3, 1], sharey=True)
-    for rank, colour in enumerate(colormaps["viridis"](np.linspace(0.1, 0.9, p))):
-        pieces = [(piece.start, len(piece)) for piece in layout.pieces(rank)]
-        left.broken_barh(pieces, (rank - 0.4, 0.8), color=colour)
-        right.barh(rank, work[rank], height=0.8, color=colour)
-    if layout.padded_len > layout.seq_len:
-        left.axvspan(layout.seq_len, layout.padded_len, color="#bbbbbb", alpha=0.7, label="padding")
-        figure.legend(loc="outside lower center", frameon=False)
-    left.set(xlim=(0, layout.padded_len), ylim=(p - 0.4, -0.6), yticks=range(p), ylabel="rank")
-    left.set_xticks(*_ticks(layout.seq_len))
-    left.set_xlabel("position in the row (tokens)")
-    left.set_title(f"{layout.kind}: {short_count(layout.seq_len)} tokens over {p} ranks", fontsize=10)
-    right.axvline(1, color="black", linewidth=0.8, linestyle=":")
-    right.set_xlabel("work over the mean")
-    right.set_title(f"{pattern}: busiest {max(work):.2f}", fontsize=10)
     _save(figure, path)
 
 
@@ -161,16 +125,12 @@ def plot_quality(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure = _new_figure(7.5, 4.8)
     axis = figure.subplots()
     for row in rows:
-        point = (row["share_of_exact_flops"], row["perplexity"])
-        axis.scatter(*zip(point), color="C0", zorder=2)
-        axis.annotate(row["pattern"], point, xytext=(5, 5), textcoords="offset points", fontsize=8)
+        axis.scatter(row["share_of_exact_flops"], row["perplexity"], label=row["pattern"], zorder=2)
     axis.set(xscale="log", xlabel="attention FLOPs, as a share of exact attention's", ylabel="perplexity")
     axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
     axis.minorticks_off()
-    # Names stand inside the frame: a letter takes at most 8 of its 800 pixels.
-    room = min(0.3, (12 + 8 * max(len(row["pattern"]) for row in rows)) / 800)
-    axis.margins(x=room / (1 - 2 * room), y=0.16)
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
     axis.grid(alpha=0.3)
     _save(figure, path)
 

@@ -6,7 +6,7 @@ import shutil
 from argparse import Namespace
 from pathlib import Path
 
-from .options import Parser, Refusal, new_folder
+from .options import Parser, Refusal, checked, new_folder
 
 #: The folders of the recipes in an installed package, and in a checkout.
 RECIPE_FOLDERS = (Path(__file__).parents[1] / "recipes", Path(__file__).parents[2] / "recipes")
@@ -27,26 +27,11 @@ def recipes_command(args: Namespace) -> None:
       hf-ring-attention recipes my_recipes
       python my_recipes/finetune.py --help
     """
-    files = recipe_files()
-    existing = [name for name in files if (args.folder / name).exists()]
-    if existing:
-        raise Refusal(f"{args.folder} has {', '.join(existing)} already: name a new folder, or delete them", "FOLDER")
-    try:
-        for name, source in files.items():
-            (args.folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, args.folder / name)
-    except OSError as error:
-        raise Refusal(str(error), "FOLDER") from None
-    print(f"{len(files)} files are in {args.folder}; begin with: python {args.folder / 'finetune.py'} --help")
-
-
-def recipe_files() -> dict[str, Path]:
-    """Returns every file of the recipes, by its name relative to their folder."""
-    folder = next((place for place in RECIPE_FOLDERS if (place / "finetune.py").is_file()), None)
-    if folder is None:
-        raise FileNotFoundError(
-            f"there are no recipes in {' or '.join(map(str, RECIPE_FOLDERS))}: install the package again"
-        )
-    kinds = (".py", ".yaml", ".txt", ".md", ".png", ".gz")
-    files = sorted(path for path in folder.rglob("*") if path.suffix in kinds and path.is_file())
-    return {path.relative_to(folder).as_posix(): path for path in files}
+    source = next((place for place in RECIPE_FOLDERS if (place / "finetune.py").is_file()), None)
+    if source is None:
+        folders = " or ".join(map(str, RECIPE_FOLDERS))
+        raise FileNotFoundError(f"there are no recipes in {folders}: install the package again")
+    if args.folder.exists():
+        raise Refusal(f"{args.folder} exists already: name a new folder", "FOLDER")
+    checked("FOLDER", shutil.copytree, source, args.folder, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    print(f"the recipes are in {args.folder}; begin with: python {args.folder / 'finetune.py'} --help")

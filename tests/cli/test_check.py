@@ -4,7 +4,6 @@ import importlib.metadata
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -12,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from packaging.version import Version
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers import CONFIG_MAPPING
 
 from hf_ring_attention.cli import main as cli
@@ -21,12 +22,12 @@ from hf_ring_attention.cli.checks.machine import NEWEST_TESTED
 from hf_ring_attention.cli.checks.runner import CheckRun
 from hf_ring_attention.compute.kernels import CpuFlash
 from tests.support.programs import run_program
-from tests.support.ranks import TIMEOUT
+from tests.support.ranks import TIMEOUT, begin_as_a_program
 from tests.support.releases import needs_mixers
 
 ROOT = Path(__file__).parents[2]
 #: Seconds for a check where a process hangs: enough for all checks before it. Elsewhere a busy machine has all the time.
-SECONDS = 30
+SECONDS = 20
 PATIENT = ("--timeout", str(TIMEOUT))
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
 
@@ -62,51 +63,54 @@ def two(fault, *words):
 
 
 def test_one_process(capsys):
-    status, printed = alone(["--pattern", "window:4+2"], capsys)
+    """And last queries see every key, also in generation."""
+    status, printed = alone(["--pattern", "branches:window=4,last=3"], capsys)
     found, last = verdicts(printed)
     assert status == 0, printed
     assert list(found) == [check.name for check in all_checks(1)]
-    assert {name for name, (verdict, _) in found.items() if verdict == "-"} == {"latency", "bandwidth", "timeouts"}
+    assert {name for name, (verdict, _) in found.items() if verdict == "-"} == {"latency", "bandwidth"}
     installed = {name: Version(importlib.metadata.version(name)) for name in NEWEST_TESTED}
     newer = any(installed[name].release[:2] > Version(tested).release[:2] for name, tested in NEWEST_TESTED.items())
-    assert re.fullmatch(rf"all 8 checks are ok{' but for warnings of versions' * newer}, in \d+ s", last)
+    assert re.fullmatch(rf"all 7 checks are ok{' but for warnings of versions' * newer}, in \d+ s", last)
     far = r"tiny llama: 3 tokens after a prefill, with logits \S+ from one process's"
     assert re.fullmatch(far, found["generation"][1])
-    assert "pattern window:4+2" in found["model"][1]
+    assert "pattern branches:window=4,last=3" in found["model"][1]
     assert re.search(r"float64 \S+e-1\d of 1.0e-12, float32 \S+e-0\d of \S+e-0\d", found["oracle local"][1])
 
 
+def command_of_rank(words):
+    """The command as a process of a launcher."""
+    begin_as_a_program()
+    os.environ.update(ENVIRONMENT)
+    cli.main(words)
+
+
 def test_two_processes_of_torchrun(tmp_path):
-    """With a model, in JSON: every check, its figures, and nothing else on stdout."""
+    """Of its agent and with its store; with a model: every check and its figures."""
     config = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     config |= {"hidden_size": 64, "num_hidden_layers": 3, "dtype": "bfloat16", "architectures": ["Qwen3ForCausalLM"]}
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "hf_ring_attention", "check", "--model", str(file), "--json", *PATIENT]
-    environment = {**os.environ, **ENVIRONMENT}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, timeout=TIMEOUT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:] + done.stdout
-    found = {line["check"]: line for line in json.loads(done.stdout)}
-    assert list(found) == [check.name for check in all_checks(2)]
-    assert {name: line["text"] for name, line in found.items() if line["status"] not in ("ok", "warning")} == {
-        "oracle heads x ring": "a ring of 2 has no parts of 2 ranks or more"
-    }
-    assert found["launch"]["figures"]["processes"] == 2
-    assert found["model"]["figures"]["type"] == "qwen3"
+    logs = DefaultLogsSpecs(log_dir=str(tmp_path), redirects=Std.ALL)
+    place = {"run_id": tmp_path.name, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "logs_specs": logs}
+    launch = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, start_method="forkserver", **place)
+    elastic_launch(launch, command_of_rank)(["check", "--model", str(file), *PATIENT])
+    (printed,) = tmp_path.glob("**/0/stdout.log")
+    found, last = verdicts(printed.read_text())
+    assert list(found) == [check.name for check in all_checks(2)] and last.startswith("all 11 checks are ok")
+    assert found["oracle heads x ring"] == ("-", "a ring of 2 has no parts of 2 ranks or more")
+    assert re.match(r"2 processes on \S+, .* CPU, 1 ring of 2; backend gloo, which waits 30 min", found["launch"][1])
+    assert f"{file}: qwen3 of 3 layers, bfloat16, pattern exact" == found["model"][1]
     for transport in ("ring", "collective", "heads"):
-        errors = found[f"oracle {transport}"]["figures"]["errors"]
-        assert errors.keys() == {"float64", "bfloat16"}
-        assert all(0 < error <= bound for error, bound in errors.values())
-    assert found["latency"]["figures"]["slowest_link"] in ([0, 1], [1, 0])
-    assert found["train step"]["figures"]["apart"] <= 1e-6
-    assert found["generation"]["figures"]["apart"] <= 1e-6
-    assert len(found["generation"]["figures"]["tokens"][0]) == 3
-
-
-def test_generation_where_last_queries_see_every_key(capsys):
-    found = verdicts(alone(["--pattern", "branches:window=4,last=3"], capsys)[1])[0]
-    assert found["generation"][0] == "ok"
+        errors = re.findall(r"(float64|bfloat16) (\S+) of ([^\s,;]+)", found[f"oracle {transport}"][1])
+        assert [name for name, _, _ in errors] == ["float64", "bfloat16"]
+        assert all(0 < float(error) <= float(bound) for _, error, bound in errors)
+    assert re.search(r"from process (0 to 1|1 to 0)$", found["latency"][1])
+    assert re.fullmatch(
+        r"tiny qwen3: loss .*; (the same as|\d+e-(0[7-9]|1\d) from) one process's", found["train step"][1]
+    )
+    far = r"tiny qwen3: 3 tokens after a prefill, with logits (0e\+00|\d+e-(0[7-9]|1\d)) from one process's"
+    assert re.fullmatch(far, found["generation"][1])
 
 
 @needs_mixers
@@ -129,11 +133,6 @@ FAILED = [
     (
         "wrong", (), "oracle ring", r"process 1: out is \S+ from the definition, of 1.0e-12, in contiguous.*",
         "Do not train: run `make test` on that host", "train step", "it needs 'oracle ring'",
-    ),
-    (
-        "none", ("--ring-size", "3"), "rings",
-        "processes 0, 1: rings of 3 were asked for, and there are 2 processes: 2 = 0 \\* 3 \\+ 2",
-        "Give a --ring-size that divides the number of processes.", "latency", "it needs 'rings'",
     ),
     (
         "dies", ("--timeout", str(SECONDS)), "oracle ring", "process 1 of 2 did not answer.*",
@@ -183,6 +182,13 @@ def test_a_model_that_is_not_known_or_not_computed(config, text, tmp_path, capsy
     assert found["train step"][0] == "-"
 
 
+def test_rings_that_do_not_divide_the_processes(monkeypatch, refusal):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "argument --ring-size: a number that divides the 2 processes was expected, got 3" in refusal(
+        "check --ring-size 3"
+    )
+
+
 def test_a_release_that_renames_the_argument_of_the_cache(capsys, monkeypatch):
     monkeypatch.setattr(checks_of_model, "cache_argument", lambda cache: {"tokens_before": cache})
     status, printed = alone([], capsys)
@@ -196,7 +202,7 @@ def test_a_release_that_renames_the_argument_of_the_cache(capsys, monkeypatch):
 
 def judged(name, answers, **facts):
     """The verdict of a check on what processes answered."""
-    run = CheckRun(Namespace(timeout=30.0), None)
+    run = CheckRun(Namespace(timeout=30.0, ring_size=None), None)
     run.world_size = run.ring_size = len(answers)
     run.facts.update(facts)
     return next(check for check in all_checks(len(answers)) if check.name == name).judge(run, answers)
@@ -219,8 +225,6 @@ def test_devices_that_are_shared_and_variables_that_differ():
 def test_slow_links():
     slow = judged("latency", [1e-5, 1e-5, 1e-3, 1e-5], machines=MACHINES)
     assert slow.status == "warning" and "slowest 1 ms from process 2 to 3" in slow.text
-    late = judged("timeouts", [1800.0] * 2, machines=MACHINES[:2], slowest=60.0)
-    assert late.status == "failed" and "InitProcessGroupKwargs" in late.remedy
 
 
 def test_versions_that_are_newer_than_tested_or_not_supported():
@@ -230,7 +234,6 @@ def test_versions_that_are_newer_than_tested_or_not_supported():
     for name, found, newest in (("torch", "2.99.0+cu130", torch_release), ("transformers", "6.0.0", transformers)):
         newer = judged("versions", [versions | {name: found}] * 2)
         assert (newer.status, newer.text) == ("warning", f"newer than tested: {name} {found} is newer than {newest}")
-        assert not newer.blocks
     assert f"torch {torch_release}" in (ROOT / "README.md").read_text("utf-8")
     old = judged("versions", [{**versions, "torch": "2.1.0"}] * 2)
     assert (old.status, old.text) == ("failed", "torch is 2.1.0, and >=2.9 is supported")
@@ -260,7 +263,7 @@ def faulty(fault):
         checks_of_model.prefill = wrong_cache
     elif fault == "version":
         importlib.metadata.version = version
-    elif fault != "none":
+    else:
         faults = {"wrong": wrong, "dies": lambda *_: os._exit(3), "stalls": lambda *_: time.sleep(TIMEOUT)}
         CpuFlash.forward_masked = faults[fault]
 

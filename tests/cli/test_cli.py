@@ -163,8 +163,8 @@ def test_models_say_what_works_and_why_not(command):
     printed = command("models llama bloom")
     assert re.search(r"^llama +supported +yes +yes", printed, re.MULTILINE)
     assert re.search(r"^bloom +refused +no +no +BloomForCausalLM", printed, re.MULTILINE)
-    refused = command("models --refused")
-    assert "bloom" in refused and "big_bird" in refused and "Supported" not in refused
+    by_reason = command("models").partition("Refused")[2]
+    assert "bloom" in by_reason and "big_bird" in by_reason and "llama" not in by_reason.split()
     assert json.loads(command("models --json"))[0].keys() == bloom.keys()
 
 
@@ -184,8 +184,8 @@ def test_types_that_are_listed_are_answered_beside_others(capsys):
 
 def test_tables_fit_80_columns(gemma, command):
     for words in (
-        f"explain --tokens 1M --ranks 16 --model {gemma} --pattern pyramid:512,3",
-        f"estimate --seq-len 1M --devices 16 --memory 80GB --model {gemma}",
+        f"explain --tokens 128k --ranks 8 --model {gemma} --pattern pyramid:512,3",
+        f"estimate --seq-len 128k --devices 8 --memory 80GB --model {gemma}",
         "models",
     ):
         assert max(map(len, command(words).splitlines())) <= 80, words

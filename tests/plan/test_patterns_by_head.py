@@ -3,7 +3,7 @@
 import pytest
 
 import hf_ring_attention as ra
-from hf_ring_attention.cli.visible import visible_pairs
+from hf_ring_attention.cli.pictures import visible_pairs
 from hf_ring_attention.plan.layouts import SequenceLayout
 from hf_ring_attention.plan.plans import plan_rank
 from hf_ring_attention.plan.problem import Problem

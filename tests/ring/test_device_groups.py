@@ -141,7 +141,7 @@ def test_the_check_of_a_job_makes_the_group_that_jobs_make(monkeypatch):
     made = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: made.append(backend))
     monkeypatch.setattr(dist, "barrier", lambda: None)
-    run = SimpleNamespace(rank=0, world_size=2, options=SimpleNamespace(timeout=1), store=None)
+    run = SimpleNamespace(rank=0, world_size=2, ring_size=2, options=SimpleNamespace(timeout=1), store=None)
     for name, answer in {
         "is_available": True,
         "device_count": 1,

@@ -26,7 +26,7 @@ def save_with_code(folder, monkeypatch):
     # Transformers imports the code from a copy here.
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder / "modules"))
     marker = folder / "ran"
-    save_tiny_checkpoint(folder / "model", max_position_embeddings=512)
+    save_tiny_checkpoint(folder / "model", hidden_size=32, intermediate_size=64, max_position_embeddings=512)
     (folder / "model" / "own.py").write_text(CODE.format(marker=str(marker)))
     file = folder / "model" / "config.json"
     config = json.loads(file.read_text()) | {"model_type": "own_llama", "architectures": ["OwnForCausalLM"]}

@@ -11,37 +11,34 @@ import torch.distributed as dist
 
 from .runner import Check, CheckRun, Verdict, run_checks
 
+#: The bytes of a message whose time is the latency, and of one whose time shows the bandwidth, with how often each goes.
+LATENCY, BANDWIDTH = (8, 30), (4 << 20, 5)
 #: The oracle's checks: a transport each, and whether only neighbours exchange heads.
-_TRANSPORTS = {
-    "oracle ring": ("ring", False),
-    "oracle collective": ("collective", False),
-    "oracle heads": ("heads", False),
-    "oracle heads x ring": ("heads", True),
-}
-_ONE_PROCESS = {"oracle local": ("local", False)}
+_TRANSPORTS = {"oracle ring": ("ring", False), "oracle collective": ("collective", False)}
+_TRANSPORTS |= {"oracle heads": ("heads", False), "oracle heads x ring": ("heads", True)}
 _REACH = "Open the ports between the hosts, and name their network: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME."
 _WRONG = "Do not train: run `make test` on that host, try another torch release, and report it with this output."
 _INSTALL = "Install the package with its dependencies again on that host: pip install ."
 _MODEL = "Name a folder or an id of the hub that every host can read, of a type that `hf-ring-attention models` lists."
 _TRAIN = "Train a type that `hf-ring-attention models` lists; if it is one, report this output."
 _GENERATE = "Generate with no prefill over a ring, or with an older Transformers; report this output."
+_SAME_VERSION = "Install the same {} on all hosts, in the environment that the launcher starts."
+_SAME_VALUE = "Set {} to one value on every host before the launcher starts."
+_SAME_MODEL = "Copy the same folder to all hosts, or name the same revision."
 _START = f"Start one process per device. {_REACH}"
-_DIVIDE = "Give a --ring-size that divides the number of processes."
 
 
 def all_checks(ring_size: int) -> list[Check]:
     """Returns the checks of rings of this size, in the order in which they run."""
-    transports = _TRANSPORTS if ring_size > 1 else _ONE_PROCESS
+    transports = _TRANSPORTS if ring_size > 1 else {"oracle local": ("local", False)}
     return [
         Check("launch", "machine.launch", _START),
-        Check("versions", "machine.versions", _INSTALL, ("launch",)),
-        Check("environment", "machine.environment", _INSTALL, ("launch",)),
-        Check("rings", "machine.rings", _DIVIDE, ("launch",)),
-        Check("latency", "links.latency", _REACH, ("rings",)),
-        Check("bandwidth", "links.bandwidth", _REACH, ("rings",)),
-        Check("timeouts", "links.timeouts", _REACH, ("launch",)),
-        Check("model", "model.config", _MODEL, ("versions", "rings")),
-        *(Check(name, "oracle.transport", _WRONG, ("model",), way) for name, way in transports.items()),
+        Check("versions", "machine.versions", _INSTALL, ("launch",), _SAME_VERSION),
+        Check("environment", "machine.environment", _INSTALL, ("launch",), _SAME_VALUE),
+        Check("latency", "links.link", _REACH, ("launch",), arguments=LATENCY),
+        Check("bandwidth", "links.link", _REACH, ("launch",), arguments=BANDWIDTH),
+        Check("model", "model.config", _MODEL, ("versions",), _SAME_MODEL),
+        *(Check(name, "oracle.transport", _WRONG, ("model",), arguments=way) for name, way in transports.items()),
         Check("train step", "model.train_step", _TRAIN, tuple(transports)),
         Check("generation", "model.generation", _GENERATE, tuple(transports)),
     ]
@@ -60,7 +57,7 @@ def check_launch(
         The exit status, and whether all processes answer, so that this one can end in order.
     """
     try:
-        run = CheckRun.join(options, told_to_end)
+        run = CheckRun(options, told_to_end)
     except (RuntimeError, ValueError) as error:
         text = f"the processes did not meet within {options.timeout:g} s: {' '.join(str(error).split())}"
         remedy = "Start WORLD_SIZE processes that all reach MASTER_ADDR and MASTER_PORT."

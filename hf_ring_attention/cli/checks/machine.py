@@ -1,4 +1,4 @@
-"""Checks of what the processes run on: the process group, versions, devices and the environment, and the rings."""
+"""Checks of what the processes run on: the process groups, versions, devices and the environment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import platform
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
+from torch.distributed.distributed_c10d import default_pg_nccl_timeout, default_pg_timeout
 
 from ..._version import __version__
 from ...hf.models import release_of_table
@@ -37,7 +38,7 @@ _OF_A_HOST = ("IFNAME", "_HCA", "DEBUG", "TOPO_FILE")
 
 
 def measure_launch(run: CheckRun) -> dict[str, Any]:
-    """Makes the process group of all processes, and returns the machine of this one."""
+    """Makes the process groups of all processes and of the rings, and returns the machine of this one."""
     cuda = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("true", "1", "yes")
     host, local_rank = socket.gethostname(), int(os.environ.get("LOCAL_RANK", run.rank if run.world_size > 1 else 0))
     if cuda:
@@ -46,104 +47,79 @@ def measure_launch(run: CheckRun) -> dict[str, Any]:
             raise ValueError(f"local rank {local_rank} needs {local_rank + 1} GPUs on {host}, it has {count}")
         torch.cuda.set_device(local_rank)
     run.device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    run.backend = "nccl" if cuda else "gloo"  # as jobs do
     if run.world_size > 1:
         ranks: Any = {"store": run.store, "rank": run.rank, "world_size": run.world_size}
-        dist.init_process_group(run.backend, **ranks, timeout=_communication_timeout(run))
+        # gloo fails before the check is over, so the verdict can name who waits and who is late. NCCL would end the process.
+        seconds = 2 * run.options.timeout + 60 if cuda else 0.75 * run.options.timeout
+        dist.init_process_group("nccl" if cuda else "gloo", **ranks, timeout=timedelta(seconds=seconds))
         dist.barrier()
+        if 1 < run.ring_size < run.world_size:
+            run.group, _ = dist.new_subgroups(group_size=run.ring_size, timeout=timedelta(seconds=seconds))
     return {
         "host": host,
         "device": str(torch.cuda.get_device_properties(local_rank).uuid) if cuda else f"process {os.getpid()}",
         "name": torch.cuda.get_device_name(local_rank) if cuda else f"{platform.machine()} CPU",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "type": run.device.type,
+        "waits": ((cuda and default_pg_nccl_timeout) or default_pg_timeout).total_seconds(),
     }
 
 
-def _communication_timeout(run: CheckRun) -> timedelta:
-    """Returns the time after which the check's own communication fails.
-
-    gloo fails before the check is over, so the verdict can name who waits and who is late. NCCL would end the process.
-    """
-    return timedelta(seconds=0.75 * run.options.timeout if run.device.type == "cpu" else 2 * run.options.timeout + 60)
-
-
 def judge_launch(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
-    hosts, names = (list(dict.fromkeys(answer[name] for answer in answers)) for name in ("host", "name"))
+    hosts, names = ([*dict.fromkeys(answer[name] for answer in answers)] for name in ("host", "name"))
     run.facts["machines"] = answers
-    figures = {"processes": run.world_size, "hosts": hosts, "backend": run.backend, "devices": names}
     without = [rank for rank, answer in enumerate(answers) if answer["type"] == "cpu"]
     if 0 < len(without) < run.world_size:
         text = f"{processes(without)} found no GPU, the others did"
         remedy = "Repair the driver on that host, or set ACCELERATE_USE_CPU=true on all."
-        return Verdict("failed", text, remedy, figures)
+        return Verdict("failed", text, remedy)
     shown = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
     where = f"on {shown}" if len(hosts) == 1 else f"on {len(hosts)} hosts ({shown})"
-    how = f"backend {run.backend}" if run.world_size > 1 else "no launcher"
-    return Verdict("ok", f"{_number_of(run.world_size)} {where}, {' and '.join(names)}, {how}", figures=figures)
-
-
-def _number_of(number: int) -> str:
-    return "1 process" if number == 1 else f"{number} processes"
+    devices = f"{where}, {' and '.join(names)}"
+    if run.world_size == 1:
+        return Verdict("ok", f"1 process {devices}, no launcher")
+    count, minutes = run.world_size // run.ring_size, answers[0]["waits"] / 60
+    rings = f"{count} ring{'s' * (count > 1)} of {run.ring_size}"
+    how = f"backend {dist.get_backend()}, which waits {minutes:g} min for a late process"
+    return Verdict("ok", f"{run.world_size} processes {devices}, {rings}; {how}")
 
 
 def measure_versions(run: CheckRun) -> dict[str, str | None]:
     """Returns the versions of what computes, None for a package that is missing."""
     installed: dict[str, str | None] = {"python": platform.python_version(), _DISTRIBUTION: __version__}
     for package in _PACKAGES:
-        try:
+        installed[package] = None
+        with suppress(importlib.metadata.PackageNotFoundError):
             installed[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            installed[package] = None
     return installed | {"torch": str(torch.__version__)}  # This one also names the build, such as +cpu.
 
 
 def judge_versions(run: CheckRun, answers: list[dict[str, str | None]]) -> Verdict:
-    differing = _difference(answers, "Install the same {} on all hosts, in the environment that the launcher starts.")
-    if differing:
-        return differing
     first, ranges, newer = answers[0], _supported(), []
     for name, version in first.items():
         supported = ranges.get(name, SpecifierSet())
-        remedy = f"Install a newer Python, {supported}." if name == "python" else f"pip install '{name}{supported}'"
+        remedy = f"pip install '{name}{supported}'"
         if version is None:
             return Verdict("failed", f"{name} is not installed", remedy)
         if name in NEWEST_TESTED and Version(version).release[:2] > Version(NEWEST_TESTED[name]).release[:2]:
             newer.append(f"{name} {version} is newer than {NEWEST_TESTED[name]}")
         elif not supported.contains(version, prereleases=True):
             return Verdict("failed", f"{name} is {version}, and {supported} is supported", remedy)
-    figures = dict(first)
     if newer:
         remedy = "Read the verdicts below, which show whether it works; or install the release that was tested."
-        return Verdict("warning", f"newer than tested: {' and '.join(newer)}", remedy, figures)
+        return Verdict("warning", f"newer than tested: {' and '.join(newer)}", remedy)
     known = "all supported" if ranges else f"{_DISTRIBUTION} is not installed, so their ranges are unknown"
     where = "" if run.world_size == 1 else "the same on all processes, "
     listed = ", ".join(f"{name} {version}" for name, version in first.items())
-    return Verdict("ok", f"{where}{known}: {listed}", figures=figures)
+    return Verdict("ok", f"{where}{known}: {listed}")
 
 
 def _supported() -> dict[str, SpecifierSet]:
     """Returns the versions that this package's own metadata allows; nothing if it runs without being installed."""
-    try:
-        metadata = importlib.metadata.metadata(_DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
-        return {}
-    needed = [Requirement(text) for text in metadata.get_all("Requires-Dist") or ()]
-    ranges = {requirement.name: requirement.specifier for requirement in needed if requirement.marker is None}
-    return ranges | {"python": SpecifierSet(metadata["Requires-Python"] or "")}
-
-
-def _difference(answers: Sequence[Mapping[str, Any]], remedy: str) -> Verdict | None:
-    """Returns the verdict on the first name whose values differ from process 0's; None if all values are the same."""
-    first = answers[0]
-    for name in dict.fromkeys(name for answer in answers for name in answer):
-        values = [answer.get(name, "not set") for answer in answers]
-        other = next((value for value in values if value != first.get(name, "not set")), None)
-        if other is not None:
-            ranks = [rank for rank, value in enumerate(values) if value == other]
-            text = f"{name} is {other} on {processes(ranks)} and {first.get(name, 'not set')} on process 0"
-            return Verdict("failed", text, remedy.format(name), {"differing": name})
-    return None
+    with suppress(importlib.metadata.PackageNotFoundError):
+        needed = [Requirement(text) for text in importlib.metadata.requires(_DISTRIBUTION) or ()]
+        return {requirement.name: requirement.specifier for requirement in needed if requirement.marker is None}
+    return {}
 
 
 def measure_environment(run: CheckRun) -> dict[str, str]:
@@ -161,35 +137,14 @@ def judge_environment(run: CheckRun, answers: list[dict[str, str]]) -> Verdict:
         if other != rank:
             text = f"processes {other} and {rank} share the device {machine['device']} of {machine['host']}"
             return Verdict("failed", text, "Give each process a GPU of its own: one process per GPU, by LOCAL_RANK.")
-    differing = _difference(answers, "Set {} to one value on every host before the launcher starts.")
-    if differing:
-        return differing
     threads = int(answers[0]["torch's threads"])
-    figures = {"threads": threads, "environment": answers[0]}
     for host, count in Counter(machine["host"] for machine in machines if machine["type"] == "cpu").items():
         cores = next(machine["cores"] for machine in machines if machine["host"] == host)
         if count > 1 and threads * count > cores:
             text = f"{count} processes of {threads} threads share the {cores} cores of {host}"
             remedy = f"Set OMP_NUM_THREADS={max(1, cores // count)}, or threads wait for each other."
-            return Verdict("warning", text, remedy, figures)
+            return Verdict("warning", text, remedy)
     own = "a device of its own" if machines[0]["type"] == "cuda" else f"{threads} thread{'s' * (threads > 1)}"
     everyone, alike = ("the process has", "") if run.world_size == 1 else ("each process has", "alike: ")
     shown = ", ".join(f"{name}={value}" for name, value in answers[0].items() if name.isupper()) or "no variable set"
-    return Verdict("ok", f"{everyone} {own}; environment {alike}{shown}", figures=figures)
-
-
-def measure_rings(run: CheckRun) -> None:
-    """Makes the process groups of the rings."""
-    size = run.world_size if run.options.ring_size is None else run.options.ring_size
-    if run.world_size % size:
-        numbers = f"{run.world_size} = {run.world_size // size} * {size} + {run.world_size % size}"
-        raise ValueError(f"rings of {size} were asked for, and there are {_number_of(run.world_size)}: {numbers}")
-    run.ring_size, run.group = size, None
-    if 1 < size < run.world_size:
-        run.group, _ = dist.new_subgroups(group_size=size, timeout=_communication_timeout(run))
-
-
-def judge_rings(run: CheckRun, answers: list[None]) -> Verdict:
-    count, size = run.world_size // run.ring_size, _number_of(run.ring_size)
-    text = f"1 ring of {size}" if count == 1 else f"{count} rings of {size} each"
-    return Verdict("ok", text, figures={"rings": count, "ring_size": run.ring_size})
+    return Verdict("ok", f"{everyone} {own}; environment {alike}{shown}")

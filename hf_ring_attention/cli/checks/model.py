@@ -18,7 +18,7 @@ from ...hf.patch import patch_model
 from ...hf.support import check_config
 from ...plan.patterns import Pattern
 from ...ring.ring import Ring
-from ..models import support_of
+from ..models import why_not
 from .runner import CheckRun, NotApplicable, Verdict, processes
 from .tiny_models import VOCAB, model_with_large_weights, shrunk_config
 
@@ -36,50 +36,38 @@ def measure_config(run: CheckRun) -> dict[str, Any]:
     saved = (getattr(text, "ring_dilated", None) or {}).get("pattern")
     pattern = run.options.pattern or ("exact" if saved is None else str(Pattern.from_dict(saved)))
     check_config(text)
-    support = support_of(config.model_type)
-    if run.ring_size > 1 and support is not None and not support.ring:
-        raise NotImplementedError(f"models of type {config.model_type!r} run on one process only: {support.reason}")
+    reason = why_not(config.model_type, run.ring_size)
+    if reason:
+        raise NotImplementedError(reason)
     dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
-    run.state.update(config=config, type=config.model_type, pattern=pattern, dtype=dtype)
+    run.facts.update(config=config, type=config.model_type, pattern=pattern, dtype=dtype)
     return {
         "type": config.model_type,
         "layers": getattr(text, "num_hidden_layers", None),
         "dtype": str(dtype).removeprefix("torch."),
         "pattern": pattern,
-        "digest": hashlib.sha256(config.to_json_string(use_diff=False).encode()).hexdigest(),
+        "digest of the config": hashlib.sha256(config.to_json_string(use_diff=False).encode()).hexdigest(),
     }
 
 
 def judge_config(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
-    differing = [rank for rank, answer in enumerate(answers) if answer["digest"] != answers[0]["digest"]]
-    if differing:
-        text = f"the config of {run.options.model} on {processes(differing)} differs from process 0's"
-        return Verdict("failed", text, "Copy the same folder to all hosts, or name the same revision.")
     own, model = answers[0], run.options.model
     name = f"no --model: a tiny {own['type']}" if model is None else f"{model}: {own['type']} of {own['layers']} layers"
-    return Verdict("ok", f"{name}, {own['dtype']}, pattern {own['pattern']}", figures=own)
+    return Verdict("ok", f"{name}, {own['dtype']}, pattern {own['pattern']}")
 
 
 def measure_train_step(run: CheckRun) -> dict[str, Any]:
-    """Takes a step of SGD with the tiny model over the ring, and with the same model on this process alone.
-
-    Returns:
-        Of both, (the loss, the norm of the gradients, the loss after the step).
-    """
+    """Takes a step of SGD with the tiny model over the ring, and with the same model on this process alone."""
     ids = _rows_of_check(run)
     mask = torch.ones_like(ids)
     mask[1, -ids.shape[1] // 3 :] = 0
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
     together = _steps(_tiny(run, _ring(run)), batch, averaged=dist.is_initialized())
-    return {"together": together, "alone": _steps(_tiny(run, Ring.alone()), batch), "type": run.state["type"]}
+    return {"together": together, "alone": _steps(_tiny(run, Ring.alone()), batch), "type": run.facts["type"]}
 
 
 def _steps(model: Any, batch: dict[str, torch.Tensor], averaged: bool = False) -> tuple[float, float, float]:
-    """Returns (the loss, the norm of its gradients, the loss after a step) of whole rows.
-
-    Args:
-        averaged: whether gradients are averaged over all processes, as DDP does.
-    """
+    """Returns (the loss, the norm of its gradients, the loss after a step); gradients may be averaged, as DDP does."""
     loss = model(**batch, use_cache=False).loss
     loss.backward()
     parameters = list(model.parameters())
@@ -97,19 +85,18 @@ def _steps(model: Any, batch: dict[str, torch.Tensor], averaged: bool = False) -
 
 def judge_train_step(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
     names = ("the loss", "the norm of the gradients", "the loss after the step")
-    for index, name in enumerate(names):
-        pairs = [(answer["together"][index], answer["alone"][index]) for answer in answers]
-        wrong = [rank for rank, (x, y) in enumerate(pairs) if not abs(x - y) <= FAR * abs(y)]
+    pairs = [[*zip(answer["together"], answer["alone"])] for answer in answers]
+    for name, figures_of_ranks in zip(names, zip(*pairs)):
+        wrong = [rank for rank, (x, y) in enumerate(figures_of_ranks) if not abs(x - y) <= FAR * abs(y)]
         if wrong:
-            x, y = pairs[wrong[0]]
+            x, y = figures_of_ranks[wrong[0]]
             text = f"{name} is {x:.12g} on {processes(wrong)}, and one process has {y:.12g}"
-            return Verdict("failed", text, figures={"processes": wrong})
+            return Verdict("failed", text)
     loss, norm, after = answers[0]["together"]
-    apart = max(abs(x - y) / abs(y) for answer in answers for x, y in zip(answer["together"], answer["alone"]))
+    apart = max(abs(x - y) / abs(y) for of_rank in pairs for x, y in of_rank)
     far = "the same as" if apart == 0 else f"{apart:.0e} from"
     steps = f"loss {loss:.4f}, gradient norm {norm:.4f}, then loss {after:.4f}"
-    figures = {"loss": loss, "gradient_norm": norm, "loss_after": after, "apart": apart}
-    return Verdict("ok", f"tiny {answers[0]['type']}: {steps}; {far} one process's", figures=figures)
+    return Verdict("ok", f"tiny {answers[0]['type']}: {steps}; {far} one process's")
 
 
 def measure_generation(run: CheckRun) -> dict[str, Any]:
@@ -127,7 +114,7 @@ def measure_generation(run: CheckRun) -> dict[str, Any]:
         arguments = cache_argument(_prefilled(alone, ids))
     logits, expected = (torch.stack(x.logits, 1) for x in (result, _generated(alone, ids, arguments)))
     apart = float((logits - expected).abs().max() / expected.abs().max())
-    return {"apart": apart, "tokens": result.sequences[:, ids.shape[1] :].tolist(), "type": run.state["type"]}
+    return {"apart": apart, "type": run.facts["type"]}
 
 
 def _prefilled(model: Any, ids: torch.Tensor) -> Any:
@@ -146,14 +133,14 @@ def _generated(model: Any, ids: torch.Tensor, arguments: dict[str, Any]) -> Any:
 
 def judge_generation(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
     wrong = [rank for rank, answer in enumerate(answers) if not answer["apart"] <= FAR]
-    figures = {"apart": max(answer["apart"] for answer in answers), "tokens": answers[0]["tokens"]}
+    apart = max(answer["apart"] for answer in answers)
     if wrong:
-        apart = answers[wrong[0]]["apart"]
         text = f"logits of generated tokens are {apart:.0e} from one process's on {processes(wrong)}"
-        return Verdict("failed", text, figures=figures | {"processes": wrong})
-    far = f"{figures['apart']:.0e} from one process's"
-    text = f"tiny {answers[0]['type']}: {_NEW_TOKENS} tokens after a prefill, with logits {far}"
-    return Verdict("ok", text, figures=figures)
+        return Verdict("failed", text)
+    text = (
+        f"tiny {answers[0]['type']}: {_NEW_TOKENS} tokens after a prefill, with logits {apart:.0e} from one process's"
+    )
+    return Verdict("ok", text)
 
 
 def _rows_of_check(run: CheckRun) -> torch.Tensor:
@@ -167,16 +154,14 @@ def _ring(run: CheckRun) -> Ring:
 
 
 def _tiny(run: CheckRun, ring: Ring) -> Any:
-    """Returns the tiny model in float64 with the job's pattern; its weights are the same at each call.
-
-    It is in evaluation mode: no layer draws random numbers, and the gradients are the same.
+    """Returns the tiny model in float64 with the job's pattern and the same weights at each call, in evaluation mode.
 
     Raises:
         NotApplicable: a config that has no small form, or whose small form has no attention.
     """
     try:
-        model = model_with_large_weights(shrunk_config(run.state["config"]), "eager").to(run.device, torch.float64)
-        return patch_model(model, run.state["pattern"], ring)
+        model = model_with_large_weights(shrunk_config(run.facts["config"]), "eager").to(run.device, torch.float64)
+        return patch_model(model, run.facts["pattern"], ring)
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise NotApplicable(f"there is no tiny model of type {run.state['type']!r}: {reason}") from None
+        raise NotApplicable(f"there is no tiny model of type {run.facts['type']!r}: {reason}") from None

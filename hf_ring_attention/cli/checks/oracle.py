@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -29,15 +29,6 @@ _SPARSE = "pyramid:4,2"
 _NAMES = ("out", "dq", "dk", "dv")
 
 
-class HeadSizes(NamedTuple):
-    """The model's heads: they decide the kernel, and whether heads divide among ranks."""
-
-    query: int
-    key_value: int
-    width: int
-    value_width: int
-
-
 class AttentionCase:
     """A row of random numbers, the same on every process, and attention of it by the definition and over a ring.
 
@@ -46,17 +37,17 @@ class AttentionCase:
     """
 
     def __init__(
-        self, heads: HeadSizes, pattern: Pattern, kind: LayoutKind, tokens: int, dtypes: Iterable[Any]
+        self, heads: tuple[int, ...], pattern: Pattern, kind: LayoutKind, tokens: int, dtypes: Iterable[Any]
     ) -> None:
         self.pattern, self.kind, self.tokens = pattern, kind, tokens
         whole: Documents = (((0, tokens),),)
         pieces = tuple(itertools.pairwise([0, tokens // 3, tokens // 2, tokens - 2]))
         self.documents = (pieces, *whole) if kind == "documents" else whole
         generator = torch.Generator().manual_seed(0)
-        keys, values = (heads.key_value, heads.width), (heads.key_value, heads.value_width)
+        queries, keys, width, value_width = heads
         self.tensors = [
-            torch.randn(len(self.documents), count, tokens, width, generator=generator, dtype=torch.float64)
-            for count, width in ((heads.query, heads.width), keys, values, (heads.query, heads.value_width))
+            torch.randn(len(self.documents), count, tokens, size, generator=generator, dtype=torch.float64)
+            for count, size in ((queries, width), (keys, width), (keys, value_width), (queries, value_width))
         ]
         self.solutions: dict[torch.dtype, tuple[list[Tensor], float]] = {}
         for dtype in dtypes:
@@ -93,21 +84,21 @@ def _largest(errors: dict[str, float]) -> float:
     return float(torch.tensor(list(errors.values())).max())
 
 
-def _heads(run: CheckRun) -> HeadSizes:
-    """Returns the model's heads; without a model, or if its layers differ, some that divide among all ranks."""
+def _heads(run: CheckRun) -> tuple[int, int, int, int]:
+    """Returns (query heads, key/value heads, head size, value size): the model's, else some that divide among all ranks."""
     try:
         if run.options.model is not None:
-            attention = attention_of_model(run.state["config"], run.options.model)
-            return HeadSizes(attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.value_dim)
+            attention = attention_of_model(run.facts["config"], run.options.model)
+            return attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.value_dim
     except ValueError:
         pass  # The layers differ.
-    return HeadSizes(2 * run.ring_size, run.ring_size, 16, 16)
+    return 2 * run.ring_size, run.ring_size, 16, 16
 
 
-def _cases(run: CheckRun, heads: HeadSizes) -> list[AttentionCase]:
+def _cases(run: CheckRun, heads: tuple[int, ...]) -> list[AttentionCase]:
     """Returns the job's pattern and a sparse one in each layout, in float64 and in the job's dtype."""
-    tokens, dtypes = max(50, 2 * run.ring_size + 5), dict.fromkeys((torch.float64, run.state["dtype"]))
-    patterns = dict.fromkeys((Pattern.parse(run.state["pattern"]), Pattern.parse(_SPARSE)))
+    tokens, dtypes = max(50, 2 * run.ring_size + 5), dict.fromkeys((torch.float64, run.facts["dtype"]))
+    patterns = dict.fromkeys((Pattern.parse(run.facts["pattern"]), Pattern.parse(_SPARSE)))
     kinds: tuple[LayoutKind, ...] = get_args(LayoutKind)
     return [AttentionCase(heads, pattern, kind, tokens, dtypes) for pattern in patterns for kind in kinds]
 
@@ -118,13 +109,13 @@ def measure_transport(run: CheckRun, transport: str, neighbours: bool) -> dict[s
     Args:
         neighbours: with "heads", whether only neighbours exchange heads, and rings go round the groups of them.
     """
-    heads = _heads(run)
-    size = _group_size(run, heads, neighbours) if transport == "heads" else None
-    if "cases" not in run.state:  # All transports have the same.
-        run.state["cases"] = _cases(run, heads)
+    queries, keys, *widths = heads = _heads(run)
+    size = _group_size(run.ring_size, queries, keys, neighbours) if transport == "heads" else None
+    if "cases" not in run.facts:  # All transports have the same.
+        run.facts["cases"] = _cases(run, heads)
     worst: dict[str, list[float]] = {}
     beyond: list[tuple[str, str, str, float, float]] = []
-    for case in run.state["cases"]:
+    for case in run.facts["cases"]:
         ring = Ring.alone()
         if run.ring_size > 1:
             group: Any = run.group
@@ -136,29 +127,27 @@ def measure_transport(run: CheckRun, transport: str, neighbours: bool) -> dict[s
             kind = str(dtype).removeprefix("torch.")
             worst[kind] = max(worst.get(kind, [0.0, bound]), [_largest(errors), bound])
             beyond += [(x, layout.kind, kind, error, bound) for x, error in errors.items() if not error <= bound]
-    kernel = choose_kernel(run.device, run.state["dtype"], heads.width, heads.value_width)
+    kernel = choose_kernel(run.device, run.facts["dtype"], *widths)
     return {"errors": worst, "beyond": beyond, "kernel": kernel.name, "size": size}
 
 
-def _group_size(run: CheckRun, heads: HeadSizes, neighbours: bool) -> int | None:
+def _group_size(ring_size: int, queries: int, keys: int, neighbours: bool) -> int | None:
     """Returns how many neighbours exchange heads; None for all ranks.
 
     Raises:
         NotApplicable: heads that do not divide among them.
     """
-    parts = [n for n in range(2, run.ring_size) if run.ring_size % n == 0] if neighbours else [run.ring_size]
+    parts = [n for n in range(2, ring_size) if ring_size % n == 0] if neighbours else [ring_size]
     if not parts:
-        raise NotApplicable(f"a ring of {run.ring_size} has no parts of 2 ranks or more")
-    sizes = [n for n in parts if heads_fit(heads.query, heads.key_value, n)]
+        raise NotApplicable(f"a ring of {ring_size} has no parts of 2 ranks or more")
+    sizes = [n for n in parts if heads_fit(queries, keys, n)]
     if not sizes:
-        among = f"a part of {run.ring_size}" if neighbours else str(run.ring_size)
-        raise NotApplicable(
-            f"{heads.query} query and {heads.key_value} key/value heads do not divide among {among} ranks"
-        )
+        among = f"a part of {ring_size}" if neighbours else str(ring_size)
+        raise NotApplicable(f"{queries} query and {keys} key/value heads do not divide among {among} ranks")
     return sizes[-1] if neighbours else None
 
 
-def judge_transport(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
+def judge_transport(run: CheckRun, answers: list[dict[str, Any]], *_: Any) -> Verdict:
     beyond = {rank: answer["beyond"] for rank, answer in enumerate(answers) if answer["beyond"]}
     if beyond:
         # A wrong output makes the gradients of other ranks wrong too, so only ranks with one are named.
@@ -167,9 +156,9 @@ def judge_transport(run: CheckRun, answers: list[dict[str, Any]]) -> Verdict:
         name, layout, dtype, error, bound = next(iter(causes.values()))[0]
         where = f"in {layout}, {dtype}"
         text = f"{processes([*causes])}: {name} is {error:.1e} from the definition, of {bound:.1e}, {where}"
-        return Verdict("failed", text, figures={"processes": [*causes], "beyond": causes})
+        return Verdict("failed", text)
     worst = {name: max(tuple(answer["errors"][name]) for answer in answers) for name in answers[0]["errors"]}
     shown = ", ".join(f"{name} {error:.1e} of {bound:.1e}" for name, (error, bound) in worst.items())
     groups = f"groups of {answers[0]['size']}, " if answers[0]["size"] else ""
     text = f"{groups}outputs and gradients off by {shown}; kernel {answers[0]['kernel']}"
-    return Verdict("ok", text, figures={"errors": worst, "kernel": answers[0]["kernel"]})
+    return Verdict("ok", text)

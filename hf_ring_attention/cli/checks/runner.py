@@ -11,14 +11,13 @@ import importlib
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -31,55 +30,34 @@ from ...transport.lost_processes import is_of_communication
 PATIENCE = 3.0
 #: The seconds between two looks at the messages.
 _BETWEEN_LOOKS = 0.02
-#: The variables that a launcher sets for each process.
-_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class CheckRun:
-    """One run of all checks on this process, and what earlier checks leave for later ones.
+    """One run of all checks on this process. It meets the processes that the launcher announces in the environment.
 
     Attributes:
         options: of the command line: ring_size, model, pattern, and the seconds that a check may take, timeout.
         told_to_end: is set when the launcher wants this process to end.
-        store: where the processes found each other; None for a process alone.
-        device, backend: set by the check "launch", which makes the process group.
-        ring_size, group: set by the check "rings".
-        facts: what process 0 learned from all processes, by name.
-        state: what this process keeps, by name.
+        store: where the processes found each other; None for a process without a launcher.
+        device, group: set by the check "launch", which makes the process groups; `group` is a ring's, None for all.
+        facts: what earlier checks leave for later ones, by name.
+
+    Raises:
+        RuntimeError: processes that do not come in time, or an environment without the variables of launchers.
     """
 
-    def __init__(
-        self, options: Namespace, told_to_end: threading.Event, rank: int = 0, world_size: int = 1, store: Any = None
-    ) -> None:
-        self.options, self.told_to_end, self.store = options, told_to_end, store
-        self.rank, self.world_size = rank, world_size
-        self.ring_size, self.group = 1, None
+    def __init__(self, options: Namespace, told_to_end: threading.Event) -> None:
+        self.options, self.told_to_end = options, told_to_end
+        self.store, self.rank, self.world_size = None, 0, int(os.environ.get("WORLD_SIZE", "1"))
+        if self.world_size > 1:
+            timeout = timedelta(seconds=options.timeout)
+            self.store, self.rank, self.world_size = next(rendezvous("env://", timeout=timeout))
+        self.ring_size, self.group = options.ring_size or self.world_size, None
         self.device: Any = None
-        self.backend = ""
         self.facts: dict[str, Any] = {}
-        self.state: dict[str, Any] = {}
         # Messages have a connection of their own: a process group that waits for another one blocks the first.
-        connection = dist.HashStore() if store is None else store.clone()
+        connection = dist.HashStore() if self.store is None else self.store.clone()
         self._messages: Any = dist.PrefixStore("hf_ring_attention/check", connection)
-
-    @classmethod
-    def join(cls, options: Namespace, told_to_end: threading.Event) -> CheckRun:
-        """Meets the processes that the launcher announces in the environment; without a launcher, this process is alone.
-
-        Raises:
-            RuntimeError: processes that do not come in time.
-            ValueError: an environment without the variables of launchers.
-        """
-        world_size = os.environ.get("WORLD_SIZE", "1")
-        if int(world_size) == 1:
-            return cls(options, told_to_end)
-        missing = [name for name in _OF_LAUNCHERS if name not in os.environ]
-        if missing:
-            raise ValueError(
-                f"WORLD_SIZE={world_size} announces several processes, but the launcher did not set {', '.join(missing)}"
-            )
-        store, rank, count = next(rendezvous("env://", timeout=timedelta(seconds=options.timeout)))
-        return cls(options, told_to_end, rank, count, store)
 
     @property
     def first_of_ring(self) -> int:
@@ -87,7 +65,7 @@ class CheckRun:
         return self.rank // self.ring_size * self.ring_size
 
     def post(self, key: str, message: Any) -> None:
-        """Leaves a message for all processes, which must be one that JSON can hold; tuples arrive as lists."""
+        """Leaves a message in JSON for all processes; tuples arrive as lists."""
         self._messages.set(key, json.dumps(message))
 
     def has(self, *keys: str) -> bool:
@@ -110,16 +88,12 @@ class Verdict:
     Attributes:
         text: the figures of a check that is ok; else the fault, with the processes by their numbers.
         remedy: what to do, in a sentence; "" for the remedy of the check.
-        figures: the measured numbers, by name.
-        blocks: whether checks that need this one are skipped.
         out_of_step: whether a process is gone, hangs or left others waiting, so that all later checks are skipped.
     """
 
     status: Literal["ok", "warning", "failed", "skipped"]
     text: str
     remedy: str = ""
-    figures: dict[str, Any] = field(default_factory=dict)
-    blocks: bool = False
     out_of_step: bool = False
 
 
@@ -131,20 +105,22 @@ class NotApplicable(Exception):
 class Check:
     """A check by two functions of a module of this folder, such as `measure_launch` and `judge_launch`.
 
-    The modules are imported when the check runs: they import Transformers and most of this package, and if that fails on one
-    process, all hear of it.
+    The module is imported when the check runs: it may import most of this package, and if that fails on one process, all hear
+    of it.
 
     Attributes:
         functions: the module and the end of their names, such as "machine.launch".
         remedy: what to do if the measurement raises, or the judge fails it without a remedy of its own.
-        needs: the checks that must be ok before this one.
-        arguments: further arguments of the measurement.
+        needs: the checks that must not fail before this one.
+        alike: what to do if processes answer differently, "{}" for the name of the answer; "" if they may.
+        arguments: further arguments of both functions.
     """
 
     name: str
     functions: str
     remedy: str
     needs: tuple[str, ...] = ()
+    alike: str = ""
     arguments: tuple[Any, ...] = ()
 
     def measure(self, run: CheckRun) -> Any:
@@ -153,21 +129,32 @@ class Check:
 
     def judge(self, run: CheckRun, answers: list[Any]) -> Verdict:
         """Runs on process 0, with the answers of all processes."""
-        verdict: Verdict = self._function("judge")(run, answers)
-        if verdict.status == "failed":
-            verdict = replace(verdict, remedy=verdict.remedy or self.remedy, blocks=True)
-        return verdict
+        verdict: Verdict | None = _difference(answers, self.alike) if self.alike else None
+        verdict = verdict or self._function("judge")(run, answers, *self.arguments)
+        return replace(verdict, remedy=verdict.remedy or self.remedy) if verdict.status == "failed" else verdict
 
     def _function(self, kind: str) -> Callable[..., Any]:
         module, _, name = self.functions.partition(".")
-        function: Callable[..., Any] = getattr(importlib.import_module(f".{module}", __package__), f"{kind}_{name}")
-        return function
+        return getattr(importlib.import_module(f".{module}", __package__), f"{kind}_{name}")
 
 
 def processes(ranks: Sequence[int]) -> str:
     """Returns "process 1", or "processes 1, 2": at most eight by their numbers."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"process{'es' if len(ranks) > 1 else ''} {shown}"
+
+
+def _difference(answers: Sequence[Mapping[str, Any]], remedy: str) -> Verdict | None:
+    """Returns the verdict on the first name whose values differ from process 0's; None if all values are the same."""
+    first = answers[0]
+    for name in dict.fromkeys(name for answer in answers for name in answer):
+        values = [answer.get(name, "not set") for answer in answers]
+        other = next((value for value in values if value != first.get(name, "not set")), None)
+        if other is not None:
+            ranks = [rank for rank, value in enumerate(values) if value == other]
+            text = f"{name} is {other} on {processes(ranks)} and {first.get(name, 'not set')} on process 0"
+            return Verdict("failed", text, remedy.format(name))
+    return None
 
 
 def run_checks(run: CheckRun, checks: Sequence[Check], tell: Callable[[str, Verdict], None]) -> dict[str, Verdict]:
@@ -180,12 +167,17 @@ def run_checks(run: CheckRun, checks: Sequence[Check], tell: Callable[[str, Verd
         RuntimeError: process 0 does not answer another process.
     """
     verdicts: dict[str, Verdict] = {}
+    unmet: dict[str, str] = {}  # For checks that failed, or need others that did: why those that need them are skipped.
     worker = ThreadPoolExecutor(1)  # One thread for all measurements: a device is set for a thread.
     try:
         for check in checks:
-            obstacle = _obstacle(check, verdicts)
-            verdict = Verdict("skipped", obstacle, blocks=True) if obstacle else _verdict_of_all(run, check, worker)
+            late = [name for name, verdict in verdicts.items() if verdict.out_of_step]
+            obstacles = [f"{name!r} left the processes out of step" for name in late]
+            obstacles += [unmet[name] for name in check.needs if name in unmet]
+            verdict = Verdict("skipped", obstacles[0]) if obstacles else _verdict_of_all(run, check, worker)
             verdicts[check.name] = verdict
+            if obstacles or verdict.status == "failed":
+                unmet[check.name] = f"it needs {check.name!r}"
             if run.rank == 0:
                 tell(check.name, verdict)
         # Process 0, which may hold the store, leaves after the others have read the last verdict.
@@ -195,15 +187,6 @@ def run_checks(run: CheckRun, checks: Sequence[Check], tell: Callable[[str, Verd
     finally:
         worker.shutdown(wait=False, cancel_futures=True)  # Its thread may hang.
     return verdicts
-
-
-def _obstacle(check: Check, verdicts: dict[str, Verdict]) -> str | None:
-    """Returns why a check is not run; None for one that is."""
-    for name, verdict in verdicts.items():
-        if verdict.out_of_step:
-            return f"{name!r} left the processes out of step"
-    unmet = [name for name in check.needs if name in verdicts and verdicts[name].blocks]
-    return f"it needs {unmet[0]!r}" if unmet else None
 
 
 def _verdict_of_all(run: CheckRun, check: Check, worker: ThreadPoolExecutor) -> Verdict:
@@ -265,26 +248,18 @@ def _judged(run: CheckRun, check: Check, replies: dict[int, tuple[str, Any]]) ->
     if gone:
         text = f"{processes(gone)} of {run.world_size} did not answer: killed, stopped, or ended by an error"
         remedy = "Read that process's output and the launcher's for the cause, then start all again."
-        return _failed(text, remedy, gone)
-    if errors:
-        return replace(_of_errors(errors, check.remedy), out_of_step=len(errors) < run.world_size)
-    if busy:
+        return Verdict("failed", text, remedy, out_of_step=True)
+    if busy and not errors:
         text = f"{processes([*busy])} of {run.world_size} did not end within {run.options.timeout:g} s"
-        return _failed(text, "See what that process waits for or computes, or allow more with --timeout.", busy)
-    if broken:
-        return _of_errors(broken, check.remedy)
+        remedy = "See what that process waits for or computes, or allow more with --timeout."
+        return Verdict("failed", text, remedy, out_of_step=True)
+    if errors or broken:
+        causes = errors or broken
+        text = f"{processes([*causes])}: {next(iter(causes.values()))}"
+        return Verdict("failed", text, check.remedy, out_of_step=len(errors) < run.world_size)
     if "not applicable" in of_kind:
         return Verdict("skipped", next(iter(of_kind["not applicable"].values())))
     return check.judge(run, [*of_kind["measured"].values()])
-
-
-def _failed(text: str, remedy: str, ranks: Iterable[int]) -> Verdict:
-    return Verdict("failed", text, remedy, {"processes": [*ranks]}, blocks=True, out_of_step=True)
-
-
-def _of_errors(errors: dict[int, str], remedy: str) -> Verdict:
-    """Returns a verdict with the first error, and with the processes that have one."""
-    return _failed(f"{processes([*errors])}: {next(iter(errors.values()))}", remedy, errors)
 
 
 @contextmanager
@@ -299,10 +274,3 @@ def told_to_end() -> Iterator[threading.Event]:
         yield event
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def end_at_once(status: int) -> None:
-    """Ends this process without waiting for threads that hang."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)

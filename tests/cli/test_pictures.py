@@ -5,8 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from hf_ring_attention.cli.text_plots import DARK, SINK, pattern_lines
-from hf_ring_attention.cli.visible import visible_pairs
+from hf_ring_attention.cli.pictures import DARK, SINK, pattern_lines, visible_pairs
 from hf_ring_attention.plan.patterns import Pattern
 
 LAST = "branches:sink=4,window=512,last=300"

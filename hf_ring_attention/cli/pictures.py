@@ -1,0 +1,187 @@
+"""Describes pictures in words, and draws them as text for a terminal, in lists of lines.
+
+A picture of a pattern has squares, for any length and without an n x n matrix. In a branch, the keys that a query sees are
+some residues inside one interval. For each square, the picture takes the share of pairs inside the interval, and the share of
+pairs with these residues. Squares of one pair are exact.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..cost.timeline import Span, Timeline
+from ..plan.branches import Branch, Last, Segment, Sink
+from ..plan.layouts import SequenceLayout
+from ..plan.patterns import Pattern
+from .output import short_count, short_seconds
+
+#: The width of a picture in characters.
+COLUMNS = 64
+SINK, DARK = "┃", "·"
+PATTERN_LEGEND = "█ most pairs seen, ▓ from 1/4, ▒ from 1/16, ░ fewer, · none, ┃ sinks, blank: the future"
+RING_LEGEND = "█ ▓ compute (steps alternate), ~ wait, ─ send"
+#: The intervals of at most this many queries are computed for a row of squares; their ends lie on straight lines.
+QUERIES_OF_A_ROW = 128
+
+
+@dataclass(frozen=True)
+class VisiblePairs:
+    """A causal document as squares, [bins, bins]: queries from above, keys from the left.
+
+    Attributes:
+        share: the share of the pairs in each square that are seen, sinks left out.
+        sinks: how many first tokens every query sees.
+        possible: the share of the pairs in each square that causality allows.
+        edges: the first tokens of squares, and the end of the last one.
+    """
+
+    length: int
+    share: np.ndarray
+    sinks: int
+    possible: np.ndarray
+    edges: np.ndarray
+
+    @property
+    def share_of_causal(self) -> float:
+        """The visible pairs, sinks included, as a share of exact attention's."""
+        sizes = np.outer(np.diff(self.edges), np.diff(self.edges))
+        sink_pairs = self.sinks * self.length - self.sinks * (self.sinks - 1) / 2
+        return float(((self.share * sizes).sum() + sink_pairs) / (self.possible * sizes).sum())
+
+
+def visible_pairs(
+    pattern: Pattern, length: int, bins: int, *, head: int | None = None, num_heads: int = 1, num_kv_heads: int = 1
+) -> VisiblePairs:
+    """Returns the pairs that one head sees, or that all heads see together if `head` is None.
+
+    Of heads with different patterns, a square has the share of the pattern that shows the most of it.
+    """
+    edges = np.linspace(0, length, min(bins, length) + 1).astype(np.int64)
+    phases: dict[Pattern, set[int]] = {}
+    for number in range(num_heads) if head is None else [head]:
+        own = pattern.of_kv_head(number * num_kv_heads // num_heads)
+        phases.setdefault(own, set()).add(own.phase(number, num_heads=num_heads, num_kv_heads=num_kv_heads))
+    tokens = [branch.tokens for own in phases for branch in own.branches if isinstance(branch, Sink)]
+    sinks = min(length, max(tokens, default=0))
+    shares = [_share_of(own, length, edges, own_phases, sinks) for own, own_phases in phases.items()]
+    exact = _inside(Segment(), length, edges, 0)
+    return VisiblePairs(length, np.max(shares, axis=0), sinks, exact, edges)
+
+
+def seen_under(
+    patterns: Mapping[str, Pattern], length: int, bins: int, *, head: int | None, num_heads: int, num_kv_heads: int
+) -> Iterator[tuple[str, str, VisiblePairs]]:
+    """Yields the name of each pattern, how much of the causal pairs heads see in words, and the visible pairs."""
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    for name, pattern in patterns.items():
+        visible = visible_pairs(pattern, length, bins, head=head, **heads)
+        if head is not None:
+            yield name, f"head {head} sees {visible.share_of_causal:.1%} of the pairs", visible
+            continue
+        first = visible_pairs(pattern, length, bins, head=0, **heads).share_of_causal
+        yield name, f"one head sees {first:.1%} of the pairs, {num_heads} heads {visible.share_of_causal:.1%}", visible
+
+
+def _share_of(pattern: Pattern, length: int, edges: np.ndarray, phases: Iterable[int], sinks: int) -> np.ndarray:
+    """Returns the share of each square that a pattern shows heads of these phases, keys before `sinks` left out."""
+    most = layered = widest = np.zeros((len(edges) - 1, len(edges) - 1))
+    branches = [branch for branch in pattern.branches if not isinstance(branch, Sink)]
+    for branch in sorted(branches, key=lambda branch: branch.dilation):
+        inside, residues = _inside(branch, length, edges, sinks), _of_residues(branch, edges, phases)
+        most = np.maximum(most, inside * residues)
+        # Branches with larger dilations add what lies beyond the intervals of the others: exact if intervals are nested.
+        layered = layered + np.maximum(inside - widest, 0) * residues
+        widest = np.maximum(widest, inside)
+    return np.minimum(np.maximum(most, layered), 1)
+
+
+def _inside(branch: Branch, length: int, edges: np.ndarray, sinks: int) -> np.ndarray:
+    """Returns the share of each square that lies in the intervals of a branch, whatever the residue."""
+    rows = []
+    for top, bottom in itertools.pairwise(edges.tolist()):
+        count = min(bottom - top, QUERIES_OF_A_ROW)
+        query: Any = top + (2 * np.arange(count) + 1) * (bottom - top) // (2 * count)
+        first, beyond = (border.position(query) for border in branch.borders())
+        stop = np.minimum(query + 1, beyond)
+        if isinstance(branch, Last):
+            stop = np.where(query >= length - branch.tokens, stop, 0)
+        ends = (np.maximum(end, sinks) for end in (np.broadcast_to(first, query.shape), stop))
+        start, stop = (end[:, None].clip(edges[:-1], edges[1:]) for end in ends)
+        rows.append((stop - start).mean(0) / np.diff(edges))
+    return np.array(rows)
+
+
+def _of_residues(branch: Branch, edges: np.ndarray, phases: Iterable[int]) -> np.ndarray:
+    """Returns the share of each square's pairs whose key, and whose query if it must, have a residue of the branch."""
+    total = np.zeros((len(edges) - 1, len(edges) - 1))
+    for residue in {phase % branch.dilation for phase in phases}:
+        below = np.maximum((edges - residue + branch.dilation - 1) // branch.dilation, 0)
+        keys = np.diff(below) / np.diff(edges)
+        total += np.outer(keys if branch.queries == "dilated" else np.ones_like(keys), keys)
+    return total
+
+
+def lines_of_patterns(patterns: Mapping[str, Pattern], tokens: int, **shape: Any) -> list[str]:
+    """Returns the lines of several patterns in a document; `shape` is as for `seen_under`."""
+    lines = []
+    for name, share, visible in seen_under(patterns, tokens, COLUMNS, **shape):
+        lines += [f"{name}, {short_count(tokens)} tokens: {share}", *pattern_lines(visible), ""]
+    return [*lines, PATTERN_LEGEND]
+
+
+def pattern_lines(visible: VisiblePairs) -> list[str]:
+    """Returns the lines of a pattern, two rows of squares each: queries from above, keys from the left."""
+    rows = np.arange(0, len(visible.share), 2)
+    possible, seen = (np.add.reduceat(share, rows) for share in (visible.possible, visible.share))
+    share = seen / np.where(possible > 0, possible, 1)
+    with_sinks = np.broadcast_to(visible.sinks > visible.edges[:-1], share.shape)
+    conditions = [possible == 0, with_sinks, share == 0, share >= 3 / 4, share >= 1 / 4, share >= 1 / 16]
+    marks = np.select(conditions, [" ", SINK, DARK, "█", "▓", "▒"], "░")
+    return ["".join(line).rstrip() for line in marks]
+
+
+def layout_lines(layout: SequenceLayout, work: Sequence[float]) -> list[str]:
+    """Returns a line for each rank: the positions it holds, from left to right, and its work over the mean."""
+    lines = []
+    borders = np.linspace(0, layout.padded_len, COLUMNS + 1)
+    for rank in range(layout.world_size):
+        line = ""
+        for low, high in itertools.pairwise(borders):
+            held = sum(max(0.0, min(high, piece.stop) - max(low, piece.start)) for piece in layout.pieces(rank))
+            line += "█" if held > (high - low) / 2 else "▌" if held > 0 else "·"
+        lines.append(f"rank {rank:>3} {line} work {work[rank]:.2f} of the mean")
+    return [*lines, f"{'':8} 0{short_count(layout.padded_len):>{COLUMNS - 1}}"]
+
+
+def ring_lines(timeline: Timeline) -> list[str]:
+    """Returns for each rank of a ring's forward pass a line of computing and waiting, and one of sending."""
+    lines = []
+    borders = np.linspace(0, timeline.seconds, COLUMNS + 1)
+    for rank, sends in itertools.product(range(timeline.ranks), (False, True)):
+        spans = [span for span in timeline.spans if span.rank == rank and (span.kind == "send") == sends]
+        label = "" if sends else f"rank {rank:>3}"
+        marks = (_mark_of(spans, low, high) for low, high in itertools.pairwise(borders))
+        lines.append(f"{label:8} {''.join(marks)}".rstrip())
+    return lines
+
+
+def _mark_of(spans: Sequence[Span], start: float, stop: float) -> str:
+    """Returns the mark of the spans that fill most of a stretch of time; a blank if they fill less than an eighth."""
+    seconds = {" ": (stop - start) / 8}
+    for span in spans:
+        mark = {"compute": "█▓"[span.step % 2], "wait": "~", "send": "─"}[span.kind]
+        seconds[mark] = seconds.get(mark, 0.0) + max(0.0, min(stop, span.stop) - max(start, span.start))
+    return max(seconds, key=lambda mark: seconds[mark])
+
+
+def timeline_summary(timeline: Timeline) -> str:
+    """Returns a text: how long a timeline is, and the shares of it that are computing and waiting."""
+    return (
+        f"{short_seconds(timeline.seconds)} in all: ranks compute for {timeline.share('compute'):.0%} of it and wait for keys "
+        f"for {timeline.share('wait'):.0%}"
+    )
