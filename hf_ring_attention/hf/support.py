@@ -96,7 +96,7 @@ def class_name(config: PretrainedConfig | None) -> str:
     return str(names[0] if names else (_model_class(config) or type(config)).__name__)
 
 
-def _model_class(config: PretrainedConfig) -> type[Any] | None:
+def _model_class(config: PretrainedConfig) -> Any:
     """Returns the base model that Transformers has for a config; None if it has none."""
     for mapping in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING):
         classes = mapping.get(type(config), None)
@@ -123,10 +123,11 @@ def _check_class(model_class: type[Any], name: str) -> None:
 def check_model(model: PreTrainedModel, sharded: bool) -> None:
     """Refuses a model that ring_dilated does not compute, or, if rows are sharded, does not compute on shards."""
     name, config = type(model).__name__, model.config.get_text_config()
-    text_model: Any = decoder_of(model)
+    text_model = decoder_of(model)
+    text_class: Any = type(text_model)
     check_config(model.config, name)
     check_config(config, name)
-    _check_class(type(text_model), name)
+    _check_class(text_class, name)
     hybrids = hybrids_of(config)
     mixers = () if hybrids is None else tuple(f"{path}." for path in hybrids.checked_mixers(model))
     for path, module in text_model.named_modules():
