@@ -34,7 +34,7 @@ STRANGERS = ({"compute.kernels", "transport.transports"}, {"compute.kernels", "t
 COMPUTES_BY_DEFINITION = {"cli.checks.oracle"}
 LONGEST = 400  # lines
 #: Lines of the package.
-MOST_LINES = 20_300
+MOST_LINES = 19_500
 
 #: Every .py file, by its module name inside the package.
 SOURCES = {

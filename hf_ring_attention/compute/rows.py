@@ -91,7 +91,7 @@ class IndexRows:
     stride: int = 1  # the distance between the first rows of neighbouring folds
     fold_size: int = 1  # the rows of a fold: with `stride` 4 and `fold_size` 2, rows are 0, 1, 4, 5, 8, 9, ...
     rows: Tensor | None = None  # [tiles, heads, L], all row numbers; None if `first` has the first rows
-    kept: Tensor | None = None  # the places of rows that are no padding, in a head's [tiles * L]; None without padding
+    kept: Tensor | None = None  # the places of rows that are not padding, in a head's [tiles * L]; None without padding
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -123,7 +123,7 @@ class IndexRows:
         return x.flatten(0, 2).index_select(0, self.numbers().flatten()).unflatten(0, (*self._shape, self.length))
 
     def view(self, x: Tensor) -> None:
-        """Rows by their numbers are no view."""
+        """Rows by their numbers are not a view."""
 
     def take_lse(self, lse: Tensor) -> Tensor:
         """Returns the rows of lse [B, H, n] as `take`; the lse of padding is +inf, which makes its gradients 0."""
@@ -146,7 +146,7 @@ class IndexRows:
         lse.index_copy_(0, index, lse_rows)
 
     def _without_padding(self, x: Tensor) -> Tensor:
-        """Returns the rows of x [tiles, heads, L, ...] that are no padding, [rows, ...]."""
+        """Returns the rows of x [tiles, heads, L, ...] that are not padding, [rows, ...]."""
         if self.kept is None:
             return x.flatten(0, 2)
         return x.transpose(0, 1).flatten(1, 2).index_select(1, self.kept).flatten(0, 1)

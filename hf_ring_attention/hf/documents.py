@@ -117,7 +117,7 @@ def _documents_of_positions(batch: int, positions: Tensor | None, mask: Tensor |
     restarts[:, 1:] = (after < before) | ((after == first) & (before == first))
     if not bool((restarts[:, 1:] * valid[:, 1:] * valid[:, :-1]).any()):
         return None
-    documents_from_mask(valid)  # This refuses padding inside a document, which is no border.
+    documents_from_mask(valid)  # This refuses padding inside a document, which is not a border.
     return documents_from_mask((restarts.cumsum(-1) + 1) * valid)
 
 

@@ -27,7 +27,7 @@ class NotFormedError(RuntimeError, AttributeError):
 class NotFormed:
     """A stand-in for a result that was not formed: any use raises an error with the reason.
 
-    It is no tensor, so that libraries that cast, gather or copy the tensors of an output leave it as it is.
+    It is not a tensor, so that libraries that cast, gather or copy the tensors of an output leave it as it is.
     """
 
     def __init__(self, what: str, remedy: str) -> None:

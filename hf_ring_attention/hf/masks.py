@@ -154,7 +154,7 @@ def _read_mask_function(
             own = Window, _closure(part, "sliding_window")
         elif kind == "sliding_window_bidirectional_overlay":
             own = Window, _closure(part, "sliding_window") + 1
-        elif kind == "chunked_overlay":  # It counts chunks from the first token that is no padding, as documents do.
+        elif kind == "chunked_overlay":  # It counts chunks from the first token that is not padding, as documents do.
             own = Segment, _closure(part, "chunk_size")
         elif kind != "causal_mask_function":
             raise ValueError(

@@ -79,7 +79,7 @@ class _Span(NamedTuple):
 
     start: int
     stop: int
-    document: range | None  # the tokens of their document; None for padding, which is no work
+    document: range | None  # the tokens of their document; None for padding, which costs nothing
     ascending: bool = False  # whether ranks take its first tokens first, not its last tokens
 
     @property

@@ -40,7 +40,7 @@ def check_not_traced() -> None:
         raise NotImplementedError(f"torch.export or torch.jit.trace was asked for: {UNTRACEABLE}")
 
 
-# The graph breaks here on purpose: plans, checks and messages are no work for a compiler, and kernels are compiled already.
+# The graph breaks here on purpose: a compiler cannot plan, check or send messages, and kernels are compiled already.
 @torch.compiler.disable(reason=UNTRACEABLE)
 def ring_attention(
     q: Tensor,

@@ -241,6 +241,23 @@ def test_packed_rows_on_a_ring(how, world_size, layout):
         assert distance(logits, expected) <= EXACT
 
 
+@torch.no_grad()
+def test_a_copied_mask_of_a_sharded_model():
+    """Accelerate copies masks to the devices of layers."""
+    expected = ra.patch_model(tiny_model("llama", "eager"))(ids()).logits
+
+    def copied(module, args, kwargs):
+        return args, {**kwargs, "attention_mask": kwargs["attention_mask"].clone()}
+
+    def work(ring, model):
+        model.model.layers[1].register_forward_pre_hook(copied, with_kwargs=True)
+        with torch.no_grad():
+            return model(ids()).logits
+
+    for logits in on_ranks(work, lambda: tiny_model("llama", "eager")):
+        assert distance(logits, expected) <= EXACT
+
+
 def test_a_buffer_of_a_collator_that_is_filled_again():
     """What was read from it before is forgotten."""
     for name, first, second in (
