@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..compute.private import check
 from ..hf.cache import cache_argument
-from ..hf.config import fewest_last_of, layer_pattern, warn_once
+from ..hf.config import fewest_last_of, layer_pattern, patterns_of_layers, warn_once
 from ..hf.generation import prefill
 from ..hf.lm_loss import IGNORED
 from ..hf.patch import patch_model
@@ -36,7 +36,6 @@ from .logits import label_nll
 
 #: A ring may wait long for another one that has longer texts.
 _TIMEOUT = timedelta(days=7)
-
 
 check("lm_eval", {"HFLM": HFLM})
 
@@ -57,14 +56,13 @@ class RingLM(HFLM):
         arguments: of `hf`: batch_size, max_length, dtype, peft, add_bos_token, device, ...
 
     Raises:
-        ValueError: on every process, before a model is loaded: a wrong pattern, a ring_size that does not divide the number of
-            processes, or an argument of `hf` that a ring cannot obey. Later, on every rank of a ring: requests that differ
-            between its ranks, or a cache of answers.
+        ValueError: on every process, before a model is loaded: a wrong pattern or ring_size, or an argument of `hf` that a ring
+            cannot obey. Later, on every rank of a ring: requests that differ between its ranks, or a cache of answers.
         NotImplementedError: a model that ring_dilated does not compute.
 
     Example:
-        Import this module, then: `lm_eval.simple_evaluate(model="ring_dilated", model_args={"pretrained": "folder",
-        "pattern": "window:512+4"}, tasks=["lambada_openai"])`; in a shell, see `hf-ring-attention lm-eval --help`.
+        `lm_eval.simple_evaluate(model="ring_dilated", model_args={"pretrained": "folder", "pattern": "window:512+4"},
+        tasks=["lambada_openai"])`, once this module is imported; in a shell, see `hf-ring-attention lm-eval --help`.
     """
 
     def __init__(
@@ -127,13 +125,16 @@ class RingLM(HFLM):
     def get_model_info(self) -> dict[str, Any]:
         """Returns the model's entry in results.json: the entry of `hf`, with patterns and ring."""
         ring, config = self.ring, unwrapped(self._model).config.get_text_config()
-        layers = (getattr(config, IMPLEMENTATION, None) or {}).get("layers", {})
-        sizes = {"size": ring.world_size, "rings": ring.dp_size, "layout": ring.layout, "transport": ring.transport}
         return {
             **super().get_model_info(),
             "pattern": str(layer_pattern(config, None)),
-            "pattern_of_layers": {layer: str(layer_pattern(config, int(layer))) for layer in layers},
-            "ring": sizes,
+            "pattern_of_layers": {str(layer): str(pattern) for layer, pattern in patterns_of_layers(config).items()},
+            "ring": {
+                "size": ring.world_size,
+                "rings": ring.dp_size,
+                "layout": ring.layout,
+                "transport": ring.transport,
+            },
         }
 
     # ---- requests; one rank of each ring shows its progress

@@ -23,11 +23,11 @@ from ..ring.ring import Ring
 from ..transport.agreement import digest
 from .logits import check_finite, label_nll
 
-#: What tokenizers return beside tokens and mask; scoring does not need it.
-_ASIDE = (
-    "special_tokens_mask", "offset_mapping", "length", "overflow_to_sample_mapping", "num_truncated_tokens",
-    "overflowing_tokens",
-)  # fmt: skip
+#: The entries of a tokenizer's result; scoring needs the first two, and token types of 0.
+_TAKEN = {
+    "input_ids", "attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "length",
+    "overflow_to_sample_mapping", "num_truncated_tokens", "overflowing_tokens",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class PerplexityReport:
 
     @property
     def perplexity(self) -> float:
-        """The perplexity of all scored tokens, exp(nll / tokens)."""
+        """exp(nll / tokens)."""
         return math.exp(self.nll / self.tokens)
 
     def __repr__(self) -> str:
@@ -77,9 +77,8 @@ def perplexity(
 ) -> PerplexityReport:
     """Measures how well a causal language model predicts each token of whole sequences from the earlier tokens that it sees.
 
-    The model runs in evaluation mode, one row at a time and without its padding. Logits are formed for a slice of tokens at a
-    time, so neither the vocabulary nor other rows decide the memory. Several threads may score one model at once, but none may
-    train it meanwhile.
+    The model runs in evaluation mode, one row at a time and without its padding. Logits exist for a slice of tokens at a time.
+    Several threads may score one model at once, but none may train it meanwhile.
 
     Args:
         model: a causal language model, with any attention implementation; on a ring it is patched to "ring_dilated".
@@ -95,9 +94,9 @@ def perplexity(
 
     Raises:
         ValueError: on every rank, before anything is computed: a model that does not predict tokens from earlier ones (masked
-            language models, classifiers, encoders) or has virtual tokens of PEFT; rows of fewer than 2 tokens, or longer than
-            the model's positions; wrong tokens or masks, padding between tokens, shapes or ranks that differ, or no token to
-            score. On every rank, after the pass of a row: losses that are infinite or NaN.
+            language models, classifiers, encoders) or has virtual tokens of PEFT; rows longer than the model's positions;
+            wrong tokens or masks, padding between tokens, or ranks that differ. After the pass of a row: losses that are
+            infinite or NaN.
 
     Example:
         >>> ids = torch.arange(1, 65)[None]  # or tokenizer(text, return_tensors="pt")
@@ -115,8 +114,8 @@ def perplexity(
         check_token_rows(inner, ids, mask)
         check_count("perplexity", "logits_at_once", logits_at_once)
         call.same("the shape of input_ids", tuple(ids.shape))
-        for name, values in (("input_ids", ids), ("attention_mask", mask)):
-            call.same(f"a checksum of {name}", digest(values))
+        call.same("a checksum of input_ids", digest(ids))
+        call.same("a checksum of attention_mask", digest(mask))
         call.same("logits_at_once", logits_at_once)
     if ring is not None and attached_ring(inner) is not ring:
         patch_model(inner, ring=ring)
@@ -138,9 +137,8 @@ def perplexity(
 def _rows_of(batch: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
     """Returns tokens and mask, [B, n] int64 on the CPU."""
     if isinstance(batch, Mapping):
-        inputs = {name: x for name, x in batch.items() if name not in ("input_ids", "attention_mask", *_ASIDE)}
-        types = inputs.pop("token_type_ids", None)
-        if inputs or (types is not None and bool(torch.as_tensor(types).any())) or "input_ids" not in batch:
+        others, types = {*batch} - _TAKEN, batch.get("token_type_ids")
+        if others or (types is not None and bool(torch.as_tensor(types).any())) or "input_ids" not in batch:
             raise ValueError(
                 f"perplexity: expected input_ids and perhaps attention_mask, because it scores every token of whole "
                 f"sequences, got {sorted(map(str, batch))}"

@@ -12,10 +12,7 @@ from filelock import FileLock, Timeout
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yields the name of a new file beside a path. Once its content is on the disk, the file gets the path's name.
-
-    If the caller raises, the new file is removed, and the old file stays.
-    """
+    """Yields the name of a new file, which replaces the file of this path once its content is on the disk."""
     part = path.with_name(f"{path.name}.part")
     try:
         yield part

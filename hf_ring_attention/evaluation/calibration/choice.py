@@ -17,8 +17,7 @@ from ...plan.plans import pairs_of_row
 from ...plan.problem import Problem
 from ...plan.traffic import exchanged
 
-#: What a budget limits, as a share of exact attention's cost: the FLOPs of attention over a whole text, the rows of the
-#: key/value cache that attention reads for the token after it, or the bytes that the ranks of a ring exchange.
+#: The cost that a budget limits, see `Cost`.
 BudgetOf = Literal["flops", "cache_reads", "bytes"]
 #: How many single changes are tried in pairs: the best that gain, and the best that make room for another.
 _TRIED_IN_PAIRS = 256
@@ -31,13 +30,9 @@ def choose(scores: np.ndarray, costs: np.ndarray, budget: float, products: np.nd
 
     The harm of patterns c is sum_g scores[g, c_g] + 1/2 sum_g,h products[g, c_g, h, c_h]. Bisection finds a price on costs at
     which each group, as if it were alone, takes the pattern with the least harm + price * cost. What is left of the budget
-    then pays for the changes that gain most, and for exchanges, in which one change makes room for another. The result
-    depends on the arguments alone.
+    then pays for the changes that gain most, and for exchanges, in which one change makes room for another.
 
-    Args:
-        scores, costs: [G, P] float64 or ints, in any unit.
-        budget: at least the sum of each group's least cost.
-        products: [G, P, G, P], symmetric, without negative eigenvalues.
+    `scores` and `costs` are [G, P]; `products` are [G, P, G, P], symmetric, without negative eigenvalues.
     """
     least = float(costs.min(1).sum())
     if least > budget * (1 + _ROUNDING):

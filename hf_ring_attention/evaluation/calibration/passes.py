@@ -40,6 +40,7 @@ from ...plan.layouts import SequenceLayout
 from ...plan.patterns import Pattern
 from ...ring.attention import ring_attention
 from ...ring.ring import Ring
+from ...training.distillation import divergences
 from ..logits import check_finite, hidden_states, layout_of_rows
 from .texts import ScoredText, drawn_tokens
 
@@ -55,9 +56,7 @@ _CHECKPOINTING = "gradient_checkpointing"
 
 @dataclass(frozen=True)
 class TextChanges:
-    """What a pass of a text measured.
-
-    All are means of the scored tokens.
+    """Means over the scored tokens of a text that a pass measured.
 
     Attributes:
         nll: the negative log-likelihood, in nats.
@@ -105,11 +104,13 @@ def measure_text(
             scored = labels[part] != IGNORED
             answers, states = labels[part][scored], hidden[0, part][scored].detach().requires_grad_(back)
             with torch.set_grad_enabled(back):
-                expected = None if exact is None else _precise(head, exact[0, part][scored])
                 logits = _precise(head, states)
-                losses = logits.new_zeros(1) if expected is None else _divergences(logits, expected)
-                if back and expected is None:
+                if exact is not None:
+                    losses = divergences(logits, _precise(head, exact[0, part][scored]))
+                elif back:
                     losses = _losses(logits, answers, text.seed, positions[part][scored.cpu()].tolist())
+                else:
+                    losses = logits.new_zeros(1)
             if back:
                 gradient[0, part][scored] = torch.autograd.grad(losses.sum(), states)[0]
             nll = F.cross_entropy(logits.detach(), answers, reduction="none")
@@ -126,19 +127,10 @@ def measure_text(
     ), hidden.detach()
 
 
-# ---- losses
-
-
 def _precise(head: Head, states: Tensor) -> Tensor:
     """Returns the logits [m, vocabulary] of hidden states [m, width], in float32 at least."""
     logits = head(states[None])[0]
     return logits.to(accumulation_dtype(logits.dtype))
-
-
-def _divergences(logits: Tensor, expected: Tensor) -> Tensor:
-    """Returns [m]: the divergence of each prediction from the expected one, in nats."""
-    logps, expected = logits.log_softmax(-1), expected.log_softmax(-1)
-    return F.kl_div(logps, expected, reduction="none", log_target=True).sum(-1)
 
 
 def _losses(logits: Tensor, answers: Tensor, seed: int | None, positions: Iterable[int]) -> Tensor:
@@ -210,8 +202,7 @@ def _tapped(model: PreTrainedModel, tap: Callable[..., None]) -> Iterator[None]:
     """Has `tap` called for each attention layer when its gradient arrives, with the arguments of `_LayerChanges.add`.
 
     Gradients are recorded from the embedded tokens on, and not for parameters. If the model supports it, backward computes
-    layers again, so that only one of them is held. The context of the forward pass is gone then; so the tap is an attribute of
-    the modules and not a context variable.
+    layers again, so that only one of them is held. The context of the forward pass is gone then, so the modules have the tap.
     """
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     tapped = list(decoder_of(model).modules())

@@ -52,15 +52,15 @@ class Search:
         texts: the plain texts, whose tokens all count alike.
         folder: of measurements. The name of a file contains a checksum of everything that decides its measurement, so another
             calibration neither reads nor overwrites it.
-        settings: what decides all measurements.
+        settings: decide all measurements.
         bar: a bar like tqdm's, which counts the layers of all passes.
 
     Attributes, after `measure_exact`:
-        heads: the number of key/value heads of each layer for which patterns can be chosen.
-        nlls: for each plain text, the mean negative log-likelihood of its tokens under exact attention, in nats.
+        heads: the number of key/value heads of each layer without its own window.
+        nlls: the mean negative log-likelihood of each plain text under exact attention, in nats.
         products: [G, P, G, P] float64: the mean products of two patterns' d over the tokens of all plain texts.
-        harm: likewise for the texts with answers, by their weight; 0 without such texts.
-        costs: [G, P] of each pattern of the menu in each group, as `Cost` counts; all groups may cost `budget` together.
+        harm: the same for the texts with answers, weighted; 0 without such texts.
+        costs: [G, P]: the cost of each pattern in each group; all groups may cost `budget` together.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Search:
         self._model, self._ring, self._texts, self._menu = model, ring, texts, menu
         self._folder, self._settings, self._bar = folder, {**settings, "format": _FORMAT}, bar
         self._num_layers = model.config.get_text_config().num_hidden_layers
-        self._exact: dict[str, Tensor] = {}  # By the digest of the text; they are small beside its logits.
+        self._exact: dict[str, Tensor] = {}  # [1, n, width] by the digest of the text; small beside its logits.
         self._shares = np.array([text.num_scored for text in texts]) / sum(text.num_scored for text in texts)
 
     def measure_exact(self, answers: Sequence[ScoredText], retrieval: float, cost: Cost, budget: float) -> None:
@@ -140,14 +140,19 @@ class Search:
 
     def _measured(self, layers: Mapping[int, Pattern], text: ScoredText, menu: Sequence[Pattern] = ()) -> TextChanges:
         """Returns what a pass of a text measures, or has measured, under patterns of layers; without a menu, a forward pass."""
-        before, names = self._bar.n, {layer: str(pattern) for layer, pattern in sorted(layers.items())}
-        changes, file = None, None
+        before, changes, file = self._bar.n, None, None
         if self._folder is not None:
+            names = {layer: str(pattern) for layer, pattern in sorted(layers.items())}
             checksum = digest([self._settings, text.digest, names])
             file = self._folder / f"{'changes' if menu else 'losses'}-{checksum}.pt"
             changes = self._read(file)
         if changes is None:
-            exact = self._exact_states(text) if layers else None
+            exact = None
+            if layers:  # Every choice is compared with the hidden states under exact attention.
+                if text.digest not in self._exact:
+                    self._set({})
+                    self._exact[text.digest] = measure_text(self._model, self._ring, text)[1]
+                exact = self._exact[text.digest]
             self._set(layers)
             changes, _ = measure_text(self._model, self._ring, text, menu, exact, lambda: self._bar.update())
             if file is not None:
@@ -161,22 +166,13 @@ class Search:
 
     def _read(self, file: Path) -> TextChanges | None:
         """Returns the measurement in a file; None if there is no such file."""
-        content: dict[str, Any] | None = None
         with self._ring.agreement(f"reading {file.name}") as call:
             if self._ring.rank == 0 and file.exists():
                 try:
-                    content = torch.load(file, weights_only=True)
+                    call.message = torch.load(file, weights_only=True)
                 except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
                     raise ValueError(f"{file} is damaged: delete it, and it is measured again") from error
-            call.message = content
         return None if call.answers[0] is None else TextChanges(**call.answers[0])
-
-    def _exact_states(self, text: ScoredText) -> Tensor:
-        """Returns [1, n, width] this rank's hidden states under exact attention, with which every choice is compared."""
-        if text.digest not in self._exact:
-            self._set({})
-            self._exact[text.digest] = measure_text(self._model, self._ring, text)[1]
-        return self._exact[text.digest]
 
     def _set(self, layers: Mapping[int, Pattern]) -> None:
         """Sets patterns of layers, and exact attention in the others that have no window of their own."""

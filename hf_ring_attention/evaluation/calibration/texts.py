@@ -35,12 +35,10 @@ class ScoredText:
 
     @property
     def num_scored(self) -> int:
-        """How many tokens are scored."""
         return int(self.scored.sum())
 
     @property
     def digest(self) -> str:
-        """A checksum of the text, of the scored tokens, and of the seed."""
         return digest([digest(self.ids), digest(self.scored), self.seed])
 
 
@@ -52,10 +50,9 @@ def plain_text(ids: Tensor, seed: int) -> ScoredText:
 def drawn_tokens(logits: Tensor, seed: int, positions: Iterable[int]) -> Tensor:
     """Returns [m] int64: for each of the logits [m, vocabulary], a token drawn with the probability that it predicts.
 
-    The token has the largest sum of logit and Gumbel noise, minus the logarithm of an exponential variable. A position has the
-    same noise on any number of ranks. So the draw is the same, unless rounding decides between the two largest sums. Rounding
-    would far more often move a draw from cumulated probabilities across one of the borders of the whole vocabulary.
-    `positions` are the places of the m tokens in their text.
+    The token has the largest sum of logit and Gumbel noise, minus the logarithm of an exponential variable. A position in the
+    text has the same noise on any number of ranks, so rounding matters only between the two largest sums. It would far more
+    often move a draw from cumulated probabilities.
     """
     drawn = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     for number, (row, position) in enumerate(zip(logits.detach(), positions, strict=True)):
