@@ -117,25 +117,18 @@ class RingLM(HFLM):
         """Refuses a cache of answers on a ring: each rank would have its own, and they would answer different requests."""
         if self.ring.world_size > 1:
             raise ValueError(
-                f"ring_dilated: --use_cache gives each process its own answers, but the {self.ring.world_size} ranks of a ring "
-                f"must compute the same requests: leave it out, or take ring_size=1"
+                "ring_dilated: --use_cache gives each process its own answers, but the ranks of a ring must compute the same "
+                "requests: leave it out, or take ring_size=1"
             )
         super().set_cache_hook(cache_hook)
 
     def get_model_info(self) -> dict[str, Any]:
         """Returns the model's entry in results.json: the entry of `hf`, with patterns and ring."""
         ring, config = self.ring, unwrapped(self._model).config.get_text_config()
-        return {
-            **super().get_model_info(),
-            "pattern": str(layer_pattern(config, None)),
-            "pattern_of_layers": {str(layer): str(pattern) for layer, pattern in patterns_of_layers(config).items()},
-            "ring": {
-                "size": ring.world_size,
-                "rings": ring.dp_size,
-                "layout": ring.layout,
-                "transport": ring.transport,
-            },
-        }
+        sizes = {"size": ring.world_size, "rings": ring.dp_size, "layout": ring.layout, "transport": ring.transport}
+        patterns = {str(layer): str(pattern) for layer, pattern in patterns_of_layers(config).items()}
+        entry = {"pattern": str(layer_pattern(config, None)), "pattern_of_layers": patterns, "ring": sizes}
+        return super().get_model_info() | entry
 
     # ---- requests; one rank of each ring shows its progress
 
@@ -151,10 +144,7 @@ class RingLM(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """Returns the log-likelihood of each continuation, and whether greedy decoding gives it.
-
-        A request is (texts, tokens of the context, tokens of the continuation).
-        """
+        """Returns, for requests (texts, context, continuation), the log-likelihood, and whether greedy decoding gives it."""
         if self.ring.world_size > 1 and all(texts is None for texts, _, _ in requests):
             # Windows of a rolling likelihood have no texts, and nobody asks whether greedy decoding gives them.
             return [(self._likelihood(context, continuation), False) for _, context, continuation in requests]
@@ -195,7 +185,6 @@ class RingLM(HFLM):
         return last
 
     def _has_last(self) -> bool:
-        """Whether a layer has a pattern with a `Last`."""
         return fewest_last_of(unwrapped(self._model).config.get_text_config()) is not None
 
     def _autocast(self) -> Any:
@@ -230,15 +219,10 @@ def _check_arguments(arguments: Mapping[str, Any], ring: Ring) -> None:
     implementation, processes = arguments.get("attn_implementation", IMPLEMENTATION), ring.world_size * ring.dp_size
     error = None
     if implementation != IMPLEMENTATION:
-        error = (
-            f"attn_implementation={implementation!r} would have no effect, because this model computes with 'ring_dilated': "
-            f"leave it out, or take --model hf"
-        )
+        error = f"attn_implementation={implementation!r} would have no effect: leave it out, or take --model hf"
     for name in ("distributed_config", "tp_plan", "tp_size", "parallelize") if processes > 1 else ():
         if arguments.get(name):
-            error = (
-                f"{name} divides a model among the {processes} processes, but here each has a whole model: leave it out"
-            )
+            error = f"{name} divides a model among the {processes} processes, but each has a whole one: leave it out"
     if ring.world_size > 1 and str(arguments.get("batch_size", 1)).startswith("auto"):
         error = "batch_size=auto tries what fits into one process, but the ranks of a ring must compute alike: give a number"
     if ring.world_size > 1 and arguments.get("backend", "default") == "seq2seq":

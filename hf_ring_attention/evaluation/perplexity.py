@@ -59,11 +59,8 @@ class PerplexityReport:
         return math.exp(self.nll / self.tokens)
 
     def __repr__(self) -> str:
-        rows = len(self.token_nll)
-        return (
-            f"PerplexityReport(perplexity={self.perplexity:.4f}, nll={self.nll:.4f}, tokens={self.tokens}, rows={rows}, "
-            f"seconds={self.seconds:.2f})"
-        )
+        figures = f"perplexity={self.perplexity:.4f}, nll={self.nll:.4f}, tokens={self.tokens}"
+        return f"PerplexityReport({figures}, rows={len(self.token_nll)}, seconds={self.seconds:.2f})"
 
 
 @torch.no_grad()
@@ -143,10 +140,10 @@ def _rows_of(batch: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
                 f"perplexity: expected input_ids and perhaps attention_mask, because it scores every token of whole "
                 f"sequences, got {sorted(map(str, batch))}"
             )
-        own_mask, batch = batch.get("attention_mask"), batch["input_ids"]
-        if attention_mask is not None and own_mask is not None:
+        if attention_mask is not None and batch.get("attention_mask") is not None:
             raise ValueError("perplexity: got an attention_mask in the batch and another beside it: pass one of them")
-        attention_mask = own_mask if attention_mask is None else attention_mask
+        attention_mask = batch.get("attention_mask") if attention_mask is None else attention_mask
+        batch = batch["input_ids"]
     ids = token_ids("input_ids", batch)
     if ids.dim() not in (1, 2) or ids.shape[-1] < 2 or ids.shape[0] < 1:
         raise ValueError(f"perplexity: input_ids must be [rows, tokens] with 2 tokens or more, got {tuple(ids.shape)}")
@@ -163,10 +160,8 @@ def token_ids(name: str, values: Any, caller: str = "perplexity") -> Tensor:
     try:
         values = torch.as_tensor(values)
     except (ValueError, TypeError, RuntimeError) as error:
-        kind = f"{type(values).__name__} ({error})"
-        raise ValueError(
-            f"{caller}: {name} must be rows of integers of one length, got {kind}: tokenize with padding=True, or one by one"
-        ) from error
+        kind = f"{type(values).__name__} ({error}): tokenize with padding=True, or one by one"
+        raise ValueError(f"{caller}: {name} must be rows of integers of one length, got {kind}") from error
     if values.is_floating_point() or values.is_complex() or (name == "input_ids" and values.dtype is torch.bool):
         meaning = "1 for tokens and 0 for padding" if name == "attention_mask" else "tokens of the model's tokenizer"
         raise ValueError(f"{caller}: {name} must be integers ({meaning}), got {values.dtype}: pass {name}.long()")
@@ -176,18 +171,16 @@ def token_ids(name: str, values: Any, caller: str = "perplexity") -> Tensor:
 def check_token_rows(model: PreTrainedModel, ids: Tensor, mask: Tensor, caller: str = "perplexity") -> None:
     """Refuses rows that the model cannot compute, or that would not be scored as their author expects, as `perplexity` does."""
     table = model.get_input_embeddings()
-    least, largest = int(ids.min()), int(ids.max())
+    name, least, largest = type(model).__name__, int(ids.min()), int(ids.max())
     most = table.num_embeddings - 1 if isinstance(table, nn.Embedding) else largest
     if least < 0 or largest > most:
         raise ValueError(
-            f"{caller}: input_ids must be from 0 to {most}, as {type(model).__name__} has embeddings, got {least} to "
-            f"{largest}: use its own tokenizer, and tokens instead of labels"
+            f"{caller}: input_ids must be from 0 to {most}, as {name} has embeddings, got {least} to {largest}: use its own "
+            f"tokenizer, and tokens instead of labels"
         )
     if bool(((mask != 0) & (mask != 1)).any()):
-        raise ValueError(
-            f"{caller}: attention_mask must be 1 for tokens and 0 for padding, got values from {int(mask.min())} to "
-            f"{int(mask.max())}"
-        )
+        values = f"{int(mask.min())} to {int(mask.max())}"
+        raise ValueError(f"{caller}: attention_mask must be 1 for tokens and 0 for padding, got values from {values}")
     for row, tokens in enumerate(mask):
         (first, stop), count = _extent(tokens), int(tokens.sum())
         if stop - first != count:
@@ -197,10 +190,8 @@ def check_token_rows(model: PreTrainedModel, ids: Tensor, mask: Tensor, caller: 
             )
     longest, places = int(mask.sum(1).max()), places_of(runner_of(model))
     if places is not None and longest > places:
-        raise ValueError(
-            f"{caller}: {type(model).__name__} has learned positions for {places} tokens, and a row has {longest}: cut rows "
-            f"to {places} tokens"
-        )
+        where = f"learned positions for {places} tokens, and a row has {longest}"
+        raise ValueError(f"{caller}: {name} has {where}: cut rows to {places} tokens")
     if longest < 2:
         raise ValueError(f"{caller}: no token to score: every token is padding or the first of its row")
 

@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -45,13 +45,8 @@ MENU = (
 )
 
 #: The entries of a config that do not change what the model computes under a given pattern.
-_NOT_OF_THE_MODEL = {
-    IMPLEMENTATION,
-    "_name_or_path",
-    "_attn_implementation",
-    "attn_implementation",
-    "transformers_version",
-}
+_NOT_OF_THE_MODEL = {IMPLEMENTATION, "_name_or_path", "transformers_version"}
+_NOT_OF_THE_MODEL |= {"_attn_implementation", "attn_implementation"}
 #: The attributes of PEFT's layers that decide which adapters compute, and how much they count.
 _OF_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 #: Integers by their bytes.
@@ -99,7 +94,7 @@ def calibrate(
         seed: a number of at least 0 that decides the tokens drawn in the first pass, and the retrieval text.
         folder: where each measurement is written at once. A run that was killed continues from there, with the same result;
             another budget reuses the measurements. None writes nothing.
-        progress: whether a bar counts the layers of all passes; a file gets a line of it every half minute.
+        progress: whether a bar counts the passes of texts; a file gets a line of it every half minute.
 
     Returns:
         The patterns, with scores and measured losses, the same on every rank.
@@ -132,16 +127,20 @@ def calibrate(
         _check_numbers(budget, retrieval, refinements, seed)
         cost = _checked_cost(budget_of, ranks, served, max(map(len, rows)), patterns, budget)
         settings = {"model": _stamp_of(inner), "dtype": str(inner.dtype), "menu": [*map(str, patterns)]}
-        numbers = {"budget": budget, "cost": cost, "retrieval": retrieval, "refinements": refinements, "seed": seed}
-        others = {"texts": [*map(digest, rows)], "whether there is a folder": folder is not None}
-        for name, value in {**settings, **numbers, **others}.items():
-            call.same(name, value)
+        numbers: dict[str, Any] = {
+            "budget": budget,
+            "cost": cost,
+            "retrieval": retrieval,
+            "refinements": refinements,
+            "seed": seed,
+        }
+        numbers |= {"texts": [*map(digest, rows)], "whether there is a folder": folder is not None}
+        call.values = settings | numbers
     plain = [plain_text(row, seed) for row in rows]
     answers = [retrieval_text(rows[0], seed)] if retrieval else []
     written_to = None if folder is None else Path(folder)
-    layers = inner.config.get_text_config().num_hidden_layers
     passes = 2 * len(plain) * (1 + refinements) + len(answers)  # Each choice is tried by forward passes.
-    bar = progress_bar("calibrate", passes * layers, "layer", silent=not progress or served.rank > 0)
+    bar = progress_bar("calibrate", passes, "pass", silent=not progress or served.rank > 0)
     with _measuring(inner, served, written_to), bar:
         search = Search(inner, served, plain, patterns, written_to, settings, bar)
         search.measure_exact(answers, retrieval, cost, budget)
@@ -152,7 +151,7 @@ def calibrate(
     scores = search.by_layer(squares_of(search.products + search.harm) / 2)
     return Calibration(
         layers=search.patterns(best.chosen),
-        num_hidden_layers=layers,
+        num_hidden_layers=inner.config.get_text_config().num_hidden_layers,
         budget=budget,
         budget_of=cost.of,
         seq_len=cost.seq_len,
@@ -219,18 +218,18 @@ def _checked_menu(menu: Any) -> tuple[Pattern, ...]:
     if len(patterns) < 2:
         raise ValueError(f"calibrate: menu must have 2 or more patterns to choose from, got {len(patterns)}")
     for pattern in patterns:
-        if pattern.kv_heads:
-            raise ValueError(f"calibrate: menu has {pattern}, which differs by heads: name patterns of single heads")
-        if patterns.count(pattern) > 1:
-            raise ValueError(f"calibrate: menu has {pattern} twice: name each pattern once")
+        if pattern.kv_heads or patterns.count(pattern) > 1:
+            wrong = (
+                "which differs by heads: name patterns of single heads" if pattern.kv_heads else "twice: name it once"
+            )
+            raise ValueError(f"calibrate: menu has {pattern}, {wrong}")
     return tuple(patterns)
 
 
 def _checked_texts(model: PreTrainedModel, texts: Any, retrieval: float) -> list[Tensor]:
-    if isinstance(texts, (str, bytes, Mapping)) or not isinstance(texts, (Sequence, Tensor)) or not len(texts):
-        raise ValueError(
-            f"calibrate: texts must be a list with the token ids of one or more texts, got {type(texts).__name__}"
-        )
+    if isinstance(texts, (str, bytes)) or not isinstance(texts, (Sequence, Tensor)) or not len(texts):
+        got = type(texts).__name__
+        raise ValueError(f"calibrate: texts must be a list with the token ids of one or more texts, got {got}")
     rows = [token_ids(f"text {number}", text, "calibrate") for number, text in enumerate(texts)]
     for number, row in enumerate(rows):
         if row.dim() != 1:

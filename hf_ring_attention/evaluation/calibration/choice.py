@@ -54,7 +54,8 @@ def choose(scores: np.ndarray, costs: np.ndarray, budget: float, products: np.nd
     chosen = _at_price(alone, costs, high)
     # Smaller gains are rounding errors.
     least_gain = 1e-12 * max(float(np.abs(scores).max()), float(squares_of(products).max()), 1e-300)
-    while moves := _best_moves(scores, costs, budget, products, chosen, least_gain):
+    flat = products.reshape(scores.size, scores.size)
+    while moves := _best_moves(scores.ravel(), costs.ravel(), budget, flat, chosen, least_gain):
         for move in moves:
             group, chosen_pattern = divmod(move, scores.shape[1])
             chosen[group] = chosen_pattern
@@ -81,13 +82,21 @@ def _best_moves(
 ) -> list[int]:
     """Returns the change, or the two changes, that lower the harm most within the budget; none if nothing lowers it.
 
-    A change is a number in G * P: group * P + the pattern that it takes.
+    A change is a number in G * P: group * P + the pattern that it takes. `scores` and `costs` are [G * P], and `products` are
+    [G * P, G * P].
     """
-    every, (num_groups, num_patterns) = np.arange(len(chosen)), scores.shape
-    groups = np.repeat(np.arange(num_groups), num_patterns)
-    gain = (scores[every, chosen][:, None] - scores - _harm_of_changes(products, chosen)).ravel()
-    price = (costs - costs[every, chosen][:, None]).ravel()
-    room = budget - _cost(costs, chosen)
+    changes, num_patterns = np.arange(len(scores)), len(scores) // len(chosen)
+    before = changes // num_patterns * num_patterns + np.repeat(chosen, num_patterns)
+    taken = before[::num_patterns]
+
+    def together(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        """Returns the harm of two changes together, beyond the harm of each by itself."""
+        others = before[first], before[second]
+        return products[first, second] - products[first, others[1]] - products[others[0], second] + products[others]
+
+    pulls = products[:, taken].sum(1)
+    gain = scores[before] - scores + pulls[before] - pulls - together(changes, changes) / 2
+    price, room = costs - costs[before], budget - float(costs[taken].sum())
     best, moves = least_gain, list[int]()
     fitting = np.flatnonzero((price <= room) & (gain > least_gain))
     if len(fitting):
@@ -95,38 +104,15 @@ def _best_moves(
         best, moves = gain[first], [first]
     # Only a change that gains may take the room that another makes; the best few are enough.
     gaining, freeing = np.flatnonzero(gain > least_gain), np.flatnonzero(price < 0)
-    gaining = gaining[np.argsort(-gain[gaining], kind="stable")][:_TRIED_IN_PAIRS]
+    gaining = gaining[np.argsort(-gain[gaining], kind="stable")][:_TRIED_IN_PAIRS, None]
     freeing = freeing[np.argsort(gain[freeing] / price[freeing], kind="stable")][:_TRIED_IN_PAIRS]
     if len(gaining) and len(freeing):
-        both = gain[gaining][:, None] + gain[freeing] - _products_of_changes(products, chosen, gaining, freeing)
-        allowed = (price[gaining][:, None] + price[freeing] <= room) & (groups[gaining][:, None] != groups[freeing])
-        both = np.where(allowed, both, -np.inf)
+        allowed = (price[gaining] + price[freeing] <= room) & (before[gaining] != before[freeing])
+        both = np.where(allowed, gain[gaining] + gain[freeing] - together(gaining, freeing), -np.inf)
         row, column = np.unravel_index(both.argmax(), both.shape)
         if both[row, column] > best + least_gain:
-            moves = [int(gaining[row]), int(freeing[column])]
+            moves = [int(gaining[row, 0]), int(freeing[column])]
     return moves
-
-
-def _harm_of_changes(products: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Returns [G, P]: the harm, by the products, if one group takes this pattern and the others stay."""
-    every, squares = np.arange(len(chosen)), squares_of(products)
-    with_chosen = products[:, :, every, chosen]  # [G, P, G]
-    of_all, own = with_chosen.sum(2), with_chosen[every, :, every]
-    change = squares + squares[every, chosen][:, None] - 2 * own
-    return of_all - of_all[every, chosen][:, None] + change / 2
-
-
-def _products_of_changes(products: np.ndarray, chosen: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Returns [m, k]: the harm of each two changes, beyond the harm of each by itself."""
-    num_patterns = products.shape[1]
-    flat = products.reshape(-1, products.shape[0] * num_patterns)
-    before, other_before = (x // num_patterns * num_patterns + chosen[x // num_patterns] for x in (first, second))
-    return (
-        flat[np.ix_(first, second)]
-        - flat[np.ix_(first, other_before)]
-        - flat[np.ix_(before, second)]
-        + flat[np.ix_(before, other_before)]
-    )
 
 
 # ---- costs

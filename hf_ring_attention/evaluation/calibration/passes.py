@@ -78,7 +78,6 @@ def measure_text(
     text: ScoredText,
     menu: Sequence[Pattern] = (),
     exact: Tensor | None = None,
-    after_layer: Callable[[], object] = lambda: None,
 ) -> tuple[TextChanges, Tensor]:
     """Measures, in one pass of a text, what each pattern would change in each head of each layer without its own window.
 
@@ -91,7 +90,7 @@ def measure_text(
         The changes, the same on every rank; and [1, n, width] this rank's hidden states.
     """
     layout, back = layout_of_rows(model, ring, text.ids[None]), bool(menu)
-    changes = _LayerChanges(ring, layout, menu, after_layer, keep=exact is None)
+    changes = _LayerChanges(ring, layout, menu, keep=exact is None)
     labels = F.pad(text.ids[1:].masked_fill(~text.scored[1:], IGNORED), (0, 1), value=IGNORED)
     positions = torch.tensor(layout.positions(ring.rank))
     with evaluating(model), _tapped(model, changes.add) if back else nullcontext():
@@ -148,13 +147,11 @@ def _losses(logits: Tensor, answers: Tensor, seed: int | None, positions: Iterab
 class _LayerChanges:
     """Sums up d of each layer as its gradient arrives: `linear` has [Hkv, P] for each layer, the sum over all tokens."""
 
-    def __init__(
-        self, ring: Ring, layout: SequenceLayout, menu: Sequence[Pattern], after_layer: Callable[[], object], keep: bool
-    ) -> None:
+    def __init__(self, ring: Ring, layout: SequenceLayout, menu: Sequence[Pattern], keep: bool) -> None:
         """`keep` keeps the d of tokens, for products of all layers."""
         self.linear: dict[int, Tensor] = {}
         self._kept: dict[int, Tensor] = {}
-        self._ring, self._menu, self._after_layer, self._keep = ring, menu, after_layer, keep
+        self._ring, self._menu, self._keep = ring, menu, keep
         positions = torch.tensor(layout.positions(ring.rank))
         self._is_token = positions < layout.seq_len
         self._num_places = min(layout.seq_len, MOST_HELD)
@@ -186,7 +183,6 @@ class _LayerChanges:
             kept.index_add_(2, self._places.to(d.device), d * self._signs.to(d.device))
             # Each token is on one rank, so the sum over ranks contains it once.
             self._kept[layer] = torch.stack(self._ring.gather(kept.float())).sum(0).cpu()
-        self._after_layer()
 
     def products(self, num_scored: int) -> Tensor:
         """Returns `TextChanges.products`."""

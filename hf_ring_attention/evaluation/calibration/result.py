@@ -74,15 +74,14 @@ class Calibration:
     seed: int
 
     def __post_init__(self) -> None:
-        if not self.layers or {*self.layers} != {*self.scores}:
+        layers, scored = sorted(self.layers), sorted(self.scores)
+        if not layers or layers != scored:
             raise ValueError(
-                f"Calibration: expected a pattern for each layer with scores, {sorted(self.scores)}, got patterns for "
-                f"{sorted(self.layers)}: calibrate again"
+                f"Calibration: expected a pattern for each layer with scores, {scored}, got patterns for {layers}: calibrate "
+                f"again"
             )
-        if not all(0 <= layer < self.num_hidden_layers for layer in self.layers):
-            raise ValueError(
-                f"Calibration: expected layers from 0 to {self.num_hidden_layers - 1}, got {sorted(self.layers)}"
-            )
+        if not all(0 <= layer < self.num_hidden_layers for layer in layers):
+            raise ValueError(f"Calibration: expected layers from 0 to {self.num_hidden_layers - 1}, got {layers}")
         for layer, pattern in self.layers.items():
             pattern.check_heads(len(self.scores[layer]), f"layer {layer}")
 

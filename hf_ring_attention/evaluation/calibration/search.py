@@ -53,7 +53,7 @@ class Search:
         folder: of measurements. The name of a file contains a checksum of everything that decides its measurement, so another
             calibration neither reads nor overwrites it.
         settings: decide all measurements.
-        bar: a bar like tqdm's, which counts the layers of all passes.
+        bar: a bar like tqdm's, which counts passes.
 
     Attributes, after `measure_exact`:
         heads: the number of key/value heads of each layer without its own window.
@@ -116,7 +116,7 @@ class Search:
             if np.array_equal(chosen, best.chosen):
                 break
             if caution != CAUTION[0]:
-                self._bar.total += len(self._texts) * self._num_layers
+                self._bar.total += len(self._texts)
             candidate = self._tried(chosen)
             if candidate.divergence < best.divergence:
                 return candidate
@@ -140,7 +140,7 @@ class Search:
 
     def _measured(self, layers: Mapping[int, Pattern], text: ScoredText, menu: Sequence[Pattern] = ()) -> TextChanges:
         """Returns what a pass of a text measures, or has measured, under patterns of layers; without a menu, a forward pass."""
-        before, changes, file = self._bar.n, None, None
+        changes, file = None, None
         if self._folder is not None:
             names = {layer: str(pattern) for layer, pattern in sorted(layers.items())}
             checksum = digest([self._settings, text.digest, names])
@@ -154,14 +154,13 @@ class Search:
                     self._exact[text.digest] = measure_text(self._model, self._ring, text)[1]
                 exact = self._exact[text.digest]
             self._set(layers)
-            changes, _ = measure_text(self._model, self._ring, text, menu, exact, lambda: self._bar.update())
+            changes, _ = measure_text(self._model, self._ring, text, menu, exact)
             if file is not None:
                 with self._ring.agreement(f"writing {file.name}"):
                     if self._ring.rank == 0:
                         with whole_file(file) as part:
                             torch.save(vars(changes), part)
-        # Count layers with their own window, too, and all layers of a pass that an earlier run measured.
-        self._bar.update(before + self._num_layers - self._bar.n)
+        self._bar.update()
         return changes
 
     def _read(self, file: Path) -> TextChanges | None:
