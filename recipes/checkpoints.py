@@ -18,7 +18,6 @@ import shutil
 import signal
 import sys
 import zipfile
-from collections import UserDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +30,7 @@ from accelerate.utils import broadcast_object_list, gather
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 #: The last file of a checkpoint of `finetune.py`: the settings of its run, and the sizes of all other files in bytes.
@@ -205,11 +204,12 @@ def last_saved(output: Path, processes: int | None = None) -> Path:
         return last
     faults = [f"; {path.name} was not finished" for path in output.glob("checkpoint-*.part")]
     faults += [f"; {name} lacks {what}" for name, what in damaged(output, processes).items()]
-    missing = f"there is no whole checkpoint{f' of {processes} process(es)' if processes else ''} in {output}"
+    option, of, saving = "--resume", "", "--save-every"
     if processes:
-        remedy = "A run with --save_strategy steps writes them; to take one as it is, name its folder"
-        raise SystemExit(f"--resume_from_checkpoint: {missing}{''.join(faults)}. {remedy}")
-    raise SystemExit(f"--resume: {missing}{''.join(faults)}. A run with --save-every writes them")
+        option, of, saving = "--resume_from_checkpoint", f" of {processes} process(es)", "--save_strategy steps"
+    raise SystemExit(
+        f"{option}: there is no whole checkpoint{of} in {output}{''.join(faults)}. A run with {saving} writes them"
+    )
 
 
 def is_finite_step(accelerator: Accelerator, loss: float, norm: float) -> bool:
@@ -254,18 +254,11 @@ def set_rates(optimizer: Any, schedule: LambdaLR) -> None:
         group["lr"] = highest * share(schedule.last_epoch)
 
 
-class Figures(UserDict):
+class Figures(dict):
     """The figures that a run reports, and a part of its checkpoints. `held_out` has the loss by evaluated step."""
 
-    def __init__(self, **figures) -> None:
-        super().__init__(figures, steps=[], held_out={})
-
-    @property
-    def steps(self) -> list[dict]:
-        return self["steps"]
-
     def state_dict(self) -> dict:
-        return self.data
+        return {**self}
 
     def load_state_dict(self, state: dict) -> None:
         # The resumed run may have other facts, such as its number of processes.
@@ -362,17 +355,12 @@ class Stop:
 
 
 class StopTrainer(TrainerCallback):
-    """The same for Transformers' Trainer, which saves and stops after the step in which a signal came.
-
-    Its own `enable_jit_checkpoint` knows SIGTERM alone, and each process would save by itself, after a step of its own.
-    """
+    """The same for Transformers' Trainer; its own `enable_jit_checkpoint` lets each process save after a step of its own."""
 
     def __init__(self, stop: Stop) -> None:
         self.stop = stop
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> TrainerControl:
         if self.stop.agree(args.device):
             control.should_save = control.should_training_stop = True
         return control

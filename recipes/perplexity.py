@@ -5,10 +5,6 @@ Many devices:  torchrun --nproc-per-node 8 recipes/perplexity.py --model ID --te
 A data set:    python recipes/perplexity.py --model ID --dataset ID --split test --patterns exact window:512+4
 A picture:     python recipes/perplexity.py --patterns exact window:512+4 pyramid:512,3 window:128+4 --plot quality.png
 Small CPU:     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/perplexity.py --tokens 2048
-SLURM, 2 nodes of 8 GPUs, one ring of 16:
-    srun --nodes 2 --ntasks-per-node 1 bash -c 'torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --rdzv-backend c10d \\
-        --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500 \\
-        recipes/perplexity.py --model ID --text FILE --tokens 524288'
 
 `accelerate launch` works as well as torchrun. Without --model and --text, the recipe reads the model and the text of the
 demo. `hf-ring-attention perplexity` measures several texts and context lengths.
