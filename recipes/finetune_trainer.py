@@ -21,6 +21,7 @@ import documents
 from accelerate.utils import broadcast_object_list
 from arguments import PATTERN_HELP, Help, at_least, check, check_extra, load_pattern, pattern_source, positive
 from transformers import HfArgumentParser, default_data_collator
+from transformers.hf_argparser import HfArg
 
 import hf_ring_attention as ra
 
@@ -29,10 +30,10 @@ import hf_ring_attention as ra
 class Arguments(documents.Sources):
     """The options of this recipe: the model, and the documents that it learns from."""
 
-    model: str = field(default=common.BUNDLED, metadata={"help": common.MODEL_HELP})
-    trust_remote_code: bool = field(default=False, metadata={"help": common.TRUST_HELP})
-    pattern: str = field(default="exact", metadata={"help": PATTERN_HELP})
-    lora: int = field(default=0, metadata={"help": common.LORA_HELP})
+    model: str = HfArg(default=common.BUNDLED, help=common.MODEL_HELP)
+    trust_remote_code: bool = HfArg(default=False, help=common.TRUST_HELP)
+    pattern: str = HfArg(default="exact", help=PATTERN_HELP)
+    lora: int = HfArg(default=0, help=common.LORA_HELP)
 
 
 @dataclass
@@ -100,7 +101,9 @@ class Trainer(ra.RingTrainer):
 
 def main() -> None:
     args, training = parse_args()
-    training.ring_size = common.ring_size(training.ring_size, training.world_size)
+    size, processes = training.ring_size, training.world_size
+    if processes > 1 and (size is None or processes % size):
+        raise SystemExit(f"--ring_size: expected a divisor of the {processes} processes that were started, got {size}")
     with checkpoints.own_run(Path(training.output_dir), "--output_dir"):
         train(args, training)
 
