@@ -29,6 +29,7 @@ from transformers.hf_argparser import HfArg
 import hf_ring_attention as ra
 
 LONG = ("split", "truncate", "drop", "raise")
+# ruff: noqa: RUF009 -- an HfArg is a field.
 #: The ends of the names of texts, each a document.
 TEXTS = (".txt", ".md")
 
@@ -41,9 +42,7 @@ class Texts:
     dataset: str | None = HfArg(default=None, help="a data set's hub id, folder, or .jsonl, .csv, .parquet")
     config: str | None = HfArg(default=None, help="the data set's configuration, if it has several")
     split: str = HfArg(default="train", help="the data set's split; 'train[:1%%]' is its beginning")
-    columns: list[str] | None = HfArg(
-        default=None, help="columns of texts or of chats; default: messages, or else text"
-    )
+    columns: list[str] | None = HfArg(default=None, help="columns of texts, or of chats; default: messages or text")
 
 
 @dataclass
