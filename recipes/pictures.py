@@ -22,7 +22,7 @@ def plot_losses(losses: Mapping[str, Sequence[float]], path: Path, window: int =
     first = None
     for name, values in losses.items():
         width = min(window, len(values) - 1)
-        mean = np.convolve(values[1:], np.ones(width) / width, "valid")  # Nothing predicts the first token.
+        mean = np.convolve(values[1:], np.ones(width), "valid") / width  # Nothing predicts the first token.
         first = mean if first is None else first
         position = np.arange(len(mean)) + width
         top.plot(position, mean, label=name, linewidth=1)
