@@ -109,16 +109,6 @@ def test_changes_that_cancel_are_chosen_together():
     assert choose(squares_of(products) / 2, costs, 4, nothing_together(costs)).tolist() != [0, 0, 1]
 
 
-def test_more_budget_is_no_worse():
-    generator = np.random.default_rng(3)
-    costs = np.tile([1, 2, 4, 8, 16], (60, 1))
-    scores = np.sort(generator.exponential(size=(60, 5)), axis=1)[:, ::-1]
-    chosen = [choose(scores, costs, 60 * share, nothing_together(costs)) for share in np.linspace(1, 16, 40)]
-    sums = [scores[np.arange(60), patterns].sum() for patterns in chosen]
-    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(sums))
-    assert sums[-1] == pytest.approx(scores[:, -1].sum())
-
-
 def test_a_choice_by_scores_that_are_no_numbers_ends():
     products = np.full((2, 2, 2, 2), np.nan)
     products[:, 1, :, 1] = 0

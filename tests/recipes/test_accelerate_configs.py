@@ -1,7 +1,6 @@
 """The files of recipes/accelerate say to `accelerate launch` what their comments say, and the one for a CPU runs."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,15 +49,6 @@ def test_launch_accepts_the_file(name):
     options = vars(launch_command_parser().parse_args(["script.py"]))
     for key, value in {**config.fsdp_config, **config.deepspeed_config}.items():
         assert key in options and getattr(args, key) == value, "a key that no option is named after would be ignored"
-
-
-@pytest.mark.parametrize("name", EXPECTED)
-def test_the_comment_launches_the_file(name):
-    comment = "".join(re.findall("^#.*\n", (FOLDER / name).read_text(), re.MULTILINE))
-    assert 2 <= comment.count("\n") <= 4
-    assert f"accelerate launch --config_file recipes/accelerate/{name}" in comment
-    for recipe in re.findall(r"recipes/\w+\.py", comment):
-        assert (ROOT / recipe).is_file()
 
 
 def test_two_nodes_take_rank_and_address_from_the_command_line():

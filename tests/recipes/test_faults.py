@@ -1,19 +1,8 @@
 """Faults of the recipes' runs: signals, disks that are full, and files that were cut short. What is whole stays readable.
 
-| fault | what happens | test here |
-|---|---|---|
-| SIGTERM or Ctrl-C | the process ends the step, saves it and ends with 143 or 130 | test_a_signal_... |
-| a second Ctrl-C | the process ends at once | test_a_second_... |
-| the disk is full while a checkpoint, a model or a report is written | the run ends with the reason and the remedy; what was there before is whole | test_a_full_disk_... |
-| a loss or a gradient norm is not finite | the run ends with the step, the last good checkpoint and the remedy, and saves nothing | test_a_loss_... |
-| another run writes to the folder | the second one is refused | test_a_folder_... |
-| a checkpoint was cut short | the one before is taken, with the reason; the damaged one is replaced | test_a_checkpoint_that_was_cut_short_... |
-| the conversion of the bundled model was killed | it is made anew | test_a_conversion_... |
-
-Each run that goes on takes the steps of the uninterrupted one. Faults of one of two processes are in
-tests/recipes/test_faults_of_two.py; processes that are killed, stall or raise in tests/ring/test_faults.py and
-tests/training/test_failures.py.
-"""  # noqa: E501
+Each run that goes on takes the steps of the uninterrupted one. Faults of one of two processes are in test_faults_of_two.py;
+processes that are killed, stall or raise in tests/ring/test_faults.py and tests/training/test_failures.py.
+"""
 
 import errno
 import json

@@ -260,13 +260,6 @@ def test_a_pattern_that_replaces_the_saved_one_is_told(folder, tmp_path):
         assert common.check_heads(str(tmp_path / "model"), ra.Pattern.parse(pattern)) is other
 
 
-def test_a_batch_that_the_text_does_not_fill_is_refused(folder, tmp_path):
-    """Before a model is loaded, and not by its loader."""
-    options = ["--model", folder / "model", "--text", folder / "text.txt", "--seq-len", 1000, "--batch-size", 99]
-    said = refused("finetune.py", *options, "--output", tmp_path / "run")
-    assert "24800 tokens to train on, which are 25 row(s) of 1000, and 99 or more are needed: about 99 * 1000" in said
-
-
 def errors_of(rank, calls):
     """The errors that calls of recipes end with, each (module, arguments), on this rank."""
     errors = []

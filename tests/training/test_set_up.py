@@ -89,8 +89,7 @@ def orders(rank, ring_size, with_generator):
     return accelerator.process_index, [[x for batch in loader for x in batch[:, 0].tolist()] for _ in range(2)]
 
 
-@pytest.mark.parametrize("ring_size", [2, 4])
-@pytest.mark.parametrize("with_generator", [False, True])
+@pytest.mark.parametrize(("ring_size", "with_generator"), [(2, False), (4, True)])
 def test_ranks_of_a_ring_read_the_same_rows_whatever_their_random_states(ring_size, with_generator, programs):
     read = programs.run(orders, 4, ring_size, with_generator)
     of_rings = dict(read)

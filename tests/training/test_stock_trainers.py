@@ -166,10 +166,6 @@ def by_trl(name, folder, ring_size, rows, model=None, changes=None, **more):
     return finished(kind(**given, **more, **ring))
 
 
-def sft(folder, ring_size):
-    return by_trl("SFT", folder, ring_size, texts(12, "text"), changes={"max_length": 32})
-
-
 def sft_packed(folder, ring_size):
     return by_trl("SFT", folder, ring_size, texts(12, "text"), changes={"max_length": 32, "packing": True})
 
@@ -222,7 +218,7 @@ def tiny_teacher(pattern):
 
 
 PROGRAMS = [with_metrics, own_loss, classifier, accelerate_loop]
-OF_TRL = [sft, sft_packed, dpo, kto, reward, grpo_in_two_steps, rloo, distillation]
+OF_TRL = [sft_packed, dpo, kto, reward, grpo_in_two_steps, rloo, distillation]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)

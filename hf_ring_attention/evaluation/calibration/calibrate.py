@@ -218,11 +218,10 @@ def _checked_menu(menu: Any) -> tuple[Pattern, ...]:
     if len(patterns) < 2:
         raise ValueError(f"calibrate: menu must have 2 or more patterns to choose from, got {len(patterns)}")
     for pattern in patterns:
-        if pattern.kv_heads or patterns.count(pattern) > 1:
-            wrong = (
-                "which differs by heads: name patterns of single heads" if pattern.kv_heads else "twice: name it once"
-            )
-            raise ValueError(f"calibrate: menu has {pattern}, {wrong}")
+        if pattern.kv_heads:
+            raise ValueError(f"calibrate: menu has {pattern}, which differs by heads: name patterns of single heads")
+        if patterns.count(pattern) > 1:
+            raise ValueError(f"calibrate: menu has {pattern} twice: name each pattern once")
     return tuple(patterns)
 
 
