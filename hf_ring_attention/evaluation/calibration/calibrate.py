@@ -88,12 +88,10 @@ def calibrate(
             of a ring receive from each other.
         ranks: the size of the ring for "bytes"; None for the ring over which texts are sharded.
         retrieval: the weight of a text, made of the first one, in which random tokens must be found again far back. With 1,
-            its scores add up to as much as the scores of all other texts. With 0 there is no such text, and heads that
-            retrieve may lose their keys, because plain text hardly shows them.
+            its scores add up to as much as the scores of all other texts. With 0, heads that retrieve may lose their keys.
         refinements: how often the scores are corrected around the last choice. A correction may harm other kinds of texts.
-        seed: a number of at least 0 that decides the tokens drawn in the first pass, and the retrieval text.
-        folder: where each measurement is written at once. A run that was killed continues from there, with the same result;
-            another budget reuses the measurements. None writes nothing.
+        seed: decides the tokens drawn in the first pass, and the retrieval text.
+        folder: for measurements. A run that was killed continues from there, with the same result; another budget reuses them.
         progress: whether a bar counts the passes of texts; a file gets a line of it every half minute.
 
     Returns:
@@ -171,8 +169,7 @@ def _stamp_of(model: PreTrainedModel) -> str:
     """Returns a checksum that differs between models: of their tensors, config and adapters."""
     config = model.config.get_text_config().to_dict()
     settings = {name: value for name, value in config.items() if name not in _NOT_OF_THE_MODEL}
-    # Buffers that are not saved follow from the config, and machines round them differently. A tensor is known by its first
-    # numbers, and by the sum of the bits of all numbers, which any order of adding gives.
+    # A tensor is known by its first numbers, and by the sum of the bits of all numbers, which any order of adding gives.
     tensors = {}
     for name, x in model.state_dict().items():
         if isinstance(x, Tensor):

@@ -63,13 +63,13 @@ class TextChanges:
         divergence: from the predictions under exact attention, in nats; 0 if the pass did not compare them.
         linear: for each layer [Hkv, P] float64 on the CPU: d.
         products: [G, P, G, P] float32 on the CPU: the products of two patterns' d, for the G groups of heads in the order of
-            their layers; None but for a first pass.
+            their layers; empty but for a first pass.
     """
 
     nll: float
     divergence: float
     linear: dict[int, Tensor]
-    products: Tensor | None
+    products: Tensor
 
 
 def measure_text(
@@ -84,7 +84,7 @@ def measure_text(
     Args:
         model: a patched model; changes are counted from the patterns that it has.
         menu: the patterns; without any, there is a forward pass alone.
-        exact: [1, n, width] this rank's hidden states under exact attention; None for a first pass, and under exact attention.
+        exact: this rank's hidden states under exact attention; None for a first pass, and under exact attention.
 
     Returns:
         The changes, the same on every rank; and [1, n, width] this rank's hidden states.
@@ -122,7 +122,7 @@ def measure_text(
         nll=float(mean_nll),
         divergence=0.0 if exact is None else float(mean_loss),
         linear={layer: x / text.num_scored for layer, x in changes.linear.items()},
-        products=changes.products(text.num_scored) if back and exact is None else None,
+        products=changes.products(text.num_scored),
     ), hidden.detach()
 
 
@@ -186,7 +186,7 @@ class _LayerChanges:
 
     def products(self, num_scored: int) -> Tensor:
         """Returns `TextChanges.products`."""
-        if not self._kept:  # Every layer has its own window.
+        if not self._kept:
             return torch.zeros(0, 0, 0, 0)
         d = torch.cat([self._kept[layer] for layer in sorted(self._kept)])
         rows = d.flatten(0, 1).double()

@@ -27,18 +27,14 @@ from .passes import TextChanges, measure_text
 from .texts import ScoredText
 
 #: The version of the files.
-_FORMAT = 6
-#: How far a refined choice may go from the last one, tried in turn until one is better: the factor of the harm that changes are
-#: expected to do together.
+_FORMAT = 7
+#: Factors of the harm that changes are expected to do together, tried in turn until a refined choice is better.
 CAUTION = (1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The pattern of the menu that each group has, [G], with the nll of each text and the divergence from exact attention.
-
-    Forward passes measured both, as means of tokens, in nats.
-    """
+    """The pattern of each group, [G], with the mean nll of each text and the mean divergence from exact attention, in nats."""
 
     chosen: np.ndarray
     nlls: tuple[float, ...]
@@ -89,10 +85,10 @@ class Search:
                 f"calibrate: every layer of {type(self._model).__name__} has its own window, so no choice is left: set "
                 f"patterns with ra.patch_config(config, pattern, layers=...)"
             )
-        self.products: Any = sum(share * _products(of_text) for share, of_text in zip(self._shares, changes))
+        self.products: Any = sum(share * x.products.double().numpy() for share, x in zip(self._shares, changes))
         self.harm: Any = 0.0
         for text in answers:
-            of_answers = _products(self._measured({}, text, self._menu))
+            of_answers = self._measured({}, text, self._menu).products.double().numpy()
             of_menu = squares_of(self.products).sum() / max(squares_of(of_answers).sum(), 1e-300)
             self.harm = self.harm + retrieval * of_menu * of_answers
         self.costs = np.concatenate([cost.of_menu(self._menu, count) for count in self.heads.values()])
@@ -139,7 +135,7 @@ class Search:
         return Choice(chosen, tuple(of_text.nll for of_text in losses), divergence)
 
     def _measured(self, layers: Mapping[int, Pattern], text: ScoredText, menu: Sequence[Pattern] = ()) -> TextChanges:
-        """Returns what a pass of a text measures, or has measured, under patterns of layers; without a menu, a forward pass."""
+        """Measures a text under patterns of layers, or reads the measurement; without a menu, by a forward pass."""
         changes, file = None, None
         if self._folder is not None:
             names = {layer: str(pattern) for layer, pattern in sorted(layers.items())}
@@ -177,8 +173,3 @@ class Search:
         """Sets patterns of layers, and exact attention in the others that have no window of their own."""
         patterns: Any = SimpleNamespace(layers=layers, num_hidden_layers=self._num_layers)
         patch_config(self._model.config, patterns if layers else "exact")
-
-
-def _products(changes: TextChanges) -> np.ndarray:
-    assert changes.products is not None  # It was a first pass.
-    return changes.products.double().numpy()
