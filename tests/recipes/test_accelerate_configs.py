@@ -9,7 +9,6 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
-from accelerate.utils.launch import prepare_multi_gpu_env
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes" / "accelerate"
@@ -49,15 +48,6 @@ def test_launch_accepts_the_file(name):
     options = vars(launch_command_parser().parse_args(["script.py"]))
     for key, value in {**config.fsdp_config, **config.deepspeed_config}.items():
         assert key in options and getattr(args, key) == value, "a key that no option is named after would be ignored"
-
-
-def test_two_nodes_take_rank_and_address_from_the_command_line():
-    args = validated("two-nodes-16.yaml", "--machine_rank", "1", "--main_process_ip", "10.0.0.1")
-    prepare_multi_gpu_env(args)  # what torchrun is given
-    assert (args.nnodes, args.nproc_per_node, args.node_rank) == ("2", "8", 1)
-    assert args.rdzv_endpoint == "10.0.0.1:29500"
-    # A placeholder left in place must reach no machine; torchrun then repeats that this name is not known.
-    assert validated("two-nodes-16.yaml").main_process_ip == "ADDRESS-OF-MACHINE-0"
 
 
 SCRIPT = """

@@ -243,22 +243,6 @@ def test_other_data_have_another_digest():
     assert len({documents.digest(x) for x in (tokens_of(5, 4), tokens_of(4, 5), tokens_of(5, 4, 3))}) == 3
 
 
-def test_packed_documents_teach_what_each_alone_does(tokenizer, tmp_path):
-    """The loss of a packed row is that of its documents, each read whole and by itself; also of chats."""
-    chats = [{"messages": [{"role": "user", "content": "u" * n}, *CHAT[1:2]]} for n in (3, 8, 13, 1)]
-    file = write_rows(tmp_path / "chats.jsonl", chats)
-    model = tiny_llama(vocab_size=300).eval()
-    ring = ra.Ring.alone()
-    ra.patch_model(model, ring=ring)
-    data = documents.prepare(Sources(dataset=file, seq_len=160, held_out=10**2), tokenizer)
-    assert not data.held_out.learned.all()
-    (row,) = data.held_out_rows
-    assert len(lengths_of(row)) == 3
-    with torch.no_grad():
-        packed = model(**default_data_collator([row])).loss
-    assert abs(float(packed) / data.held_out.loss(model, ring) - 1) < 1e-5
-
-
 def test_held_out_documents_without_anything_to_predict_are_refused():
     held_out = documents.HeldOut(
         torch.ones(1, 4, dtype=torch.int64), torch.ones(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.bool)

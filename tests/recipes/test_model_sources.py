@@ -1,7 +1,6 @@
 """The models of recipes are found, or the error names the command that brings them or the folder to delete."""
 
 import argparse
-from pathlib import Path
 
 import common
 import finetune
@@ -58,9 +57,3 @@ def test_a_cache_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_RING_ATTENTION_CACHE", str(tmp_path / "file" / "models"))
     with pytest.raises(SystemExit, match=r"cannot be kept in .*: name a folder .* with HF_RING_ATTENTION_CACHE"):
         common.installed_model()
-
-
-def test_empty_variables_are_no_cache_folders(monkeypatch):
-    monkeypatch.setenv("HF_RING_ATTENTION_CACHE", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert common.cache_folder() == Path.home() / ".cache" / "hf_ring_attention"
