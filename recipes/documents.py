@@ -52,7 +52,6 @@ class Sources(Texts):
     streaming: bool = HfArg(default=False, help="read the data set during training, and not before")
     buffer: int = HfArg(default=1000, help="documents that are packed, or of a stream shuffled, together")
     seq_len: int = HfArg(default=1024, help="tokens of a row")
-    packing: bool = HfArg(default=True, help="pack documents into rows; none of them sees another")
     long_documents: str = HfArg(default="split", help="documents longer than a row", metadata={"choices": LONG})
     held_out: int = HfArg(default=0, help="first tokens of the data, kept for evaluation")
 
@@ -231,16 +230,15 @@ def hold_out(
 
 
 def pack(documents: Dataset | IterableDataset, sources: Sources) -> Dataset | IterableDataset:
-    """Returns rows of `seq_len` tokens; without packing, each is a document, or a piece of a long one, and padding."""
-    buffer = sources.buffer if sources.packing else 1
-    return ra.pack_documents(documents, sources.seq_len, buffer=buffer, excess_length_strategy=sources.long_documents)
+    """Returns rows of `seq_len` tokens; none of their documents sees another."""
+    options = {"buffer": sources.buffer, "excess_length_strategy": sources.long_documents}
+    return ra.pack_documents(documents, sources.seq_len, **options)
 
 
 def describe(rows: Dataset | IterableDataset, sources: Sources, needed: int = 1) -> str:
     """Returns one line about the rows; ends the program if there are fewer than `needed`."""
     if isinstance(rows, IterableDataset):
-        packed = f"packed into rows of {sources.seq_len} by {sources.buffer}"
-        return f"a stream of documents, {packed if sources.packing else f'in rows of {sources.seq_len} of their own'}"
+        return f"a stream of documents, packed into rows of {sources.seq_len} by {sources.buffer}"
     tokens = pieces = 0
     for batch in rows.with_format("numpy", columns=["attention_mask", "position_ids"]).iter(batch_size=100):
         tokens += int(batch["attention_mask"].sum())
@@ -250,11 +248,9 @@ def describe(rows: Dataset | IterableDataset, sources: Sources, needed: int = 1)
             f"the data have {tokens} tokens to train on, which are {len(rows)} row(s) of {sources.seq_len}, and {needed} or "
             f"more are needed: about {needed} * {sources.seq_len} = {needed * sources.seq_len} tokens"
         )
+    full = f"{tokens / (len(rows) * sources.seq_len):.1%} full"
     described = f"{pieces} documents, or pieces of long ones, of {tokens} tokens"
-    if not sources.packing:
-        return f"{described}, in rows of {sources.seq_len} of their own"
-    full = tokens / (len(rows) * sources.seq_len)
-    return f"{described} in {len(rows)} rows of {sources.seq_len}, which are {full:.1%} full"
+    return f"{described} in {len(rows)} rows of {sources.seq_len}, which are {full}"
 
 
 def digest(documents: Dataset | IterableDataset) -> str:

@@ -45,7 +45,7 @@ import hf_ring_attention as ra
 SCHEDULES = "linear cosine cosine_with_restarts polynomial inverse_sqrt constant_with_warmup constant".split()
 TRACKERS = sorted({*LoggerType.list()} - {"all"})
 #: The options that a run must not change when it goes on.
-KEPT = "seq_len packing buffer long_documents held_out batch_size accumulate lora schedule warmup clip lr seed".split()
+KEPT = "seq_len buffer long_documents held_out batch_size accumulate lora schedule warmup clip lr seed".split()
 
 
 def parse_args(argv=None) -> argparse.Namespace:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import warnings
 
 import documents
 import pytest
@@ -11,7 +10,7 @@ import torch
 from datasets import Dataset, DatasetDict, IterableDataset
 from documents import Sources
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, default_data_collator
+from transformers import PreTrainedTokenizerFast
 
 import hf_ring_attention as ra
 from tests.support.training import tiny_llama
@@ -214,21 +213,6 @@ def test_rows_are_packed_and_their_fill_is_told(streaming, tokenizer, tmp_path):
     # The long document is cut into 60 + 60 + 11, and the first one is held out.
     assert sorted(sorted(lengths_of(row)) for row in data.rows) == [[10, 11], [20, 40], [60], [60], [60]]
     assert data.held_out.attention_mask.sum() == 31 and [lengths_of(x) for x in data.held_out_rows] == [[31]]
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_documents_have_rows_of_their_own_where_that_is_asked_for(tokenizer, tmp_path, streaming):
-    """A long document makes several rows, and a batch has as many of them as it asks for all the same."""
-    file = write_rows(tmp_path / "rows.jsonl", [{"text": "x" * length} for length in (5, 9, 40)])
-    sources = Sources(dataset=file, packing=False, seq_len=16, streaming=streaming)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # Rows that are not full are what was asked for.
-        data = documents.prepare(sources, tokenizer)
-        rows = list(data.rows)
-    if not streaming:
-        assert data.description == "5 documents, or pieces of long ones, of 57 tokens, in rows of 16 of their own"
-    assert sorted(lengths_of(row) for row in rows) == [[6], [9], [10], [16], [16]]
-    assert default_data_collator(rows[-2:])["attention_mask"].shape == (2, 16)
 
 
 def test_too_few_rows_are_told_with_the_arithmetic(tokenizer):
