@@ -24,20 +24,14 @@ from .texts import TokenizedText
 
 @dataclass(frozen=True)
 class LengthFigures:
-    """Sums over the scored tokens of a text, under one pattern and in windows of `length` tokens.
-
-    Attributes:
-        nll: the negative log-likelihood of all scored tokens, in nats.
-        size: the bytes of the scored tokens in UTF-8; None if the tokenizer does not give them.
-        seconds: the wall time of the passes.
-    """
+    """Sums over the scored tokens of a text, under one pattern and in windows of `length` tokens."""
 
     text: str
     pattern: str
     length: int
-    nll: float
+    nll: float  # in nats
     tokens: int
-    size: int | None
+    size: int | None  # in bytes of UTF-8; None if the tokenizer does not give them
     seconds: float
 
     @property

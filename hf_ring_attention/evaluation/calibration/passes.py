@@ -56,20 +56,12 @@ _CHECKPOINTING = "gradient_checkpointing"
 
 @dataclass(frozen=True)
 class TextChanges:
-    """Means over the scored tokens of a text that a pass measured.
-
-    Attributes:
-        nll: the negative log-likelihood, in nats.
-        divergence: from the predictions under exact attention, in nats; 0 if the pass did not compare them.
-        linear: for each layer [Hkv, P] float64 on the CPU: d.
-        products: [G, P, G, P] float32 on the CPU: the products of two patterns' d, for the G groups of heads in the order of
-            their layers; empty but for a first pass.
-    """
+    """Means over the scored tokens of a text that a pass measured; losses are in nats, tensors on the CPU."""
 
     nll: float
-    divergence: float
-    linear: dict[int, Tensor]
-    products: Tensor
+    divergence: float  # from the predictions under exact attention; 0 if the pass did not compare them
+    linear: dict[int, Tensor]  # for each layer [Hkv, P] float64: d
+    products: Tensor  # [G, P, G, P] float32, of two patterns' d in the G groups of heads; empty but for a first pass
 
 
 def measure_text(
@@ -185,7 +177,6 @@ class _LayerChanges:
             self._kept[layer] = torch.stack(self._ring.gather(kept.float())).sum(0).cpu()
 
     def products(self, num_scored: int) -> Tensor:
-        """Returns `TextChanges.products`."""
         if not self._kept:
             return torch.zeros(0, 0, 0, 0)
         d = torch.cat([self._kept[layer] for layer in sorted(self._kept)])

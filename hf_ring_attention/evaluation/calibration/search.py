@@ -1,4 +1,4 @@
-"""The search for the patterns of all groups of heads: passes of the texts, and choices by what they measured.
+"""The search for the patterns of all groups of heads: passes of the texts, and choices by their measurements.
 
 Each measurement is written to a file at once, so that a run that was killed continues. Rank 0 writes and reads for all.
 """
@@ -44,12 +44,8 @@ class Choice:
 class Search:
     """Chooses patterns for a patched model, whose G groups of heads are in the order of their layers.
 
-    Args:
-        texts: the plain texts, whose tokens all count alike.
-        folder: of measurements. The name of a file contains a checksum of everything that decides its measurement, so another
-            calibration neither reads nor overwrites it.
-        settings: decide all measurements.
-        bar: a bar like tqdm's, which counts passes.
+    The names of files in the folder contain a checksum of everything that decides their measurements, such as `settings`, so
+    another calibration neither reads nor overwrites them. `bar` is a bar like tqdm's, which counts passes.
 
     Attributes, after `measure_exact`:
         heads: the number of key/value heads of each layer without its own window.

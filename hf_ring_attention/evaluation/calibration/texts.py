@@ -21,17 +21,13 @@ SHORTEST_RETRIEVAL_TEXT = 4 * NEEDLE
 
 @dataclass(frozen=True)
 class ScoredText:
-    """A text, and which of its tokens are scored.
+    """A text, and which of its tokens are scored, by the prediction at the token before each."""
 
-    Attributes:
-        ids: [n] int64, on the CPU.
-        scored: [n] bool: the tokens that are scored, by the prediction at the token before each; never the first.
-        seed: decides the tokens that are drawn from predictions; None if the text's own tokens are answers to be found.
-    """
-
-    ids: Tensor
-    scored: Tensor
-    seed: int | None
+    ids: Tensor  # [n] int64, on the CPU
+    scored: Tensor  # [n] bool; never the first
+    seed: (
+        int | None
+    )  # of the tokens that are drawn from predictions; None if the text's own tokens are answers to be found
 
     @property
     def num_scored(self) -> int:
