@@ -54,14 +54,6 @@ def test_patterns_equal_their_definition(real):
         assert len({float(losses.sum()) for losses in found.values()}) == len(found)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("pattern", "expected"), [("exact", 11.08), ("window:512+4", 12.09), ("pyramid:512,3", 11.78)])
-def test_perplexity_of_patterns(real, pattern, expected):
-    """Of the first tokens of the default text, by dense masks."""
-    report = ra.perplexity(ra.patch_model(real[0], pattern), real[1])
-    assert report.perplexity == pytest.approx(expected, rel=5e-3)
-
-
 def test_greedy_tokens_of_sdpa(real):
     model, ids = ra.patch_model(real[0], "exact"), real[1][:, :60]
     found = []

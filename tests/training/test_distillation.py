@@ -98,8 +98,7 @@ def test_it_is_the_divergence_of_a_plain_computation(model_type, kind, rng, toke
 
 # Layouts of exact attention and of the pattern differ where the ring chooses them.
 @pytest.mark.parametrize(
-    ("world_size", "kind", "layout"),
-    [(2, "padded", "auto"), (2, "packed", "zigzag"), (3, "packed", "documents")],
+    ("world_size", "kind", "layout"), [(2, "padded", "auto"), (2, "packed", "zigzag"), (3, "packed", "documents")]
 )
 def test_a_ring_learns_what_one_process_does(world_size, kind, layout, rng, tokens_at_once):
     tokens_at_once(5)

@@ -65,11 +65,7 @@ class TextChanges:
 
 
 def measure_text(
-    model: PreTrainedModel,
-    ring: Ring,
-    text: ScoredText,
-    menu: Sequence[Pattern] = (),
-    exact: Tensor | None = None,
+    model: PreTrainedModel, ring: Ring, text: ScoredText, menu: Sequence[Pattern] = (), exact: Tensor | None = None
 ) -> tuple[TextChanges, Tensor]:
     """Measures, in one pass of a text, what each pattern would change in each head of each layer without its own window.
 
