@@ -190,8 +190,8 @@ def check_token_rows(model: PreTrainedModel, ids: Tensor, mask: Tensor, caller: 
             )
     longest, places = int(mask.sum(1).max()), places_of(runner_of(model))
     if places is not None and longest > places:
-        where = f"learned positions for {places} tokens, and a row has {longest}"
-        raise ValueError(f"{caller}: {name} has {where}: cut rows to {places} tokens")
+        got = f"learned positions for {places} tokens, and a row has {longest}"
+        raise ValueError(f"{caller}: {name} has {got}: cut rows to {places} tokens")
     if longest < 2:
         raise ValueError(f"{caller}: no token to score: every token is padding or the first of its row")
 

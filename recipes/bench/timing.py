@@ -191,7 +191,7 @@ def held_memory(device: str, peak: bool = False) -> int:
     if device == "cuda":
         return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
     status = Path("/proc/self/status")
-    if not status.exists():  # Not Linux, where getrusage would count the launcher's memory, too.
+    if not status.exists():  # On Linux, getrusage would count the launcher's memory, too.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     name = "VmHWM" if peak else "VmRSS"
     return 1024 * int(next(line.split()[1] for line in status.read_text().splitlines() if name in line))

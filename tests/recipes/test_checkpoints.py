@@ -79,7 +79,7 @@ def assert_whole(checkpoint):
 
 
 def killed_everywhere(rank, folder):
-    """Kills the second save at each of its changes, and the third of the run that goes on; how often each was killed."""
+    """Kills the second save at each change, and some third ones of the run that goes on; returns how often each was killed."""
     killer, counts = Killer(), [0, 0]
     os.fsync = lambda file: None  # A kill leaves what was written, and the disks of the tests need not be waited for.
     for first in itertools.count():
@@ -91,7 +91,7 @@ def killed_everywhere(rank, folder):
         counts[0] += 1
         step = assert_whole(checkpoints.last_saved(output))
         assert step == 2 or before <= set(output.iterdir())
-        for second in itertools.count():
+        for second in itertools.count() if first % 3 == 0 else ():
             again = Path(folder, f"{first}-{second}")
             shutil.copytree(output, again)
             killed = killer.kills(second, lambda again=again, step=step: save(again, step + 1))
@@ -108,7 +108,7 @@ def killed_everywhere(rank, folder):
 def test_a_run_killed_at_any_change_goes_on_from_a_whole_checkpoint(tmp_path):
     """In a process of its own, since auditors stay."""
     ((once, twice),) = run_ranks(killed_everywhere, 1, str(tmp_path), timeout=600)
-    assert once > 10 and twice > 10 * once  # two files and a folder written, renamed, and as many deleted
+    assert once > 10 and twice > 3 * once  # two files and a folder written, renamed, and as many deleted
 
 
 @pytest.mark.parametrize("there", [True, False])

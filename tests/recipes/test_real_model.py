@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 #: More tokens than the longest segment below has, and layers enough for large activations.
-TOKENS, LAYERS = 96, 6
+TOKENS, LAYERS = 72, 4
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_patterns_equal_their_definition(real):
         part = type(model)(config).eval()
         part.load_state_dict(model.state_dict(), strict=False)
         found = {}
-        for pattern in ("exact", "window:16+4", "pyramid:16,3", "longnet:16/1,64/4,all/8@once"):
+        for pattern in ("exact", "pyramid:16,3", "longnet:16/1,64/4,all/8@once"):
             ra.patch_model(part, pattern)
             found[pattern] = losses_by("ring_dilated", part, ids)
             setattr(part.config, dense.DENSE, {None: ra.Pattern.parse(pattern)})
