@@ -58,14 +58,10 @@ def hidden_states(model: PreTrainedModel, ring: Ring, ids: Tensor) -> tuple[Tens
 
 
 def label_nll(model: PreTrainedModel, ring: Ring, ids: Tensor, labels: Tensor, logits_at_once: int) -> Tensor:
-    """Returns the loss of each token's label, without ever holding the logits of whole rows.
+    """Returns the loss of each token's label, with the logits of `logits_at_once` tokens of each batch row at a time.
 
-    Args:
-        ids, labels: [B, n] tokens of one document a row, and the token after each, or `IGNORED`; the same on every rank.
-        logits_at_once: the tokens of each batch row whose logits exist at once.
-
-    Returns:
-        [B, n] float32 or float64 on the CPU, in nats, the same on every rank; NaN for labels that are ignored.
+    `ids` and `labels`, the same on every rank, are [B, n] tokens of one document a row, and the token after each, or `IGNORED`.
+    The loss is [B, n] float32 or float64 on the CPU, in nats, the same on every rank; NaN for labels that are ignored.
     """
     layout = layout_of_rows(model, ring, ids)
     labels = ring.shard(labels.to(ids.device), layout, fill=IGNORED)

@@ -259,7 +259,6 @@ def test_layers_with_windows_keep_them(rng):
         ({"ranks": 4}, "ranks=4 needs budget_of='bytes', got 'flops': leave it out"),
         ({"menu": ["exact"]}, "menu must have 2 or more patterns to choose from, got 1"),
         ({"menu": "exact"}, "menu must be a list"),
-        ({"menu": ["exact", "window:4", "segment:all"]}, "menu"),
         ({"menu": ["exact", "window:4+1", "window:4+1"]}, r"menu has window:4\+1 twice"),
         ({"menu": ["exact", "kv0=exact;kv1=window:4"]}, "differs by heads"),
         ({"menu": ["exact", "windy:4"]}, "calibrate: menu: .*windy"),

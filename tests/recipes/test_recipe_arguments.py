@@ -48,8 +48,6 @@ REFUSED = [
     ("finetune_trainer", "--held_out 1", "--held-out: the first token of a text is not predicted"),
     ("finetune_trainer", "--long_documents fold", "--long-documents: invalid choice: 'fold'"),
     ("finetune_trainer", "--eval_strategy steps", "--eval_strategy: there is nothing to evaluate on: keep some tokens"),
-    ("finetune_trainer", "--dataset a/b --text {file}", "--dataset: not allowed with argument --text"),
-    ("finetune_trainer", "--model {empty}", "--model: the folder '{empty}' holds no model"),
 ]
 
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import PromptTuningConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_ring_attention as ra
@@ -49,12 +49,6 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(tmp_path, programs):
 # ---- adapters, and 16 bits
 
 
-def with_lora(rank, folder, ring_size):
-    torch.manual_seed(3)
-    model = get_peft_model(tiny_llama(), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "lm_head"]))
-    return trainer(rank, folder, ring_size=ring_size, model=model, **DATA)[0]
-
-
 def with_prompts(rank, folder, ring_size):
     """Virtual tokens before each row, whose labels PEFT fills up."""
     torch.manual_seed(3)
@@ -62,11 +56,11 @@ def with_prompts(rank, folder, ring_size):
     return trainer(rank, folder, ring_size=ring_size, model=model, **DATA)[0]
 
 
-@pytest.mark.parametrize("kind", [with_lora, with_prompts], ids=lambda kind: kind.__name__)
-def test_adapters(kind, tmp_path, programs):
-    alone = kind(0, tmp_path / "alone", 1)
-    for figures in programs.run(kind, 2, tmp_path / "ring", 2):
-        assert_equal_runs(figures, alone, kind.__name__)
+def test_virtual_tokens(tmp_path, programs):
+    """LoRA is in test_equality.py."""
+    alone = with_prompts(0, tmp_path / "alone", 1)
+    for figures in programs.run(with_prompts, 2, tmp_path / "ring", 2):
+        assert_equal_runs(figures, alone, "with_prompts")
 
 
 def in_bfloat16(rank, folder, ring_size):

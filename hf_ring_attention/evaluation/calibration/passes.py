@@ -67,15 +67,11 @@ class TextChanges:
 def measure_text(
     model: PreTrainedModel, ring: Ring, text: ScoredText, menu: Sequence[Pattern] = (), exact: Tensor | None = None
 ) -> tuple[TextChanges, Tensor]:
-    """Measures, in one pass of a text, what each pattern would change in each head of each layer without its own window.
+    """Measures, in one pass of a text, the change by each pattern in each head of each layer without its own window.
 
-    Args:
-        model: a patched model; changes are counted from the patterns that it has.
-        menu: the patterns; without any, there is a forward pass alone.
-        exact: this rank's hidden states under exact attention; None for a first pass, and under exact attention.
-
-    Returns:
-        The changes, the same on every rank; and [1, n, width] this rank's hidden states.
+    Changes are counted from the patterns of the model. Without a menu, there is a forward pass alone. `exact` are this rank's
+    hidden states under exact attention; None for a first pass, and under exact attention. Returns the changes, the same on
+    every rank, and this rank's hidden states, [1, n, width].
     """
     layout, back = layout_of_rows(model, ring, text.ids[None]), bool(menu)
     changes = _LayerChanges(ring, layout, menu, keep=exact is None)
@@ -152,10 +148,7 @@ class _LayerChanges:
     def add(
         self, layer: int, settings: dict[str, Any], query: Tensor, key: Tensor, value: Tensor, out: Tensor, grad: Tensor
     ) -> None:
-        """Computes the attention of a layer under each pattern, and adds up the changes.
-
-        `settings` are the other arguments of the layer's `ring_attention`; out and grad are [1, H, n, Dv].
-        """
+        """Adds up the changes by each pattern; `settings` are other arguments of `ring_attention`, out is [1, H, n, Dv]."""
         num_kv_heads, num_tokens = key.shape[1:3]
         d = torch.zeros(num_kv_heads, len(self._menu), num_tokens, dtype=torch.float64, device=out.device)
         for number, pattern in enumerate(self._menu):

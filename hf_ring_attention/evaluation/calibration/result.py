@@ -77,8 +77,7 @@ class Calibration:
         layers, scored = sorted(self.layers), sorted(self.scores)
         if not layers or layers != scored:
             raise ValueError(
-                f"Calibration: expected a pattern for each layer with scores, {scored}, got patterns for {layers}: calibrate "
-                f"again"
+                f"Calibration: expected a pattern for each layer with scores, {scored}, got patterns for {layers}"
             )
         if not all(0 <= layer < self.num_hidden_layers for layer in layers):
             raise ValueError(f"Calibration: expected layers from 0 to {self.num_hidden_layers - 1}, got {layers}")
@@ -109,10 +108,8 @@ class Calibration:
 
     def of_heads(self) -> dict[int, tuple[Pattern, ...]]:
         """Returns the pattern of each key/value head of each layer."""
-        return {
-            layer: tuple(pattern.of_kv_head(head) for head in range(len(self.scores[layer])))
-            for layer, pattern in self.layers.items()
-        }
+        heads = {layer: range(len(scores)) for layer, scores in self.scores.items()}
+        return {layer: tuple(map(pattern.of_kv_head, heads[layer])) for layer, pattern in self.layers.items()}
 
     @property
     def texts_of_layers(self) -> dict[str, str]:
