@@ -1,8 +1,8 @@
 """The model "ring_dilated" of lm-evaluation-harness: its tasks under any pattern, each sequence sharded over a ring.
 
-Importing this module registers the name. The harness's own class `hf` computes the answers, with this attention. A ring is one
-worker to it: all ranks of a ring call the model with the same rows, and contexts are prefilled over the ring before they are
-continued.
+Importing this module registers the name for `lm_eval.simple_evaluate(model="ring_dilated", ...)`. The harness's own class `hf`
+computes the answers. A ring is one worker to it: all ranks of a ring call the model with the same rows, and contexts are
+prefilled over the ring before they are continued.
 """
 
 from __future__ import annotations
@@ -59,10 +59,6 @@ class RingLM(HFLM):
         ValueError: on every process, before a model is loaded: a wrong pattern or ring_size, or an argument of `hf` that a ring
             cannot obey. Later, on every rank of a ring: requests that differ between its ranks, or a cache of answers.
         NotImplementedError: a model that ring_dilated does not compute.
-
-    Example:
-        `lm_eval.simple_evaluate(model="ring_dilated", model_args={"pretrained": "folder", "pattern": "window:512+4"},
-        tasks=["lambada_openai"])`, once this module is imported; in a shell, see `hf-ring-attention lm-eval --help`.
     """
 
     def __init__(
@@ -199,8 +195,8 @@ class RingLM(HFLM):
         mask: Tensor = generation_kwargs.pop("attention_mask", torch.ones_like(context))
         if self._has_last():
             warn_once(
-                "ring_dilated: under a pattern with a Last, a ring reads a context without its last token first, and the last "
-                "tokens of that see every key: generated texts may differ from one process's"
+                "ring_dilated: a ring reads a context without its last token first, and under a pattern with a Last the end of "
+                "that sees every key: generated texts may differ from one process's"
             )
         single = context.shape[1] == 1  # A prefill takes at least one token, and a step another one.
         if single:

@@ -176,11 +176,8 @@ def _stamp_of(model: PreTrainedModel) -> str:
             bits = x.contiguous().view(_INTEGERS[x.element_size()])
             tensors[name] = digest(x.flatten()[:256].float()), int(bits.sum(dtype=torch.int64))
     # The tensors contain the weights of all adapters, whether they compute or not.
-    adapters = [
-        [name, *(str(getattr(layer, setting, None)) for setting in _OF_ADAPTERS)]
-        for name, layer in model.named_modules()
-        if hasattr(layer, "disable_adapters")
-    ]
+    layers = ((name, layer) for name, layer in model.named_modules() if hasattr(layer, "disable_adapters"))
+    adapters = [[name, *(str(getattr(layer, entry, None)) for entry in _OF_ADAPTERS)] for name, layer in layers]
     return digest([tensors, json.dumps(settings, default=str), adapters])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 import numpy as np
@@ -124,8 +124,7 @@ class Cost:
 
     "flops" counts the query-key pairs of one query head. "cache_reads" counts the pairs of the query behind the text; in
     segments it takes the mean of all places, which are as often nearly empty as nearly full. "bytes" counts the rows of keys
-    and values that the ranks of a ring receive from each other in a zigzag. Heads have different phases in dilated branches, so
-    their costs may differ a little.
+    and values that the ranks of a ring receive from each other in a zigzag. Costs of heads differ by their phases.
     """
 
     of: BudgetOf
@@ -159,10 +158,8 @@ class Cost:
         lengths = (branch.length for branch in part.pattern.branches if isinstance(branch, Segment))
         period = max((length for length in lengths if length is not None and length <= self.seq_len), default=1)
         # The mean over one query in each place of the longest segment.
-        pairs, more = (
-            _pairs_in_head(part.pattern, kv_head, num_kv_heads, self.seq_len + tokens) for tokens in (0, period)
-        )
-        return -((pairs - more) // period)
+        pairs = partial(_pairs_in_head, part.pattern, kv_head, num_kv_heads)
+        return -((pairs(self.seq_len) - pairs(self.seq_len + period)) // period)
 
 
 def _in_one_head(pattern: Pattern, kv_head: int, num_kv_heads: int) -> Pattern:

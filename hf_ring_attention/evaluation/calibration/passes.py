@@ -180,13 +180,13 @@ def _tapped(model: PreTrainedModel, tap: Callable[..., None]) -> Iterator[None]:
     Gradients are recorded from the embedded tokens on, and not for parameters. If the model supports it, backward computes
     layers again, so that only one of them is held. The context of the forward pass is gone then, so the modules have the tap.
     """
-    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    tapped = list(decoder_of(model).modules())
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    training = [layer.training for layer in layers]
-    before = {module: module.gradient_checkpointing for module in model.modules() if hasattr(module, _CHECKPOINTING)}
+    modules, tapped = list(model.modules()), list(decoder_of(model).modules())
+    layers = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
+    saved: list[tuple[Any, str, bool]] = [(x, "requires_grad", x.requires_grad) for x in model.parameters()]
+    saved += [(layer, "training", layer.training) for layer in layers]
+    saved += [(x, _CHECKPOINTING, getattr(x, _CHECKPOINTING)) for x in modules if hasattr(x, _CHECKPOINTING)]
     hook = model.get_input_embeddings().register_forward_hook(lambda *args: args[-1].requires_grad_())
-    for parameter in learned:
+    for parameter in model.parameters():
         parameter.requires_grad_(False)
     for module in tapped:
         setattr(module, TAP, partial(_through_tap, tap))
@@ -198,24 +198,14 @@ def _tapped(model: PreTrainedModel, tap: Callable[..., None]) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-        for parameter in learned:
-            parameter.requires_grad_(True)
         for module in tapped:
             delattr(module, TAP)
-        for layer, mode in zip(layers, training):
-            layer.training = mode
-        for module, value in before.items():
-            setattr(module, _CHECKPOINTING, value)
+        for holder, name, value in saved:
+            setattr(holder, name, value)
 
 
 def _through_tap(
-    tap: Callable[..., None],
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    settings: dict[str, Any],
+    tap: Callable[..., None], module: nn.Module, query: Tensor, key: Tensor, value: Tensor, out: Tensor, settings: Any
 ) -> Tensor:
     """Returns the output of a layer's attention, whose gradient the tap will get."""
     layer = getattr(module, "layer_idx", None)
