@@ -5,10 +5,6 @@ Many devices:   accelerate launch --num_processes 8 recipes/finetune.py --model 
 With torchrun:  torchrun --nproc-per-node 8 recipes/finetune.py --model ID --dataset ID --split train --ring-size 8
 Small CPU:      ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/finetune.py --ring-size 2
 
-Chats, with adapters and a curve in TensorBoard:
-    python recipes/finetune.py --model ID --dataset chats.jsonl --lora 16 --lr 2e-4 --held-out 20000 --eval-every 50 \\
-        --steps 500 --save-every 100 --keep 3 --report-to tensorboard
-
 With 8 processes and --ring-size 4, two rings read different sequences. The folder recipes/accelerate has files for
 --config_file of `accelerate launch`, with DDP, FSDP 2 or ZeRO-3.
 """

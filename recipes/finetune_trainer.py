@@ -4,10 +4,6 @@ One device:     python recipes/finetune_trainer.py --seq_len 2048
 Many devices:   accelerate launch --num_processes 8 recipes/finetune_trainer.py --model ID --text FILE --ring_size 4
 With torchrun:  torchrun --nproc-per-node 8 recipes/finetune_trainer.py --model ID --dataset ID --ring_size 8
 Small CPU:      ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 recipes/finetune_trainer.py --ring_size 2
-
-Chats, with adapters, evaluation and the last three checkpoints:
-    python recipes/finetune_trainer.py --model ID --dataset chats.jsonl --lora 16 --learning_rate 2e-4 --max_steps 500 \\
-        --held_out 20000 --eval_strategy steps --eval_steps 50 --save_strategy steps --save_steps 100 --save_total_limit 3
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ def distillation_loss(
     """Returns the mean divergence of a model's predictions from its own under exact attention.
 
     The divergence of a token is KL(p || q) = sum p log(p / q) over the vocabulary, in nats. The teacher p predicts with exact
-    attention and without gradients, the student q with the model's pattern. If PEFT has added adapters, the teacher is the
-    model without them, which does not change. Without adapters, the teacher has the weights that are being trained: it moves
-    towards the student, and the divergence falls while both may predict texts worse. The logger warns of this once.
+    attention and without gradients, the student q with the model's pattern. The teacher of a model with adapters of PEFT is
+    the model without them. Without adapters, the teacher moves with the weights that are being trained, and the divergence
+    falls while both may predict texts worse. The logger warns of this once.
 
     The loss takes the place of `model(**batch).loss`: it has the same value on every rank of a ring, and includes the terms
     that a model adds itself, such as the loss of routers. Logits exist for a slice of tokens at a time.

@@ -42,9 +42,8 @@ class RingTrainingArguments(TrainingArguments):
     """`TrainingArguments` of a `RingTrainer`; batch sizes count the rows of a ring.
 
     Args:
-        ring_size: processes that share each sequence. It divides the number of processes, and the rings are data
-            parallel. It is needed if there are several processes: 1 makes each process a ring of its own, and the number
-            of processes makes one ring of all. `parallelism_config=ParallelismConfig(cp_size=N)` is understood as
+        ring_size: processes that share each sequence, a divisor of their number; rings are data parallel. Several processes
+            need it: 1 makes each process a ring of its own. `parallelism_config=ParallelismConfig(cp_size=N)` means
             ring_size=N; Accelerate's own context parallelism, which needs FSDP 2 and drops masks, then takes no part.
         ring_layout: "auto", "contiguous", "zigzag" or "documents".
         ring_transport: "auto", "ring", "collective", "heads" or "local".
